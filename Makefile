@@ -1,0 +1,40 @@
+.DEFAULT_GOAL := help
+.PHONY: help demo test bench check clean broker
+.DELETE_ON_ERROR:
+
+INSTALLED := .venv/.installed
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /\1: /p' Makefile | while IFS=: read -r target text; do printf '  make %-7s%s\n' "$$target" "$$text"; done
+
+demo: $(INSTALLED) broker ## run a small experiment with all roles on this machine
+	.venv/bin/fedstrata run deploy/experiments/demo.toml
+
+test: $(INSTALLED) broker ## run the tests
+	.venv/bin/python -m pytest -q
+
+bench: $(INSTALLED) broker ## measure against plain TCP
+	.venv/bin/python tests/bench/run.py
+
+check: $(INSTALLED) ## lint, format, types, import rules
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+
+clean: ## remove what the other targets made, except runs/ and data/
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+broker:
+	@deploy/ensure-broker.sh
+
+$(INSTALLED): pyproject.toml
+	@test -x .venv/bin/python || { \
+	    for python in python3.13 python3.12 python3.11 python3; do \
+	        $$python -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \
+	        exec $$python -m venv .venv; \
+	    done; \
+	    echo 'Python 3.11 or newer with its venv module is needed: apt install python3-venv' >&2; exit 1; }
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@

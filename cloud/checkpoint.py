@@ -1,0 +1,66 @@
+"""A run's state after an iteration, as one safetensors file: the model by name, all else as JSON metadata."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from common.errors import InvalidExperiment, RefusedModel
+from common.layout import ModelLayout, Row
+
+KEPT: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """What the next iteration needs beside the model. `iteration`: iterations that are complete."""
+
+    run: str
+    digest: str
+    iteration: int
+    elapsed_s: float
+    epochs: dict[str, int]
+
+
+def save(folder: Path, state: RunState, *, layout: ModelLayout, row: Row) -> Path:
+    """Write a checkpoint atomically and drop all but the last two."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"iteration-{state.iteration:06d}.safetensors"
+    save_model(path, layout=layout, row=row, facts=asdict(state))
+    for old in sorted(folder.glob("iteration-*.safetensors"))[:-KEPT]:
+        old.unlink(missing_ok=True)
+    return path
+
+
+def save_model(path: Path, *, layout: ModelLayout, row: Row, facts: dict[str, Any]) -> None:
+    """Write a model under its state_dict's names, atomically, with facts as JSON metadata."""
+    partial = path.with_suffix(".partial")
+    save_file(dict(layout.views(row)), partial, metadata={"fedstrata": json.dumps(facts)})
+    os.replace(partial, path)
+
+
+def latest(folder: Path) -> Path:
+    """Return the newest checkpoint of a folder. Raises InvalidExperiment where there is none."""
+    paths = sorted(folder.glob("iteration-*.safetensors"))
+    if not paths:
+        raise InvalidExperiment("--resume", str(folder.parent), "no checkpoint there", "Name a run's folder.")
+    return paths[-1]
+
+
+def load(path: Path, *, layout: ModelLayout, row: Row) -> RunState:
+    """Read a checkpoint into a row, uint8 [row_bytes]. Raises InvalidExperiment."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            state = RunState(**json.loads(file.metadata()["fedstrata"]))
+            tensors: dict[str, np.ndarray[Any, Any]] = {name: file.get_tensor(name) for name in file.keys()}
+        layout.flatten(tensors, row)
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RefusedModel) as error:
+        raise InvalidExperiment("--resume", str(path), f"no checkpoint of this run: {error}", "Use another.") from None
+    return state

@@ -1,0 +1,90 @@
+"""The cloud agent's end of the evaluator process: the first model, and the accuracy of later ones."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from common.errors import InvalidExperiment, RunFailed
+from common.layout import ModelLayout, Row
+from common.spec import Experiment
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """How a model does on the test set."""
+
+    iteration: int
+    accuracy: float
+    loss: float
+
+
+class Evaluator:
+    """One evaluator process; requests are served one after another."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        self._experiment = experiment
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="evaluator")
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def start(self) -> tuple[ModelLayout, Row]:
+        """Start the process and return the model's layout and the initial row. Raises RunFailed."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._start)
+
+    async def evaluate(self, iteration: int, row: Row) -> Accuracy:
+        """Return a model's test accuracy and loss; `row` must not change meanwhile. Raises RunFailed."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._evaluate, iteration, row)
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    pipe.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _start(self) -> tuple[ModelLayout, Row]:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "cloud.evaluator_process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        head = self._ask(self._experiment.to_json().encode() + b"\n")
+        row = np.empty(int(head["bytes"]), np.uint8)
+        stdout = self._process.stdout
+        if stdout is None or stdout.readinto(row.data) != row.size:  # type: ignore[attr-defined]
+            raise self._died()
+        return ModelLayout.from_json(head["layout"]), row
+
+    def _evaluate(self, iteration: int, row: Row) -> Accuracy:
+        answer = self._ask(json.dumps({"iteration": iteration}).encode() + b"\n", row.data)
+        return Accuracy(answer["iteration"], answer["accuracy"], answer["loss"])
+
+    def _ask(self, *parts: bytes | memoryview) -> Any:
+        process = self._process
+        if process is None or process.stdin is None or process.stdout is None:
+            raise RunFailed("the evaluator was not started")
+        try:
+            for part in parts:
+                process.stdin.write(part)
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except (BrokenPipeError, ValueError):
+            line = b""
+        if not line:
+            raise self._died()
+        answer = json.loads(line)
+        if "invalid" in answer:
+            raise InvalidExperiment(*answer["invalid"])
+        return answer
+
+    def _died(self) -> RunFailed:
+        code = self._process.wait() if self._process else None
+        return RunFailed(f"the evaluator process ended with code {code}; its message is above")

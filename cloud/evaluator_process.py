@@ -1,0 +1,56 @@
+"""The evaluator: a process of its own, so that torch never enters the cloud agent and accuracy is off the clock.
+
+It speaks over its standard input and output: a line of JSON each way, followed by `bytes` raw bytes of a row.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import BinaryIO
+
+from common.errors import InvalidExperiment
+from common.layout import Row
+from common.learning import datasets, evaluation, models
+from common.spec import parse
+
+
+def main() -> None:
+    """Serve one cloud agent until its end of the pipe closes."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a library prints must not end up among the answers
+    requests = os.fdopen(0, "rb")
+    try:
+        experiment = parse(requests.readline())
+        try:
+            data = datasets.load(experiment.data)
+            module = models.build(experiment.model.name, experiment.seed)
+            models.check_images(experiment.model.name, data.image_shape)
+        except InvalidExperiment as error:
+            _answer(answers, {"invalid": error.parts})
+            return
+        layout = models.layout_of(module)
+        row = layout.empty()
+        models.write_row(module, layout, row)
+        _answer(answers, {"layout": layout.to_json(), "bytes": layout.row_bytes}, row)
+        while line := requests.readline():
+            if requests.readinto(row.data) != layout.row_bytes:
+                return
+            models.read_row(module, layout, row)
+            result = evaluation.evaluate(
+                module, data.test_images, labels=data.test_labels, normalise=data.normaliser()
+            )
+            _answer(answers, {**json.loads(line), "accuracy": result.accuracy, "loss": result.loss})
+    except (BrokenPipeError, KeyboardInterrupt):
+        pass  # the agent is gone
+
+
+def _answer(answers: BinaryIO, facts: dict[str, object], row: Row | None = None) -> None:
+    answers.write(json.dumps(facts).encode() + b"\n")
+    if row is not None:
+        answers.write(row.data)
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main()

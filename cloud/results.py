@@ -1,0 +1,161 @@
+"""The folder that a run leaves, written as the run goes and safe to kill.
+
+    experiment.toml  the effective experiment        rounds.csv   a row for each global iteration
+    manifest.json    versions, hosts, links, digest  links.csv    bytes by link, direction and kind
+    events.jsonl     what happened, one per line     devices.csv  work of each device in each iteration
+    checkpoints/     the last two                    model.safetensors  the final model
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import platform
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final
+
+from common.errors import InvalidExperiment
+from common.spec import CLOUD, Experiment, load, to_toml
+from common.wire.messages import ChildReport, Traffic
+
+PACKAGES: Final = ("fedstrata", "aiomqtt", "paho-mqtt", "numpy", "msgpack", "torch")
+DEVICE_FIELDS: Final = (
+    "round", "institution", "device", "samples", "local_rounds", "epochs", "sgd_steps", "loss", "train_s", "wait_s",
+)  # fmt: skip
+LINK_FIELDS: Final = ("tier", "from", "to", "kind", "payload_bytes", "message_bytes")
+
+
+class RunFolder:
+    """One run's folder. `run` is its id on the brokers."""
+
+    def __init__(self, path: Path, run: str, experiment: Experiment) -> None:
+        self.path = path
+        self.run = run
+        self.experiment = experiment
+
+    @classmethod
+    def create(cls, root: Path, experiment: Experiment) -> RunFolder:
+        """Make `runs/<utc>-<name>-<id>/`. Raises InvalidExperiment where that cannot be written."""
+        utc, token = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ"), secrets.token_hex(3)
+        path = root / f"{utc}-{experiment.name}-{token}"
+        try:
+            path.mkdir(parents=True)
+        except OSError as error:
+            raise InvalidExperiment("--runs", str(root), error.strerror or str(error), "Name another folder.") from None
+        folder = cls(path, f"{utc}-{token}", experiment)
+        (path / "experiment.toml").write_text(to_toml(experiment), encoding="utf-8")
+        folder._write_manifest(utc)
+        return folder
+
+    @classmethod
+    def reopen(cls, path: Path) -> RunFolder:
+        """Take up a run's folder again. Raises InvalidExperiment where it is none."""
+        try:
+            manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+            run = str(manifest["run"])
+        except (OSError, ValueError, KeyError, TypeError):
+            raise InvalidExperiment("--resume", str(path), "no run's folder", "Name a folder under runs/.") from None
+        return cls(path, run, load(path / "experiment.toml"))
+
+    @property
+    def checkpoints(self) -> Path:
+        """Return where checkpoints lie."""
+        return self.path / "checkpoints"
+
+    def event(self, name: str, facts: Mapping[str, object]) -> None:
+        """Append an event with its time."""
+        line = json.dumps({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": name, **facts})
+        with (self.path / "events.jsonl").open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    def add_round(self, row: Mapping[str, object]) -> None:
+        """Append an iteration to rounds.csv."""
+        self._append("rounds.csv", list(row), [row])
+
+    def add_devices(self, iteration: int, institution: str, reports: Iterable[ChildReport]) -> None:
+        """Append an institution's devices to devices.csv."""
+        rows = [
+            dict(zip(DEVICE_FIELDS, (
+                iteration, institution, r.name, r.samples, r.rounds, r.epochs, r.steps,
+                _number(r.loss), _number(r.train_s), _number(r.wait_s),
+            ), strict=True))
+            for r in reports
+        ]  # fmt: skip
+        self._append("devices.csv", DEVICE_FIELDS, rows)
+
+    def forget_after(self, iterations: int) -> None:
+        """Drop the rows of iterations that a resumed run will do again."""
+        for name in ("rounds.csv", "devices.csv"):
+            path = self.path / name
+            if path.exists():
+                with path.open(newline="", encoding="utf-8") as file:
+                    reader = csv.DictReader(file)
+                    kept = [row for row in reader if int(row["round"]) <= iterations]
+                    fields = reader.fieldnames or ()
+                self._rewrite(path, fields, kept)
+
+    def write_links(self, wan: Mapping[str, Traffic], lan: Mapping[str, Sequence[ChildReport]]) -> None:
+        """Write links.csv: every link's bytes in the run, each direction counted where the bytes arrived."""
+        rows = [row for name, traffic in wan.items() for row in _link_rows("wan", CLOUD, name, traffic)]
+        for institution, reports in lan.items():
+            rows += [row for r in reports for row in _link_rows("lan", institution, r.name, r.traffic)]
+        self._rewrite(self.path / "links.csv", LINK_FIELDS, rows)
+
+    def _append(self, name: str, fields: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
+        path = self.path / name
+        fresh = not path.exists()
+        with path.open("a", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, fields)
+            if fresh:
+                writer.writeheader()
+            writer.writerows(rows)
+
+    @staticmethod
+    def _rewrite(path: Path, fields: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
+        partial = path.with_suffix(".partial")
+        with partial.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, fields)
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(partial, path)
+
+    def _write_manifest(self, utc: str) -> None:
+        manifest = {
+            "run": self.run,
+            "started": utc,
+            "experiment_digest": self.experiment.digest,
+            "links": self.experiment.links.model_dump(),
+            "host": platform.node(),
+            "platform": platform.platform(),
+            "cpus": os.cpu_count(),
+            "python": platform.python_version(),
+            "packages": {name: _version(name) for name in PACKAGES},
+        }
+        (self.path / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+
+def _link_rows(tier: str, parent: str, child: str, traffic: Traffic) -> list[dict[str, object]]:
+    ends = {"sent": (parent, child), "received": (child, parent)}
+    return [
+        dict(zip(LINK_FIELDS, (
+            tier, *ends[way], kind, getattr(traffic, f"{way}_{kind}_payload"), getattr(traffic, f"{way}_{kind}_message"),
+        ), strict=True))
+        for way in ends
+        for kind in ("model", "control")
+    ]  # fmt: skip
+
+
+def _number(value: float) -> str:
+    return f"{value:.6g}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,158 @@
+"""How a model's state lies in one flat buffer.
+
+    row = [ trainable float32 columns | float32 buffers | int64 buffers ]
+            D                            Db               Q
+
+Entries keep the order of the model's state_dict *within* each of the three sections, so the trainable
+columns are contiguous: norms and similarities read `row[:D]` and never need a mask. This module knows
+numpy only; torch's side is `common.learning.models.layout_of`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from math import prod
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from common.errors import InvalidExperiment, RefusedModel, WireError
+
+Row: TypeAlias = npt.NDArray[np.uint8]
+
+
+class Section(StrEnum):
+    """Which part of the row an entry lies in."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    COUNTER = "counter"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of the state: `start` and `stop` are columns of its section's own numbering.
+
+    PARAMETER and BUFFER share the numbering 0 .. D+Db of the float32 part; COUNTER has its own, 0 .. Q.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    section: Section
+    start: int
+    stop: int
+
+    @property
+    def module(self) -> str:
+        """Return the layer the entry belongs to: its name up to the last dot."""
+        return self.name.rpartition(".")[0]
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """Names, shapes and places of a model's tensors; equal layouts have equal digests."""
+
+    entries: tuple[Entry, ...]
+
+    @classmethod
+    def build(cls, tensors: Iterable[tuple[str, Sequence[int], Section]]) -> ModelLayout:
+        """Place the tensors, given in state_dict order, into the row."""
+        listed = list(tensors)
+        entries: list[Entry] = []
+        column = counter = 0
+        for section in Section:
+            for name, shape, kind in listed:
+                if kind is not section:
+                    continue
+                width = prod(shape)
+                start = counter if section is Section.COUNTER else column
+                entries.append(Entry(name, tuple(shape), section, start, start + width))
+                if section is Section.COUNTER:
+                    counter += width
+                else:
+                    column += width
+        if not any(entry.section is Section.PARAMETER for entry in entries):
+            raise InvalidExperiment("model.name", "", "the model has no trainable parameter", "Choose another model.")
+        return cls(tuple(entries))
+
+    @classmethod
+    def from_json(cls, text: str) -> ModelLayout:
+        """Read what `to_json` wrote. Raises WireError."""
+        try:
+            return cls.build([(str(n), [int(d) for d in shape], Section(kind)) for n, shape, kind in json.loads(text)])
+        except (ValueError, TypeError, InvalidExperiment) as error:
+            raise WireError(f"not a model layout: {error}") from None
+
+    def to_json(self) -> str:
+        """Return the layout as JSON, the form that travels to nodes without torch."""
+        return json.dumps([[e.name, e.shape, e.section] for e in self.entries], separators=(",", ":"))
+
+    @cached_property
+    def parameters(self) -> int:
+        """D: trainable columns."""
+        return max(e.stop for e in self.entries if e.section is Section.PARAMETER)
+
+    @cached_property
+    def columns(self) -> int:
+        """D + Db: all float32 columns."""
+        return max(e.stop for e in self.entries if e.section is not Section.COUNTER)
+
+    @cached_property
+    def counters(self) -> int:
+        """Q: int64 columns."""
+        return max((e.stop for e in self.entries if e.section is Section.COUNTER), default=0)
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of one row: 4 * (D + Db) + 8 * Q."""
+        return 4 * self.columns + 8 * self.counters
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hexadecimal digits over names, shapes and sections."""
+        text = ";".join(f"{e.name}:{e.section}:{','.join(map(str, e.shape))}" for e in self.entries)
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    def empty(self) -> Row:
+        """Return an uninitialised row, uint8 [row_bytes]."""
+        return np.empty(self.row_bytes, np.uint8)
+
+    def floats(self, row: Row) -> npt.NDArray[np.float32]:
+        """Return the float32 part of a row, or of rows [K, row_bytes], as a view [..., D + Db]."""
+        return row[..., : 4 * self.columns].view(np.float32)
+
+    def integers(self, row: Row) -> npt.NDArray[np.int64]:
+        """Return the counters of a row, int64 [Q], as a view (it may be unaligned)."""
+        return np.frombuffer(row, np.int64, self.counters, 4 * self.columns)
+
+    def views(self, row: Row) -> dict[str, npt.NDArray[np.float32] | npt.NDArray[np.int64]]:
+        """Return each entry as a view of the row in its own shape, by name."""
+        floats, integers = self.floats(row), self.integers(row)
+        return {
+            e.name: (integers if e.section is Section.COUNTER else floats)[e.start : e.stop].reshape(e.shape)
+            for e in self.entries
+        }
+
+    def flatten(self, state: Mapping[str, npt.NDArray[np.generic]], row: Row) -> None:
+        """Write named arrays into a row. Raises RefusedModel on a missing name or another shape."""
+        for name, view in self.views(row).items():
+            source = state.get(name)
+            if source is None or source.shape != view.shape:
+                have = "missing" if source is None else f"of shape {source.shape}"
+                raise RefusedModel(f"entry {name} is {have}, the model's layout wants {view.shape}")
+            np.copyto(view, source, casting="same_kind")
+
+    def check_finite(self, row: Row) -> None:
+        """Refuse a row with NaN or Inf. Raises RefusedModel naming the entry."""
+        floats = self.floats(row)
+        if np.isfinite(np.dot(floats, floats)):  # one pass, no temporary: any NaN or Inf survives the sum
+            return
+        for entry in self.entries:
+            if entry.section is not Section.COUNTER and not np.isfinite(floats[entry.start : entry.stop]).all():
+                raise RefusedModel(f"entry {entry.name} holds NaN or Inf")

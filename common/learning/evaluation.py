@@ -1,0 +1,44 @@
+"""The accuracy and loss of a model on a set of images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Accuracy as a fraction of 1; mean cross-entropy in nats."""
+
+    accuracy: float
+    loss: float
+
+
+def evaluate(
+    module: nn.Module, images: Tensor, *, labels: Tensor, normalise: Callable[[Tensor], Tensor], batch_size: int = 500
+) -> Evaluation:
+    """Evaluate in batches, in eval mode and without gradients; the module's mode is restored.
+
+    `images` uint8 [N, C, H, W] and `labels` int64 [N] may lie on another device than the module;
+    `normalise` belongs to the module's device. The batch size changes the result by rounding only.
+    """
+    device = next(module.parameters()).device
+    was_training = module.training
+    correct = torch.zeros((), dtype=torch.int64, device=device)
+    loss = torch.zeros((), dtype=torch.float64, device=device)
+    module.eval()
+    try:
+        with torch.inference_mode():
+            batches = zip(torch.split(images, batch_size), torch.split(labels, batch_size), strict=True)
+            for some_images, some_labels in batches:
+                wanted = some_labels.to(device)
+                logits = module(normalise(some_images.to(device)))
+                correct += (logits.argmax(1) == wanted).sum()
+                loss += functional.cross_entropy(logits, wanted, reduction="sum")
+    finally:
+        module.train(was_training)
+    return Evaluation(int(correct) / len(labels), float(loss) / len(labels))

@@ -1,0 +1,1 @@
+"""The network: one MQTT connection, its shape and its bytes."""

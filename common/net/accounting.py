@@ -1,0 +1,61 @@
+"""Bytes by peer, direction and kind, counted where a message is handed to or taken from the MQTT client.
+
+`payload` are a blob's bytes, or a control message's body; `message` is the whole MQTT packet. What the kernel
+adds (TCP, repeats, acknowledgements) is not in these counts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from common.wire.messages import Traffic
+
+Direction: TypeAlias = Literal["sent", "received"]
+Kind: TypeAlias = Literal["model", "control"]
+
+
+def packet_bytes(topic: str, body: int, *, qos: int) -> int:
+    """Return the size of an MQTT 3.1.1 PUBLISH packet whose payload has `body` bytes."""
+    remaining = 2 + len(topic) + (2 if qos else 0) + body
+    length_bytes = 1 + (remaining > 127) + (remaining > 16_383) + (remaining > 2_097_151)
+    return 1 + length_bytes + remaining
+
+
+@dataclass(slots=True)
+class Tally:
+    """One cell of the account, in bytes."""
+
+    payload: int = 0
+    message: int = 0
+
+
+@dataclass(slots=True)
+class Account:
+    """The bytes of one connection since it was made, over reconnections."""
+
+    cells: defaultdict[tuple[str, Direction, Kind], Tally] = field(default_factory=lambda: defaultdict(Tally))
+
+    def add(self, peer: str, direction: Direction, *, message: int, model: int = 0, control: int = 0) -> None:
+        """Count one packet of `message` bytes with `model` blob bytes and `control` other payload bytes.
+
+        A packet that carries both (a small model inside its announcement) gives its overhead to control.
+        """
+        if model:
+            cell = self.cells[peer, direction, "model"]
+            cell.payload += model
+            cell.message += model if control else message
+        if control:
+            cell = self.cells[peer, direction, "control"]
+            cell.payload += control
+            cell.message += message - model
+
+    def traffic(self, peer: str) -> Traffic:
+        """Return the bytes to and from one peer."""
+        counts: list[int] = []
+        for direction in ("sent", "received"):
+            for kind in ("model", "control"):
+                cell = self.cells.get((peer, direction, kind), Tally())
+                counts += [cell.payload, cell.message]
+        return Traffic(*counts)

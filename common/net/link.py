@@ -1,0 +1,163 @@
+"""One MQTT connection that comes back by itself. The only module that imports aiomqtt.
+
+aiomqtt (asyncio-mqtt's present name) drives paho-mqtt from the event loop. Three of its habits are dealt with
+here: it leaves Nagle's algorithm on (stalls of 40 ms), its publish time-out strikes on slow links, and a publish
+that waits when the connection dies would wait for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+import socket
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Final
+
+import aiomqtt
+
+from common.errors import ConnectionFailed
+
+BACKOFF_S: Final = 0.1
+BACKOFF_MOST_S: Final = 5.0
+KEEPALIVE_S: Final = 30
+SOCKET_OPTIONS: Final = ((socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),)
+
+log = logging.getLogger("fedstrata.link")
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerAddress:
+    """Where a broker listens and how to log in; the password comes from a file or the environment."""
+
+    host: str
+    port: int = 1883
+    username: str | None = None
+    password: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+class Link:
+    """A connection that is kept up: `connected` runs after each connect, `received` at each message."""
+
+    def __init__(
+        self,
+        address: BrokerAddress,
+        *,
+        client_id: str,
+        received: Callable[[str, bytes, bool], None],
+        connected: Callable[[], Awaitable[None]],
+        lost: Callable[[], None],
+        will: tuple[str, bytes] | None = None,
+    ) -> None:
+        self.address = address
+        self._client_id = client_id
+        self._received = received
+        self._connected = connected
+        self._lost = lost
+        self._will = aiomqtt.Will(will[0], will[1], qos=1, retain=True) if will else None
+        self._client: aiomqtt.Client | None = None
+        self._calls: set[asyncio.Task[None]] = set()
+        self.reconnects = 0
+
+    @property
+    def up(self) -> bool:
+        """Return whether the broker is connected."""
+        return self._client is not None
+
+    async def run(self, *, connect_timeout_s: float) -> None:
+        """Keep the connection until cancelled.
+
+        Raises ConnectionFailed if the first connection does not stand within `connect_timeout_s`; later ones are
+        tried for ever, with full jitter, as the caller's progress rule decides when to give up.
+        """
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + connect_timeout_s
+        attempt = 0
+        while True:
+            try:
+                async with self._new_client() as client:
+                    self._client, attempt, give_up = client, 0, math.inf
+                    try:
+                        await self._connected()
+                        async for message in client.messages:
+                            body = message.payload
+                            if isinstance(body, (bytes, bytearray)):
+                                self._received(message.topic.value, bytes(body), message.retain)
+                    finally:
+                        self._drop()
+            except aiomqtt.MqttError as error:
+                if loop.time() >= give_up:
+                    raise ConnectionFailed(
+                        f"broker {self.address}: {error}. Is it running there, and are the login and --broker right?"
+                    ) from None
+                log.info("broker %s: %s; trying again", self.address, error)
+            self.reconnects += 1
+            delay = random.uniform(0, min(BACKOFF_MOST_S, BACKOFF_S * 2**attempt))
+            await asyncio.sleep(min(delay, max(0.0, give_up - loop.time())))
+            attempt += 1
+
+    def publish(
+        self, topic: str, body: bytes, *, qos: int = 0, retain: bool = False, done: Callable[[], None] | None = None
+    ) -> None:
+        """Hand a message to the connection, or drop it where there is none; `done` when the client let go of it."""
+        if self._client is not None:
+            self._call(self._client.publish(topic, body, qos=qos, retain=retain, timeout=math.inf), done)
+        elif done is not None:
+            done()
+
+    def subscribe(self, topics: list[str], *, qos: int) -> None:
+        """Subscribe without waiting: a later publish follows it on the same connection, so nothing is missed."""
+        if self._client is not None and topics:
+            self._call(self._client.subscribe([(topic, qos) for topic in topics], timeout=math.inf))
+
+    def unsubscribe(self, topics: list[str]) -> None:
+        """Unsubscribe without waiting."""
+        if self._client is not None and topics:
+            self._call(self._client.unsubscribe(topics, timeout=math.inf))
+
+    async def flush(self) -> None:
+        """Wait until everything handed over has left, or the connection died."""
+        while self._calls:
+            await asyncio.wait(set(self._calls))
+
+    def _new_client(self) -> aiomqtt.Client:
+        return aiomqtt.Client(
+            self.address.host,
+            self.address.port,
+            username=self.address.username,
+            password=self.address.password,
+            identifier=self._client_id,
+            will=self._will,
+            clean_session=True,
+            keepalive=KEEPALIVE_S,
+            socket_options=SOCKET_OPTIONS,
+            logger=logging.getLogger("fedstrata.mqtt"),
+        )
+
+    def _call(self, call: Coroutine[Any, Any, Any], done: Callable[[], None] | None = None) -> None:
+        async def run() -> None:
+            try:
+                await call
+            except (aiomqtt.MqttError, ValueError) as error:
+                log.debug("broker %s: %s", self.address, error)  # the connection's own loop deals with it
+
+        def ended(task: asyncio.Task[None]) -> None:
+            call.close()  # one that was cancelled before it began
+            self._calls.discard(task)
+            if done is not None:
+                done()
+
+        task = asyncio.create_task(run(), name="mqtt-call")
+        self._calls.add(task)
+        task.add_done_callback(ended)
+
+    def _drop(self) -> None:
+        self._client = None
+        for task in self._calls:
+            task.cancel()
+        self._lost()

@@ -1,0 +1,1 @@
+"""The asyncio shell: joins the sans-IO cores to a broker connection, upward (`child`) and downward (`parent`)."""

@@ -1,0 +1,236 @@
+"""The upward face: waits for a parent's wishes, gets their models, and offers what the work made of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from common.errors import NoProgress, RefusedModel, RunFailed, WireError
+from common.layout import ModelLayout, Row
+from common.net.link import BrokerAddress
+from common.node.endpoint import Endpoint, Identity
+from common.rounds.participant import Answered, Begin, Participant
+from common.spec import Link, Transfer
+from common.transfer.incoming import Fetched, IncomingEvent
+from common.transfer.manifest import check, chunk_bytes_for, describe
+from common.wire.codecs import CODECS, codec_of
+from common.wire.messages import (
+    ChildReport,
+    Farewell,
+    Manifest,
+    Message,
+    NodeState,
+    Phase,
+    Presence,
+    Receipt,
+    Result,
+    Task,
+    Traffic,
+)
+
+CODEC: Final = "fp32"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the work made of a model: a row, uint8 [row_bytes], and what it cost. Seconds by this node's clock."""
+
+    row: Row
+    samples: int
+    loss: float
+    epochs: int
+    steps: int
+    train_s: float
+    wait_s: float
+    children: tuple[ChildReport, ...] = ()
+
+
+Report: TypeAlias = Callable[[Phase, int, int], None]
+Work: TypeAlias = Callable[[Task, Row, Report], Awaitable[Answer]]
+
+
+class ChildFace:
+    """One node's parent on one broker; `serve` works until the parent says that the run is over."""
+
+    def __init__(
+        self, address: BrokerAddress, identity: Identity, *, parent: str, transfer: Transfer, link: Link
+    ) -> None:
+        self.peers = (parent,)
+        self._parent = parent
+        self._transfer = transfer
+        rate = None if link.up_mbit is None else link.up_mbit * 1e6 / 8
+        self._chunk_bytes = chunk_bytes_for(rate, transfer.chunk_bytes)
+        self.endpoint = Endpoint(address, identity, face=self, transfer=transfer, rate=rate)
+        self.participant = Participant()
+        self.below: Callable[[], Traffic] = Traffic
+        self.refusals: list[str] = []
+        self._begin: asyncio.Queue[Task] = asyncio.Queue()
+        self._fetched: asyncio.Future[IncomingEvent] | None = None
+        self._fetching: Manifest | None = None
+        self._held: str | None = None
+        self._answer_blob: str | None = None
+        self._parent_gone_at: float | None = self.endpoint.now()
+        self._over: asyncio.Future[Presence] = asyncio.get_running_loop().create_future()
+
+    async def serve(self, layout: ModelLayout, work: Work) -> None:
+        """Answer the parent's wishes until it has finished.
+
+        Raises RunFailed when the parent gave up, NoProgress when it stayed away for `idle_s`.
+        """
+        row = layout.empty()
+        current: asyncio.Task[None] | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                while not self._over.done():
+                    begin = asyncio.ensure_future(self._begin.get())
+                    await asyncio.wait((begin, self._over), return_when=asyncio.FIRST_COMPLETED)
+                    if not begin.done():
+                        begin.cancel()
+                        continue
+                    await _stop(current)
+                    current = group.create_task(self._answer(begin.result(), layout, row, work), name="answer")
+                await _stop(current)
+        finally:
+            self._held = None
+        over = self._over.result()
+        if over.state is NodeState.FAILED:
+            raise RunFailed(f"{self._parent} gave up: {over.reason}")
+
+    async def farewell(self, children: tuple[ChildReport, ...], *, timeout_s: float) -> None:
+        """Say goodbye with the final count of this link's bytes."""
+        traffic = self.endpoint.account.traffic(self._parent)
+        self.endpoint.send(self._parent, Farewell(traffic, self.below(), children))
+        await self.endpoint.flush(timeout_s=timeout_s)
+
+    # Face
+
+    def received(self, sender: str, session: str, message: Message, now: float) -> None:
+        """Take the parent's word."""
+        if not isinstance(message, (Task, Receipt)):
+            raise WireError(f"a parent does not send a {type(message).__name__}")
+        self.participant.receive(session, message, now=now)
+
+    def presence(self, node: str, session: str, presence: Presence | None, now: float) -> None:
+        """Take the parent's state."""
+        if presence is not None and presence.state in (NodeState.INIT, NodeState.READY):
+            self._parent_gone_at = None
+        elif self._parent_gone_at is None:
+            self._parent_gone_at = now
+            self.endpoint.outgoing.forget(node)
+        if presence is not None and presence.state in (NodeState.FINISHED, NodeState.FAILED) and not self._over.done():
+            self._over.set_result(presence)
+
+    def moved(self, peer: str, now: float) -> None:
+        """Say how the fetch goes."""
+        if self._fetching is not None:
+            total = self._fetching.chunks
+            done = total - self.endpoint.incoming.lacks(peer, self._fetching.blob)
+            self.participant.progress(Phase.FETCHING, done, total, now=now)
+
+    def transferred(self, event: IncomingEvent, now: float) -> None:
+        """Hand a finished fetch to the work that waits for it."""
+        if self._fetched is not None and not self._fetched.done():
+            self._fetched.set_result(event)
+
+    def reconnected(self, now: float) -> None:
+        """Say again what the old connection may have swallowed."""
+        self.participant.reconnected(now)
+
+    def tick(self, now: float) -> None:
+        """Start what the parent wished; give up on a parent that stayed away."""
+        while (event := self.participant.next_event()) is not None:
+            if isinstance(event, Begin):
+                self._begin.put_nowait(event.task)
+            elif isinstance(event, Answered) and event.reason:
+                self.refusals.append(event.reason)
+        if self.endpoint.link.up and self._parent_gone_at is None:
+            return
+        gone_at = self._parent_gone_at
+        if gone_at is None:
+            self._parent_gone_at = now
+        elif now - gone_at > self._transfer.idle_s and not self._over.done():
+            raise NoProgress(f"{self._parent} was not there for {self._transfer.idle_s:g} s")
+
+    def to_send(self, now: float) -> Sequence[tuple[str, Message]]:
+        """Return progress and results."""
+        traffic = self.endpoint.account.traffic(self._parent)
+        return [(self._parent, message) for message in self.participant.to_send(now, traffic, self.below())]
+
+    def next_deadline(self) -> float | None:
+        """Return when something is to be said, or the parent is to be given up."""
+        times = [self.participant.next_deadline()]
+        if self._parent_gone_at is not None:
+            times.append(self._parent_gone_at + self._transfer.idle_s + 0.01)
+        return min((at for at in times if at is not None), default=None)
+
+    # Work
+
+    async def _answer(self, task: Task, layout: ModelLayout, row: Row, work: Work) -> None:
+        endpoint = self.endpoint
+        if self._answer_blob is not None:
+            endpoint.outgoing.retire(self._answer_blob)  # its row is about to be written
+            self._answer_blob = None
+        reason = await self._fetch(task, layout, row)
+        if reason:
+            self.refusals.append(reason)
+            self.participant.abandon()
+            return
+
+        def report(phase: Phase, done: int, total: int) -> None:
+            self.participant.progress(phase, done, total, now=endpoint.now())
+            endpoint.wake()
+
+        self.participant.begin_work(Phase.WAITING, now=endpoint.now())
+        answer = await work(task, row, report)
+        blob = CODECS[CODEC].encode(layout, answer.row)
+        manifest = await asyncio.to_thread(
+            describe, blob, chunk_bytes=self._chunk_bytes, codec=CODEC, layout=layout.digest
+        )
+        endpoint.outgoing.offer(manifest, blob, (self._parent,))
+        self._answer_blob = manifest.blob
+        inline = bytes(blob) if manifest.size <= self._transfer.inline_bytes else None
+        self.participant.finish(self._result(task, manifest, inline, answer), now=endpoint.now())
+        endpoint.wake()
+
+    async def _fetch(self, task: Task, layout: ModelLayout, row: Row) -> str:
+        """Get the task's model into the row; return why it could not be had, empty when it is here."""
+        manifest, incoming = task.model, self.endpoint.incoming
+        try:
+            check(manifest, size=CODECS[CODEC].size(layout), layout=layout.digest, codecs=frozenset({CODEC}))
+        except RefusedModel as error:
+            raise RunFailed(f"{self._parent}'s model does not fit this node's: {error}. Run one release.") from None
+        if manifest.blob == self._held:
+            return ""
+        self._held, self._fetching = None, manifest
+        buffer = codec_of(manifest.codec).buffer(layout, row)
+        self._fetched = asyncio.get_running_loop().create_future()
+        try:
+            if task.inline is not None:
+                incoming.take(self._parent, manifest, buffer, task.inline)
+            else:
+                incoming.fetch(self._parent, manifest, buffer, now=self.endpoint.now())
+            self.endpoint.wake()
+            event = await self._fetched
+        finally:
+            self._fetched = self._fetching = None
+            incoming.drop(self._parent, blob=manifest.blob, now=self.endpoint.now())
+        if not isinstance(event, Fetched):
+            return event.reason
+        codec_of(manifest.codec).decode(layout, buffer, row)
+        self._held = manifest.blob
+        return ""
+
+    @staticmethod
+    def _result(task: Task, manifest: Manifest, inline: bytes | None, answer: Answer) -> Result:
+        return Result(
+            task.key, manifest, inline, answer.samples, float(answer.loss), answer.epochs, answer.steps,
+            float(answer.train_s), float(answer.wait_s), answer.children,
+        )  # fmt: skip
+
+
+async def _stop(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
+        task.cancel()
+        await asyncio.wait((task,))

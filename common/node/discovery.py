@@ -1,0 +1,58 @@
+"""How a child that knows only its broker and its parent's name finds the run."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+
+from common.errors import WireError
+from common.net.link import BrokerAddress, Link
+from common.wire import messages, topics
+from common.wire.messages import Announcement, NodeState, Presence
+
+
+async def discover(address: BrokerAddress, parent: str, *, connect_timeout_s: float) -> tuple[str, Announcement]:
+    """Wait for a run whose parent is alive; return its id and what the parent announced.
+
+    An experiment that a dead parent left on the broker is passed over. Raises ConnectionFailed.
+    """
+    found: asyncio.Future[tuple[str, Announcement]] = asyncio.get_running_loop().create_future()
+    announced: dict[str, Announcement] = {}
+    alive: set[str] = set()
+
+    def received(topic_text: str, body: bytes, retained: bool) -> None:
+        try:
+            topic = topics.parse(topic_text)
+            message = messages.decode(body)[1] if body else None
+        except WireError:
+            return
+        if isinstance(message, Announcement):
+            announced[topic.run] = message
+        elif isinstance(message, Presence) and message.state is NodeState.READY:
+            alive.add(topic.run)
+        else:
+            announced.pop(topic.run, None) if isinstance(topic, topics.SpecTopic) else alive.discard(topic.run)
+        both = alive & set(announced)
+        if both and not found.done():
+            run = max(both)
+            found.set_result((run, announced[run]))
+
+    async def connected() -> None:
+        link.subscribe([topics.spec("+", parent), topics.state("+", parent)], qos=1)
+
+    link = Link(
+        address,
+        client_id=f"seeker-{secrets.token_hex(8)}",
+        received=received,
+        connected=connected,
+        lost=lambda: None,
+    )
+    keeping = asyncio.create_task(link.run(connect_timeout_s=connect_timeout_s), name="discovery")
+    try:
+        await asyncio.wait((keeping, found), return_when=asyncio.FIRST_COMPLETED)
+        if not found.done():
+            await keeping
+        return await found
+    finally:
+        keeping.cancel()
+        await asyncio.wait((keeping,))

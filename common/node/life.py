@@ -1,0 +1,92 @@
+"""The life of a node in a run: connected while it works, and a last word that says how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Final, TypeVar
+
+from common.errors import FedstrataError
+from common.metrics import Cells, Metrics
+from common.node.endpoint import Endpoint
+from common.wire.messages import NodeState
+
+LAST_WORD_S: Final = 2.0
+
+_T = TypeVar("_T")
+
+
+async def live(
+    endpoints: Sequence[Endpoint],
+    work: Coroutine[Any, Any, _T],
+    *,
+    connect_timeout_s: float,
+    goodbye: Callable[[], Awaitable[None]],
+) -> _T:
+    """Keep the endpoints connected while `work` runs and return what it made.
+
+    At its end the state is FINISHED, `goodbye` runs, and what the node kept on the brokers is cleared. An error
+    leaves the state FAILED with its reason, an interruption DISCONNECTED. Raises what `work` or an endpoint
+    raised; of several errors the first of ours.
+    """
+    serving = [asyncio.create_task(endpoint.run(connect_timeout_s=connect_timeout_s)) for endpoint in endpoints]
+    working = asyncio.create_task(work)
+    try:
+        await asyncio.wait((working, *serving), return_when=asyncio.FIRST_COMPLETED)
+        for end in serving:
+            if end.done():
+                end.result()
+        result = await working
+        for endpoint in endpoints:
+            endpoint.set_state(NodeState.FINISHED)
+        await goodbye()
+        for endpoint in endpoints:
+            await endpoint.leave(timeout_s=LAST_WORD_S)
+        return result
+    except asyncio.CancelledError:
+        await _say(endpoints, NodeState.DISCONNECTED, "interrupted")
+        raise
+    except BaseException as error:
+        known = first_error(error)
+        await _say(endpoints, NodeState.FAILED, str(known or repr(error)))
+        if known is None:
+            raise
+        raise known from None
+    finally:
+        for task in (working, *serving):
+            task.cancel()
+        await asyncio.wait((working, *serving))
+
+
+def first_error(error: BaseException) -> FedstrataError | None:
+    """Return the first error of ours in an exception or a group of them."""
+    if isinstance(error, FedstrataError):
+        return error
+    if isinstance(error, BaseExceptionGroup):
+        return next((found for inner in error.exceptions if (found := first_error(inner))), None)
+    return None
+
+
+def export(metrics: Metrics, endpoint: Endpoint, node: tuple[str, str, str]) -> None:
+    """Put an endpoint's counts among the metrics, with the labels (role, institution, device)."""
+
+    def cells() -> Cells:
+        for (peer, direction, kind), tally in list(endpoint.account.cells.items()):
+            yield peer, direction, kind, tally.payload, tally.message
+
+    metrics.watch_bytes(node, cells)
+    for name, text, read in (
+        ("ignored_messages", "Messages that were none of ours", lambda: endpoint.ignored),
+        ("reconnects", "Broken or failed connections to the broker", lambda: endpoint.link.reconnects),
+        ("chunks_published", "Chunks of models published", lambda: endpoint.outgoing.chunks_published),
+        ("chunks_repeated", "Chunks published again", lambda: endpoint.outgoing.chunks_repeated),
+        ("chunks_refused", "Chunks that were damaged or foreign", lambda: endpoint.incoming.chunks_refused),
+    ):
+        metrics.watch_total(name, text, node=node, read=read)
+
+
+async def _say(endpoints: Sequence[Endpoint], state: NodeState, reason: str) -> None:
+    for endpoint in endpoints:
+        endpoint.set_state(state, reason=reason)
+    for endpoint in endpoints:
+        await endpoint.flush(timeout_s=LAST_WORD_S)

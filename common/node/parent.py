@@ -1,0 +1,344 @@
+"""The downward face: runs a parent's rounds over its children, models in and out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from common.errors import NoProgress, RefusedModel, WireError
+from common.layout import ModelLayout, Row
+from common.net.link import BrokerAddress
+from common.node.endpoint import Endpoint, Identity
+from common.rounds.coordinator import Assignment, Closed, Coordinator, Offered, Restarted, Stalled, Timeline
+from common.spec import Closing, Link, Transfer
+from common.transfer.incoming import Fetched, IncomingEvent
+from common.transfer.manifest import check, chunk_bytes_for, describe
+from common.wire.codecs import CODECS, codec_of
+from common.wire.messages import (
+    ChildReport,
+    Farewell,
+    Key,
+    Manifest,
+    Message,
+    NodeState,
+    Presence,
+    Progress,
+    Result,
+    Traffic,
+)
+
+log = logging.getLogger("fedstrata.parent")
+
+CODEC: Final = "fp32"
+Observe: TypeAlias = Callable[[str, dict[str, object]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A closed round: results and rows of the children that answered, in the order of their names' list.
+
+    `uploads`: uint8 [K, row_bytes], row k belongs to `children[k]`; valid until the next round is opened.
+    """
+
+    children: tuple[str, ...]
+    results: tuple[Result, ...]
+    uploads: npt.NDArray[np.uint8]
+    missing: tuple[str, ...]
+    refused: Mapping[str, str]
+    timeline: Timeline
+
+
+class ParentFace:
+    """A parent's children on one broker; use `endpoint` to run it and `round` to play a round."""
+
+    def __init__(
+        self,
+        address: BrokerAddress,
+        identity: Identity,
+        *,
+        children: Sequence[str],
+        transfer: Transfer,
+        link: Link,
+        observe: Observe = lambda event, facts: None,
+
+    ) -> None:
+        self.peers = tuple(children)
+        self._transfer = transfer
+        rate = None if link.down_mbit is None else link.down_mbit * 1e6 / 8
+        self._chunk_bytes = chunk_bytes_for(rate, transfer.chunk_bytes)
+        self.endpoint = Endpoint(address, identity, face=self, transfer=transfer, rate=rate)
+        self.coordinator = Coordinator(children, idle_s=transfer.idle_s)
+        self.refused_models = 0
+        self._layout: ModelLayout | None = None
+        self._uploads = np.empty((0, 0), np.uint8)
+        self._places: dict[str, int] = {}
+        self._pending: dict[tuple[str, str], tuple[Key, Manifest]] = {}
+        self._served: set[str] = set()
+        self._closed: asyncio.Future[Closed] | None = None
+        self._checks: set[asyncio.Task[None]] = set()
+        self._seen: dict[str, tuple[str, Traffic, Traffic]] = {}
+        self._before: dict[str, tuple[Traffic, Traffic]] = {}
+        self.moves = 0
+        self.samples: dict[str, int] = {}
+        self.reports: dict[str, tuple[ChildReport, ...]] = {}
+        self._farewells: set[str] = set()
+        self._last_state: dict[str, str] = {}
+        self._changed = asyncio.Event()
+        self._observe = observe
+        self.moved_hook: Callable[[], None] = lambda: None
+
+    def set_layout(self, layout: ModelLayout) -> None:
+        """Fix the model's layout; it must be known before the first round."""
+        self._layout = layout
+
+    async def round(
+        self,
+        *,
+        iteration: int,
+        round_: int,
+        models: Mapping[str, Row],
+        epochs: Mapping[str, int],
+        closing: Closing,
+    ) -> Round:
+        """Send each child its model, wait until the round closes, and return what came back.
+
+        `models`: one row, uint8 [row_bytes], for each child that takes part; children may share a row.
+        Raises NoProgress when the round can never close.
+        """
+        layout = self._require_layout()
+        now = self.endpoint.now()
+        children = [name for name in self.peers if name in models]
+        assignments = await self._offer(children, models, epochs)
+        if self._uploads.shape != (len(children), layout.row_bytes):
+            self._uploads = np.empty((len(children), layout.row_bytes), np.uint8)
+        self._places = {name: place for place, name in enumerate(children)}
+        self._pending.clear()
+        self._closed = asyncio.get_running_loop().create_future()
+        self.coordinator.open(
+            iteration=iteration, round_=round_, assignments=assignments, closing=closing, now=now
+        )
+        self.endpoint.wake()
+        closed = await self._closed
+        for blob in self._served:
+            self.endpoint.outgoing.retire(blob)  # its row may be written from now on
+        for name in closed.missing:
+            self.endpoint.incoming.drop(name, now=self.endpoint.now())
+        answered = [name for name in children if name in closed.results]
+        rows = self._uploads
+        if len(answered) < len(children):
+            rows = rows[[self._places[name] for name in answered]]
+        return Round(
+            tuple(answered),
+            tuple(closed.results[name] for name in answered),
+            rows,
+            closed.missing,
+            closed.refused,
+            self.coordinator.timeline,
+        )
+
+    async def gather(self, *, timeout_s: float) -> None:
+        """Wait until every child has told how many samples it has, at most `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while set(self.samples) < set(self.peers):
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            log.warning("never heard of: %s", ", ".join(sorted(set(self.peers) - set(self.samples))))
+
+    async def farewells(self, *, timeout_s: float) -> None:
+        """Wait until the children that are present have said goodbye, at most `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._farewells >= {n for n, s in self.coordinator.states().items() if s in ("init", "ready")}:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            log.info("not all children said goodbye within %g s", timeout_s)
+
+    def traffic(self) -> dict[str, Traffic]:
+        """Return each child's link over the run, measured where bytes arrive: received here, received there.
+
+        `received_*` is what we received from the child (up), `sent_*` what the child received from us (down).
+        """
+        links = {}
+        for name in self.peers:
+            here = self.endpoint.account.traffic(name)
+            there, _ = self._reported(name)
+            links[name] = Traffic(
+                there.received_model_payload,
+                there.received_model_message,
+                there.received_control_payload,
+                there.received_control_message,
+                here.received_model_payload,
+                here.received_model_message,
+                here.received_control_payload,
+                here.received_control_message,
+            )
+        return links
+
+    def below(self) -> Traffic:
+        """Return the sum of what the children reported of their own children's links (as `traffic` has it)."""
+        return sum((self._reported(name)[1] for name in self.peers), Traffic())
+
+    # Face
+
+    def received(self, sender: str, session: str, message: Message, now: float) -> None:
+        """Take a child's word."""
+        if isinstance(message, Progress):
+            self._count(sender, session, message.traffic, message.below)
+            self.coordinator.receive(sender, session, message, now=now)
+        elif isinstance(message, Result):
+            self.coordinator.receive(sender, session, message, now=now)
+        elif isinstance(message, Farewell):
+            self._count(sender, session, message.traffic, message.below)
+            self.reports[sender] = message.children
+            self._farewells.add(sender)
+            self._changed.set()
+        else:
+            raise WireError(f"a child does not send a {type(message).__name__}")
+
+    def presence(self, node: str, session: str, presence: Presence | None, now: float) -> None:
+        """Take a child's state."""
+        self.coordinator.presence(node, session, presence, now=now)
+        if presence is None or presence.state not in (NodeState.INIT, NodeState.READY):
+            self.endpoint.outgoing.forget(node)
+        if presence is not None and presence.samples:
+            self.samples[node] = presence.samples
+        self._changed.set()
+        state = "left" if presence is None else str(presence.state)
+        if self._last_state.get(node) != state:
+            self._last_state[node] = state
+            self._observe("child", {"node": node, "state": state})
+
+    def moved(self, peer: str, now: float) -> None:
+        """Note progress on a child's link."""
+        self.coordinator.moved(peer, now=now)
+        self.moves += 1
+        self.moved_hook()
+
+    def reconnected(self, now: float) -> None:
+        """Nothing to say: the children's retained states follow and set the wishes going."""
+
+    def transferred(self, event: IncomingEvent, now: float) -> None:
+        """Check an upload that is complete, or deal with one that failed."""
+        pending = self._pending.pop((event.owner, event.blob), None)
+        if pending is None:
+            return
+        key, manifest = pending
+        if isinstance(event, Fetched):
+            task = asyncio.create_task(self._check_upload(event.owner, key, manifest), name=f"check {event.owner}")
+            self._checks.add(task)
+            task.add_done_callback(self._checks.discard)
+        elif "no longer holds" in event.reason:
+            self.coordinator.ask_again(event.owner, key, now=now)
+        else:
+            self._refuse(event.owner, key, event.reason)
+
+    def tick(self, now: float) -> None:
+        """Judge the round and act on what happened."""
+        self.coordinator.tick(now)
+        while (event := self.coordinator.next_event()) is not None:
+            if isinstance(event, Offered):
+                self._fetch(event.child, event.result, now)
+            elif isinstance(event, Restarted):
+                self.endpoint.incoming.drop(event.child, now=now)
+                self.endpoint.outgoing.forget(event.child)
+            elif self._closed is None or self._closed.done():
+                continue
+            elif isinstance(event, Stalled):
+                self._closed.set_exception(NoProgress(event.reason))
+            else:
+                self._closed.set_result(event)
+
+    def to_send(self, now: float) -> Sequence[tuple[str, Message]]:
+        """Return wishes and receipts."""
+        return self.coordinator.to_send(now)
+
+    def next_deadline(self) -> float | None:
+        """Return when the coordinator wants to be asked."""
+        return self.coordinator.next_deadline()
+
+    # Models
+
+    async def _offer(
+        self, children: list[str], models: Mapping[str, Row], epochs: Mapping[str, int]
+    ) -> dict[str, Assignment]:
+        layout = self._require_layout()
+        rows = {id(models[name]): models[name] for name in children}
+        offers: dict[int, tuple[Manifest, bytes | None]] = {}
+        self._served.clear()
+        for row_id, row in rows.items():
+            blob = CODECS[CODEC].encode(layout, row)
+            manifest = await asyncio.to_thread(
+                describe, blob, chunk_bytes=self._chunk_bytes, codec=CODEC, layout=layout.digest
+            )
+            receivers = [name for name in children if id(models[name]) == row_id]
+            self.endpoint.outgoing.offer(manifest, blob, receivers)
+            self._served.add(manifest.blob)
+            offers[row_id] = (manifest, bytes(blob) if manifest.size <= self._transfer.inline_bytes else None)
+        return {
+            name: Assignment(offers[id(models[name])][0], epochs[name], offers[id(models[name])][1])
+            for name in children
+        }
+
+    def _fetch(self, child: str, result: Result, now: float) -> None:
+        layout = self._require_layout()
+        manifest = result.model
+        try:
+            check(manifest, size=CODECS[CODEC].size(layout), layout=layout.digest, codecs=frozenset({CODEC}))
+            if not np.isfinite(result.loss):
+                raise RefusedModel(f"its training loss is {result.loss}")
+        except RefusedModel as error:
+            self._refuse(child, result.key, str(error))
+            return
+        buffer = codec_of(manifest.codec).buffer(layout, self._uploads[self._places[child]])
+        self._pending[child, manifest.blob] = (result.key, manifest)
+        if result.inline is not None:
+            self.endpoint.incoming.take(child, manifest, buffer, result.inline)
+            self.endpoint.wake()
+        else:
+            self.endpoint.incoming.fetch(child, manifest, buffer, now=now)
+
+    async def _check_upload(self, child: str, key: Key, manifest: Manifest) -> None:
+        layout = self._require_layout()
+        row = self._uploads[self._places[child]]
+        try:
+            codec_of(manifest.codec).decode(layout, row.data, row)
+            await asyncio.to_thread(layout.check_finite, row)
+        except RefusedModel as error:
+            self._refuse(child, key, str(error))
+        else:
+            self.coordinator.accept(child, key, now=self.endpoint.now())
+        self.endpoint.wake()
+
+    def _refuse(self, child: str, key: Key, reason: str) -> None:
+        log.warning("%s: refused %s's model of %s: %s", self.endpoint.identity.name, child, key, reason)
+        self.refused_models += 1
+        self.coordinator.refuse(child, key, reason=reason, now=self.endpoint.now())
+        self._observe("refused", {"node": child, "reason": reason})
+
+    def _count(self, child: str, session: str, traffic: Traffic, below: Traffic) -> None:
+        known, *last = self._seen.get(child, (session, Traffic(), Traffic()))
+        if known != session:  # a new process counts from zero
+            before = self._before.get(child, (Traffic(), Traffic()))
+            self._before[child] = (before[0] + last[0], before[1] + last[1])
+        self._seen[child] = (session, traffic, below)
+        self.moves += 1
+        self.moved_hook()
+
+    def _reported(self, child: str) -> tuple[Traffic, Traffic]:
+        before = self._before.get(child, (Traffic(), Traffic()))
+        _, link, below = self._seen.get(child, ("", Traffic(), Traffic()))
+        return before[0] + link, before[1] + below
+
+    def _require_layout(self) -> ModelLayout:
+        if self._layout is None:
+            raise AssertionError("set_layout comes before the first round")
+        return self._layout

@@ -1,0 +1,332 @@
+"""The experiment as typed data: what a TOML file under `deploy/experiments/` may say.
+
+Every key has its default here and nowhere else. An unknown key, a value of the wrong type and a lab that
+cannot work are errors that name the key, the value and the remedy (`InvalidExperiment`, exit code 4).
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from common.errors import InvalidExperiment
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+
+CLOUD: Final = "cloud"
+RESERVED: Final = frozenset({CLOUD, "all"})  # `all` is the lane of every receiver
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class Topology(_Table):
+    """Who belongs to whom. A number makes names (`institution-0`, `device-0`); a list gives them."""
+
+    institutions: Count | list[Name] = 1
+    devices: Count | list[Name] = 1
+    members: dict[Name, list[Name]] = {}
+
+    def institution_names(self) -> list[str]:
+        """Return the institutions in order."""
+        return _names("institution", self.institutions)
+
+    def device_names(self) -> list[str]:
+        """Return all devices in order; a device's place in this list is its data partition."""
+        return _names("device", self.devices)
+
+    def children(self) -> dict[str, list[str]]:
+        """Return each institution's devices: as `members` says, else contiguous blocks, sizes within 1."""
+        if self.members:
+            return {name: list(self.members.get(name, [])) for name in self.institution_names()}
+        institutions, devices = self.institution_names(), self.device_names()
+        ends = [len(devices) * (m + 1) // len(institutions) for m in range(len(institutions))]
+        return {
+            name: devices[start:end]
+            for name, start, end in zip(institutions, [0, *ends[:-1]], ends, strict=True)
+        }
+
+
+class Data(_Table):
+    """The data set and how it is split over the devices (`algorithms.md`, section 6)."""
+
+    dataset: Literal["digits", "mnist", "fashionmnist", "cifar10"] = "digits"
+    root: str = "data"
+    partition: Literal["iid", "dirichlet", "dirichlet_overlap", "institution_dirichlet"] = "iid"
+    concentration: Positive = 1.0
+    min_samples: Annotated[int, Field(ge=0)] = 10
+    partition_size: Count = 600
+
+
+class Model(_Table):
+    """The model that every node trains or mixes."""
+
+    name: Literal["lenet5", "mlp_digits", "cnn_digits", "resnet18_cifar"] = "cnn_digits"
+
+
+class Training(_Table):
+    """One local round on a device: SGD with a fresh optimiser, shuffled batches, cross-entropy."""
+
+    epochs: Count = 1
+    batch_size: Count = 10
+    learning_rate: Positive = 0.01
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+
+
+class Aggregation(_Table):
+    """The rule that a tier runs over its children."""
+
+    name: Literal["fedavg"] = "fedavg"
+    weights: Literal["data", "uniform"] = "data"
+
+
+class Closing(_Table):
+    """When a round closes: on all results, or on `quorum` of them once `deadline_s` has passed."""
+
+    rule: Literal["all", "quorum"] = "all"
+    quorum: Count | None = None
+    deadline_s: Positive | None = None
+
+
+class EpochControl(_Table):
+    """How many epochs devices train: always `training.epochs`, or as Tempo decides from that start."""
+
+    name: Literal["fixed", "tempo"] = "fixed"
+
+
+class Cloud(_Table):
+    """The cloud's rounds: global iterations over the institutions."""
+
+    aggregation: Aggregation = Aggregation()
+    closing: Closing = Closing()
+    epoch_control: EpochControl = EpochControl()
+    evaluate_every: Count = 1
+    checkpoint_every: Count = 1
+
+
+class Institution(_Table):
+    """An institution's rounds: `rounds` (tau_i) per global iteration over the devices drawn."""
+
+    rounds: Count = 1
+    participation: Annotated[float, Field(le=1)] = 1.0
+    aggregation: Aggregation = Aggregation()
+    closing: Closing = Closing()
+
+
+class Link(_Table):
+    """A tier's links, one for each child: rates in Mbit/s, `up` towards the cloud; absent = not shaped."""
+
+    up_mbit: Positive | None = None
+    down_mbit: Positive | None = None
+
+
+class Links(_Table):
+    """WAN: cloud to institution. LAN: institution to device."""
+
+    wan: Link = Link()
+    lan: Link = Link()
+
+
+class Transfer(_Table):
+    """How models travel, what is accepted from the network, and when silence is failure."""
+
+    inline_bytes: Annotated[int, Field(ge=0, le=1_000_000)] = 262_144
+    chunk_bytes: Annotated[int, Field(ge=32_768, le=1_900_000)] = 1_000_000
+    window: Annotated[int, Field(ge=2, le=64)] = 8
+    upload_slots: Count = 4
+    max_model_bytes: Count = 4_000_000_000
+    idle_s: Positive = 120.0
+
+
+class Experiment(_Table):
+    """All that defines a run; equal experiments with equal seeds give equal models, bit for bit, on CPU."""
+
+    name: Name = "experiment"
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
+    iterations: Count = 10
+    target_accuracy: Fraction | None = None
+    topology: Topology = Topology()
+    data: Data = Data()
+    model: Model = Model()
+    training: Training = Training()
+    cloud: Cloud = Cloud()
+    institution: Institution = Institution()
+    links: Links = Links()
+    transfer: Transfer = Transfer()
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        _check_topology(self.topology)
+        children = self.topology.children()
+        _check_closing("cloud.closing", self.cloud.closing, len(children))
+        if self.institution.participation <= 0:
+            raise InvalidExperiment(
+                "institution.participation",
+                self.institution.participation,
+                "no device would ever train",
+                "Give a fraction above 0 and at most 1.",
+            )
+        smallest = min(participants(len(devices), self.institution.participation) for devices in children.values())
+        _check_closing("institution.closing", self.institution.closing, smallest)
+        return self
+
+    def to_json(self) -> str:
+        """Return the effective experiment as canonical JSON, the form that travels to the nodes."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+
+    @property
+    def digest(self) -> str:
+        """16 hexadecimal digits that name the effective experiment."""
+        return blake2b(self.to_json().encode(), digest_size=8).hexdigest()
+
+
+def participants(children: int, fraction: float) -> int:
+    """Return K = max(1, floor(fraction * children + 1e-9)), the children that take part in a round."""
+    return max(1, int(fraction * children + 1e-9))
+
+
+def load(path: Path, overrides: Iterable[str] = ()) -> Experiment:
+    """Read a TOML file and apply `key=value` overrides. Raises InvalidExperiment."""
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidExperiment("experiment", str(path), error.strerror or str(error), "Name a TOML file.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidExperiment("experiment", str(path), f"not TOML: {error}", "Mend that line.") from None
+    for override in overrides:
+        _override(tree, override)
+    return parse(tree)
+
+
+def parse(tree: Mapping[str, Any] | str | bytes) -> Experiment:
+    """Check a tree, or its JSON text, and return the experiment. Raises InvalidExperiment."""
+    try:
+        if isinstance(tree, (str, bytes)):
+            return Experiment.model_validate_json(tree)
+        return Experiment.model_validate(tree)
+    except ValidationError as error:
+        raise _explain(error) from None
+
+
+def to_toml(experiment: Experiment) -> str:
+    """Return the experiment as TOML, every key written out."""
+    lines: list[str] = []
+    _write_table(experiment.model_dump(mode="json", exclude_none=True), (), lines)
+    return "\n".join(lines).strip() + "\n"
+
+
+def _names(kind: str, given: int | list[str]) -> list[str]:
+    return [f"{kind}-{i}" for i in range(given)] if isinstance(given, int) else list(given)
+
+
+def _check_topology(topology: Topology) -> None:
+    institutions, devices = topology.institution_names(), topology.device_names()
+    for key, names in (("topology.institutions", institutions), ("topology.devices", devices)):
+        if len(set(names)) < len(names):
+            double = next(name for name in names if names.count(name) > 1)
+            raise InvalidExperiment(key, double, "the name stands twice", "Give every node a name of its own.")
+    for name in [*institutions, *devices]:
+        if name in RESERVED or (name in institutions and name in devices):
+            problem = "the name is reserved" if name in RESERVED else "two roles share this name"
+            raise InvalidExperiment("topology", name, problem, "Give every node a name of its own.")
+    children = topology.children()
+    for stranger in set(topology.members) - set(children):
+        raise InvalidExperiment(
+            f"topology.members.{stranger}",
+            topology.members[stranger],
+            "no institution has this name",
+            f"Use one of topology.institutions: {', '.join(institutions)}.",
+        )
+    homes = [device for members in children.values() for device in members]
+    for device in devices:
+        if homes.count(device) != 1:
+            problem = "is in no institution" if device not in homes else "is in more than one institution"
+            raise InvalidExperiment("topology.members", device, problem, "List each device in exactly one.")
+    for device in homes:
+        if device not in devices:
+            raise InvalidExperiment("topology.members", device, "is no device of topology.devices", "Add it there.")
+    for institution, members in children.items():
+        if not members:
+            raise InvalidExperiment(
+                "topology.devices",
+                len(devices),
+                f"{institution} would have no device",
+                "Have at least one device in every institution.",
+            )
+
+
+def _check_closing(key: str, closing: Closing, children: int) -> None:
+    if closing.rule == "all":
+        return
+    if closing.quorum is None or closing.deadline_s is None:
+        missing = "quorum" if closing.quorum is None else "deadline_s"
+        raise InvalidExperiment(f"{key}.{missing}", None, "rule 'quorum' needs it", f"Set {key}.{missing}.")
+    if closing.quorum > children:
+        raise InvalidExperiment(
+            f"{key}.quorum",
+            closing.quorum,
+            f"above the number of children that take part ({children})",
+            f"Give at most {children}.",
+        )
+
+
+def _override(tree: dict[str, Any], text: str) -> None:
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise InvalidExperiment("--set", text, "not of the form key=value", "Write for instance seed=3.")
+    *parents, last = key.strip().split(".")
+    for depth, parent in enumerate(parents):
+        tree = tree.setdefault(parent, {})
+        if not isinstance(tree, dict):
+            raise InvalidExperiment("--set", text, f"{'.'.join(parents[: depth + 1])} is no table", "Check the key.")
+    try:
+        tree[last] = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        tree[last] = value.strip()  # a bare word is a string, as in a shell
+
+
+def _explain(error: ValidationError) -> InvalidExperiment:
+    first = error.errors(include_url=False)[0]
+    path = [str(part) for part in first["loc"] if part not in ("int", "float", "list[constrained-str]")]
+    key = ".".join(path) or "experiment"
+    if first["type"] == "extra_forbidden":
+        known = _known_keys(path[:-1])
+        close = difflib.get_close_matches(path[-1], known, 1) or difflib.get_close_matches(path[-1], known, 1, 0.4)
+        remedy = f"Did you mean {close[0]!r}?" if close else f"Known keys: {', '.join(known)}."
+        return InvalidExperiment(key, first["input"], "unknown key", remedy)
+    if first["type"] == "json_invalid":
+        return InvalidExperiment("experiment", "...", first["msg"], "Start all roles from one release.")
+    return InvalidExperiment(key, first["input"], first["msg"], "Correct the value.")
+
+
+def _known_keys(path: list[str]) -> list[str]:
+    table: type[BaseModel] = Experiment
+    for part in path:
+        inner = table.model_fields[part].annotation if part in table.model_fields else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return []
+        table = inner
+    return list(table.model_fields)
+
+
+def _write_table(table: Mapping[str, Any], path: tuple[str, ...], lines: list[str]) -> None:
+    if path:
+        lines += ["", f"[{'.'.join(path)}]"]
+    for key, value in table.items():
+        if not isinstance(value, dict):
+            lines.append(f"{key} = {json.dumps(value)}")
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            _write_table(value, (*path, key), lines)

@@ -1,0 +1,219 @@
+"""The receiver's side: fetches blobs, asks for what it lacks, checks each chunk as it arrives.
+
+An `Ask` is sent at the start, after each quarter of a window, when a gap in the publication numbers shows a
+loss, and when the connection fell silent. It always carries the whole state, so any of them may be lost.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from common.transfer.manifest import chunk_digest
+from common.wire.messages import Ask, Manifest
+from common.wire.topics import ALL
+
+REPAIR_S: Final = 2.0
+REPAIR_MOST_S: Final = 15.0
+DAMAGED_MOST: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Blob `blob` of `owner` lies complete in its buffer, every chunk checked."""
+
+    owner: str
+    blob: str
+
+
+@dataclass(frozen=True, slots=True)
+class FetchFailed:
+    """The blob cannot be had from this owner."""
+
+    owner: str
+    blob: str
+    reason: str
+
+
+IncomingEvent: TypeAlias = Fetched | FetchFailed
+
+
+@dataclass(slots=True)
+class _Fetch:
+    owner: str
+    manifest: Manifest
+    buffer: memoryview
+    lacking: npt.NDArray[np.bool_]
+    left: int
+    seen: dict[str, int] = field(default_factory=dict)
+    since_ask: int = 0
+    due: bool = True
+    restart: bool = True
+    damaged: int = 0
+
+
+class Incoming:
+    """All fetches of one node over one connection, at most `slots` of them active at a time."""
+
+    def __init__(self, *, window: int, slots: int) -> None:
+        self._window = window
+        self._slots = slots
+        self._active: OrderedDict[tuple[str, str], _Fetch] = OrderedDict()
+        self._queued: deque[_Fetch] = deque()
+        self._completed: deque[tuple[str, Ask]] = deque()
+        self._events: deque[IncomingEvent] = deque()
+        self._heard = 0.0
+        self._repair_s = REPAIR_S
+        self.chunks_refused = 0
+        self.chunks_duplicate = 0
+        self.chunks_asked_again = 0
+
+    def fetch(self, owner: str, manifest: Manifest, buffer: memoryview, *, now: float) -> None:
+        """Begin or queue a fetch into `buffer`, uint8 [manifest.size]; a fetch that is known goes on."""
+        known = (owner, manifest.blob)
+        if known in self._active or any((f.owner, f.manifest.blob) == known for f in self._queued):
+            return
+        chunks = manifest.chunks
+        self._queued.append(_Fetch(owner, manifest, buffer.cast("B"), np.ones(chunks, np.bool_), chunks))
+        self._promote(now)
+
+    def take(self, owner: str, manifest: Manifest, buffer: memoryview, data: bytes) -> None:
+        """Take a blob that came inline with its announcement."""
+        whole = len(data) == manifest.size
+        view = memoryview(data)
+        for index in range(manifest.chunks if whole else 0):
+            whole = whole and chunk_digest(view[manifest.span(index)]) == _digest(manifest, index)
+        if not whole:
+            self.chunks_refused += 1
+            self._events.append(FetchFailed(owner, manifest.blob, "wrong digest of an inline model"))
+            return
+        buffer.cast("B")[:] = view
+        self._events.append(Fetched(owner, manifest.blob))
+
+    def drop(self, owner: str, *, blob: str | None = None, now: float) -> None:
+        """Forget the fetches from an owner, or one of them."""
+        for key in [k for k in self._active if k[0] == owner and blob in (None, k[1])]:
+            del self._active[key]
+        self._queued = deque(f for f in self._queued if f.owner != owner or blob not in (None, f.manifest.blob))
+        self._promote(now)
+
+    def lacks(self, owner: str, blob: str) -> int:
+        """Return how many chunks of a fetch are still to come, 0 where there is no such fetch."""
+        fetch = self._active.get((owner, blob))
+        return fetch.left if fetch else 0
+
+    def wanted(self) -> set[tuple[str, str]]:
+        """Return the (owner, blob) pairs whose lanes must be subscribed."""
+        return set(self._active)
+
+    def receive_chunk(
+        self, owner: str, blob: str, *, lane: str, index: int, number: int, data: bytes, now: float
+    ) -> bool:
+        """Take one publication; return whether it brought something new. Never raises on foreign input."""
+        self.heard(now)
+        fetch = self._active.get((owner, blob))
+        if fetch is None or index >= fetch.manifest.chunks:
+            self.chunks_refused += 1
+            return False
+        lane = ALL if lane == ALL else "own"
+        last = fetch.seen.get(lane)
+        if last is not None and number > last + 1:
+            fetch.due = True  # a gap: publications between the two were lost
+        fetch.seen[lane] = max(number, last or 0)
+        if not fetch.lacking[index]:
+            self.chunks_duplicate += 1
+            return False
+        span = fetch.manifest.span(index)
+        if len(data) != span.stop - span.start or chunk_digest(data) != _digest(fetch.manifest, index):
+            self._damaged(fetch, index, now)
+            return False
+        fetch.buffer[span] = data
+        fetch.lacking[index] = False
+        fetch.left -= 1
+        fetch.since_ask += 1
+        if fetch.left == 0:
+            self._complete(fetch, now)
+        elif fetch.since_ask >= max(1, self._window // 4):
+            fetch.due = True
+        return True
+
+    def gone(self, owner: str, blob: str, *, now: float) -> None:
+        """Hear from the owner that it does not hold the blob."""
+        if (owner, blob) in self._active:
+            self._fail(self._active[owner, blob], "its owner no longer holds it", now)
+
+    def heard(self, now: float) -> None:
+        """Note that bytes arrived on the connection: it is not silent."""
+        self._heard = now
+        self._repair_s = REPAIR_S
+
+    def reconnected(self, now: float) -> None:
+        """Ask again for everything: what was in flight died with the old connection."""
+        self.heard(now)
+        for fetch in self._active.values():
+            fetch.due = fetch.restart = True
+
+    def tick(self, now: float) -> None:
+        """Ask again where the connection has been silent: only silence shows the loss of the last chunks."""
+        if not self._active or now < self._heard + self._repair_s:
+            return
+        for fetch in self._active.values():
+            self.chunks_asked_again += 1
+            fetch.due = fetch.restart = True
+        self._heard = now
+        self._repair_s = min(2 * self._repair_s, REPAIR_MOST_S)
+
+    def next_deadline(self) -> float | None:
+        """Return when `tick` has something to do."""
+        return self._heard + self._repair_s if self._active else None
+
+    def to_send(self) -> list[tuple[str, Ask]]:
+        """Return the asks that are due, each with the owner it goes to."""
+        asks = list(self._completed)
+        self._completed.clear()
+        for fetch in self._active.values():
+            if fetch.due:
+                asks.append((fetch.owner, self._ask(fetch)))
+                fetch.due = fetch.restart = False
+                fetch.since_ask = 0
+        return asks
+
+    def next_event(self) -> IncomingEvent | None:
+        """Return the next finished or failed fetch."""
+        return self._events.popleft() if self._events else None
+
+    def _promote(self, now: float) -> None:
+        while self._queued and len(self._active) < self._slots:
+            if not self._active:
+                self.heard(now)
+            fetch = self._queued.popleft()
+            self._active[fetch.owner, fetch.manifest.blob] = fetch
+
+    def _ask(self, fetch: _Fetch) -> Ask:
+        lacking = np.packbits(fetch.lacking).tobytes() if fetch.left else b""
+        seen = fetch.seen
+        return Ask(fetch.manifest.blob, lacking, seen.get(ALL, 0), seen.get("own", 0), self._window, fetch.restart)
+
+    def _complete(self, fetch: _Fetch, now: float) -> None:
+        self._events.append(Fetched(fetch.owner, fetch.manifest.blob))
+        self._completed.append((fetch.owner, self._ask(fetch)))
+        self.drop(fetch.owner, blob=fetch.manifest.blob, now=now)
+
+    def _damaged(self, fetch: _Fetch, index: int, now: float) -> None:
+        self.chunks_refused += 1
+        fetch.damaged += 1
+        fetch.due = True
+        if fetch.damaged >= DAMAGED_MOST:
+            self._fail(fetch, f"wrong digest of chunk {index}, {fetch.damaged} damaged chunks", now)
+
+    def _fail(self, fetch: _Fetch, reason: str, now: float) -> None:
+        self._events.append(FetchFailed(fetch.owner, fetch.manifest.blob, reason))
+        self.drop(fetch.owner, blob=fetch.manifest.blob, now=now)
+
+
+def _digest(manifest: Manifest, index: int) -> bytes:
+    return manifest.digests[8 * index : 8 * index + 8]

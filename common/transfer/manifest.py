@@ -1,0 +1,43 @@
+"""Describing a blob, and refusing a description before anything is allocated for it."""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+import xxhash
+
+from common.errors import RefusedModel
+from common.wire.messages import Manifest
+
+MIN_RATED_CHUNK: Final = 32_768
+
+
+def describe(data: memoryview, *, chunk_bytes: int, codec: str, layout: str) -> Manifest:
+    """Return the manifest of a blob: xxh3-64 of each chunk, and their hash as the blob's id."""
+    size = data.nbytes
+    digests = b"".join(chunk_digest(data[at : at + chunk_bytes]) for at in range(0, size, chunk_bytes))
+    head = struct.pack("<QQ", size, chunk_bytes) + codec.encode() + layout.encode()
+    return Manifest(xxhash.xxh3_64_hexdigest(head + digests), size, chunk_bytes, digests, codec, layout)
+
+
+def chunk_digest(chunk: bytes | memoryview) -> bytes:
+    """Return a chunk's 8-byte digest: it finds damage, it is no proof against a hostile member."""
+    return xxhash.xxh3_64_digest(chunk)
+
+
+def chunk_bytes_for(rate_bytes_s: float | None, most: int) -> int:
+    """Return the chunk size for a link: half a second of its rate, between 32 KB and `most` bytes."""
+    if rate_bytes_s is None:
+        return most
+    return max(MIN_RATED_CHUNK, min(most, int(rate_bytes_s / 2)))
+
+
+def check(manifest: Manifest, *, size: int, layout: str, codecs: frozenset[str]) -> None:
+    """Refuse a manifest that is not a model of this run. Raises RefusedModel."""
+    if manifest.layout != layout:
+        raise RefusedModel(f"wrong layout {manifest.layout[:32]!r}, this run's is {layout!r}")
+    if manifest.codec not in codecs:
+        raise RefusedModel(f"codec {manifest.codec[:32]!r} is not used here: {', '.join(sorted(codecs))}")
+    if manifest.size != size:
+        raise RefusedModel(f"{manifest.size} bytes, a model of this run has {size}")

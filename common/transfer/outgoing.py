@@ -1,0 +1,193 @@
+"""The owner's side: holds the blobs it announced and chooses what to publish next.
+
+For each blob a cursor walks once over its chunks on the lane of all, as long as most of those who asked lack
+the chunk; what a single receiver lost, or missed because it came late, goes on its own lane. So a broadcast
+model crosses each link once, and a slow receiver stops nobody: the fastest sets the pace.
+
+A chunk published with a number above the last one that a receiver saw is in flight; with a smaller number and
+still lacking, it is lost and published again at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from common.wire.messages import Ask, Gone, Manifest
+from common.wire.topics import ALL
+
+GATHER_S: Final = 0.1
+WINDOW_MOST: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """One chunk to publish; `receivers` are those that lack it and get it by this lane."""
+
+    lane: str
+    blob: str
+    index: int
+    number: int
+    data: memoryview
+    receivers: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Asker:
+    lacking: npt.NDArray[np.bool_]
+    lost: npt.NDArray[np.bool_]
+    own: npt.NDArray[np.int64]
+    window: int
+    seen_all: int
+    seen_own: int
+    last_own: int
+
+
+class _Blob:
+    def __init__(self, manifest: Manifest, data: memoryview, receivers: frozenset[str], first: int) -> None:
+        self.manifest = manifest
+        self.data = data.cast("B")
+        self.awaited = set(receivers)
+        self.askers: dict[str, _Asker] = {}
+        self.published = np.full(manifest.chunks, -1, np.int64)
+        self.first = first
+        self.last_all = first
+        self.cursor = 0
+        self.gather_until: float | None = None
+
+
+class Outgoing:
+    """All blobs that one node owns on one connection. `first_number`: from a clock, so that a restart only grows."""
+
+    def __init__(self, *, first_number: int) -> None:
+        self._first = first_number
+        self._blobs: dict[str, _Blob] = {}
+        self._turn = 0
+        self.chunks_published = 0
+        self.chunks_repeated = 0
+        self.chunks_delivered = 0
+
+    def offer(self, manifest: Manifest, data: memoryview, receivers: Iterable[str]) -> None:
+        """Hold a blob for these receivers; `data` must stay unchanged until `retire`."""
+        if manifest.blob in self._blobs:
+            self._blobs[manifest.blob].awaited |= set(receivers)
+        else:
+            self._blobs[manifest.blob] = _Blob(manifest, data, frozenset(receivers), self._first)
+
+    def retire(self, blob: str) -> None:
+        """Stop serving a blob and release its memory."""
+        self._blobs.pop(blob, None)
+
+    def receive(self, receiver: str, ask: Ask, *, now: float) -> Gone | None:
+        """Take an ask; return the answer to one for a blob that is not held."""
+        blob = self._blobs.get(ask.blob)
+        if blob is None:
+            return Gone(ask.blob) if ask.lacking else None
+        blob.awaited.discard(receiver)
+        if not ask.lacking:
+            if (asker := blob.askers.pop(receiver, None)) is not None:
+                self.chunks_delivered += int(asker.lacking.sum())
+            return None
+        chunks = blob.manifest.chunks
+        bits = np.frombuffer(ask.lacking, np.uint8)
+        if bits.size != -(-chunks // 8):
+            return None  # not a bitmap of this blob
+        if blob.gather_until is None:
+            blob.gather_until = now + GATHER_S
+        lacking = np.unpackbits(bits, count=chunks).astype(np.bool_)
+        asker = blob.askers.get(receiver)
+        if asker is None:
+            own = np.full(chunks, -1, np.int64)
+            asker = _Asker(lacking, np.zeros(chunks, np.bool_), own, 1, blob.last_all, blob.first, blob.first)
+            blob.askers[receiver] = asker
+        self.chunks_delivered += max(0, int(asker.lacking.sum()) - int(lacking.sum()))
+        asker.lacking = lacking if ask.restart else lacking & asker.lacking  # a late ask must not undo a newer one
+        asker.window = min(max(ask.window, 1), WINDOW_MOST)
+        asker.seen_all = max(asker.seen_all, min(ask.seen_all, blob.last_all))
+        asker.seen_own = max(asker.seen_own, min(ask.seen_own, asker.last_own))
+        if ask.restart:
+            asker.seen_all, asker.seen_own = blob.last_all, asker.last_own
+        passed = np.arange(chunks) < blob.cursor
+        in_flight = (blob.published > asker.seen_all) | (asker.own > asker.seen_own)
+        asker.lost = asker.lacking & passed & ~in_flight
+        return None
+
+    def forget(self, receiver: str) -> None:
+        """Drop a receiver that died; when it comes back it asks again."""
+        for blob in self._blobs.values():
+            blob.askers.pop(receiver, None)
+            blob.awaited.discard(receiver)
+
+    def serving(self, receiver: str) -> bool:
+        """Return whether this receiver is in the middle of a blob."""
+        return any(receiver in blob.askers for blob in self._blobs.values())
+
+    def next_publication(self, now: float, ready: Callable[[Iterable[str]], bool]) -> Publication | None:
+        """Return the chunk to publish now, taking blobs in turn; `ready` tells whether links have room."""
+        blobs = list(self._blobs.values())
+        for offset in range(len(blobs)):
+            blob = blobs[(self._turn + offset) % len(blobs)]
+            publication = self._repair(blob, ready) or self._advance(blob, now, ready)
+            if publication is not None:
+                self._turn = (self._turn + offset + 1) % len(blobs)
+                self.chunks_published += 1
+                return publication
+        return None
+
+    def next_deadline(self, now: float) -> float | None:
+        """Return when a gathering broadcast may start without those who have not asked."""
+        waits = [b.gather_until for b in self._blobs.values() if b.awaited and b.gather_until is not None]
+        return min((at for at in waits if at > now), default=None)
+
+    def _advance(self, blob: _Blob, now: float, ready: Callable[[Iterable[str]], bool]) -> Publication | None:
+        askers = blob.askers
+        if not askers or (blob.awaited and blob.cursor == 0 and now < (blob.gather_until or now)):
+            return None
+        while blob.cursor < blob.manifest.chunks:
+            index = blob.cursor
+            lacking = [name for name, asker in askers.items() if asker.lacking[index]]
+            if 2 * len(lacking) > len(askers):
+                if not any(self._room(blob, askers[name]) for name in lacking) or not ready(askers):
+                    return None
+                blob.cursor += 1
+                return self._publish_all(blob, index, lacking)
+            blob.cursor += 1  # few or none lack it: each gets it on its own lane
+            for name in lacking:
+                askers[name].lost[index] = True
+        return self._repair(blob, ready)
+
+    def _repair(self, blob: _Blob, ready: Callable[[Iterable[str]], bool]) -> Publication | None:
+        for name, asker in blob.askers.items():
+            if not asker.lost.any() or not self._room(blob, asker):
+                continue
+            index = int(asker.lost.argmax())
+            losers = [other for other, state in blob.askers.items() if state.lost[index]]
+            if 2 * len(losers) > len(blob.askers) and len(losers) > 1:
+                if ready(blob.askers):
+                    return self._publish_all(blob, index, losers)
+            elif ready((name,)):
+                self.chunks_repeated += bool(blob.published[index] >= 0 or asker.own[index] >= 0)
+                asker.last_own += 1
+                asker.own[index] = asker.last_own
+                asker.lost[index] = False
+                data = blob.data[blob.manifest.span(index)]
+                return Publication(name, blob.manifest.blob, index, asker.last_own, data, (name,))
+        return None
+
+    def _publish_all(self, blob: _Blob, index: int, receivers: list[str]) -> Publication:
+        self.chunks_repeated += bool(blob.published[index] >= 0)
+        blob.last_all += 1
+        blob.published[index] = blob.last_all
+        for name in receivers:
+            blob.askers[name].lost[index] = False
+        data = blob.data[blob.manifest.span(index)]
+        return Publication(ALL, blob.manifest.blob, index, blob.last_all, data, tuple(blob.askers))
+
+    @staticmethod
+    def _room(blob: _Blob, asker: _Asker) -> bool:
+        in_flight = (blob.last_all - asker.seen_all) + (asker.last_own - asker.seen_own)
+        return in_flight < asker.window

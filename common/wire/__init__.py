@@ -1,0 +1,1 @@
+"""What travels: typed records, topics, and the bytes of a model."""

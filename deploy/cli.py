@@ -1,0 +1,300 @@
+"""The command `fedstrata`: one sub-command for each role, and `run` for a whole lab on this machine.
+
+Standard output is data, standard error is for people. Exit codes: 0 done, 1 run failed, 2 usage, 3 connection or
+login, 4 invalid experiment, 5 timed out without progress, 130 interrupted.
+
+What a role needs is imported when it runs: a cloud or an institution never loads torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+# One thread for each role's algebra: the same sums on every machine, and no idle pools on small ones.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import typer
+
+from common.errors import ConnectionFailed, FedstrataError, InvalidExperiment
+
+if TYPE_CHECKING:
+    from common.metrics import Metrics
+    from common.net.link import BrokerAddress
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="fedstrata",
+    help="Hierarchical federated learning on real networks: cloud, institutions and devices over MQTT.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+ExperimentFile = Annotated[Path | None, typer.Argument(help="The experiment, a TOML file.", show_default=False)]
+Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set training.epochs=2.")]
+Runs = Annotated[Path, typer.Option(help="Where runs leave their folders.", envvar="FEDSTRATA_RUNS")]
+Resume = Annotated[Path | None, typer.Option(help="Go on with the run of this folder.", show_default=False)]
+Output = Annotated[Literal["table", "json"], typer.Option("--format", help="Standard output: table or JSON lines.")]
+BrokerOption = Annotated[str, typer.Option(help="The MQTT broker, host[:port].", envvar="FEDSTRATA_BROKER_ADDRESS")]
+Username = Annotated[str | None, typer.Option(help="Login at the broker.", envvar="FEDSTRATA_USERNAME")]
+PasswordFile = Annotated[
+    Path | None, typer.Option(help="File with the password; else FEDSTRATA_PASSWORD.", envvar="FEDSTRATA_PASSWORD_FILE")
+]
+ConnectTimeout = Annotated[float, typer.Option(min=0.1, help="Seconds to reach the broker at the start.")]
+MetricsAddress = Annotated[
+    str, typer.Option("--metrics", help="Where /metrics answers, host:port; port 0 = a free one.")
+]
+
+
+@app.callback()
+def _root(
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.", envvar="FEDSTRATA_LOG")] = "warning",
+    show_version: Annotated[bool, typer.Option("--version", help="Print the version and end.", is_eager=True)] = False,
+) -> None:
+    if show_version:
+        typer.echo(version("fedstrata"))
+        raise typer.Exit
+    level = getattr(logging, log_level.upper(), None)
+    if not isinstance(level, int):
+        raise typer.BadParameter(f"{log_level!r}: use debug, info, warning or error", param_hint="--log-level")
+    logging.basicConfig(level=level, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+
+
+@app.command()
+def run(
+    experiment: ExperimentFile = None,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option(help="Print the effective experiment and end.")] = False,
+    runs: Runs = Path("runs"),
+    resume: Resume = None,
+    output: Output = "table",
+) -> None:
+    """Run a whole lab on this machine: broker, cloud, institutions and devices as processes."""
+    from deploy.lab import Lab
+
+    with _reporting():
+        chosen = _experiment(experiment, overrides, resume)
+        if dry_run:
+            from common.spec import to_toml
+
+            typer.echo(to_toml(chosen), nl=False)
+            return
+        code = Lab(chosen, runs=runs, resume=resume, json_lines=output == "json").run()
+    raise typer.Exit(code)
+
+
+@app.command()
+def cloud(
+    experiment: ExperimentFile = None,
+    overrides: Overrides = None,
+    broker: BrokerOption = "localhost",
+    runs: Runs = Path("runs"),
+    resume: Resume = None,
+    output: Output = "table",
+    username: Username = None,
+    password_file: PasswordFile = None,
+    connect_timeout: ConnectTimeout = 30.0,
+    metrics: MetricsAddress = "127.0.0.1:0",
+) -> None:
+    """Start the cloud: it announces the experiment, runs the iterations and leaves the run's folder."""
+    from cloud.agent import CloudAgent
+    from cloud.results import RunFolder
+    from deploy.progress import show
+
+    async def play() -> None:
+        chosen = _experiment(experiment, overrides, resume)
+        registry, address = _metrics(metrics)
+        folder = RunFolder.reopen(resume) if resume else RunFolder.create(runs, chosen)
+        with show(json_lines=output == "json") as observe:
+            agent = CloudAgent(
+                folder,
+                broker=_address(broker, username, password_file),
+                resume=resume is not None,
+                connect_timeout_s=connect_timeout,
+                metrics=registry,
+                metrics_address=address,
+                observe=observe,
+            )
+            await agent.run()
+
+    _run_role(play)
+
+
+@app.command()
+def institution(
+    name: Annotated[str, typer.Option(help="This institution's name in the experiment.")],
+    broker: BrokerOption = "localhost",
+    device_broker: Annotated[
+        str | None, typer.Option(help="The devices' broker; the cloud's without it.", show_default=False)
+    ] = None,
+    username: Username = None,
+    password_file: PasswordFile = None,
+    connect_timeout: ConnectTimeout = 30.0,
+    metrics: MetricsAddress = "127.0.0.1:0",
+) -> None:
+    """Start an institution: it waits for the experiment and runs its rounds with its devices."""
+    from institution.agent import InstitutionAgent
+
+    async def take_part() -> None:
+        registry, address = _metrics(metrics)
+        agent = InstitutionAgent(
+            name,
+            cloud_broker=_address(broker, username, password_file),
+            device_broker=_address(device_broker or broker, username, password_file),
+            connect_timeout_s=connect_timeout,
+            metrics=registry,
+            metrics_address=address,
+        )
+        await agent.run()
+
+    _run_role(take_part)
+
+
+@app.command()
+def device(
+    name: Annotated[list[str], typer.Option(help="This device's name; several make several agents in one process.")],
+    institution: Annotated[list[str], typer.Option(help="Its institution: one for all names, or one for each.")],
+    broker: BrokerOption = "localhost",
+    accelerator: Annotated[str, typer.Option(help="cpu, cuda, cuda:N or auto.")] = "auto",
+    slots: Annotated[int, typer.Option(min=1, help="Trainings at once in this process.")] = 1,
+    username: Username = None,
+    password_file: PasswordFile = None,
+    connect_timeout: ConnectTimeout = 30.0,
+    metrics: MetricsAddress = "127.0.0.1:0",
+) -> None:
+    """Start one or more devices: they wait for the experiment and train what their institution wishes."""
+    if len(institution) not in (1, len(name)):
+        raise typer.BadParameter(f"{len(institution)} given for {len(name)} names", param_hint="--institution")
+    if len(set(name)) < len(name):
+        raise typer.BadParameter("the same name twice", param_hint="--name")
+    homes = institution * len(name) if len(institution) == 1 else institution
+
+    async def take_part() -> None:
+        from common.node.life import first_error
+        from device.agent import DeviceAgent
+        from device.slots import Slots
+
+        registry, address = _metrics(metrics)
+        shared = Slots(slots)
+        agents = [
+            DeviceAgent(
+                each,
+                institution=home,
+                broker=_address(broker, username, password_file),
+                accelerator=accelerator,
+                slots=shared,
+                connect_timeout_s=connect_timeout,
+                metrics=registry,
+                metrics_address=address,
+            )
+            for each, home in zip(name, homes, strict=True)
+        ]
+        try:
+            async with asyncio.TaskGroup() as group:
+                for each, agent in zip(name, agents, strict=True):
+                    group.create_task(agent.run(), name=each)
+        except BaseExceptionGroup as errors:
+            known = first_error(errors)
+            if known is None:
+                raise
+            raise known from None
+
+    _run_role(take_part)
+
+
+@app.command()
+def broker(
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 1883,
+    kind: Annotated[Literal["auto", "mosquitto", "embedded"], typer.Option(help="Which broker.")] = "auto",
+) -> None:
+    """Start a broker: mosquitto where it is installed, else the embedded one."""
+    from deploy.broker import run_foreground
+
+    with _reporting():
+        run_foreground(host=host, port=port, kind=kind)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+def _experiment(path: Path | None, overrides: list[str] | None, resume: Path | None) -> Any:
+    from common.spec import load
+
+    if resume is not None:
+        if path is not None or overrides:
+            raise typer.BadParameter("a resumed run keeps its experiment: give no file and no --set")
+        path = resume / "experiment.toml"
+    elif path is None:
+        raise typer.BadParameter("name an experiment, or --resume a run's folder", param_hint="EXPERIMENT")
+    return load(path, overrides or ())
+
+
+def _address(text: str, username: str | None, password_file: Path | None) -> BrokerAddress:
+    from common.net.link import BrokerAddress
+
+    host, _, port = text.partition(":")
+    if not host or (port and not (port.isdecimal() and 0 < int(port) < 65_536)):
+        raise InvalidExperiment("--broker", text, "no address", "Write host or host:port.")
+    password = os.environ.get("FEDSTRATA_PASSWORD")
+    if password_file is not None:
+        try:
+            password = password_file.read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise InvalidExperiment(
+                "--password-file", str(password_file), error.strerror or str(error), "Name a readable file."
+            ) from None
+    return BrokerAddress(host, int(port or 1883), username, password)
+
+
+def _metrics(address: str) -> tuple[Metrics, str]:
+    from common.metrics import Metrics
+
+    host, _, port = address.rpartition(":")
+    registry = Metrics()
+    try:
+        return registry, f"{host}:{registry.serve(host, int(port))}"
+    except (OSError, ValueError, OverflowError) as error:
+        raise InvalidExperiment("--metrics", address, str(error), "Use a free host:port, or port 0.") from None
+
+
+def _run_role(role: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def interruptible() -> None:
+        task = asyncio.current_task()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if task is not None:
+                loop.add_signal_handler(number, task.cancel)
+        await role()
+
+    with _reporting():
+        asyncio.run(interruptible())
+
+
+@contextmanager
+def _reporting() -> Iterator[None]:
+    """Turn an error of ours into one line on standard error and its exit code."""
+    try:
+        yield
+    except FedstrataError as error:
+        typer.echo(f"fedstrata: {error}", err=True)
+        raise typer.Exit(error.exit_code) from None
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        typer.echo("fedstrata: interrupted", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""A whole lab on this machine: a broker and all roles as processes, shown as one run."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from common.errors import RunFailed
+from common.spec import Experiment, to_toml
+from deploy import broker
+from deploy.processes import spawn, stop
+from deploy.progress import Observe, show
+
+FAREWELL_S: Final = 20.0
+POLL_S: Final = 0.2
+
+
+class Lab:
+    """One run of an experiment with every role on this machine."""
+
+    def __init__(self, experiment: Experiment, *, runs: Path, resume: Path | None, json_lines: bool) -> None:
+        self._experiment = experiment
+        self._runs = runs
+        self._resume = resume
+        self._json_lines = json_lines
+        self._roles: dict[str, subprocess.Popen[bytes]] = {}
+        self._told: set[str] = set()
+        self._events: queue.Queue[tuple[str, dict[str, object]] | None] = queue.Queue()
+        self._folder: Path | None = None
+
+    def run(self) -> int:
+        """Run to the end and return the cloud's exit code. Raises FedstrataError, KeyboardInterrupt."""
+        with tempfile.TemporaryDirectory(prefix="fedstrata-") as name, _terminable():
+            home = Path(name)
+            os.chmod(home, 0o755)  # a mosquitto that drops its privileges reads its configuration there
+            try:
+                with broker.start(directory=home) as served:
+                    print(f"broker: {served.kind} on {served.host}:{served.port}", file=sys.stderr, flush=True)
+                    return self._play(home, f"{served.host}:{served.port}")
+            finally:
+                self._keep_logs(home)
+
+    def _play(self, home: Path, address: str) -> int:
+        try:
+            self._start(home, address)
+            with show(json_lines=self._json_lines) as observe:
+                self._follow(observe, home)
+            code = self._roles["cloud"].wait()
+            if code:
+                print(_last_words(home / "cloud.log"), file=sys.stderr)
+            else:
+                self._see_off()
+            return code
+        except KeyboardInterrupt:
+            if self._folder is not None:
+                print(f"\ngo on with: fedstrata run --resume {self._folder}", file=sys.stderr)
+            raise
+        finally:
+            for process in self._roles.values():
+                process.send_signal(signal.SIGTERM)
+            for process in self._roles.values():
+                stop(process, grace_s=3.0)
+
+    def _start(self, home: Path, address: str) -> None:
+        file = home / "experiment.toml"
+        file.write_text(to_toml(self._experiment), encoding="utf-8")
+        run = ["--resume", str(self._resume)] if self._resume else [str(file)]
+        self._spawn(home, "cloud", ["cloud", *run, "--broker", address, "--runs", str(self._runs), "--format", "json"])
+        children = self._experiment.topology.children()
+        for name in children:
+            self._spawn(home, name, ["institution", "--name", name, "--broker", address])
+        devices = [(device, name) for name, members in children.items() for device in members]
+        processes = min(len(devices), os.cpu_count() or 1)
+        for index in range(processes):
+            part = [word for device, name in devices[index::processes] for word in ("--name", device, "--institution", name)]
+            self._spawn(home, f"devices-{index}", ["device", *part, "--broker", address])
+        threading.Thread(target=self._read_events, daemon=True).start()
+
+    def _spawn(self, home: Path, role: str, arguments: list[str]) -> None:
+        command = [sys.executable, "-m", "deploy.cli", *arguments]
+        self._roles[role] = spawn(command, log=home / f"{role}.log", read_output=role == "cloud")
+
+    def _read_events(self) -> None:
+        output = self._roles["cloud"].stdout
+        for line in output if output is not None else ():
+            event: dict[str, Any] = json.loads(line)
+            self._events.put((str(event.pop("event")), event))
+        self._events.put(None)
+
+    def _follow(self, observe: Observe, home: Path) -> None:
+        """Show the cloud's events until it ends; end the lab when another role cannot work."""
+        while True:
+            try:
+                item = self._events.get(timeout=POLL_S)
+            except queue.Empty:
+                self._look_after(home)
+                continue
+            if item is None:
+                return
+            event, facts = item
+            if event == "run":
+                self._folder = Path(str(facts["folder"]))
+            observe(event, facts)
+
+    def _look_after(self, home: Path) -> None:
+        for role, process in self._roles.items():
+            code = process.poll()
+            if code is None or code == 0 or role == "cloud" or role in self._told:
+                continue
+            self._told.add(role)
+            if code > 0:
+                # The cloud hears of it too, and its word is the better one: it names what failed.
+                deadline = time.monotonic() + 5.0
+                while self._roles["cloud"].poll() is None and time.monotonic() < deadline:
+                    time.sleep(POLL_S)
+                if self._roles["cloud"].poll() is None:
+                    raise RunFailed(f"{role} ended with code {code}: {_last_words(home / f'{role}.log')}")
+            else:
+                print(f"{role} was killed by signal {-code}; the run goes on without it", file=sys.stderr)
+
+    def _see_off(self) -> None:
+        deadline = time.monotonic() + FAREWELL_S
+        for process in self._roles.values():
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                pass  # stopped by the caller
+
+    def _keep_logs(self, home: Path) -> None:
+        if self._folder is not None and self._folder.is_dir():
+            logs = self._folder / "logs"
+            logs.mkdir(exist_ok=True)
+            for log in home.glob("*.log"):
+                shutil.copy(log, logs / log.name)
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM end the lab as Ctrl-C does."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _last_words(log: Path) -> str:
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else "it said nothing"

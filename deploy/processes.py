@@ -1,0 +1,78 @@
+"""Start child processes that never outlive us, and stop them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+# Run by a bare interpreter that then becomes the child. A preexec_fn would do the same, but it may deadlock in a
+# process with threads. The parent may die before prctl is reached, hence the second look at getppid.
+_BOUND = """\
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != int(sys.argv[1]):
+    os._exit(1)
+os.execv(sys.argv[2], sys.argv[3:])
+"""
+
+
+def spawn(
+    argv: Sequence[str],
+    *,
+    log: Path | None = None,
+    read_output: bool = False,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start `argv` in a session of its own, standard input closed, and return it.
+
+    Both outputs are appended to the file `log`; without one, or with `read_output`, standard output is read from
+    `process.stdout`. `env` is laid over our own environment. On Linux the kernel kills the child when the *thread* that called us ends, however it ends: call
+    from a thread that lives as long as the child shall. Raises FileNotFoundError when there is no such program.
+    """
+    program = shutil.which(argv[0])
+    if program is None:
+        raise FileNotFoundError(f"no program {argv[0]!r} on PATH")
+    command = [program, *argv[1:]]
+    if sys.platform == "linux":
+        command = [sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid()), program, *argv]
+    errors = subprocess.STDOUT if log is None else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if log is None or read_output else errors,
+            stderr=errors,
+            env={**os.environ, **(env or {})},
+            cwd=cwd,
+            start_new_session=True,
+        )
+    finally:
+        if log is not None:
+            os.close(errors)
+
+
+def stop(process: subprocess.Popen[bytes], *, grace_s: float = 5.0) -> int:
+    """Ask a spawned process to end, kill its whole session `grace_s` seconds later, and return its exit code."""
+    process.terminate()
+    try:
+        process.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+    return process.returncode
+
+
+def free_port() -> int:
+    """Return a TCP port on which nobody listens on loopback; another process may still take it before you do."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port

@@ -1,0 +1,125 @@
+"""The device: waits for the experiment, then trains what its institution wishes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from common.errors import InvalidExperiment
+from common.layout import Row
+from common.metrics import Metrics
+from common.net.link import BrokerAddress
+from common.node.child import Answer, ChildFace, Report
+from common.node.discovery import discover
+from common.node.endpoint import Identity, new_session
+from common.node.life import export, live
+from common.spec import Experiment, parse
+from common.wire.messages import NodeState, Phase, Task
+from device.slots import Slots
+from device.trainer import Trainer
+
+FAREWELL_S = 3.0
+
+
+class DeviceAgent:
+    """One device. It is told only its broker, its name and its institution."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        institution: str,
+        broker: BrokerAddress,
+        accelerator: str,
+        slots: Slots,
+        connect_timeout_s: float,
+        metrics: Metrics,
+        metrics_address: str = "",
+    ) -> None:
+        self._name = name
+        self._institution = institution
+        self._broker = broker
+        self._accelerator = accelerator
+        self._slots = slots
+        self._connect_timeout_s = connect_timeout_s
+        self._metrics = metrics
+        self._metrics_address = metrics_address
+        self._labels = ("device", institution, name)
+        # Not asyncio's pool: a training that waits for its slot must not keep others from hashing a model.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    async def run(self) -> None:
+        """Take part in one run, to its end. Raises FedstrataError."""
+        run, announcement = await discover(self._broker, self._institution, connect_timeout_s=self._connect_timeout_s)
+        experiment = parse(announcement.experiment)
+        identity = Identity(run, self._name, "device", new_session(), self._metrics_address)
+        up = ChildFace(
+            self._broker, identity, parent=self._institution, transfer=experiment.transfer, link=experiment.links.lan
+        )
+        export(self._metrics, up.endpoint, self._labels)
+        self._metrics.run.labels(*self._labels).info({"run": run, "experiment": experiment.name})
+        await live(
+            (up.endpoint,),
+            self._train_all(up, experiment),
+            connect_timeout_s=self._connect_timeout_s,
+            goodbye=lambda: up.farewell((), timeout_s=FAREWELL_S),
+        )
+
+    async def _train_all(self, up: ChildFace, experiment: Experiment) -> None:
+        trainer = self._trainer(experiment)
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._thread, trainer.prepare)
+        up.endpoint.set_state(NodeState.READY, samples=trainer.samples)
+        out = trainer.layout.empty()
+
+        async def work(task: Task, row: Row, report: Report) -> Answer:
+            r = task.key.iteration * experiment.institution.rounds + task.key.round
+            return await self._train(trainer, task, row=row, out=out, round_=r, report=report)
+
+        await up.serve(trainer.layout, work)
+
+    def _trainer(self, experiment: Experiment) -> Trainer:
+        children = experiment.topology.children()
+        if self._name not in children.get(self._institution, ()):
+            home = next((name for name, devices in children.items() if self._name in devices), None)
+            problem = f"it belongs to {home}" if home else "no device of this experiment"
+            raise InvalidExperiment(
+                "--institution",
+                self._institution,
+                f"{self._name} is not there: {problem}",
+                f"{self._institution} has {', '.join(children.get(self._institution, ['no device']))}.",
+            )
+        return Trainer(experiment, node=self._name, accelerator=self._accelerator, slots=self._slots)
+
+    async def _train(
+        self, trainer: Trainer, task: Task, *, row: Row, out: Row, round_: int, report: Report
+    ) -> Answer:
+        loop = asyncio.get_running_loop()
+        cancelled = threading.Event()
+
+        def progress(done: int, total: int) -> None:
+            loop.call_soon_threadsafe(report, Phase.TRAINING, done, total)
+
+        training = loop.run_in_executor(
+            self._thread,
+            partial(
+                trainer.train, row, out, epochs=task.epochs, round_=round_, progress=progress, cancelled=cancelled
+            ),
+        )
+        try:
+            result = await asyncio.shield(training)
+        except asyncio.CancelledError:
+            cancelled.set()
+            await asyncio.wait((training,))  # the rows are its own until it has stopped
+            raise
+        self._metrics.round.labels(*self._labels).inc()
+        self._metrics.steps.labels(*self._labels).inc(result.steps)
+        self._metrics.train_loss.labels(*self._labels).set(result.loss)
+        self._metrics.epochs.labels(*self._labels).set(task.epochs)
+        self._metrics.phase_seconds.labels(*self._labels, "train").inc(result.train_s)
+        self._metrics.phase_seconds.labels(*self._labels, "wait").inc(result.wait_s)
+        return Answer(
+            out, result.samples, result.loss, task.epochs, result.steps, result.train_s, result.wait_s
+        )

@@ -1,0 +1,91 @@
+"""The institution: a child of the cloud and the parent of its devices, joined by a few lines."""
+
+from __future__ import annotations
+
+from common.errors import InvalidExperiment
+from common.layout import ModelLayout
+from common.metrics import Metrics
+from common.net.link import BrokerAddress
+from common.node.child import ChildFace
+from common.node.discovery import discover
+from common.node.endpoint import Identity, new_session
+from common.node.life import export, live
+from common.node.parent import ParentFace
+from common.spec import CLOUD, Experiment, parse
+from common.wire.messages import NodeState, Traffic
+from institution.rounds import LocalRounds
+
+FAREWELL_S = 5.0
+
+
+class InstitutionAgent:
+    """One institution; its devices may be on another broker than the cloud."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        cloud_broker: BrokerAddress,
+        device_broker: BrokerAddress,
+        connect_timeout_s: float,
+        metrics: Metrics,
+        metrics_address: str = "",
+    ) -> None:
+        self._name = name
+        self._cloud_broker = cloud_broker
+        self._device_broker = device_broker
+        self._connect_timeout_s = connect_timeout_s
+        self._metrics = metrics
+        self._metrics_address = metrics_address
+
+    async def run(self) -> None:
+        """Take part in one run, to its end. Raises FedstrataError."""
+        run, announcement = await discover(self._cloud_broker, CLOUD, connect_timeout_s=self._connect_timeout_s)
+        experiment = parse(announcement.experiment)
+        layout = ModelLayout.from_json(announcement.layout)
+        devices = self._devices(experiment)
+        identity = Identity(run, self._name, "institution", new_session(), self._metrics_address)
+        up = ChildFace(
+            self._cloud_broker, identity, parent=CLOUD, transfer=experiment.transfer, link=experiment.links.wan
+        )
+        down = ParentFace(
+            self._device_broker, identity, children=devices, transfer=experiment.transfer, link=experiment.links.lan
+        )
+        up.below = lambda: sum(down.traffic().values(), Traffic())
+        down.set_layout(layout)
+        down.endpoint.announce(announcement)
+        labels = ("institution", self._name, "")
+        self._export(up, down, labels=labels, facts={"run": run, "experiment": experiment.name})
+        rounds = LocalRounds(self._name, experiment, layout=layout, down=down, metrics=self._metrics, labels=labels)
+
+        async def goodbye() -> None:
+            await down.farewells(timeout_s=FAREWELL_S)
+            await up.farewell(rounds.reports(), timeout_s=FAREWELL_S)
+
+        for face in (up, down):
+            face.endpoint.set_state(NodeState.READY)
+        await live(
+            (up.endpoint, down.endpoint),
+            up.serve(layout, rounds.work),
+            connect_timeout_s=self._connect_timeout_s,
+            goodbye=goodbye,
+        )
+
+    def _devices(self, experiment: Experiment) -> list[str]:
+        children = experiment.topology.children()
+        if self._name not in children:
+            raise InvalidExperiment(
+                "--name", self._name, "this experiment has no such institution", f"It has {', '.join(children)}."
+            )
+        return children[self._name]
+
+    def _export(
+        self, up: ChildFace, down: ParentFace, *, labels: tuple[str, str, str], facts: dict[str, str]
+    ) -> None:
+        self._metrics.run.labels(*labels).info(facts)
+        export(self._metrics, up.endpoint, labels)
+        export(self._metrics, down.endpoint, labels)
+        self._metrics.watch_children(labels, down.coordinator.states)
+        self._metrics.watch_total(
+            "refused_models", "Uploads that were not used", node=labels, read=lambda: down.refused_models
+        )

@@ -1,0 +1,135 @@
+"""An institution's local rounds: tau_i rounds with its devices for each wish of the cloud.
+
+Each round starts from the mean of the last one (Tempo, eqs. 4 and 5); the last mean goes up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from common.aggregation import fedavg, mixing
+from common.aggregation.statistics import Statistics
+from common.layout import ModelLayout, Row
+from common.metrics import Metrics
+from common.node.child import Answer, Report
+from common.node.parent import ParentFace, Round
+from common.randomness import Purpose, generator
+from common.spec import Experiment, participants
+from common.wire.messages import ChildReport, Phase, Task, Traffic
+
+
+@dataclass(slots=True)
+class _DeviceTotals:
+    """What one device did in an iteration."""
+
+    rounds: int = 0
+    epochs: int = 0
+    steps: int = 0
+    samples: int = 0
+    loss: float = 0.0
+    train_s: float = 0.0
+    wait_s: float = 0.0
+
+
+class LocalRounds:
+    """The work of one institution; `work` answers one wish of the cloud."""
+
+    def __init__(
+        self,
+        name: str,
+        experiment: Experiment,
+        *,
+        layout: ModelLayout,
+        down: ParentFace,
+        metrics: Metrics,
+        labels: tuple[str, str, str],
+    ) -> None:
+        self._name = name
+        self._experiment = experiment
+        self._layout = layout
+        self._down = down
+        self._metrics = metrics
+        self._labels = labels
+        self._mean = layout.empty()
+        self._totals: dict[str, _DeviceTotals] = {}
+
+    async def work(self, task: Task, row: Row, report: Report) -> Answer:
+        """Play the rounds of one global iteration from the model in `row`; return the last mean."""
+        settings, down = self._experiment.institution, self._down
+        if settings.participation < 1:  # n_m counts all devices, also those never drawn
+            await down.gather(timeout_s=self._experiment.transfer.idle_s)
+        self._totals = {}
+        train_s = wait_s = 0.0
+        loss = 0.0
+        down.moved_hook = lambda: report(Phase.TRAINING, down.moves, 0)
+        try:
+            start = row
+            for i in range(settings.rounds):
+                drawn = self._draw(task.key.iteration * settings.rounds + i)
+                played = await down.round(
+                    iteration=task.key.iteration,
+                    round_=i,
+                    models=dict.fromkeys(drawn, start),
+                    epochs=dict.fromkeys(drawn, task.epochs),
+                    closing=settings.closing,
+                )
+                loss = self._aggregate(played)
+                train_s += max(result.train_s for result in played.results)
+                wait_s += max(result.wait_s for result in played.results)
+                start = self._mean
+                self._count(played, task.epochs, loss=loss)
+        finally:
+            down.moved_hook = lambda: None
+        samples = sum(down.samples.get(name, 0) for name in down.peers)
+        steps = sum(totals.steps for totals in self._totals.values())
+        return Answer(self._mean, samples, loss, task.epochs, steps, train_s, wait_s, self.reports())
+
+    def reports(self) -> tuple[ChildReport, ...]:
+        """Return what each device did in the last iteration, with its link's bytes in the whole run."""
+        traffic = self._down.traffic()
+        reports = []
+        for name in self._down.peers:
+            did = self._totals.get(name, _DeviceTotals())
+            reports.append(
+                ChildReport(
+                    name, did.samples, did.rounds, did.epochs, did.steps, did.loss, did.train_s, did.wait_s,
+                    traffic.get(name, Traffic()),
+                )  # fmt: skip
+            )
+        return tuple(reports)
+
+    def _draw(self, r: int) -> list[str]:
+        devices = list(self._down.peers)
+        count = participants(len(devices), self._experiment.institution.participation)
+        if count == len(devices):
+            return devices
+        draw = generator(self._experiment.seed, Purpose.DRAW, self._name, r)
+        return [devices[place] for place in sorted(draw.choice(len(devices), count, replace=False))]
+
+    def _aggregate(self, played: Round) -> float:
+        """Write the round's mean into `self._mean` and return the mean loss, weighted alike."""
+        for name, result in zip(played.children, played.results, strict=True):
+            self._down.samples[name] = result.samples
+        statistics = Statistics.of(played.results)
+        mixture = fedavg.plan(statistics, weights=self._experiment.institution.aggregation.weights)
+        mixing.mix_rows((mixture,), played.uploads, layout=self._layout, out=self._mean[None])
+        return float(np.dot(mixture.weights, statistics.losses_K))
+
+    def _count(self, played: Round, epochs: int, *, loss: float) -> None:
+        for name, result in zip(played.children, played.results, strict=True):
+            totals = self._totals.setdefault(name, _DeviceTotals())
+            totals.rounds += 1
+            totals.epochs += result.epochs
+            totals.steps += result.steps
+            totals.samples, totals.loss = result.samples, result.loss
+            totals.train_s += result.train_s
+            totals.wait_s += result.wait_s
+        metrics, labels = self._metrics, self._labels
+        metrics.round.labels(*labels).inc()
+        metrics.epochs.labels(*labels).set(epochs)
+        metrics.train_loss.labels(*labels).set(loss)
+        metrics.steps.labels(*labels).inc(sum(result.steps for result in played.results))
+        for phase, seconds in played.timeline.phases().items():
+            metrics.phase_seconds.labels(*labels, phase).inc(seconds)

@@ -1,0 +1,254 @@
+"""Both brokers start, carry what the agents rely on, and stop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiomqtt
+import pytest
+
+from common.errors import ConnectionFailed
+from deploy.broker import Broker, Kind, choose, start
+from deploy.processes import free_port, spawn, stop
+
+PATIENCE_S = 10.0
+
+
+def mosquitto_is_here() -> bool:
+    try:
+        return choose("mosquitto") == "mosquitto"
+    except ConnectionFailed:
+        return False
+
+
+@pytest.fixture(autouse=True)
+def _no_override(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FEDSTRATA_BROKER", raising=False)
+
+
+@pytest.fixture(params=["mosquitto", "embedded"])
+def kind(request: pytest.FixtureRequest) -> Kind:
+    wanted: Kind = request.param
+    if wanted == "mosquitto" and not mosquitto_is_here():
+        pytest.skip("mosquitto is not installed")
+    return wanted
+
+
+@pytest.fixture
+def broker(kind: Kind, tmp_path: Path) -> Iterator[Broker]:
+    with start(directory=tmp_path, kind=kind) as broker:
+        yield broker
+
+
+def client(broker: Broker, name: str | None = None) -> aiomqtt.Client:
+    return aiomqtt.Client(broker.host, broker.port, identifier=name, protocol=aiomqtt.ProtocolVersion.V311)
+
+
+async def heard(client: aiomqtt.Client, count: int = 1) -> list[tuple[str, bytes, bool]]:
+    """Return the next `count` messages: topic, payload, retain flag."""
+    async with asyncio.timeout(PATIENCE_S):
+        messages = [await anext(client.messages) for _ in range(count)]
+    return [(message.topic.value, bytes(message.payload), message.retain) for message in messages]
+
+
+def connect_with_will(broker: Broker, name: bytes, *, will: bytes, keep_alive_s: int = 60) -> socket.socket:
+    """Log in by hand; the will goes, retained, to the topic `will/<name>`."""
+    fields = [name, b"will/" + name, will]
+    body = b"\x00\x04MQTT\x04\x26" + keep_alive_s.to_bytes(2) + b"".join(len(f).to_bytes(2) + f for f in fields)
+    connection = socket.create_connection((broker.host, broker.port), timeout=PATIENCE_S)
+    connection.sendall(bytes([0x10, len(body)]) + body)
+    assert connection.recv(4) == b"\x20\x02\x00\x00"
+    return connection
+
+
+def test_starts_and_stops(broker: Broker, kind: Kind) -> None:
+    assert broker.kind == kind and broker.port > 0
+    broker.stop()
+    assert broker.process.returncode == 0
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((broker.host, broker.port))
+    broker.stop()
+
+
+def test_retained_messages_reach_those_who_subscribe_and_can_be_cleared(broker: Broker) -> None:
+    async def scenario() -> None:
+        async with client(broker) as sender, client(broker) as early:
+            await early.subscribe("state/+", qos=1)
+            await sender.publish("state/a", b"1", qos=1, retain=True)
+            await sender.publish("state/b", b"2", qos=1, retain=True)
+            assert await heard(early, 2) == [("state/a", b"1", False), ("state/b", b"2", False)]
+            await sender.publish("state/a", b"", qos=1, retain=True)
+            assert await heard(early) == [("state/a", b"", False)]
+            async with client(broker) as late:
+                await late.subscribe("state/#", qos=1)
+                assert await heard(late) == [("state/b", b"2", True)]
+                await sender.publish("state/end", b"", qos=1)
+                assert await heard(late) == [("state/end", b"", False)]
+
+    asyncio.run(scenario())
+
+
+def test_a_newcomer_hears_only_what_it_subscribes_to(broker: Broker) -> None:
+    async def scenario() -> None:
+        async with client(broker) as other:
+            await other.subscribe("state/+")
+            await other.publish("state/a", b"1", qos=1, retain=True)
+            await heard(other)
+            async with client(broker) as newcomer:
+                await newcomer.subscribe("mine")
+                await newcomer.publish("mine", b"", qos=1)
+                assert await heard(newcomer) == [("mine", b"", False)]
+
+    asyncio.run(scenario())
+
+
+def test_forty_nodes_join_at_once_and_all_meet(broker: Broker) -> None:
+    async def node(number: int, all_met: asyncio.Barrier) -> None:
+        async with client(broker, f"node{number}") as me:
+            for part in range(5):
+                await me.subscribe(f"node{number}/{part}/#")
+            await me.subscribe("birth/+", qos=1)
+            await me.publish(f"birth/{number}", b"", qos=1)
+            await me.publish(f"birth/{number}", b"alive", qos=1, retain=True)
+            met: set[str] = set()
+            async with asyncio.timeout(PATIENCE_S):
+                while len(met) < 40:
+                    ((topic, payload, _),) = await heard(me)
+                    met |= {topic} if payload else set()
+                await all_met.wait()
+
+    async def scenario() -> None:
+        all_met = asyncio.Barrier(40)
+        async with asyncio.TaskGroup() as nodes:
+            for number in range(40):
+                nodes.create_task(node(number, all_met))
+
+    asyncio.run(scenario())
+
+
+def test_a_will_is_delivered_and_retained_when_the_link_breaks(broker: Broker) -> None:
+    async def scenario() -> None:
+        async with client(broker) as watcher:
+            await watcher.subscribe("will/#", qos=1)
+            with connect_with_will(broker, b"node", will=b"dead\xff"):
+                pass
+            assert await heard(watcher) == [("will/node", b"dead\xff", False)]
+            async with client(broker) as late:
+                await late.subscribe("will/#", qos=1)
+                assert await heard(late) == [("will/node", b"dead\xff", True)]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("kind", ["embedded"], indirect=True)  # mosquitto looks every five seconds only
+def test_a_silent_client_is_said_dead(broker: Broker) -> None:
+    async def scenario() -> None:
+        async with client(broker) as watcher:
+            await watcher.subscribe("will/#")
+            with connect_with_will(broker, b"node", will=b"silent", keep_alive_s=1):
+                assert await heard(watcher) == [("will/node", b"silent", False)]
+
+    asyncio.run(scenario())
+
+
+def test_a_second_login_ends_the_first(broker: Broker) -> None:
+    async def scenario() -> None:
+        async with client(broker) as watcher:
+            await watcher.subscribe("will/#")
+            with connect_with_will(broker, b"node", will=b"first") as first:
+                with connect_with_will(broker, b"node", will=b"second"):
+                    assert first.recv(1) == b""
+                    assert await heard(watcher) == [("will/node", b"first", False)]
+                assert await heard(watcher) == [("will/node", b"second", False)]
+
+    asyncio.run(scenario())
+
+
+def test_a_chunk_of_two_megabytes_passes(broker: Broker) -> None:
+    chunk = os.urandom(1_900_000)
+
+    async def scenario() -> None:
+        async with client(broker) as receiver, client(broker) as sender:
+            await receiver.subscribe("blob/#")
+            for index in range(3):
+                await sender.publish(f"blob/{index}", chunk)
+            assert await heard(receiver, 3) == [(f"blob/{index}", chunk, False) for index in range(3)]
+
+    asyncio.run(scenario())
+
+
+def test_garbage_ends_only_its_connection(broker: Broker) -> None:
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x10\xff\xff\xff\xff\xff", b"\x00" * 64, os.urandom(256)):
+        with socket.create_connection((broker.host, broker.port)) as stranger:
+            stranger.sendall(garbage)
+    with connect_with_will(broker, b"x", will=b"") as known:
+        known.sendall(b"\x82\x06\x00\x01\x00\x01\xff\x00")
+    with connect_with_will(broker, b"x", will=b""):
+        pass
+
+
+def test_a_taken_port_is_named(kind: Kind, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as squatter:
+        port = squatter.getsockname()[1]
+        with pytest.raises(ConnectionFailed, match=f"{port}.*already in use"):
+            start(directory=tmp_path, kind=kind, port=port)
+
+
+def test_a_broker_that_cannot_start_gives_its_last_words(kind: Kind, tmp_path: Path) -> None:
+    with pytest.raises(ConnectionFailed, match=r"(?s)ended with code.*no-such-file"):
+        start(directory=tmp_path, kind=kind, password_file=tmp_path / "no-such-file")
+
+
+def test_a_broker_can_refuse_logins(kind: Kind, tmp_path: Path) -> None:
+    nobody = tmp_path / "passwords"
+    nobody.touch()
+
+    async def scenario(broker: Broker) -> None:
+        async with client(broker):
+            pass
+
+    with start(directory=tmp_path, kind=kind, password_file=nobody) as broker, pytest.raises(aiomqtt.MqttError):
+        asyncio.run(scenario(broker))
+
+
+def test_the_environment_goes_before_the_argument(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FEDSTRATA_BROKER", "embedded")
+    assert choose("auto") == choose("mosquitto") == "embedded"
+    monkeypatch.setenv("FEDSTRATA_BROKER", "hivemq")
+    with pytest.raises(ConnectionFailed, match="'hivemq': auto, mosquitto or embedded"):
+        choose()
+
+
+def test_in_the_foreground_until_a_signal(kind: Kind) -> None:
+    port = free_port()
+    code = f"from deploy.broker import run_foreground; run_foreground(port={port}, kind={kind!r})"
+    process = spawn([sys.executable, "-c", code])
+    assert process.stdout is not None
+    line = process.stdout.readline().decode()
+    assert f"{kind} listens on 127.0.0.1:{port}" in line and ("apt install mosquitto" in line) == (kind == "embedded")
+    assert stop(process) == 0
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends a child with its parent on Linux alone")
+def test_a_broker_does_not_outlive_a_killed_parent(kind: Kind, tmp_path: Path) -> None:
+    code = (
+        "import pathlib, signal; from deploy.broker import start\n"
+        f"print(start(directory=pathlib.Path({str(tmp_path)!r}), kind={kind!r}).process.pid, flush=True)\n"
+        "signal.pause()"
+    )
+    parent = spawn([sys.executable, "-c", code])
+    assert parent.stdout is not None
+    child = os.pidfd_open(int(parent.stdout.readline()))
+    parent.send_signal(signal.SIGKILL)
+    assert select.select([child], [], [], PATIENCE_S)[0]
+    os.close(child)
+    stop(parent)

@@ -1,0 +1,233 @@
+"""Data sets: files in their true formats, damaged files, and what is said when they are missing."""
+
+from __future__ import annotations
+
+import gzip
+import pickle
+import struct
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from common import spec
+from common.errors import InvalidExperiment
+from common.learning import datasets
+
+
+def data(name: str, root: Path) -> spec.Data:
+    return spec.parse({"data": {"dataset": name, "root": str(root)}}).data
+
+
+def idx(array: npt.NDArray[np.uint8]) -> bytes:
+    return struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.tobytes()
+
+
+def write_mnist(root: Path, folder: str, *, zipped: bool = False) -> dict[str, npt.NDArray[np.uint8]]:
+    raw = root / folder / "raw"
+    raw.mkdir(parents=True)
+    draw = np.random.default_rng(1)
+    arrays = {}
+    for part, count in (("train", 20), ("t10k", 5)):
+        arrays[f"{part}-images-idx3-ubyte"] = draw.integers(0, 256, (count, 28, 28), np.uint8)
+        arrays[f"{part}-labels-idx1-ubyte"] = draw.integers(0, 10, count, np.uint8)
+    for name, array in arrays.items():
+        (raw / f"{name}.gz" if zipped else raw / name).write_bytes(gzip.compress(idx(array)) if zipped else idx(array))
+    return arrays
+
+
+def python2_batch(images: npt.NDArray[np.uint8], labels: list[int]) -> bytes:
+    """Write a batch opcode by opcode as Python 2 did: strings are bytes, which Python 3 cannot write."""
+
+    def text(value: str) -> bytes:
+        return b"U" + bytes([len(value)]) + value.encode()
+
+    def integer(value: int) -> bytes:
+        return b"J" + struct.pack("<i", value)
+
+    raw = images.tobytes()
+    dtype = b"cnumpy\ndtype\n" + text("u1") + b"K\0K\1\x87R(K\3" + text("|") + b"NNN" + integer(-1) * 2 + b"K\0tb"
+    array = (
+        b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\0\x85" + text("b") + b"\x87R"
+        + b"(K\1" + integer(len(images)) + integer(images[0].size) + b"\x86" + dtype
+        + b"\x89T" + struct.pack("<i", len(raw)) + raw + b"tb"
+    )  # fmt: skip
+    listed = b"](" + b"".join(integer(label) for label in labels) + b"e"
+    return b"\x80\2}(" + text("batch_label") + text("a batch") + text("labels") + listed + text("data") + array + b"u."
+
+
+def write_cifar(root: Path) -> tuple[npt.NDArray[np.uint8], list[int]]:
+    folder = root / "cifar-10-batches-py"
+    folder.mkdir()
+    draw = np.random.default_rng(1)
+    images = draw.integers(0, 256, (24, 3, 32, 32), np.uint8)
+    labels = draw.integers(0, 10, 24).tolist()
+    for i, name in enumerate([*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"]):
+        (folder / name).write_bytes(python2_batch(images[4 * i : 4 * i + 4], labels[4 * i : 4 * i + 4]))
+    return images, labels
+
+
+def test_digits_are_split_by_class() -> None:
+    digits = datasets.load(spec.Data())
+    assert digits.train_images.shape == (1438, 1, 8, 8) and digits.test_images.shape == (359, 1, 8, 8)
+    assert digits.train_images.dtype == torch.uint8 and digits.train_labels.dtype == torch.int64
+    assert digits.train_images.max() == 16
+    tested = torch.bincount(digits.test_labels).double()
+    everyone = tested + torch.bincount(digits.train_labels)
+    assert (tested / everyone - 359 / 1797).abs().max() < 1 / 170
+
+
+def test_digits_test_set_is_fixed() -> None:
+    test = datasets.load(spec.Data()).test_images.double().sum((1, 2, 3))
+    assert (test[:5].tolist(), test.sum().item()) == ([290, 319, 286, 257, 322], 111932)
+
+
+def test_normalised_digits_have_mean_0_and_deviation_1() -> None:
+    digits = datasets.load(spec.Data())
+    images = digits.normaliser()(digits.train_images)
+    assert images.dtype == torch.float32
+    assert images.mean().abs() < 2e-3 and (images.std() - 1).abs() < 2e-3
+    wanted = (digits.train_images.double() / 16 - digits.mean[0]) / digits.std[0]
+    torch.testing.assert_close(images.double(), wanted, rtol=0, atol=1e-6)
+
+
+def test_one_data_set_per_process() -> None:
+    loaded: list[datasets.Dataset] = []
+    threads = [threading.Thread(target=lambda: loaded.append(datasets.load(spec.Data()))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(dataset is loaded[0] for dataset in loaded)
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+@pytest.mark.parametrize(("name", "folder"), [("mnist", "MNIST"), ("fashionmnist", "FashionMNIST")])
+def test_idx_files(tmp_path: Path, name: str, folder: str, zipped: bool) -> None:
+    arrays = write_mnist(tmp_path, folder, zipped=zipped)
+    loaded = datasets.load(data(name, tmp_path))
+    assert np.array_equal(loaded.train_images[:, 0], arrays["train-images-idx3-ubyte"])
+    assert np.array_equal(loaded.train_labels, arrays["train-labels-idx1-ubyte"])
+    assert np.array_equal(loaded.test_images[:, 0], arrays["t10k-images-idx3-ubyte"])
+    assert loaded.test_labels.dtype == torch.int64 and loaded.image_shape == (1, 28, 28)
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda raw: raw[:-1], "the 15680 bytes it announces"),
+        (lambda raw: raw + b"\0", "holds more than"),
+        (lambda raw: raw[:9], "ends inside its header"),
+        (lambda raw: b"", "begins with nothing"),
+        (lambda raw: b"\0\0\x08\x01" + raw[4:], "begins with 00000801, not 00000803"),
+        (lambda raw: b"\0\0\x08\x03" + b"\xff" * 12 + raw[16:], "claims"),
+    ],
+)
+def test_damaged_idx_file_is_named(tmp_path: Path, damage: Callable[[bytes], bytes], problem: str) -> None:
+    write_mnist(tmp_path, "MNIST")
+    path = tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(InvalidExperiment, match=problem) as caught:
+        datasets.load(data("mnist", tmp_path))
+    assert str(caught.value).startswith("data.root = ") and str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("damage", [lambda raw: raw[: len(raw) // 2], lambda raw: b"no gzip at all"])
+def test_damaged_gzip_is_named(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    write_mnist(tmp_path, "MNIST", zipped=True)
+    path = tmp_path / "MNIST" / "raw" / "t10k-images-idx3-ubyte.gz"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(InvalidExperiment, match=r"t10k-images-idx3-ubyte\.gz.*cannot be read"):
+        datasets.load(data("mnist", tmp_path))
+
+
+@pytest.mark.parametrize("labels", [np.zeros(19, np.uint8), np.full(20, 10, np.uint8)])
+def test_labels_must_fit(tmp_path: Path, labels: npt.NDArray[np.uint8]) -> None:
+    write_mnist(tmp_path, "MNIST")
+    (tmp_path / "MNIST" / "raw" / "train-labels-idx1-ubyte").write_bytes(idx(labels))
+    with pytest.raises(InvalidExperiment, match="20 images"):
+        datasets.load(data("mnist", tmp_path))
+
+
+def test_cifar_batches(tmp_path: Path) -> None:
+    images, labels = write_cifar(tmp_path)
+    loaded = datasets.load(data("cifar10", tmp_path))
+    assert np.array_equal(loaded.train_images, images[:20]) and np.array_equal(loaded.test_images, images[20:])
+    assert loaded.train_labels.tolist() == labels[:20] and loaded.test_labels.tolist() == labels[20:]
+    normalised = loaded.normaliser()(torch.tensor([0, 255], dtype=torch.uint8).reshape(2, 1, 1, 1).expand(2, 3, 1, 1))
+    torch.testing.assert_close(normalised[:, 2].flatten(), torch.tensor([-1.0, 1.0]))
+
+
+class _Harmful:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[[Path], None], tuple[Path]]:
+        return Path.touch, (self.path,)
+
+
+def test_harmful_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
+    write_cifar(tmp_path)
+    trace = tmp_path / "harm"
+    batch = tmp_path / "cifar-10-batches-py" / "data_batch_3"
+    batch.write_bytes(pickle.dumps({"data": _Harmful(trace), "labels": [1]}, protocol=2))
+    with pytest.raises(InvalidExperiment, match=r"data_batch_3.*not allowed"):
+        datasets.load(data("cifar10", tmp_path))
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("name", ["builtins\neval", "os\nsystem", "numpy\nload", "numpy.core.multiarray\nfromfile"])
+def test_no_other_global_is_found(tmp_path: Path, name: str) -> None:
+    write_cifar(tmp_path)
+    (tmp_path / "cifar-10-batches-py" / "test_batch").write_bytes(b"\x80\2c" + name.encode() + b"\n.")
+    with pytest.raises(InvalidExperiment, match="not allowed"):
+        datasets.load(data("cifar10", tmp_path))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"\x80\2}.",
+        b"not a pickle",
+        pickle.dumps({"data": [[1, 2]], "labels": [1]}, protocol=2),
+        python2_batch(np.zeros((2, 3, 32, 32), np.uint8), [1]),
+        python2_batch(np.zeros((1, 3, 32, 31), np.uint8), [1]),
+        python2_batch(np.zeros((1, 3, 32, 32), np.uint8), [1])[:-100],
+    ],
+)
+def test_damaged_cifar_batch_is_named(tmp_path: Path, raw: bytes) -> None:
+    write_cifar(tmp_path)
+    path = tmp_path / "cifar-10-batches-py" / "data_batch_5"
+    path.write_bytes(raw)
+    with pytest.raises(InvalidExperiment, match="data_batch_5"):
+        datasets.load(data("cifar10", tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "path"),
+    [
+        ("mnist", "MNIST", "MNIST/raw/train-images-idx3-ubyte"),
+        ("fashionmnist", "FashionMNIST", "FashionMNIST/raw/t10k-labels-idx1-ubyte.gz"),
+        ("cifar10", "CIFAR10", "cifar-10-batches-py/data_batch_1"),
+    ],
+)
+def test_missing_files_are_named_with_the_command_that_fetches_them(
+    tmp_path: Path, name: str, folder: str, path: str
+) -> None:
+    with pytest.raises(InvalidExperiment) as caught:
+        datasets.load(data(name, tmp_path / "nowhere"))
+    assert str(tmp_path / "nowhere" / path) in str(caught.value)
+    assert f"torchvision.datasets.{folder}({str(tmp_path / 'nowhere')!r}, download=True)" in str(caught.value)
+
+
+def test_only_what_is_missing_is_named(tmp_path: Path) -> None:
+    write_cifar(tmp_path)
+    (tmp_path / "cifar-10-batches-py" / "data_batch_4").unlink()
+    with pytest.raises(InvalidExperiment) as caught:
+        datasets.load(data("cifar10", tmp_path))
+    assert "data_batch_4" in str(caught.value) and "data_batch_3" not in str(caught.value)

@@ -1,0 +1,315 @@
+"""Local training: equal to a plain loop, alike whoever trains beside it, and possible to call off."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from common import spec
+from common.errors import InvalidExperiment, RunFailed
+from common.layout import Row
+from common.learning import datasets, models, partitions
+from common.learning.evaluation import evaluate
+from common.randomness import Purpose, generator
+from device import trainer as trainer_module
+from device.slots import Cancelled, Slots
+from device.trainer import LocalResult, Trainer, resolve_accelerator
+
+
+def experiment(*, model: str = "cnn_digits", devices: int = 4, **training: Any) -> spec.Experiment:
+    return spec.parse({"model": {"name": model}, "topology": {"devices": devices}, "training": training})
+
+
+def make(lab: spec.Experiment, node: str = "device-0", accelerator: str = "cpu", slots: Slots | None = None) -> Trainer:
+    trainer = Trainer(lab, node=node, accelerator=accelerator, slots=slots or Slots())
+    trainer.prepare()
+    return trainer
+
+
+def initial(lab: spec.Experiment) -> Row:
+    module = models.build(lab.model.name, lab.seed)
+    layout = models.layout_of(module)
+    row = layout.empty()
+    models.write_row(module, layout, row)
+    return row
+
+
+def run(
+    trainer: Trainer, row: Row, *, epochs: int = 1, round_: int = 0, progress: trainer_module.Progress = lambda *_: None
+) -> tuple[Row, LocalResult]:
+    out = trainer.layout.empty()
+    result = trainer.train(row, out, epochs=epochs, round_=round_, progress=progress, cancelled=threading.Event())
+    return out, result
+
+
+class _Order(torch.utils.data.Sampler[int]):
+    """The trainer's own shuffle, for the plain loop."""
+
+    def __init__(self, draw: np.random.Generator, samples: int) -> None:
+        self.draw, self.samples = draw, samples
+
+    def __iter__(self) -> Any:
+        return iter(self.draw.permutation(self.samples).tolist())
+
+    def __len__(self) -> int:
+        return self.samples
+
+
+def plain_loop(lab: spec.Experiment, *, epochs: int, round_: int) -> tuple[nn.Module, float]:
+    """Train device-0 as a textbook does."""
+    data = datasets.load(lab.data)
+    parts = partitions.split(data.train_labels.numpy(), data=lab.data, topology=lab.topology, seed=lab.seed)
+    part = torch.from_numpy(parts[0])
+    images = (data.train_images[part].float() * data.scale - data.mean[0]) / data.std[0]
+    order = _Order(generator(lab.seed, Purpose.BATCHES, "device-0", round_), len(part))
+    loader = DataLoader(TensorDataset(images, data.train_labels[part]), lab.training.batch_size, sampler=order)
+    module = models.build(lab.model.name, lab.seed)
+    training = lab.training
+    optimiser = torch.optim.SGD(
+        module.parameters(), training.learning_rate, training.momentum, weight_decay=training.weight_decay
+    )
+    for _ in range(epochs):
+        total = 0.0
+        for some_images, some_labels in loader:
+            optimiser.zero_grad()
+            loss = functional.cross_entropy(module(some_images), some_labels)
+            torch.autograd.backward(loss)
+            optimiser.step()
+            total += loss.item() * len(some_labels)
+    return module, total / len(part)
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        {"momentum": 0.9, "batch_size": 32},
+        {"momentum": 0.0, "batch_size": 32},
+        {"momentum": 0.5, "weight_decay": 0.01, "batch_size": 50},
+    ],
+)
+@pytest.mark.parametrize("model", ["cnn_digits", "mlp_digits"])
+def test_equals_a_plain_loop(model: str, training: dict[str, Any]) -> None:
+    lab = experiment(model=model, **training)
+    trainer = make(lab)
+    out, result = run(trainer, initial(lab), epochs=2, round_=3)
+    module, loss = plain_loop(lab, epochs=2, round_=3)
+    wanted = trainer.layout.empty()
+    models.write_row(module, trainer.layout, wanted)
+    floats, wanted_floats = trainer.layout.floats(out), trainer.layout.floats(wanted)
+    np.testing.assert_allclose(floats, wanted_floats, rtol=0, atol=1e-6)
+    assert np.abs(wanted_floats - trainer.layout.floats(initial(lab))).max() > 1e-3
+    assert result.loss == pytest.approx(loss, abs=1e-6)
+
+
+def test_partial_last_batch_is_kept() -> None:
+    lab = experiment(batch_size=50)
+    trainer = make(lab)
+    assert trainer.samples == 360  # 7 batches of 50, one of 10
+    _, result = run(trainer, initial(lab), epochs=2)
+    assert (result.samples, result.steps) == (360, 16)
+
+
+def test_the_loss_is_the_last_epochs() -> None:
+    lab = experiment(learning_rate=1e-9)  # nothing is learnt: the mean over an epoch is the model's loss
+    _, result = run(make(lab), initial(lab), epochs=3)
+    data = datasets.load(lab.data)
+    parts = partitions.split(data.train_labels.numpy(), data=lab.data, topology=lab.topology, seed=lab.seed)
+    whole = evaluate(
+        models.build(lab.model.name, lab.seed),
+        data.train_images[parts[0]],
+        labels=data.train_labels[parts[0]],
+        normalise=data.normaliser(),
+    )
+    assert result.loss == pytest.approx(whole.loss, rel=1e-5)
+    quick = experiment(learning_rate=0.05)
+    row = initial(quick)
+    losses = [run(make(quick), row, epochs=epochs)[1].loss for epochs in (1, 2, 3)]
+    assert losses[0] > losses[1] > losses[2]
+
+
+def test_rounds_and_nodes_shuffle_differently() -> None:
+    lab = experiment()
+    row = initial(lab)
+    trainer = make(lab)
+    first, again, later = (run(trainer, row, round_=round_)[0] for round_ in (0, 0, 1))
+    assert np.array_equal(first, again), "something was carried over from the round before"
+    assert not np.array_equal(first, later)
+    assert not np.array_equal(first, run(make(lab, "device-1"), row)[0])
+
+
+def test_bits_do_not_depend_on_who_trains_at_the_same_time() -> None:
+    lab = experiment(batch_size=20)
+    row = initial(lab)
+    row.flags.writeable = False
+    trainers = [make(lab, f"device-{i}", slots=Slots(4)) for i in range(4)]
+    alone = [run(trainer, row, epochs=2)[0] for trainer in trainers]
+    with ThreadPoolExecutor(4) as pool:
+        together = [out for out, _ in pool.map(lambda trainer: run(trainer, row, epochs=2), trainers)]
+    for lone, joint in zip(alone, together, strict=True):
+        assert np.array_equal(lone, joint)
+
+
+def test_devices_share_the_images() -> None:
+    lab = experiment()
+    first, second = make(lab), make(lab, "device-1")
+    assert first._prepared.images.data_ptr() == second._prepared.images.data_ptr()
+
+
+def test_compute_threads_are_one() -> None:
+    lab = experiment()
+    trainer = make(lab)
+    torch.set_num_threads(2)
+    run(trainer, initial(lab))
+    assert torch.get_num_threads() == 1
+
+
+def test_batch_norm_trains_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def small(name: str, seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 10))
+
+    monkeypatch.setattr(models, "build", small)
+    lab = experiment()
+    trainer = make(lab)
+    out, result = run(trainer, initial(lab))
+    views = trainer.layout.views(out)
+    assert views["1.num_batches_tracked"] == result.steps == 36
+    assert np.abs(views["1.running_mean"]).max() > 0
+
+
+def test_progress_is_monotone_and_ends_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_module, "PROGRESS_S", 0.0)
+    seen: list[tuple[int, int]] = []
+    lab = experiment()
+    _, result = run(make(lab), initial(lab), epochs=2, progress=lambda *args: seen.append(args))
+    assert seen == sorted(seen) and seen[-1] == (72, 72) and len(seen) > 70
+    assert {total for _, total in seen} == {72} and result.steps == 72
+
+
+def test_progress_is_rare() -> None:
+    seen: list[tuple[int, int]] = []
+    lab = experiment()
+    run(make(lab), initial(lab), progress=lambda *args: seen.append(args))
+    assert len(seen) < 36 and seen[-1] == (36, 36)
+
+
+def test_cancelled_between_steps_then_trained_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_module, "PROGRESS_S", 0.0)
+    lab = experiment()
+    row = initial(lab)
+    trainer = make(lab)
+    wanted, _ = run(trainer, row)
+    cancelled = threading.Event()
+    steps: list[int] = []
+
+    def progress(done: int, total: int) -> None:
+        steps.append(done)
+        if done == 5:
+            cancelled.set()
+
+    with pytest.raises(Cancelled):
+        trainer.train(row, trainer.layout.empty(), epochs=1, round_=0, progress=progress, cancelled=cancelled)
+    assert steps[-1] == 5
+    assert np.array_equal(run(trainer, row)[0], wanted)
+
+
+def test_cancelled_while_waiting_for_a_slot() -> None:
+    slots = Slots(1)
+    lab = experiment()
+    trainer = make(lab, slots=slots)
+    cancelled = threading.Event()
+    cancelled.set()
+    with slots.acquire(threading.Event()), pytest.raises(Cancelled):
+        trainer.train(
+            initial(lab), trainer.layout.empty(), epochs=1, round_=0, progress=lambda *_: None, cancelled=cancelled
+        )
+    assert run(trainer, initial(lab))[1].wait_s < 10
+
+
+def test_slots_are_given_in_order() -> None:
+    slots = Slots(1)
+    order: list[int] = []
+
+    def work(i: int) -> None:
+        with slots.acquire(threading.Event()) as waited_s:
+            order.append(i)
+            assert waited_s >= 0
+
+    threads = []
+    with slots.acquire(threading.Event()):
+        for i in range(4):
+            thread = threading.Thread(target=work, args=(i,))
+            thread.start()
+            threads.append(thread)
+            while len(slots._waiting) <= i:
+                threading.Event().wait(0.001)
+        assert order == []
+    for thread in threads:
+        thread.join()
+    assert order == [0, 1, 2, 3]
+
+
+def test_unknown_accelerator_lists_what_is_there() -> None:
+    for name in ("tpu", "cuda:99", "cuda:-1", "CPU"):
+        with pytest.raises(InvalidExperiment, match=rf"--accelerator = '{name}'.*It has cpu"):
+            Trainer(experiment(), node="device-0", accelerator=name, slots=Slots())
+    assert resolve_accelerator("auto").type in ("cpu", "cuda")
+
+
+def test_unknown_node_and_model_that_does_not_fit() -> None:
+    with pytest.raises(InvalidExperiment, match="device-9"):
+        Trainer(experiment(), node="device-9", accelerator="cpu", slots=Slots())
+    with pytest.raises(InvalidExperiment, match="lenet5"):
+        make(experiment(model="lenet5"))
+
+
+def test_exhausted_memory_fails_the_run_and_spares_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = experiment()
+    trainer = make(lab)
+
+    def exhausted(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module, "sgd", exhausted)
+        with pytest.raises(RunFailed, match=r"training\.batch_size = 10.*smaller") as caught:
+            run(trainer, initial(lab))
+    assert caught.value.__context__ is None
+    assert run(trainer, initial(lab))[1].steps == 36
+
+
+def test_learns_the_digits() -> None:
+    lab = experiment(devices=1)
+    data = datasets.load(lab.data)
+    trainer = make(lab)
+    out, _ = run(trainer, initial(lab), epochs=4)
+    module = models.build("cnn_digits", 9)
+    models.read_row(module, trainer.layout, out)
+    module.train()
+    result = evaluate(module, data.test_images, labels=data.test_labels, normalise=data.normaliser())
+    assert result.accuracy >= 0.93 and result.loss < 0.3 and module.training
+    by_one = evaluate(module, data.test_images, labels=data.test_labels, normalise=data.normaliser(), batch_size=1)
+    assert by_one.accuracy == result.accuracy and by_one.loss == pytest.approx(result.loss, rel=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+def test_on_a_gpu_nearly_the_same_and_nothing_left_behind() -> None:
+    lab = experiment(batch_size=50)
+    row = initial(lab)
+    wanted, result = run(make(lab), row)
+    trainer = make(lab, accelerator="cuda")
+    run(trainer, row)
+    before = torch.cuda.memory_allocated()
+    out, on_gpu = run(trainer, row)
+    assert torch.cuda.memory_allocated() == before
+    assert on_gpu.loss == pytest.approx(result.loss, rel=1e-2)
+    np.testing.assert_allclose(trainer.layout.floats(out), trainer.layout.floats(wanted), rtol=0, atol=1e-2)
