@@ -23,6 +23,7 @@ from common.errors import ConnectionFailed
 BACKOFF_S: Final = 0.1
 BACKOFF_MOST_S: Final = 5.0
 KEEPALIVE_S: Final = 30
+PENDING_CALLS_MOST: Final = 1000  # aiomqtt warns above; a parent tells all its children at once
 SOCKET_OPTIONS: Final = ((socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),)
 
 log = logging.getLogger("fedstrata.link")
@@ -126,7 +127,7 @@ class Link:
             await asyncio.wait(set(self._calls))
 
     def _new_client(self) -> aiomqtt.Client:
-        return aiomqtt.Client(
+        client = aiomqtt.Client(
             self.address.host,
             self.address.port,
             username=self.address.username,
@@ -138,6 +139,8 @@ class Link:
             socket_options=SOCKET_OPTIONS,
             logger=logging.getLogger("fedstrata.mqtt"),
         )
+        client.pending_calls_threshold = PENDING_CALLS_MOST
+        return client
 
     def _call(self, call: Coroutine[Any, Any, Any], done: Callable[[], None] | None = None) -> None:
         async def run() -> None:
