@@ -106,6 +106,7 @@ class CloudAgent:
                 "metrics": self._metrics_address,
             },
         )
+        await down.gather(experiment.cloud.closing)
         showing = asyncio.create_task(self._show_progress(down), name="progress")
         try:
             await iterations.run()

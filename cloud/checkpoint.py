@@ -59,7 +59,7 @@ def load(path: Path, *, layout: ModelLayout, row: Row) -> RunState:
     try:
         with safe_open(path, framework="numpy") as file:
             state = RunState(**json.loads(file.metadata()["fedstrata"]))
-            tensors: dict[str, np.ndarray[Any, Any]] = {name: file.get_tensor(name) for name in file.keys()}
+            tensors: dict[str, np.ndarray[Any, Any]] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
         layout.flatten(tensors, row)
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, RefusedModel) as error:
         raise InvalidExperiment("--resume", str(path), f"no checkpoint of this run: {error}", "Use another.") from None

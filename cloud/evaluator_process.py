@@ -37,9 +37,7 @@ def main() -> None:
             if requests.readinto(row.data) != layout.row_bytes:
                 return
             models.read_row(module, layout, row)
-            result = evaluation.evaluate(
-                module, data.test_images, labels=data.test_labels, normalise=data.normaliser()
-            )
+            result = evaluation.evaluate(module, data.test_images, labels=data.test_labels, normalise=data.normaliser())
             _answer(answers, {**json.loads(line), "accuracy": result.accuracy, "loss": result.loss})
     except (BrokenPipeError, KeyboardInterrupt):
         pass  # the agent is gone

@@ -109,9 +109,7 @@ class GlobalIterations:
         phases = played.timeline.phases()
         phases["dispatch"] += played.timeline.opened - started
         phases |= {"aggregate": aggregated - closed, "evaluate": ended - aggregated}
-        self._state = RunState(
-            state.run, state.digest, state.iteration + 1, state.elapsed_s + ended - started, epochs
-        )
+        self._state = RunState(state.run, state.digest, state.iteration + 1, state.elapsed_s + ended - started, epochs)
         self._record(played, mixed, phases=phases, epochs=state.epochs)
         if last or self._state.iteration % settings.evaluate_every == 0:
             evaluation = self._evaluator.evaluate(self._state.iteration, self._row.copy())
@@ -134,9 +132,7 @@ class GlobalIterations:
         omegas = dict(zip(played.children, distances(gram_KK, weights_K).tolist(), strict=True))
         return _Mixed(omegas, float(weights_K @ statistics.losses_K), self._down.endpoint.now() - began)
 
-    def _record(
-        self, played: Round, mixed: _Mixed, *, phases: Mapping[str, float], epochs: Mapping[str, int]
-    ) -> None:
+    def _record(self, played: Round, mixed: _Mixed, *, phases: Mapping[str, float], epochs: Mapping[str, int]) -> None:
         wan, lan = sum(self._down.traffic().values(), Traffic()), self._down.below()
         wan_new, lan_new = wan - self._wan, lan - self._lan
         self._wan, self._lan = wan, lan
@@ -149,7 +145,7 @@ class GlobalIterations:
             "elapsed_s": round(self._state.elapsed_s, 6),
             "accuracy": "",
             "loss": "",
-            "train_loss": f"{mixed.loss:.6g}",
+            "train_loss": _short(mixed.loss),
             **{f"{phase}_s": round(seconds, 6) for phase, seconds in phases.items()},
             "sgd_steps": steps,
             "wan_up_bytes": wan_new.received,
@@ -159,8 +155,8 @@ class GlobalIterations:
             "missing": " ".join(played.missing),
             "refused": " ".join(played.refused),
             **{f"epochs_{name}": epochs[name] for name in self._down.peers},
-            **{f"omega_{name}": f"{mixed.omegas[name]:.6g}" if name in mixed.omegas else "" for name in self._down.peers},
-        }  # fmt: skip
+            **{f"omega_{name}": _short(mixed.omegas.get(name)) for name in self._down.peers},
+        }
         self._unwritten.append(row)
         self._observe("iteration", dict(row))
         metrics = self._metrics
@@ -183,7 +179,7 @@ class GlobalIterations:
             self._metrics.test_loss.labels(*LABELS).set(self.last.loss)
             for row in self._unwritten:
                 if row["round"] == self.last.iteration:
-                    row |= {"accuracy": f"{self.last.accuracy:.6g}", "loss": f"{self.last.loss:.6g}"}
+                    row |= {"accuracy": _short(self.last.accuracy), "loss": _short(self.last.loss)}
             self._observe(
                 "evaluated",
                 {"round": self.last.iteration, "accuracy": self.last.accuracy, "loss": self.last.loss},
@@ -191,3 +187,7 @@ class GlobalIterations:
         for row in self._unwritten:
             self._folder.add_round(row)
         self._unwritten.clear()
+
+
+def _short(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"

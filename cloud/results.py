@@ -1,9 +1,9 @@
 """The folder that a run leaves, written as the run goes and safe to kill.
 
-    experiment.toml  the effective experiment        rounds.csv   a row for each global iteration
-    manifest.json    versions, hosts, links, digest  links.csv    bytes by link, direction and kind
-    events.jsonl     what happened, one per line     devices.csv  work of each device in each iteration
-    checkpoints/     the last two                    model.safetensors  the final model
+experiment.toml  the effective experiment        rounds.csv   a row for each global iteration
+manifest.json    versions, hosts, links, digest  links.csv    bytes by link, direction and kind
+events.jsonl     what happened, one per line     devices.csv  work of each device in each iteration
+checkpoints/     the last two                    model.safetensors  the final model
 """
 
 from __future__ import annotations
@@ -79,13 +79,11 @@ class RunFolder:
 
     def add_devices(self, iteration: int, institution: str, reports: Iterable[ChildReport]) -> None:
         """Append an institution's devices to devices.csv."""
-        rows = [
-            dict(zip(DEVICE_FIELDS, (
-                iteration, institution, r.name, r.samples, r.rounds, r.epochs, r.steps,
-                _number(r.loss), _number(r.train_s), _number(r.wait_s),
-            ), strict=True))
-            for r in reports
-        ]  # fmt: skip
+        rows = []
+        for r in reports:
+            work = (iteration, institution, r.name, r.samples, r.rounds, r.epochs, r.steps)
+            costs = (f"{value:.6g}" for value in (r.loss, r.train_s, r.wait_s))
+            rows.append(dict(zip(DEVICE_FIELDS, (*work, *costs), strict=True)))
         self._append("devices.csv", DEVICE_FIELDS, rows)
 
     def forget_after(self, iterations: int) -> None:
@@ -140,18 +138,12 @@ class RunFolder:
 
 
 def _link_rows(tier: str, parent: str, child: str, traffic: Traffic) -> list[dict[str, object]]:
-    ends = {"sent": (parent, child), "received": (child, parent)}
-    return [
-        dict(zip(LINK_FIELDS, (
-            tier, *ends[way], kind, getattr(traffic, f"{way}_{kind}_payload"), getattr(traffic, f"{way}_{kind}_message"),
-        ), strict=True))
-        for way in ends
-        for kind in ("model", "control")
-    ]  # fmt: skip
-
-
-def _number(value: float) -> str:
-    return f"{value:.6g}"
+    rows: list[dict[str, object]] = []
+    for way, source, target in (("sent", parent, child), ("received", child, parent)):
+        for kind in ("model", "control"):
+            payload, message = getattr(traffic, f"{way}_{kind}_payload"), getattr(traffic, f"{way}_{kind}_message")
+            rows.append(dict(zip(LINK_FIELDS, (tier, source, target, kind, payload, message), strict=True)))
+    return rows
 
 
 def _version(package: str) -> str | None:

@@ -1,13 +1,13 @@
 """The exceptions of fedstrata.
 
-    FedstrataError                 every error of ours; carries the exit code of the command
-    ├── InvalidExperiment     (4)  the experiment cannot be run: names the key, the value, the remedy
-    ├── ConnectionFailed      (3)  broker unreachable, login refused
-    │   └── DuplicateName     (3)  another living node has this name on this broker
-    ├── RunFailed             (1)  the run cannot go on
-    │   └── NoProgress        (5)  nothing moved for `idle_s`
-    ├── WireError                  bytes from the network that are no message of ours; counted, never fatal
-    └── RefusedModel               an upload that is not used: wrong digest, layout, or not finite
+FedstrataError                 every error of ours; carries the exit code of the command
+├── InvalidExperiment     (4)  the experiment cannot be run: names the key, the value, the remedy
+├── ConnectionFailed      (3)  broker unreachable, login refused
+│   └── DuplicateName     (3)  another living node has this name on this broker
+├── RunFailed             (1)  the run cannot go on
+│   └── NoProgress        (5)  nothing moved for `idle_s`
+├── WireError                  bytes from the network that are no message of ours; counted, never fatal
+└── RefusedModel               an upload that is not used: wrong digest, layout, or not finite
 """
 
 from __future__ import annotations

@@ -52,10 +52,7 @@ class Topology(_Table):
             return {name: list(self.members.get(name, [])) for name in self.institution_names()}
         institutions, devices = self.institution_names(), self.device_names()
         ends = [len(devices) * (m + 1) // len(institutions) for m in range(len(institutions))]
-        return {
-            name: devices[start:end]
-            for name, start, end in zip(institutions, [0, *ends[:-1]], ends, strict=True)
-        }
+        return {name: devices[start:end] for name, start, end in zip(institutions, [0, *ends[:-1]], ends, strict=True)}
 
 
 class Data(_Table):

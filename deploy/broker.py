@@ -231,7 +231,7 @@ def _embedded(passwords: Path | None) -> Any:
         ) -> None:
             # amqtt ignores an elapsed keep-alive: a node whose link went silent would never be said dead.
             session.keep_alive += session.keep_alive // 2
-            handler.handle_read_timeout = lambda: handler._reader_task.cancel()
+            handler.handle_read_timeout = lambda: handler._reader_task.cancel()  # noqa: PLW0108 - it is made later
             await super()._handle_client_session(reader, writer, session, handler, *rest)
 
         async def _delete_session(self, client_id: str) -> None:
@@ -270,7 +270,7 @@ async def _serve_embedded(host: str, port: int, *, passwords: Path | None) -> No
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await broker.external_connected(StreamReaderAdapter(reader), Writer(writer), "default")
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             # Anything at all may arrive on the socket: it ends that connection and nothing else.
             print(f"connection ended by {error!r}", file=sys.stderr, flush=True)
         finally:

@@ -24,7 +24,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import typer
 
-from common.errors import ConnectionFailed, FedstrataError, InvalidExperiment
+from common.errors import FedstrataError, InvalidExperiment
 
 if TYPE_CHECKING:
     from common.metrics import Metrics
@@ -56,14 +56,19 @@ MetricsAddress = Annotated[
 ]
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(version("fedstrata"))
+        raise typer.Exit
+
+
 @app.callback()
 def _root(
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.", envvar="FEDSTRATA_LOG")] = "warning",
-    show_version: Annotated[bool, typer.Option("--version", help="Print the version and end.", is_eager=True)] = False,
+    _: Annotated[
+        bool, typer.Option("--version", help="Print the version and end.", is_eager=True, callback=_version)
+    ] = False,
 ) -> None:
-    if show_version:
-        typer.echo(version("fedstrata"))
-        raise typer.Exit
     level = getattr(logging, log_level.upper(), None)
     if not isinstance(level, int):
         raise typer.BadParameter(f"{log_level!r}: use debug, info, warning or error", param_hint="--log-level")

@@ -84,7 +84,9 @@ class Lab:
         devices = [(device, name) for name, members in children.items() for device in members]
         processes = min(len(devices), os.cpu_count() or 1)
         for index in range(processes):
-            part = [word for device, name in devices[index::processes] for word in ("--name", device, "--institution", name)]
+            part = [
+                word for device, name in devices[index::processes] for word in ("--name", device, "--institution", name)
+            ]
             self._spawn(home, f"devices-{index}", ["device", *part, "--broker", address])
         threading.Thread(target=self._read_events, daemon=True).start()
 

@@ -33,8 +33,9 @@ def spawn(
     """Start `argv` in a session of its own, standard input closed, and return it.
 
     Both outputs are appended to the file `log`; without one, or with `read_output`, standard output is read from
-    `process.stdout`. `env` is laid over our own environment. On Linux the kernel kills the child when the *thread* that called us ends, however it ends: call
-    from a thread that lives as long as the child shall. Raises FileNotFoundError when there is no such program.
+    `process.stdout`. `env` is laid over our own environment. On Linux the kernel kills the child when the *thread*
+    that called us ends, however it ends: call from a thread that lives as long as the child shall. Raises
+    FileNotFoundError when there is no such program.
     """
     program = shutil.which(argv[0])
     if program is None:

@@ -93,9 +93,7 @@ class DeviceAgent:
             )
         return Trainer(experiment, node=self._name, accelerator=self._accelerator, slots=self._slots)
 
-    async def _train(
-        self, trainer: Trainer, task: Task, *, row: Row, out: Row, round_: int, report: Report
-    ) -> Answer:
+    async def _train(self, trainer: Trainer, task: Task, *, row: Row, out: Row, round_: int, report: Report) -> Answer:
         loop = asyncio.get_running_loop()
         cancelled = threading.Event()
 
@@ -104,9 +102,7 @@ class DeviceAgent:
 
         training = loop.run_in_executor(
             self._thread,
-            partial(
-                trainer.train, row, out, epochs=task.epochs, round_=round_, progress=progress, cancelled=cancelled
-            ),
+            partial(trainer.train, row, out, epochs=task.epochs, round_=round_, progress=progress, cancelled=cancelled),
         )
         try:
             result = await asyncio.shield(training)
@@ -120,6 +116,4 @@ class DeviceAgent:
         self._metrics.epochs.labels(*self._labels).set(task.epochs)
         self._metrics.phase_seconds.labels(*self._labels, "train").inc(result.train_s)
         self._metrics.phase_seconds.labels(*self._labels, "wait").inc(result.wait_s)
-        return Answer(
-            out, result.samples, result.loss, task.epochs, result.steps, result.train_s, result.wait_s
-        )
+        return Answer(out, result.samples, result.loss, task.epochs, result.steps, result.train_s, result.wait_s)

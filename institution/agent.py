@@ -58,18 +58,18 @@ class InstitutionAgent:
         self._export(up, down, labels=labels, facts={"run": run, "experiment": experiment.name})
         rounds = LocalRounds(self._name, experiment, layout=layout, down=down, metrics=self._metrics, labels=labels)
 
+        async def work() -> None:
+            await down.gather(experiment.institution.closing)
+            for face in (up, down):
+                face.endpoint.set_state(NodeState.READY, samples=sum(down.samples.values()))
+            await up.serve(layout, rounds.work)
+
         async def goodbye() -> None:
             await down.farewells(timeout_s=FAREWELL_S)
             await up.farewell(rounds.reports(), timeout_s=FAREWELL_S)
 
-        for face in (up, down):
-            face.endpoint.set_state(NodeState.READY)
-        await live(
-            (up.endpoint, down.endpoint),
-            up.serve(layout, rounds.work),
-            connect_timeout_s=self._connect_timeout_s,
-            goodbye=goodbye,
-        )
+        ends = (up.endpoint, down.endpoint)
+        await live(ends, work(), connect_timeout_s=self._connect_timeout_s, goodbye=goodbye)
 
     def _devices(self, experiment: Experiment) -> list[str]:
         children = experiment.topology.children()
@@ -79,9 +79,7 @@ class InstitutionAgent:
             )
         return children[self._name]
 
-    def _export(
-        self, up: ChildFace, down: ParentFace, *, labels: tuple[str, str, str], facts: dict[str, str]
-    ) -> None:
+    def _export(self, up: ChildFace, down: ParentFace, *, labels: tuple[str, str, str], facts: dict[str, str]) -> None:
         self._metrics.run.labels(*labels).info(facts)
         export(self._metrics, up.endpoint, labels)
         export(self._metrics, down.endpoint, labels)

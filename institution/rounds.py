@@ -5,7 +5,8 @@ Each round starts from the mean of the last one (Tempo, eqs. 4 and 5); the last 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,20 +18,7 @@ from common.node.child import Answer, Report
 from common.node.parent import ParentFace, Round
 from common.randomness import Purpose, generator
 from common.spec import Experiment, participants
-from common.wire.messages import ChildReport, Phase, Task, Traffic
-
-
-@dataclass(slots=True)
-class _DeviceTotals:
-    """What one device did in an iteration."""
-
-    rounds: int = 0
-    epochs: int = 0
-    steps: int = 0
-    samples: int = 0
-    loss: float = 0.0
-    train_s: float = 0.0
-    wait_s: float = 0.0
+from common.wire.messages import ChildReport, Phase, Task
 
 
 class LocalRounds:
@@ -53,14 +41,12 @@ class LocalRounds:
         self._metrics = metrics
         self._labels = labels
         self._mean = layout.empty()
-        self._totals: dict[str, _DeviceTotals] = {}
+        self._did: dict[str, ChildReport] = {}
 
     async def work(self, task: Task, row: Row, report: Report) -> Answer:
         """Play the rounds of one global iteration from the model in `row`; return the last mean."""
         settings, down = self._experiment.institution, self._down
-        if settings.participation < 1:  # n_m counts all devices, also those never drawn
-            await down.gather(timeout_s=self._experiment.transfer.idle_s)
-        self._totals = {}
+        self._did = {}
         train_s = wait_s = 0.0
         loss = 0.0
         down.moved_hook = lambda: report(Phase.TRAINING, down.moves, 0)
@@ -75,30 +61,23 @@ class LocalRounds:
                     epochs=dict.fromkeys(drawn, task.epochs),
                     closing=settings.closing,
                 )
-                loss = self._aggregate(played)
+                loss = await asyncio.to_thread(self._aggregate, played)
                 train_s += max(result.train_s for result in played.results)
                 wait_s += max(result.wait_s for result in played.results)
                 start = self._mean
                 self._count(played, task.epochs, loss=loss)
         finally:
             down.moved_hook = lambda: None
-        samples = sum(down.samples.get(name, 0) for name in down.peers)
-        steps = sum(totals.steps for totals in self._totals.values())
+        samples = sum(down.samples.values())  # n_m counts all devices, also those not drawn
+        steps = sum(report.steps for report in self._did.values())
         return Answer(self._mean, samples, loss, task.epochs, steps, train_s, wait_s, self.reports())
 
     def reports(self) -> tuple[ChildReport, ...]:
         """Return what each device did in the last iteration, with its link's bytes in the whole run."""
         traffic = self._down.traffic()
-        reports = []
-        for name in self._down.peers:
-            did = self._totals.get(name, _DeviceTotals())
-            reports.append(
-                ChildReport(
-                    name, did.samples, did.rounds, did.epochs, did.steps, did.loss, did.train_s, did.wait_s,
-                    traffic.get(name, Traffic()),
-                )  # fmt: skip
-            )
-        return tuple(reports)
+        return tuple(
+            replace(self._did.get(name, ChildReport(name)), traffic=traffic[name]) for name in self._down.peers
+        )
 
     def _draw(self, r: int) -> list[str]:
         devices = list(self._down.peers)
@@ -119,13 +98,17 @@ class LocalRounds:
 
     def _count(self, played: Round, epochs: int, *, loss: float) -> None:
         for name, result in zip(played.children, played.results, strict=True):
-            totals = self._totals.setdefault(name, _DeviceTotals())
-            totals.rounds += 1
-            totals.epochs += result.epochs
-            totals.steps += result.steps
-            totals.samples, totals.loss = result.samples, result.loss
-            totals.train_s += result.train_s
-            totals.wait_s += result.wait_s
+            before = self._did.get(name, ChildReport(name))
+            self._did[name] = replace(
+                before,
+                samples=result.samples,
+                rounds=before.rounds + 1,
+                epochs=before.epochs + result.epochs,
+                steps=before.steps + result.steps,
+                loss=result.loss,
+                train_s=before.train_s + result.train_s,
+                wait_s=before.wait_s + result.wait_s,
+            )
         metrics, labels = self._metrics, self._labels
         metrics.round.labels(*labels).inc()
         metrics.epochs.labels(*labels).set(epochs)

@@ -38,9 +38,7 @@ class Mixture:
         return self.indices[self.weights.index(max(self.weights))]
 
 
-def mix(
-    mixtures: Sequence[Mixture], models_KF: npt.NDArray[np.float32], *, out: npt.NDArray[np.float32]
-) -> None:
+def mix(mixtures: Sequence[Mixture], models_KF: npt.NDArray[np.float32], *, out: npt.NDArray[np.float32]) -> None:
     """Write each mixture of the rows into a row of `out`, float32 [len(mixtures), F].
 
     `out` may be `models_KF` itself: a block is read for all rows before it is written. Rows of up to three terms
@@ -74,13 +72,15 @@ def mix_rows(
 
 
 def _mix_block(mixture: Mixture, block_KC: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    mixed: npt.NDArray[np.float32]
     if mixture.weights == (1.0,):
-        return block_KC[mixture.indices[0]]
+        mixed = block_KC[mixture.indices[0]]
+        return mixed
     dtype = np.float32 if len(mixture.indices) <= FLOAT32_TERMS else np.float64
     total = np.zeros(block_KC.shape[1], dtype)
     term = np.empty(block_KC.shape[1], dtype)
     for index, weight in zip(mixture.indices, mixture.weights, strict=True):
         np.multiply(block_KC[index], dtype(weight), out=term, dtype=dtype)
         np.add(total, term, out=total)
-    mixed: npt.NDArray[np.float32] = total.astype(np.float32, copy=False)
+    mixed = total.astype(np.float32, copy=False)
     return mixed

@@ -44,7 +44,8 @@ class Statistics:
     @property
     def shares_K(self) -> npt.NDArray[np.float64]:
         """Return p_k = n_k / sum of n."""
-        return self.samples_K / self.samples_K.sum()
+        shares_K: npt.NDArray[np.float64] = self.samples_K / self.samples_K.sum()
+        return shares_K
 
 
 def gram(models_KD: npt.NDArray[np.float32], reference_D: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:

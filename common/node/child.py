@@ -183,6 +183,7 @@ class ChildFace:
             endpoint.wake()
 
         self.participant.begin_work(Phase.WAITING, now=endpoint.now())
+        endpoint.wake()
         answer = await work(task, row, report)
         blob = CODECS[CODEC].encode(layout, answer.row)
         manifest = await asyncio.to_thread(

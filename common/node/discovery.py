@@ -28,7 +28,7 @@ async def discover(address: BrokerAddress, parent: str, *, connect_timeout_s: fl
             return
         if isinstance(message, Announcement):
             announced[topic.run] = message
-        elif isinstance(message, Presence) and message.state is NodeState.READY:
+        elif isinstance(message, Presence) and message.state in (NodeState.INIT, NodeState.READY):
             alive.add(topic.run)
         else:
             announced.pop(topic.run, None) if isinstance(topic, topics.SpecTopic) else alive.discard(topic.run)

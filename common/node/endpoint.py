@@ -137,10 +137,13 @@ class Endpoint:
             group.create_task(self.link.run(connect_timeout_s=connect_timeout_s), name=f"link {self.identity.name}")
             group.create_task(self._pump(), name=f"pump {self.identity.name}")
 
+    def release_name(self) -> None:
+        """Stop answering others under this name: what follows on its state topic is our own clearing."""
+        self._leaving = True
+
     async def leave(self, *, timeout_s: float) -> None:
         """Clear what this node keeps on the broker, as far as the broker is there within `timeout_s`."""
         run, name = self.identity.run, self.identity.name
-        self._leaving = True
         self.link.publish(topics.state(run, name), b"", qos=1, retain=True)
         if self._announcement is not None:
             self.link.publish(topics.spec(run, name), b"", qos=1, retain=True)

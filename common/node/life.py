@@ -41,6 +41,8 @@ async def live(
             endpoint.set_state(NodeState.FINISHED)
         await goodbye()
         for endpoint in endpoints:
+            endpoint.release_name()
+        for endpoint in endpoints:
             await endpoint.leave(timeout_s=LAST_WORD_S)
         return result
     except asyncio.CancelledError:

@@ -36,6 +36,7 @@ from common.wire.messages import (
 log = logging.getLogger("fedstrata.parent")
 
 CODEC: Final = "fp32"
+STAYING: Final = (NodeState.INIT, NodeState.READY, NodeState.FINISHED)
 Observe: TypeAlias = Callable[[str, dict[str, object]], None]
 
 
@@ -66,7 +67,6 @@ class ParentFace:
         transfer: Transfer,
         link: Link,
         observe: Observe = lambda event, facts: None,
-
     ) -> None:
         self.peers = tuple(children)
         self._transfer = transfer
@@ -120,9 +120,7 @@ class ParentFace:
         self._places = {name: place for place, name in enumerate(children)}
         self._pending.clear()
         self._closed = asyncio.get_running_loop().create_future()
-        self.coordinator.open(
-            iteration=iteration, round_=round_, assignments=assignments, closing=closing, now=now
-        )
+        self.coordinator.open(iteration=iteration, round_=round_, assignments=assignments, closing=closing, now=now)
         self.endpoint.wake()
         closed = await self._closed
         for blob in self._served:
@@ -142,21 +140,26 @@ class ParentFace:
             self.coordinator.timeline,
         )
 
-    async def gather(self, *, timeout_s: float) -> None:
-        """Wait until every child has told how many samples it has, at most `timeout_s`."""
+    async def gather(self, closing: Closing) -> None:
+        """Wait until every child is ready and has told how many samples it has.
+
+        So the clock starts with a lab that stands. Where a round may close without some, they are waited for as
+        long as a round would; else `idle_s`: the first round then says who is missing.
+        """
+        patience_s = closing.deadline_s if closing.rule == "quorum" else None
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(patience_s or self._transfer.idle_s):
                 while set(self.samples) < set(self.peers):
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            log.warning("never heard of: %s", ", ".join(sorted(set(self.peers) - set(self.samples))))
+            log.warning("not there yet: %s", ", ".join(sorted(set(self.peers) - set(self.samples))))
 
     async def farewells(self, *, timeout_s: float) -> None:
         """Wait until the children that are present have said goodbye, at most `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
-                while not self._farewells >= {n for n, s in self.coordinator.states().items() if s in ("init", "ready")}:
+                while not self._farewells >= {n for n, s in self.coordinator.states().items() if s in STAYING}:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
@@ -293,6 +296,8 @@ class ParentFace:
         manifest = result.model
         try:
             check(manifest, size=CODECS[CODEC].size(layout), layout=layout.digest, codecs=frozenset({CODEC}))
+            if result.samples < 1:
+                raise RefusedModel("it reports no samples")
             if not np.isfinite(result.loss):
                 raise RefusedModel(f"its training loss is {result.loss}")
         except RefusedModel as error:

@@ -309,7 +309,7 @@ class Coordinator:
             self._assign(child, now)
 
     def _answer_old(self, name: str, child: _Child, result: Result) -> None:
-        if self._key is not None and result.key < self._key or not self._open:
+        if not self._open or (self._key is not None and result.key < self._key):
             self.late += child.result is None or child.result.key != result.key
             self._receipts.append((name, Receipt(result.key, "the round has closed")))
 

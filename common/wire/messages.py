@@ -144,14 +144,14 @@ class ChildReport:
     """
 
     name: str
-    samples: int
-    rounds: int
-    epochs: int
-    steps: int
-    loss: float
-    train_s: float
-    wait_s: float
-    traffic: Traffic
+    samples: int = 0
+    rounds: int = 0
+    epochs: int = 0
+    steps: int = 0
+    loss: float = 0.0
+    train_s: float = 0.0
+    wait_s: float = 0.0
+    traffic: Traffic = Traffic()
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,12 +263,12 @@ def decode(data: bytes | bytearray | memoryview) -> tuple[str, Message]:
     if not isinstance(tree, tuple) or len(tree) < 3:
         raise WireError("not a message")
     version, session, code, *values = tree
-    if version != VERSION:
-        raise WireError(f"protocol version {version!r}, this release speaks {VERSION}")
+    if type(version) is not int or version != VERSION:
+        raise WireError(f"protocol version {_brief(version)}, this release speaks {VERSION}")
     if not isinstance(session, str) or not 0 < len(session) <= 32:
         raise WireError("no session id")
     if type(code) is not int or not 0 <= code < len(KINDS):
-        raise WireError(f"unknown kind {code!r}")
+        raise WireError(f"unknown kind {_brief(code)}")
     message: Message = _DECODERS[KINDS[code]](tuple(values))
     return session, message
 
@@ -321,39 +321,46 @@ def _value_decoder(hint: Any) -> Callable[[Any], Any]:
     return _record_decoder(hint)
 
 
+def _brief(value: Any) -> str:
+    """Return a foreign value for an error's text; `repr` of a deeply nested one would be a RecursionError."""
+    if isinstance(value, (str, bytes)):
+        return repr(value[:32])
+    return repr(value) if value is None or isinstance(value, (bool, int, float)) else f"a {type(value).__name__}"
+
+
 def _integer(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= MAX_INT:
-        raise WireError(f"{value!r:.40} is no count")
+        raise WireError(f"{_brief(value)} is no count")
     return value
 
 
 def _real(value: Any) -> float:
     if type(value) is not float:  # NaN may travel: a diverged child must be heard to be refused
-        raise WireError(f"{value!r:.40} is no number")
+        raise WireError(f"{_brief(value)} is no number")
     return value
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str) or len(value) > MAX_TEXT:
-        raise WireError(f"{value!r:.40} is no text")
+        raise WireError(f"{_brief(value)} is no text")
     return value
 
 
 def _bytes(value: Any) -> bytes:
     if not isinstance(value, bytes):
-        raise WireError(f"{value!r:.40} is no byte string")
+        raise WireError(f"{_brief(value)} is no byte string")
     return value
 
 
 def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
-        raise WireError(f"{value!r:.40} is no flag")
+        raise WireError(f"{_brief(value)} is no flag")
     return value
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:
     if not isinstance(value, tuple):
-        raise WireError(f"{value!r:.40} is no list")
+        raise WireError(f"{_brief(value)} is no list")
     return value
 
 
@@ -361,7 +368,7 @@ def _enum(kind: type[StrEnum], value: Any) -> StrEnum:
     try:
         return kind(value)
     except ValueError:
-        raise WireError(f"{value!r:.40} is no {kind.__name__}") from None
+        raise WireError(f"{_brief(value)} is no {kind.__name__}") from None
 
 
 _SCALARS: Final[dict[Any, Callable[[Any], Any]]] = {

@@ -90,7 +90,7 @@ async def _parent(port: int, names: list[str], model_bytes: int, repeats: int) -
 
     async def rounds() -> float:
         face.endpoint.set_state(NodeState.READY)
-        await face.gather(timeout_s=60)
+        await face.gather(Closing())
         return stats.median([await one(i) for i in range(repeats + 1)][1:])
 
     async def goodbye() -> None:
@@ -137,4 +137,5 @@ if __name__ == "__main__":
     options = parser.parse_args()
     timing = play(options.bytes, options.devices, repeats=options.repeats, processes=options.processes)
     goodput = 2 * options.devices * options.bytes / timing.seconds
-    print(f"{timing.seconds * 1e3:.1f} ms a round, {goodput / 1e9:.3f} GB/s, parent peak {timing.parent_peak / 1e6:.0f} MB")
+    peak = timing.parent_peak / 1e6
+    print(f"{timing.seconds * 1e3:.1f} ms a round, {goodput / 1e9:.3f} GB/s, parent peak {peak:.0f} MB")

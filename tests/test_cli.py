@@ -1,0 +1,201 @@
+"""The command line: what it prints, and with which code it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+import pytest
+from paho.mqtt import client as mqtt
+
+from common.errors import WireError
+from common.spec import load
+from common.wire import messages
+from common.wire.messages import NodeState, Presence
+from deploy import broker
+from deploy.processes import free_port
+
+EXPERIMENTS = Path(__file__).parents[1] / "deploy" / "experiments"
+DEMO = EXPERIMENTS / "demo.toml"
+MEGABYTE = 1_000_000
+
+
+def fedstrata(*arguments: str | Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "deploy.cli", *map(str, arguments)],
+        capture_output=True, text=True, timeout=60, check=False, env={**os.environ, **(env or {})},
+    )  # fmt: skip
+
+
+def test_version_and_help() -> None:
+    assert fedstrata("--version").stdout.strip() == version("fedstrata")
+    text = fedstrata("--help").stdout
+    for name in ("run", "cloud", "institution", "device", "broker"):
+        assert re.search(rf"^\s+{name}\s", text, re.MULTILINE), name
+
+
+@pytest.mark.parametrize("file", sorted(EXPERIMENTS.glob("*.toml")), ids=lambda file: file.stem)
+def test_dry_run_prints_the_effective_experiment(file: Path, tmp_path: Path) -> None:
+    done = fedstrata("run", file, "--dry-run", "--set", "seed=7")
+    assert done.returncode == 0, done.stderr
+    effective = tmp_path / "effective.toml"
+    effective.write_text(done.stdout)
+    assert load(effective) == load(file, ["seed=7"])
+
+
+def test_the_paper_setting_is_the_papers() -> None:
+    experiment = load(EXPERIMENTS / "tempo-fashionmnist.toml")
+    children = experiment.topology.children()
+    assert [len(devices) for devices in children.values()] == [40] * 5
+    assert (experiment.institution.rounds, experiment.training.epochs, experiment.data.partition_size) == (4, 6, 600)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "words"),
+    [
+        (["training.epoch=2"], ["training.epoch", "2", "'epochs'"]),
+        (['training.epochs="two"'], ["training.epochs", "two"]),
+        (["institution.participation=0.0"], ["institution.participation", "0.0", "above 0"]),
+        (["topology.devices=2"], ["topology.devices", "2", "institution-0 would have no device"]),
+        (
+            ['cloud.closing={rule="quorum", quorum=4, deadline_s=9.0}'],
+            ["cloud.closing.quorum", "4", "(3)", "at most 3"],
+        ),
+        (["seed"], ["--set", "seed", "key=value"]),
+    ],
+)
+def test_an_invalid_experiment_ends_with_4_and_one_line(pairs: list[str], words: list[str]) -> None:
+    done = fedstrata("run", DEMO, *(word for pair in pairs for word in ("--set", pair)))
+    assert done.returncode == 4
+    assert done.stderr.count("\n") == 1
+    for word in words:
+        assert word in done.stderr
+
+
+def test_a_missing_data_set_ends_with_4_and_names_the_remedy(tmp_path: Path) -> None:
+    done = fedstrata("run", EXPERIMENTS / "tempo-fashionmnist.toml", "--runs", tmp_path / "runs",
+                     "--set", f"data.root={tmp_path}", "--set", "topology.devices=5")  # fmt: skip
+    assert done.returncode == 4, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert "data.root" in last
+    assert str(tmp_path) in last
+    assert "FashionMNIST" in last
+    assert "download=True" in last
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["run"], ["device", "--name", "d"], ["run", DEMO, "--resume", "x"], ["--log-level", "loud", "run", DEMO], ["fly"]],
+)
+def test_wrong_usage_ends_with_2(arguments: list[str | Path]) -> None:
+    assert fedstrata(*arguments).returncode == 2
+
+
+def test_a_resume_of_nothing_ends_with_4(tmp_path: Path) -> None:
+    done = fedstrata("run", "--resume", tmp_path)
+    assert done.returncode == 4
+    assert str(tmp_path) in done.stderr
+
+
+@pytest.mark.parametrize(
+    "role",
+    [["cloud", DEMO], ["institution", "--name", "institution-0"], ["device", "--name", "d", "--institution", "i"]],
+    ids=lambda role: role[0],
+)
+def test_no_broker_ends_with_3_and_names_the_address(role: list[str | Path], tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    env = {"FEDSTRATA_RUNS": str(tmp_path)}
+    done = fedstrata(*role, "--broker", address, "--connect-timeout", "0.5", env=env)
+    assert done.returncode == 3
+    assert address in done.stderr
+
+
+class Presences:
+    """When each node first said each state; one that was not said yet is waited for."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[str, str], tuple[float, Presence]] = {}
+        self._changed = threading.Condition()
+
+    def take(self, message: mqtt.MQTTMessage) -> None:
+        with suppress(WireError), self._changed:
+            said = messages.decode(message.payload)[1]
+            if isinstance(said, Presence):
+                self._seen.setdefault((message.topic.split("/")[2], said.state), (time.monotonic(), said))
+            self._changed.notify_all()
+
+    def __getitem__(self, key: tuple[str, str]) -> tuple[float, Presence]:
+        with self._changed:
+            assert self._changed.wait_for(lambda: key in self._seen, 30), f"never came: {key}"
+            return self._seen[key]
+
+
+@contextmanager
+def presences(port: int) -> Iterator[Presences]:
+    said = Presences()
+    client = mqtt.Client(mqtt.CallbackAPIVersion.VERSION2)
+    client.on_message = lambda _client, _data, message: said.take(message)
+    client.connect("127.0.0.1", port)
+    client.subscribe("fs1/+/+/state", qos=1)
+    client.loop_start()
+    try:
+        yield said
+    finally:
+        client.loop_stop()
+        client.disconnect()
+
+
+def test_roles_without_training_are_small_quick_and_free_of_torch(tmp_path: Path) -> None:
+    with broker.start(directory=tmp_path) as served, presences(served.port) as said:
+        address = f"{served.host}:{served.port}"
+        started = time.monotonic()
+        cloud = subprocess.Popen(
+            [sys.executable, "-m", "deploy.cli", "cloud", str(DEMO), "--broker", address, "--runs", str(tmp_path)],
+            stderr=subprocess.DEVNULL,
+        )
+        role = None
+        try:
+            cloud_s = said["cloud", NodeState.INIT][0] - started
+            assert said["cloud", NodeState.READY]
+            started = time.monotonic()
+            role = subprocess.Popen(
+                [sys.executable, "-m", "deploy.cli", "institution", "--name", "institution-0", "--broker", address]
+            )
+            at, presence = said["institution-0", NodeState.INIT]
+            for process in (cloud, role):
+                maps = Path(f"/proc/{process.pid}/maps")
+                assert not maps.exists() or "/torch/" not in maps.read_text()
+                assert psutil.Process(process.pid).memory_info().rss < 75 * MEGABYTE
+            # Figures for the README come from a quiet machine; a test only says that nothing heavy crept in.
+            assert max(cloud_s, at - started) < 10
+            with urllib.request.urlopen(f"http://{presence.metrics}/metrics", timeout=10) as answer:
+                text = answer.read().decode()
+        finally:
+            for process in (cloud, role):
+                if process is not None:
+                    process.kill()
+                    process.wait()
+    labels = 'device="",institution="institution-0",role="institution"'
+    assert re.search(rf'fedstrata_nodes{{{labels},state="absent"}} 4.0', text)
+    for name in ("payload_bytes", "message_bytes", "phase_seconds", "ignored_messages", "refused_models"):
+        assert f"# TYPE fedstrata_{name}_total counter" in text, name
+
+
+@pytest.mark.parametrize("module", ["cloud.agent", "institution.agent", "deploy.cli", "deploy.lab"])
+def test_torch_is_not_imported(module: str) -> None:
+    code = f"import sys, {module}; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", f"import json; {code}"], capture_output=True, check=True)
+    loaded = set(json.loads(done.stdout))
+    assert module in loaded
+    assert not loaded & {"torch", "torchvision", "sklearn", "scipy"}

@@ -1,0 +1,47 @@
+"""The house rules that a machine can hold."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("cloud", "institution", "device", "common", "deploy")
+SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_packages_with_generic_names_are_ours(package: str) -> None:
+    assert Path(next(iter(import_module(package).__path__))).resolve() == ROOT / package
+
+
+def test_imports_run_strictly_downward() -> None:
+    program = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run([program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("library", "home"),
+    [
+        ("aiomqtt", {"common/net/link.py"}),
+        ("prometheus_client", {"common/metrics.py"}),
+        ("torch", {"common/learning", "device/trainer.py"}),
+    ],
+)
+def test_libraries_stay_in_their_rooms(library: str, home: set[str]) -> None:
+    users = [
+        path.relative_to(ROOT).as_posix()
+        for path in SOURCES
+        if any(line.split()[:2] in (["import", library], ["from", library]) for line in path.read_text().splitlines())
+    ]
+    assert users
+    assert all(any(user.startswith(place) for place in home) for user in users), users
+
+
+def test_no_file_is_long() -> None:
+    assert {path.name: n for path in SOURCES if (n := len(path.read_text().splitlines())) > 400} == {}

@@ -1,0 +1,193 @@
+"""Whole labs as a user starts them: one command, and separate processes, with the same model at the end."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from safetensors.numpy import load_file
+
+from common.learning import models
+from common.spec import Experiment, load
+from deploy import broker
+from device.slots import Slots
+from device.trainer import Trainer
+
+DEMO = Path(__file__).parents[1] / "deploy" / "experiments" / "demo.toml"
+SMALL = ("topology.institutions=2", "topology.devices=4", "iterations=2", "institution.rounds=2")
+PATIENCE_S = 90
+
+Model = Mapping[str, npt.NDArray[np.float32]]
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "deploy.cli", *map(str, arguments)]
+
+
+def overrides(*pairs: str) -> list[str]:
+    return [word for pair in pairs for word in ("--set", pair)]
+
+
+def run_lab(runs: Path, *pairs: str, env: Mapping[str, str] | None = None) -> Path:
+    """Run the demo with overrides by `fedstrata run` and return its folder."""
+    done = subprocess.run(
+        command("run", DEMO, "--runs", runs, "--format", "json", *overrides(*pairs)),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+        env={**os.environ, **(env or {})},
+    )
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    return Path(next(event["folder"] for event in events if event["event"] == "run"))
+
+
+def run_roles(runs: Path, address: str, *pairs: str, devices: list[list[tuple[str, str]]]) -> Path:
+    """Run the demo as separate processes, devices grouped into processes as given, and return its folder."""
+    with ExitStack() as stack:
+
+        def start(*arguments: str | Path) -> subprocess.Popen[bytes]:
+            process = subprocess.Popen(command(*arguments), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return process
+
+        cloud = start("cloud", DEMO, "--runs", runs, "--broker", address, *overrides(*pairs))
+        others = [start("institution", "--name", f"institution-{i}", "--broker", address) for i in (1, 0)]
+        for group in devices:
+            words = [word for name, home in group for word in ("--name", name, "--institution", home)]
+            others.append(start("device", *words, "--broker", address))
+        for process in (cloud, *others):
+            _, errors = process.communicate(timeout=PATIENCE_S)
+            assert process.returncode == 0, errors.decode()
+    (folder,) = runs.iterdir()
+    return folder
+
+
+def model_of(folder: Path) -> Model:
+    return load_file(folder / "model.safetensors")
+
+
+def assert_same_bits(one: Model, other: Model) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        assert one[name].tobytes() == other[name].tobytes(), name
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_lab(tmp_path_factory.mktemp("runs"), *SMALL)
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with broker.start(directory=tmp_path_factory.mktemp("broker")) as served:
+        yield f"{served.host}:{served.port}"
+
+
+def test_separate_processes_give_the_same_model_bit_for_bit(reference: Path, address: str, tmp_path: Path) -> None:
+    devices = [[(f"device-{i}", f"institution-{i // 2}")] for i in range(4)]
+    assert_same_bits(model_of(run_roles(tmp_path, address, *SMALL, devices=devices)), model_of(reference))
+
+
+def test_another_order_of_arrival_gives_the_same_model(reference: Path, address: str, tmp_path: Path) -> None:
+    # One process with one slot trains its devices one after another, last first.
+    devices = [[(f"device-{i}", f"institution-{i // 2}") for i in (3, 2, 1, 0)]]
+    assert_same_bits(model_of(run_roles(tmp_path, address, *SMALL, devices=devices)), model_of(reference))
+
+
+def test_embedded_broker_gives_the_same_model(reference: Path, tmp_path: Path) -> None:
+    assert_same_bits(model_of(run_lab(tmp_path, *SMALL, env={"FEDSTRATA_BROKER": "embedded"})), model_of(reference))
+
+
+def two_layer_fedavg(experiment: Experiment) -> npt.NDArray[np.float64]:
+    """Return the float columns of two-layer FedAvg over all devices, in one process and in float64."""
+    module = models.build(experiment.model.name, experiment.seed)
+    layout = models.layout_of(module)
+    row, out = layout.empty(), layout.empty()
+    models.write_row(module, layout, row)
+    trainers = []
+    for name in experiment.topology.device_names():
+        trainers.append(Trainer(experiment, node=name, accelerator="cpu", slots=Slots()))
+        trainers[-1].prepare()
+    for iteration in range(experiment.iterations):
+        total = np.zeros(layout.columns)
+        for trainer in trainers:
+            trainer.train(
+                row, out, epochs=experiment.training.epochs, round_=iteration,
+                progress=lambda *_: None, cancelled=threading.Event(),
+            )  # fmt: skip
+            total += trainer.samples * layout.floats(out).astype(np.float64)
+        layout.floats(row)[:] = total / sum(trainer.samples for trainer in trainers)
+    return layout.floats(row).astype(np.float64)
+
+
+@pytest.mark.parametrize("size", ["iterations=1", "iterations=4 training.batch_size=2000 training.momentum=0.0"])
+def test_three_layers_with_one_local_round_equal_two_layer_fedavg(size: str, tmp_path: Path) -> None:
+    # Many small steps of SGD enlarge the rounding of the institutions' means a hundredfold within three
+    # iterations; so either one iteration of small steps, or several of one large step.
+    pairs = (*SMALL, "institution.rounds=1", 'cloud.epoch_control={name="fixed"}', *size.split())
+    model = model_of(run_lab(tmp_path, *pairs))
+    experiment = load(DEMO, pairs)
+    layout = models.layout_of(models.build(experiment.model.name, experiment.seed))
+    row = layout.empty()
+    layout.flatten(model, row)
+    np.testing.assert_allclose(layout.floats(row), two_layer_fedavg(experiment), rtol=0, atol=1e-6)
+
+
+def test_a_run_leaves_its_folder(reference: Path) -> None:
+    names = {path.name for path in reference.iterdir()}
+    assert names >= {
+        "experiment.toml", "manifest.json", "rounds.csv", "links.csv", "devices.csv", "events.jsonl", "checkpoints",
+        "model.safetensors", "logs",
+    }  # fmt: skip
+    experiment = load(reference / "experiment.toml")
+    assert experiment == load(DEMO, SMALL)
+    manifest = json.loads((reference / "manifest.json").read_text())
+    assert manifest["experiment_digest"] == experiment.digest
+    assert manifest["packages"]["aiomqtt"]
+    with (reference / "rounds.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["round"]) for row in rows] == [1, 2]
+    for row in rows:
+        assert 0 <= float(row["accuracy"]) <= 1
+        assert {int(row[f"epochs_institution-{m}"]) for m in (0, 1)} <= {1, 2, 3, 4}
+    # A model down and one up for each link: WAN once an iteration, LAN once a local round.
+    size = sum(entry.nbytes for entry in model_of(reference).values())
+    for row in rows:
+        for column, models_moved in (("wan_up", 2), ("wan_down", 2), ("lan_up", 8), ("lan_down", 8)):
+            assert models_moved * size <= int(row[f"{column}_bytes"]) < models_moved * size * 1.1
+    with (reference / "devices.csv").open(newline="") as file:
+        devices = list(csv.DictReader(file))
+    assert len(devices) == 2 * 4
+    assert sum(int(d["sgd_steps"]) for d in devices) == sum(int(row["sgd_steps"]) for row in rows)
+
+
+def test_the_seconds_of_the_phases_add_up(reference: Path) -> None:
+    with (reference / "rounds.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    phases = ("dispatch_s", "train_s", "wait_s", "collect_s", "aggregate_s", "evaluate_s")
+    total = sum(float(row[phase]) for row in rows for phase in phases)
+    assert total == pytest.approx(float(rows[-1]["elapsed_s"]), rel=0.01)
+
+
+def test_links_csv_counts_whole_models(reference: Path) -> None:
+    size = sum(entry.nbytes for entry in model_of(reference).values())
+    with (reference / "links.csv").open(newline="") as file:
+        links = list(csv.DictReader(file))
+    moved = {(row["from"], row["to"]): int(row["payload_bytes"]) for row in links if row["kind"] == "model"}
+    assert len(moved) == 2 * (2 + 4)
+    for (source, target), payload in moved.items():
+        iterations = 2 if "cloud" in (source, target) else 4
+        assert payload == iterations * size, (source, target)

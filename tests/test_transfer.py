@@ -1,0 +1,807 @@
+"""Pulling: owner and receivers joined in memory by a line that loses, doubles and reorders, on a virtual clock."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import RefusedModel
+from common.transfer.incoming import Fetched, FetchFailed, Incoming, IncomingEvent
+from common.transfer.manifest import check, chunk_bytes_for, chunk_digest, describe
+from common.transfer.outgoing import Outgoing, Publication
+from common.wire.messages import Ask, Gone, Manifest
+from common.wire.topics import ALL
+
+OWNER = "cloud"
+CHUNK = 1024
+
+
+def blob_of(chunks: int, seed: int = 0) -> tuple[Manifest, memoryview]:
+    """Return a blob of so many chunks, the last one short."""
+    data = random.Random(seed).randbytes(CHUNK * chunks - 300)
+    return describe(memoryview(data), chunk_bytes=CHUNK, codec="fp32", layout="l"), memoryview(data)
+
+
+@dataclass
+class Receiver:
+    """One node that fetches; `slow_s` is what its link needs for a chunk."""
+
+    name: str
+    incoming: Incoming
+    slow_s: float = 0.0
+    buffers: dict[str, bytearray] = field(default_factory=dict)
+    manifests: dict[str, Manifest] = field(default_factory=dict)
+    has: dict[str, set[int]] = field(default_factory=dict)
+    subscribed: set[tuple[str, str]] = field(default_factory=set)
+    events: list[IncomingEvent] = field(default_factory=list)
+    connection: int = 0
+    free_at: float = 0.0
+    got: int = 0
+
+    @property
+    def fetched(self) -> list[str]:
+        return [event.blob for event in self.events if isinstance(event, Fetched)]
+
+
+class Line:
+    """Everything between one owner and its receivers, and the loop that an agent would run."""
+
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        loss: float = 0.0,
+        duplicates: float = 0.0,
+        delay_s: float = 0.005,
+        jitter_s: float = 0.0,
+        pace_s: float = 0.001,
+    ) -> None:
+        self.now = 1000.0
+        self.loss, self.duplicates = loss, duplicates
+        self.delay_s, self.jitter_s, self.pace_s = delay_s, jitter_s, pace_s
+        self.owner = Outgoing(first_number=5000)
+        self.receivers: dict[str, Receiver] = {}
+        self.published: list[Publication] = []
+        self.asked: list[tuple[str, Ask]] = []
+        self.lose: Callable[[Publication], bool] = lambda publication: False
+        self._random = random.Random(seed)
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._owner_free_at = 0.0
+
+    def at(self, due: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (due, next(self._order), action))
+
+    def after(self, delay: float, action: Callable[[], None]) -> None:
+        self.at(self.now + delay, action)
+
+    def add(self, name: str, *, window: int = 8, slots: int = 4, slow_s: float = 0.0) -> Receiver:
+        self.receivers[name] = Receiver(name, Incoming(window=window, slots=slots), slow_s)
+        return self.receivers[name]
+
+    def fetch(self, receiver: Receiver, manifest: Manifest) -> None:
+        receiver.manifests[manifest.blob] = manifest
+        receiver.has.setdefault(manifest.blob, set())
+        buffer = receiver.buffers.setdefault(manifest.blob, bytearray(manifest.size))
+        receiver.incoming.fetch(OWNER, manifest, memoryview(buffer), now=self.now)
+        self.wake()
+
+    def wake(self) -> None:
+        """Let the loop look at the cores at this moment."""
+        self.at(self.now, lambda: None)
+
+    def reconnect(self, receiver: Receiver, *, noticed: bool) -> None:
+        """Lose all that is under way to a receiver; `noticed`: the owner saw its will."""
+        receiver.connection += 1
+        if noticed:
+            self.owner.forget(receiver.name)
+        receiver.incoming.reconnected(self.now)
+        self.wake()
+
+    def restart_owner(self, first_number: int, *blobs: tuple[Manifest, memoryview]) -> None:
+        self.owner = Outgoing(first_number=first_number)
+        for manifest, data in blobs:
+            self.owner.offer(manifest, data, self.receivers)
+
+    def run(self, *, until_s: float = 600.0) -> None:
+        """Play until nothing more will ever happen. Fails if that takes longer."""
+        end = self.now + until_s
+        while (due := self._next()) is not None:
+            assert due < end, f"not at rest after {until_s} s"
+            self.now = max(self.now, due)
+            while self._events and self._events[0][0] <= self.now:
+                heapq.heappop(self._events)[2]()
+            for receiver in self.receivers.values():
+                self._pump(receiver)
+            self._publish()
+
+    def _next(self) -> float | None:
+        times = [self._events[0][0]] if self._events else []
+        deadlines = [receiver.incoming.next_deadline() for receiver in self.receivers.values()]
+        deadlines.append(self.owner.next_deadline(self.now))
+        return min((at for at in (*times, *deadlines) if at is not None), default=None)
+
+    def _pump(self, receiver: Receiver) -> None:
+        incoming = receiver.incoming
+        incoming.tick(self.now)
+        while (event := incoming.next_event()) is not None:
+            receiver.events.append(event)
+        receiver.subscribed = incoming.wanted()
+        for owner, ask in incoming.to_send():
+            assert owner == OWNER
+            self._check(receiver, ask)
+            self.asked.append((receiver.name, ask))
+            self._carry(lambda ask=ask: self._asked(receiver, ask))  # type: ignore[misc]
+
+    def _check(self, receiver: Receiver, ask: Ask) -> None:
+        """An ask names exactly the chunks that are not here."""
+        manifest, has = receiver.manifests[ask.blob], receiver.has[ask.blob]
+        bits = np.unpackbits(np.frombuffer(ask.lacking, np.uint8))
+        assert {index for index, bit in enumerate(bits) if bit} == set(range(manifest.chunks)) - has
+
+    def _asked(self, receiver: Receiver, ask: Ask) -> None:
+        answer = self.owner.receive(receiver.name, ask, now=self.now)
+        if isinstance(answer, Gone):
+            self._carry(lambda: receiver.incoming.gone(OWNER, ask.blob, now=self.now))
+
+    def _publish(self) -> None:
+        while self._owner_free_at <= self.now:
+            publication = self.owner.next_publication(self.now, lambda peers: True)
+            if publication is None:
+                return
+            self.published.append(publication)
+            self._owner_free_at = self.now + self.pace_s
+            self.at(self._owner_free_at, lambda: None)
+            for receiver in self.receivers.values():
+                if (OWNER, publication.blob) in receiver.subscribed and publication.lane in (ALL, receiver.name):
+                    self._deliver(receiver, publication)
+
+    def _deliver(self, receiver: Receiver, publication: Publication) -> None:
+        connection = receiver.connection
+
+        def arrive() -> None:
+            if connection == receiver.connection:
+                receiver.got += 1
+                if receiver.incoming.receive_chunk(
+                    OWNER, publication.blob, lane=publication.lane, index=publication.index,
+                    number=publication.number, data=bytes(publication.data), now=self.now,
+                ):  # fmt: skip
+                    receiver.has[publication.blob].add(publication.index)
+
+        if self.lose(publication):
+            return
+        if receiver.slow_s:  # its link takes one after the other
+            receiver.free_at = max(receiver.free_at, self.now) + receiver.slow_s
+            self._carry(arrive, extra_s=receiver.free_at - self.now)
+        else:
+            self._carry(arrive)
+
+    def _carry(self, action: Callable[[], None], extra_s: float = 0.0) -> None:
+        for _ in range(1 + (self._random.random() < self.duplicates)):
+            if self._random.random() >= self.loss:
+                self.after(self.delay_s + extra_s + self._random.random() * self.jitter_s, action)
+
+
+def broadcast(line: Line, chunks: int, names: Sequence[str], **how: float) -> tuple[Manifest, memoryview]:
+    """Offer one blob to receivers of these names, who all ask at once."""
+    manifest, data = blob_of(chunks)
+    line.owner.offer(manifest, data, names)
+    for name in names:
+        line.fetch(line.add(name, **how), manifest)  # type: ignore[arg-type]
+    return manifest, data
+
+
+def check_complete(line: Line, manifest: Manifest, data: memoryview) -> None:
+    for receiver in line.receivers.values():
+        assert receiver.fetched == [manifest.blob], receiver.name
+        assert receiver.buffers[manifest.blob] == data
+        assert not receiver.incoming.wanted() and receiver.incoming.next_deadline() is None
+
+
+def names_of(count: int) -> list[str]:
+    return [f"device-{i}" for i in range(count)]
+
+
+# Without loss
+
+
+@pytest.mark.parametrize("receivers", range(1, 9))
+@pytest.mark.parametrize("chunks", [1, 7, 8, 9, 40])
+def test_a_broadcast_crosses_each_link_once(receivers: int, chunks: int) -> None:
+    line = Line()
+    manifest, data = broadcast(line, chunks, names_of(receivers))
+    line.run()
+    check_complete(line, manifest, data)
+    assert [(p.lane, p.index) for p in line.published] == [(ALL, index) for index in range(chunks)]
+    assert all(receiver.got == chunks for receiver in line.receivers.values())
+    assert line.owner.chunks_published == chunks and line.owner.chunks_repeated == 0
+    assert line.owner.chunks_delivered == receivers * chunks
+    assert not any(line.owner.serving(name) for name in line.receivers)
+
+
+def test_a_broadcast_waits_for_those_announced_but_not_for_ever() -> None:
+    line = Line()
+    manifest, data = blob_of(5)
+    line.owner.offer(manifest, data, names_of(3))
+    for name in names_of(2):
+        line.fetch(line.add(name), manifest)
+    begun = line.now
+    line.lose = lambda publication: not begun + 0.1 <= line.now <= begun + 0.2  # nothing before a tenth of a second
+    line.run()
+    check_complete(line, manifest, data)
+    assert len(line.published) == 5
+
+
+def test_a_broadcast_starts_when_all_announced_have_asked() -> None:
+    line = Line()
+    manifest, data = blob_of(5)
+    line.owner.offer(manifest, data, names_of(3))
+    fetches = [line.add(name) for name in names_of(3)]
+    for delay, receiver in zip((0.0, 0.02, 0.05), fetches, strict=True):
+        line.after(delay, lambda receiver=receiver: line.fetch(receiver, manifest))  # type: ignore[misc]
+    begun = line.now
+    line.run()
+    check_complete(line, manifest, data)
+    assert len(line.published) == 5 and line.now - begun < 0.1
+
+
+@pytest.mark.parametrize("window", [2, 3, 8, 64])
+def test_a_window_bounds_what_is_in_flight(window: int) -> None:
+    line = Line(delay_s=0.05)
+    manifest, data = broadcast(line, 100, ["device-0"], window=window)
+    receiver = line.receivers["device-0"]
+    most = 0
+
+    def watch(publication: Publication) -> bool:
+        nonlocal most
+        most = max(most, len(line.published) - receiver.got)
+        return False
+
+    line.lose = watch
+    line.run()
+    check_complete(line, manifest, data)
+    assert most == min(window, 64) and len(line.published) == 100
+
+
+def test_a_window_of_any_size_is_clamped() -> None:
+    manifest, data = blob_of(200)
+    for window, most in ((0, 1), (1, 1), (10**12, 64)):
+        owner = Outgoing(first_number=1)
+        owner.offer(manifest, data, ["a"])
+        owner.receive("a", Ask(manifest.blob, b"\xff" * 25, 0, 0, window, True), now=0.0)
+        published = 0
+        while owner.next_publication(0.0, lambda peers: True):
+            published += 1
+        assert published == most
+
+
+def test_slow_receivers_stop_nobody_and_cost_nothing() -> None:
+    line = Line()
+    manifest, data = blob_of(60)
+    line.owner.offer(manifest, data, names_of(10))
+    for number, name in enumerate(names_of(10)):
+        line.fetch(line.add(name, slow_s=0.0 if number < 6 else 0.5), manifest)
+    begun, done = line.now, {}
+    for name, receiver in line.receivers.items():
+        inner = receiver.incoming.receive_chunk
+
+        def note(*what: object, name: str = name, inner: Callable[..., bool] = inner, **more: object) -> bool:
+            done[name] = line.now - begun
+            return inner(*what, **more)
+
+        receiver.incoming.receive_chunk = note  # type: ignore[method-assign]
+    line.run()
+    check_complete(line, manifest, data)
+    assert len(line.published) == 60  # each chunk once, whoever is slow
+    assert max(done[name] for name in names_of(6)) < 0.5
+    assert min(done[name] for name in names_of(10)[6:]) >= 30.0
+
+
+def test_a_link_slower_than_the_repair_time_is_not_flooded() -> None:
+    line = Line()
+    manifest, data = broadcast(line, 30, ["device-0"], slow_s=4.0)
+    line.run()
+    check_complete(line, manifest, data)
+    assert len(line.published) <= 30 + 2 * 8  # what the first silences cost, and nothing for each chunk
+
+
+def test_a_late_receiver_gets_what_it_missed_on_its_own_lane() -> None:
+    line = Line(pace_s=0.01)
+    manifest, data = broadcast(line, 50, names_of(3))
+    line.after(0.25, lambda: line.fetch(line.add("late"), manifest))
+    line.run()
+    check_complete(line, manifest, data)
+    own = [p.index for p in line.published if p.lane != ALL]
+    assert {p.lane for p in line.published} == {ALL, "late"}
+    assert len(own) == len(set(own)) < 30 and len(line.published) == 50 + len(own)
+
+
+def test_two_blobs_take_turns() -> None:
+    line = Line()
+    receiver = line.add("device-0", slots=2)
+    blobs = [blob_of(20, seed) for seed in (1, 2)]
+    for manifest, data in blobs:
+        line.owner.offer(manifest, data, ["device-0"])
+        line.fetch(receiver, manifest)
+    line.run()
+    assert set(receiver.fetched) == {manifest.blob for manifest, _ in blobs}
+    assert all(receiver.buffers[manifest.blob] == data for manifest, data in blobs)
+    order = [p.blob for p in line.published]
+    assert len(order) == 40 and len(set(order[:8])) == 2
+
+
+def test_nothing_is_published_while_links_have_no_room() -> None:
+    manifest, data = blob_of(9)
+    owner = Outgoing(first_number=1)
+    owner.offer(manifest, data, ["a", "b"])
+    for name in ("a", "b"):
+        owner.receive(name, Ask(manifest.blob, b"\xff\x80", 0, 0, 8, True), now=0.0)
+    seen: list[set[str]] = []
+
+    def busy(peers: object) -> bool:
+        seen.append(set(peers))  # type: ignore[call-overload]
+        return False
+
+    assert owner.next_publication(0.0, busy) is None and seen == [{"a", "b"}]
+    publication = owner.next_publication(0.0, lambda peers: True)
+    assert publication is not None and publication.index == 0 and set(publication.receivers) == {"a", "b"}
+
+
+# With loss
+
+
+@pytest.mark.parametrize("loss", [0.05, 0.2, 0.4])
+@pytest.mark.parametrize("receivers", [1, 3, 8])
+def test_a_broadcast_survives_loss_duplicates_and_reordering(receivers: int, loss: float) -> None:
+    line = Line(seed=receivers, loss=loss, duplicates=0.1, jitter_s=0.05)
+    manifest, data = broadcast(line, 40, names_of(receivers))
+    line.run()
+    check_complete(line, manifest, data)
+
+
+@pytest.mark.parametrize("lost", [0, 3, 39])
+def test_a_lost_chunk_is_published_once_more(lost: int) -> None:
+    line = Line()
+    manifest, data = broadcast(line, 40, names_of(3))
+    gone: list[Publication] = []
+
+    def lose(publication: Publication) -> bool:
+        if publication.index == lost and len(gone) < 1:
+            gone.append(publication)
+            return True
+        return False
+
+    line.lose = lose
+    line.run()
+    check_complete(line, manifest, data)
+    again = [p for p in line.published if p.index == lost][1:]
+    assert len(again) == 1 and again[0].lane == "device-0"
+    assert line.owner.chunks_repeated == 1 and len(line.published) == 41
+
+
+def test_what_most_lost_is_repeated_for_all() -> None:
+    line = Line()
+    manifest, data = broadcast(line, 40, names_of(4))
+    line.lose = lambda publication: publication.index == 11 and publication.number < 5030
+    line.run()
+    check_complete(line, manifest, data)
+    assert [p.lane for p in line.published if p.index == 11][:2] == [ALL, ALL]
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+@pytest.mark.parametrize("moment", [0.004, 0.02, 0.05])
+def test_a_receiver_that_reconnects_goes_on(moment: float, noticed: bool) -> None:
+    line = Line()
+    manifest, data = broadcast(line, 60, names_of(3))
+    line.after(moment, lambda: line.reconnect(line.receivers["device-1"], noticed=noticed))
+    begun = line.now
+    line.run()
+    check_complete(line, manifest, data)
+    assert line.now - begun < 2.0  # without waiting for silence
+    assert len(line.published) <= 60 + 8
+
+
+def test_a_receiver_that_came_back_after_its_death_is_served_within_its_window() -> None:
+    """Own-lane numbers go on: the receiver remembers the last one it saw, and so must the owner."""
+    line = Line(delay_s=0.02)
+    manifest, data = blob_of(80)
+    for name in names_of(2):
+        line.add(name)
+    line.owner.offer(manifest, data, [])
+    line.fetch(line.receivers["device-1"], manifest)
+    line.after(1.0, lambda: line.fetch(line.receivers["device-0"], manifest))  # all of it on its own lane
+    line.after(1.2, lambda: line.reconnect(line.receivers["device-0"], noticed=True))
+    line.run()
+    check_complete(line, manifest, data)
+    own = [p for p in line.published if p.lane == "device-0"]
+    assert [p.number for p in own] == sorted({p.number for p in own})
+    assert len(own) <= 80 + 8
+
+
+@pytest.mark.parametrize("moment", [0.003, 0.02, 0.05])
+def test_an_owner_that_restarts_is_asked_for_the_rest(moment: float) -> None:
+    line = Line()
+    manifest, data = broadcast(line, 60, names_of(4))
+    line.after(moment, lambda: line.restart_owner(9000, (manifest, data)))
+    line.run()
+    check_complete(line, manifest, data)
+    had = sum(p.number < 9000 for p in line.published)
+    assert len(line.published) <= 60 + 8 and had > 0
+
+
+def test_full_windows_of_others_do_not_hold_back_a_receiver() -> None:
+    """Two that hang lack the chunk at the cursor, the third lacks only later ones: it must not wait for them."""
+    manifest, data = blob_of(16)
+    owner = Outgoing(first_number=1)
+    owner.offer(manifest, data, [])
+    for name in ("hangs-1", "hangs-2"):
+        owner.receive(name, Ask(manifest.blob, b"\xff\xff", 0, 0, 2, True), now=0.0)
+    owner.receive("lives", Ask(manifest.blob, b"\x00\xff", 0, 0, 8, True), now=0.0)
+    lacking = set(range(8, 16))
+    for _ in range(40):
+        publication = owner.next_publication(0.0, lambda peers: True)
+        if publication is None:
+            break
+        if publication.lane in (ALL, "lives"):
+            lacking.discard(publication.index)
+            bits = np.packbits([index in lacking for index in range(16)]).tobytes() if lacking else b""
+            numbers = (publication.number, 0) if publication.lane == ALL else (0, publication.number)
+            owner.receive("lives", Ask(manifest.blob, bits, *numbers, 8, False), now=0.0)
+    assert not lacking
+
+
+def test_losses_are_repaired_on_a_connection_that_is_never_silent() -> None:
+    """At a parent the heartbeats of other children go on for ever: they must not hide a lost window."""
+    line = Line()
+    manifest, data = broadcast(line, 30, ["device-0"])
+    incoming = line.receivers["device-0"].incoming
+    line.lose = lambda publication: line.now < 1001.0 and publication.index >= 5
+
+    def chatter() -> None:
+        incoming.heard(line.now)
+        if incoming.wanted():
+            line.after(0.5, chatter)
+
+    chatter()
+    line.run(until_s=100.0)
+    check_complete(line, manifest, data)
+
+
+def test_silence_is_answered_at_growing_intervals() -> None:
+    incoming = Incoming(window=8, slots=4)
+    manifest, _ = blob_of(4)
+    incoming.fetch(OWNER, manifest, memoryview(bytearray(manifest.size)), now=0.0)
+    asked = []
+    while (due := incoming.next_deadline()) is not None and due < 60:
+        incoming.tick(due)
+        asked += [due] * len(incoming.to_send())
+    gaps = np.diff([0.0, *asked])
+    assert asked[0] == 2.0 and (np.diff(gaps) >= 0).all() and gaps[-1] == 15.0
+
+
+def test_duplicates_of_an_old_ask_do_no_lasting_harm() -> None:
+    line = Line(delay_s=0.02)
+    manifest, data = broadcast(line, 60, names_of(2))
+    stale = Ask(manifest.blob, b"\xff" * 7 + b"\xf0", 0, 0, 8, True)
+    for delay in (0.1, 0.15, 0.3, 0.5):
+        line.after(delay, lambda: line.owner.receive("device-0", stale, now=line.now))
+    line.run()
+    check_complete(line, manifest, data)
+    assert len(line.published) <= 60 + 4 * 16
+
+
+SCHEDULE = st.fixed_dictionaries(
+    {
+        "seed": st.integers(0, 2**32),
+        "receivers": st.integers(1, 8),
+        "chunks": st.integers(1, 40),
+        "window": st.integers(2, 16),
+        "loss": st.sampled_from([0.0, 0.02, 0.1, 0.4]),
+        "duplicates": st.sampled_from([0.0, 0.1, 0.5]),
+        "jitter_s": st.sampled_from([0.0, 0.003, 0.1]),
+        "slow_s": st.sampled_from([0.0, 0.05, 0.4]),
+        "joins": st.lists(st.floats(0.0, 0.5), max_size=3),
+        "reconnects": st.lists(st.tuples(st.floats(0.0, 3.0), st.integers(0, 7), st.booleans()), max_size=3),
+        "restarts": st.lists(st.floats(0.0, 3.0), max_size=2),
+    }
+)
+
+
+@settings(max_examples=80)
+@given(how=SCHEDULE)
+def test_whatever_happens_everybody_gets_the_blob(how: dict[str, object]) -> None:
+    line = Line(seed=how["seed"], loss=how["loss"], duplicates=how["duplicates"], jitter_s=how["jitter_s"])  # type: ignore[arg-type]
+    names, joins = names_of(how["receivers"]), list(how["joins"])  # type: ignore[arg-type, call-overload]
+    manifest, data = blob_of(how["chunks"])  # type: ignore[arg-type]
+    line.owner.offer(manifest, data, names)
+    for number, name in enumerate(names):
+        receiver = line.add(name, window=how["window"], slow_s=how["slow_s"] if number % 3 == 1 else 0.0)  # type: ignore[arg-type]
+        line.after(joins.pop() if joins else 0.0, lambda receiver=receiver: line.fetch(receiver, manifest))  # type: ignore[misc]
+    for moment, who, noticed in how["reconnects"]:  # type: ignore[attr-defined]
+        receiver = line.receivers[names[who % len(names)]]
+        line.after(moment, lambda receiver=receiver, noticed=noticed: line.reconnect(receiver, noticed=noticed))  # type: ignore[misc]
+    for moment in how["restarts"]:  # type: ignore[attr-defined]
+        first = 10_000 + int(moment * 1000)
+        line.after(moment, lambda first=first: line.restart_owner(first, (manifest, data)))  # type: ignore[misc]
+    line.run()
+    check_complete(line, manifest, data)
+
+
+# Damage and strangers
+
+
+class Desk:
+    """One `Incoming` in the hand of a test."""
+
+    def __init__(self, chunks: int = 10, slots: int = 4) -> None:
+        self.manifest, self.data = blob_of(chunks)
+        self.incoming = Incoming(window=8, slots=slots)
+        self.buffer = bytearray(self.manifest.size)
+        self.incoming.fetch(OWNER, self.manifest, memoryview(self.buffer), now=0.0)
+        self.incoming.to_send()
+        self.number = 0
+
+    def chunk(self, index: int, data: bytes | None = None, *, blob: str | None = None, owner: str = OWNER) -> bool:
+        self.number += 1
+        body = bytes(self.data[index * CHUNK : (index + 1) * CHUNK]) if data is None else data
+        return self.incoming.receive_chunk(
+            owner, blob or self.manifest.blob, lane=ALL, index=index, number=self.number, data=body, now=1.0
+        )
+
+
+@pytest.mark.parametrize("body", [b"", b"x", b"x" * CHUNK, b"x" * (CHUNK + 1), b"x" * (CHUNK - 1)])
+def test_a_damaged_chunk_is_refused_and_asked_for_again(body: bytes) -> None:
+    desk = Desk()
+    assert not desk.chunk(3, body)
+    assert desk.buffer == bytes(desk.manifest.size) and desk.incoming.chunks_refused == 1
+    ((owner, ask),) = desk.incoming.to_send()
+    assert owner == OWNER and ask.lacking == b"\xff\xc0" and ask.seen_all == 1
+    assert all(desk.chunk(index) for index in range(10)) and desk.buffer == desk.data
+    assert desk.incoming.next_event() == Fetched(OWNER, desk.manifest.blob)
+
+
+def test_chunks_in_each_others_place_are_refused() -> None:
+    desk = Desk()
+    assert not desk.chunk(0, bytes(desk.data[CHUNK : 2 * CHUNK]))
+    assert not desk.chunk(9, bytes(desk.data[:CHUNK]))
+    assert desk.incoming.chunks_refused == 2 and desk.incoming.lacks(OWNER, desk.manifest.blob) == 10
+
+
+def test_foreign_chunks_touch_nothing() -> None:
+    desk = Desk()
+    assert not desk.chunk(10, b"x") and not desk.chunk(10**9 - 1, b"x")
+    assert not desk.chunk(0, blob="f" * 16) and not desk.chunk(0, owner="stranger")
+    assert desk.incoming.chunks_refused == 4 and desk.buffer == bytes(desk.manifest.size)
+    assert desk.incoming.next_event() is None and desk.incoming.to_send() == []
+
+
+def test_the_third_damaged_chunk_fails_the_fetch() -> None:
+    desk = Desk()
+    desk.chunk(0)
+    for _ in range(2):
+        assert not desk.chunk(5, b"x") and desk.incoming.next_event() is None
+    assert not desk.chunk(6, b"x")
+    event = desk.incoming.next_event()
+    assert isinstance(event, FetchFailed) and (event.owner, event.blob) == (OWNER, desk.manifest.blob)
+    assert "chunk 6" in event.reason and "3 damaged" in event.reason
+    assert desk.incoming.next_event() is None and not desk.incoming.wanted() and not desk.incoming.to_send()
+
+
+def test_damage_on_the_way_is_repaired() -> None:
+    line = Line()
+    manifest, data = broadcast(line, 20, names_of(2))
+    victim, damaged = line.receivers["device-1"], []
+    inner = victim.incoming.receive_chunk
+
+    def damage(owner: str, blob: str, *, data: bytes, **more: object) -> bool:
+        if more["index"] in (4, 19) and more["index"] not in damaged:
+            damaged.append(more["index"])
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        return inner(owner, blob, data=data, **more)  # type: ignore[arg-type]
+
+    victim.incoming.receive_chunk = damage  # type: ignore[method-assign, assignment]
+    line.run()
+    check_complete(line, manifest, data)
+    assert victim.incoming.chunks_refused == 2 and len(line.published) == 22
+
+
+def test_a_duplicate_is_counted_and_changes_nothing() -> None:
+    desk = Desk()
+    assert desk.chunk(0) and not desk.chunk(0) and not desk.chunk(0, b"other bytes")
+    assert desk.incoming.chunks_duplicate == 2 and desk.buffer[:CHUNK] == desk.data[:CHUNK]
+
+
+def test_duplicates_count_as_publications_seen() -> None:
+    """What fills the window must be reported, or the owner waits for an ask that nobody makes."""
+    desk = Desk()
+    for index in (0, 1):
+        desk.chunk(index)
+    desk.incoming.to_send()
+    for _ in range(2):
+        desk.chunk(0)
+    ((_, ask),) = desk.incoming.to_send()
+    assert ask.seen_all == 4
+
+
+@settings(max_examples=200)
+@given(
+    seen=st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1)),
+    bitmap=st.binary(max_size=4),
+    window=st.integers(0, 2**63 - 1),
+    restart=st.booleans(),
+    known=st.booleans(),
+)
+def test_any_ask_leaves_the_owner_sane(
+    seen: tuple[int, int], bitmap: bytes, window: int, restart: bool, known: bool
+) -> None:
+    manifest, data = blob_of(10)
+    owner = Outgoing(first_number=7)
+    owner.offer(manifest, data, ["a"])
+    foreign = Ask(manifest.blob if known else "f" * 16, bitmap, *seen, window, restart)
+    for _ in range(3):
+        answer = owner.receive("liar", foreign, now=0.0)
+        assert answer == (None if known or not bitmap else Gone("f" * 16))
+        owner.next_publication(1.0, lambda peers: True)
+    owner.receive("a", Ask(manifest.blob, b"\xff\xc0", 0, 0, 64, True), now=0.0)
+    got = set()
+    while (publication := owner.next_publication(1.0, lambda peers: True)) is not None:
+        if publication.lane in (ALL, "a"):
+            got.add(publication.index)
+    assert got == set(range(10))
+
+
+# Gone, slots, drop, inline
+
+
+def test_a_blob_that_is_gone_fails_the_fetch() -> None:
+    line = Line()
+    manifest, _ = broadcast(line, 10, names_of(2))
+    line.owner.retire(manifest.blob)
+    line.run()
+    for receiver in line.receivers.values():
+        (event,) = receiver.events
+        assert isinstance(event, FetchFailed) and "no longer holds" in event.reason
+    assert not line.published
+
+
+def test_gone_of_another_blob_or_owner_is_ignored() -> None:
+    desk = Desk()
+    desk.incoming.gone(OWNER, "f" * 16, now=0.0)
+    desk.incoming.gone("stranger", desk.manifest.blob, now=0.0)
+    assert desk.incoming.next_event() is None and desk.incoming.lacks(OWNER, desk.manifest.blob) == 10
+
+
+def test_a_finished_receiver_of_a_retired_blob_gets_no_answer() -> None:
+    assert Outgoing(first_number=1).receive("a", Ask("f" * 16, b"", 0, 0, 8, False), now=0.0) is None
+
+
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_uploads_take_slots_in_order(slots: int) -> None:
+    incoming = Incoming(window=8, slots=slots)
+    blobs = [blob_of(2, seed) for seed in range(6)]
+    for number, (manifest, _) in enumerate(blobs):
+        incoming.fetch(f"device-{number}", manifest, memoryview(bytearray(manifest.size)), now=0.0)
+    for number, (manifest, data) in enumerate(blobs):
+        active = {(f"device-{n}", blobs[n][0].blob) for n in range(number, min(number + slots, 6))}
+        assert incoming.wanted() == active
+        asked = {owner for owner, ask in incoming.to_send() if ask.lacking}
+        assert asked <= {owner for owner, _ in active}
+        for index in range(2):
+            span = manifest.span(index)
+            assert incoming.receive_chunk(
+                f"device-{number}", manifest.blob, lane="parent", index=index, number=index, data=bytes(data[span]),
+                now=0.0,
+            )  # fmt: skip
+        assert incoming.next_event() == Fetched(f"device-{number}", manifest.blob)
+    assert not incoming.wanted() and incoming.next_deadline() is None
+
+
+def test_a_dropped_fetch_frees_its_slot() -> None:
+    desk = Desk(slots=1)
+    other, _ = blob_of(3, 9)
+    desk.incoming.fetch("device-1", other, memoryview(bytearray(other.size)), now=0.0)
+    desk.incoming.fetch("device-2", other, memoryview(bytearray(other.size)), now=0.0)
+    desk.incoming.drop("device-1", now=0.0)  # it still waited
+    desk.incoming.drop(OWNER, blob="f" * 16, now=0.0)  # not this one
+    assert desk.incoming.wanted() == {(OWNER, desk.manifest.blob)}
+    desk.incoming.drop(OWNER, blob=desk.manifest.blob, now=0.0)
+    assert desk.incoming.wanted() == {("device-2", other.blob)} and not desk.chunk(0)
+    assert desk.incoming.next_event() is None
+
+
+def test_a_known_fetch_goes_on() -> None:
+    desk = Desk()
+    desk.chunk(0)
+    desk.incoming.fetch(OWNER, desk.manifest, memoryview(bytearray(desk.manifest.size)), now=5.0)
+    assert desk.incoming.lacks(OWNER, desk.manifest.blob) == 9 and not desk.incoming.to_send()
+
+
+def test_an_inline_blob_is_taken_whole() -> None:
+    manifest, data = blob_of(3)
+    incoming, buffer = Incoming(window=8, slots=1), bytearray(manifest.size)
+    incoming.take(OWNER, manifest, memoryview(buffer), bytes(data))
+    assert incoming.next_event() == Fetched(OWNER, manifest.blob) and buffer == data
+    assert not incoming.to_send() and not incoming.wanted()
+
+
+@pytest.mark.parametrize("lie", ["short", "long", "empty", "first bit", "last bit"])
+def test_an_inline_blob_that_is_not_what_it_says_is_refused(lie: str) -> None:
+    manifest, data = blob_of(3)
+    body = bytes(data)
+    body = {
+        "short": body[:-1],
+        "long": body + b"\0",
+        "empty": b"",
+        "first bit": bytes([body[0] ^ 128]) + body[1:],
+        "last bit": body[:-1] + bytes([body[-1] ^ 1]),
+    }[lie]
+    incoming, buffer = Incoming(window=8, slots=1), bytearray(manifest.size)
+    incoming.take(OWNER, manifest, memoryview(buffer), body)
+    event = incoming.next_event()
+    assert isinstance(event, FetchFailed) and "wrong digest" in event.reason
+    assert buffer == bytes(manifest.size) and incoming.chunks_refused == 1
+
+
+def test_a_row_of_an_array_is_assembled_in_place() -> None:
+    manifest, data = blob_of(3)
+    rows = np.zeros((2, manifest.size), np.uint8)
+    incoming = Incoming(window=8, slots=1)
+    incoming.fetch(OWNER, manifest, rows[1].data, now=0.0)
+    for index in reversed(range(3)):
+        incoming.receive_chunk(
+            OWNER, manifest.blob, lane=ALL, index=index, number=index, data=bytes(data[manifest.span(index)]), now=0.0
+        )
+    assert rows[1].tobytes() == data and not rows[0].any()
+
+
+# Manifest
+
+
+def test_a_blob_is_named_by_its_content() -> None:
+    manifest, data = blob_of(5)
+    assert manifest.chunks == 5 and manifest.size == len(data)
+    assert manifest.digests == b"".join(chunk_digest(data[manifest.span(index)]) for index in range(5))
+    assert describe(memoryview(bytes(data)), chunk_bytes=CHUNK, codec="fp32", layout="l") == manifest
+    changed = bytes([data[0] ^ 1]) + bytes(data[1:])
+    others = [
+        describe(memoryview(changed), chunk_bytes=CHUNK, codec="fp32", layout="l"),
+        describe(data, chunk_bytes=2 * CHUNK, codec="fp32", layout="l"),
+        describe(data, chunk_bytes=CHUNK, codec="fp16", layout="l"),
+        describe(data, chunk_bytes=CHUNK, codec="fp32", layout="m"),
+        describe(data[:-1], chunk_bytes=CHUNK, codec="fp32", layout="l"),
+    ]
+    assert len({manifest.blob, *(other.blob for other in others)}) == 6
+
+
+@pytest.mark.parametrize(
+    ("lie", "says"),
+    [
+        ({"layout": "other"}, "wrong layout 'other', this run's is 'l'"),
+        ({"codec": "zip"}, "codec 'zip' is not used here: fp32"),
+        ({"size": 4819}, "4819 bytes, a model of this run has 4820"),
+        ({"size": 4821}, "4821 bytes"),
+        ({"layout": "x" * 5000}, "wrong layout"),
+        ({"codec": "x" * 5000}, "is not used here"),
+    ],
+)
+def test_a_manifest_of_another_run_is_refused(lie: dict[str, object], says: str) -> None:
+    manifest, _ = blob_of(5)
+    check(manifest, size=4820, layout="l", codecs=frozenset({"fp32"}))
+    with pytest.raises(RefusedModel) as caught:
+        check(replace(manifest, **lie), size=4820, layout="l", codecs=frozenset({"fp32"}))  # type: ignore[arg-type]
+    assert says in str(caught.value) and len(str(caught.value)) < 200
+
+
+def test_chunks_follow_the_link() -> None:
+    assert chunk_bytes_for(None, 1_000_000) == 1_000_000
+    assert chunk_bytes_for(256_000 / 8, 1_000_000) == 32_768
+    assert chunk_bytes_for(1e6, 1_000_000) == 500_000
+    assert chunk_bytes_for(125e6, 1_000_000) == 1_000_000

@@ -1,0 +1,391 @@
+"""The wire: every record survives the way, and any other bytes are a WireError, never another exception."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+from enum import StrEnum
+from itertools import pairwise
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import WireError
+from common.wire import messages, topics
+from common.wire.codecs import CODECS, codec_of
+from common.wire.messages import Key, Manifest, NodeState, Phase, Presence, Progress, Task, Traffic
+
+SESSION = "c0ffee"
+COUNTS = st.integers(0, messages.MAX_INT)
+NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", fullmatch=True)
+
+
+@st.composite
+def manifests(draw: st.DrawFn) -> Manifest:
+    size = draw(st.integers(1, 50_000))
+    chunk_bytes = draw(st.integers(messages.MIN_CHUNK_BYTES, 20_000))
+    length = 8 * -(-size // chunk_bytes)
+    blob = draw(st.text("0123456789abcdef", min_size=16, max_size=16))
+    digests = draw(st.binary(min_size=length, max_size=length))
+    return Manifest(blob, size, chunk_bytes, digests, draw(st.text(max_size=8)), draw(st.text(max_size=8)))
+
+
+SCALARS: dict[Any, st.SearchStrategy[Any]] = {
+    int: COUNTS,
+    float: st.floats(),
+    str: st.text(max_size=20),
+    bytes: st.binary(max_size=40),
+    bool: st.booleans(),
+    Manifest: manifests(),
+}
+
+
+def strategy(hint: Any) -> st.SearchStrategy[Any]:
+    if hint in SCALARS:
+        return SCALARS[hint]
+    if get_origin(hint) is UnionType:
+        return st.one_of(*(st.none() if arg is NoneType else strategy(arg) for arg in get_args(hint)))
+    if get_origin(hint) is tuple:
+        return st.lists(strategy(get_args(hint)[0]), max_size=3).map(tuple)
+    if issubclass(hint, StrEnum):
+        return st.sampled_from(list(hint))
+    names = hint._fields if issubclass(hint, tuple) else [f.name for f in fields(hint)]
+    hints = get_type_hints(hint)
+    return st.tuples(*(strategy(hints[name]) for name in names)).map(lambda values: hint(*values))
+
+
+MESSAGES = {kind: strategy(kind) for kind in messages.KINDS}
+ANY_MESSAGE = st.one_of(*MESSAGES.values())
+ANY_VALUE = st.recursive(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(), st.text(max_size=5),
+        st.binary(max_size=5), st.just(msgpack.Timestamp(1, 2)), st.just(msgpack.ExtType(5, b"x")),
+    ),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=2), inner, max_size=2)),
+    max_leaves=6,
+)  # fmt: skip
+
+
+def same(one: Any, other: Any) -> bool:
+    """Compare records; NaN equals NaN."""
+    if isinstance(one, float):
+        return type(other) is float and (one == other or (math.isnan(one) and math.isnan(other)))
+    if isinstance(one, tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    if hasattr(one, "__dataclass_fields__"):
+        return type(one) is type(other) and all(same(getattr(one, f.name), getattr(other, f.name)) for f in fields(one))
+    return type(one) is type(other) and bool(one == other)
+
+
+def survives(data: bytes) -> messages.Message | None:
+    """Return the record, or None where it was refused as it should be."""
+    try:
+        session, message = messages.decode(data)
+    except WireError:
+        return None
+    assert session and type(message) in messages.KINDS
+    return message
+
+
+def refusal(data: bytes) -> str:
+    with pytest.raises(WireError) as caught:
+        messages.decode(data)
+    return str(caught.value)
+
+
+def tree_of(message: messages.Message) -> list[Any]:
+    tree: list[Any] = msgpack.unpackb(messages.encode(message, SESSION), use_list=True, strict_map_key=False)
+    return tree
+
+
+# Messages
+
+
+@pytest.mark.parametrize("kind", messages.KINDS, ids=lambda kind: kind.__name__)
+@settings(max_examples=40)
+@given(data=st.data())
+def test_every_kind_survives_the_way(kind: type[messages.Message], data: st.DataObject) -> None:
+    message = data.draw(MESSAGES[kind])
+    encoded = messages.encode(message, SESSION)
+    for form in (encoded, bytearray(encoded), memoryview(encoded)):
+        session, decoded = messages.decode(form)
+        assert session == SESSION and same(message, decoded)
+
+
+def test_every_kind_that_may_travel_has_a_code() -> None:
+    assert set(messages.KINDS) == set(get_args(messages.Message))
+
+
+@settings(max_examples=300)
+@given(data=st.binary(max_size=60))
+def test_any_bytes_give_a_record_or_a_wire_error(data: bytes) -> None:
+    survives(data)
+
+
+@settings(max_examples=300)
+@given(tree=ANY_VALUE)
+def test_any_msgpack_gives_a_record_or_a_wire_error(tree: Any) -> None:
+    survives(msgpack.packb(tree))
+
+
+@settings(max_examples=300)
+@given(
+    message=ANY_MESSAGE,
+    flips=st.lists(st.tuples(st.integers(0, 2**31), st.integers(1, 255)), min_size=1, max_size=4),
+    cut=st.one_of(st.none(), st.integers(0, 2**31)),
+)
+def test_mutated_bytes_give_a_record_or_a_wire_error(
+    message: messages.Message, flips: list[tuple[int, int]], cut: int | None
+) -> None:
+    data = bytearray(messages.encode(message, SESSION))
+    for place, mask in flips:
+        data[place % len(data)] ^= mask
+    survives(bytes(data if cut is None else data[: cut % len(data)]))
+
+
+@given(message=ANY_MESSAGE, tail=st.binary(min_size=1, max_size=4), cut=st.integers(0, 2**31))
+def test_truncated_and_prolonged_messages_are_refused(message: messages.Message, tail: bytes, cut: int) -> None:
+    data = messages.encode(message, SESSION)
+    assert survives(data[: cut % len(data)]) is None
+    assert survives(data + tail) is None
+
+
+def paths(tree: Any, path: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
+    found = [path] if path else []
+    if isinstance(tree, list):
+        for index, item in enumerate(tree):
+            found += paths(item, (*path, index))
+    return found
+
+
+@settings(max_examples=500)
+@given(message=ANY_MESSAGE, value=ANY_VALUE, choice=st.integers(0, 2**31))
+def test_a_field_of_any_value_gives_a_record_or_a_wire_error(
+    message: messages.Message, value: Any, choice: int
+) -> None:
+    tree = tree_of(message)
+    places = paths(tree)
+    *parents, last = places[choice % len(places)]
+    inner = tree
+    for index in parents:
+        inner = inner[index]
+    inner[last] = value
+    decoded = survives(msgpack.packb(tree))
+    if decoded is not None:  # whatever is taken is a record that can be said again
+        assert same(messages.decode(messages.encode(decoded, SESSION))[1], decoded)
+
+
+@given(message=ANY_MESSAGE, change=st.sampled_from(["less", "more"]))
+def test_a_wrong_number_of_fields_is_refused(message: messages.Message, change: str) -> None:
+    tree = tree_of(message)
+    assert survives(msgpack.packb(tree[:-1] if change == "less" else [*tree, 0])) is None
+
+
+@pytest.mark.parametrize("depth", [10, 500, 1000, 1015, 1022, 1023, 1024, 5000])
+def test_deep_nesting_is_a_wire_error(depth: int) -> None:
+    nested = b"\x91" * depth + b"\xc0"
+    assert survives(nested) is None
+    for place in range(5):  # version, session, kind, and the two fields of a Receipt
+        parts = [b"\x01", b"\xa1s", b"\x05", b"\x93\x00\x00\x00", b"\xa0"]
+        parts[place] = nested
+        assert survives(b"\x95" + b"".join(parts)) is None
+
+
+@pytest.mark.parametrize("version", [0, 2, -1, True, 1.0, "1", b"\x01", None, [1]], ids=repr)
+def test_another_version_is_refused_by_its_name(version: Any) -> None:
+    text = refusal(msgpack.packb([version, SESSION, 7, "0" * 16]))
+    assert "protocol version" in text and "speaks 1" in text
+
+
+@pytest.mark.parametrize("session", ["", "x" * 33, 7, None, b"abc", ["a"]], ids=repr)
+def test_a_lie_about_the_session_is_refused(session: Any) -> None:
+    assert "session" in refusal(msgpack.packb([1, session, 7, "0" * 16]))
+
+
+@pytest.mark.parametrize("kind", [-1, 9, 255, True, False, 0.0, "0", None, [0]], ids=repr)
+def test_an_unknown_kind_is_refused(kind: Any) -> None:
+    assert "kind" in refusal(msgpack.packb([1, SESSION, kind, "0" * 16]))
+
+
+def test_an_error_names_the_field() -> None:
+    assert refusal(msgpack.packb([1, SESSION, 5, [0, 0, -1], ""])).startswith("Receipt.key: Key.round: -1 is no count")
+    assert refusal(msgpack.packb([1, SESSION, 0, "dozing", "device", "", 0, "", ""])) == (
+        "Presence.state: 'dozing' is no NodeState"
+    )
+
+
+def test_an_error_is_short_whatever_it_quotes() -> None:
+    for value in ("x" * 100_000, b"x" * 100_000, [[0] * 1000] * 100, 2**64 - 1):
+        for place in range(5):
+            tree: list[Any] = [1, SESSION, 5, [0, 0, 0], ""]
+            tree[place] = value
+            if place == 4 and isinstance(value, str):
+                continue  # a long reason is a reason
+            assert len(refusal(msgpack.packb(tree))) < 200
+
+
+def test_numbers_at_the_caps_pass_and_above_are_refused() -> None:
+    key = Key(messages.MAX_INT, 0, messages.MAX_INT)
+    assert survives(messages.encode(messages.Receipt(key, ""), SESSION)) == messages.Receipt(key, "")
+    assert survives(msgpack.packb([1, SESSION, 5, [messages.MAX_INT + 1, 0, 0], ""])) is None
+
+
+def test_long_lists_and_texts_are_refused() -> None:
+    assert survives(msgpack.packb([1, SESSION, 8, [0] * 8, [0] * 8, [None] * (messages.MAX_ITEMS + 1)])) is None
+    assert survives(msgpack.packb([1, SESSION, 5, [0, 0, 0], "x" * (messages.MAX_TEXT + 1)])) is None
+
+
+def test_a_diverged_loss_is_heard() -> None:
+    manifest = Manifest("0" * 16, 1, 1024, b"d" * 8, "fp32", "l")
+    result = messages.Result(Key(0, 0, 0), manifest, None, 1, math.nan, 1, 1, math.inf, 0.0, ())
+    decoded = survives(messages.encode(result, SESSION))
+    assert isinstance(decoded, messages.Result) and math.isnan(decoded.loss) and decoded.train_s == math.inf
+
+
+def test_traffic_adds_and_subtracts_field_by_field() -> None:
+    one = Traffic(1, 2, 3, 4, 5, 6, 7, 8)
+    other = Traffic(10, 20, 30, 40, 50, 60, 70, 80)
+    assert one + other == Traffic(11, 22, 33, 44, 55, 66, 77, 88)
+    assert (one + other) - other == one
+    assert one.sent == 2 + 4 and one.received == 6 + 8
+
+
+# Manifest
+
+
+GOOD = Manifest("0123456789abcdef", 2500, 1024, b"d" * 24, "fp32", "layout")
+
+
+@pytest.mark.parametrize(
+    ("lie", "says"),
+    [
+        ({"blob": "0123456789ABCDEF"}, "hexadecimal"),
+        ({"blob": "0123456789abcde"}, "hexadecimal"),
+        ({"blob": "0123456789abcde+"}, "hexadecimal"),
+        ({"blob": ""}, "hexadecimal"),
+        ({"size": 0, "digests": b""}, "no bytes"),
+        ({"chunk_bytes": 1023, "digests": b"d" * 24}, "is outside 1024"),
+        ({"chunk_bytes": 4_000_001, "digests": b"d" * 8}, "is outside 1024"),
+        ({"chunk_bytes": 0}, "outside"),
+        ({"digests": b"d" * 23}, "23 digest bytes for 3 chunks"),
+        ({"digests": b"d" * 32}, "32 digest bytes for 3 chunks"),
+        ({"digests": b""}, "0 digest bytes for 3 chunks"),
+        ({"size": messages.MAX_INT, "chunk_bytes": messages.MAX_CHUNK_BYTES}, "digest bytes for"),
+    ],
+)
+def test_a_manifest_beyond_its_caps_is_refused(lie: dict[str, Any], says: str) -> None:
+    with pytest.raises(WireError, match=says):
+        replace(GOOD, **lie)
+    values = {**{f.name: getattr(GOOD, f.name) for f in fields(GOOD)}, **lie}
+    assert says in refusal(msgpack.packb([1, SESSION, 2, [0, 0, 0], 1, list(values.values()), None]))
+
+
+@given(manifest=manifests())
+def test_the_chunks_of_a_manifest_tile_the_blob(manifest: Manifest) -> None:
+    spans = [manifest.span(index) for index in range(manifest.chunks)]
+    assert spans[0].start == 0 and spans[-1].stop == manifest.size
+    assert all(one.stop == other.start for one, other in pairwise(spans))
+    assert all(0 < span.stop - span.start <= manifest.chunk_bytes for span in spans)
+
+
+def test_a_presence_wish_and_progress_by_hand() -> None:
+    """The bytes that another release must still read."""
+    assert messages.encode(Presence(NodeState.READY, "device", samples=7), "s") == (
+        b"\x99\x01\xa1s\x00\xa5ready\xa6device\xa0\x07\xa0\xa0"
+    )
+    task = Task(Key(1, 2, 3), 4, replace(GOOD, size=1, digests=b"d" * 8), None)
+    assert messages.encode(task, "s") == (
+        b"\x97\x01\xa1s\x02\x93\x01\x02\x03\x04\x96\xb00123456789abcdef\x01\xcd\x04\x00\xc4\x08ddddddddd"[:-1]
+        + b"\xa4fp32\xa6layout\xc0"
+    )
+    progress = Progress(Key(0, 0, 0), Phase.TRAINING, 1, 2, Traffic(), Traffic())
+    assert messages.encode(progress, "s") == (
+        b"\x99\x01\xa1s\x03\x93\x00\x00\x00\xa8training\x01\x02" + b"\x98" + b"\x00" * 8 + b"\x98" + b"\x00" * 8
+    )
+
+
+# Topics
+
+
+@given(
+    names=st.tuples(NAMES, NAMES, NAMES),
+    blob=st.from_regex(r"[0-9a-f]{16}", fullmatch=True),
+    index=st.integers(0, 10**9 - 1),
+    number=st.integers(0, 10**18 - 1),
+)
+def test_topics_are_parsed_as_they_were_built(names: tuple[str, str, str], blob: str, index: int, number: int) -> None:
+    run, node, peer = names
+    assert topics.parse(topics.state(run, node)) == topics.StateTopic(run, node)
+    assert topics.parse(topics.spec(run, node)) == topics.SpecTopic(run, node)
+    assert topics.parse(topics.inbox(run, node, peer)) == topics.InboxTopic(run, node, peer)
+    chunk = topics.chunk(run, node, peer, blob, index, number)
+    assert topics.parse(chunk) == topics.ChunkTopic(run, node, peer, blob, index, number)
+
+
+@given(text=st.text(max_size=60))
+def test_any_string_is_a_topic_or_a_wire_error(text: str) -> None:
+    with pytest.raises(WireError):
+        topics.parse(text)
+
+
+@settings(max_examples=300)
+@given(
+    levels=st.lists(
+        st.one_of(st.sampled_from(["fs1", "state", "spec", "inbox", "blob", "all", "0" * 16, "7", "", "+", "#", "n"]),
+                  st.text(max_size=4)), max_size=9,
+    )
+)  # fmt: skip
+def test_any_levels_are_a_topic_or_a_wire_error(levels: list[str]) -> None:
+    try:
+        topic = topics.parse("/".join(["fs1", *levels]))
+    except WireError:
+        return
+    match topic:
+        case topics.StateTopic(run, node):
+            rebuilt = topics.state(run, node)
+        case topics.SpecTopic(run, node):
+            rebuilt = topics.spec(run, node)
+        case topics.InboxTopic(run, node, sender):
+            rebuilt = topics.inbox(run, node, sender)
+        case topics.ChunkTopic(run, node, lane, blob, index, number):
+            rebuilt = topics.chunk(run, node, lane, blob, index, number)
+    assert topics.parse(rebuilt) == topic
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "fs2/r/n/state", "fs1/r/n/state/", "fs1/r/n/state\n", " fs1/r/n/state", "fs1/r//state", "fs1/+/n/state",
+        "fs1/r/-n/state", "fs1/r/n/inbox", "fs1/r/n/inbox/a/b", f"fs1/r/{'n' * 65}/state", "fs1/r/ñ/state",
+        "fs1/r/n/blob/all/0123456789abcde/0/0", "fs1/r/n/blob/all/0123456789abcdef/-1/0",
+        "fs1/r/n/blob/all/0123456789abcdef/0/٣", f"fs1/r/n/blob/all/0123456789abcdef/0/{'1' * 19}",
+        "fs1/r/n/blob/all/0123456789abcdef/0", "$SYS/broker/uptime", "",
+    ],
+)  # fmt: skip
+def test_topics_of_others_are_refused(text: str) -> None:
+    with pytest.raises(WireError):
+        topics.parse(text)
+
+
+def test_a_receiver_listens_on_two_lanes() -> None:
+    lanes = topics.lanes("r", "cloud", "device-1", "0123456789abcdef")
+    assert lanes == (
+        "fs1/r/cloud/blob/all/0123456789abcdef/+/+",
+        "fs1/r/cloud/blob/device-1/0123456789abcdef/+/+",
+    )
+    for lane, filter_ in zip(("all", "device-1"), lanes, strict=True):
+        sent = topics.chunk("r", "cloud", lane, "0123456789abcdef", 3, 14)
+        assert sent.startswith(filter_.removesuffix("+/+"))
+
+
+# Codecs
+
+
+def test_an_unknown_codec_is_a_wire_error() -> None:
+    with pytest.raises(WireError, match="unknown codec 'zip'; known: fp32"):
+        codec_of("zip")
+    assert all(codec_of(name) is codec for name, codec in CODECS.items())
