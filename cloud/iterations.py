@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -17,6 +18,7 @@ from common.aggregation import fedavg, mixing
 from common.aggregation.statistics import Statistics, distances, gram
 from common.layout import ModelLayout, Row
 from common.metrics import Metrics
+from common.node.offload import offload
 from common.node.parent import ParentFace, Round
 from common.spec import Experiment
 from common.wire.messages import ChildReport, Traffic
@@ -97,7 +99,7 @@ class GlobalIterations:
             epochs=state.epochs,
             closing=settings.closing,
         )
-        mixed = await asyncio.to_thread(self._aggregate, played)
+        mixed = await offload(partial(self._aggregate, played))
         epochs = dict(state.epochs)
         if settings.epoch_control.name == "tempo":
             epochs |= tempo.next_epochs(mixed.omegas, self._experiment.training.epochs)
@@ -115,9 +117,8 @@ class GlobalIterations:
             evaluation = self._evaluator.evaluate(self._state.iteration, self._row.copy())
             self._evaluating = asyncio.create_task(evaluation, name="evaluate")
         if last or self._state.iteration % settings.checkpoint_every == 0:
-            await asyncio.to_thread(
-                checkpoint.save, self._folder.checkpoints, self._state, layout=self._layout, row=self._row
-            )
+            folder = self._folder.checkpoints
+            await offload(partial(checkpoint.save, folder, self._state, layout=self._layout, row=self._row))
 
     def _aggregate(self, played: Round) -> _Mixed:
         began = self._down.endpoint.now()

@@ -15,12 +15,14 @@ from common.node.child import Answer, ChildFace, Report
 from common.node.discovery import discover
 from common.node.endpoint import Identity, new_session
 from common.node.life import export, live
+from common.node.offload import offload
 from common.spec import Experiment, parse
 from common.wire.messages import NodeState, Phase, Task
 from device.slots import Slots
 from device.trainer import Trainer
 
 FAREWELL_S = 3.0
+WAITING_S = 1.0
 
 
 class DeviceAgent:
@@ -69,8 +71,7 @@ class DeviceAgent:
 
     async def _train_all(self, up: ChildFace, experiment: Experiment) -> None:
         trainer = self._trainer(experiment)
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._thread, trainer.prepare)
+        await offload(trainer.prepare, executor=self._thread)
         up.endpoint.set_state(NodeState.READY, samples=trainer.samples)
         out = trainer.layout.empty()
 
@@ -98,18 +99,26 @@ class DeviceAgent:
         cancelled = threading.Event()
 
         def progress(done: int, total: int) -> None:
-            loop.call_soon_threadsafe(report, Phase.TRAINING, done, total)
+            self._slots.moves += 1
+            loop.call_soon_threadsafe(train_aloud, done, total)
 
-        training = loop.run_in_executor(
-            self._thread,
-            partial(trainer.train, row, out, epochs=task.epochs, round_=round_, progress=progress, cancelled=cancelled),
+        def train_aloud(done: int, total: int) -> None:
+            waiting.cancel()
+            report(Phase.TRAINING, done, total)
+
+        async def wait_aloud() -> None:
+            while True:
+                report(Phase.WAITING, self._slots.moves, 0)
+                await asyncio.sleep(WAITING_S)
+
+        train = partial(
+            trainer.train, row, out, epochs=task.epochs, round_=round_, progress=progress, cancelled=cancelled
         )
+        waiting = asyncio.create_task(wait_aloud(), name=f"{self._name} waits")
         try:
-            result = await asyncio.shield(training)
-        except asyncio.CancelledError:
-            cancelled.set()
-            await asyncio.wait((training,))  # the rows are its own until it has stopped
-            raise
+            result = await offload(train, executor=self._thread, cancel=cancelled.set)
+        finally:
+            waiting.cancel()
         self._metrics.round.labels(*self._labels).inc()
         self._metrics.steps.labels(*self._labels).inc(result.steps)
         self._metrics.train_loss.labels(*self._labels).set(result.loss)

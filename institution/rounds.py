@@ -5,8 +5,8 @@ Each round starts from the mean of the last one (Tempo, eqs. 4 and 5); the last 
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from common.aggregation.statistics import Statistics
 from common.layout import ModelLayout, Row
 from common.metrics import Metrics
 from common.node.child import Answer, Report
+from common.node.offload import offload
 from common.node.parent import ParentFace, Round
 from common.randomness import Purpose, generator
 from common.spec import Experiment, participants
@@ -61,7 +62,7 @@ class LocalRounds:
                     epochs=dict.fromkeys(drawn, task.epochs),
                     closing=settings.closing,
                 )
-                loss = await asyncio.to_thread(self._aggregate, played)
+                loss = await offload(partial(self._aggregate, played))
                 train_s += max(result.train_s for result in played.results)
                 wait_s += max(result.wait_s for result in played.results)
                 start = self._mean

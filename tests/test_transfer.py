@@ -255,7 +255,7 @@ def test_a_broadcast_starts_when_all_announced_have_asked() -> None:
 
 @pytest.mark.parametrize("window", [2, 3, 8, 64])
 def test_a_window_bounds_what_is_in_flight(window: int) -> None:
-    line = Line(delay_s=0.05)
+    line = Line(delay_s=0.1)
     manifest, data = broadcast(line, 100, ["device-0"], window=window)
     receiver = line.receivers["device-0"]
     most = 0
@@ -305,12 +305,13 @@ def test_slow_receivers_stop_nobody_and_cost_nothing() -> None:
     assert min(done[name] for name in names_of(10)[6:]) >= 30.0
 
 
-def test_a_link_slower_than_the_repair_time_is_not_flooded() -> None:
+@pytest.mark.parametrize("slow_s", [1.0, 3.0, 4.0, 10.0, 20.0])
+def test_a_link_slower_than_the_repair_time_is_not_flooded(slow_s: float) -> None:
     line = Line()
-    manifest, data = broadcast(line, 30, ["device-0"], slow_s=4.0)
-    line.run()
+    manifest, data = broadcast(line, 100, ["device-0"], slow_s=slow_s)
+    line.run(until_s=4000.0)
     check_complete(line, manifest, data)
-    assert len(line.published) <= 30 + 2 * 8  # what the first silences cost, and nothing for each chunk
+    assert len(line.published) <= 100 + 4 * 8  # what the first silences cost, and nothing for each chunk
 
 
 def test_a_late_receiver_gets_what_it_missed_on_its_own_lane() -> None:
@@ -406,7 +407,7 @@ def test_a_receiver_that_reconnects_goes_on(moment: float, noticed: bool) -> Non
     line.run()
     check_complete(line, manifest, data)
     assert line.now - begun < 2.0  # without waiting for silence
-    assert len(line.published) <= 60 + 8
+    assert len(line.published) <= 60 + 2 * 8
 
 
 def test_a_receiver_that_came_back_after_its_death_is_served_within_its_window() -> None:
@@ -426,7 +427,7 @@ def test_a_receiver_that_came_back_after_its_death_is_served_within_its_window()
     assert len(own) <= 80 + 8
 
 
-@pytest.mark.parametrize("moment", [0.003, 0.02, 0.05])
+@pytest.mark.parametrize("moment", [0.01, 0.02, 0.05])
 def test_an_owner_that_restarts_is_asked_for_the_rest(moment: float) -> None:
     line = Line()
     manifest, data = broadcast(line, 60, names_of(4))
@@ -515,7 +516,7 @@ SCHEDULE = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=80)
+@settings(max_examples=200)
 @given(how=SCHEDULE)
 def test_whatever_happens_everybody_gets_the_blob(how: dict[str, object]) -> None:
     line = Line(seed=how["seed"], loss=how["loss"], duplicates=how["duplicates"], jitter_s=how["jitter_s"])  # type: ignore[arg-type]

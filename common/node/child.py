@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeAlias
 
 from common.errors import NoProgress, RefusedModel, RunFailed, WireError
 from common.layout import ModelLayout, Row
 from common.net.link import BrokerAddress
 from common.node.endpoint import Endpoint, Identity
+from common.node.offload import offload
 from common.rounds.participant import Answered, Begin, Participant
 from common.spec import Link, Transfer
 from common.transfer.incoming import Fetched, IncomingEvent
@@ -81,19 +83,16 @@ class ChildFace:
         """
         row = layout.empty()
         current: asyncio.Task[None] | None = None
-        try:
-            async with asyncio.TaskGroup() as group:
-                while not self._over.done():
-                    begin = asyncio.ensure_future(self._begin.get())
-                    await asyncio.wait((begin, self._over), return_when=asyncio.FIRST_COMPLETED)
-                    if not begin.done():
-                        begin.cancel()
-                        continue
-                    await _stop(current)
-                    current = group.create_task(self._answer(begin.result(), layout, row, work), name="answer")
+        async with asyncio.TaskGroup() as group:
+            while not self._over.done():
+                begin = group.create_task(self._begin.get(), name="next wish")
+                await asyncio.wait((begin, self._over), return_when=asyncio.FIRST_COMPLETED)
                 await _stop(current)
-        finally:
-            self._held = None
+                if begin.done():
+                    current = group.create_task(self._answer(begin.result(), layout, row, work), name="answer")
+                else:
+                    begin.cancel()
+        self._held = None
         over = self._over.result()
         if over.state is NodeState.FAILED:
             raise RunFailed(f"{self._parent} gave up: {over.reason}")
@@ -186,8 +185,8 @@ class ChildFace:
         endpoint.wake()
         answer = await work(task, row, report)
         blob = CODECS[CODEC].encode(layout, answer.row)
-        manifest = await asyncio.to_thread(
-            describe, blob, chunk_bytes=self._chunk_bytes, codec=CODEC, layout=layout.digest
+        manifest = await offload(
+            partial(describe, blob, chunk_bytes=self._chunk_bytes, codec=CODEC, layout=layout.digest)
         )
         endpoint.outgoing.offer(manifest, blob, (self._parent,))
         self._answer_blob = manifest.blob

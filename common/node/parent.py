@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -15,6 +16,7 @@ from common.errors import NoProgress, RefusedModel, WireError
 from common.layout import ModelLayout, Row
 from common.net.link import BrokerAddress
 from common.node.endpoint import Endpoint, Identity
+from common.node.offload import offload
 from common.rounds.coordinator import Assignment, Closed, Coordinator, Offered, Restarted, Stalled, Timeline
 from common.spec import Closing, Link, Transfer
 from common.transfer.incoming import Fetched, IncomingEvent
@@ -118,15 +120,17 @@ class ParentFace:
         if self._uploads.shape != (len(children), layout.row_bytes):
             self._uploads = np.empty((len(children), layout.row_bytes), np.uint8)
         self._places = {name: place for place, name in enumerate(children)}
-        self._pending.clear()
         self._closed = asyncio.get_running_loop().create_future()
         self.coordinator.open(iteration=iteration, round_=round_, assignments=assignments, closing=closing, now=now)
         self.endpoint.wake()
-        closed = await self._closed
-        for blob in self._served:
-            self.endpoint.outgoing.retire(blob)  # its row may be written from now on
-        for name in closed.missing:
-            self.endpoint.incoming.drop(name, now=self.endpoint.now())
+        try:
+            closed = await self._closed
+        finally:  # from now on the rows of both directions may be written again
+            for blob in self._served:
+                self.endpoint.outgoing.retire(blob)
+            for name in children:
+                self.endpoint.incoming.drop(name, now=self.endpoint.now())
+            self._pending.clear()
         answered = [name for name in children if name in closed.results]
         rows = self._uploads
         if len(answered) < len(children):
@@ -279,8 +283,8 @@ class ParentFace:
         self._served.clear()
         for row_id, row in rows.items():
             blob = CODECS[CODEC].encode(layout, row)
-            manifest = await asyncio.to_thread(
-                describe, blob, chunk_bytes=self._chunk_bytes, codec=CODEC, layout=layout.digest
+            manifest = await offload(
+                partial(describe, blob, chunk_bytes=self._chunk_bytes, codec=CODEC, layout=layout.digest)
             )
             receivers = [name for name in children if id(models[name]) == row_id]
             self.endpoint.outgoing.offer(manifest, blob, receivers)
@@ -316,7 +320,7 @@ class ParentFace:
         row = self._uploads[self._places[child]]
         try:
             codec_of(manifest.codec).decode(layout, row.data, row)
-            await asyncio.to_thread(layout.check_finite, row)
+            await offload(partial(layout.check_finite, row))
         except RefusedModel as error:
             self._refuse(child, key, str(error))
         else:

@@ -2,6 +2,10 @@
 
 An `Ask` is sent at the start, after each quarter of a window, when a gap in the publication numbers shows a
 loss, and when the connection fell silent. It always carries the whole state, so any of them may be lost.
+
+Silence is measured against the link's own pace: where publications come in order, one in 8 s, 2 s without any are
+no loss. A connection
+that others keep busy is never silent, so a fetch that got nothing for `PATIENCE_S` asks again by itself.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ from common.wire.topics import ALL
 
 REPAIR_S: Final = 2.0
 REPAIR_MOST_S: Final = 15.0
+PATIENCE_S: Final = 15.0
+PATIENCE_MOST_S: Final = 60.0
 DAMAGED_MOST: Final = 3
 
 
@@ -54,6 +60,8 @@ class _Fetch:
     due: bool = True
     restart: bool = True
     damaged: int = 0
+    heard: float = 0.0
+    patience_s: float = PATIENCE_S
 
 
 class Incoming:
@@ -67,6 +75,8 @@ class Incoming:
         self._completed: deque[tuple[str, Ask]] = deque()
         self._events: deque[IncomingEvent] = deque()
         self._heard = 0.0
+        self._arrived = 0.0
+        self._gap_s = 0.0
         self._repair_s = REPAIR_S
         self.chunks_refused = 0
         self.chunks_duplicate = 0
@@ -114,16 +124,24 @@ class Incoming:
         self, owner: str, blob: str, *, lane: str, index: int, number: int, data: bytes, now: float
     ) -> bool:
         """Take one publication; return whether it brought something new. Never raises on foreign input."""
+        silent_s = now - self._arrived
         self.heard(now)
         fetch = self._active.get((owner, blob))
         if fetch is None or index >= fetch.manifest.chunks:
             self.chunks_refused += 1
             return False
+        fetch.heard = now
         lane = ALL if lane == ALL else "own"
         last = fetch.seen.get(lane)
+        in_order = last is None or number == last + 1
+        self._gap_s = max(silent_s if in_order else 0.0, self._gap_s / 2)
+        self.heard(now)
         if last is not None and number > last + 1:
             fetch.due = True  # a gap: publications between the two were lost
         fetch.seen[lane] = max(number, last or 0)
+        fetch.since_ask += 1  # a duplicate too: it takes a place in the window until it is reported as seen
+        if fetch.since_ask >= max(1, self._window // 4):
+            fetch.due = True
         if not fetch.lacking[index]:
             self.chunks_duplicate += 1
             return False
@@ -134,11 +152,8 @@ class Incoming:
         fetch.buffer[span] = data
         fetch.lacking[index] = False
         fetch.left -= 1
-        fetch.since_ask += 1
         if fetch.left == 0:
             self._complete(fetch, now)
-        elif fetch.since_ask >= max(1, self._window // 4):
-            fetch.due = True
         return True
 
     def gone(self, owner: str, blob: str, *, now: float) -> None:
@@ -148,28 +163,35 @@ class Incoming:
 
     def heard(self, now: float) -> None:
         """Note that bytes arrived on the connection: it is not silent."""
-        self._heard = now
-        self._repair_s = REPAIR_S
+        self._repair_s = min(max(REPAIR_S, 2 * self._gap_s), PATIENCE_MOST_S)
+        self._heard = self._arrived = now
 
     def reconnected(self, now: float) -> None:
         """Ask again for everything: what was in flight died with the old connection."""
-        self.heard(now)
+        self._listen(now)
         for fetch in self._active.values():
             fetch.due = fetch.restart = True
+            fetch.heard = now
 
     def tick(self, now: float) -> None:
         """Ask again where the connection has been silent: only silence shows the loss of the last chunks."""
-        if not self._active or now < self._heard + self._repair_s:
-            return
+        silent = now >= self._heard + self._repair_s
         for fetch in self._active.values():
-            self.chunks_asked_again += 1
-            fetch.due = fetch.restart = True
-        self._heard = now
-        self._repair_s = min(2 * self._repair_s, REPAIR_MOST_S)
+            starved = now >= fetch.heard + fetch.patience_s
+            if starved:
+                fetch.patience_s = min(2 * fetch.patience_s, PATIENCE_MOST_S)
+            if silent or starved:
+                self.chunks_asked_again += 1
+                fetch.due = fetch.restart = True
+                fetch.heard = now
+        if silent:
+            self._heard = now
+            self._repair_s = max(self._repair_s, min(2 * self._repair_s, REPAIR_MOST_S))
 
     def next_deadline(self) -> float | None:
         """Return when `tick` has something to do."""
-        return self._heard + self._repair_s if self._active else None
+        starved = (fetch.heard + fetch.patience_s for fetch in self._active.values())
+        return min(self._heard + self._repair_s, *starved) if self._active else None
 
     def to_send(self) -> list[tuple[str, Ask]]:
         """Return the asks that are due, each with the owner it goes to."""
@@ -186,11 +208,16 @@ class Incoming:
         """Return the next finished or failed fetch."""
         return self._events.popleft() if self._events else None
 
+    def _listen(self, now: float) -> None:
+        self._heard = self._arrived = now
+        self._gap_s, self._repair_s = 0.0, REPAIR_S
+
     def _promote(self, now: float) -> None:
         while self._queued and len(self._active) < self._slots:
             if not self._active:
-                self.heard(now)
+                self._listen(now)
             fetch = self._queued.popleft()
+            fetch.heard = now
             self._active[fetch.owner, fetch.manifest.blob] = fetch
 
     def _ask(self, fetch: _Fetch) -> Ask:

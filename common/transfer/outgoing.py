@@ -56,6 +56,7 @@ class _Blob:
         self.published = np.full(manifest.chunks, -1, np.int64)
         self.first = first
         self.last_all = first
+        self.last_own: dict[str, int] = {}  # outlives an asker: its receiver remembers the numbers that it saw
         self.cursor = 0
         self.gather_until: float | None = None
 
@@ -102,7 +103,8 @@ class Outgoing:
         asker = blob.askers.get(receiver)
         if asker is None:
             own = np.full(chunks, -1, np.int64)
-            asker = _Asker(lacking, np.zeros(chunks, np.bool_), own, 1, blob.last_all, blob.first, blob.first)
+            last_own = blob.last_own.get(receiver, blob.first)
+            asker = _Asker(lacking, np.zeros(chunks, np.bool_), own, 1, blob.last_all, last_own, last_own)
             blob.askers[receiver] = asker
         self.chunks_delivered += max(0, int(asker.lacking.sum()) - int(lacking.sum()))
         asker.lacking = lacking if ask.restart else lacking & asker.lacking  # a late ask must not undo a newer one
@@ -151,11 +153,14 @@ class Outgoing:
             index = blob.cursor
             lacking = [name for name, asker in askers.items() if asker.lacking[index]]
             if 2 * len(lacking) > len(askers):
-                if not any(self._room(blob, askers[name]) for name in lacking) or not ready(askers):
+                if any(self._room(blob, askers[name]) for name in lacking):
+                    if not ready(askers):
+                        return None
+                    blob.cursor += 1
+                    return self._publish_all(blob, index, lacking)
+                if not any(asker.lacking[index:].any() and self._room(blob, asker) for asker in askers.values()):
                     return None
-                blob.cursor += 1
-                return self._publish_all(blob, index, lacking)
-            blob.cursor += 1  # few or none lack it: each gets it on its own lane
+            blob.cursor += 1  # few lack it, or none that has room: each gets it on its own lane, or by a repair
             for name in lacking:
                 askers[name].lost[index] = True
         return self._repair(blob, ready)
@@ -171,7 +176,7 @@ class Outgoing:
                     return self._publish_all(blob, index, losers)
             elif ready((name,)):
                 self.chunks_repeated += bool(blob.published[index] >= 0 or asker.own[index] >= 0)
-                asker.last_own += 1
+                asker.last_own = blob.last_own[name] = asker.last_own + 1
                 asker.own[index] = asker.last_own
                 asker.lost[index] = False
                 data = blob.data[blob.manifest.span(index)]

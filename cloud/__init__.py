@@ -1,0 +1,1 @@
+"""The cloud: global iterations, epoch control, evaluation, checkpoints and results."""

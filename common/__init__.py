@@ -1,0 +1,1 @@
+"""What all roles share; imports run strictly downward (CONTRIBUTING.md)."""

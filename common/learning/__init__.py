@@ -1,0 +1,1 @@
+"""Models, data sets, partitions and evaluation: the part of common that imports torch."""

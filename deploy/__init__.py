@@ -1,0 +1,1 @@
+"""The command, the lab on one machine, the broker, and the files of a deployment."""

@@ -1,0 +1,1 @@
+"""The device: local training, and its turn on an accelerator."""

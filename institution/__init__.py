@@ -1,0 +1,1 @@
+"""The institution: a participant upward and a coordinator downward."""
