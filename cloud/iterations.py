@@ -21,7 +21,7 @@ from common.metrics import Metrics
 from common.node.offload import offload
 from common.node.parent import ParentFace, Round
 from common.spec import Experiment
-from common.wire.messages import ChildReport, Traffic
+from common.wire.messages import Traffic
 
 LABELS: Final = ("cloud", "", "")
 
@@ -65,7 +65,6 @@ class GlobalIterations:
         self._unwritten: list[dict[str, object]] = []
         self._reached = False
         self._wan, self._lan = Traffic(), Traffic()
-        self.lan_reports: dict[str, tuple[ChildReport, ...]] = {}
         self.last: Accuracy | None = None
 
     def resume(self, state: RunState) -> None:
@@ -138,7 +137,6 @@ class GlobalIterations:
         wan_new, lan_new = wan - self._wan, lan - self._lan
         self._wan, self._lan = wan, lan
         for name, result in zip(played.children, played.results, strict=True):
-            self.lan_reports[name] = result.children
             self._folder.add_devices(self._state.iteration, name, result.children)
         steps = sum(result.steps for result in played.results)
         row: dict[str, object] = {

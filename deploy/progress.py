@@ -95,10 +95,8 @@ class RunView:
                 )
             case "refused":
                 return f"refused {facts['node']}'s model: {facts['reason']}"
-            case "child":
+            case "child" if facts["state"] in ("ready", "lost", "failed", "disconnected"):
                 return f"{facts['node']}: {facts['state']}"
-            case "failed":
-                return None  # the error itself follows
         return None
 
     def picture(self) -> Group:
@@ -129,7 +127,9 @@ class RunView:
     def summary(self) -> Table:
         """Return the table for the end of a run."""
         facts = self.finished
-        table = Table("", "", box=None, show_header=False, pad_edge=False)
+        table = Table(box=None, show_header=False, pad_edge=False)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")  # a path is to be copied whole
         accuracy = facts["accuracy"]
         for name, value in (
             ("test accuracy", "-" if accuracy is None else f"{accuracy:.4f}"),

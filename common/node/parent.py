@@ -202,6 +202,7 @@ class ParentFace:
             self._count(sender, session, message.traffic, message.below)
             self.coordinator.receive(sender, session, message, now=now)
         elif isinstance(message, Result):
+            self.reports[sender] = message.children
             self.coordinator.receive(sender, session, message, now=now)
         elif isinstance(message, Farewell):
             self._count(sender, session, message.traffic, message.below)

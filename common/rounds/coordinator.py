@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 from typing import Final, TypeAlias
 
 from common.rounds.closing import Standing, Verdict, judge
@@ -96,6 +97,7 @@ class _Child:
     repeat_s: float = REPEAT_S
     told: bool = False
     mark: tuple[Phase, int] | None = None
+    answered: tuple[Key, str] | None = None
     has_model: bool = False
 
     @property
@@ -135,6 +137,7 @@ class Coordinator:
         self._key: Key | None = None
         self._closing = Closing()
         self._open = False
+        self._judged = -inf
         self._events: deque[CoordinatorEvent] = deque()
         self._receipts: deque[tuple[str, Receipt]] = deque()
         self.timeline = Timeline(0.0)
@@ -151,6 +154,7 @@ class Coordinator:
         self._key = Key(attempt, iteration, round_)
         self._closing = closing
         self._open = True
+        self._judged = -inf
         self.timeline = Timeline(now)
         for name, child in self._children.items():
             child.assignment = assignments.get(name)
@@ -164,7 +168,8 @@ class Coordinator:
         child = self._children.get(name)
         if child is None or session in child.retired:
             return
-        child.repeat_at = now + REPEAT_MOST_S  # it lives: say the wish again only after silence
+        if message.key == self._key:
+            child.repeat_at = now + REPEAT_MOST_S  # it has the wish: say it again only after silence
         self._meet(name, child, session, now)
         if message.key != self._key or not self._open or child.assignment is None:
             if isinstance(message, Result):
@@ -182,7 +187,8 @@ class Coordinator:
         elif child.state is ChildState.WORKING:
             self._received_model(child, now)
             child.state, child.result, child.moved = ChildState.OFFERED, message, now
-            self.timeline.first_result = self.timeline.first_result or now
+            if self.timeline.first_result is None:
+                self.timeline.first_result = now
             if all(c.result for c in self._taking_part()):
                 self.timeline.last_result = now
             self._events.append(Offered(name, message))
@@ -199,9 +205,11 @@ class Coordinator:
         if presence is None:
             child.presence = None
             return
-        if presence.state is NodeState.LOST and session != child.session:
-            return  # the will of a process that has a successor
+        if presence.state not in (NodeState.INIT, NodeState.READY) and session != child.session:
+            if child.session or presence.state is NodeState.LOST:
+                return  # the last word of a process that has a successor, or of a second one of its name
         child.presence, child.reason = presence.state, presence.reason
+        self._judged = -inf
         if presence.state is NodeState.FAILED:
             child.moved = now - self._idle_s  # it said itself that it will not come back
         if child.present:
@@ -212,13 +220,20 @@ class Coordinator:
 
     def moved(self, name: str, *, now: float) -> None:
         """Note that bytes of a model moved between us and a child: that is progress."""
-        if name in self._children:
-            self._children[name].moved = now
+        child = self._children.get(name)
+        if child is None:
+            return
+        child.moved = now
+        if child.state is ChildState.OFFERED:  # the others wait for its upload slot
+            for other in self._taking_part():
+                if other.state is ChildState.OFFERED:
+                    other.moved = now
 
     def accept(self, name: str, key: Key, *, now: float) -> None:
         """Take the result that a child offered under `key`: its model is here, whole and sound."""
         if self._is_offered(name, key):
             self._children[name].state, self._children[name].moved = ChildState.ACCEPTED, now
+            self._children[name].answered = key, ""
             self._receipts.append((name, Receipt(key, "")))
             self._judge(now)
 
@@ -226,6 +241,7 @@ class Coordinator:
         """Refuse that result for good; the round goes on with the others."""
         if self._is_offered(name, key):
             self._children[name].state, self._children[name].refusal = ChildState.REFUSED, reason
+            self._children[name].answered = key, reason
             self._receipts.append((name, Receipt(key, reason)))
             self._judge(now)
 
@@ -262,9 +278,12 @@ class Coordinator:
         if not self._open:
             return None
         times = [child.repeat_at for child in self._taking_part() if self._to_be_told(child)]
-        times += [c.moved + self._idle_s for c in self._taking_part() if self._may_idle(c)]
-        if self._closing.deadline_s is not None and self._accepted() >= (self._closing.quorum or 1):
-            times.append(self.timeline.opened + self._closing.deadline_s)
+        # What has been judged is no reason to wake: one that is given up must not keep the event loop spinning.
+        idle = (c.moved + self._idle_s for c in self._taking_part() if self._may_idle(c))
+        times += [at for at in idle if at > self._judged]
+        deadline_s = self._closing.deadline_s
+        if deadline_s is not None and self._judged - self.timeline.opened < deadline_s:
+            times.append(self.timeline.opened + deadline_s)
         return min(times, default=None)
 
     def next_event(self) -> CoordinatorEvent | None:
@@ -309,9 +328,12 @@ class Coordinator:
             self._assign(child, now)
 
     def _answer_old(self, name: str, child: _Child, result: Result) -> None:
-        if not self._open or (self._key is not None and result.key < self._key):
-            self.late += child.result is None or child.result.key != result.key
-            self._receipts.append((name, Receipt(result.key, "the round has closed")))
+        if self._key is None or (self._open and result.key >= self._key):
+            return
+        if child.answered is None or child.answered[0] != result.key:
+            self.late += 1
+            child.answered = result.key, "the round has closed"
+        self._receipts.append((name, Receipt(*child.answered)))
 
     def _received_model(self, child: _Child, now: float) -> None:
         child.has_model = True
@@ -329,6 +351,7 @@ class Coordinator:
         return sum(child.state is ChildState.ACCEPTED for child in self._taking_part())
 
     def _judge(self, now: float) -> None:
+        self._judged = now
         part = [(n, c) for n, c in self._children.items() if c.assignment is not None]
         idle = [n for n, c in part if self._may_idle(c) and now >= c.moved + self._idle_s]
         accepted = self._accepted()

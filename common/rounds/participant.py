@@ -57,6 +57,8 @@ class Participant:
         self._session = ""
         self._retired: set[str] = set()
         self._task: Task | None = None
+        self._task_session = ""
+        self._begun: Key | None = None
         self._result: Result | None = None
         self._phase = Phase.FETCHING
         self._done = self._total = 0
@@ -69,14 +71,14 @@ class Participant:
         """Take the parent's word."""
         if session in self._retired:
             return
-        restarted = session != self._session
-        if restarted:
+        if session != self._session:
             if self._session:
                 self._retired.add(self._session)
             self._session = session
         if isinstance(message, Receipt):
             self._receipt(message)
-        elif self._task is None or restarted or message.key >= self._task.key:
+        elif self._task is None or session != self._task_session or message.key >= self._task.key:
+            self._task_session = session
             self._wish(message, now)
 
     def begin_work(self, phase: Phase, *, now: float) -> None:
@@ -87,6 +89,8 @@ class Participant:
 
     def progress(self, phase: Phase, done: int, total: int, *, now: float) -> None:
         """Note how far the work is; it is said at most twice a second, and every two seconds anyhow."""
+        if self.state not in (ParticipantState.FETCHING, ParticipantState.WORKING):
+            return  # a word of work that is over
         if phase is not self._phase:
             self._say_at = now
         elif done != self._done:
@@ -94,8 +98,14 @@ class Participant:
         self._phase, self._done, self._total = phase, done, total
 
     def finish(self, result: Result, *, now: float) -> None:
-        """Offer the answer to the wish, from now until the receipt. The key is set here: it may have moved on."""
+        """Offer the answer to the wish that was begun under its key, from now until the receipt.
+
+        The key is set anew here, as a wish that is said again may have another. An answer to a wish that was
+        superseded is dropped.
+        """
         if self._task is None or self.state not in (ParticipantState.FETCHING, ParticipantState.WORKING):
+            return
+        if result.key != self._begun:
             return
         self._result = replace(result, key=self._task.key)
         self._offer(now)
@@ -149,6 +159,7 @@ class Participant:
             self.state, self._result = ParticipantState.FETCHING, None
             self._phase, self._done, self._total = Phase.FETCHING, 0, 0
             self._say_at = now
+            self._begun = task.key
             self._events.append(Begin(task))
 
     def _receipt(self, receipt: Receipt) -> None:

@@ -3,9 +3,9 @@
 An `Ask` is sent at the start, after each quarter of a window, when a gap in the publication numbers shows a
 loss, and when the connection fell silent. It always carries the whole state, so any of them may be lost.
 
-Silence is measured against the link's own pace: where publications come in order, one in 8 s, 2 s without any are
-no loss. A connection
-that others keep busy is never silent, so a fetch that got nothing for `PATIENCE_S` asks again by itself.
+Silence is measured against the link's own pace: where publications come in order, one every 8 s, 2 s without any
+are no loss. A connection that others keep busy is never silent, so a fetch that got nothing for `PATIENCE_S` asks
+again by itself.
 """
 
 from __future__ import annotations
