@@ -86,7 +86,8 @@ class CloudAgent:
             folder, layout=layout, row=row, down=down, evaluator=evaluator, metrics=self._metrics, observe=self._observe
         )
         if self._resume:
-            state = checkpoint.load(checkpoint.latest(folder.checkpoints), layout=layout, row=row)
+            newest = checkpoint.latest(folder.checkpoints)
+            state = checkpoint.load(newest, layout=layout, row=row) if newest else iterations.state
             if state.digest != experiment.digest:
                 raise InvalidExperiment("--resume", str(folder.path), "its experiment was changed", "Restore the file.")
             iterations.resume(state)

@@ -46,12 +46,9 @@ def save_model(path: Path, *, layout: ModelLayout, row: Row, facts: dict[str, An
     os.replace(partial, path)
 
 
-def latest(folder: Path) -> Path:
-    """Return the newest checkpoint of a folder. Raises InvalidExperiment where there is none."""
-    paths = sorted(folder.glob("iteration-*.safetensors"))
-    if not paths:
-        raise InvalidExperiment("--resume", str(folder.parent), "no checkpoint there", "Name a run's folder.")
-    return paths[-1]
+def latest(folder: Path) -> Path | None:
+    """Return the newest checkpoint of a folder; None where a run ended before its first."""
+    return max(folder.glob("iteration-*.safetensors"), default=None)
 
 
 def load(path: Path, *, layout: ModelLayout, row: Row) -> RunState:

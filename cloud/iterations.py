@@ -62,7 +62,6 @@ class GlobalIterations:
         start_epochs = dict.fromkeys(down.peers, self._experiment.training.epochs)
         self._state = RunState(folder.run, self._experiment.digest, 0, 0.0, start_epochs)
         self._evaluating: asyncio.Task[Accuracy] | None = None
-        self._unwritten: list[dict[str, object]] = []
         self._reached = False
         self._wan, self._lan = Traffic(), Traffic()
         self.last: Accuracy | None = None
@@ -70,7 +69,11 @@ class GlobalIterations:
     def resume(self, state: RunState) -> None:
         """Go on after the iterations of a checkpoint, whose model is already in the row."""
         self._state = state
-        self._folder.forget_after(state.iteration)
+        written = self._folder.forget_after(state.iteration)
+        target = self._experiment.target_accuracy
+        self._reached = target is not None and any(float(row["accuracy"] or 0) >= target for row in written)
+        if written and not written[-1]["accuracy"] and self._evaluates(state.iteration):
+            self._evaluate()  # the run ended before that was known
 
     @property
     def row(self) -> Row:
@@ -104,7 +107,6 @@ class GlobalIterations:
             epochs |= tempo.next_epochs(mixed.omegas, self._experiment.training.epochs)
         closed = played.timeline.closed or started
         aggregated = self._down.endpoint.now()
-        last = state.iteration + 1 == self._experiment.iterations
         await self._finish_evaluation()
         ended = self._down.endpoint.now()
         phases = played.timeline.phases()
@@ -112,9 +114,9 @@ class GlobalIterations:
         phases |= {"aggregate": aggregated - closed, "evaluate": ended - aggregated}
         self._state = RunState(state.run, state.digest, state.iteration + 1, state.elapsed_s + ended - started, epochs)
         self._record(played, mixed, phases=phases, epochs=state.epochs)
-        if last or self._state.iteration % settings.evaluate_every == 0:
-            evaluation = self._evaluator.evaluate(self._state.iteration, self._row.copy())
-            self._evaluating = asyncio.create_task(evaluation, name="evaluate")
+        if self._evaluates(self._state.iteration):
+            self._evaluate()
+        last = self._state.iteration == self._experiment.iterations
         if last or self._state.iteration % settings.checkpoint_every == 0:
             folder = self._folder.checkpoints
             await offload(partial(checkpoint.save, folder, self._state, layout=self._layout, row=self._row))
@@ -156,7 +158,7 @@ class GlobalIterations:
             **{f"epochs_{name}": epochs[name] for name in self._down.peers},
             **{f"omega_{name}": _short(mixed.omegas.get(name)) for name in self._down.peers},
         }
-        self._unwritten.append(row)
+        self._folder.add_round(row)
         self._observe("iteration", dict(row))
         metrics = self._metrics
         metrics.round.labels(*LABELS).inc()
@@ -167,8 +169,15 @@ class GlobalIterations:
         for name in self._down.peers:
             metrics.epochs.labels("cloud", name, "").set(epochs[name])
 
+    def _evaluates(self, iteration: int) -> bool:
+        return iteration == self._experiment.iterations or iteration % self._experiment.cloud.evaluate_every == 0
+
+    def _evaluate(self) -> None:
+        evaluation = self._evaluator.evaluate(self._state.iteration, self._row.copy())
+        self._evaluating = asyncio.create_task(evaluation, name="evaluate")
+
     async def _finish_evaluation(self) -> None:
-        """Wait for the evaluation under way, and write the rows that waited for it."""
+        """Wait for the evaluation under way, and add it to its row."""
         if self._evaluating is not None:
             self.last = await self._evaluating
             self._evaluating = None
@@ -176,16 +185,12 @@ class GlobalIterations:
             self._reached = target is not None and self.last.accuracy >= target
             self._metrics.accuracy.labels(*LABELS).set(self.last.accuracy)
             self._metrics.test_loss.labels(*LABELS).set(self.last.loss)
-            for row in self._unwritten:
-                if row["round"] == self.last.iteration:
-                    row |= {"accuracy": _short(self.last.accuracy), "loss": _short(self.last.loss)}
+            found = {"accuracy": _short(self.last.accuracy), "loss": _short(self.last.loss)}
+            self._folder.complete_round(self.last.iteration, found)
             self._observe(
                 "evaluated",
                 {"round": self.last.iteration, "accuracy": self.last.accuracy, "loss": self.last.loss},
             )
-        for row in self._unwritten:
-            self._folder.add_round(row)
-        self._unwritten.clear()
 
 
 def _short(value: float | None) -> str:

@@ -77,6 +77,15 @@ class RunFolder:
         """Append an iteration to rounds.csv."""
         self._append("rounds.csv", list(row), [row])
 
+    def complete_round(self, iteration: int, found: Mapping[str, str]) -> None:
+        """Fill in what became known of an iteration after its row was written."""
+        path = self.path / "rounds.csv"
+        fields, rows = _read(path)
+        for row in rows:
+            if int(row["round"]) == iteration:
+                row.update(found)
+        self._rewrite(path, fields, rows)
+
     def add_devices(self, iteration: int, institution: str, reports: Iterable[ChildReport]) -> None:
         """Append an institution's devices to devices.csv."""
         rows = []
@@ -86,16 +95,16 @@ class RunFolder:
             rows.append(dict(zip(DEVICE_FIELDS, (*work, *costs), strict=True)))
         self._append("devices.csv", DEVICE_FIELDS, rows)
 
-    def forget_after(self, iterations: int) -> None:
-        """Drop the rows of iterations that a resumed run will do again."""
+    def forget_after(self, iterations: int) -> list[dict[str, str]]:
+        """Drop the rows of iterations that a resumed run will do again, and return the other rows of rounds.csv."""
+        kept: dict[str, list[dict[str, str]]] = {}
         for name in ("rounds.csv", "devices.csv"):
             path = self.path / name
             if path.exists():
-                with path.open(newline="", encoding="utf-8") as file:
-                    reader = csv.DictReader(file)
-                    kept = [row for row in reader if int(row["round"]) <= iterations]
-                    fields = reader.fieldnames or ()
-                self._rewrite(path, fields, kept)
+                fields, rows = _read(path)
+                kept[name] = [row for row in rows if int(row["round"]) <= iterations]
+                self._rewrite(path, fields, kept[name])
+        return kept.get("rounds.csv", [])
 
     def write_links(self, wan: Mapping[str, Traffic], lan: Mapping[str, Sequence[ChildReport]]) -> None:
         """Write links.csv: every link's bytes in the run, each direction counted where the bytes arrived."""
@@ -135,6 +144,12 @@ class RunFolder:
             "packages": {name: _version(name) for name in PACKAGES},
         }
         (self.path / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+
+def _read(path: Path) -> tuple[Sequence[str], list[dict[str, str]]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        return reader.fieldnames or (), list(reader)
 
 
 def _link_rows(tier: str, parent: str, child: str, traffic: Traffic) -> list[dict[str, object]]:

@@ -32,7 +32,7 @@ def next_epochs(omegas: Mapping[str, float], c: int) -> dict[str, int]:
     largest = max(omegas.values(), default=0.0)
     if len(omegas) < 2 or largest == 0.0:
         return dict.fromkeys(omegas, c)
-    logs = {name: math.log(max(omega, FLOOR * largest)) for name, omega in omegas.items()}
+    logs = {name: math.log(max(omega / largest, FLOOR)) for name, omega in omegas.items()}
     low, high = min(logs.values()), max(logs.values())
     if high - low < EQUAL:
         return dict.fromkeys(omegas, c)

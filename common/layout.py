@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from math import prod
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,8 @@ import numpy.typing as npt
 from common.errors import InvalidExperiment, RefusedModel, WireError
 
 Row: TypeAlias = npt.NDArray[np.uint8]
+
+MOST_DIMENSIONS: Final = 32  # numpy 1.26's limit
 
 
 class Section(StrEnum):
@@ -85,8 +87,13 @@ class ModelLayout:
     def from_json(cls, text: str) -> ModelLayout:
         """Read what `to_json` wrote. Raises WireError."""
         try:
-            return cls.build([(str(n), [int(d) for d in shape], Section(kind)) for n, shape, kind in json.loads(text)])
-        except (ValueError, TypeError, InvalidExperiment) as error:
+            tensors = [(name, shape, Section(kind)) for name, shape, kind in json.loads(text)]
+            if not all(isinstance(name, str) and _is_shape(shape) for name, shape, _ in tensors):
+                raise ValueError("no name or no shape")
+            if len({name for name, _, _ in tensors}) < len(tensors):
+                raise ValueError("a name stands twice")
+            return cls.build(tensors)
+        except (ValueError, TypeError, RecursionError, InvalidExperiment) as error:
             raise WireError(f"not a model layout: {error}") from None
 
     def to_json(self) -> str:
@@ -151,8 +158,14 @@ class ModelLayout:
     def check_finite(self, row: Row) -> None:
         """Refuse a row with NaN or Inf. Raises RefusedModel naming the entry."""
         floats = self.floats(row)
-        if np.isfinite(np.dot(floats, floats)):  # one pass, no temporary: any NaN or Inf survives the sum
+        with np.errstate(over="ignore", invalid="ignore"):  # huge finite values overflow here, and pass below
+            squares = np.dot(floats, floats)  # one pass, no temporary: any NaN or Inf survives the sum
+        if np.isfinite(squares):
             return
         for entry in self.entries:
             if entry.section is not Section.COUNTER and not np.isfinite(floats[entry.start : entry.stop]).all():
                 raise RefusedModel(f"entry {entry.name} holds NaN or Inf")
+
+
+def _is_shape(value: object) -> bool:
+    return isinstance(value, list) and len(value) <= MOST_DIMENSIONS and all(type(d) is int and d >= 0 for d in value)

@@ -24,6 +24,7 @@ Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 
 CLOUD: Final = "cloud"
+_FORMS: Final = frozenset({"int", "float", "constrained-int", "list[constrained-str]"})  # pydantic's, of a union
 RESERVED: Final = frozenset({CLOUD, "all"})  # `all` is the lane of every receiver
 
 
@@ -143,7 +144,6 @@ class Transfer(_Table):
     chunk_bytes: Annotated[int, Field(ge=32_768, le=1_900_000)] = 1_000_000
     window: Annotated[int, Field(ge=2, le=64)] = 8
     upload_slots: Count = 4
-    max_model_bytes: Count = 4_000_000_000
     idle_s: Positive = 120.0
 
 
@@ -230,6 +230,8 @@ def _names(kind: str, given: int | list[str]) -> list[str]:
 
 def _check_topology(topology: Topology) -> None:
     institutions, devices = topology.institution_names(), topology.device_names()
+    if not institutions:
+        raise InvalidExperiment("topology.institutions", [], "no institution", "Have at least one institution.")
     for key, names in (("topology.institutions", institutions), ("topology.devices", devices)):
         if len(set(names)) < len(names):
             double = next(name for name in names if names.count(name) > 1)
@@ -239,7 +241,7 @@ def _check_topology(topology: Topology) -> None:
             problem = "the name is reserved" if name in RESERVED else "two roles share this name"
             raise InvalidExperiment("topology", name, problem, "Give every node a name of its own.")
     children = topology.children()
-    for stranger in set(topology.members) - set(children):
+    for stranger in (name for name in topology.members if name not in children):
         raise InvalidExperiment(
             f"topology.members.{stranger}",
             topology.members[stranger],
@@ -289,14 +291,18 @@ def _override(tree: dict[str, Any], text: str) -> None:
         if not isinstance(tree, dict):
             raise InvalidExperiment("--set", text, f"{'.'.join(parents[: depth + 1])} is no table", "Check the key.")
     try:
-        tree[last] = tomllib.loads(f"value = {value}")["value"]
+        read = tomllib.loads(f"value = {value}")
     except tomllib.TOMLDecodeError:
-        tree[last] = value.strip()  # a bare word is a string, as in a shell
+        read = {}
+    # A bare word is a string, as in a shell; so is what would smuggle in further lines.
+    tree[last] = read["value"] if read.keys() == {"value"} else value.strip()
 
 
 def _explain(error: ValidationError) -> InvalidExperiment:
-    first = error.errors(include_url=False)[0]
-    path = [str(part) for part in first["loc"] if part not in ("int", "float", "list[constrained-str]")]
+    errors = [(_path(details["loc"]), details) for details in error.errors(include_url=False)]
+    top = errors[0][0]
+    # Where a key takes either of two forms, the form that was meant is the one whose error lies deepest.
+    path, first = max((e for e in errors if e[0][: len(top)] == top), key=lambda e: len(e[0]))
     key = ".".join(path) or "experiment"
     if first["type"] == "extra_forbidden":
         known = _known_keys(path[:-1])
@@ -306,6 +312,10 @@ def _explain(error: ValidationError) -> InvalidExperiment:
     if first["type"] == "json_invalid":
         return InvalidExperiment("experiment", "...", first["msg"], "Start all roles from one release.")
     return InvalidExperiment(key, first["input"], first["msg"], "Correct the value.")
+
+
+def _path(loc: tuple[int | str, ...]) -> list[str]:
+    return [str(part) for part in loc if part not in _FORMS]
 
 
 def _known_keys(path: list[str]) -> list[str]:
@@ -320,10 +330,16 @@ def _known_keys(path: list[str]) -> list[str]:
 
 def _write_table(table: Mapping[str, Any], path: tuple[str, ...], lines: list[str]) -> None:
     if path:
-        lines += ["", f"[{'.'.join(path)}]"]
+        lines += ["", f"[{'.'.join(map(_toml_key, path))}]"]
     for key, value in table.items():
         if not isinstance(value, dict):
-            lines.append(f"{key} = {json.dumps(value)}")
+            # JSON's form is TOML's, but for DEL, and for surrogate pairs where it keeps to ASCII.
+            written = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+            lines.append(f"{_toml_key(key)} = {written}")
     for key, value in table.items():
         if isinstance(value, dict) and value:
             _write_table(value, (*path, key), lines)
+
+
+def _toml_key(key: str) -> str:
+    return json.dumps(key) if "." in key else key

@@ -58,20 +58,24 @@ class Lab:
             with show(json_lines=self._json_lines) as observe:
                 self._follow(observe, home)
             code = self._roles["cloud"].wait()
+            if code < 0:
+                raise RunFailed(f"the cloud was killed by signal {-code}{self._how_to_go_on()}")
             if code:
                 print(_last_words(home / "cloud.log"), file=sys.stderr)
             else:
                 self._see_off()
             return code
         except KeyboardInterrupt:
-            if self._folder is not None:
-                print(f"\ngo on with: fedstrata run --resume {self._folder}", file=sys.stderr)
+            print(f"interrupted{self._how_to_go_on()}", file=sys.stderr)
             raise
         finally:
             for process in self._roles.values():
                 process.send_signal(signal.SIGTERM)
             for process in self._roles.values():
                 stop(process, grace_s=3.0)
+
+    def _how_to_go_on(self) -> str:
+        return "" if self._folder is None else f". Go on with: fedstrata run --resume {self._folder}"
 
     def _start(self, home: Path, address: str) -> None:
         file = home / "experiment.toml"
@@ -97,7 +101,10 @@ class Lab:
     def _read_events(self) -> None:
         output = self._roles["cloud"].stdout
         for line in output if output is not None else ():
-            event: dict[str, Any] = json.loads(line)
+            try:
+                event: dict[str, Any] = json.loads(line)
+            except ValueError:
+                continue  # cut short: the cloud was killed
             self._events.put((str(event.pop("event")), event))
         self._events.put(None)
 

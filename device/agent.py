@@ -56,6 +56,7 @@ class DeviceAgent:
         """Take part in one run, to its end. Raises FedstrataError."""
         run, announcement = await discover(self._broker, self._institution, connect_timeout_s=self._connect_timeout_s)
         experiment = parse(announcement.experiment)
+        self._check_home(experiment)  # before anybody hears of this name
         identity = Identity(run, self._name, "device", new_session(), self._metrics_address)
         up = ChildFace(
             self._broker, identity, parent=self._institution, transfer=experiment.transfer, link=experiment.links.lan
@@ -70,7 +71,7 @@ class DeviceAgent:
         )
 
     async def _train_all(self, up: ChildFace, experiment: Experiment) -> None:
-        trainer = self._trainer(experiment)
+        trainer = Trainer(experiment, node=self._name, accelerator=self._accelerator, slots=self._slots)
         await offload(trainer.prepare, executor=self._thread)
         up.endpoint.set_state(NodeState.READY, samples=trainer.samples)
         out = trainer.layout.empty()
@@ -81,7 +82,7 @@ class DeviceAgent:
 
         await up.serve(trainer.layout, work)
 
-    def _trainer(self, experiment: Experiment) -> Trainer:
+    def _check_home(self, experiment: Experiment) -> None:
         children = experiment.topology.children()
         if self._name not in children.get(self._institution, ()):
             home = next((name for name, devices in children.items() if self._name in devices), None)
@@ -92,7 +93,6 @@ class DeviceAgent:
                 f"{self._name} is not there: {problem}",
                 f"{self._institution} has {', '.join(children.get(self._institution, ['no device']))}.",
             )
-        return Trainer(experiment, node=self._name, accelerator=self._accelerator, slots=self._slots)
 
     async def _train(self, trainer: Trainer, task: Task, *, row: Row, out: Row, round_: int, report: Report) -> Answer:
         loop = asyncio.get_running_loop()

@@ -542,9 +542,9 @@ def test_whatever_happens_everybody_gets_the_blob(how: dict[str, object]) -> Non
 class Desk:
     """One `Incoming` in the hand of a test."""
 
-    def __init__(self, chunks: int = 10, slots: int = 4) -> None:
+    def __init__(self, chunks: int = 10, *, slots: int = 4, window: int = 8) -> None:
         self.manifest, self.data = blob_of(chunks)
-        self.incoming = Incoming(window=8, slots=slots)
+        self.incoming = Incoming(window=window, slots=slots)
         self.buffer = bytearray(self.manifest.size)
         self.incoming.fetch(OWNER, self.manifest, memoryview(self.buffer), now=0.0)
         self.incoming.to_send()
@@ -618,6 +618,36 @@ def test_a_duplicate_is_counted_and_changes_nothing() -> None:
     desk = Desk()
     assert desk.chunk(0) and not desk.chunk(0) and not desk.chunk(0, b"other bytes")
     assert desk.incoming.chunks_duplicate == 2 and desk.buffer[:CHUNK] == desk.data[:CHUNK]
+
+
+def test_a_gap_in_the_numbers_is_asked_about_at_once() -> None:
+    desk = Desk(window=64)
+    desk.chunk(0)
+    assert not desk.incoming.to_send()  # no quarter of a window yet, and nothing is missing
+    desk.number += 1
+    desk.chunk(2)
+    ((_, ask),) = desk.incoming.to_send()
+    assert ask.seen_all == 3 and ask.lacking == b"\x5f\xc0" and not ask.restart
+
+
+def test_an_ask_that_comes_late_does_not_undo_a_newer_one() -> None:
+    manifest, data = blob_of(8)
+    owner = Outgoing(first_number=0)
+    owner.offer(manifest, data, ["a"])
+
+    def ask(lacking: int, seen: int, restart: bool) -> None:
+        owner.receive("a", Ask(manifest.blob, bytes([lacking]), seen, 0, 8, restart), now=0.0)
+
+    ask(0xFF, 0, True)
+    while owner.next_publication(0.0, lambda peers: True):
+        pass
+    ask(0x01, 7, False)  # seven have arrived, the last is in flight
+    ask(0xC0 | 0x3F, 7, False)  # said before that
+    assert owner.next_publication(0.0, lambda peers: True) is None
+    ask(0x01, 8, False)  # now it is lost, and it alone
+    publication = owner.next_publication(0.0, lambda peers: True)
+    assert publication is not None and publication.index == 7 and publication.lane == "a"
+    assert owner.next_publication(0.0, lambda peers: True) is None
 
 
 def test_duplicates_count_as_publications_seen() -> None:

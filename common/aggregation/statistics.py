@@ -43,9 +43,10 @@ class Statistics:
 
     @property
     def shares_K(self) -> npt.NDArray[np.float64]:
-        """Return p_k = n_k / sum of n."""
-        shares_K: npt.NDArray[np.float64] = self.samples_K / self.samples_K.sum()
-        return shares_K
+        """Return p_k = n_k / sum of n; all alike where nobody has a sample."""
+        counts_K = self.samples_K.astype(np.float64)  # foreign counts may be huge: their sum in int64 would wrap
+        total = counts_K.sum()
+        return counts_K / total if total > 0 else np.full_like(counts_K, 1 / len(counts_K))
 
 
 def gram(models_KD: npt.NDArray[np.float32], reference_D: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:

@@ -27,6 +27,8 @@ PENDING_CALLS_MOST: Final = 1000  # aiomqtt warns above; a parent tells all its 
 SOCKET_OPTIONS: Final = ((socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),)
 
 log = logging.getLogger("fedstrata.link")
+# What the client says of a broken connection is dealt with here, and said here.
+logging.getLogger("fedstrata.mqtt").addFilter(lambda record: log.isEnabledFor(logging.INFO))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,8 @@ class Link:
         while True:
             try:
                 async with self._new_client() as client:
+                    if (task := asyncio.current_task()) is not None and task.cancelling():
+                        raise asyncio.CancelledError  # swallowed by the wait_for of Python 3.11, by which aiomqtt waits
                     self._client, attempt, give_up = client, 0, math.inf
                     try:
                         await self._connected()
@@ -96,7 +100,8 @@ class Link:
                     raise ConnectionFailed(
                         f"broker {self.address}: {error}. Is it running there, and are the login and --broker right?"
                     ) from None
-                log.info("broker %s: %s; trying again", self.address, error)
+                lost = give_up == math.inf and attempt == 0
+                log.log(logging.WARNING if lost else logging.INFO, "broker %s: %s; trying again", self.address, error)
             self.reconnects += 1
             delay = random.uniform(0, min(BACKOFF_MOST_S, BACKOFF_S * 2**attempt))
             await asyncio.sleep(min(delay, max(0.0, give_up - loop.time())))

@@ -130,7 +130,8 @@ class ChildFace:
 
     def transferred(self, event: IncomingEvent, now: float) -> None:
         """Hand a finished fetch to the work that waits for it."""
-        if self._fetched is not None and not self._fetched.done():
+        current = self._fetching is not None and event.blob == self._fetching.blob
+        if current and self._fetched is not None and not self._fetched.done():
             self._fetched.set_result(event)
 
     def reconnected(self, now: float) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
+
+from typing import Final
 
 from common.errors import WireError
 from common.net.link import BrokerAddress, Link
@@ -11,14 +14,21 @@ from common.wire import messages, topics
 from common.wire.messages import Announcement, NodeState, Presence
 
 
+PATIENCE_S: Final = 5.0
+
+log = logging.getLogger("fedstrata.discovery")
+
+
 async def discover(address: BrokerAddress, parent: str, *, connect_timeout_s: float) -> tuple[str, Announcement]:
     """Wait for a run whose parent is alive; return its id and what the parent announced.
 
-    An experiment that a dead parent left on the broker is passed over. Raises ConnectionFailed.
+    An experiment that a dead parent left on the broker is passed over. Where the parent does not come soon, a
+    warning tells who else is there: its name may be mistyped. Raises ConnectionFailed.
     """
     found: asyncio.Future[tuple[str, Announcement]] = asyncio.get_running_loop().create_future()
     announced: dict[str, Announcement] = {}
     alive: set[str] = set()
+    others: set[str] = set()
 
     def received(topic_text: str, body: bytes, retained: bool) -> None:
         try:
@@ -26,7 +36,9 @@ async def discover(address: BrokerAddress, parent: str, *, connect_timeout_s: fl
             message = messages.decode(body)[1] if body else None
         except WireError:
             return
-        if isinstance(message, Announcement):
+        if topic.node != parent:
+            (others.add if message is not None else others.discard)(topic.node)
+        elif isinstance(message, Announcement):
             announced[topic.run] = message
         elif isinstance(message, Presence) and message.state in (NodeState.INIT, NodeState.READY):
             alive.add(topic.run)
@@ -40,6 +52,13 @@ async def discover(address: BrokerAddress, parent: str, *, connect_timeout_s: fl
     async def connected() -> None:
         link.subscribe([topics.spec("+", parent), topics.state("+", parent)], qos=1)
 
+    async def complain() -> None:
+        await asyncio.sleep(PATIENCE_S)
+        link.subscribe([topics.spec("+", "+")], qos=1)
+        await asyncio.sleep(PATIENCE_S)
+        there = f"There are {', '.join(sorted(others))}." if others else "No other is there either."
+        log.warning("waiting for %s on broker %s. %s", parent, address, there)
+
     link = Link(
         address,
         client_id=f"seeker-{secrets.token_hex(8)}",
@@ -48,11 +67,13 @@ async def discover(address: BrokerAddress, parent: str, *, connect_timeout_s: fl
         lost=lambda: None,
     )
     keeping = asyncio.create_task(link.run(connect_timeout_s=connect_timeout_s), name="discovery")
+    complaining = asyncio.create_task(complain(), name="complaint")
     try:
         await asyncio.wait((keeping, found), return_when=asyncio.FIRST_COMPLETED)
         if not found.done():
             await keeping
         return await found
     finally:
-        keeping.cancel()
-        await asyncio.wait((keeping,))
+        for task in (keeping, complaining):
+            task.cancel()
+        await asyncio.wait((keeping, complaining))

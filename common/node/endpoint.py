@@ -15,10 +15,10 @@ import logging
 import secrets
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
-from common.errors import DuplicateName, WireError
+from common.errors import DuplicateName, NoProgress, WireError
 from common.net.accounting import Account, packet_bytes
 from common.net.link import BrokerAddress, Link
 from common.net.shaping import Shaper
@@ -40,15 +40,24 @@ def new_session() -> str:
     return secrets.token_hex(8)
 
 
+@dataclass(slots=True)
+class Claim:
+    """One process's claim to its name: the sessions that it told to end, and whether it was told so itself."""
+
+    told: set[str] = field(default_factory=set)
+    lost: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who a node is in a run. `session` is shared by all its endpoints; `metrics` is its /metrics address."""
+    """Who a node is in a run. `session` and `claim` are shared by its endpoints; `metrics` is its /metrics address."""
 
     run: str
     name: str
     role: str
     session: str
     metrics: str = ""
+    claim: Claim = field(default_factory=Claim, compare=False)
 
 
 class Face(Protocol):
@@ -97,6 +106,9 @@ class Endpoint:
         self.shaper = Shaper(rate)
         self._face = face
         self._wake = asyncio.Event()
+        self._connected_once = asyncio.Event()
+        self._idle_s = transfer.idle_s
+        self._away_since: float | None = None
         self._publishing = 0
         self._subscribed: set[tuple[str, str]] = set()
         self._presence = Presence(NodeState.INIT, identity.role, identity.metrics)
@@ -132,7 +144,10 @@ class Endpoint:
         self._publish_announcement()
 
     async def run(self, *, connect_timeout_s: float) -> None:
-        """Serve until cancelled. Raises ConnectionFailed, DuplicateName and what the face raises."""
+        """Serve until cancelled.
+
+        Raises ConnectionFailed, DuplicateName, NoProgress when the broker stays away, and what the face raises.
+        """
         async with asyncio.TaskGroup() as group:
             group.create_task(self.link.run(connect_timeout_s=connect_timeout_s), name=f"link {self.identity.name}")
             group.create_task(self._pump(), name=f"pump {self.identity.name}")
@@ -140,6 +155,14 @@ class Endpoint:
     def release_name(self) -> None:
         """Stop answering others under this name: what follows on its state topic is our own clearing."""
         self._leaving = True
+
+    async def introduced(self, *, timeout_s: float) -> None:
+        """Wait until the broker has been told that this node is there, at most `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._connected_once.wait()
+        except TimeoutError:
+            pass
 
     async def leave(self, *, timeout_s: float) -> None:
         """Clear what this node keeps on the broker, as far as the broker is there within `timeout_s`."""
@@ -230,19 +253,24 @@ class Endpoint:
             self._face.presence(topic.node, session, message, self.now())
 
     def _own_name(self, topic: topics.StateTopic, session: str, presence: Presence | None, retained: bool) -> None:
+        claim = self.identity.claim
         if session == self.identity.session:
-            if presence is not None and presence.state is NodeState.LOST:
+            if presence is not None and presence.state is NodeState.LOST is not self._presence.state:
                 self._publish_presence()  # the will of our own broken connection
             else:
                 self._established = True
-        elif retained or self._leaving or (presence is None and topic.run != self.identity.run):
+        elif retained or self._leaving or claim.lost or (presence is None and topic.run != self.identity.run):
             return
         elif presence is not None and presence.answers == self.identity.session:
+            if session in claim.told and session > self.identity.session:
+                return  # both came at once and told each other: one stays
+            claim.lost = True
             raise DuplicateName(
                 f"{topic.node} is already alive on broker {self.link.address} (run {topic.run}). "
                 "Give this one another --name, or end the other."
             )
         elif self._established and (presence is None or not presence.answers):
+            claim.told.add(session)
             self._publish_presence(answers=session)  # a second node of our name reads it and ends
 
     # Towards the broker
@@ -253,6 +281,8 @@ class Endpoint:
             now = self.now()
             while (event := self.incoming.next_event()) is not None:
                 self._face.transferred(event, now)
+            if self._away_since is not None and now - self._away_since > self._idle_s:
+                raise NoProgress(f"broker {self.link.address} was away for {self._idle_s:g} s")
             self._face.tick(now)
             if self.link.up:
                 self.incoming.tick(now)
@@ -309,7 +339,7 @@ class Endpoint:
     async def _connected(self) -> None:
         identity = self.identity
         self._subscribed.clear()
-        self._established = False
+        self._established, self._away_since = False, None
         self.link.subscribe([topics.state("+", identity.name)], qos=1)
         self.link.subscribe([topics.state(identity.run, peer) for peer in self._face.peers], qos=1)
         self.link.subscribe([topics.inbox(identity.run, identity.name, peer) for peer in self._face.peers], qos=1)
@@ -318,9 +348,11 @@ class Endpoint:
         now = self.now()
         self.incoming.reconnected(now)
         self._face.reconnected(now)
+        self._connected_once.set()
         self._wake.set()
 
     def _lost(self) -> None:
+        self._away_since = self.now()
         self._wake.set()
 
     def _subscribe_lanes(self) -> None:

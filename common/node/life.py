@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
-from common.errors import FedstrataError
+from common.errors import DuplicateName, FedstrataError
 from common.metrics import Cells, Metrics
 from common.node.endpoint import Endpoint
 from common.wire.messages import NodeState
@@ -26,8 +26,8 @@ async def live(
     """Keep the endpoints connected while `work` runs and return what it made.
 
     At its end the state is FINISHED, `goodbye` runs, and what the node kept on the brokers is cleared. An error
-    leaves the state FAILED with its reason, an interruption DISCONNECTED. Raises what `work` or an endpoint
-    raised; of several errors the first of ours.
+    leaves the state FAILED with its reason, an interruption DISCONNECTED; under a name that is another's it is LOST,
+    which concerns this process alone. Raises what `work` or an endpoint raised; of several errors the first of ours.
     """
     serving = [asyncio.create_task(endpoint.run(connect_timeout_s=connect_timeout_s)) for endpoint in endpoints]
     working = asyncio.create_task(work)
@@ -50,7 +50,11 @@ async def live(
         raise
     except BaseException as error:
         known = first_error(error)
-        await _say(endpoints, NodeState.FAILED, str(known or repr(error)))
+        for endpoint, end in zip(endpoints, serving, strict=True):
+            if not end.done():  # work may fail before anybody could hear of it
+                await endpoint.introduced(timeout_s=LAST_WORD_S)
+        state = NodeState.LOST if isinstance(known, DuplicateName) else NodeState.FAILED
+        await _say(endpoints, state, str(known or repr(error)))
         if known is None:
             raise
         raise known from None
@@ -58,6 +62,9 @@ async def live(
         for task in (working, *serving):
             task.cancel()
         await asyncio.wait((working, *serving))
+        for task in (working, *serving):
+            if not task.cancelled():
+                task.exception()  # the first was raised, asyncio need not complain of the others
 
 
 def first_error(error: BaseException) -> FedstrataError | None:

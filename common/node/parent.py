@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import NoProgress, RefusedModel, WireError
+from common.errors import NoProgress, RefusedModel, RunFailed, WireError
 from common.layout import ModelLayout, Row
 from common.net.link import BrokerAddress
 from common.node.endpoint import Endpoint, Identity
@@ -39,6 +39,8 @@ log = logging.getLogger("fedstrata.parent")
 
 CODEC: Final = "fp32"
 STAYING: Final = (NodeState.INIT, NodeState.READY, NodeState.FINISHED)
+COUNT_MOST: Final = 10**12
+BYTES_MOST: Final = 2**50
 Observe: TypeAlias = Callable[[str, dict[str, object]], None]
 
 
@@ -91,6 +93,7 @@ class ParentFace:
         self.reports: dict[str, tuple[ChildReport, ...]] = {}
         self._farewells: set[str] = set()
         self._last_state: dict[str, str] = {}
+        self._gave_up: dict[str, str] = {}
         self._changed = asyncio.Event()
         self._observe = observe
         self.moved_hook: Callable[[], None] = lambda: None
@@ -111,11 +114,12 @@ class ParentFace:
         """Send each child its model, wait until the round closes, and return what came back.
 
         `models`: one row, uint8 [row_bytes], for each child that takes part; children may share a row.
-        Raises NoProgress when the round can never close.
+        Raises RunFailed when a child that it needs has given up, NoProgress when it can never close.
         """
         layout = self._require_layout()
         now = self.endpoint.now()
         children = [name for name in self.peers if name in models]
+        self._check_present(children, closing)
         assignments = await self._offer(children, models, epochs)
         if self._uploads.shape != (len(children), layout.row_bytes):
             self._uploads = np.empty((len(children), layout.row_bytes), np.uint8)
@@ -148,16 +152,18 @@ class ParentFace:
         """Wait until every child is ready and has told how many samples it has.
 
         So the clock starts with a lab that stands. Where a round may close without some, they are waited for as
-        long as a round would; else `idle_s`: the first round then says who is missing.
+        long as a round would; else `idle_s`: the first round then says who is missing. Raises RunFailed.
         """
         patience_s = closing.deadline_s if closing.rule == "quorum" else None
         try:
             async with asyncio.timeout(patience_s or self._transfer.idle_s):
-                while set(self.samples) < set(self.peers):
+                while self.samples.keys() | self._gave_up.keys() < set(self.peers):
+                    self._check_present(self.peers, closing)
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
             log.warning("not there yet: %s", ", ".join(sorted(set(self.peers) - set(self.samples))))
+        self._check_present(self.peers, closing)
 
     async def farewells(self, *, timeout_s: float) -> None:
         """Wait until the children that are present have said goodbye, at most `timeout_s`."""
@@ -217,8 +223,13 @@ class ParentFace:
         self.coordinator.presence(node, session, presence, now=now)
         if presence is None or presence.state not in (NodeState.INIT, NodeState.READY):
             self.endpoint.outgoing.forget(node)
-        if presence is not None and presence.samples:
+        if presence is not None and 0 < presence.samples <= COUNT_MOST:
             self.samples[node] = presence.samples
+        if presence is not None and presence.state is NodeState.FAILED:
+            if self._last_state.get(node) in STAYING:  # else it is what an earlier life of this run left behind
+                self._gave_up[node] = presence.reason
+        else:
+            self._gave_up.pop(node, None)
         self._changed.set()
         state = "left" if presence is None else str(presence.state)
         if self._last_state.get(node) != state:
@@ -232,7 +243,12 @@ class ParentFace:
         self.moved_hook()
 
     def reconnected(self, now: float) -> None:
-        """Nothing to say: the children's retained states follow and set the wishes going."""
+        """Begin to count the children's silence anew: while the broker was away they could not be heard.
+
+        There is nothing to say: their retained states follow and set the wishes going.
+        """
+        for name in self.peers:
+            self.coordinator.moved(name, now=now)
 
     def transferred(self, event: IncomingEvent, now: float) -> None:
         """Check an upload that is complete, or deal with one that failed."""
@@ -251,7 +267,8 @@ class ParentFace:
 
     def tick(self, now: float) -> None:
         """Judge the round and act on what happened."""
-        self.coordinator.tick(now)
+        if self.endpoint.link.up:
+            self.coordinator.tick(now)
         while (event := self.coordinator.next_event()) is not None:
             if isinstance(event, Offered):
                 self._fetch(event.child, event.result, now)
@@ -301,10 +318,7 @@ class ParentFace:
         manifest = result.model
         try:
             check(manifest, size=CODECS[CODEC].size(layout), layout=layout.digest, codecs=frozenset({CODEC}))
-            if result.samples < 1:
-                raise RefusedModel("it reports no samples")
-            if not np.isfinite(result.loss):
-                raise RefusedModel(f"its training loss is {result.loss}")
+            _check_report(result)
         except RefusedModel as error:
             self._refuse(child, result.key, str(error))
             return
@@ -335,6 +349,8 @@ class ParentFace:
         self._observe("refused", {"node": child, "reason": reason})
 
     def _count(self, child: str, session: str, traffic: Traffic, below: Traffic) -> None:
+        if any(count > BYTES_MOST for part in (traffic, below) for count in astuple(part)):
+            raise WireError(f"{child} counts more bytes than there are")  # their sums must fit in a message
         known, *last = self._seen.get(child, (session, Traffic(), Traffic()))
         if known != session:  # a new process counts from zero
             before = self._before.get(child, (Traffic(), Traffic()))
@@ -348,7 +364,25 @@ class ParentFace:
         _, link, below = self._seen.get(child, ("", Traffic(), Traffic()))
         return before[0] + link, before[1] + below
 
+    def _check_present(self, children: Iterable[str], closing: Closing) -> None:
+        gone = [name for name in children if name in self._gave_up]
+        if gone and closing.rule == "all":
+            raise RunFailed("; ".join(f"{name} gave up: {self._gave_up[name]}" for name in gone))
+
     def _require_layout(self) -> ModelLayout:
         if self._layout is None:
             raise AssertionError("set_layout comes before the first round")
         return self._layout
+
+
+def _check_report(result: Result) -> None:
+    """Refuse a result whose numbers cannot be, or whose sums would not fit in a message. Raises RefusedModel."""
+    if result.samples < 1:
+        raise RefusedModel("it reports no samples")
+    if not np.isfinite(result.loss):
+        raise RefusedModel(f"its training loss is {result.loss}")
+    for what, count in (("samples", result.samples), ("epochs", result.epochs), ("steps of SGD", result.steps)):
+        if count > COUNT_MOST:
+            raise RefusedModel(f"it reports {count} {what}")
+    if not (0 <= result.train_s < np.inf and 0 <= result.wait_s < np.inf):
+        raise RefusedModel(f"it reports {result.train_s} s of training after {result.wait_s} s of waiting")

@@ -187,8 +187,8 @@ class Coordinator:
         elif child.state is ChildState.WORKING:
             self._received_model(child, now)
             child.state, child.result, child.moved = ChildState.OFFERED, message, now
-            if self.timeline.first_result is None:
-                self.timeline.first_result = now
+            first = self.timeline.first_result
+            self.timeline.first_result = now if first is None else first
             if all(c.result for c in self._taking_part()):
                 self.timeline.last_result = now
             self._events.append(Offered(name, message))
@@ -205,9 +205,8 @@ class Coordinator:
         if presence is None:
             child.presence = None
             return
-        if presence.state not in (NodeState.INIT, NodeState.READY) and session != child.session:
-            if child.session or presence.state is NodeState.LOST:
-                return  # the last word of a process that has a successor, or of a second one of its name
+        if presence.state not in (NodeState.INIT, NodeState.READY) and child.session not in ("", session):
+            return  # the last word of a process that has a successor, or of a second one of its name
         child.presence, child.reason = presence.state, presence.reason
         self._judged = -inf
         if presence.state is NodeState.FAILED:

@@ -1,0 +1,321 @@
+"""Mixing against plain Python, statistics against brute force, FedAvg against its definition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from common.aggregation import fedavg, mixing
+from common.aggregation.mixing import BLOCK_COLUMNS, Mixture, mix, mix_rows
+from common.aggregation.statistics import Statistics, distances, gram
+from common.layout import ModelLayout, Section
+
+Floats = npt.NDArray[np.float32]
+
+NUMBERS = st.floats(-1e6, 1e6, width=32)
+MODELS = hnp.arrays(np.float32, st.tuples(st.integers(1, 6), st.integers(1, 7)), elements=NUMBERS)
+
+
+@dataclass
+class Report:
+    samples: int
+    loss: float = 0.0
+
+
+def statistics_of(samples: Sequence[int]) -> Statistics:
+    return Statistics.of([Report(count) for count in samples])
+
+
+@st.composite
+def convex(draw: st.DrawFn, count: int) -> list[float]:
+    """Return weights that sum to 1, some of them zero."""
+    raw = draw(st.lists(st.integers(0, 5), min_size=count, max_size=count).filter(any))
+    return [number / sum(raw) for number in raw]
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[Floats, list[list[float]]]:
+    models_KF = draw(MODELS)
+    return models_KF, draw(st.lists(convex(models_KF.shape[0]), min_size=1, max_size=models_KF.shape[0]))
+
+
+def twin(weights: Sequence[float], models_KF: Floats) -> list[float]:
+    """Return the weighted sum of each column, computed exactly and rounded once."""
+    return [
+        float(sum(Fraction(w) * Fraction(float(x)) for w, x in zip(weights, column, strict=True) if w))
+        for column in models_KF.T
+    ]
+
+
+def scale_of(models_KF: Floats) -> float:
+    return float(np.abs(models_KF).max())
+
+
+# The kernel
+
+
+@given(problem=problems())
+def test_mixing_is_the_plain_sum(problem: tuple[Floats, list[list[float]]]) -> None:
+    models_KF, weights = problem
+    before = models_KF.copy()
+    out = np.full((len(weights), models_KF.shape[1]), np.nan, np.float32)
+    mix([Mixture.of(row) for row in weights], models_KF, out=out)
+    assert np.array_equal(models_KF, before)
+    for mixed, row in zip(out, weights, strict=True):
+        np.testing.assert_allclose(mixed, twin(row, models_KF), rtol=0, atol=1e-6 * scale_of(models_KF))
+
+
+@given(problem=problems())
+def test_mixing_in_place_gives_the_same_bits(problem: tuple[Floats, list[list[float]]]) -> None:
+    models_KF, weights = problem
+    mixtures = [Mixture.of(row) for row in weights]
+    apart = np.empty((len(weights), models_KF.shape[1]), np.float32)
+    mix(mixtures, models_KF, out=apart)
+    untouched = models_KF[len(weights) :].copy()
+    mix(mixtures, models_KF, out=models_KF)
+    assert models_KF[: len(weights)].tobytes() == apart.tobytes()
+    assert np.array_equal(models_KF[len(weights) :], untouched)
+
+
+def test_mixing_covers_all_columns_of_many_blocks() -> None:
+    generator = np.random.default_rng(1)
+    for columns in (BLOCK_COLUMNS - 1, BLOCK_COLUMNS, BLOCK_COLUMNS + 1, 2 * BLOCK_COLUMNS + 7):
+        models_KF = generator.normal(size=(4, columns)).astype(np.float32)
+        weights_KK = np.array([[0.5, 0.5, 0, 0], [0.25] * 4, [0, 0, 1, 0], [0.99, 0, 0, 0.01]])
+        mixtures = [Mixture.of(row) for row in weights_KK]
+        expected = weights_KK @ models_KF.astype(np.float64)
+        out = np.full_like(models_KF, np.nan)
+        mix(mixtures, models_KF, out=out)
+        np.testing.assert_allclose(out, expected, rtol=0, atol=1e-6 * scale_of(models_KF))
+        assert out[2].tobytes() == models_KF[2].tobytes()
+        mix(mixtures, models_KF, out=models_KF)
+        assert models_KF.tobytes() == out.tobytes()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 40])
+def test_a_single_weight_is_a_copy_bit_for_bit(count: int) -> None:
+    bits = np.random.default_rng(count).integers(0, 2**32, (count, 50), dtype=np.uint32)
+    bits[:, :3] = (0x7FC00001, 0xFF800000, 0x80000000)  # a NaN with a payload, -Inf, -0.0
+    models_KF = bits.view(np.float32)
+    for chosen in {0, count // 2, count - 1}:
+        weights = [0.0] * count
+        weights[chosen] = 1.0
+        out = np.zeros((1, 50), np.float32)
+        mix([Mixture.of(weights)], models_KF, out=out)
+        assert out.view(np.uint32).tobytes() == bits[chosen].tobytes()
+
+
+def test_a_permutation_in_place_loses_nothing() -> None:
+    models_KF = np.random.default_rng(2).normal(size=(5, 2 * BLOCK_COLUMNS)).astype(np.float32)
+    before = models_KF.copy()
+    order = [3, 0, 4, 2, 1]
+    mix([Mixture((source,), (1.0,)) for source in order], models_KF, out=models_KF)
+    assert models_KF.tobytes() == before[order].tobytes()
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_a_zero_weight_keeps_a_diverged_model_out(poison: float) -> None:
+    models_KF = np.ones((6, 3), np.float32)
+    models_KF[[1, 4]] = poison
+    for weights in ([0.5, 0, 0.5, 0, 0, 0], [0.25, 0, 0.25, 0.25, 0, 0.25], [1, 0, 0, 0, -0.0, 0]):
+        out = np.zeros((1, 3), np.float32)
+        mix([Mixture.of(weights)], models_KF, out=out)
+        assert np.array_equal(out, np.ones((1, 3)))
+
+
+def test_sums_run_in_row_order() -> None:
+    """The same numbers in the same rows give the same bits, whatever else is mixed in the same call."""
+    models_KF = (np.random.default_rng(3).normal(size=(9, 1000)) * 1e3).astype(np.float32)
+    weights = np.random.default_rng(4).dirichlet(np.ones(9))
+    expected = np.zeros(1000)
+    for k in range(9):
+        expected += models_KF[k].astype(np.float64) * weights[k]
+    alone, together = np.empty((1, 1000), np.float32), np.empty((3, 1000), np.float32)
+    mix([Mixture.of(weights)], models_KF, out=alone)
+    mix([Mixture.of([1.0] + [0.0] * 8), Mixture.of(weights), Mixture.of(weights)], models_KF, out=together)
+    assert alone.tobytes() == expected.astype(np.float32).tobytes()
+    assert together[1].tobytes() == together[2].tobytes() == alone.tobytes()
+
+
+def test_many_rows_are_summed_in_float64() -> None:
+    models_KF = np.full((1000, 2), 0.1, np.float32)
+    models_KF[0] = 1e7
+    weights = [1e-3] * 1000
+    out = np.empty((1, 2), np.float32)
+    mix([Mixture.of(weights)], models_KF, out=out)
+    assert out[0, 0] == np.float32(sum(Fraction(1e-3) * Fraction(float(x)) for x in models_KF[:, 0]))
+
+
+def test_extrapolating_weights_are_mixed_too() -> None:
+    models_KF = np.array([[1.0, 2.0], [3.0, 5.0]], np.float32)
+    out = np.empty((1, 2), np.float32)
+    mix([Mixture.of([1.5, -0.5])], models_KF, out=out)
+    assert out.tolist() == [[0.0, 0.5]]
+
+
+def test_a_mixture_keeps_what_counts() -> None:
+    mixture = Mixture.of([0.0, 0.25, -0.0, 0.5, 0.25])
+    assert mixture == Mixture((1, 3, 4), (0.25, 0.5, 0.25)) and mixture.heaviest == 3
+    assert Mixture.of([0.3, 0.4, 0.4]).heaviest == 1  # the lowest of equals
+    assert Mixture.of(np.array([0.0, 1.0])) == Mixture((1,), (1.0,))
+
+
+# Rows with counters
+
+
+def layout_of(parameters: int, buffers: int, counters: int) -> ModelLayout:
+    sections = [(Section.PARAMETER, parameters), (Section.BUFFER, buffers), (Section.COUNTER, counters)]
+    return ModelLayout.build([(f"m.{section}", (width,), section) for section, width in sections if width])
+
+
+@pytest.mark.parametrize(("parameters", "buffers", "counters"), [(3, 2, 2), (4, 0, 1), (5, 1, 0), (1, 0, 3)])
+@pytest.mark.parametrize("place", ["apart", "in place"])
+def test_counters_come_from_the_heaviest_row(parameters: int, buffers: int, counters: int, place: str) -> None:
+    layout = layout_of(parameters, buffers, counters)
+    rows_K = np.zeros((3, layout.row_bytes), np.uint8)
+    for k, row in enumerate(rows_K):
+        layout.floats(row)[:] = k + 1
+        layout.integers(row)[:] = 10**15 + k
+    mixtures = [Mixture.of([0.2, 0.5, 0.3]), Mixture.of([0.5, 0.0, 0.5]), Mixture.of([0.0, 1.0, 0.0])]
+    out = rows_K if place == "in place" else np.zeros_like(rows_K)
+    mix_rows(mixtures, rows_K, layout=layout, out=out)
+    assert [layout.integers(row).tolist() for row in out] == [[10**15 + k] * counters for k in (1, 0, 1)]
+    np.testing.assert_allclose(layout.floats(out), np.repeat([[2.1], [2.0], [2.0]], layout.columns, 1), rtol=1e-6)
+
+
+def test_one_row_is_made_of_many() -> None:
+    layout = layout_of(3, 0, 1)
+    rows_K = np.zeros((4, layout.row_bytes), np.uint8)
+    layout.floats(rows_K)[:] = np.arange(12).reshape(4, 3)
+    mean = layout.empty()
+    mix_rows([Mixture.of([0.25] * 4)], rows_K, layout=layout, out=mean[None])
+    assert layout.floats(mean).tolist() == [4.5, 5.5, 6.5] and layout.integers(mean).tolist() == [0]
+
+
+# Statistics
+
+
+@given(models_KD=MODELS, seed=st.integers(0, 100))
+def test_gram_is_brute_force(models_KD: Floats, seed: int) -> None:
+    reference_D = np.random.default_rng(seed).normal(size=models_KD.shape[1]).astype(np.float32)
+    offset_KD = models_KD.astype(np.float64) - reference_D
+    expected = [[sum(a * b for a, b in zip(x, y, strict=True)) for y in offset_KD] for x in offset_KD]
+    products_KK = gram(models_KD, reference_D)
+    assert products_KK.dtype == np.float64
+    np.testing.assert_allclose(products_KK, expected, rtol=1e-12, atol=1e-12 * max(1.0, float(np.abs(expected).max())))
+
+
+def test_gram_covers_all_columns_of_many_blocks() -> None:
+    models_KD = np.random.default_rng(5).normal(size=(3, 2 * BLOCK_COLUMNS + 7)).astype(np.float32)
+    offset_KD = models_KD.astype(np.float64) - models_KD[0]
+    np.testing.assert_allclose(gram(models_KD, models_KD[0]), offset_KD @ offset_KD.T, rtol=1e-12)
+
+
+def brute_distances(models_KD: Floats, weights_K: npt.NDArray[np.float64]) -> list[float]:
+    exact = models_KD.astype(np.longdouble) - models_KD[0]  # so that weights that sum to almost 1 do no harm
+    return [float(np.sqrt(((row - weights_K @ exact) ** 2).sum())) for row in exact]
+
+
+@settings(max_examples=200)
+@given(models_KD=MODELS, data=st.data())
+def test_distances_are_brute_force(models_KD: Floats, data: st.DataObject) -> None:
+    weights_K = np.array(data.draw(convex(models_KD.shape[0])))
+    expected = brute_distances(models_KD, weights_K)
+    largest = float(np.abs(gram(models_KD, models_KD[0])).max())
+    found = distances(gram(models_KD, models_KD[0]), weights_K)
+    np.testing.assert_allclose(found**2, np.square(expected), rtol=1e-9, atol=1e-13 * max(largest, 1e-30))
+
+
+@pytest.mark.parametrize("size", [1.0, 1e3, 1e6])
+def test_tiny_differences_of_huge_weights_keep_their_digits(size: float) -> None:
+    """The last bit of each weight: in float32, or from raw products, nothing of it would be left."""
+    base = (np.random.default_rng(6).uniform(1, 2, 10_000) * size).astype(np.float32)
+    ulps = np.random.default_rng(7).integers(0, 3, (4, 10_000))
+    models_KD = base + (ulps * np.spacing(base)).astype(np.float32)
+    weights_K = np.array([0.1, 0.2, 0.3, 0.4])
+    for reference in (base, models_KD[0]):
+        found = distances(gram(models_KD, reference), weights_K)
+        np.testing.assert_allclose(found, brute_distances(models_KD, weights_K), rtol=1e-9)
+
+
+def test_equal_models_have_no_distance() -> None:
+    models_KD = np.tile(np.random.default_rng(8).normal(size=1000).astype(np.float32) * 1e5, (3, 1))
+    assert distances(gram(models_KD, models_KD[0]), np.array([0.2, 0.3, 0.5])).tolist() == [0, 0, 0]
+    reference = np.zeros(1000, np.float32)  # rounding may not turn into the root of a negative number
+    assert np.isfinite(distances(gram(models_KD, reference), np.array([0.2, 0.3, 0.5]))).all()
+
+
+def test_a_single_model_is_its_own_mean() -> None:
+    models_KD = np.ones((1, 5), np.float32)
+    assert distances(gram(models_KD, np.zeros(5, np.float32)), np.array([1.0])).tolist() == [0.0]
+
+
+# FedAvg
+
+
+@given(samples=st.lists(st.integers(0, 10**6), min_size=1, max_size=20).filter(any))
+def test_fedavg_weighs_by_samples(samples: list[int]) -> None:
+    mixture = fedavg.plan(statistics_of(samples), weights="data")
+    assert mixture.indices == tuple(k for k, count in enumerate(samples) if count)
+    for k, weight in zip(mixture.indices, mixture.weights, strict=True):
+        assert weight == pytest.approx(samples[k] / sum(samples), rel=1e-15)
+    assert sum(mixture.weights) == pytest.approx(1.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_fedavg_can_weigh_alike(count: int) -> None:
+    mixture = fedavg.plan(statistics_of(range(count)), weights="uniform")
+    assert mixture == Mixture(tuple(range(count)), (1 / count,) * count)
+
+
+def test_a_single_upload_is_copied() -> None:
+    for weights in ("data", "uniform"):
+        assert fedavg.plan(statistics_of([600]), weights=weights).weights == (1.0,)  # type: ignore[arg-type]
+
+
+def test_uploads_without_a_single_sample_weigh_alike() -> None:
+    """0 / 0 would be NaN in every weight of the new model."""
+    assert fedavg.plan(statistics_of([0, 0]), weights="data") == Mixture((0, 1), (0.5, 0.5))
+
+
+def test_a_huge_count_does_not_overflow() -> None:
+    mixture = fedavg.plan(statistics_of([2**63 - 1, 2**63 - 1, 2]), weights="data")
+    assert all(0 <= weight <= 0.5 for weight in mixture.weights) and sum(mixture.weights) == pytest.approx(1.0)
+
+
+def test_statistics_keep_the_order_of_the_results() -> None:
+    statistics = Statistics.of([Report(3, 0.5), Report(1, 0.25)])
+    assert statistics.samples_K.tolist() == [3, 1] and statistics.losses_K.tolist() == [0.5, 0.25]
+    assert statistics.shares_K.tolist() == [0.75, 0.25]
+
+
+@settings(max_examples=50)
+@given(
+    sizes=st.lists(st.lists(st.integers(1, 1000), min_size=1, max_size=5), min_size=1, max_size=5),
+    seed=st.integers(0, 1000),
+)
+def test_the_mean_of_the_institutions_means_is_the_mean_of_all_devices(sizes: list[list[int]], seed: int) -> None:
+    samples = [count for institution in sizes for count in institution]
+    layout = layout_of(50, 6, 1)
+    generator = np.random.default_rng(seed)
+    rows = np.zeros((len(samples), layout.row_bytes), np.uint8)
+    layout.floats(rows)[:] = generator.normal(size=(len(samples), layout.columns))
+
+    def mean(rows_K: npt.NDArray[np.uint8], counts: Sequence[int]) -> npt.NDArray[np.uint8]:
+        row = layout.empty()
+        mixing.mix_rows([fedavg.plan(statistics_of(counts), weights="data")], rows_K, layout=layout, out=row[None])
+        return row
+
+    ends = np.cumsum([len(institution) for institution in sizes])
+    parts = np.split(rows, ends[:-1])
+    above = np.stack([mean(part, counts) for part, counts in zip(parts, sizes, strict=True)])
+    tiered = mean(above, [sum(counts) for counts in sizes])
+    np.testing.assert_allclose(layout.floats(tiered), layout.floats(mean(rows, samples)), rtol=0, atol=1e-6)

@@ -1,0 +1,593 @@
+"""Roles that are killed, interrupted, refused or lied to: what the others do, what a person reads, what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import json
+import logging
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from paho.mqtt import client as mqtt
+
+from common.errors import InvalidExperiment, RunFailed, WireError
+from common.layout import ModelLayout, Section
+from common.metrics import Metrics
+from common.net.link import BrokerAddress
+from common.node import discovery
+from common.node.endpoint import Identity, new_session
+from common.node.life import live
+from common.node.parent import ParentFace
+from common.spec import Closing, Experiment, parse, to_toml
+from common.wire import messages, topics
+from common.wire.messages import Announcement, Message, NodeState, Phase, Progress, Task
+from deploy import broker
+from deploy.broker import Broker
+from device.agent import DeviceAgent
+from device.slots import Slots
+from device.trainer import Trainer
+from institution.agent import InstitutionAgent
+
+PATIENCE_S = 90
+SMALL: dict[str, Any] = {
+    "name": "faults",
+    "seed": 5,
+    "iterations": 3,
+    "topology": {"institutions": 2, "devices": 4},
+    "model": {"name": "mlp_digits"},
+    "training": {"epochs": 40},
+    "institution": {"rounds": 2},
+    "cloud": {"epoch_control": {"name": "tempo"}},
+}
+DEVICES = [
+    ("device-0", "institution-0"),
+    ("device-1", "institution-0"),
+    ("device-2", "institution-1"),
+    ("device-3", "institution-1"),
+]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
+    with broker.start(directory=tmp_path_factory.mktemp("broker")) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("experiment") / "faults.toml"
+    path.write_text(to_toml(parse(SMALL)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(experiment: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """Return the final model's tensors of a run that nothing happened to."""
+    done = subprocess.run(
+        command("run", experiment, "--runs", tmp_path_factory.mktemp("runs"), "--format", "json"),
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return tensors(folder_in(done.stdout))
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "deploy.cli", *map(str, arguments)]
+
+
+def folder_in(output: str) -> Path:
+    """Return the run's folder from what `--format json` printed."""
+    events = [json.loads(line) for line in output.splitlines()]
+    return Path(next(event["folder"] for event in events if event["event"] == "run"))
+
+
+def tensors(folder: Path) -> bytes:
+    """Return the bytes of the model that a run left, without the header, which tells the run's id."""
+    data = (folder / "model.safetensors").read_bytes()
+    return data[8 + int.from_bytes(data[:8], "little") :]
+
+
+def rounds(folder: Path) -> list[dict[str, str]]:
+    with (folder / "rounds.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+class Role:
+    """One process and what it printed."""
+
+    def __init__(self, log: Path, *arguments: str | Path, cwd: Path | None = None) -> None:
+        self.log = log
+        with log.open("wb") as errors, log.with_suffix(".out").open("wb") as output:
+            self.process = subprocess.Popen(command(*arguments), stdout=output, stderr=errors, cwd=cwd)
+
+    def ends(self, code: int, patience_s: float = PATIENCE_S) -> str:
+        """Wait for the end, check the exit code, and return what it said on standard error."""
+        try:
+            found = self.process.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            found = None
+        said = self.log.read_text()
+        assert found == code, f"{self.log.stem} ended with {found}: {said}"
+        return said
+
+    def output(self) -> str:
+        return self.log.with_suffix(".out").read_text()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+class Lab:
+    """The roles of one experiment as processes of this test."""
+
+    def __init__(self, experiment: Path, served: Broker, home: Path, stack: ExitStack) -> None:
+        self.address = f"{served.host}:{served.port}"
+        self.runs = home / "runs"
+        self._experiment = experiment
+        self._home = home
+        self._stack = stack
+        self._count = 0
+
+    def start(self, *arguments: str | Path) -> Role:
+        self._count += 1
+        role = Role(self._home / f"{self._count}-{arguments[0]}.log", *arguments, "--broker", self.address)
+        self._stack.callback(role.kill)
+        return role
+
+    def cloud(self, resume: Path | None = None) -> Role:
+        what = ["--resume", resume] if resume else [self._experiment]
+        return self.start("cloud", *what, "--runs", self.runs, "--format", "json")
+
+    def institution(self, name: str) -> Role:
+        return self.start("institution", "--name", name)
+
+    def devices(self, *places: int) -> Role:
+        words = [word for i in places for word in ("--name", DEVICES[i][0], "--institution", DEVICES[i][1])]
+        return self.start("device", *words)
+
+
+class Overheard:
+    """All control messages of a broker, in order."""
+
+    def __init__(self, served: Broker) -> None:
+        self._heard: list[tuple[topics.Topic, Message]] = []
+        self._changed = threading.Condition()
+        self._client = mqtt.Client(mqtt.CallbackAPIVersion.VERSION2)
+        self._client.on_message = self._on_message
+        self._client.connect(served.host, served.port)
+        self._client.subscribe([("fs1/+/+/state", 1), ("fs1/+/+/inbox/+", 1)])
+        self._client.loop_start()
+
+    def close(self) -> None:
+        self._client.disconnect()
+        self._client.loop_stop()
+
+    def wait_for(self, what: Callable[[topics.Topic, Message], object]) -> None:
+        """Wait until a message is heard, from now on, for which `what` is true."""
+        with self._changed:
+            start = len(self._heard)
+            assert self._changed.wait_for(lambda: any(what(*one) for one in self._heard[start:]), PATIENCE_S)
+
+    def _on_message(self, _client: object, _data: object, message: mqtt.MQTTMessage) -> None:
+        try:
+            said = topics.parse(message.topic), messages.decode(message.payload)[1]
+        except WireError:
+            return
+        with self._changed:
+            self._heard.append(said)
+            self._changed.notify_all()
+
+
+@contextmanager
+def overhearing(served: Broker) -> Iterator[Overheard]:
+    one = Overheard(served)
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+def working(device: str) -> Callable[[topics.Topic, Message], bool]:
+    """Tell a device's word that it trains, or is about to."""
+    return lambda topic, said: (
+        isinstance(topic, topics.InboxTopic)
+        and topic.sender == device
+        and isinstance(said, Progress)
+        and said.phase in (Phase.WAITING, Phase.TRAINING)
+    )
+
+
+def wish(sender: str, iteration: int, round_: int) -> Callable[[topics.Topic, Message], bool]:
+    """Tell a parent's wish in one round."""
+    return lambda topic, said: (
+        isinstance(topic, topics.InboxTopic)
+        and topic.sender == sender
+        and isinstance(said, Task)
+        and (said.key.iteration, said.key.round) == (iteration, round_)
+    )
+
+
+def test_every_role_killed_once_and_started_again_gives_the_same_model(
+    experiment: Path, undisturbed: bytes, served: Broker, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        overheard = stack.enter_context(overhearing(served))
+        lab = Lab(experiment, served, tmp_path, stack)
+        cloud = lab.cloud()
+        one, two = lab.institution("institution-0"), lab.institution("institution-1")
+        some, others = lab.devices(0, 2), lab.devices(1, 3)
+
+        overheard.wait_for(working("device-0"))
+        some.kill()
+        some = lab.devices(0, 2)
+
+        overheard.wait_for(wish("institution-0", 1, 1))
+        one.kill()
+        one = lab.institution("institution-0")
+
+        overheard.wait_for(wish("cloud", 2, 0))
+        cloud.kill()
+        (folder,) = lab.runs.iterdir()
+        assert not (folder / "model.safetensors").exists()
+        assert [path.stem for path in sorted((folder / "checkpoints").glob("*.safetensors"))][-1] == "iteration-000002"
+        cloud = lab.cloud(resume=folder)
+
+        for role in (cloud, one, two, some, others):
+            role.ends(0)
+        assert folder_in(cloud.output()) == folder
+        assert tensors(folder) == undisturbed
+        assert [row["round"] for row in rounds(folder)] == ["1", "2", "3"]
+        assert all(0.5 < float(row["accuracy"]) <= 1 for row in rounds(folder))
+
+
+# A whole lab
+
+
+def lab_of(log: Path, *arguments: str | Path) -> Role:
+    return Role(log, "run", *arguments, "--format", "json")
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    """Wait until something in another process has come true."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"never came: {what}"
+        time.sleep(0.02)
+
+
+def happened(role: Role, event: str) -> bool:
+    return any(
+        line.startswith(f'{{"event": "{event}"')
+        for line in role.output().splitlines(keepends=True)
+        if line.endswith("\n")
+    )
+
+
+def family(role: Role) -> dict[str, psutil.Process]:
+    """Return a lab's processes by what they are."""
+    found = {}
+    for process in psutil.Process(role.process.pid).children(recursive=True):
+        try:
+            words = process.cmdline()
+        except psutil.NoSuchProcess:
+            continue
+        roles = [word for word in ("cloud", "institution", "device", "cloud.evaluator_process") if word in words]
+        if roles or any("mosquitto" in word or "deploy.broker" in word for word in words[:4]):
+            found[f"{roles[0] if roles else 'broker'} {process.pid}"] = process
+    return found
+
+
+def port_of(role: Role) -> int:
+    return int(role.log.read_text().splitlines()[0].rpartition(":")[2])
+
+
+def assert_gone(role: Role, processes: dict[str, psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(list(processes.values()), timeout=30)
+    assert not alive, [name for name, process in processes.items() if process in alive]
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port_of(role)), timeout=10)
+
+
+def test_an_interrupted_lab_leaves_nothing_behind_and_can_be_resumed(
+    experiment: Path, undisturbed: bytes, tmp_path: Path
+) -> None:
+    with ExitStack() as stack:
+        # At once, before the first checkpoint; then in mid-run; then to the end.
+        early = lab_of(tmp_path / "early.log", experiment, "--runs", tmp_path / "runs")
+        stack.callback(early.kill)
+        until(lambda: happened(early, "run"), "the run")
+        processes = family(early)
+        assert {name.split()[0] for name in processes} >= {"cloud", "institution", "device", "broker"}
+        early.process.send_signal(signal.SIGTERM)
+        said = early.ends(130, patience_s=20)
+        assert_gone(early, processes)
+        folder = folder_in(early.output())
+        assert f"fedstrata run --resume {folder}" in said
+        assert not list(folder.glob("checkpoints/*"))
+
+        middle = lab_of(tmp_path / "middle.log", "--resume", folder)
+        stack.callback(middle.kill)
+        until(lambda: happened(middle, "iteration"), "the first iteration")
+        until(lambda: list(folder.glob("checkpoints/*.safetensors")), "the first checkpoint")
+        processes = family(middle)
+        middle.process.send_signal(signal.SIGINT)
+        said = middle.ends(130, patience_s=20)
+        assert "Traceback" not in said
+        assert_gone(middle, processes)
+        assert not (folder / "model.safetensors").exists()
+
+        last = lab_of(tmp_path / "last.log", "--resume", folder)
+        stack.callback(last.kill)
+        last.ends(0)
+        assert tensors(folder) == undisturbed
+        assert [row["round"] for row in rounds(folder)] == ["1", "2", "3"]
+        assert all(row["accuracy"] for row in rounds(folder))
+        assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+def test_a_killed_lab_leaves_no_process_behind(experiment: Path, tmp_path: Path) -> None:
+    role = lab_of(tmp_path / "lab.log", experiment, "--runs", tmp_path / "runs")
+    try:
+        until(lambda: len(family(role)) >= 6, "all roles")
+        processes = family(role)
+    finally:
+        role.kill()
+    assert_gone(role, processes)
+
+
+def test_a_lab_whose_cloud_is_killed_ends_and_says_so(experiment: Path, tmp_path: Path) -> None:
+    role = lab_of(tmp_path / "lab.log", experiment, "--runs", tmp_path / "runs")
+    try:
+        until(lambda: any(name.startswith("cloud ") for name in family(role)), "the cloud")
+        processes = family(role)
+        next(process for name, process in processes.items() if name.startswith("cloud ")).kill()
+        said = role.ends(1)
+    finally:
+        role.kill()
+    assert "cloud" in said
+    assert "signal 9" in said
+    assert "Traceback" not in said
+    assert_gone(role, processes)
+
+
+# One role, told the wrong thing
+
+
+@asynccontextmanager
+async def announcing(
+    address: BrokerAddress, name: str, experiment: Experiment, *, children: list[str]
+) -> AsyncIterator[ParentFace]:
+    """Keep a parent on the broker that announces an experiment."""
+
+    async def nothing() -> None:
+        pass
+
+    layout = ModelLayout.build([("weight", (100,), Section.PARAMETER)])
+    identity = Identity(f"run-{secrets.token_hex(4)}", name, "institution", new_session())
+    face = ParentFace(address, identity, children=children, transfer=experiment.transfer, link=experiment.links.lan)
+    face.set_layout(layout)
+    face.endpoint.announce(Announcement(experiment.to_json(), layout.to_json()))
+    face.endpoint.set_state(NodeState.READY)
+    over = asyncio.Event()
+    living = asyncio.create_task(
+        live((face.endpoint,), over.wait(), connect_timeout_s=PATIENCE_S, goodbye=nothing), name=name
+    )
+    try:
+        yield face
+    finally:
+        over.set()
+        await asyncio.wait((living,))
+        living.exception()
+
+
+def scenario(play: Coroutine[Any, Any, None]) -> None:
+    """Run a test's coroutine, at most `PATIENCE_S`."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await play
+
+    asyncio.run(bounded())
+
+
+async def true(condition: Callable[[], object]) -> None:
+    """Wait until something has come true."""
+    while not condition():  # noqa: ASYNC110 - nothing tells us
+        await asyncio.sleep(0.01)
+
+
+def device(address: BrokerAddress, name: str, institution: str) -> DeviceAgent:
+    return DeviceAgent(
+        name, institution=institution, broker=address, accelerator="cpu", slots=Slots(), connect_timeout_s=10.0,
+        metrics=Metrics(),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def address(served: Broker) -> BrokerAddress:
+    return BrokerAddress(served.host, served.port)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("device-3", ["device-3 is not there", "it belongs to institution-1", "institution-0 has device-0, device-1"]),
+        ("device-9", ["device-9 is not there", "no device of this experiment", "institution-0 has device-0, device-1"]),
+    ],
+)
+def test_a_device_of_another_institution_ends_with_4_and_disturbs_nobody(
+    address: BrokerAddress, name: str, words: list[str]
+) -> None:
+    async def run() -> None:
+        async with announcing(address, "institution-0", parse(SMALL), children=["device-0"]):
+            with overhearing_states(address) as said, pytest.raises(InvalidExperiment) as told:
+                await device(address, name, "institution-0").run()
+        assert told.value.exit_code == 4
+        for word in ["--institution = 'institution-0'", *words]:
+            assert word in str(told.value)
+        assert name not in said
+
+    scenario(run())
+
+
+@contextmanager
+def overhearing_states(address: BrokerAddress) -> Iterator[set[str]]:
+    """Collect the names of all who say how they are."""
+    said: set[str] = set()
+
+    def note(_client: object, _data: object, message: mqtt.MQTTMessage) -> None:
+        said.add(message.topic.split("/")[2])
+
+    client = mqtt.Client(mqtt.CallbackAPIVersion.VERSION2)
+    client.on_message = note
+    client.connect(address.host, address.port)
+    client.subscribe("fs1/+/+/state", qos=1)
+    client.loop_start()
+    try:
+        yield said
+        # What was said before this is heard before this.
+        client.publish("fs1/end/end/state", b"", qos=1)
+        until(lambda: "end" in said, "the end")
+    finally:
+        client.disconnect()
+        client.loop_stop()
+
+
+def test_an_institution_that_the_experiment_does_not_know_ends_with_4(address: BrokerAddress) -> None:
+    async def run() -> None:
+        agent = InstitutionAgent(
+            "institution-9", cloud_broker=address, device_broker=address, connect_timeout_s=10.0, metrics=Metrics()
+        )
+        with pytest.raises(InvalidExperiment, match=r"--name = 'institution-9'.*institution-0, institution-1") as told:
+            async with announcing(address, "cloud", parse(SMALL), children=["institution-0"]):
+                await agent.run()
+        assert told.value.exit_code == 4
+
+    scenario(run())
+
+
+def test_a_device_that_waits_in_vain_says_for_whom_and_who_is_there(
+    address: BrokerAddress, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        there = announcing(address, "institution-0", parse(SMALL), children=["device-0"])
+        with caplog.at_level(logging.WARNING):
+            async with there:
+                waiting = asyncio.create_task(device(address, "device-0", "instituion-0").run())
+                await true(lambda: caplog.messages)
+                waiting.cancel()
+                await asyncio.wait((waiting,))
+        (said,) = caplog.messages
+        for word in ("instituion-0", str(address), "institution-0"):
+            assert word in said
+
+    monkeypatch.setattr(discovery, "PATIENCE_S", 0.2)
+    scenario(run())
+
+
+def test_a_device_without_its_data_ends_the_run_at_once_with_the_reason(
+    address: BrokerAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remedy = InvalidExperiment("data.root", "/no/where", "no MNIST there", "Fetch it.")
+
+    def prepare(_trainer: Trainer) -> None:
+        raise remedy
+
+    async def run() -> None:
+        institution = InstitutionAgent(
+            "institution-0", cloud_broker=address, device_broker=address, connect_timeout_s=10.0, metrics=Metrics()
+        )
+        roles = [
+            institution.run(),
+            *(device(address, name, "institution-0").run() for name in ("device-0", "device-1")),
+        ]
+        experiment = parse(SMALL | {"topology": {"institutions": 1, "devices": 2}})
+        async with announcing(address, "cloud", experiment, children=["institution-0"]) as cloud:
+            tasks = [asyncio.create_task(role) for role in roles]
+            reason = r"institution-0 gave up: .*device-. gave up: data.root = '/no/where'.*Fetch it"
+            with pytest.raises(RunFailed, match=reason):
+                await cloud.gather(Closing())
+            await asyncio.wait(tasks)
+        first, *others = [task.exception() for task in tasks]
+        assert isinstance(first, RunFailed)
+        assert remedy in others
+
+    monkeypatch.setattr(Trainer, "prepare", prepare)
+    scenario(run())
+
+
+def test_a_lab_without_its_data_ends_soon_and_not_by_patience(tmp_path: Path) -> None:
+    missing = tmp_path / "no-such-folder"
+    slow = parse(
+        SMALL
+        | {
+            "data": {"dataset": "mnist", "root": str(missing)},
+            "model": {"name": "lenet5"},
+            "transfer": {"idle_s": 600.0},
+        }
+    )
+    path = tmp_path / "mnist.toml"
+    path.write_text(to_toml(slow))
+    said = lab_of(tmp_path / "lab.log", path, "--runs", tmp_path / "runs").ends(4)
+    complaints = [line for line in said.splitlines() if "data.root" in line]
+    assert len(complaints) == 1
+    assert str(missing) in complaints[0]
+    assert "download" in complaints[0]
+
+
+def test_a_refused_login_ends_every_role_with_3_and_names_the_address(tmp_path: Path) -> None:
+    passwords = tmp_path / "passwords"
+    passwords.write_text("")
+    file = tmp_path / "experiment.toml"
+    file.write_text(to_toml(parse(SMALL)))
+    secret = tmp_path / "secret"
+    secret.write_text("wrong")
+    login = ["--username", "me", "--password-file", secret, "--connect-timeout", "1"]
+    with broker.start(directory=tmp_path, password_file=passwords) as refusing:
+        address = f"{refusing.host}:{refusing.port}"
+        roles = [
+            Role(tmp_path / f"{words[0]}.log", *words, "--broker", address, *login)
+            for words in (
+                ["cloud", file, "--runs", tmp_path / "runs"],
+                ["institution", "--name", "institution-0"],
+                ["device", "--name", "device-0", "--institution", "institution-0"],
+            )
+        ]
+        for role in roles:
+            said = role.ends(3)
+            assert address in said
+            assert "login" in said
+            assert len(said.splitlines()) == 1
+
+
+def test_a_broker_that_stays_away_ends_a_role_with_5_and_is_named(tmp_path: Path) -> None:
+    async def run(dying: Broker) -> str:
+        address = BrokerAddress(dying.host, dying.port)
+        role = Role(tmp_path / "institution.log", "institution", "--name", "institution-0", "--broker", str(address))
+        try:
+            experiment = parse(SMALL | {"transfer": {"idle_s": 1.0}})
+            async with announcing(address, "cloud", experiment, children=["institution-0"]) as cloud:
+                await true(lambda: cloud.coordinator.states()["institution-0"] == "init")
+                dying.stop()
+                return await asyncio.to_thread(role.ends, 5)
+        finally:
+            role.kill()
+
+    with broker.start(directory=tmp_path) as dying:
+        said = asyncio.run(run(dying))
+    assert said.splitlines()[-1] == f"fedstrata: broker {dying.host}:{dying.port} was away for 1 s"
+    assert "trying again" in said
+    assert "fedstrata.mqtt" not in said

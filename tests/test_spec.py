@@ -1,0 +1,485 @@
+"""The experiment file: what it says is what is run, and what cannot work is said in a way that can be mended."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import InvalidExperiment
+from common.spec import Experiment, load, parse, participants, to_toml
+
+FILES = sorted((Path(__file__).parent.parent / "deploy" / "experiments").glob("*.toml"))
+
+
+def refusal(tree: dict[str, Any] | str) -> InvalidExperiment:
+    with pytest.raises(InvalidExperiment) as caught:
+        parse(tree)
+    return caught.value
+
+
+def check_refusal(error: InvalidExperiment, *, key: str, value: str, problem: str, remedy: str) -> None:
+    """Assert on all that a person needs: which key, which value, what is wrong, what to do."""
+    text = str(error)
+    assert text.startswith(f"{key} = "), text
+    for part in (value, problem, remedy):
+        assert part in text, text
+    assert error.exit_code == 4 and error.parts[0] == key
+
+
+def load_text(tmp_path: Path, text: str, *overrides: str) -> Experiment:
+    path = tmp_path / "experiment.toml"
+    path.write_text(text, encoding="utf-8")
+    return load(path, overrides)
+
+
+# What is valid
+
+
+def test_the_defaults_are_an_experiment() -> None:
+    assert parse({}) == Experiment() == parse("{}")
+    assert Experiment().topology.children() == {"institution-0": ["device-0"]}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_experiments_that_ship_are_valid(path: Path) -> None:
+    experiment = load(path)
+    assert parse(tomllib.loads(to_toml(experiment))) == experiment
+
+
+@st.composite
+def experiments(draw: st.DrawFn) -> Experiment:
+    names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,12}", fullmatch=True).filter(
+        lambda n: n not in ("cloud", "all")
+    )
+    rate = st.none() | st.floats(1e-6, 1e5)
+    institutions = draw(st.lists(names, min_size=1, max_size=3, unique=True))
+    devices = draw(st.lists(names.filter(lambda n: n not in institutions), min_size=3, max_size=6, unique=True))
+    topology: dict[str, Any] = {"institutions": institutions, "devices": devices}
+    if draw(st.booleans()):
+        topology["members"] = {name: devices[m :: len(institutions)] for m, name in enumerate(institutions)}
+    if draw(st.booleans()):
+        topology = {"institutions": 2, "devices": draw(st.integers(2, 50))}
+    quorum = {"rule": "quorum", "quorum": 1, "deadline_s": draw(st.floats(1e-3, 1e6))}
+    closing = st.sampled_from([{}, {"rule": "all"}, quorum])
+    return parse(
+        {
+            "name": draw(names),
+            "seed": draw(st.integers(0, 2**63 - 1)),
+            "target_accuracy": draw(st.none() | st.floats(0.01, 1.0)),
+            "topology": topology,
+            "data": {"root": draw(st.text()), "concentration": draw(st.floats(1e-300, 1e300))},
+            "training": {"learning_rate": draw(st.floats(1e-12, 1e6)), "momentum": draw(st.floats(0, 0.999))},
+            "cloud": {"closing": draw(closing), "epoch_control": {"name": draw(st.sampled_from(["fixed", "tempo"]))}},
+            "institution": {"participation": draw(st.floats(1e-6, 1)), "closing": draw(closing)},
+            "links": {"wan": {"up_mbit": draw(rate), "down_mbit": draw(rate)}, "lan": {"up_mbit": draw(rate)}},
+            "transfer": {"idle_s": draw(st.floats(1e-3, 1e9))},
+        }
+    )
+
+
+@given(experiment=experiments())
+def test_toml_and_json_say_the_same(experiment: Experiment) -> None:
+    from_toml = parse(tomllib.loads(to_toml(experiment)))
+    from_json = parse(experiment.to_json())
+    assert from_toml == from_json == parse(experiment.to_json().encode()) == experiment
+    assert from_toml.digest == from_json.digest == experiment.digest
+    assert from_toml.to_json() == experiment.to_json()
+
+
+def test_every_key_is_written_out(tmp_path: Path) -> None:
+    def keys(tree: dict[str, Any], path: str = "") -> set[str]:
+        return {
+            key
+            for name, value in tree.items()
+            for key in (keys(value, f"{path}{name}.") if isinstance(value, dict) else {f"{path}{name}"})
+        }
+
+    given_ = {
+        "target_accuracy": 0.5,
+        "links": {tier: {"up_mbit": 1, "down_mbit": 2} for tier in ("wan", "lan")},
+        "cloud": {"closing": {"quorum": 1, "deadline_s": 1}},
+        "institution": {"closing": {"quorum": 1, "deadline_s": 1}},
+        "topology": {"members": {"institution-0": ["device-0"]}},
+    }
+    experiment = parse(given_)
+    text = to_toml(experiment)
+    assert keys(tomllib.loads(text)) == keys(json.loads(experiment.to_json()))
+    assert load_text(tmp_path, text) == experiment
+
+
+@pytest.mark.parametrize(
+    "root", ["dätä", "\U0001f600", "a\\b", 'a"b', "tab\there", "line\nline", "\x7f", "\x00", "'", "# no"]
+)
+def test_any_text_can_be_written(tmp_path: Path, root: str) -> None:
+    experiment = parse({"data": {"root": root}})
+    assert load_text(tmp_path, to_toml(experiment)) == experiment
+
+
+def test_names_with_dots_are_one_key(tmp_path: Path) -> None:
+    topology = {
+        "institutions": ["site.a", "b"],
+        "devices": ["d.1", "d.2"],
+        "members": {"site.a": ["d.1"], "b": ["d.2"]},
+    }
+    experiment = parse({"topology": topology})
+    assert load_text(tmp_path, to_toml(experiment)) == experiment
+
+
+CHANGES: list[dict[str, Any]] = [
+    {"name": "other"}, {"seed": 2}, {"iterations": 11}, {"target_accuracy": 0.9}, {"topology": {"devices": 2}},
+    {"topology": {"institutions": ["a"]}}, {"topology": {"devices": ["a"]}}, {"data": {"dataset": "mnist"}},
+    {"data": {"root": "elsewhere"}}, {"data": {"partition": "dirichlet"}}, {"data": {"concentration": 0.1}},
+    {"data": {"min_samples": 0}}, {"data": {"partition_size": 601}}, {"model": {"name": "lenet5"}},
+    {"training": {"epochs": 2}}, {"training": {"batch_size": 11}}, {"training": {"learning_rate": 0.02}},
+    {"training": {"momentum": 0}}, {"training": {"weight_decay": 1e-9}}, {"cloud": {"evaluate_every": 2}},
+    {"cloud": {"checkpoint_every": 2}}, {"cloud": {"aggregation": {"weights": "uniform"}}},
+    {"cloud": {"epoch_control": {"name": "tempo"}}}, {"cloud": {"closing": {"deadline_s": 1}}},
+    {"institution": {"rounds": 2}}, {"institution": {"participation": 0.5}},
+    {"institution": {"aggregation": {"weights": "uniform"}}}, {"institution": {"closing": {"quorum": 1}}},
+    {"links": {"wan": {"up_mbit": 1}}}, {"links": {"wan": {"down_mbit": 1}}}, {"links": {"lan": {"up_mbit": 1}}},
+    {"transfer": {"inline_bytes": 0}}, {"transfer": {"chunk_bytes": 40_000}}, {"transfer": {"window": 9}},
+    {"transfer": {"upload_slots": 3}}, {"transfer": {"idle_s": 1}},
+]  # fmt: skip
+
+
+def test_the_digest_changes_with_any_value() -> None:
+    digests = [Experiment().digest, *(parse(change).digest for change in CHANGES)]
+    assert len(set(digests)) == len(digests) and all(len(digest) == 16 for digest in digests)
+    assert parse({"seed": 1, "iterations": 10}).digest == Experiment().digest  # defaults, said or not
+    assert parse({"training": {"momentum": 0}}).digest == parse({"training": {"momentum": 0.0}}).digest
+
+
+# Keys and values that are wrong
+
+
+@pytest.mark.parametrize(
+    ("tree", "key", "value", "remedy"),
+    [
+        ({"itertions": 3}, "itertions", "3", "Did you mean 'iterations'?"),
+        ({"Seed": 3}, "Seed", "3", "Did you mean 'seed'?"),
+        ({"training": {"learningrate": 0.1}}, "training.learningrate", "0.1", "Did you mean 'learning_rate'?"),
+        ({"training": {"lr": 0.1}}, "training.lr", "0.1", "Known keys: epochs, batch_size, learning_rate"),
+        ({"cloud": {"closing": {"qorum": 2}}}, "cloud.closing.qorum", "2", "Did you mean 'quorum'?"),
+        ({"links": {"wan": {"up_mbits": 2}}}, "links.wan.up_mbits", "2", "Did you mean 'up_mbit'?"),
+        ({"links": {"van": {}}}, "links.van", "{}", "Did you mean 'wan'?"),
+        ({"topology": {"device": 3}}, "topology.device", "3", "Did you mean 'devices'?"),
+        ({"xyzzy": "plugh"}, "xyzzy", "'plugh'", "Known keys: name, seed, iterations"),
+    ],
+)
+def test_an_unknown_key_has_a_proposal(tree: dict[str, Any], key: str, value: str, remedy: str) -> None:
+    for form in (tree, json.dumps(tree)):
+        check_refusal(refusal(form), key=key, value=value, problem="unknown key", remedy=remedy)
+
+
+@pytest.mark.parametrize(
+    ("tree", "key", "value", "problem"),
+    [
+        ({"seed": "one"}, "seed", "'one'", "valid integer"),
+        ({"seed": 1.0}, "seed", "1.0", "integer"),
+        ({"seed": True}, "seed", "True", "integer"),
+        ({"seed": -1}, "seed", "-1", "greater than or equal to 0"),
+        ({"seed": 2**63}, "seed", str(2**63), "less than"),
+        ({"iterations": 0}, "iterations", "0", "greater than or equal to 1"),
+        ({"name": "no spaces"}, "name", "'no spaces'", "pattern"),
+        ({"name": 3}, "name", "3", "string"),
+        ({"target_accuracy": 1.5}, "target_accuracy", "1.5", "less than or equal to 1"),
+        ({"training": {"learning_rate": "fast"}}, "training.learning_rate", "'fast'", "number"),
+        ({"training": {"learning_rate": 0}}, "training.learning_rate", "0", "greater than 0"),
+        ({"training": {"momentum": 1.0}}, "training.momentum", "1.0", "less than 1"),
+        ({"training": 3}, "training", "3", "valid dictionary"),
+        ({"data": {"dataset": "imagenet"}}, "data.dataset", "'imagenet'", "'digits', 'mnist'"),
+        ({"data": {"concentration": float("inf")}}, "data.concentration", "inf", "finite"),
+        ({"data": {"concentration": float("nan")}}, "data.concentration", "nan", "finite"),
+        ({"cloud": {"closing": {"rule": "most"}}}, "cloud.closing.rule", "'most'", "'all' or 'quorum'"),
+        ({"transfer": {"window": 65}}, "transfer.window", "65", "less than or equal to 64"),
+        ({"transfer": {"chunk_bytes": 1000}}, "transfer.chunk_bytes", "1000", "32768"),
+        ({"topology": {"institutions": 0}}, "topology.institutions", "0", "greater than or equal to 1"),
+        ({"topology": {"devices": "many"}}, "topology.devices", "'many'", "integer"),
+        ({"topology": {"devices": 2.5}}, "topology.devices", "2.5", "integer"),
+        ({"topology": {"devices": ["ok", "not ok"]}}, "topology.devices.1", "'not ok'", "pattern"),
+        ({"topology": {"devices": ["ok", 7]}}, "topology.devices.1", "7", "string"),
+        ({"topology": {"members": ["a"]}}, "topology.members", "['a']", "dictionary"),
+        (
+            {"topology": {"members": {"institution-0": "device-0"}}},
+            "topology.members.institution-0",
+            "'device-0'",
+            "list",
+        ),
+    ],
+)
+def test_a_mistyped_value_is_named(tree: dict[str, Any], key: str, value: str, problem: str) -> None:
+    check_refusal(refusal(tree), key=key, value=value, problem=problem, remedy="Correct the value.")
+
+
+def test_values_are_not_guessed_from_other_types() -> None:
+    for tree in ({"seed": "1"}, {"training": {"momentum": "0.9"}}, {"topology": {"devices": "3"}}, {"iterations": 1e1}):
+        refusal(tree)
+    assert parse({"training": {"learning_rate": 1}}).training.learning_rate == 1.0  # a whole number is a number
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "5", "null", '{"seed": 1', '"text"'])
+def test_json_that_is_no_experiment_is_refused(text: str) -> None:
+    assert "experiment" in str(refusal(text)) and refusal(text).exit_code == 4
+
+
+def test_an_experiment_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Experiment().seed = 3  # type: ignore[misc]
+
+
+# Topology
+
+
+def test_a_device_in_no_institution() -> None:
+    topology = {"institutions": ["a"], "devices": ["d", "e"], "members": {"a": ["d"]}}
+    check_refusal(
+        refusal({"topology": topology}),
+        key="topology.members", value="'e'", problem="is in no institution", remedy="exactly one",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("members", [{"a": ["d", "e"], "b": ["e"]}, {"a": ["d", "e", "e"], "b": ["d"]}])
+def test_a_device_in_two_institutions(members: dict[str, list[str]]) -> None:
+    check_refusal(
+        refusal({"topology": {"institutions": ["a", "b"], "devices": ["d", "e"], "members": members}}),
+        key="topology.members", value="'", problem="is in more than one institution", remedy="exactly one",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [
+        {"institutions": 3, "devices": 2},
+        {"institutions": ["a", "b"], "devices": ["d"], "members": {"a": ["d"]}},
+        {"institutions": ["a", "b"], "devices": ["d"], "members": {"a": ["d"], "b": []}},
+        {"institutions": 1, "devices": []},
+    ],
+)
+def test_an_institution_without_a_device(topology: dict[str, Any]) -> None:
+    check_refusal(
+        refusal({"topology": topology}),
+        key="topology.devices", value="", problem="would have no device", remedy="at least one device",
+    )  # fmt: skip
+
+
+def test_no_institution_at_all() -> None:
+    check_refusal(
+        refusal({"topology": {"institutions": []}}),
+        key="topology.institutions", value="[]", problem="no institution", remedy="at least one institution",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ["institutions", "devices"])
+def test_a_name_that_stands_twice(key: str) -> None:
+    check_refusal(
+        refusal({"topology": {key: ["x", "y", "x"]}}),
+        key=f"topology.{key}", value="'x'", problem="stands twice", remedy="a name of its own",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["cloud", "all"])
+@pytest.mark.parametrize("key", ["institutions", "devices"])
+def test_a_reserved_name(key: str, name: str) -> None:
+    check_refusal(
+        refusal({"topology": {key: [name]}}),
+        key="topology", value=f"'{name}'", problem="reserved", remedy="a name of its own",
+    )  # fmt: skip
+
+
+def test_a_name_of_two_roles() -> None:
+    check_refusal(
+        refusal({"topology": {"institutions": ["x"], "devices": ["x"]}}),
+        key="topology", value="'x'", problem="two roles share", remedy="a name of its own",
+    )  # fmt: skip
+
+
+def test_a_stranger_among_the_institutions() -> None:
+    topology = {
+        "institutions": ["a"],
+        "devices": ["d"],
+        "members": {"a": ["d"], "b": ["d"], "c": [], "e": [], "f": []},
+    }
+    check_refusal(
+        refusal({"topology": topology}),
+        key="topology.members.b", value="['d']", problem="no institution has this name", remedy="institutions: a",
+    )  # fmt: skip
+
+
+def test_a_stranger_among_the_devices() -> None:
+    check_refusal(
+        refusal({"topology": {"institutions": ["a"], "devices": ["d"], "members": {"a": ["d", "e"]}}}),
+        key="topology.members", value="'e'", problem="is no device of topology.devices", remedy="Add it",
+    )  # fmt: skip
+
+
+@given(institutions=st.integers(1, 12), more=st.integers(0, 60))
+def test_blocks_are_contiguous_and_of_equal_size(institutions: int, more: int) -> None:
+    topology = parse({"topology": {"institutions": institutions, "devices": institutions + more}}).topology
+    children = topology.children()
+    assert list(children) == [f"institution-{m}" for m in range(institutions)]
+    assert [name for members in children.values() for name in members] == topology.device_names()
+    sizes = {len(members) for members in children.values()}
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_members_are_taken_as_they_are_said() -> None:
+    members = {"b": ["device-2", "device-0"], "a": ["device-1"]}
+    topology = parse({"topology": {"institutions": ["a", "b"], "devices": 3, "members": members}}).topology
+    assert list(topology.children().items()) == [("a", ["device-1"]), ("b", ["device-2", "device-0"])]
+
+
+# Closing and participation
+
+
+@pytest.mark.parametrize("tier", ["cloud", "institution"])
+@pytest.mark.parametrize("missing", ["quorum", "deadline_s"])
+def test_a_quorum_needs_both_its_numbers(tier: str, missing: str) -> None:
+    closing = {"rule": "quorum", "quorum": 1, "deadline_s": 1.0}
+    del closing[missing]
+    check_refusal(
+        refusal({tier: {"closing": closing}}),
+        key=f"{tier}.closing.{missing}", value="None", problem="needs it", remedy=f"Set {tier}.closing.{missing}",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tree", "key", "most"),
+    [
+        ({"cloud": {}, "topology": {"institutions": 3, "devices": 9}}, "cloud", 3),
+        ({"institution": {}, "topology": {"institutions": 3, "devices": 11}}, "institution", 3),  # the smallest has 3
+        ({"institution": {"participation": 0.5}, "topology": {"devices": 9}}, "institution", 4),
+    ],
+)
+def test_a_quorum_above_the_children(tree: dict[str, Any], key: str, most: int) -> None:
+    def with_quorum(quorum: int) -> dict[str, Any]:
+        return {**tree, key: {**tree[key], "closing": {"rule": "quorum", "quorum": quorum, "deadline_s": 1}}}
+
+    parse(with_quorum(most))
+    check_refusal(
+        refusal(with_quorum(most + 1)),
+        key=f"{key}.closing.quorum", value=f"{most + 1}", problem=f"take part ({most})", remedy=f"at most {most}",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("fraction", [0, 0.0, -0.5])
+def test_participation_of_nobody(fraction: float) -> None:
+    check_refusal(
+        refusal({"institution": {"participation": fraction}}),
+        key="institution.participation", value=str(fraction), problem="no device would", remedy="above 0 and at most 1",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("children", "fraction", "expected"),
+    [(10, 0.1, 1), (10, 0.3, 3), (10, 0.29, 2), (100, 0.29, 29), (3, 0.01, 1), (40, 1.0, 40), (7, 0.7, 4), (1, 1, 1)],
+)
+def test_participants_are_counted_without_rounding_errors(children: int, fraction: float, expected: int) -> None:
+    assert participants(children, fraction) == expected
+
+
+@given(children=st.integers(1, 1000), drawn=st.integers(1, 1000))
+def test_a_fraction_gives_back_its_numerator(children: int, drawn: int) -> None:
+    assert participants(children, min(drawn, children) / children) == min(drawn, children)
+
+
+# Files and overrides
+
+
+def test_a_missing_file() -> None:
+    with pytest.raises(InvalidExperiment) as caught:
+        load(Path("nowhere.toml"))
+    check_refusal(
+        caught.value, key="experiment", value="nowhere.toml", problem="No such file", remedy="Name a TOML file."
+    )
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(InvalidExperiment, match="Name a TOML file"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"seed = ", b"seed = 1\nseed = 2", b"[training", b"\xff\xfe", b"seed 1"])
+def test_a_broken_file(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_bytes(content)
+    with pytest.raises(InvalidExperiment) as caught:
+        load(path)
+    check_refusal(caught.value, key="experiment", value="broken.toml", problem="not TOML", remedy="Mend that line.")
+
+
+def test_a_broken_line_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidExperiment, match="line 3"):
+        load_text(tmp_path, "seed = 1\n\niterations == 2\n")
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("seed=7", ("seed", 7)),
+        (" seed = 7 ", ("seed", 7)),
+        ("training.learning_rate=0.5", ("training.learning_rate", 0.5)),
+        ("training.learning_rate=1e-3", ("training.learning_rate", 0.001)),
+        ("training.momentum=0", ("training.momentum", 0.0)),
+        ("model.name=lenet5", ("model.name", "lenet5")),
+        ('model.name="lenet5"', ("model.name", "lenet5")),
+        ("data.root=/some/where else", ("data.root", "/some/where else")),
+        ("data.root=a=b", ("data.root", "a=b")),
+        ("data.root=", ("data.root", "")),
+        ('topology.institutions=["a"]', ("topology.institutions", ["a"])),
+        ("topology.devices=3", ("topology.devices", 3)),
+        ("cloud.epoch_control.name=tempo", ("cloud.epoch_control.name", "tempo")),
+        ("links.wan.up_mbit=2.5", ("links.wan.up_mbit", 2.5)),
+    ],
+)
+def test_an_override_is_read_like_the_file(tmp_path: Path, override: str, value: tuple[str, Any]) -> None:
+    experiment: Any = load_text(tmp_path, "seed = 3\n[training]\nepochs = 2\n", override)
+    key, expected = value
+    for part in key.split("."):
+        experiment = getattr(experiment, part)
+    assert experiment == expected and type(experiment) is type(expected)
+
+
+def test_overrides_change_nothing_else_and_the_last_one_wins(tmp_path: Path) -> None:
+    experiment = load_text(
+        tmp_path, "[training]\nepochs = 2\nbatch_size = 5\n", "training.epochs=3", "training.epochs=4"
+    )
+    assert experiment == parse({"training": {"epochs": 4, "batch_size": 5}})
+
+
+@pytest.mark.parametrize("override", ["seed", "", "=3", " =3", "seed:3"])
+def test_an_override_of_another_form(tmp_path: Path, override: str) -> None:
+    with pytest.raises(InvalidExperiment) as caught:
+        load_text(tmp_path, "", override)
+    check_refusal(caught.value, key="--set", value=repr(override), problem="not of the form key=value", remedy="seed=3")
+
+
+@pytest.mark.parametrize("override", ["seed.x=1", "seed.x.y=1", "training.epochs.x=1"])
+def test_an_override_below_a_value(tmp_path: Path, override: str) -> None:
+    with pytest.raises(InvalidExperiment) as caught:
+        load_text(tmp_path, "seed = 1\n[training]\nepochs = 2\n", override)
+    check_refusal(caught.value, key="--set", value=repr(override), problem="is no table", remedy="Check the key.")
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "says"),
+    [
+        ("sed=1", "sed", "Did you mean 'seed'?"),
+        ("training.epoch=1", "training.epoch", "Did you mean 'epochs'?"),
+        ("seed=true", "seed", "integer"),
+        ("seed=one", "seed", "'one'"),
+        ("data.concentration=inf", "data.concentration", "finite"),
+        ("training..epochs=1", "training.", "unknown key"),
+        ("topology=3", "topology", "dictionary"),
+        ("seed=1\niterations = 2", "seed", "integer"),
+    ],
+)
+def test_an_override_that_is_wrong_is_named_like_the_file(tmp_path: Path, override: str, key: str, says: str) -> None:
+    with pytest.raises(InvalidExperiment) as caught:
+        load_text(tmp_path, "", override)
+    assert str(caught.value).startswith(f"{key} = ") and says in str(caught.value)

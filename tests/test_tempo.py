@@ -1,0 +1,128 @@
+"""Tempo's equation 9 against itself in high precision, and what must hold for any distances."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from decimal import Context, Decimal, localcontext
+from fractions import Fraction
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from cloud.tempo import next_epochs
+from common.errors import RunFailed
+
+EPOCHS = st.integers(1, 30)
+OMEGA = st.floats(1e-9, 1e9)
+OMEGAS = st.lists(OMEGA, min_size=2, max_size=8)
+
+
+def named(omegas: list[float]) -> dict[str, float]:
+    return {f"institution-{m}": omega for m, omega in enumerate(omegas)}
+
+
+def epochs_of(omegas: list[float], c: int) -> list[int]:
+    return list(next_epochs(named(omegas), c).values())
+
+
+def equation_9(omegas: list[float], c: int) -> list[Decimal]:
+    """Return tau_c[m] before it is rounded up, literally as printed, in 60 digits."""
+    with localcontext(Context(prec=60)):
+        logs = [Decimal(omega).ln() for omega in omegas]
+        low, high = min(logs), max(logs)
+        half = Decimal(c) / 2
+        return [half / (low - high) * (3 * log + low - 4 * high) for log in logs]
+
+
+def least(c: int) -> int:
+    return math.ceil(Fraction(c, 2))
+
+
+@settings(max_examples=300)
+@given(omegas=OMEGAS, c=EPOCHS)
+def test_epochs_are_equation_9(omegas: list[float], c: int) -> None:
+    assume(1 + 1e-6 < max(omegas) / min(omegas) < 1e12)
+    exact = equation_9(omegas, c)
+    for tau, value in zip(epochs_of(omegas, c), exact, strict=True):
+        allowed = {math.ceil(value - Decimal("6e-10")), math.ceil(value - Decimal("4e-10"))}
+        assert tau in allowed  # nine digits are kept before rounding up
+
+
+@pytest.mark.parametrize("base", [2.0, 3.0, 5.0, 7.0, 10.0])
+@pytest.mark.parametrize("steps", range(2, 13))
+def test_exact_values_are_not_rounded_up_past_themselves(base: float, steps: int) -> None:
+    """Distances in geometric steps give u = 0, 1/n, ... 1, where floats often land just above an integer."""
+    omegas = [base**step for step in range(steps + 1)]
+    for c in range(1, 13):
+        exact = [Fraction(c, 2) * (1 + 3 * Fraction(steps - step, steps)) for step in range(steps + 1)]
+        assert epochs_of(omegas, c) == [math.ceil(value) for value in exact]
+
+
+def test_the_papers_setting() -> None:
+    assert epochs_of([0.1, 1.0, 10.0, 100.0], 6) == [12, 9, 6, 3]
+
+
+@given(omegas=OMEGAS, c=EPOCHS)
+def test_the_ends_and_the_range(omegas: list[float], c: int) -> None:
+    assume(max(omegas) / min(omegas) > 1 + 1e-9)
+    epochs = epochs_of(omegas, c)
+    assert all(isinstance(tau, int) and max(1, least(c)) <= tau <= 2 * c for tau in epochs)
+    assert epochs[omegas.index(max(omegas))] == least(c) and epochs[omegas.index(min(omegas))] == 2 * c
+
+
+@given(omegas=OMEGAS, c=EPOCHS)
+def test_who_is_farther_never_trains_more(omegas: list[float], c: int) -> None:
+    epochs = epochs_of(omegas, c)
+    for (one, tau), (other, sigma) in itertools.product(zip(omegas, epochs, strict=True), repeat=2):
+        assert not one < other or tau >= sigma
+
+
+@given(omegas=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8), c=EPOCHS, scale=st.integers(-200, 200))
+def test_the_unit_of_distance_does_not_matter(omegas: list[float], c: int, scale: int) -> None:
+    assert epochs_of([math.ldexp(omega, scale) for omega in omegas], c) == epochs_of(omegas, c)
+
+
+@given(omegas=OMEGAS, c=EPOCHS, data=st.data())
+def test_names_and_their_order_do_not_matter(omegas: list[float], c: int, data: st.DataObject) -> None:
+    pairs = list(named(omegas).items())
+    assert next_epochs(dict(data.draw(st.permutations(pairs))), c) == next_epochs(dict(pairs), c)
+
+
+@given(omega=st.one_of(st.just(0.0), OMEGA), c=EPOCHS)
+def test_one_institution_trains_c(omega: float, c: int) -> None:
+    assert epochs_of([omega], c) == [c]
+
+
+@given(omega=st.one_of(st.just(0.0), st.floats(0, 1e300)), count=st.integers(2, 8), c=EPOCHS)
+def test_equal_distances_train_c(omega: float, count: int, c: int) -> None:
+    assert epochs_of([omega] * count, c) == [c] * count
+
+
+def test_a_spread_below_rounding_is_none() -> None:
+    assert epochs_of([1.0, 1.0 + 2**-52, 1.0 - 2**-53], 6) == [6, 6, 6]
+    assert epochs_of([1.0, 1.0 + 1e-9], 6) == [12, 3]  # but the smallest real spread is stretched, as in eq. 9
+
+
+@given(c=EPOCHS, largest=st.floats(5e-324, 1e308))
+def test_a_lone_zero_trains_twice_c(c: int, largest: float) -> None:
+    assert epochs_of([largest, 0.0], c) == [least(c), 2 * c]
+    assert epochs_of([0.0, largest, 0.0], c) == [2 * c, least(c), 2 * c]
+
+
+@given(c=EPOCHS)
+def test_distances_below_the_floor_are_raised_to_it(c: int) -> None:
+    assert epochs_of([1.0, 1e-12, 0.0, 1e-300, 1e-6], c) == epochs_of([1.0, 1e-12, 1e-12, 1e-12, 1e-6], c)
+
+
+def test_nobody_reported() -> None:
+    assert next_epochs({}, 6) == {}
+
+
+@pytest.mark.parametrize("omega", [math.nan, math.inf, -math.inf, -1e-9])
+def test_a_diverged_institution_is_named(omega: float) -> None:
+    with pytest.raises(RunFailed, match=f"institution-1 is at distance {omega}"):
+        epochs_of([1.0, omega, 2.0], 6)
+    with pytest.raises(RunFailed, match="institution-0"):
+        epochs_of([omega], 6)
