@@ -59,14 +59,15 @@ class Lab:
                 self._follow(observe, home)
             code = self._roles["cloud"].wait()
             if code < 0:
-                raise RunFailed(f"the cloud was killed by signal {-code}{self._how_to_go_on()}")
+                self._tell_how_to_go_on()
+                raise RunFailed(f"the cloud was killed by signal {-code}")
             if code:
                 print(_last_words(home / "cloud.log"), file=sys.stderr)
             else:
                 self._see_off()
             return code
         except KeyboardInterrupt:
-            print(f"interrupted{self._how_to_go_on()}", file=sys.stderr)
+            self._tell_how_to_go_on()
             raise
         finally:
             for process in self._roles.values():
@@ -74,8 +75,9 @@ class Lab:
             for process in self._roles.values():
                 stop(process, grace_s=3.0)
 
-    def _how_to_go_on(self) -> str:
-        return "" if self._folder is None else f". Go on with: fedstrata run --resume {self._folder}"
+    def _tell_how_to_go_on(self) -> None:
+        if self._folder is not None:
+            print(f"\ngo on with: fedstrata run --resume {self._folder}", file=sys.stderr)
 
     def _start(self, home: Path, address: str) -> None:
         file = home / "experiment.toml"

@@ -7,9 +7,11 @@ import itertools
 import logging
 import math
 import random
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -666,6 +668,10 @@ class Watched:
         endpoint.incoming.receive_chunk = self._receive  # type: ignore[method-assign]
         endpoint.send = self._ask  # type: ignore[method-assign]
 
+    def of(self, owner: str) -> set[int]:
+        """Return the chunks that arrived from an owner."""
+        return set().union(*(indices for (name, _), indices in self.arrived.items() if name == owner))
+
     def _receive(self, owner: str, blob: str, *, index: int, **known: Any) -> bool:
         fresh = self._chunk(owner, blob, index=index, **known)
         if fresh:
@@ -728,6 +734,35 @@ def test_a_broker_that_is_killed_in_mid_transfer_costs_no_chunk_that_had_arrived
             assert all(face.endpoint.link.reconnects >= 2 for face in faces)
             again = await play(parent, row, iteration=1)
             assert_models(again, row, layout=layout, places={"device-0": 0, "device-1": 1})
+
+    scenario(run())
+
+
+def test_a_child_whose_connection_breaks_in_mid_upload_goes_on_where_it_was(address: BrokerAddress) -> None:
+    async def run() -> None:
+        layout = layout_of(2_000_000)
+        names = ["device-0", "device-1"]
+        transfer, link = Transfer(chunk_bytes=32_768), Link(up_mbit=16.0)
+        parent = parent_of(address, names, layout=layout, transfer=transfer)
+        children = [child_of(address, name, transfer=transfer, link=link) for name in names]
+        watched = Watched(parent.endpoint)
+        tasks = [serving(child, layout, place) for place, child in enumerate(children)]
+        async with together(living([parent.endpoint]), *tasks):
+            row = drawn(layout, 1)
+            playing = asyncio.create_task(play(parent, row))
+            for _ in range(2):
+                goal = len(watched.of("device-0")) + 15
+                await until(lambda goal=goal: len(watched.of("device-0")) >= goal)
+                breaks = children[0].endpoint.link.reconnects
+                client = children[0].endpoint.link._client
+                assert client is not None
+                client._client.socket().shutdown(socket.SHUT_RDWR)
+                await until(lambda breaks=breaks: children[0].endpoint.link.reconnects > breaks)
+            played = await playing
+            assert_models(played, row, layout=layout, places={"device-0": 0, "device-1": 1})
+            for key, lacking, here in watched.asks:
+                assert not lacking & here, key
+            assert parent.endpoint.link.reconnects == 0
 
     scenario(run())
 
@@ -868,12 +903,13 @@ def test_a_child_that_gave_up_before_the_round_is_told_of_at_once(address: Broke
         parent = parent_of(address, names, layout=layout)
         late = child_of(address, "device-0")
         async with together(living([parent.endpoint]), serving(child_of(address, "device-1"), layout, 1)):
+            await until(lambda: parent.coordinator.states()["device-1"] == "ready")
             with pytest.raises(RunFailed, match="no data here"):
                 await living([late.endpoint], fail())
             await until(lambda: parent.coordinator.states()["device-0"] == "failed")
-            for attempt in (parent.gather(Closing()), play(parent, drawn(layout, 1))):
+            for attempt in (partial(parent.gather, Closing()), partial(play, parent, drawn(layout, 1))):
                 with pytest.raises(RunFailed, match="device-0 gave up: no data here"):
-                    await attempt
+                    await attempt()
 
     scenario(run())
 

@@ -44,6 +44,26 @@ def assignments(names: Sequence[str], *, model: int = 1, epochs: int = 1) -> dic
     return dict.fromkeys(names, Assignment(manifest_of(model), epochs, b"x" * 1000))
 
 
+def test_no_child_is_blamed_for_our_own_absence() -> None:
+    parent = Coordinator(["a"], idle_s=10.0)
+    key = parent.open(iteration=0, round_=0, assignments=assignments(["a"]), closing=ALL, now=0.0)
+    parent.presence("a", "s", Presence(NodeState.READY, "device"), now=0.0)
+    parent.receive("a", "s", progress_of(key), now=0.0)
+    parent.reconnected(100.0)
+    parent.tick(105.0)
+    assert not any(isinstance(event, Stalled) for event in iter(parent.next_event, None))
+    parent.tick(110.0)
+    assert any(isinstance(event, Stalled) for event in iter(parent.next_event, None))
+
+
+def test_a_child_that_gave_up_before_the_round_is_not_waited_for() -> None:
+    parent = Coordinator(["a"], idle_s=10.0)
+    parent.presence("a", "s", Presence(NodeState.FAILED, "device", reason="no data"), now=0.0)
+    parent.open(iteration=0, round_=0, assignments=assignments(["a"]), closing=ALL, now=1.0)
+    parent.tick(1.0)
+    assert parent.next_event() == Stalled("a gave up: no data")
+
+
 # The simulated lab
 
 

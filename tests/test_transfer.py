@@ -836,3 +836,35 @@ def test_chunks_follow_the_link() -> None:
     assert chunk_bytes_for(256_000 / 8, 1_000_000) == 32_768
     assert chunk_bytes_for(1e6, 1_000_000) == 500_000
     assert chunk_bytes_for(125e6, 1_000_000) == 1_000_000
+
+
+def test_a_dead_owner_gives_its_slot_to_those_that_wait_and_keeps_what_it_sent() -> None:
+    data = random.Random(5).randbytes(4 * 1024)
+    manifest = describe(memoryview(data), chunk_bytes=1024, codec="fp32", layout="layout")
+    incoming = Incoming(window=8, slots=1)
+    buffers = {owner: bytearray(len(data)) for owner in ("dead", "alive")}
+    for owner, buffer in buffers.items():
+        incoming.fetch(owner, manifest, memoryview(buffer), now=0.0)
+    incoming.receive_chunk("dead", manifest.blob, lane="all", index=0, number=1, data=data[:1024], now=0.1)
+    incoming.to_send()
+    incoming.yield_slot("dead", now=0.2)
+    assert incoming.wanted() == {("alive", manifest.blob)}
+    for index in range(4):
+        chunk = data[manifest.span(index)]
+        incoming.receive_chunk("alive", manifest.blob, lane="all", index=index, number=index, data=chunk, now=0.3)
+    assert incoming.wanted() == {("dead", manifest.blob)}
+    asks = [ask for owner, ask in incoming.to_send() if owner == "dead"]
+    assert [(ask.restart, ask.lacking) for ask in asks] == [(True, bytes([0b01110000]))]
+    assert buffers["alive"] == data
+
+
+def test_an_owner_that_reconnected_is_asked_again_at_once() -> None:
+    data = bytes(4 * 1024)
+    manifest = describe(memoryview(data), chunk_bytes=1024, codec="fp32", layout="layout")
+    incoming = Incoming(window=8, slots=2)
+    incoming.fetch("owner", manifest, memoryview(bytearray(len(data))), now=0.0)
+    assert len(incoming.to_send()) == 1
+    incoming.ask_again("other", now=1.0)
+    assert incoming.to_send() == []
+    incoming.ask_again("owner", now=1.0)
+    assert [(owner, ask.restart) for owner, ask in incoming.to_send()] == [("owner", True)]

@@ -114,7 +114,9 @@ class ChildFace:
     def presence(self, node: str, session: str, presence: Presence | None, now: float) -> None:
         """Take the parent's state."""
         if presence is not None and presence.state in (NodeState.INIT, NodeState.READY):
-            self._parent_gone_at = None
+            if self._parent_gone_at is not None:
+                self._parent_gone_at = None
+                self.endpoint.incoming.ask_again(node, now=now)
         elif self._parent_gone_at is None:
             self._parent_gone_at = now
             self.endpoint.outgoing.forget(node)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-
 from typing import Final
 
 from common.errors import WireError
 from common.net.link import BrokerAddress, Link
 from common.wire import messages, topics
 from common.wire.messages import Announcement, NodeState, Presence
-
 
 PATIENCE_S: Final = 5.0
 

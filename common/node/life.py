@@ -59,12 +59,7 @@ async def live(
             raise
         raise known from None
     finally:
-        for task in (working, *serving):
-            task.cancel()
-        await asyncio.wait((working, *serving))
-        for task in (working, *serving):
-            if not task.cancelled():
-                task.exception()  # the first was raised, asyncio need not complain of the others
+        await _end((working, *serving))
 
 
 def first_error(error: BaseException) -> FedstrataError | None:
@@ -99,3 +94,12 @@ async def _say(endpoints: Sequence[Endpoint], state: NodeState, reason: str) -> 
         endpoint.set_state(state, reason=reason)
     for endpoint in endpoints:
         await endpoint.flush(timeout_s=LAST_WORD_S)
+
+
+async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # the first was raised; asyncio need not complain of the others

@@ -223,6 +223,9 @@ class ParentFace:
         self.coordinator.presence(node, session, presence, now=now)
         if presence is None or presence.state not in (NodeState.INIT, NodeState.READY):
             self.endpoint.outgoing.forget(node)
+            self.endpoint.incoming.yield_slot(node, now=now)
+        else:
+            self.endpoint.incoming.ask_again(node, now=now)
         if presence is not None and 0 < presence.samples <= COUNT_MOST:
             self.samples[node] = presence.samples
         if presence is not None and presence.state is NodeState.FAILED:
@@ -247,8 +250,7 @@ class ParentFace:
 
         There is nothing to say: their retained states follow and set the wishes going.
         """
-        for name in self.peers:
-            self.coordinator.moved(name, now=now)
+        self.coordinator.reconnected(now)
 
     def transferred(self, event: IncomingEvent, now: float) -> None:
         """Check an upload that is complete, or deal with one that failed."""

@@ -159,7 +159,7 @@ class Coordinator:
         for name, child in self._children.items():
             child.assignment = assignments.get(name)
             child.result, child.refusal, child.mark, child.has_model = None, "", None, False
-            child.moved = now
+            child.moved = now - self._idle_s if child.presence is NodeState.FAILED else now
             self._assign(child, now)
         return self._key
 
@@ -227,6 +227,12 @@ class Coordinator:
             for other in self._taking_part():
                 if other.state is ChildState.OFFERED:
                     other.moved = now
+
+    def reconnected(self, now: float) -> None:
+        """Note that our own connection is new: while it was away, no child could move."""
+        for child in self._children.values():
+            if child.presence is not NodeState.FAILED:
+                child.moved = now
 
     def accept(self, name: str, key: Key, *, now: float) -> None:
         """Take the result that a child offered under `key`: its model is here, whole and sound."""

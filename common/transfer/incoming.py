@@ -111,6 +111,19 @@ class Incoming:
         self._queued = deque(f for f in self._queued if f.owner != owner or blob not in (None, f.manifest.blob))
         self._promote(now)
 
+    def yield_slot(self, owner: str, *, now: float) -> None:
+        """Put an owner's fetches behind those that wait for a slot; what they have, they keep."""
+        for key in [k for k in self._active if k[0] == owner] if self._queued else []:
+            self._queued.append(self._active.pop(key))
+        self._promote(now)
+
+    def ask_again(self, owner: str, *, now: float) -> None:
+        """Ask an owner again whose connection is new: nothing of it is in flight."""
+        for (name, _), fetch in self._active.items():
+            if name == owner:
+                fetch.due = fetch.restart = True
+                fetch.heard = now
+
     def lacks(self, owner: str, blob: str) -> int:
         """Return how many chunks of a fetch are still to come, 0 where there is no such fetch."""
         fetch = self._active.get((owner, blob))
@@ -125,9 +138,9 @@ class Incoming:
     ) -> bool:
         """Take one publication; return whether it brought something new. Never raises on foreign input."""
         silent_s = now - self._arrived
-        self.heard(now)
         fetch = self._active.get((owner, blob))
         if fetch is None or index >= fetch.manifest.chunks:
+            self.heard(now)
             self.chunks_refused += 1
             return False
         fetch.heard = now
@@ -218,6 +231,7 @@ class Incoming:
                 self._listen(now)
             fetch = self._queued.popleft()
             fetch.heard = now
+            fetch.due = fetch.restart = True
             self._active[fetch.owner, fetch.manifest.blob] = fetch
 
     def _ask(self, fetch: _Fetch) -> Ask:
