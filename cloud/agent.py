@@ -12,7 +12,7 @@ from cloud.results import RunFolder
 from common.errors import FedstrataError, InvalidExperiment
 from common.metrics import Metrics
 from common.net.link import BrokerAddress
-from common.node.endpoint import Identity, new_session
+from common.node.identity import Identity, new_session
 from common.node.life import export, live
 from common.node.parent import ParentFace
 from common.spec import CLOUD

@@ -13,7 +13,7 @@ from common.metrics import Metrics
 from common.net.link import BrokerAddress
 from common.node.child import Answer, ChildFace, Report
 from common.node.discovery import discover
-from common.node.endpoint import Identity, new_session
+from common.node.identity import Identity, new_session
 from common.node.life import export, live
 from common.node.offload import offload
 from common.spec import Experiment, parse

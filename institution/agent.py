@@ -8,7 +8,7 @@ from common.metrics import Metrics
 from common.net.link import BrokerAddress
 from common.node.child import ChildFace
 from common.node.discovery import discover
-from common.node.endpoint import Identity, new_session
+from common.node.identity import Identity, new_session
 from common.node.life import export, live
 from common.node.parent import ParentFace
 from common.spec import CLOUD, Experiment, parse

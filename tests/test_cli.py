@@ -21,7 +21,7 @@ from paho.mqtt import client as mqtt
 
 from common.errors import WireError
 from common.spec import load
-from common.wire import messages
+from common.wire import packing
 from common.wire.messages import NodeState, Presence
 from deploy import broker
 from deploy.processes import free_port
@@ -130,7 +130,7 @@ class Presences:
 
     def take(self, message: mqtt.MQTTMessage) -> None:
         with suppress(WireError), self._changed:
-            said = messages.decode(message.payload)[1]
+            said = packing.decode(message.payload)[1]
             if isinstance(said, Presence):
                 self._seen.setdefault((message.topic.split("/")[2], said.state), (time.monotonic(), said))
             self._changed.notify_all()

@@ -32,11 +32,11 @@ from common.layout import ModelLayout, Row, Section
 from common.metrics import Metrics
 from common.net.link import BrokerAddress
 from common.node import discovery
-from common.node.endpoint import Identity, new_session
+from common.node.identity import Identity, new_session
 from common.node.life import live
 from common.node.parent import ParentFace
 from common.spec import Closing, Experiment, parse, to_toml
-from common.wire import messages, topics
+from common.wire import packing, topics
 from common.wire.messages import Announcement, Message, NodeState, Phase, Progress, Task
 from deploy import broker
 from deploy.broker import Broker
@@ -188,7 +188,7 @@ class Overheard:
 
     def _on_message(self, _client: object, _data: object, message: mqtt.MQTTMessage) -> None:
         try:
-            said = topics.parse(message.topic), messages.decode(message.payload)[1]
+            said = topics.parse(message.topic), packing.decode(message.payload)[1]
         except WireError:
             return
         with self._changed:

@@ -24,12 +24,13 @@ from common.errors import DuplicateName, NoProgress, RunFailed, WireError
 from common.layout import ModelLayout, Row, Section
 from common.net.link import BrokerAddress
 from common.node.child import Answer, ChildFace, Report
-from common.node.endpoint import Endpoint, Identity, new_session
+from common.node.endpoint import Endpoint
+from common.node.identity import Identity, new_session
 from common.node.life import live
 from common.node.parent import ParentFace, Round
 from common.spec import Closing, Link, Transfer
 from common.transfer.manifest import describe
-from common.wire import messages, topics
+from common.wire import packing, topics
 from common.wire.messages import (
     Announcement,
     Ask,
@@ -210,7 +211,7 @@ def assert_models(played: Round, row: Row, *, layout: ModelLayout, places: Mappi
 
 def rubbish(draw: random.Random) -> list[bytes]:
     """Return bytes that are no message: random ones, cut ones, deep ones, wrong versions, kinds, fields."""
-    whole = messages.encode(Ask("0" * 16, b"\xff", 1, 1, 8, False), "s")
+    whole = packing.encode(Ask("0" * 16, b"\xff", 1, 1, 8, False), "s")
     return [
         *(draw.randbytes(draw.randrange(1, 300)) for _ in range(6)),
         whole[:-2],
@@ -281,7 +282,7 @@ class Intruder:
         async for message in client.messages:
             topic = topics.parse(message.topic.value)
             try:
-                said = messages.decode(bytes(message.payload))[1]
+                said = packing.decode(bytes(message.payload))[1]
             except WireError:
                 continue
             if isinstance(topic, topics.InboxTopic) and isinstance(said, (Task, Result)):
@@ -302,14 +303,14 @@ class Intruder:
             for body in [*rubbish(draw), b""]:
                 yield topics.inbox(RUN, node, sender), body, draw.random() < 0.2
             for message in misfits(draw, sorted(self._blobs[node])):
-                yield topics.inbox(RUN, node, sender), messages.encode(message, "intruder"), False
+                yield topics.inbox(RUN, node, sender), packing.encode(message, "intruder"), False
         for message in strangers(self._layout):
-            yield topics.inbox(RUN, node, "intruder"), messages.encode(message, "intruder"), False
+            yield topics.inbox(RUN, node, "intruder"), packing.encode(message, "intruder"), False
             # What a child says is none of a child's business, and the other way round.
             wrong = (Task, Receipt, Presence) if node == PARENT else (Result, Progress, Farewell, Presence)
             if isinstance(message, wrong):
                 for sender in self._names:
-                    yield topics.inbox(RUN, node, sender), messages.encode(message, "intruder"), False
+                    yield topics.inbox(RUN, node, sender), packing.encode(message, "intruder"), False
 
     def _lanes(self, node: str, draw: random.Random) -> Iterator[tuple[str, bytes, bool]]:
         foreign = f"{draw.getrandbits(64):016x}"
@@ -468,7 +469,7 @@ def test_absurd_counts_of_bytes_do_not_travel_on(address: BrokerAddress) -> None
             row = drawn(layout, 1)
             await play(parent, row)
             total = Farewell(sum(parent.traffic().values(), Traffic()), parent.below(), ())
-            assert messages.decode(messages.encode(total, "s"))[1] == total
+            assert packing.decode(packing.encode(total, "s"))[1] == total
 
     scenario(run())
 
@@ -622,7 +623,7 @@ async def _hear(site: BrokerAddress, said: list[NodeState]) -> None:
     async with aiomqtt.Client(site.host, site.port) as client:
         await client.subscribe(topics.state(RUN, PARENT), qos=1)
         async for message in client.messages:
-            presence = messages.decode(bytes(message.payload))[1]
+            presence = packing.decode(bytes(message.payload))[1]
             assert isinstance(presence, Presence)
             said.append(presence.state)
 

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.rounds.closing import Standing, Verdict, judge
-from common.rounds.coordinator import Assignment, Closed, Coordinator, Offered, Restarted, Stalled, Timeline
+from common.rounds.coordinator import Assignment, Closed, Coordinator, Offered, Restarted, Stalled
 from common.rounds.participant import Answered, Begin, Participant, ParticipantState
+from common.rounds.timeline import Timeline
 from common.spec import Closing
 from common.wire.messages import Key, Manifest, NodeState, Phase, Presence, Progress, Receipt, Result, Task, Traffic
 
@@ -61,7 +62,7 @@ def test_a_child_that_gave_up_before_the_round_is_not_waited_for() -> None:
     parent.presence("a", "s", Presence(NodeState.FAILED, "device", reason="no data"), now=0.0)
     parent.open(iteration=0, round_=0, assignments=assignments(["a"]), closing=ALL, now=1.0)
     parent.tick(1.0)
-    assert parent.next_event() == Stalled("a gave up: no data")
+    assert parent.next_event() == Stalled("a gave up: no data", idle=False)
 
 
 # The simulated lab
@@ -648,7 +649,7 @@ def test_silence_stalls_the_round_and_names_the_child() -> None:
 def test_a_child_that_never_came_is_named() -> None:
     desk = Desk(1, ready=False)
     desk.coordinator.tick(20.0)
-    assert desk.events() == [Stalled("device-0 made no progress for 20 s (it never came)")]
+    assert desk.events() == [Stalled("device-0 made no progress for 20 s (it never came)", idle=True)]
 
 
 @pytest.mark.parametrize("how", ["steps", "phases", "bytes", "upload"])
@@ -719,7 +720,7 @@ def test_a_child_that_gave_up_is_believed_at_once() -> None:
     due = desk.coordinator.next_deadline()
     assert due is not None and due <= 2.0
     desk.coordinator.tick(2.0)
-    assert desk.events() == [Stalled("device-0 gave up: CUDA out of memory")]
+    assert desk.events() == [Stalled("device-0 gave up: CUDA out of memory", idle=False)]
 
 
 def test_a_child_that_came_back_after_giving_up_works_on() -> None:

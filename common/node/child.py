@@ -11,7 +11,8 @@ from typing import Final, TypeAlias
 from common.errors import NoProgress, RefusedModel, RunFailed, WireError
 from common.layout import ModelLayout, Row
 from common.net.link import BrokerAddress
-from common.node.endpoint import Endpoint, Identity
+from common.node.endpoint import Endpoint
+from common.node.identity import Identity
 from common.node.offload import offload
 from common.rounds.participant import Answered, Begin, Participant
 from common.spec import Link, Transfer

@@ -9,7 +9,7 @@ from typing import Final
 
 from common.errors import WireError
 from common.net.link import BrokerAddress, Link
-from common.wire import messages, topics
+from common.wire import packing, topics
 from common.wire.messages import Announcement, NodeState, Presence
 
 PATIENCE_S: Final = 5.0
@@ -31,7 +31,7 @@ async def discover(address: BrokerAddress, parent: str, *, connect_timeout_s: fl
     def received(topic_text: str, body: bytes, retained: bool) -> None:
         try:
             topic = topics.parse(topic_text)
-            message = messages.decode(body)[1] if body else None
+            message = packing.decode(body)[1] if body else None
         except WireError:
             return
         if topic.node != parent:

@@ -15,17 +15,18 @@ import logging
 import secrets
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Final, Protocol
 
 from common.errors import DuplicateName, NoProgress, WireError
 from common.net.accounting import Account, packet_bytes
 from common.net.link import BrokerAddress, Link
 from common.net.shaping import Shaper
+from common.node.identity import Identity
 from common.spec import Transfer
 from common.transfer.incoming import Incoming, IncomingEvent
 from common.transfer.outgoing import Outgoing, Publication
-from common.wire import messages, topics
+from common.wire import packing, topics
 from common.wire.messages import Announcement, Ask, Gone, Message, NodeState, Presence, Result, Task
 
 PUBLISHING_MOST: Final = 4
@@ -33,31 +34,6 @@ SHAPED_CONTROL_BYTES: Final = 4096
 OFFLINE_TICK_S: Final = 0.2
 
 log = logging.getLogger("fedstrata.endpoint")
-
-
-def new_session() -> str:
-    """Return an id for this process's life."""
-    return secrets.token_hex(8)
-
-
-@dataclass(slots=True)
-class Claim:
-    """One process's claim to its name: the sessions that it told to end, and whether it was told so itself."""
-
-    told: set[str] = field(default_factory=set)
-    lost: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Who a node is in a run. `session` and `claim` are shared by its endpoints; `metrics` is its /metrics address."""
-
-    run: str
-    name: str
-    role: str
-    session: str
-    metrics: str = ""
-    claim: Claim = field(default_factory=Claim, compare=False)
 
 
 class Face(Protocol):
@@ -115,7 +91,7 @@ class Endpoint:
         self._established = self._leaving = False
         self._announcement: bytes | None = None
         self._loop = asyncio.get_running_loop()
-        will = messages.encode(Presence(NodeState.LOST, identity.role, reason="connection lost"), identity.session)
+        will = packing.encode(Presence(NodeState.LOST, identity.role, reason="connection lost"), identity.session)
         self.link = Link(
             address,
             client_id=f"{identity.name}-{identity.session[:8]}-{secrets.token_hex(2)}",
@@ -140,7 +116,7 @@ class Endpoint:
 
     def announce(self, announcement: Announcement) -> None:
         """Keep the experiment on the broker for this node's children."""
-        self._announcement = messages.encode(announcement, self.identity.session)
+        self._announcement = packing.encode(announcement, self.identity.session)
         self._publish_announcement()
 
     async def run(self, *, connect_timeout_s: float) -> None:
@@ -183,7 +159,7 @@ class Endpoint:
     def send(self, peer: str, message: Message) -> None:
         """Send a control message to a peer's inbox."""
         topic = topics.inbox(self.identity.run, peer, self.identity.name)
-        body = messages.encode(message, self.identity.session)
+        body = packing.encode(message, self.identity.session)
         model = len(message.inline or b"") if isinstance(message, (Task, Result)) else 0
         size = packet_bytes(topic, len(body), qos=1)
         self.account.add(peer, "sent", message=size, model=model, control=len(body) - model)
@@ -224,7 +200,7 @@ class Endpoint:
             raise WireError(f"a stranger: {topic.sender}")
         size = packet_bytes(text, len(body), qos=1)
         try:
-            session, message = messages.decode(body)
+            session, message = packing.decode(body)
         except WireError:
             self.account.add(topic.sender, "received", message=size, control=len(body))
             raise
@@ -244,7 +220,7 @@ class Endpoint:
             self._face.received(topic.sender, session, message, now)
 
     def _state(self, topic: topics.StateTopic, body: bytes, retained: bool) -> None:
-        session, message = messages.decode(body) if body else ("", None)
+        session, message = packing.decode(body) if body else ("", None)
         if not (message is None or isinstance(message, Presence)):
             raise WireError("no presence on a state topic")
         if topic.node == self.identity.name:
@@ -369,7 +345,7 @@ class Endpoint:
     def _publish_presence(self, answers: str = "") -> None:
         presence = replace(self._presence, answers=answers)
         topic = topics.state(self.identity.run, self.identity.name)
-        self.link.publish(topic, messages.encode(presence, self.identity.session), qos=1, retain=True)
+        self.link.publish(topic, packing.encode(presence, self.identity.session), qos=1, retain=True)
 
     def _publish_announcement(self) -> None:
         if self._announcement is not None:

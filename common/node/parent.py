@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeAlias
 
@@ -15,9 +15,12 @@ import numpy.typing as npt
 from common.errors import NoProgress, RefusedModel, RunFailed, WireError
 from common.layout import ModelLayout, Row
 from common.net.link import BrokerAddress
-from common.node.endpoint import Endpoint, Identity
+from common.node.endpoint import Endpoint
+from common.node.identity import Identity
+from common.node.ledger import Ledger
 from common.node.offload import offload
-from common.rounds.coordinator import Assignment, Closed, Coordinator, Offered, Restarted, Stalled, Timeline
+from common.rounds.coordinator import Assignment, Closed, Coordinator, Offered, Restarted, Stalled
+from common.rounds.timeline import Timeline
 from common.spec import Closing, Link, Transfer
 from common.transfer.incoming import Fetched, IncomingEvent
 from common.transfer.manifest import check, chunk_bytes_for, describe
@@ -40,7 +43,6 @@ log = logging.getLogger("fedstrata.parent")
 CODEC: Final = "fp32"
 STAYING: Final = (NodeState.INIT, NodeState.READY, NodeState.FINISHED)
 COUNT_MOST: Final = 10**12
-BYTES_MOST: Final = 2**50
 Observe: TypeAlias = Callable[[str, dict[str, object]], None]
 
 
@@ -82,12 +84,11 @@ class ParentFace:
         self._layout: ModelLayout | None = None
         self._uploads = np.empty((0, 0), np.uint8)
         self._places: dict[str, int] = {}
-        self._pending: dict[tuple[str, str], tuple[Key, Manifest]] = {}
+        self._pending: dict[tuple[str, str], tuple[Key, Manifest, Row]] = {}
         self._served: set[str] = set()
         self._closed: asyncio.Future[Closed] | None = None
         self._checks: set[asyncio.Task[None]] = set()
-        self._seen: dict[str, tuple[str, Traffic, Traffic]] = {}
-        self._before: dict[str, tuple[Traffic, Traffic]] = {}
+        self._ledger = Ledger()
         self.moves = 0
         self.samples: dict[str, int] = {}
         self.reports: dict[str, tuple[ChildReport, ...]] = {}
@@ -119,7 +120,6 @@ class ParentFace:
         layout = self._require_layout()
         now = self.endpoint.now()
         children = [name for name in self.peers if name in models]
-        self._check_present(children, closing)
         assignments = await self._offer(children, models, epochs)
         if self._uploads.shape != (len(children), layout.row_bytes):
             self._uploads = np.empty((len(children), layout.row_bytes), np.uint8)
@@ -158,12 +158,12 @@ class ParentFace:
         try:
             async with asyncio.timeout(patience_s or self._transfer.idle_s):
                 while self.samples.keys() | self._gave_up.keys() < set(self.peers):
-                    self._check_present(self.peers, closing)
+                    self._check_present(closing)
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
             log.warning("not there yet: %s", ", ".join(sorted(set(self.peers) - set(self.samples))))
-        self._check_present(self.peers, closing)
+        self._check_present(closing)
 
     async def farewells(self, *, timeout_s: float) -> None:
         """Wait until the children that are present have said goodbye, at most `timeout_s`."""
@@ -180,25 +180,11 @@ class ParentFace:
 
         `received_*` is what we received from the child (up), `sent_*` what the child received from us (down).
         """
-        links = {}
-        for name in self.peers:
-            here = self.endpoint.account.traffic(name)
-            there, _ = self._reported(name)
-            links[name] = Traffic(
-                there.received_model_payload,
-                there.received_model_message,
-                there.received_control_payload,
-                there.received_control_message,
-                here.received_model_payload,
-                here.received_model_message,
-                here.received_control_payload,
-                here.received_control_message,
-            )
-        return links
+        return {name: self._ledger.link(name, self.endpoint.account) for name in self.peers}
 
     def below(self) -> Traffic:
         """Return the sum of what the children reported of their own children's links (as `traffic` has it)."""
-        return sum((self._reported(name)[1] for name in self.peers), Traffic())
+        return sum((self._ledger.below(name) for name in self.peers), Traffic())
 
     # Face
 
@@ -257,9 +243,10 @@ class ParentFace:
         pending = self._pending.pop((event.owner, event.blob), None)
         if pending is None:
             return
-        key, manifest = pending
+        key, manifest, row = pending
         if isinstance(event, Fetched):
-            task = asyncio.create_task(self._check_upload(event.owner, key, manifest), name=f"check {event.owner}")
+            checking = self._check_upload(event.owner, key, manifest, row)
+            task = asyncio.create_task(checking, name=f"check {event.owner}")
             self._checks.add(task)
             task.add_done_callback(self._checks.discard)
         elif "no longer holds" in event.reason:
@@ -280,7 +267,7 @@ class ParentFace:
             elif self._closed is None or self._closed.done():
                 continue
             elif isinstance(event, Stalled):
-                self._closed.set_exception(NoProgress(event.reason))
+                self._closed.set_exception((NoProgress if event.idle else RunFailed)(event.reason))
             else:
                 self._closed.set_result(event)
 
@@ -324,17 +311,17 @@ class ParentFace:
         except RefusedModel as error:
             self._refuse(child, result.key, str(error))
             return
-        buffer = codec_of(manifest.codec).buffer(layout, self._uploads[self._places[child]])
-        self._pending[child, manifest.blob] = (result.key, manifest)
+        row = self._uploads[self._places[child]]
+        buffer = codec_of(manifest.codec).buffer(layout, row)
+        self._pending[child, manifest.blob] = (result.key, manifest, row)
         if result.inline is not None:
             self.endpoint.incoming.take(child, manifest, buffer, result.inline)
             self.endpoint.wake()
         else:
             self.endpoint.incoming.fetch(child, manifest, buffer, now=now)
 
-    async def _check_upload(self, child: str, key: Key, manifest: Manifest) -> None:
+    async def _check_upload(self, child: str, key: Key, manifest: Manifest, row: Row) -> None:
         layout = self._require_layout()
-        row = self._uploads[self._places[child]]
         try:
             codec_of(manifest.codec).decode(layout, row.data, row)
             await offload(partial(layout.check_finite, row))
@@ -351,25 +338,13 @@ class ParentFace:
         self._observe("refused", {"node": child, "reason": reason})
 
     def _count(self, child: str, session: str, traffic: Traffic, below: Traffic) -> None:
-        if any(count > BYTES_MOST for part in (traffic, below) for count in astuple(part)):
-            raise WireError(f"{child} counts more bytes than there are")  # their sums must fit in a message
-        known, *last = self._seen.get(child, (session, Traffic(), Traffic()))
-        if known != session:  # a new process counts from zero
-            before = self._before.get(child, (Traffic(), Traffic()))
-            self._before[child] = (before[0] + last[0], before[1] + last[1])
-        self._seen[child] = (session, traffic, below)
+        self._ledger.enter(child, session, link=traffic, below=below)
         self.moves += 1
         self.moved_hook()
 
-    def _reported(self, child: str) -> tuple[Traffic, Traffic]:
-        before = self._before.get(child, (Traffic(), Traffic()))
-        _, link, below = self._seen.get(child, ("", Traffic(), Traffic()))
-        return before[0] + link, before[1] + below
-
-    def _check_present(self, children: Iterable[str], closing: Closing) -> None:
-        gone = [name for name in children if name in self._gave_up]
-        if gone and closing.rule == "all":
-            raise RunFailed("; ".join(f"{name} gave up: {self._gave_up[name]}" for name in gone))
+    def _check_present(self, closing: Closing) -> None:
+        if self._gave_up and closing.rule == "all":
+            raise RunFailed("; ".join(f"{name} gave up: {reason}" for name, reason in self._gave_up.items()))
 
     def _require_layout(self) -> ModelLayout:
         if self._layout is None:

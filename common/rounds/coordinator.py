@@ -20,12 +20,12 @@ from math import inf
 from typing import Final, TypeAlias
 
 from common.rounds.closing import Standing, Verdict, judge
+from common.rounds.timeline import Timeline
 from common.spec import Closing
 from common.wire.messages import Key, Manifest, NodeState, Phase, Presence, Progress, Receipt, Result, Task
 
 REPEAT_S: Final = 1.0
 REPEAT_MOST_S: Final = 5.0
-PHASES: Final = ("dispatch", "train", "wait", "collect")
 
 
 class ChildState(Enum):
@@ -74,9 +74,10 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Stalled:
-    """The round can never close; `reason` says who did what."""
+    """The round can never close; `reason` says who did what, `idle` whether somebody just fell silent."""
 
     reason: str
+    idle: bool
 
 
 CoordinatorEvent: TypeAlias = Offered | Restarted | Closed | Stalled
@@ -103,29 +104,6 @@ class _Child:
     @property
     def present(self) -> bool:
         return self.presence in (NodeState.INIT, NodeState.READY)
-
-
-@dataclass(slots=True)
-class Timeline:
-    """When things happened in the round, monotonic seconds at the parent; None = not yet."""
-
-    opened: float
-    dispatched: float | None = None
-    first_result: float | None = None
-    last_result: float | None = None
-    closed: float | None = None
-
-    def phases(self) -> dict[str, float]:
-        """Return the round's seconds by phase; they add up to closed - opened.
-
-        dispatch: until every child has its model; train: until the first result is announced; wait: until the
-        last one is; collect: until the last upload is here. A phase that others overtake has no length.
-        """
-        marks = [self.opened]
-        for mark in (self.dispatched, self.first_result, self.last_result, self.closed):
-            end = self.closed if mark is None else mark
-            marks.append(max(marks[-1], end if end is not None else marks[-1]))
-        return {name: end - start for name, start, end in zip(PHASES, marks, marks[1:], strict=False)}
 
 
 class Coordinator:
@@ -367,7 +345,8 @@ class Coordinator:
             self._close(self._key, now)
         elif verdict is Verdict.IMPOSSIBLE:
             self._open = False
-            self._events.append(Stalled(self._blame(idle)))
+            silent = any(self._children[name].presence is not NodeState.FAILED for name in idle)
+            self._events.append(Stalled(self._blame(idle), silent))
 
     def _close(self, key: Key, now: float) -> None:
         self._open = False

@@ -1,27 +1,16 @@
-"""The control messages of fedstrata, as typed records and as msgpack.
+"""The control messages of fedstrata, as typed records. Both tiers speak the same ones.
 
-On the wire a message is the msgpack array `[VERSION, session, kind, field, ...]`: `session` names the
-sender's process, the fields follow in the order of the record. Every field is checked against its
-annotation and the caps below before a record exists; whatever else arrives is a `WireError`, never
-another exception. Both tiers speak the same messages.
+How they become bytes is `common.wire.packing`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from types import NoneType, UnionType
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
-
-import msgpack
+from typing import Final, NamedTuple, TypeAlias
 
 from common.errors import WireError
 
-VERSION: Final = 1
-MAX_TEXT: Final = 4_000_000
-MAX_INT: Final = 2**63 - 1
-MAX_ITEMS: Final = 100_000
 DIGEST_BYTES: Final = 8
 MIN_CHUNK_BYTES: Final = 1024
 MAX_CHUNK_BYTES: Final = 4_000_000
@@ -242,136 +231,3 @@ class Farewell:
 
 
 Message: TypeAlias = Presence | Announcement | Task | Progress | Result | Receipt | Ask | Gone | Farewell
-KINDS: Final[tuple[type[Message], ...]] = (
-    Presence, Announcement, Task, Progress, Result, Receipt, Ask, Gone, Farewell,
-)  # fmt: skip
-_CODES: Final = {kind: code for code, kind in enumerate(KINDS)}
-
-
-def encode(message: Message, session: str) -> bytes:
-    """Return the message's bytes."""
-    packed: bytes = msgpack.packb([VERSION, session, _CODES[type(message)], *_plain(message)])
-    return packed
-
-
-def decode(data: bytes | bytearray | memoryview) -> tuple[str, Message]:
-    """Return the sender's session and the record. Raises WireError, whatever the bytes."""
-    try:
-        tree = msgpack.unpackb(data, use_list=False, strict_map_key=True, max_array_len=MAX_ITEMS, max_map_len=0)
-    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise WireError(f"not msgpack: {error}") from None
-    if not isinstance(tree, tuple) or len(tree) < 3:
-        raise WireError("not a message")
-    version, session, code, *values = tree
-    if type(version) is not int or version != VERSION:
-        raise WireError(f"protocol version {_brief(version)}, this release speaks {VERSION}")
-    if not isinstance(session, str) or not 0 < len(session) <= 32:
-        raise WireError("no session id")
-    if type(code) is not int or not 0 <= code < len(KINDS):
-        raise WireError(f"unknown kind {_brief(code)}")
-    message: Message = _DECODERS[KINDS[code]](tuple(values))
-    return session, message
-
-
-def _plain(record: Any) -> list[Any]:
-    return [_plain_value(getattr(record, field.name)) for field in fields(record)]
-
-
-def _plain_value(value: Any) -> Any:
-    if hasattr(value, "__dataclass_fields__"):
-        return _plain(value)
-    if isinstance(value, tuple):
-        return [_plain_value(item) for item in value]
-    return value
-
-
-_Record = TypeVar("_Record")
-
-
-def _record_decoder(kind: type[_Record]) -> Callable[[Any], _Record]:
-    hints = get_type_hints(kind)
-    names = list(kind._fields) if issubclass(kind, tuple) else [f.name for f in fields(kind)]  # type: ignore[attr-defined, arg-type]
-    checks = [(name, _value_decoder(hints[name])) for name in names]
-
-    def decode_record(value: Any) -> _Record:
-        if not isinstance(value, tuple) or len(value) != len(checks):
-            raise WireError(f"{kind.__name__} wants {len(checks)} fields")
-        decoded = []
-        for (name, check), item in zip(checks, value, strict=True):
-            try:
-                decoded.append(check(item))
-            except WireError as error:
-                raise WireError(f"{kind.__name__}.{name}: {error}") from None
-        return kind(*decoded)
-
-    return decode_record
-
-
-def _value_decoder(hint: Any) -> Callable[[Any], Any]:
-    if hint in _SCALARS:
-        return _SCALARS[hint]
-    if get_origin(hint) is UnionType:
-        inner = _value_decoder(next(arg for arg in get_args(hint) if arg is not NoneType))
-        return lambda value: None if value is None else inner(value)
-    if get_origin(hint) is tuple:
-        item = _record_decoder(get_args(hint)[0])
-        return lambda value: tuple(map(item, _tuple(value)))
-    if issubclass(hint, StrEnum):
-        return lambda value: _enum(hint, value)
-    return _record_decoder(hint)
-
-
-def _brief(value: Any) -> str:
-    """Return a foreign value for an error's text; `repr` of a deeply nested one would be a RecursionError."""
-    if isinstance(value, (str, bytes)):
-        return repr(value[:32])
-    return repr(value) if value is None or isinstance(value, (bool, int, float)) else f"a {type(value).__name__}"
-
-
-def _integer(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= MAX_INT:
-        raise WireError(f"{_brief(value)} is no count")
-    return value
-
-
-def _real(value: Any) -> float:
-    if type(value) is not float:  # NaN may travel: a diverged child must be heard to be refused
-        raise WireError(f"{_brief(value)} is no number")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or len(value) > MAX_TEXT:
-        raise WireError(f"{_brief(value)} is no text")
-    return value
-
-
-def _bytes(value: Any) -> bytes:
-    if not isinstance(value, bytes):
-        raise WireError(f"{_brief(value)} is no byte string")
-    return value
-
-
-def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise WireError(f"{_brief(value)} is no flag")
-    return value
-
-
-def _tuple(value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, tuple):
-        raise WireError(f"{_brief(value)} is no list")
-    return value
-
-
-def _enum(kind: type[StrEnum], value: Any) -> StrEnum:
-    try:
-        return kind(value)
-    except ValueError:
-        raise WireError(f"{_brief(value)} is no {kind.__name__}") from None
-
-
-_SCALARS: Final[dict[Any, Callable[[Any], Any]]] = {
-    int: _integer, float: _real, str: _text, bytes: _bytes, bool: _flag,
-}  # fmt: skip
-_DECODERS: Final[dict[type[Message], Callable[[Any], Any]]] = {kind: _record_decoder(kind) for kind in KINDS}

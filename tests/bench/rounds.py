@@ -24,7 +24,7 @@ from common.aggregation.statistics import Statistics
 from common.layout import ModelLayout, Row, Section
 from common.net.link import BrokerAddress
 from common.node.child import Answer, ChildFace, Report
-from common.node.endpoint import Identity, new_session
+from common.node.identity import Identity, new_session
 from common.node.life import live
 from common.node.parent import ParentFace
 from common.spec import Closing, Link, Transfer

@@ -1,0 +1,31 @@
+"""Who a node is, and its claim to its name."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+
+
+def new_session() -> str:
+    """Return an id for this process's life."""
+    return secrets.token_hex(8)
+
+
+@dataclass(slots=True)
+class Claim:
+    """One process's claim to its name: the sessions that it told to end, and whether it was told so itself."""
+
+    told: set[str] = field(default_factory=set)
+    lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who a node is in a run. `session` and `claim` are shared by its endpoints; `metrics` is its /metrics address."""
+
+    run: str
+    name: str
+    role: str
+    session: str
+    metrics: str = ""
+    claim: Claim = field(default_factory=Claim, compare=False)

@@ -1,0 +1,31 @@
+"""When things happened in a round, and so where its seconds went."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+PHASES: Final = ("dispatch", "train", "wait", "collect")
+
+
+@dataclass(slots=True)
+class Timeline:
+    """When things happened in the round, monotonic seconds at the parent; None = not yet."""
+
+    opened: float
+    dispatched: float | None = None
+    first_result: float | None = None
+    last_result: float | None = None
+    closed: float | None = None
+
+    def phases(self) -> dict[str, float]:
+        """Return the round's seconds by phase; they add up to closed - opened.
+
+        dispatch: until every child has its model; train: until the first result is announced; wait: until the
+        last one is; collect: until the last upload is here. A phase that others overtake has no length.
+        """
+        marks = [self.opened]
+        for mark in (self.dispatched, self.first_result, self.last_result, self.closed):
+            end = self.closed if mark is None else mark
+            marks.append(max(marks[-1], end if end is not None else marks[-1]))
+        return {name: end - start for name, start, end in zip(PHASES, marks, marks[1:], strict=False)}
