@@ -47,7 +47,9 @@ class CloudAgent:
     async def run(self) -> Path:
         """Play the run to its end and return the final model's path. Raises FedstrataError."""
         experiment = self._folder.experiment
-        identity = Identity(self._folder.run, CLOUD, "cloud", new_session(), self._metrics_address)
+        identity = Identity(
+            self._folder.run, CLOUD, "cloud", new_session(), self._metrics_address, books=self._folder.run
+        )
         down = ParentFace(
             self._broker,
             identity,
@@ -76,7 +78,7 @@ class CloudAgent:
             raise
         finally:
             evaluator.close()
-            self._folder.write_links(down.traffic(), down.reports)
+            self._folder.write_links(down.ledger)
 
     async def _play(self, down: ParentFace, evaluator: Evaluator) -> Path:
         folder, experiment = self._folder, self._folder.experiment
@@ -137,8 +139,8 @@ class CloudAgent:
 
     @staticmethod
     def _bytes(down: ParentFace) -> dict[str, object]:
-        wan = list(down.traffic().values())
-        lan = down.below()
+        wan = list(down.ledger.links().values())
+        lan = down.ledger.below()
         return {
             "wan_up_bytes": sum(link.received for link in wan),
             "wan_down_bytes": sum(link.sent for link in wan),

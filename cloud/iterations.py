@@ -30,11 +30,10 @@ Observe = Callable[[str, dict[str, object]], None]
 
 @dataclass(frozen=True, slots=True)
 class _Mixed:
-    """What an aggregation decided: distances of the institutions' models to the new mean, the loss, its time."""
+    """What an aggregation found: distances of the institutions' models to the new mean, and the mean loss."""
 
     omegas: dict[str, float]
     loss: float
-    seconds: float
 
 
 class GlobalIterations:
@@ -63,6 +62,7 @@ class GlobalIterations:
         self._state = RunState(folder.run, self._experiment.digest, 0, 0.0, start_epochs)
         self._evaluating: asyncio.Task[Accuracy] | None = None
         self._reached = False
+        self._mark = 0.0
         self._wan, self._lan = Traffic(), Traffic()
         self.last: Accuracy | None = None
 
@@ -70,6 +70,8 @@ class GlobalIterations:
         """Go on after the iterations of a checkpoint, whose model is already in the row."""
         self._state = state
         written = self._folder.forget_after(state.iteration)
+        self._folder.restore(self._down.ledger)
+        self._wan, self._lan = self._totals()
         target = self._experiment.target_accuracy
         self._reached = target is not None and any(float(row["accuracy"] or 0) >= target for row in written)
         if written and not written[-1]["accuracy"] and self._evaluates(state.iteration):
@@ -87,6 +89,7 @@ class GlobalIterations:
 
     async def run(self) -> None:
         """Play the iterations that are left, until the last or until the target accuracy."""
+        self._mark = self._down.endpoint.now()
         while self._state.iteration < self._experiment.iterations and not self._reached:
             await self._iterate()
         await self._finish_evaluation()
@@ -109,10 +112,12 @@ class GlobalIterations:
         aggregated = self._down.endpoint.now()
         await self._finish_evaluation()
         ended = self._down.endpoint.now()
-        phases = played.timeline.phases()
+        phases = {"record": started - self._mark} | played.timeline.phases()  # what the last iteration left to write
         phases["dispatch"] += played.timeline.opened - started
         phases |= {"aggregate": aggregated - closed, "evaluate": ended - aggregated}
-        self._state = RunState(state.run, state.digest, state.iteration + 1, state.elapsed_s + ended - started, epochs)
+        elapsed_s = state.elapsed_s + ended - self._mark
+        self._mark = ended
+        self._state = RunState(state.run, state.digest, state.iteration + 1, elapsed_s, epochs)
         self._record(played, mixed, phases=phases, epochs=state.epochs)
         if self._evaluates(self._state.iteration):
             self._evaluate()
@@ -122,7 +127,6 @@ class GlobalIterations:
             await offload(partial(checkpoint.save, folder, self._state, layout=self._layout, row=self._row))
 
     def _aggregate(self, played: Round) -> _Mixed:
-        began = self._down.endpoint.now()
         layout, before = self._layout, self._row.copy()
         statistics = Statistics.of(played.results)
         mixture = fedavg.plan(statistics, weights=self._experiment.cloud.aggregation.weights)
@@ -132,10 +136,10 @@ class GlobalIterations:
         trainable = slice(0, layout.parameters)
         gram_KK = gram(layout.floats(played.uploads)[:, trainable], layout.floats(before)[trainable])
         omegas = dict(zip(played.children, distances(gram_KK, weights_K).tolist(), strict=True))
-        return _Mixed(omegas, float(weights_K @ statistics.losses_K), self._down.endpoint.now() - began)
+        return _Mixed(omegas, float(weights_K @ statistics.losses_K))
 
     def _record(self, played: Round, mixed: _Mixed, *, phases: Mapping[str, float], epochs: Mapping[str, int]) -> None:
-        wan, lan = sum(self._down.traffic().values(), Traffic()), self._down.below()
+        wan, lan = self._totals()
         wan_new, lan_new = wan - self._wan, lan - self._lan
         self._wan, self._lan = wan, lan
         for name, result in zip(played.children, played.results, strict=True):
@@ -159,6 +163,7 @@ class GlobalIterations:
             **{f"omega_{name}": _short(mixed.omegas.get(name)) for name in self._down.peers},
         }
         self._folder.add_round(row)
+        self._folder.write_links(self._down.ledger)
         self._observe("iteration", dict(row))
         metrics = self._metrics
         metrics.round.labels(*LABELS).inc()
@@ -168,6 +173,10 @@ class GlobalIterations:
             metrics.phase_seconds.labels(*LABELS, phase).inc(seconds)
         for name in self._down.peers:
             metrics.epochs.labels("cloud", name, "").set(epochs[name])
+
+    def _totals(self) -> tuple[Traffic, Traffic]:
+        """Return the bytes of all WAN links and of all LAN links in the run."""
+        return sum(self._down.ledger.links().values(), Traffic()), self._down.ledger.below()
 
     def _evaluates(self, iteration: int) -> bool:
         return iteration == self._experiment.iterations or iteration % self._experiment.cloud.evaluate_every == 0

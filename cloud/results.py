@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from common.errors import InvalidExperiment
+from common.node.ledger import Ledger
 from common.spec import CLOUD, Experiment, load, to_toml
 from common.wire.messages import ChildReport, Traffic
 
@@ -27,6 +28,7 @@ PACKAGES: Final = ("fedstrata", "aiomqtt", "paho-mqtt", "numpy", "msgpack", "tor
 DEVICE_FIELDS: Final = (
     "round", "institution", "device", "samples", "local_rounds", "epochs", "sgd_steps", "loss", "train_s", "wait_s",
 )  # fmt: skip
+LEDGER: Final = "ledger.json"
 LINK_FIELDS: Final = ("tier", "from", "to", "kind", "payload_bytes", "message_bytes")
 
 
@@ -106,12 +108,25 @@ class RunFolder:
                 self._rewrite(path, fields, kept[name])
         return kept.get("rounds.csv", [])
 
-    def write_links(self, wan: Mapping[str, Traffic], lan: Mapping[str, Sequence[ChildReport]]) -> None:
-        """Write links.csv: every link's bytes in the run, each direction counted where the bytes arrived."""
-        rows = [row for name, traffic in wan.items() for row in _link_rows("wan", CLOUD, name, traffic)]
-        for institution, reports in lan.items():
-            rows += [row for r in reports for row in _link_rows("lan", institution, r.name, r.traffic)]
+    def write_links(self, ledger: Ledger) -> None:
+        """Write links.csv, every link's bytes in the run, and the books that a resumed run goes on with."""
+        links = [("wan", CLOUD, name, traffic) for name, traffic in ledger.links().items()]
+        for institution, reports in ledger.reports().items():
+            links += [("lan", institution, report.name, report.traffic) for report in reports]
+        rows = [row for link in links for row in _link_rows(*link)]
         self._rewrite(self.path / "links.csv", LINK_FIELDS, rows)
+        partial = self.path / "ledger.partial"
+        partial.write_text(ledger.to_json(), encoding="utf-8")
+        os.replace(partial, self.path / LEDGER)
+
+    def restore(self, ledger: Ledger) -> None:
+        """Go on with the books that an earlier process of the run left. Raises InvalidExperiment."""
+        path = self.path / LEDGER
+        try:
+            if path.exists():
+                ledger.restore(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InvalidExperiment("--resume", str(path), f"unreadable: {error!r}", "Remove it.") from None
 
     def _append(self, name: str, fields: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
         path = self.path / name
@@ -153,12 +168,14 @@ def _read(path: Path) -> tuple[Sequence[str], list[dict[str, str]]]:
 
 
 def _link_rows(tier: str, parent: str, child: str, traffic: Traffic) -> list[dict[str, object]]:
-    rows: list[dict[str, object]] = []
-    for way, source, target in (("sent", parent, child), ("received", child, parent)):
-        for kind in ("model", "control"):
-            payload, message = getattr(traffic, f"{way}_{kind}_payload"), getattr(traffic, f"{way}_{kind}_message")
-            rows.append(dict(zip(LINK_FIELDS, (tier, source, target, kind, payload, message), strict=True)))
-    return rows
+    """Return a link's four rows; `traffic.sent_*` is what went down, `received_*` what came up."""
+    cells = (
+        (parent, child, "model", traffic.sent_model_payload, traffic.sent_model_message),
+        (parent, child, "control", traffic.sent_control_payload, traffic.sent_control_message),
+        (child, parent, "model", traffic.received_model_payload, traffic.received_model_message),
+        (child, parent, "control", traffic.received_control_payload, traffic.received_control_message),
+    )
+    return [dict(zip(LINK_FIELDS, (tier, *cell), strict=True)) for cell in cells]
 
 
 def _version(package: str) -> str | None:

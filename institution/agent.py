@@ -51,7 +51,7 @@ class InstitutionAgent:
         down = ParentFace(
             self._device_broker, identity, children=devices, transfer=experiment.transfer, link=experiment.links.lan
         )
-        up.below = lambda: sum(down.traffic().values(), Traffic())
+        up.below = lambda: sum(down.ledger.links().values(), Traffic())
         down.set_layout(layout)
         down.endpoint.announce(announcement)
         labels = ("institution", self._name, "")

@@ -75,7 +75,7 @@ class LocalRounds:
 
     def reports(self) -> tuple[ChildReport, ...]:
         """Return what each device did in the last iteration, with its link's bytes in the whole run."""
-        traffic = self._down.traffic()
+        traffic = self._down.ledger.links()
         return tuple(
             replace(self._did.get(name, ChildReport(name)), traffic=traffic[name]) for name in self._down.peers
         )

@@ -215,6 +215,21 @@ def working(device: str) -> Callable[[topics.Topic, Message], bool]:
     )
 
 
+def assert_bytes_of_one_run(folder: Path, *, lives: int) -> None:
+    """Check that restarts lost no model but what a killed process had not told, and counted none twice."""
+    size = len(tensors(folder))
+    with (folder / "links.csv").open(newline="") as file:
+        links = list(csv.DictReader(file))
+    models = {(row["from"], row["to"]): int(row["payload_bytes"]) / size for row in links if row["kind"] == "model"}
+    assert len(models) == 2 * (2 + 4)
+    for (source, target), count in models.items():
+        iterations = 3 if "cloud" in (source, target) else 3 * 2
+        assert iterations - 1 <= count <= iterations * lives, (source, target)
+    for row in rounds(folder):
+        for column in ("wan_up_bytes", "wan_down_bytes", "lan_up_bytes", "lan_down_bytes"):
+            assert 0 <= int(row[column]) < lives * 1.2 * size * 8, column
+
+
 def wish(sender: str, iteration: int, round_: int) -> Callable[[topics.Topic, Message], bool]:
     """Tell a parent's wish in one round."""
     return lambda topic, said: (
@@ -256,6 +271,7 @@ def test_every_role_killed_once_and_started_again_gives_the_same_model(
         assert tensors(folder) == undisturbed
         assert [row["round"] for row in rounds(folder)] == ["1", "2", "3"]
         assert all(0.5 < float(row["accuracy"]) <= 1 for row in rounds(folder))
+        assert_bytes_of_one_run(folder, lives=3)
 
 
 # A whole lab
@@ -342,6 +358,7 @@ def test_an_interrupted_lab_leaves_nothing_behind_and_can_be_resumed(
         assert tensors(folder) == undisturbed
         assert [row["round"] for row in rounds(folder)] == ["1", "2", "3"]
         assert all(row["accuracy"] for row in rounds(folder))
+        assert_bytes_of_one_run(folder, lives=3)
         assert len(list((tmp_path / "runs").iterdir())) == 1
 
 

@@ -177,7 +177,7 @@ def test_a_run_leaves_its_folder(reference: Path) -> None:
 def test_the_seconds_of_the_phases_add_up(reference: Path) -> None:
     with (reference / "rounds.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    phases = ("dispatch_s", "train_s", "wait_s", "collect_s", "aggregate_s", "evaluate_s")
+    phases = ("record_s", "dispatch_s", "train_s", "wait_s", "collect_s", "aggregate_s", "evaluate_s")
     total = sum(float(row[phase]) for row in rows for phase in phases)
     assert total == pytest.approx(float(rows[-1]["elapsed_s"]), rel=0.01)
 

@@ -68,6 +68,8 @@ class ChildFace:
         self.endpoint = Endpoint(address, identity, face=self, transfer=transfer, rate=rate)
         self.participant = Participant()
         self.below: Callable[[], Traffic] = Traffic
+        self._books = ""
+        self._counted_before: dict[str, Traffic] = {}
         self.refusals: list[str] = []
         self._begin: asyncio.Queue[Task] = asyncio.Queue()
         self._fetched: asyncio.Future[IncomingEvent] | None = None
@@ -100,8 +102,7 @@ class ChildFace:
 
     async def farewell(self, children: tuple[ChildReport, ...], *, timeout_s: float) -> None:
         """Say goodbye with the final count of this link's bytes."""
-        traffic = self.endpoint.account.traffic(self._parent)
-        self.endpoint.send(self._parent, Farewell(traffic, self.below(), children))
+        self.endpoint.send(self._parent, Farewell(self._traffic(), self.below(), children))
         await self.endpoint.flush(timeout_s=timeout_s)
 
     # Face
@@ -115,6 +116,7 @@ class ChildFace:
     def presence(self, node: str, session: str, presence: Presence | None, now: float) -> None:
         """Take the parent's state."""
         if presence is not None and presence.state in (NodeState.INIT, NodeState.READY):
+            self._open_books(presence.books)
             if self._parent_gone_at is not None:
                 self._parent_gone_at = None
                 self.endpoint.incoming.ask_again(node, now=now)
@@ -158,8 +160,7 @@ class ChildFace:
 
     def to_send(self, now: float) -> Sequence[tuple[str, Message]]:
         """Return progress and results."""
-        traffic = self.endpoint.account.traffic(self._parent)
-        return [(self._parent, message) for message in self.participant.to_send(now, traffic, self.below())]
+        return [(self._parent, message) for message in self.participant.to_send(now, self._traffic(), self.below())]
 
     def next_deadline(self) -> float | None:
         """Return when something is to be said, or the parent is to be given up."""
@@ -167,6 +168,17 @@ class ChildFace:
         if self._parent_gone_at is not None:
             times.append(self._parent_gone_at + self._transfer.idle_s + 0.01)
         return min((at for at in times if at is not None), default=None)
+
+    def _open_books(self, books: str) -> None:
+        """Count from zero for a parent that begins new books."""
+        if books != self._books:
+            before = self.endpoint.account.traffic(self._parent) if self._books else Traffic()
+            self._counted_before.setdefault(books, before)
+            self._books = books
+
+    def _traffic(self) -> Traffic:
+        counted = self.endpoint.account.traffic(self._parent)
+        return counted - self._counted_before.get(self._books, Traffic())
 
     # Work
 

@@ -87,7 +87,9 @@ class Endpoint:
         self._away_since: float | None = None
         self._publishing = 0
         self._subscribed: set[tuple[str, str]] = set()
-        self._presence = Presence(NodeState.INIT, identity.role, identity.metrics)
+        self._presence = Presence(
+            NodeState.INIT, identity.role, identity.metrics, books=identity.books or identity.session
+        )
         self._established = self._leaving = False
         self._announcement: bytes | None = None
         self._loop = asyncio.get_running_loop()

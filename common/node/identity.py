@@ -21,11 +21,15 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who a node is in a run. `session` and `claim` are shared by its endpoints; `metrics` is its /metrics address."""
+    """Who a node is in a run. `session` and `claim` are shared by its endpoints; `metrics` is its /metrics address.
+
+    `books`: the account of bytes that its children count for, the session where it is not kept over restarts.
+    """
 
     run: str
     name: str
     role: str
     session: str
     metrics: str = ""
+    books: str = ""
     claim: Claim = field(default_factory=Claim, compare=False)

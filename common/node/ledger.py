@@ -1,57 +1,134 @@
-"""A parent's books: the bytes of its children's links over a run, each direction counted where it arrived."""
+"""A parent's books: the bytes of its children's links over a run, each direction counted where it arrived.
+
+A child counts since it first met the parent's books (`Presence.books`), within its own session. An institution
+begins new books when it is restarted; a cloud keeps its own in the run's folder, so that a resumed run goes on with
+them and no byte is lost or counted twice. What a killed child had counted since its last word is lost.
+"""
 
 from __future__ import annotations
 
-from dataclasses import astuple
-from typing import Final
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass, field, replace
+from typing import Any, Final
 
 from common.errors import WireError
 from common.net.accounting import Account
-from common.wire.messages import Traffic
+from common.wire.messages import ChildReport, Traffic
 
 BYTES_MOST: Final = 2**50
+NOTHING: Final = Traffic()
 
-_NOTHING: Final = (Traffic(), Traffic())
+
+@dataclass(slots=True)
+class _Page:
+    """One child. `before` are the sums over its earlier sessions, `here` over earlier processes of our own."""
+
+    session: str = ""
+    link: Traffic = NOTHING
+    link_before: Traffic = NOTHING
+    below: Traffic = NOTHING
+    below_before: Traffic = NOTHING
+    here_before: Traffic = NOTHING
+    reports: dict[str, ChildReport] = field(default_factory=dict)
+    reports_before: dict[str, Traffic] = field(default_factory=dict)
+
+    def turn(self, session: str) -> None:
+        """Begin a new session of the child: it counts from zero."""
+        if session == self.session:
+            return
+        self.link_before, self.below_before = self.link_before + self.link, self.below_before + self.below
+        for name, report in self.reports.items():
+            self.reports_before[name] = self.reports_before.get(name, NOTHING) + report.traffic
+        self.session, self.link, self.below = session, NOTHING, NOTHING
+        self.reports = {name: replace(report, traffic=NOTHING) for name, report in self.reports.items()}
 
 
 class Ledger:
-    """What each child counted on its own link and below it, summed over the child's processes."""
+    """What each child counted on its own link and below it, and what arrived here, over all processes of both."""
 
-    def __init__(self) -> None:
-        self._seen: dict[str, tuple[str, Traffic, Traffic]] = {}
-        self._before: dict[str, tuple[Traffic, Traffic]] = {}
+    def __init__(self, children: Iterable[str], account: Account) -> None:
+        self._account = account
+        self._pages = {name: _Page() for name in children}
 
     def enter(self, child: str, session: str, *, link: Traffic, below: Traffic) -> None:
         """Take a child's counts, which grow within a session. Raises WireError on counts that cannot be."""
         if any(count > BYTES_MOST for part in (link, below) for count in astuple(part)):
             raise WireError(f"{child} counts more bytes than there are")  # their sums must fit in a message
-        known, *last = self._seen.get(child, (session, *_NOTHING))
-        if known != session:  # a new process counts from zero
-            self._before[child] = self._plus(child, last[0], last[1])
-        self._seen[child] = (session, link, below)
+        page = self._pages[child]
+        page.turn(session)
+        page.link, page.below = link, below
 
-    def link(self, child: str, account: Account) -> Traffic:
-        """Return a child's link: `received_*` as our `account` has it (up), `sent_*` as the child had it (down)."""
-        here, (there, _) = account.traffic(child), self._reported(child)
-        return Traffic(
-            there.received_model_payload,
-            there.received_model_message,
-            there.received_control_payload,
-            there.received_control_message,
-            here.received_model_payload,
-            here.received_model_message,
-            here.received_control_payload,
-            here.received_control_message,
-        )
+    def enter_reports(self, child: str, session: str, reports: Iterable[ChildReport]) -> None:
+        """Take a child's reports on its own children, whose bytes grow within the child's session."""
+        page = self._pages[child]
+        page.turn(session)
+        page.reports = {report.name: report for report in reports}
 
-    def below(self, child: str) -> Traffic:
-        """Return the sum of a child's own children's links."""
-        return self._reported(child)[1]
+    def links(self) -> dict[str, Traffic]:
+        """Return each child's link: `received_*` as it arrived here (up), `sent_*` as it arrived there (down)."""
+        links = {}
+        for name, page in self._pages.items():
+            here, there = self._here(name), page.link_before + page.link
+            links[name] = Traffic(
+                there.received_model_payload,
+                there.received_model_message,
+                there.received_control_payload,
+                there.received_control_message,
+                here.received_model_payload,
+                here.received_model_message,
+                here.received_control_payload,
+                here.received_control_message,
+            )
+        return links
 
-    def _reported(self, child: str) -> tuple[Traffic, Traffic]:
-        _, link, below = self._seen.get(child, ("", *_NOTHING))
-        return self._plus(child, link, below)
+    def below(self) -> Traffic:
+        """Return the sum of the children's own children's links."""
+        return sum((page.below_before + page.below for page in self._pages.values()), NOTHING)
 
-    def _plus(self, child: str, link: Traffic, below: Traffic) -> tuple[Traffic, Traffic]:
-        before = self._before.get(child, _NOTHING)
-        return before[0] + link, before[1] + below
+    def reports(self) -> dict[str, tuple[ChildReport, ...]]:
+        """Return the children's last reports, with the bytes of the whole run."""
+        return {
+            name: tuple(
+                replace(report, traffic=report.traffic + page.reports_before.get(report.name, NOTHING))
+                for report in page.reports.values()
+            )
+            for name, page in self._pages.items()
+        }
+
+    def to_json(self) -> str:
+        """Return the books as they stand, for `restore` in a later process."""
+        pages = {}
+        for name, page in self._pages.items():
+            kept = {key: astuple(getattr(page, key)) for key in _TRAFFICS}
+            pages[name] = kept | {
+                "session": page.session,
+                "here_before": astuple(self._here(name)),
+                "reports": [astuple(report) for report in page.reports.values()],
+                "reports_before": {device: astuple(traffic) for device, traffic in page.reports_before.items()},
+            }
+        return json.dumps(pages)
+
+    def restore(self, text: str) -> None:
+        """Go on with the books that an earlier process of ours kept. Raises ValueError, KeyError or TypeError."""
+        pages: Mapping[str, Any] = json.loads(text)
+        for name in self._pages:
+            kept = pages[name]
+            self._pages[name] = _Page(
+                session=kept["session"],
+                here_before=Traffic(*kept["here_before"]),
+                reports={row[0]: _report(row) for row in kept["reports"]},
+                reports_before={device: Traffic(*counts) for device, counts in kept["reports_before"].items()},
+                **{key: Traffic(*kept[key]) for key in _TRAFFICS},
+            )
+
+    def _here(self, child: str) -> Traffic:
+        return self._pages[child].here_before + self._account.traffic(child)
+
+
+def _report(row: list[Any]) -> ChildReport:
+    values = [*row[:-1], Traffic(*row[-1])]
+    return ChildReport(*values)
+
+
+_TRAFFICS: Final = ("link", "link_before", "below", "below_before")

@@ -26,7 +26,6 @@ from common.transfer.incoming import Fetched, IncomingEvent
 from common.transfer.manifest import check, chunk_bytes_for, describe
 from common.wire.codecs import CODECS, codec_of
 from common.wire.messages import (
-    ChildReport,
     Farewell,
     Key,
     Manifest,
@@ -88,10 +87,9 @@ class ParentFace:
         self._served: set[str] = set()
         self._closed: asyncio.Future[Closed] | None = None
         self._checks: set[asyncio.Task[None]] = set()
-        self._ledger = Ledger()
+        self.ledger = Ledger(children, self.endpoint.account)
         self.moves = 0
         self.samples: dict[str, int] = {}
-        self.reports: dict[str, tuple[ChildReport, ...]] = {}
         self._farewells: set[str] = set()
         self._last_state: dict[str, str] = {}
         self._gave_up: dict[str, str] = {}
@@ -175,17 +173,6 @@ class ParentFace:
         except TimeoutError:
             log.info("not all children said goodbye within %g s", timeout_s)
 
-    def traffic(self) -> dict[str, Traffic]:
-        """Return each child's link over the run, measured where bytes arrive: received here, received there.
-
-        `received_*` is what we received from the child (up), `sent_*` what the child received from us (down).
-        """
-        return {name: self._ledger.link(name, self.endpoint.account) for name in self.peers}
-
-    def below(self) -> Traffic:
-        """Return the sum of what the children reported of their own children's links (as `traffic` has it)."""
-        return sum((self._ledger.below(name) for name in self.peers), Traffic())
-
     # Face
 
     def received(self, sender: str, session: str, message: Message, now: float) -> None:
@@ -194,11 +181,11 @@ class ParentFace:
             self._count(sender, session, message.traffic, message.below)
             self.coordinator.receive(sender, session, message, now=now)
         elif isinstance(message, Result):
-            self.reports[sender] = message.children
+            self.ledger.enter_reports(sender, session, message.children)
             self.coordinator.receive(sender, session, message, now=now)
         elif isinstance(message, Farewell):
             self._count(sender, session, message.traffic, message.below)
-            self.reports[sender] = message.children
+            self.ledger.enter_reports(sender, session, message.children)
             self._farewells.add(sender)
             self._changed.set()
         else:
@@ -338,7 +325,7 @@ class ParentFace:
         self._observe("refused", {"node": child, "reason": reason})
 
     def _count(self, child: str, session: str, traffic: Traffic, below: Traffic) -> None:
-        self._ledger.enter(child, session, link=traffic, below=below)
+        self.ledger.enter(child, session, link=traffic, below=below)
         self.moves += 1
         self.moved_hook()
 

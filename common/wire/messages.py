@@ -73,7 +73,8 @@ class NodeState(StrEnum):
 class Presence:
     """A node's retained state; its will says LOST. `answers` names the session of a second node of our name.
 
-    `samples`: a device's training samples, 0 where unknown; `metrics`: the address of its /metrics.
+    `samples`: a device's training samples, 0 where unknown; `metrics`: the address of its /metrics; `books`: names
+    the account of bytes that its children count for.
     """
 
     state: NodeState
@@ -82,6 +83,7 @@ class Presence:
     samples: int = 0
     reason: str = ""
     answers: str = ""
+    books: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ class Announcement:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes of one link since the node's session began, as one end counted them.
+    """Bytes of one link, as one end counted them since it met the other's books.
 
     `payload`: blob bytes, or message bodies; `message`: whole MQTT packets.
     """
@@ -127,7 +129,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class ChildReport:
-    """What one device did in an iteration, and its link's bytes in the whole run so far.
+    """What one device did in an iteration, and its link's bytes since the institution's process began.
 
     `up` and `down` are each measured where they arrive: `up` at the parent, `down` at the child.
     """

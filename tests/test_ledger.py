@@ -1,0 +1,60 @@
+"""A parent's books over restarts of its children and of itself."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import WireError
+from common.net.accounting import Account
+from common.node.ledger import BYTES_MOST, Ledger
+from common.wire.messages import ChildReport, Traffic
+
+
+def down(count: int) -> Traffic:
+    """Return a link on which a child received so many bytes of models."""
+    return Traffic(received_model_payload=count, received_model_message=count)
+
+
+# Lives of a child: what it counts at each of its words, growing within a life.
+LIVES = st.lists(st.lists(st.integers(0, 1000), min_size=1, max_size=4).map(sorted), min_size=1, max_size=4)
+
+
+@given(LIVES, st.sets(st.integers(0, 15)))
+def test_totals_are_the_sum_of_the_lives_whenever_the_parent_is_restarted(
+    lives: list[list[int]], restarts: set[int]
+) -> None:
+    ledger = Ledger(["child"], Account())
+    words = [(f"life-{i}", count) for i, life in enumerate(lives) for count in life]
+    for number, (session, count) in enumerate(words):
+        ledger.enter("child", session, link=down(count), below=down(2 * count))
+        ledger.enter_reports("child", session, [ChildReport("device", samples=7, traffic=down(3 * count))])
+        if number in restarts:
+            books = ledger.to_json()
+            ledger = Ledger(["child"], Account())
+            ledger.restore(books)
+    total = sum(life[-1] for life in lives)
+    assert ledger.links()["child"].sent_model_payload == total
+    assert ledger.below() == down(2 * total)
+    (report,) = ledger.reports()["child"]
+    assert report == ChildReport("device", samples=7, traffic=down(3 * total))
+
+
+def test_what_arrived_here_is_kept_over_our_own_restarts() -> None:
+    account = Account()
+    account.add("child", "received", message=110, model=100)
+    ledger = Ledger(["child"], account)
+    later_account = Account()
+    later = Ledger(["child"], later_account)
+    later.restore(ledger.to_json())
+    later_account.add("child", "received", message=60, model=50)
+    link = later.links()["child"]
+    assert (link.received_model_payload, link.received_model_message) == (150, 170)
+
+
+def test_counts_that_cannot_be_are_refused() -> None:
+    ledger = Ledger(["child"], Account())
+    with pytest.raises(WireError, match="child counts more bytes than there are"):
+        ledger.enter("child", "s", link=down(BYTES_MOST + 1), below=Traffic())
+    assert ledger.links()["child"] == Traffic()
