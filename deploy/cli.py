@@ -284,6 +284,9 @@ def _run_role(role: Callable[[], Coroutine[Any, Any, None]]) -> None:
                 loop.add_signal_handler(number, task.cancel)
         await role()
 
+    from common.node.memory import keep_large_buffers
+
+    keep_large_buffers()
     with _reporting():
         asyncio.run(interruptible())
 

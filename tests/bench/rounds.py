@@ -26,6 +26,7 @@ from common.net.link import BrokerAddress
 from common.node.child import Answer, ChildFace, Report
 from common.node.identity import Identity, new_session
 from common.node.life import live
+from common.node.memory import keep_large_buffers
 from common.node.parent import ParentFace
 from common.spec import Closing, Link, Transfer
 from common.wire.messages import NodeState, Task
@@ -50,6 +51,7 @@ def layout_of(model_bytes: int) -> ModelLayout:
 
 def play(model_bytes: int, devices: int, *, repeats: int = 5, processes: int = 1) -> Timing:
     """Time rounds of `devices` x `model_bytes` through a broker of their own, after one warm-up round."""
+    keep_large_buffers()
     context = multiprocessing.get_context("spawn")
     names = [f"device-{i}" for i in range(devices)]
     with tempfile.TemporaryDirectory() as home, broker.start(directory=Path(home)) as served:
@@ -100,6 +102,8 @@ async def _parent(port: int, names: list[str], model_bytes: int, repeats: int) -
 
 
 def _devices(port: int, names: list[str], model_bytes: int) -> None:
+    keep_large_buffers()
+
     async def run() -> None:
         async with asyncio.TaskGroup() as group:
             for name in names:
