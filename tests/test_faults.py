@@ -30,9 +30,11 @@ from cloud.results import RunFolder
 from common.errors import InvalidExperiment, RunFailed, WireError
 from common.layout import ModelLayout, Row, Section
 from common.metrics import Metrics
+from common.net.accounting import Account
 from common.net.link import BrokerAddress
 from common.node import discovery
 from common.node.identity import Identity, new_session
+from common.node.ledger import Ledger
 from common.node.life import live
 from common.node.parent import ParentFace
 from common.spec import Closing, Experiment, parse, to_toml
@@ -398,8 +400,11 @@ def resumed(root: Path, *accuracies: str) -> tuple[RunFolder, list[int]]:
             return Accuracy(iteration, 0.5, 1.5)
 
     async def run() -> None:
+        alone = SimpleNamespace(
+            peers=(), ledger=Ledger((), Account()), endpoint=SimpleNamespace(now=asyncio.get_running_loop().time)
+        )
         iterations = GlobalIterations(
-            folder, layout=layout, row=layout.empty(), down=SimpleNamespace(peers=()), evaluator=Evaluates(),
+            folder, layout=layout, row=layout.empty(), down=alone, evaluator=Evaluates(),
             metrics=Metrics(), observe=lambda event, facts: None,
         )  # fmt: skip
         iterations.resume(RunState(folder.run, "", len(accuracies), 1.0, {}))
