@@ -13,7 +13,7 @@ from common.errors import FedstrataError, InvalidExperiment
 from common.metrics import Metrics
 from common.net.link import BrokerAddress
 from common.node.identity import Identity, new_session
-from common.node.life import export, live
+from common.node.life import export_parent, live
 from common.node.parent import ParentFace
 from common.spec import CLOUD
 from common.wire.messages import Announcement, NodeState
@@ -58,11 +58,7 @@ class CloudAgent:
             link=experiment.links.wan,
             observe=self._observe,
         )
-        export(self._metrics, down.endpoint, LABELS)
-        self._metrics.watch_children(LABELS, down.coordinator.states)
-        self._metrics.watch_total(
-            "refused_models", "Uploads that were not used", node=LABELS, read=lambda: down.refused_models
-        )
+        export_parent(self._metrics, down, LABELS)
         facts = {"run": self._folder.run, "experiment": experiment.name, "digest": experiment.digest}
         self._metrics.run.labels(*LABELS).info(facts)
         evaluator = Evaluator(experiment)

@@ -127,14 +127,14 @@ class GlobalIterations:
             await offload(partial(checkpoint.save, folder, self._state, layout=self._layout, row=self._row))
 
     def _aggregate(self, played: Round) -> _Mixed:
-        layout, before = self._layout, self._row.copy()
+        layout = self._layout
         statistics = Statistics.of(played.results)
         mixture = fedavg.plan(statistics, weights=self._experiment.cloud.aggregation.weights)
-        mixing.mix_rows((mixture,), played.uploads, layout=layout, out=self._row[None])
         weights_K = np.zeros(len(played.children))
         weights_K[list(mixture.indices)] = mixture.weights
         trainable = slice(0, layout.parameters)
-        gram_KK = gram(layout.floats(played.uploads)[:, trainable], layout.floats(before)[trainable])
+        gram_KK = gram(layout.floats(played.uploads)[:, trainable], layout.floats(self._row)[trainable])
+        mixing.mix_rows((mixture,), played.uploads, layout=layout, out=self._row[None])
         omegas = dict(zip(played.children, distances(gram_KK, weights_K).tolist(), strict=True))
         return _Mixed(omegas, float(weights_K @ statistics.losses_K))
 

@@ -20,11 +20,12 @@ from typing import Any, Final
 from common.errors import RunFailed
 from common.spec import Experiment, to_toml
 from deploy import broker
-from deploy.processes import spawn, stop
+from deploy.processes import spawn, stop_all
 from deploy.progress import Observe, show
 
 FAREWELL_S: Final = 20.0
 POLL_S: Final = 0.2
+STOP_S: Final = 5.0
 
 
 class Lab:
@@ -70,10 +71,7 @@ class Lab:
             self._tell_how_to_go_on()
             raise
         finally:
-            for process in self._roles.values():
-                process.send_signal(signal.SIGTERM)
-            for process in self._roles.values():
-                stop(process, grace_s=3.0)
+            stop_all(self._roles.values(), grace_s=STOP_S)
 
     def _tell_how_to_go_on(self) -> None:
         if self._folder is not None:

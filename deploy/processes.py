@@ -8,7 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 # Run by a bare interpreter that then becomes the child. A preexec_fn would do the same, but it may deadlock in a
@@ -61,15 +62,23 @@ def spawn(
 
 def stop(process: subprocess.Popen[bytes], *, grace_s: float = 5.0) -> int:
     """Ask a spawned process to end, kill its whole session `grace_s` seconds later, and return its exit code."""
-    process.terminate()
-    try:
-        process.wait(grace_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
+    stop_all((process,), grace_s=grace_s)
     return process.returncode
+
+
+def stop_all(processes: Collection[subprocess.Popen[bytes]], *, grace_s: float = 5.0) -> None:
+    """Ask spawned processes to end, all at once and each once, and kill the sessions of those that stay."""
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + grace_s
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 def free_port() -> int:

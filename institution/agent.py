@@ -9,7 +9,7 @@ from common.net.link import BrokerAddress
 from common.node.child import ChildFace
 from common.node.discovery import discover
 from common.node.identity import Identity, new_session
-from common.node.life import export, live
+from common.node.life import export, export_parent, live
 from common.node.parent import ParentFace
 from common.spec import CLOUD, Experiment, parse
 from common.wire.messages import NodeState, Traffic
@@ -82,8 +82,4 @@ class InstitutionAgent:
     def _export(self, up: ChildFace, down: ParentFace, *, labels: tuple[str, str, str], facts: dict[str, str]) -> None:
         self._metrics.run.labels(*labels).info(facts)
         export(self._metrics, up.endpoint, labels)
-        export(self._metrics, down.endpoint, labels)
-        self._metrics.watch_children(labels, down.coordinator.states)
-        self._metrics.watch_total(
-            "refused_models", "Uploads that were not used", node=labels, read=lambda: down.refused_models
-        )
+        export_parent(self._metrics, down, labels)

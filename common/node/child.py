@@ -5,20 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from common.errors import NoProgress, RefusedModel, RunFailed, WireError
 from common.layout import ModelLayout, Row
 from common.net.link import BrokerAddress
 from common.node.endpoint import Endpoint
 from common.node.identity import Identity
-from common.node.offload import offload
 from common.rounds.participant import Answered, Begin, Participant
 from common.spec import Link, Transfer
 from common.transfer.incoming import Fetched, IncomingEvent
-from common.transfer.manifest import check, chunk_bytes_for, describe
-from common.wire.codecs import CODECS, codec_of
+from common.wire.codecs import codec_of
 from common.wire.messages import (
     ChildReport,
     Farewell,
@@ -32,8 +29,6 @@ from common.wire.messages import (
     Task,
     Traffic,
 )
-
-CODEC: Final = "fp32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +59,6 @@ class ChildFace:
         self._parent = parent
         self._transfer = transfer
         rate = None if link.up_mbit is None else link.up_mbit * 1e6 / 8
-        self._chunk_bytes = chunk_bytes_for(rate, transfer.chunk_bytes)
         self.endpoint = Endpoint(address, identity, face=self, transfer=transfer, rate=rate)
         self.participant = Participant()
         self.below: Callable[[], Traffic] = Traffic
@@ -200,13 +194,8 @@ class ChildFace:
         self.participant.begin_work(Phase.WAITING, now=endpoint.now())
         endpoint.wake()
         answer = await work(task, row, report)
-        blob = CODECS[CODEC].encode(layout, answer.row)
-        manifest = await offload(
-            partial(describe, blob, chunk_bytes=self._chunk_bytes, codec=CODEC, layout=layout.digest)
-        )
-        endpoint.outgoing.offer(manifest, blob, (self._parent,))
+        manifest, inline = await endpoint.offer(layout, answer.row, self.peers)
         self._answer_blob = manifest.blob
-        inline = bytes(blob) if manifest.size <= self._transfer.inline_bytes else None
         self.participant.finish(self._result(task, manifest, inline, answer), now=endpoint.now())
         endpoint.wake()
 
@@ -214,7 +203,7 @@ class ChildFace:
         """Get the task's model into the row; return why it could not be had, empty when it is here."""
         manifest, incoming = task.model, self.endpoint.incoming
         try:
-            check(manifest, size=CODECS[CODEC].size(layout), layout=layout.digest, codecs=frozenset({CODEC}))
+            self.endpoint.check(manifest, layout)
         except RefusedModel as error:
             raise RunFailed(f"{self._parent}'s model does not fit this node's: {error}. Run one release.") from None
         if manifest.blob == self._held:

@@ -16,21 +16,27 @@ import secrets
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final, Protocol
 
 from common.errors import DuplicateName, NoProgress, WireError
+from common.layout import ModelLayout, Row
 from common.net.accounting import Account, packet_bytes
 from common.net.link import BrokerAddress, Link
 from common.net.shaping import Shaper
 from common.node.identity import Identity
+from common.node.offload import offload
 from common.spec import Transfer
 from common.transfer.incoming import Incoming, IncomingEvent
+from common.transfer.manifest import check, chunk_bytes_for, describe
 from common.transfer.outgoing import Outgoing, Publication
 from common.wire import packing, topics
-from common.wire.messages import Announcement, Ask, Gone, Message, NodeState, Presence, Result, Task
+from common.wire.codecs import CODECS
+from common.wire.messages import Announcement, Ask, Gone, Manifest, Message, NodeState, Presence, Result, Task
 
 PUBLISHING_MOST: Final = 4
 SHAPED_CONTROL_BYTES: Final = 4096
+CODEC: Final = "fp32"
 OFFLINE_TICK_S: Final = 0.2
 
 log = logging.getLogger("fedstrata.endpoint")
@@ -80,6 +86,8 @@ class Endpoint:
         self.incoming = Incoming(window=transfer.window, slots=transfer.upload_slots)
         self.outgoing = Outgoing(first_number=time.time_ns() // 1_000_000)
         self.shaper = Shaper(rate)
+        self._chunk_bytes = chunk_bytes_for(rate, transfer.chunk_bytes)
+        self._inline_most = transfer.inline_bytes
         self._face = face
         self._wake = asyncio.Event()
         self._connected_once = asyncio.Event()
@@ -158,11 +166,28 @@ class Endpoint:
         except TimeoutError:
             pass  # the broker is away; its will speaks for us
 
+    async def offer(self, layout: ModelLayout, row: Row, receivers: Iterable[str]) -> tuple[Manifest, bytes | None]:
+        """Hold a model for its receivers, which must stay unchanged until it is retired.
+
+        Return its manifest, and its bytes where they are few enough to travel inside the announcement.
+        """
+        blob = CODECS[CODEC].encode(layout, row)
+        manifest = await offload(
+            partial(describe, blob, chunk_bytes=self._chunk_bytes, codec=CODEC, layout=layout.digest)
+        )
+        self.outgoing.offer(manifest, blob, receivers)
+        return manifest, bytes(blob) if manifest.size <= self._inline_most else None
+
+    @staticmethod
+    def check(manifest: Manifest, layout: ModelLayout) -> None:
+        """Refuse a manifest that is no model of this layout. Raises RefusedModel."""
+        check(manifest, size=CODECS[CODEC].size(layout), layout=layout.digest, codecs=frozenset({CODEC}))
+
     def send(self, peer: str, message: Message) -> None:
         """Send a control message to a peer's inbox."""
         topic = topics.inbox(self.identity.run, peer, self.identity.name)
         body = packing.encode(message, self.identity.session)
-        model = len(message.inline or b"") if isinstance(message, (Task, Result)) else 0
+        model = _inline_bytes(message)
         size = packet_bytes(topic, len(body), qos=1)
         self.account.add(peer, "sent", message=size, model=model, control=len(body) - model)
         due = self.shaper.reserve((peer,), size, self.now())
@@ -206,7 +231,7 @@ class Endpoint:
         except WireError:
             self.account.add(topic.sender, "received", message=size, control=len(body))
             raise
-        model = len(message.inline or b"") if isinstance(message, (Task, Result)) else 0
+        model = _inline_bytes(message)
         self.account.add(topic.sender, "received", message=size, model=model, control=len(body) - model)
         self.incoming.heard(now)
         if isinstance(message, Ask):
@@ -353,3 +378,8 @@ class Endpoint:
         if self._announcement is not None:
             topic = topics.spec(self.identity.run, self.identity.name)
             self.link.publish(topic, self._announcement, qos=1, retain=True)
+
+
+def _inline_bytes(message: Message) -> int:
+    """Return how many bytes of a message are a model that travels inside it."""
+    return len(message.inline or b"") if isinstance(message, (Task, Result)) else 0

@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar
 from common.errors import DuplicateName, FedstrataError
 from common.metrics import Cells, Metrics
 from common.node.endpoint import Endpoint
+from common.node.parent import ParentFace
 from common.wire.messages import NodeState
 
 LAST_WORD_S: Final = 2.0
@@ -85,6 +86,17 @@ def export(metrics: Metrics, endpoint: Endpoint, node: tuple[str, str, str]) -> 
         ("chunks_published", "Chunks of models published", lambda: endpoint.outgoing.chunks_published),
         ("chunks_repeated", "Chunks published again", lambda: endpoint.outgoing.chunks_repeated),
         ("chunks_refused", "Chunks that were damaged or foreign", lambda: endpoint.incoming.chunks_refused),
+    ):
+        metrics.watch_total(name, text, node=node, read=read)
+
+
+def export_parent(metrics: Metrics, parent: ParentFace, node: tuple[str, str, str]) -> None:
+    """Put a parent's endpoint, its children's states and what it did not use among the metrics."""
+    export(metrics, parent.endpoint, node)
+    metrics.watch_children(node, parent.coordinator.states)
+    for name, text, read in (
+        ("refused_models", "Uploads that were not used", lambda: parent.refused_models),
+        ("late_results", "Results that came after their round had closed", lambda: parent.coordinator.late),
     ):
         metrics.watch_total(name, text, node=node, read=read)
 

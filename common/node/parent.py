@@ -23,8 +23,7 @@ from common.rounds.coordinator import Assignment, Closed, Coordinator, Offered, 
 from common.rounds.timeline import Timeline
 from common.spec import Closing, Link, Transfer
 from common.transfer.incoming import Fetched, IncomingEvent
-from common.transfer.manifest import check, chunk_bytes_for, describe
-from common.wire.codecs import CODECS, codec_of
+from common.wire.codecs import codec_of
 from common.wire.messages import (
     Farewell,
     Key,
@@ -39,7 +38,6 @@ from common.wire.messages import (
 
 log = logging.getLogger("fedstrata.parent")
 
-CODEC: Final = "fp32"
 STAYING: Final = (NodeState.INIT, NodeState.READY, NodeState.FINISHED)
 COUNT_MOST: Final = 10**12
 Observe: TypeAlias = Callable[[str, dict[str, object]], None]
@@ -76,7 +74,6 @@ class ParentFace:
         self.peers = tuple(children)
         self._transfer = transfer
         rate = None if link.down_mbit is None else link.down_mbit * 1e6 / 8
-        self._chunk_bytes = chunk_bytes_for(rate, transfer.chunk_bytes)
         self.endpoint = Endpoint(address, identity, face=self, transfer=transfer, rate=rate)
         self.coordinator = Coordinator(children, idle_s=transfer.idle_s)
         self.refused_models = 0
@@ -276,14 +273,9 @@ class ParentFace:
         offers: dict[int, tuple[Manifest, bytes | None]] = {}
         self._served.clear()
         for row_id, row in rows.items():
-            blob = CODECS[CODEC].encode(layout, row)
-            manifest = await offload(
-                partial(describe, blob, chunk_bytes=self._chunk_bytes, codec=CODEC, layout=layout.digest)
-            )
             receivers = [name for name in children if id(models[name]) == row_id]
-            self.endpoint.outgoing.offer(manifest, blob, receivers)
-            self._served.add(manifest.blob)
-            offers[row_id] = (manifest, bytes(blob) if manifest.size <= self._transfer.inline_bytes else None)
+            offers[row_id] = await self.endpoint.offer(layout, row, receivers)
+            self._served.add(offers[row_id][0].blob)
         return {
             name: Assignment(offers[id(models[name])][0], epochs[name], offers[id(models[name])][1])
             for name in children
@@ -293,7 +285,7 @@ class ParentFace:
         layout = self._require_layout()
         manifest = result.model
         try:
-            check(manifest, size=CODECS[CODEC].size(layout), layout=layout.digest, codecs=frozenset({CODEC}))
+            self.endpoint.check(manifest, layout)
             _check_report(result)
         except RefusedModel as error:
             self._refuse(child, result.key, str(error))

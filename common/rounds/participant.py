@@ -62,7 +62,6 @@ class Participant:
         self._result: Result | None = None
         self._phase = Phase.FETCHING
         self._done = self._total = 0
-        self._said: tuple[Phase, int] | None = None
         self._say_at = 0.0
         self._offer_s = OFFER_S
         self._events: deque[ParticipantEvent] = deque()
