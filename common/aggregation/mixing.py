@@ -80,7 +80,10 @@ def _mix_block(mixture: Mixture, block_KC: npt.NDArray[np.float32]) -> npt.NDArr
     total = np.zeros(block_KC.shape[1], dtype)
     term = np.empty(block_KC.shape[1], dtype)
     for index, weight in zip(mixture.indices, mixture.weights, strict=True):
-        np.multiply(block_KC[index], dtype(weight), out=term, dtype=dtype)
+        np.copyto(
+            term, block_KC[index]
+        )  # a conversion of its own: numpy's mixed product goes by small pieces, 2x slower
+        np.multiply(term, dtype(weight), out=term)
         np.add(total, term, out=total)
     mixed = total.astype(np.float32, copy=False)
     return mixed
