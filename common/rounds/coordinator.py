@@ -116,6 +116,8 @@ class Coordinator:
         self._closing = Closing()
         self._open = False
         self._judged = -inf
+        self._quiet_until = -inf  # nothing becomes due earlier: most looks at a round find nothing to do
+        self._collected = -inf
         self._events: deque[CoordinatorEvent] = deque()
         self._receipts: deque[tuple[str, Receipt]] = deque()
         self.timeline = Timeline(0.0)
@@ -132,7 +134,7 @@ class Coordinator:
         self._key = Key(attempt, iteration, round_)
         self._closing = closing
         self._open = True
-        self._judged = -inf
+        self._judged = self._collected = -inf
         self.timeline = Timeline(now)
         for name, child in self._children.items():
             child.assignment = assignments.get(name)
@@ -186,7 +188,7 @@ class Coordinator:
         if presence.state not in (NodeState.INIT, NodeState.READY) and child.session not in ("", session):
             return  # the last word of a process that has a successor, or of a second one of its name
         child.presence, child.reason = presence.state, presence.reason
-        self._judged = -inf
+        self._judged = self._quiet_until = -inf
         if presence.state is NodeState.FAILED:
             child.moved = now - self._idle_s  # it said itself that it will not come back
         if child.present:
@@ -201,10 +203,8 @@ class Coordinator:
         if child is None:
             return
         child.moved = now
-        if child.state is ChildState.OFFERED:  # the others wait for its upload slot
-            for other in self._taking_part():
-                if other.state is ChildState.OFFERED:
-                    other.moved = now
+        if child.state is ChildState.OFFERED:
+            self._collected = now
 
     def reconnected(self, now: float) -> None:
         """Note that our own connection is new: while it was away, no child could move."""
@@ -236,14 +236,14 @@ class Coordinator:
 
     def tick(self, now: float) -> None:
         """Judge the round by the time."""
-        if self._open:
+        if self._open and now >= self._quiet_until:
             self._judge(now)
 
     def to_send(self, now: float) -> list[tuple[str, Task | Receipt]]:
         """Return the messages that are due, each with its child."""
         due: list[tuple[str, Task | Receipt]] = list(self._receipts)
         self._receipts.clear()
-        if not self._open or self._key is None:
+        if not self._open or self._key is None or now < self._quiet_until:
             return due
         for name, child in self._children.items():
             wish = child.assignment
@@ -254,20 +254,15 @@ class Coordinator:
             child.told = True
             child.repeat_s = min(2 * child.repeat_s, REPEAT_MOST_S)
             child.repeat_at = now + child.repeat_s
+        self._quiet_until = self._earliest()
         return due
 
     def next_deadline(self) -> float | None:
         """Return when `to_send` or `tick` next has something to do."""
         if not self._open:
             return None
-        times = [child.repeat_at for child in self._taking_part() if self._to_be_told(child)]
-        # What has been judged is no reason to wake: one that is given up must not keep the event loop spinning.
-        idle = (c.moved + self._idle_s for c in self._taking_part() if self._may_idle(c))
-        times += [at for at in idle if at > self._judged]
-        deadline_s = self._closing.deadline_s
-        if deadline_s is not None and self._judged - self.timeline.opened < deadline_s:
-            times.append(self.timeline.opened + deadline_s)
-        return min(times, default=None)
+        at = self._quiet_until if self._quiet_until > -inf else self._earliest()
+        return at if at < inf else None
 
     def next_event(self) -> CoordinatorEvent | None:
         """Return the next event."""
@@ -292,12 +287,28 @@ class Coordinator:
             for name, child in self._children.items()
         }
 
+    def _earliest(self) -> float:
+        """Return when a message or a judgement becomes due as things stand; later events only delay it."""
+        times = [child.repeat_at for child in self._taking_part() if self._to_be_told(child)]
+        # What has been judged is no reason to wake: one that is given up must not keep the event loop spinning.
+        idle = (self._moved_at(c) + self._idle_s for c in self._taking_part() if self._may_idle(c))
+        times += [at for at in idle if at > self._judged]
+        deadline_s = self._closing.deadline_s
+        if deadline_s is not None and self._judged - self.timeline.opened < deadline_s:
+            times.append(self.timeline.opened + deadline_s)
+        return min(times, default=inf)
+
+    def _moved_at(self, child: _Child) -> float:
+        """Return when a child last made progress; one whose upload waits for a slot moves with the others' uploads."""
+        return max(child.moved, self._collected) if child.state is ChildState.OFFERED else child.moved
+
     def _taking_part(self) -> list[_Child]:
         return [child for child in self._children.values() if child.assignment is not None]
 
     def _assign(self, child: _Child, now: float) -> None:
         child.state = ChildState.ASSIGNED if child.assignment is not None else ChildState.ACCEPTED
         child.repeat_at, child.repeat_s, child.told = now, REPEAT_S / 2, False
+        self._quiet_until = -inf
 
     def _meet(self, name: str, child: _Child, session: str, now: float) -> None:
         if session == child.session:
@@ -336,7 +347,7 @@ class Coordinator:
     def _judge(self, now: float) -> None:
         self._judged = now
         part = [(n, c) for n, c in self._children.items() if c.assignment is not None]
-        idle = [n for n, c in part if self._may_idle(c) and now >= c.moved + self._idle_s]
+        idle = [n for n, c in part if self._may_idle(c) and now >= self._moved_at(c) + self._idle_s]
         accepted = self._accepted()
         refused = sum(c.state is ChildState.REFUSED for _, c in part)
         standing = Standing(accepted, refused, len(idle), len(part) - accepted - refused - len(idle))
