@@ -19,6 +19,8 @@ from typing import Any, Final
 import aiomqtt
 
 from common.errors import ConnectionFailed
+from common.net.bulk import Body, BulkClient, usable
+from common.net.packets import FindPlace, Place
 
 BACKOFF_S: Final = 0.1
 BACKOFF_MOST_S: Final = 5.0
@@ -45,7 +47,11 @@ class BrokerAddress:
 
 
 class Link:
-    """A connection that is kept up: `connected` runs after each connect, `received` at each message."""
+    """A connection that is kept up: `connected` runs after each connect, `received` at each message.
+
+    `find_place(topic, bytes)` may give a QoS 0 message's payload a place where it is written as it arrives; then
+    `landed(topic, place)` is called in place of `received`.
+    """
 
     def __init__(
         self,
@@ -55,6 +61,8 @@ class Link:
         received: Callable[[str, bytes, bool], None],
         connected: Callable[[], Awaitable[None]],
         lost: Callable[[], None],
+        find_place: FindPlace = lambda topic, size: None,
+        landed: Callable[[str, Place], None] = lambda topic, place: None,
         will: tuple[str, bytes] | None = None,
     ) -> None:
         self.address = address
@@ -62,9 +70,11 @@ class Link:
         self._received = received
         self._connected = connected
         self._lost = lost
+        self._find_place, self._landed = find_place, landed
         self._will = aiomqtt.Will(will[0], will[1], qos=1, retain=True) if will else None
         self._client: aiomqtt.Client | None = None
         self._calls: set[asyncio.Task[None]] = set()
+        self._leaving: set[Callable[[], None]] = set()
         self.reconnects = 0
 
     @property
@@ -107,14 +117,29 @@ class Link:
             await asyncio.sleep(min(delay, max(0.0, give_up - loop.time())))
             attempt += 1
 
-    def publish(
-        self, topic: str, body: bytes, *, qos: int = 0, retain: bool = False, done: Callable[[], None] | None = None
-    ) -> None:
-        """Hand a message to the connection, or drop it where there is none; `done` when the client let go of it."""
-        if self._client is not None:
-            self._call(self._client.publish(topic, body, qos=qos, retain=retain, timeout=math.inf), done)
-        elif done is not None:
-            done()
+    def publish(self, topic: str, body: bytes, *, qos: int, retain: bool = False) -> None:
+        """Hand a message to the connection, or drop it where there is none."""
+        if self._client is not None and qos == 0 and not retain:
+            self._client._client.publish(topic, body)  # nothing to wait for, so no task: it may be said again soon
+        elif self._client is not None:
+            self._call(self._client.publish(topic, body, qos=qos, retain=retain, timeout=math.inf))
+
+    def publish_body(self, topic: str, body: Body, *, done: Callable[[], None]) -> None:
+        """Hand over a large message, QoS 0, not copied; `done` follows when it has left or died with the connection."""
+
+        def left() -> None:
+            if left in self._leaving:
+                self._leaving.remove(left)
+                done()
+
+        self._leaving.add(left)
+        client = self._client
+        if client is None:
+            left()
+        elif isinstance(inner := client._client, BulkClient):
+            inner.publish_body(topic, body, done=left)
+        else:
+            self._call(client.publish(topic, bytes(body.view), qos=0, timeout=math.inf), left)
 
     def subscribe(self, topics: list[str], *, qos: int) -> None:
         """Subscribe without waiting: a later publish follows it on the same connection, so nothing is missed."""
@@ -145,6 +170,8 @@ class Link:
             logger=logging.getLogger("fedstrata.mqtt"),
         )
         client.pending_calls_threshold = PENDING_CALLS_MOST
+        if usable():
+            BulkClient.adopt(client._client, find_place=self._find_place, landed=self._landed)
         return client
 
     def _call(self, call: Coroutine[Any, Any, Any], done: Callable[[], None] | None = None) -> None:
@@ -168,4 +195,6 @@ class Link:
         self._client = None
         for task in self._calls:
             task.cancel()
+        for left in list(self._leaving):
+            left()
         self._lost()

@@ -179,7 +179,7 @@ class ChildFace:
     async def _answer(self, task: Task, layout: ModelLayout, row: Row, work: Work) -> None:
         endpoint = self.endpoint
         if self._answer_blob is not None:
-            endpoint.outgoing.retire(self._answer_blob)  # its row is about to be written
+            endpoint.retire(self._answer_blob)  # its row is about to be written
             self._answer_blob = None
         reason = await self._fetch(task, layout, row)
         if reason:

@@ -15,24 +15,26 @@ import logging
 import secrets
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Final, Protocol
 
-from common.errors import DuplicateName, NoProgress, WireError
+from common.errors import NoProgress, WireError
 from common.layout import ModelLayout, Row
 from common.net.accounting import Account, packet_bytes
+from common.net.bulk import Body
 from common.net.link import BrokerAddress, Link
+from common.net.packets import Place
 from common.net.shaping import Shaper
+from common.node.herald import Herald
 from common.node.identity import Identity
 from common.node.offload import offload
 from common.spec import Transfer
-from common.transfer.incoming import Incoming, IncomingEvent
+from common.transfer.incoming import Incoming, IncomingEvent, Landing
 from common.transfer.manifest import check, chunk_bytes_for, describe
 from common.transfer.outgoing import Outgoing, Publication
 from common.wire import packing, topics
 from common.wire.codecs import CODECS
-from common.wire.messages import Announcement, Ask, Gone, Manifest, Message, NodeState, Presence, Result, Task
+from common.wire.messages import Announcement, Ask, Gone, Manifest, Message, NodeState, Presence, Progress, Result, Task
 
 PUBLISHING_MOST: Final = 4
 SHAPED_CONTROL_BYTES: Final = 4096
@@ -93,12 +95,9 @@ class Endpoint:
         self._connected_once = asyncio.Event()
         self._idle_s = transfer.idle_s
         self._away_since: float | None = None
-        self._publishing = 0
+        self._publishing: dict[Body, str] = {}
         self._subscribed: set[tuple[str, str]] = set()
-        self._presence = Presence(
-            NodeState.INIT, identity.role, identity.metrics, books=identity.books or identity.session
-        )
-        self._established = self._leaving = False
+        self._herald = Herald(identity, self._publish_presence, broker=str(address))
         self._announcement: bytes | None = None
         self._loop = asyncio.get_running_loop()
         will = packing.encode(Presence(NodeState.LOST, identity.role, reason="connection lost"), identity.session)
@@ -106,6 +105,8 @@ class Endpoint:
             address,
             client_id=f"{identity.name}-{identity.session[:8]}-{secrets.token_hex(2)}",
             received=self._received,
+            find_place=self._find_place,
+            landed=self._landed,
             connected=self._connected,
             lost=self._lost,
             will=(topics.state(identity.run, identity.name), will),
@@ -121,8 +122,7 @@ class Endpoint:
 
     def set_state(self, state: NodeState, *, reason: str = "", samples: int = 0) -> None:
         """Say how this node is, retained."""
-        self._presence = replace(self._presence, state=state, reason=reason, samples=samples)
-        self._publish_presence()
+        self._herald.set_state(state, reason=reason, samples=samples)
 
     def announce(self, announcement: Announcement) -> None:
         """Keep the experiment on the broker for this node's children."""
@@ -140,7 +140,7 @@ class Endpoint:
 
     def release_name(self) -> None:
         """Stop answering others under this name: what follows on its state topic is our own clearing."""
-        self._leaving = True
+        self._herald.leaving = True
 
     async def introduced(self, *, timeout_s: float) -> None:
         """Wait until the broker has been told that this node is there, at most `timeout_s`."""
@@ -178,6 +178,13 @@ class Endpoint:
         self.outgoing.offer(manifest, blob, receivers)
         return manifest, bytes(blob) if manifest.size <= self._inline_most else None
 
+    def retire(self, blob: str) -> None:
+        """Stop serving a blob; from now on its memory may be written."""
+        self.outgoing.retire(blob)
+        for body, of in self._publishing.items():
+            if of == blob:
+                body.detach()
+
     @staticmethod
     def check(manifest: Manifest, layout: ModelLayout) -> None:
         """Refuse a manifest that is no model of this layout. Raises RefusedModel."""
@@ -188,15 +195,31 @@ class Endpoint:
         topic = topics.inbox(self.identity.run, peer, self.identity.name)
         body = packing.encode(message, self.identity.session)
         model = _inline_bytes(message)
-        size = packet_bytes(topic, len(body), qos=1)
+        qos = _qos(message)
+        size = packet_bytes(topic, len(body), qos=qos)
         self.account.add(peer, "sent", message=size, model=model, control=len(body) - model)
         due = self.shaper.reserve((peer,), size, self.now())
         if len(body) > SHAPED_CONTROL_BYTES and due > self.now():
-            self._loop.call_at(due, lambda: self.link.publish(topic, body, qos=1))
+            self._loop.call_at(due, lambda: self.link.publish(topic, body, qos=qos))
         else:
-            self.link.publish(topic, body, qos=1)
+            self.link.publish(topic, body, qos=qos)
 
     # Towards the cores
+
+    def _find_place(self, topic_text: str, size: int) -> Landing | None:
+        try:
+            topic = topics.parse(topic_text)
+        except WireError:
+            return None
+        if not isinstance(topic, topics.ChunkTopic):
+            return None
+        return self.incoming.place(topic.node, topic.blob, index=topic.index, size=size)
+
+    def _landed(self, topic_text: str, place: Place) -> None:
+        topic = topics.parse(topic_text)
+        if isinstance(topic, topics.ChunkTopic) and place.view is not None:
+            self._chunk(topic, topic_text, place.view)
+        self._wake.set()
 
     def _received(self, topic_text: str, body: bytes, retained: bool) -> None:
         try:
@@ -212,7 +235,7 @@ class Endpoint:
             log.debug("%s: ignored %d bytes on %.80s: %s", self.identity.name, len(body), topic_text, error)
         self._wake.set()
 
-    def _chunk(self, topic: topics.ChunkTopic, text: str, body: bytes) -> None:
+    def _chunk(self, topic: topics.ChunkTopic, text: str, body: bytes | memoryview) -> None:
         now = self.now()
         self.account.add(topic.node, "received", message=packet_bytes(text, len(body), qos=0), model=len(body))
         fresh = self.incoming.receive_chunk(
@@ -225,12 +248,13 @@ class Endpoint:
         now = self.now()
         if topic.sender not in self._face.peers:
             raise WireError(f"a stranger: {topic.sender}")
-        size = packet_bytes(text, len(body), qos=1)
         try:
             session, message = packing.decode(body)
         except WireError:
+            size = packet_bytes(text, len(body), qos=1)
             self.account.add(topic.sender, "received", message=size, control=len(body))
             raise
+        size = packet_bytes(text, len(body), qos=_qos(message))
         model = _inline_bytes(message)
         self.account.add(topic.sender, "received", message=size, model=model, control=len(body) - model)
         self.incoming.heard(now)
@@ -251,30 +275,9 @@ class Endpoint:
         if not (message is None or isinstance(message, Presence)):
             raise WireError("no presence on a state topic")
         if topic.node == self.identity.name:
-            self._own_name(topic, session, message, retained)
+            self._herald.hear(topic.run, session, message, retained=retained)
         elif topic.node in self._face.peers and topic.run == self.identity.run:
             self._face.presence(topic.node, session, message, self.now())
-
-    def _own_name(self, topic: topics.StateTopic, session: str, presence: Presence | None, retained: bool) -> None:
-        claim = self.identity.claim
-        if session == self.identity.session:
-            if presence is not None and presence.state is NodeState.LOST is not self._presence.state:
-                self._publish_presence()  # the will of our own broken connection
-            else:
-                self._established = True
-        elif retained or self._leaving or claim.lost or (presence is None and topic.run != self.identity.run):
-            return
-        elif presence is not None and presence.answers == self.identity.session:
-            if session in claim.told and session > self.identity.session:
-                return  # both came at once and told each other: one stays
-            claim.lost = True
-            raise DuplicateName(
-                f"{topic.node} is already alive on broker {self.link.address} (run {topic.run}). "
-                "Give this one another --name, or end the other."
-            )
-        elif self._established and (presence is None or not presence.answers):
-            claim.told.add(session)
-            self._publish_presence(answers=session)  # a second node of our name reads it and ends
 
     # Towards the broker
 
@@ -309,11 +312,10 @@ class Endpoint:
         return self._publish_chunks(now)
 
     def _publish_chunks(self, now: float) -> float | None:
-        while self._publishing < PUBLISHING_MOST:
+        while len(self._publishing) < PUBLISHING_MOST:
             publication = self.outgoing.next_publication(now, lambda peers: self.shaper.ready(peers, now))
             if publication is None:
                 break
-            self._publishing += 1
             self._publish_chunk(publication, now)
         else:
             return None
@@ -325,28 +327,31 @@ class Endpoint:
     def _publish_chunk(self, chunk: Publication, now: float) -> None:
         identity = self.identity
         topic = topics.chunk(identity.run, identity.name, chunk.lane, chunk.blob, chunk.index, chunk.number)
-        body = bytes(chunk.data)  # paho takes bytes
-        size = packet_bytes(topic, len(body), qos=0)
+        body = Body(chunk.data)
+        nbytes = len(chunk.data)
+        size = packet_bytes(topic, nbytes, qos=0)
         peer = chunk.receivers[0] if len(chunk.receivers) == 1 else topics.ALL
-        self.account.add(peer, "sent", message=size, model=len(body))
+        self.account.add(peer, "sent", message=size, model=nbytes)
+        self._publishing[body] = chunk.blob
+
+        def published() -> None:
+            del self._publishing[body]
+            self._wake.set()
+
         due = self.shaper.reserve(chunk.receivers, size, now)
         if due > now:
-            self._loop.call_at(due, lambda: self.link.publish(topic, body, done=self._published))
+            self._loop.call_at(due, lambda: self.link.publish_body(topic, body, done=published))
         else:
-            self.link.publish(topic, body, done=self._published)
-
-    def _published(self) -> None:
-        self._publishing -= 1
-        self._wake.set()
+            self.link.publish_body(topic, body, done=published)
 
     async def _connected(self) -> None:
         identity = self.identity
         self._subscribed.clear()
-        self._established, self._away_since = False, None
+        self._away_since = None
         self.link.subscribe([topics.state("+", identity.name)], qos=1)
         self.link.subscribe([topics.state(identity.run, peer) for peer in self._face.peers], qos=1)
         self.link.subscribe([topics.inbox(identity.run, identity.name, peer) for peer in self._face.peers], qos=1)
-        self._publish_presence()
+        self._herald.connected()
         self._publish_announcement()
         now = self.now()
         self.incoming.reconnected(now)
@@ -369,8 +374,7 @@ class Endpoint:
     def _lanes(fetches: Iterable[tuple[str, str]], run: str, me: str) -> list[str]:
         return [lane for owner, blob in sorted(fetches) for lane in topics.lanes(run, owner, me, blob)]
 
-    def _publish_presence(self, answers: str = "") -> None:
-        presence = replace(self._presence, answers=answers)
+    def _publish_presence(self, presence: Presence) -> None:
         topic = topics.state(self.identity.run, self.identity.name)
         self.link.publish(topic, packing.encode(presence, self.identity.session), qos=1, retain=True)
 
@@ -378,6 +382,11 @@ class Endpoint:
         if self._announcement is not None:
             topic = topics.spec(self.identity.run, self.identity.name)
             self.link.publish(topic, self._announcement, qos=1, retain=True)
+
+
+def _qos(message: Message) -> int:
+    """Return 0 for what is said again soon, with more in it: it spares four acknowledgements."""
+    return 0 if isinstance(message, (Ask, Progress)) else 1
 
 
 def _inline_bytes(message: Message) -> int:

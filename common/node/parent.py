@@ -126,7 +126,7 @@ class ParentFace:
             closed = await self._closed
         finally:  # from now on the rows of both directions may be written again
             for blob in self._served:
-                self.endpoint.outgoing.retire(blob)
+                self.endpoint.retire(blob)
             for name in children:
                 self.endpoint.incoming.drop(name, now=self.endpoint.now())
             self._pending.clear()

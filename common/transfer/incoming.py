@@ -26,6 +26,7 @@ REPAIR_MOST_S: Final = 15.0
 PATIENCE_S: Final = 15.0
 PATIENCE_MOST_S: Final = 60.0
 DAMAGED_MOST: Final = 3
+ASKS_PER_WINDOW: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,14 @@ class _Fetch:
     patience_s: float = PATIENCE_S
 
 
+@dataclass(slots=True)
+class Landing:
+    """A chunk that is being written where it belongs; `view` is taken away when its fetch ends."""
+
+    key: tuple[str, str]
+    view: memoryview | None
+
+
 class Incoming:
     """All fetches of one node over one connection, at most `slots` of them active at a time."""
 
@@ -74,6 +83,7 @@ class Incoming:
         self._queued: deque[_Fetch] = deque()
         self._completed: deque[tuple[str, Ask]] = deque()
         self._events: deque[IncomingEvent] = deque()
+        self._landing: Landing | None = None
         self._heard = 0.0
         self._arrived = 0.0
         self._gap_s = 0.0
@@ -105,7 +115,10 @@ class Incoming:
         self._events.append(Fetched(owner, manifest.blob))
 
     def drop(self, owner: str, *, blob: str | None = None, now: float) -> None:
-        """Forget the fetches from an owner, or one of them."""
+        """Forget the fetches from an owner, or one of them. Their buffers are not written any more."""
+        landing = self._landing
+        if landing is not None and landing.key[0] == owner and blob in (None, landing.key[1]):
+            self._landing = landing.view = None
         for key in [k for k in self._active if k[0] == owner and blob in (None, k[1])]:
             del self._active[key]
         self._queued = deque(f for f in self._queued if f.owner != owner or blob not in (None, f.manifest.blob))
@@ -133,10 +146,28 @@ class Incoming:
         """Return the (owner, blob) pairs whose lanes must be subscribed."""
         return set(self._active)
 
+    def place(self, owner: str, blob: str, *, index: int, size: int) -> Landing | None:
+        """Return where a chunk that begins to arrive may be written, None where it is not wanted.
+
+        One at a time: a connection carries its messages one after another.
+        """
+        fetch = self._active.get((owner, blob))
+        if fetch is None or index >= fetch.manifest.chunks or not fetch.lacking[index]:
+            return None
+        span = fetch.manifest.span(index)
+        if size != span.stop - span.start:
+            return None
+        self._landing = Landing((owner, blob), fetch.buffer[span])
+        return self._landing
+
     def receive_chunk(
-        self, owner: str, blob: str, *, lane: str, index: int, number: int, data: bytes, now: float
+        self, owner: str, blob: str, *, lane: str, index: int, number: int, data: bytes | memoryview, now: float
     ) -> bool:
-        """Take one publication; return whether it brought something new. Never raises on foreign input."""
+        """Take one publication; return whether it brought something new. Never raises on foreign input.
+
+        `data` may be the view of its `place`: then it lies where it belongs already.
+        """
+        landing, self._landing = self._landing, None
         silent_s = now - self._arrived
         fetch = self._active.get((owner, blob))
         if fetch is None or index >= fetch.manifest.chunks:
@@ -153,7 +184,7 @@ class Incoming:
             fetch.due = True  # a gap: publications between the two were lost
         fetch.seen[lane] = max(number, last or 0)
         fetch.since_ask += 1  # a duplicate too: it takes a place in the window until it is reported as seen
-        if fetch.since_ask >= max(1, self._window // 4):
+        if fetch.since_ask >= max(1, self._window // ASKS_PER_WINDOW):
             fetch.due = True
         if not fetch.lacking[index]:
             self.chunks_duplicate += 1
@@ -162,7 +193,8 @@ class Incoming:
         if len(data) != span.stop - span.start or chunk_digest(data) != _digest(fetch.manifest, index):
             self._damaged(fetch, index, now)
             return False
-        fetch.buffer[span] = data
+        if landing is None or data is not landing.view:
+            fetch.buffer[span] = data
         fetch.lacking[index] = False
         fetch.left -= 1
         if fetch.left == 0:

@@ -1,0 +1,174 @@
+"""MQTT packets cut from a stream, and the fast way to paho's socket."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, field
+
+import paho.mqtt.client as mqtt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from paho.mqtt.enums import CallbackAPIVersion
+
+from common.net import bulk
+from common.net.bulk import Body, BulkClient
+from common.net.packets import HEAD_BYTES, PUBLISH_QOS0, NotMqtt, PacketReader
+
+
+@dataclass
+class Spot:
+    view: memoryview | None
+
+
+@dataclass
+class Heard:
+    """What a reader handed on; topics that begin with `large` get a place."""
+
+    taken: list[tuple[int, bytes]] = field(default_factory=list)
+    landed: list[tuple[str, bytes | None]] = field(default_factory=list)
+    spots: list[Spot] = field(default_factory=list)
+
+    def reader(self) -> PacketReader:
+        return PacketReader(find_place=self._find, landed=self._land, take=self._take)
+
+    def _find(self, topic: str, size: int) -> Spot | None:
+        if not topic.startswith("large"):
+            return None
+        self.spots.append(Spot(memoryview(bytearray(size))))
+        return self.spots[-1]
+
+    def _land(self, topic: str, place: object) -> None:
+        assert isinstance(place, Spot)
+        self.landed.append((topic, None if place.view is None else bytes(place.view)))
+
+    def _take(self, command: int, packet: bytearray) -> None:
+        self.taken.append((command, bytes(packet)))
+
+
+def packet(command: int, rest: bytes) -> bytes:
+    length, left = b"", len(rest)
+    while True:
+        left, digit = divmod(left, 128)
+        length += bytes([digit | (128 if left else 0)])
+        if not left:
+            return bytes([command]) + length + rest
+
+
+def publish(topic: str, payload: bytes) -> bytes:
+    name = topic.encode()
+    return packet(PUBLISH_QOS0, len(name).to_bytes(2, "big") + name + payload)
+
+
+def pour(reader: PacketReader, stream: bytes, sizes: list[int]) -> None:
+    """Feed a stream in pieces of at most `sizes`, in turn, as a socket would."""
+    at = turn = 0
+    while at < len(stream):
+        count = 0
+        for buffer in reader.buffers():
+            piece = stream[at + count :][: max(1, sizes[turn % len(sizes)]) - count][: len(buffer)]
+            buffer[: len(piece)] = piece
+            count += len(piece)
+        reader.feed(count)
+        at, turn = at + count, turn + 1
+
+
+PAYLOADS = st.one_of(
+    st.binary(max_size=40), st.integers(0, 3 * HEAD_BYTES).map(lambda n: bytes(i % 251 for i in range(n)))
+)
+TOPICS = st.sampled_from(["large/a", "large/b", "small", "s", "large" + "x" * 900, "y" * (HEAD_BYTES + 10)])
+PACKETS = st.one_of(
+    st.tuples(st.just("publish"), TOPICS, PAYLOADS),
+    st.tuples(st.just("other"), st.sampled_from([0x20, 0x32, 0x40, 0x90, 0xD0]), PAYLOADS),
+)
+
+
+@given(st.lists(PACKETS, max_size=8), st.lists(st.integers(1, 5000), min_size=1, max_size=6))
+def test_any_cut_of_the_stream_gives_the_same_packets(packets: list[tuple], sizes: list[int]) -> None:
+    heard = Heard()
+    stream, landed, taken = b"", [], []
+    for kind, name, payload in packets:
+        if kind == "other":
+            stream += packet(name, payload)
+            taken.append((name, payload))
+        else:
+            whole = publish(name, payload)
+            stream += whole
+            if name.startswith("large") and payload:
+                landed.append((name, payload))
+            else:
+                taken.append((PUBLISH_QOS0, len(name).to_bytes(2, "big") + name.encode() + payload))
+    pour(heard.reader(), stream, sizes)
+    assert heard.landed == landed
+    assert heard.taken == taken
+
+
+@given(st.integers(1, 70_000), st.integers(1, 20_000))
+def test_a_place_taken_away_is_not_written_and_the_stream_goes_on(size: int, piece: int) -> None:
+    heard = Heard()
+    reader = heard.reader()
+    stream = publish("large", b"\x01" * size)
+    first = min(len(stream) - 1, piece)
+    pour(reader, stream[:first], [piece])
+    kept = None
+    if heard.spots and heard.spots[0].view is not None:
+        kept = heard.spots[0].view
+        before = bytes(kept)
+        heard.spots[0].view = None
+    pour(reader, stream[first:] + packet(0xD0, b""), [piece])
+    assert heard.taken == [(0xD0, b"")]
+    assert len(heard.landed) == 1
+    if kept is not None:
+        assert bytes(kept) == before
+        assert heard.landed == [("large", None)]
+
+
+@given(st.binary(max_size=300), st.lists(st.integers(1, 64), min_size=1, max_size=4))
+def test_rubbish_is_packets_or_no_mqtt_and_never_hangs(stream: bytes, sizes: list[int]) -> None:
+    heard = Heard()
+    try:
+        pour(heard.reader(), stream, sizes)
+    except NotMqtt:
+        assert b"\xff" in stream or any(byte & 128 for byte in stream)
+    assert sum(len(body) for _, body in heard.taken) <= len(stream)
+
+
+def test_this_release_of_paho_is_served_fast() -> None:
+    assert bulk.usable()
+
+
+def test_the_stock_client_serves_where_it_is_asked_for_or_paho_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDSTRATA_MQTT", "stock")
+    assert not bulk.usable.__wrapped__()
+    monkeypatch.delenv("FEDSTRATA_MQTT")
+    monkeypatch.setattr(bulk, "PAHO_VERSION", "9.9.9")
+    assert not bulk.usable.__wrapped__()
+
+
+def test_the_stock_client_serves_where_the_self_test_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BulkClient, "_sock_send", mqtt.Client._sock_send)  # it cannot take a packet in two parts
+    assert not bulk.usable.__wrapped__()
+
+
+def test_a_detached_body_leaves_as_it_was() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        client = BulkClient.adopt(
+            mqtt.Client(CallbackAPIVersion.VERSION2), find_place=lambda topic, size: None, landed=lambda *_: None
+        )
+        client._sock = ours
+        memory = bytearray(b"\x07" * 300_000)
+        body, left = Body(memoryview(memory)), []
+        client.publish_body("t", body, done=lambda: left.append(True))
+        assert not left
+        body.detach()
+        memory[:] = bytes(len(memory))
+        received = b""
+        while len(received) < len(memory) + 7:
+            received += theirs.recv(1 << 16)
+            client.loop_write()
+        client._sock = None
+    assert left == [True]
+    assert received == publish("t", b"\x07" * 300_000)
