@@ -11,6 +11,7 @@ from common.errors import InvalidExperiment
 from common.layout import Row
 from common.metrics import Metrics
 from common.net.link import BrokerAddress
+from common.node.arriving import Arriving
 from common.node.child import Answer, ChildFace, Report
 from common.node.discovery import discover
 from common.node.identity import Identity, new_session
@@ -76,7 +77,8 @@ class DeviceAgent:
         up.endpoint.set_state(NodeState.READY, samples=trainer.samples)
         out = trainer.layout.empty()
 
-        async def work(task: Task, row: Row, report: Report) -> Answer:
+        async def work(task: Task, model: Arriving, report: Report) -> Answer:
+            row = await model.whole()
             r = task.key.iteration * experiment.institution.rounds + task.key.round
             return await self._train(trainer, task, row=row, out=out, round_=r, report=report)
 

@@ -14,6 +14,7 @@ from common.aggregation import fedavg, mixing
 from common.aggregation.statistics import Statistics
 from common.layout import ModelLayout, Row
 from common.metrics import Metrics
+from common.node.arriving import Arriving
 from common.node.child import Answer, Report
 from common.node.offload import offload
 from common.node.parent import ParentFace, Round
@@ -44,15 +45,18 @@ class LocalRounds:
         self._mean = layout.empty()
         self._did: dict[str, ChildReport] = {}
 
-    async def work(self, task: Task, row: Row, report: Report) -> Answer:
-        """Play the rounds of one global iteration from the model in `row`; return the last mean."""
+    async def work(self, task: Task, model: Arriving, report: Report) -> Answer:
+        """Play the rounds of one global iteration from the cloud's model; return the last mean.
+
+        The first round begins at once: the devices get the model's chunks as they come from the cloud.
+        """
         settings, down = self._experiment.institution, self._down
         self._did = {}
         train_s = wait_s = 0.0
         loss = 0.0
         down.moved_hook = lambda: report(Phase.TRAINING, down.moves, 0)
         try:
-            start = row
+            start: Row | Arriving = model
             for i in range(settings.rounds):
                 drawn = self._draw(task.key.iteration * settings.rounds + i)
                 played = await down.round(

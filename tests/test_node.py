@@ -8,7 +8,7 @@ import logging
 import math
 import random
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,13 +23,16 @@ import pytest
 from common.errors import DuplicateName, NoProgress, RunFailed, WireError
 from common.layout import ModelLayout, Row, Section
 from common.net.link import BrokerAddress
+from common.node.arriving import Arriving
 from common.node.child import Answer, ChildFace, Report
 from common.node.endpoint import Endpoint
 from common.node.identity import Identity, new_session
 from common.node.life import live
 from common.node.parent import ParentFace, Round
 from common.spec import Closing, Link, Transfer
+from common.transfer.incoming import DAMAGED_MOST
 from common.transfer.manifest import describe
+from common.transfer.outgoing import Publication
 from common.wire import packing, topics
 from common.wire.messages import (
     Announcement,
@@ -165,7 +168,8 @@ def serving(
     """Let a child serve: it waits for `before`, then adds 1 + place to each number."""
     out = layout.empty()
 
-    async def work(task: Task, row: Row, report: Report) -> Answer:
+    async def work(task: Task, model: Arriving, report: Report) -> Answer:
+        row = await model.whole()
         report(Phase.TRAINING, 0, 1)
         await before()
         layout.floats(out)[:] = changed(layout, row, place)
@@ -400,8 +404,8 @@ def spoilt(face: ChildFace, layout: ModelLayout, value: float) -> asyncio.Task[A
     """Let a child serve a model with one entry that is no number."""
     out = layout.empty()
 
-    async def work(task: Task, row: Row, report: Report) -> Answer:
-        out[:] = row
+    async def work(task: Task, model: Arriving, report: Report) -> Answer:
+        out[:] = await model.whole()
         layout.floats(out)[-1] = value
         return Answer(out, 1, 0.5, task.epochs, 1, 0.0, 0.0)
 
@@ -522,9 +526,70 @@ class Middle:
     def live(self) -> asyncio.Task[Any]:
         return living([self.up.endpoint, self.down.endpoint], self.up.serve(self.layout, self._work))
 
-    async def _work(self, task: Task, row: Row, report: Report) -> Answer:
-        played = await play(self.down, row)
+    async def _work(self, task: Task, model: Arriving, report: Report) -> Answer:
+        played = await play(self.down, model)
         return Answer(np.array(played.uploads[0]), 1, 0.5, 1, 1, 0.0, 0.0)
+
+
+def test_devices_get_chunks_before_their_institution_has_the_model(address: BrokerAddress) -> None:
+    """Cut-through: the cloud sends no second half until a device has chunks of the first one."""
+
+    async def run() -> None:
+        layout = layout_of(2_000_000)
+        fine = Transfer(chunk_bytes=32_768)
+        cloud = parent_of(address, [PARENT], layout=layout, name="cloud", transfer=fine)
+        middle = Middle(address, layout, children=["device-0", "device-1"])
+        devices = [child_of(address, f"device-{i}") for i in range(2)]
+        publish, sent = cloud.endpoint.outgoing.next_publication, 0
+
+        def got_some(device: ChildFace) -> bool:
+            return device.endpoint.account.traffic(PARENT).received_model_payload > 0
+
+        def held_back(now: float, ready: Callable[[Iterable[str]], bool]) -> Publication | None:
+            nonlocal sent
+            if sent >= 30 and not all(got_some(device) for device in devices):
+                return None
+            publication = publish(now, ready)
+            sent += publication is not None
+            return publication
+
+        cloud.endpoint.outgoing.next_publication = held_back  # type: ignore[method-assign]
+        works = [serving(device, layout, place) for place, device in enumerate(devices)]
+        async with together(living([cloud.endpoint]), middle.live(), *works):
+            row = drawn(layout, 1)
+            playing = asyncio.create_task(play(cloud, row))
+            while not playing.done():
+                cloud.endpoint.wake()  # what it waits for happens on other connections
+                await asyncio.sleep(0.01)
+            assert_models(await playing, row, layout=layout, places={PARENT: 0})
+        assert middle.down.endpoint.outgoing.chunks_repeated == 0
+
+    scenario(run())
+
+
+def test_a_model_that_fails_on_its_way_ends_the_round_below_and_is_wished_again(address: BrokerAddress) -> None:
+    async def run() -> None:
+        layout = layout_of(2_000_000)
+        cloud = parent_of(address, [PARENT], layout=layout, name="cloud", transfer=Transfer(chunk_bytes=32_768))
+        middle = Middle(address, layout, children=["device-0"])
+        device = child_of(address, "device-0")
+        receive, broken = middle.up.endpoint.incoming.receive_chunk, 0
+
+        def damage(owner: str, blob: str, **how: Any) -> bool:
+            nonlocal broken
+            if how["index"] >= 20 and broken < DAMAGED_MOST:
+                broken += 1
+                how["data"] = bytes(len(how["data"]))
+            return receive(owner, blob, **how)
+
+        middle.up.endpoint.incoming.receive_chunk = damage  # type: ignore[method-assign]
+        async with together(living([cloud.endpoint]), middle.live(), serving(device, layout, 0)):
+            row = drawn(layout, 1)
+            assert_models(await play(cloud, row), row, layout=layout, places={PARENT: 0})
+        assert broken == DAMAGED_MOST
+        assert any("damaged" in reason for reason in middle.up.refusals)
+
+    scenario(run())
 
 
 def test_a_second_institution_of_a_name_harms_neither_cloud_nor_devices(address: BrokerAddress) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -71,6 +71,7 @@ class Line:
         self.receivers: dict[str, Receiver] = {}
         self.published: list[Publication] = []
         self.asked: list[tuple[str, Ask]] = []
+        self.finished: dict[str, float] = {}
         self.lose: Callable[[Publication], bool] = lambda publication: False
         self._random = random.Random(seed)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -134,6 +135,7 @@ class Line:
         incoming.tick(self.now)
         while (event := incoming.next_event()) is not None:
             receiver.events.append(event)
+            self.finished[receiver.name] = self.now
         receiver.subscribed = incoming.wanted()
         for owner, ask in incoming.to_send():
             assert owner == OWNER
@@ -323,6 +325,55 @@ def test_a_late_receiver_gets_what_it_missed_on_its_own_lane() -> None:
     own = [p.index for p in line.published if p.lane != ALL]
     assert {p.lane for p in line.published} == {ALL, "late"}
     assert len(own) == len(set(own)) < 30 and len(line.published) == 50 + len(own)
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 30), st.integers(1, 4), st.randoms(use_true_random=False), st.sampled_from([0.0, 0.2]))
+def test_chunks_are_passed_on_as_they_come_and_never_before(
+    chunks: int, receivers: int, draw: random.Random, loss: float
+) -> None:
+    """Cut-through: the owner is itself still fetching; its chunks come in any order, over a second."""
+    line = Line(seed=draw.randrange(1000), loss=loss)
+    manifest, data = blob_of(chunks)
+    here, lacking = bytearray(manifest.size), np.ones(chunks, np.bool_)
+    line.owner.offer(manifest, memoryview(here), names_of(receivers), to_come=lacking)
+    publish = line.owner.next_publication
+
+    def watched(now: float, ready: Callable[[Iterable[str]], bool]) -> Publication | None:
+        publication = publish(now, ready)
+        assert publication is None or not lacking[publication.index]
+        return publication
+
+    line.owner.next_publication = watched  # type: ignore[method-assign]
+
+    def arrive(index: int) -> None:
+        here[manifest.span(index)] = data[manifest.span(index)]
+        lacking[index] = False
+
+    order = list(range(chunks))
+    draw.shuffle(order)
+    for place, index in enumerate(order):
+        line.after((place + 1) / chunks, lambda index=index: arrive(index))  # type: ignore[misc]
+    for name in names_of(receivers):
+        line.fetch(line.add(name), manifest)
+    line.run()
+    check_complete(line, manifest, data)
+    if not loss:
+        assert len(line.published) == chunks
+
+
+def test_a_model_on_its_way_reaches_the_next_tier_a_chunk_later() -> None:
+    line = Line(pace_s=0.01)
+    manifest, data = blob_of(40)
+    lacking = np.ones(40, np.bool_)
+    line.owner.offer(manifest, data, ["device"], to_come=lacking)
+    for index in range(40):
+        line.after(0.05 * (index + 1), lambda index=index: lacking.__setitem__(index, False))  # type: ignore[misc]
+    line.fetch(line.add("device"), manifest)
+    start = line.now
+    line.run()
+    check_complete(line, manifest, data)
+    assert line.finished["device"] - start <= 0.05 * 40 + 0.01 + 2 * line.delay_s
 
 
 def test_two_blobs_take_turns() -> None:

@@ -7,9 +7,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
+
 from common.errors import NoProgress, RefusedModel, RunFailed, WireError
 from common.layout import ModelLayout, Row
 from common.net.link import BrokerAddress
+from common.node.arriving import Arriving, NotHad
 from common.node.endpoint import Endpoint
 from common.node.identity import Identity
 from common.rounds.participant import Answered, Begin, Participant
@@ -46,7 +49,7 @@ class Answer:
 
 
 Report: TypeAlias = Callable[[Phase, int, int], None]
-Work: TypeAlias = Callable[[Task, Row, Report], Awaitable[Answer]]
+Work: TypeAlias = Callable[[Task, Arriving, Report], Awaitable[Answer]]
 
 
 class ChildFace:
@@ -65,9 +68,9 @@ class ChildFace:
         self._books = ""
         self._counted_before: dict[str, Traffic] = {}
         self.refusals: list[str] = []
+        self._layout: ModelLayout | None = None
         self._begin: asyncio.Queue[Task] = asyncio.Queue()
-        self._fetched: asyncio.Future[IncomingEvent] | None = None
-        self._fetching: Manifest | None = None
+        self._fetching: Arriving | None = None
         self._held: str | None = None
         self._answer_blob: str | None = None
         self._parent_gone_at: float | None = self.endpoint.now()
@@ -78,6 +81,7 @@ class ChildFace:
 
         Raises RunFailed when the parent gave up, NoProgress when it stayed away for `idle_s`.
         """
+        self._layout = layout
         row = layout.empty()
         current: asyncio.Task[None] | None = None
         async with asyncio.TaskGroup() as group:
@@ -122,16 +126,23 @@ class ChildFace:
 
     def moved(self, peer: str, now: float) -> None:
         """Say how the fetch goes."""
-        if self._fetching is not None:
-            total = self._fetching.chunks
-            done = total - self.endpoint.incoming.lacks(peer, self._fetching.blob)
+        if (model := self._fetching) is not None:
+            total = model.manifest.chunks
+            done = total - self.endpoint.incoming.lacks(peer, model.manifest.blob)
             self.participant.progress(Phase.FETCHING, done, total, now=now)
+            model.watch()
 
     def transferred(self, event: IncomingEvent, now: float) -> None:
-        """Hand a finished fetch to the work that waits for it."""
-        current = self._fetching is not None and event.blob == self._fetching.blob
-        if current and self._fetched is not None and not self._fetched.done():
-            self._fetched.set_result(event)
+        """Let the work go on with a model that is here, or without one that cannot be had."""
+        model = self._fetching
+        if model is None or self._layout is None or event.blob != model.manifest.blob:
+            return
+        self._fetching = None
+        if isinstance(event, Fetched):
+            codec_of(model.manifest.codec).decode(self._layout, model.buffer, model.row)
+            self._has(model, now)
+        else:
+            model.fail(event.reason)
 
     def reconnected(self, now: float) -> None:
         """Say again what the old connection may have swallowed."""
@@ -181,51 +192,53 @@ class ChildFace:
         if self._answer_blob is not None:
             endpoint.retire(self._answer_blob)  # its row is about to be written
             self._answer_blob = None
-        reason = await self._fetch(task, layout, row)
-        if reason:
-            self.refusals.append(reason)
-            self.participant.abandon()
-            return
+        model = self._fetch(task, layout, row)
 
         def report(phase: Phase, done: int, total: int) -> None:
-            self.participant.progress(phase, done, total, now=endpoint.now())
-            endpoint.wake()
+            if model.complete:  # before, what counts is how the fetch goes
+                self.participant.progress(phase, done, total, now=endpoint.now())
+                endpoint.wake()
 
-        self.participant.begin_work(Phase.WAITING, now=endpoint.now())
-        endpoint.wake()
-        answer = await work(task, row, report)
+        try:
+            answer = await work(task, model, report)
+        except NotHad as error:
+            self.refusals.append(str(error))
+            self.participant.abandon()
+            return
+        finally:
+            self._fetching = None
+            endpoint.incoming.drop(self._parent, blob=task.model.blob, now=endpoint.now())
         manifest, inline = await endpoint.offer(layout, answer.row, self.peers)
         self._answer_blob = manifest.blob
         self.participant.finish(self._result(task, manifest, inline, answer), now=endpoint.now())
         endpoint.wake()
 
-    async def _fetch(self, task: Task, layout: ModelLayout, row: Row) -> str:
-        """Get the task's model into the row; return why it could not be had, empty when it is here."""
-        manifest, incoming = task.model, self.endpoint.incoming
+    def _fetch(self, task: Task, layout: ModelLayout, row: Row) -> Arriving:
+        """Begin to get the task's model into the row, unless it is there."""
+        manifest, endpoint = task.model, self.endpoint
         try:
-            self.endpoint.check(manifest, layout)
+            endpoint.check(manifest, layout)
         except RefusedModel as error:
             raise RunFailed(f"{self._parent}'s model does not fit this node's: {error}. Run one release.") from None
-        if manifest.blob == self._held:
-            return ""
-        self._held, self._fetching = None, manifest
         buffer = codec_of(manifest.codec).buffer(layout, row)
-        self._fetched = asyncio.get_running_loop().create_future()
-        try:
-            if task.inline is not None:
-                incoming.take(self._parent, manifest, buffer, task.inline)
-            else:
-                incoming.fetch(self._parent, manifest, buffer, now=self.endpoint.now())
-            self.endpoint.wake()
-            event = await self._fetched
-        finally:
-            self._fetched = self._fetching = None
-            incoming.drop(self._parent, blob=manifest.blob, now=self.endpoint.now())
-        if not isinstance(event, Fetched):
-            return event.reason
-        codec_of(manifest.codec).decode(layout, buffer, row)
-        self._held = manifest.blob
-        return ""
+        model = Arriving(manifest, row, buffer, np.ones(manifest.chunks, np.bool_))
+        if manifest.blob == self._held:
+            self._has(model, endpoint.now())
+            return model
+        self._held, self._fetching = None, model
+        if task.inline is not None:
+            endpoint.incoming.take(self._parent, manifest, buffer, task.inline)
+        else:
+            endpoint.incoming.fetch(self._parent, manifest, buffer, lacking=model.lacking, now=endpoint.now())
+        endpoint.wake()
+        return model
+
+    def _has(self, model: Arriving, now: float) -> None:
+        self._held = model.manifest.blob
+        model.lacking[:] = False
+        model.arrived()
+        self.participant.begin_work(Phase.WAITING, now=now)
+        self.endpoint.wake()
 
     @staticmethod
     def _result(task: Task, manifest: Manifest, inline: bytes | None, answer: Answer) -> Result:

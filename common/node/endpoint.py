@@ -14,9 +14,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 from common.errors import NoProgress, WireError
 from common.layout import ModelLayout, Row
@@ -25,11 +25,13 @@ from common.net.bulk import Body
 from common.net.link import BrokerAddress, Link
 from common.net.packets import Place
 from common.net.shaping import Shaper
+from common.node.arriving import Arriving
+from common.node.face import Face
 from common.node.herald import Herald
 from common.node.identity import Identity
 from common.node.offload import offload
 from common.spec import Transfer
-from common.transfer.incoming import Incoming, IncomingEvent, Landing
+from common.transfer.incoming import Incoming, Landing
 from common.transfer.manifest import check, chunk_bytes_for, describe
 from common.transfer.outgoing import Outgoing, Publication
 from common.wire import packing, topics
@@ -42,38 +44,6 @@ CODEC: Final = "fp32"
 OFFLINE_TICK_S: Final = 0.2
 
 log = logging.getLogger("fedstrata.endpoint")
-
-
-class Face(Protocol):
-    """What an endpoint asks of the side it serves; all calls come from the event loop."""
-
-    @property
-    def peers(self) -> Sequence[str]:
-        """Return who this side talks to."""
-
-    def received(self, sender: str, session: str, message: Message, now: float) -> None:
-        """Take a control message from a peer."""
-
-    def presence(self, node: str, session: str, presence: Presence | None, now: float) -> None:
-        """Take a peer's retained state; None = cleared."""
-
-    def moved(self, peer: str, now: float) -> None:
-        """Note that model bytes moved to or from a peer."""
-
-    def transferred(self, event: IncomingEvent, now: float) -> None:
-        """Take a finished or failed fetch."""
-
-    def reconnected(self, now: float) -> None:
-        """Note that the connection is new: say again what it may have swallowed."""
-
-    def tick(self, now: float) -> None:
-        """Let the core judge by the time, and act on its events."""
-
-    def to_send(self, now: float) -> Sequence[tuple[str, Message]]:
-        """Return what is due, each with its peer; called only while the broker is there."""
-
-    def next_deadline(self) -> float | None:
-        """Return when `tick` or `to_send` next has something to do."""
 
 
 class Endpoint:
@@ -177,6 +147,17 @@ class Endpoint:
         )
         self.outgoing.offer(manifest, blob, receivers)
         return manifest, bytes(blob) if manifest.size <= self._inline_most else None
+
+    def forwards(self, model: Arriving) -> bool:
+        """Return whether to pass a model on before it is here: it is large, and cut finely enough for our links."""
+        manifest = model.manifest
+        return not model.complete and manifest.size > self._inline_most and manifest.chunk_bytes <= self._chunk_bytes
+
+    def forward(self, model: Arriving, receivers: Iterable[str]) -> Manifest:
+        """Pass a model on to receivers as it comes, until it is retired; return its manifest."""
+        self.outgoing.offer(model.manifest, model.buffer, receivers, to_come=model.lacking)
+        model.watch = self.wake
+        return model.manifest
 
     def retire(self, blob: str) -> None:
         """Stop serving a blob; from now on its memory may be written."""

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from common.errors import NoProgress, RefusedModel, RunFailed, WireError
 from common.layout import ModelLayout, Row
 from common.net.link import BrokerAddress
+from common.node.arriving import Arriving
 from common.node.endpoint import Endpoint
 from common.node.identity import Identity
 from common.node.ledger import Ledger
@@ -103,14 +104,16 @@ class ParentFace:
         *,
         iteration: int,
         round_: int,
-        models: Mapping[str, Row],
+        models: Mapping[str, Row | Arriving],
         epochs: Mapping[str, int],
         closing: Closing,
     ) -> Round:
         """Send each child its model, wait until the round closes, and return what came back.
 
-        `models`: one row, uint8 [row_bytes], for each child that takes part; children may share a row.
-        Raises RunFailed when a child that it needs has given up, NoProgress when it can never close.
+        `models`: one row, uint8 [row_bytes], for each child that takes part; children may share a row. A model that is
+        itself on its way is passed on chunk by chunk as it comes.
+        Raises RunFailed when a child that it needs has given up, NoProgress when it can never close, NotHad when the
+        model on its way cannot be had.
         """
         layout = self._require_layout()
         now = self.endpoint.now()
@@ -120,6 +123,8 @@ class ParentFace:
             self._uploads = np.empty((len(children), layout.row_bytes), np.uint8)
         self._places = {name: place for place, name in enumerate(children)}
         self._closed = asyncio.get_running_loop().create_future()
+        for model in {model for model in models.values() if isinstance(model, Arriving)}:
+            model.on_failure(partial(_break_off, self._closed))
         self.coordinator.open(iteration=iteration, round_=round_, assignments=assignments, closing=closing, now=now)
         self.endpoint.wake()
         try:
@@ -266,15 +271,19 @@ class ParentFace:
     # Models
 
     async def _offer(
-        self, children: list[str], models: Mapping[str, Row], epochs: Mapping[str, int]
+        self, children: list[str], models: Mapping[str, Row | Arriving], epochs: Mapping[str, int]
     ) -> dict[str, Assignment]:
         layout = self._require_layout()
-        rows = {id(models[name]): models[name] for name in children}
+        distinct = {id(models[name]): models[name] for name in children}
         offers: dict[int, tuple[Manifest, bytes | None]] = {}
         self._served.clear()
-        for row_id, row in rows.items():
+        for row_id, model in distinct.items():
             receivers = [name for name in children if id(models[name]) == row_id]
-            offers[row_id] = await self.endpoint.offer(layout, row, receivers)
+            if isinstance(model, Arriving) and self.endpoint.forwards(model):
+                offers[row_id] = self.endpoint.forward(model, receivers), None
+            else:
+                row = await model.whole() if isinstance(model, Arriving) else model
+                offers[row_id] = await self.endpoint.offer(layout, row, receivers)
             self._served.add(offers[row_id][0].blob)
         return {
             name: Assignment(offers[id(models[name])][0], epochs[name], offers[id(models[name])][1])
@@ -329,6 +338,11 @@ class ParentFace:
         if self._layout is None:
             raise AssertionError("set_layout comes before the first round")
         return self._layout
+
+
+def _break_off(round_: asyncio.Future[Closed], error: BaseException) -> None:
+    if not round_.done():
+        round_.set_exception(error)
 
 
 def _check_report(result: Result) -> None:

@@ -92,13 +92,25 @@ class Incoming:
         self.chunks_duplicate = 0
         self.chunks_asked_again = 0
 
-    def fetch(self, owner: str, manifest: Manifest, buffer: memoryview, *, now: float) -> None:
-        """Begin or queue a fetch into `buffer`, uint8 [manifest.size]; a fetch that is known goes on."""
+    def fetch(
+        self,
+        owner: str,
+        manifest: Manifest,
+        buffer: memoryview,
+        *,
+        now: float,
+        lacking: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
+        """Begin or queue a fetch into `buffer`, uint8 [manifest.size]; a fetch that is known goes on.
+
+        `lacking`, bool [chunks], at least one true, says what is still to come; it is kept up to date, so that
+        others may follow the fetch. Without it all chunks are.
+        """
         known = (owner, manifest.blob)
         if known in self._active or any((f.owner, f.manifest.blob) == known for f in self._queued):
             return
-        chunks = manifest.chunks
-        self._queued.append(_Fetch(owner, manifest, buffer.cast("B"), np.ones(chunks, np.bool_), chunks))
+        lacking = np.ones(manifest.chunks, np.bool_) if lacking is None else lacking
+        self._queued.append(_Fetch(owner, manifest, buffer.cast("B"), lacking, int(lacking.sum())))
         self._promote(now)
 
     def take(self, owner: str, manifest: Manifest, buffer: memoryview, data: bytes) -> None:

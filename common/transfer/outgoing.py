@@ -48,8 +48,16 @@ class _Asker:
 
 
 class _Blob:
-    def __init__(self, manifest: Manifest, data: memoryview, receivers: frozenset[str], first: int) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        data: memoryview,
+        receivers: frozenset[str],
+        first: int,
+        to_come: npt.NDArray[np.bool_] | None,
+    ) -> None:
         self.manifest = manifest
+        self.to_come = to_come
         self.data = data.cast("B")
         self.awaited = set(receivers)
         self.askers: dict[str, _Asker] = {}
@@ -59,6 +67,9 @@ class _Blob:
         self.last_own: dict[str, int] = {}  # outlives an asker: its receiver remembers the numbers that it saw
         self.cursor = 0
         self.gather_until: float | None = None
+
+    def has(self, index: int) -> bool:
+        return self.to_come is None or not self.to_come[index]
 
 
 class Outgoing:
@@ -72,12 +83,23 @@ class Outgoing:
         self.chunks_repeated = 0
         self.chunks_delivered = 0
 
-    def offer(self, manifest: Manifest, data: memoryview, receivers: Iterable[str]) -> None:
-        """Hold a blob for these receivers; `data` must stay unchanged until `retire`."""
+    def offer(
+        self,
+        manifest: Manifest,
+        data: memoryview,
+        receivers: Iterable[str],
+        *,
+        to_come: npt.NDArray[np.bool_] | None = None,
+    ) -> None:
+        """Hold a blob for these receivers; `data` must stay unchanged until `retire`.
+
+        `to_come`, bool [chunks], marks chunks of a blob that is itself still arriving: they are published once the
+        one who fetches it has cleared their marks.
+        """
         if manifest.blob in self._blobs:
             self._blobs[manifest.blob].awaited |= set(receivers)
         else:
-            self._blobs[manifest.blob] = _Blob(manifest, data, frozenset(receivers), self._first)
+            self._blobs[manifest.blob] = _Blob(manifest, data, frozenset(receivers), self._first, to_come)
 
     def retire(self, blob: str) -> None:
         """Stop serving a blob and release its memory."""
@@ -149,7 +171,7 @@ class Outgoing:
         askers = blob.askers
         if not askers or (blob.awaited and blob.cursor == 0 and now < (blob.gather_until or now)):
             return None
-        while blob.cursor < blob.manifest.chunks:
+        while blob.cursor < blob.manifest.chunks and blob.has(blob.cursor):
             index = blob.cursor
             lacking = [name for name, asker in askers.items() if asker.lacking[index]]
             if 2 * len(lacking) > len(askers):

@@ -21,8 +21,9 @@ import numpy as np
 
 from common.aggregation import fedavg, mixing
 from common.aggregation.statistics import Statistics
-from common.layout import ModelLayout, Row, Section
+from common.layout import ModelLayout, Section
 from common.net.link import BrokerAddress
+from common.node.arriving import Arriving
 from common.node.child import Answer, ChildFace, Report
 from common.node.identity import Identity, new_session
 from common.node.life import live
@@ -121,7 +122,8 @@ async def _device(port: int, name: str, model_bytes: int) -> None:
     out = layout.empty()
     noise = 1e-3 * (1 + int(name.rpartition("-")[2]))
 
-    async def work(task: Task, row: Row, report: Report) -> Answer:
+    async def work(task: Task, model: Arriving, report: Report) -> Answer:
+        row = await model.whole()
         await asyncio.to_thread(np.add, layout.floats(row), np.float32(noise), out=layout.floats(out))
         return Answer(out, 1, 0.0, 1, 1, 0.0, 0.0)
 

@@ -1,0 +1,64 @@
+"""A model on its way to a node, which may pass its chunks on before it has them all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from common.layout import Row
+from common.wire.messages import Manifest
+
+
+class NotHad(Exception):
+    """The model could not be had; the parent says its wish again."""
+
+
+@dataclass(slots=True, eq=False)
+class Arriving:
+    """A task's model. `row`, uint8 [row_bytes], holds it once `whole` returns.
+
+    Until then `buffer` fills up, chunk by chunk, each checked: `lacking`, bool [chunks], says which are to come, and
+    `watch` is called whenever one came.
+    """
+
+    manifest: Manifest
+    row: Row
+    buffer: memoryview
+    lacking: npt.NDArray[np.bool_]
+    watch: Callable[[], None] = lambda: None
+    _whole: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    @property
+    def complete(self) -> bool:
+        """Return whether the row holds the model."""
+        return self._whole.done() and not self._whole.cancelled() and self._whole.exception() is None
+
+    async def whole(self) -> Row:
+        """Wait for all of it. Raises NotHad."""
+        await asyncio.shield(self._whole)
+        return self.row
+
+    def arrived(self) -> None:
+        """Note that the row holds the model."""
+        if not self._whole.done():
+            self._whole.set_result(None)
+
+    def fail(self, reason: str) -> None:
+        """Note that it cannot be had."""
+        if not self._whole.done():
+            self._whole.set_exception(NotHad(reason))
+            self._whole.exception()  # nobody need be waiting
+
+    def on_failure(self, tell: Callable[[BaseException], None]) -> None:
+        """Call `tell` when it turns out that it cannot be had."""
+
+        def look(whole: asyncio.Future[None]) -> None:
+            error = None if whole.cancelled() else whole.exception()
+            if error is not None:
+                tell(error)
+
+        self._whole.add_done_callback(look)

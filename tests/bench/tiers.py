@@ -1,0 +1,170 @@
+"""Dispatch over two tiers: cloud -> institution -> devices, passed on as it comes against stored and forwarded.
+
+    cloud --WAN--> institution --LAN--> 10 devices        links kept by the token bucket
+
+Timed from the cloud's wish until the last device has the whole model; all processes share one machine's clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import statistics as stats
+import tempfile
+import time
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+
+import numpy as np
+from rounds import layout_of
+
+from common.net.link import BrokerAddress
+from common.node.arriving import Arriving
+from common.node.child import Answer, ChildFace, Report
+from common.node.identity import Identity, new_session
+from common.node.life import live
+from common.node.memory import keep_large_buffers
+from common.node.parent import ParentFace
+from common.spec import CLOUD, Closing, Link, Transfer
+from common.wire.messages import NodeState, Task
+from deploy import broker
+
+RUN = "tiers"
+INSTITUTION = "institution"
+TRANSFER = Transfer(idle_s=60.0)
+
+
+def play(model_bytes: int, devices: int, *, wan_mbit: float, lan_mbit: float, repeats: int) -> dict[str, float]:
+    """Return the median dispatch seconds, both ways taken in turn, after one warm-up each."""
+    keep_large_buffers()
+    context = multiprocessing.get_context("spawn")
+    names = [f"device-{i}" for i in range(devices)]
+    arrivals: SimpleQueue[float] = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as home, broker.start(directory=Path(home)) as served:
+        workers = [
+            context.Process(target=_institution, args=(served.port, names, model_bytes, wan_mbit, lan_mbit)),
+            context.Process(target=_devices, args=(served.port, names, model_bytes, arrivals)),
+        ]
+        for worker in workers:
+            worker.start()
+        try:
+            seconds = asyncio.run(_cloud(served.port, devices, model_bytes, wan_mbit, repeats, arrivals))
+        finally:
+            for worker in workers:
+                worker.join(10)
+                worker.kill()
+    return {
+        "passed on": stats.median(seconds[2::2]),
+        "stored and forwarded": stats.median(seconds[3::2]),
+        "the slower link": model_bytes * 8 / (min(wan_mbit, lan_mbit) * 1e6),
+    }
+
+
+async def _cloud(
+    port: int, devices: int, model_bytes: int, wan_mbit: float, repeats: int, arrivals: SimpleQueue[float]
+) -> list[float]:
+    layout = layout_of(model_bytes)
+    face = ParentFace(
+        BrokerAddress("127.0.0.1", port), Identity(RUN, CLOUD, "cloud", new_session()), children=[INSTITUTION],
+        transfer=TRANSFER, link=Link(down_mbit=wan_mbit),
+    )  # fmt: skip
+    face.set_layout(layout)
+    row = layout.empty()
+
+    async def one(iteration: int) -> float:
+        layout.floats(row)[:] = np.random.default_rng(iteration).standard_normal(layout.columns, np.float32)
+        start = time.monotonic()
+        await face.round(
+            iteration=iteration, round_=0, models={INSTITUTION: row}, epochs={INSTITUTION: 1}, closing=Closing()
+        )
+        return max(arrivals.get() for _ in range(devices)) - start
+
+    async def rounds() -> list[float]:
+        face.endpoint.set_state(NodeState.READY)
+        await face.gather(Closing())
+        return [await one(i) for i in range(2 * (repeats + 1))]
+
+    async def goodbye() -> None:
+        await face.farewells(timeout_s=5)
+
+    return await live((face.endpoint,), rounds(), connect_timeout_s=10, goodbye=goodbye)
+
+
+def _institution(port: int, names: list[str], model_bytes: int, wan_mbit: float, lan_mbit: float) -> None:
+    keep_large_buffers()
+
+    async def run() -> None:
+        layout = layout_of(model_bytes)
+        identity = Identity(RUN, INSTITUTION, "institution", new_session())
+        address = BrokerAddress("127.0.0.1", port)
+        up = ChildFace(address, identity, parent=CLOUD, transfer=TRANSFER, link=Link())
+        down = ParentFace(address, identity, children=names, transfer=TRANSFER, link=Link(down_mbit=lan_mbit))
+        down.set_layout(layout)
+
+        async def work(task: Task, model: Arriving, report: Report) -> Answer:
+            start = model if task.key.iteration % 2 == 0 else await model.whole()
+            played = await down.round(
+                iteration=task.key.iteration, round_=0, models=dict.fromkeys(names, start),
+                epochs=dict.fromkeys(names, 1), closing=Closing(),
+            )  # fmt: skip
+            return Answer(played.uploads[0], 1, 0.0, 1, 1, 0.0, 0.0)
+
+        async def goodbye() -> None:
+            await down.farewells(timeout_s=5)
+            await up.farewell((), timeout_s=2)
+
+        async def serve() -> None:
+            down.endpoint.set_state(NodeState.READY)
+            await down.gather(Closing())
+            up.endpoint.set_state(NodeState.READY, samples=1)
+            await up.serve(layout, work)
+
+        await live((up.endpoint, down.endpoint), serve(), connect_timeout_s=10, goodbye=goodbye)
+
+    asyncio.run(run())
+
+
+def _devices(port: int, names: list[str], model_bytes: int, arrivals: SimpleQueue[float]) -> None:
+    keep_large_buffers()
+
+    async def run() -> None:
+        async with asyncio.TaskGroup() as group:
+            for name in names:
+                group.create_task(_device(port, name, model_bytes, arrivals))
+
+    asyncio.run(run())
+
+
+async def _device(port: int, name: str, model_bytes: int, arrivals: SimpleQueue[float]) -> None:
+    layout = layout_of(model_bytes)
+    face = ChildFace(
+        BrokerAddress("127.0.0.1", port), Identity(RUN, name, "device", new_session()), parent=INSTITUTION,
+        transfer=TRANSFER, link=Link(),
+    )  # fmt: skip
+    out = layout.empty()
+
+    async def work(task: Task, model: Arriving, report: Report) -> Answer:
+        row = await model.whole()
+        arrivals.put(time.monotonic())
+        await asyncio.to_thread(np.copyto, out, row)
+        return Answer(out, 1, 0.0, 1, 1, 0.0, 0.0)
+
+    async def goodbye() -> None:
+        await face.farewell((), timeout_s=2)
+
+    face.endpoint.set_state(NodeState.READY, samples=1)
+    await live((face.endpoint,), face.serve(layout, work), connect_timeout_s=10, goodbye=goodbye)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--bytes", type=int, default=45_000_000)
+    parser.add_argument("--devices", type=int, default=10)
+    parser.add_argument("--wan", type=float, default=200.0, help="Mbit/s")
+    parser.add_argument("--lan", type=float, default=400.0, help="Mbit/s")
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    found = play(options.bytes, options.devices, wan_mbit=options.wan, lan_mbit=options.lan, repeats=options.repeats)
+    for way, seconds in found.items():
+        print(f"{way:22} {seconds:.3f} s  {seconds / found['the slower link']:.3f} of the slower link's time")
