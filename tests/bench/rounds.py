@@ -10,12 +10,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import multiprocessing
-import resource
-import statistics as stats
+import statistics
 import tempfile
 import time
-from dataclasses import dataclass
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Literal, Self
 
 import numpy as np
 
@@ -37,41 +39,63 @@ RUN = "bench"
 PARENT = "parent"
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Seconds of one round, median over the rounds timed, and the parent's peak resident memory in bytes."""
-
-    seconds: float
-    parent_peak: int
-
-
 def layout_of(model_bytes: int) -> ModelLayout:
     """Return a layout of so many bytes, all float32."""
     return ModelLayout.build([("weight", (model_bytes // 4,), Section.PARAMETER)])
 
 
-def play(model_bytes: int, devices: int, *, repeats: int = 5, processes: int = 1) -> Timing:
-    """Time rounds of `devices` x `model_bytes` through a broker of their own, after one warm-up round."""
+class Rounds:
+    """A broker, a parent and its devices in processes of their own; `seconds` plays a round."""
+
+    def __init__(self, model_bytes: int, devices: int, *, processes: int = 1) -> None:
+        self._model_bytes = model_bytes
+        self._names = [f"device-{i}" for i in range(devices)]
+        self._processes = min(processes, devices)
+
+    def __enter__(self) -> Self:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        with ExitStack() as stack:
+            home = stack.enter_context(tempfile.TemporaryDirectory())
+            served = stack.enter_context(broker.start(directory=Path(home)))
+            parent = context.Process(target=_run_parent, args=(served.port, self._names, self._model_bytes, theirs))
+            parts = [self._names[i :: self._processes] for i in range(self._processes)]
+            devices = [context.Process(target=_devices, args=(served.port, p, self._model_bytes)) for p in parts]
+            for process in (parent, *devices):
+                process.start()
+                stack.callback(_end, process)
+            stack.callback(self._pipe.send, False)
+            self._pids = {"broker": served.process.pid, "parent": parent.pid or 0}
+            self._stack = stack.pop_all()
+        self.seconds()  # to warm up
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def seconds(self) -> float:
+        """Return how long one round takes, from the models at the parent to their mean."""
+        self._pipe.send(True)
+        seconds: float = self._pipe.recv()
+        return seconds
+
+    def peak_bytes(self, role: Literal["broker", "parent"]) -> int:
+        """Return the most memory that a process has had resident."""
+        status = Path(f"/proc/{self._pids[role]}/status").read_text()
+        return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+
+
+def _end(process: BaseProcess) -> None:
+    process.join(10)
+    process.kill()
+
+
+def _run_parent(port: int, names: list[str], model_bytes: int, pipe: Connection) -> None:
     keep_large_buffers()
-    context = multiprocessing.get_context("spawn")
-    names = [f"device-{i}" for i in range(devices)]
-    with tempfile.TemporaryDirectory() as home, broker.start(directory=Path(home)) as served:
-        workers = [
-            context.Process(target=_devices, args=(served.port, names[i::processes], model_bytes))
-            for i in range(min(processes, devices))
-        ]
-        for worker in workers:
-            worker.start()
-        try:
-            seconds = asyncio.run(_parent(served.port, names, model_bytes, repeats))
-        finally:
-            for worker in workers:
-                worker.join(10)
-                worker.kill()
-    return Timing(seconds, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    asyncio.run(_parent(port, names, model_bytes, pipe))
 
 
-async def _parent(port: int, names: list[str], model_bytes: int, repeats: int) -> float:
+async def _parent(port: int, names: list[str], model_bytes: int, pipe: Connection) -> None:
     layout = layout_of(model_bytes)
     identity = Identity(RUN, PARENT, "institution", new_session())
     face = ParentFace(
@@ -91,15 +115,18 @@ async def _parent(port: int, names: list[str], model_bytes: int, repeats: int) -
         await asyncio.to_thread(mixing.mix_rows, (mixture,), played.uploads, layout=layout, out=row[None])
         return time.perf_counter() - start
 
-    async def rounds() -> float:
+    async def rounds() -> None:
         face.endpoint.set_state(NodeState.READY)
         await face.gather(Closing())
-        return stats.median([await one(i) for i in range(repeats + 1)][1:])
+        iteration = 0
+        while await asyncio.to_thread(pipe.recv):
+            pipe.send(await one(iteration))
+            iteration += 1
 
     async def goodbye() -> None:
         await face.farewells(timeout_s=5)
 
-    return await live((face.endpoint,), rounds(), connect_timeout_s=10, goodbye=goodbye)
+    await live((face.endpoint,), rounds(), connect_timeout_s=10, goodbye=goodbye)
 
 
 def _devices(port: int, names: list[str], model_bytes: int) -> None:
@@ -141,7 +168,8 @@ if __name__ == "__main__":
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--processes", type=int, default=1)
     options = parser.parse_args()
-    timing = play(options.bytes, options.devices, repeats=options.repeats, processes=options.processes)
-    goodput = 2 * options.devices * options.bytes / timing.seconds
-    peak = timing.parent_peak / 1e6
-    print(f"{timing.seconds * 1e3:.1f} ms a round, {goodput / 1e9:.3f} GB/s, parent peak {peak:.0f} MB")
+    with Rounds(options.bytes, options.devices, processes=options.processes) as played:
+        median_s = statistics.median(played.seconds() for _ in range(options.repeats))
+        peak = played.peak_bytes("parent") / 1e6
+    goodput = 2 * options.devices * options.bytes / median_s
+    print(f"{median_s * 1e3:.1f} ms a round, {goodput / 1e9:.3f} GB/s, parent peak {peak:.0f} MB")

@@ -1,7 +1,7 @@
 """Baselines: what plain TCP on loopback needs for the traffic of one federated round.
 
-A round sends `devices` models down and the same number up again. `raw_tcp` joins two processes by one connection;
-`relay` puts a third between them, so that each byte crosses two sockets: the ceiling of anything with a broker.
+A round sends so many models down and the same number up again, over one connection between two processes. A relay
+puts a third process between them, so that each byte crosses two sockets: the ceiling of anything with a broker.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Self
 
 from deploy.processes import spawn, stop
 
@@ -21,52 +22,60 @@ _RELAY_BYTES = 1_000_000
 _PATIENCE_S = 30.0
 
 
-def raw_tcp(nbytes_per_device: int, devices: int, *, repeats: int = 5) -> float:
-    """Return the median seconds of a round between two processes, after one to warm up."""
-    return statistics.median(_rounds(nbytes_per_device, devices, repeats=repeats, relayed=False))
+class Baseline:
+    """Two processes and one connection, or a relay between; `seconds` times `down` models there and `up` back.
+
+    With none back, one byte says that all has arrived.
+    """
+
+    def __init__(self, nbytes: int, *, down: int, up: int, relayed: bool) -> None:
+        self._nbytes, self._down, self._up, self._relayed = nbytes, down, up, relayed
+        self._buffer = _warm(nbytes)
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            server.settimeout(_PATIENCE_S)
+            port = server.getsockname()[1]
+            if self._relayed:
+                process = spawn([sys.executable, str(Path(__file__)), "relay", str(port)])
+                stack.callback(stop, process)
+                assert process.stdout is not None
+                port = int(process.stdout.readline())
+            sizes = (str(n) for n in (port, self._nbytes, self._down, self._up))
+            stack.callback(stop, spawn([sys.executable, str(Path(__file__)), "peer", *sizes]))
+            self._connection = stack.enter_context(server.accept()[0])
+            self._connection.settimeout(None)
+            self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._ends = stack.pop_all()
+        self.seconds()  # to warm up
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.close()
+
+    def seconds(self) -> float:
+        """Return how long one exchange takes."""
+        started = time.perf_counter()
+        for _ in range(self._down):
+            self._connection.sendall(self._buffer)
+        for _ in range(self._up):
+            _receive(self._connection, self._buffer)
+        if not self._up:
+            _receive(self._connection, bytearray(1))
+        return time.perf_counter() - started
 
 
-def relay(nbytes_per_device: int, devices: int, *, repeats: int = 5) -> float:
-    """Return the median seconds of a round through a third process, after one to warm up."""
-    return statistics.median(_rounds(nbytes_per_device, devices, repeats=repeats, relayed=True))
-
-
-def _rounds(nbytes: int, devices: int, *, repeats: int, relayed: bool) -> Sequence[float]:
-    with ExitStack() as stack:
-        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        server.settimeout(_PATIENCE_S)
-        port = server.getsockname()[1]
-        if relayed:
-            process = spawn([sys.executable, str(Path(__file__)), "relay", str(port)])
-            stack.callback(stop, process)
-            assert process.stdout is not None
-            port = int(process.stdout.readline())
-        process = spawn([sys.executable, str(Path(__file__)), "peer", str(port), str(nbytes), str(devices)])
-        stack.callback(stop, process)
-        connection = stack.enter_context(server.accept()[0])
-        connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        buffer = _warm(nbytes)
-        return [_round(connection, buffer, devices) for _ in range(1 + repeats)][1:]
-
-
-def _round(connection: socket.socket, buffer: bytearray, devices: int) -> float:
-    started = time.perf_counter()
-    for _ in range(devices):
-        connection.sendall(buffer)
-    for _ in range(devices):
-        _receive(connection, buffer)
-    return time.perf_counter() - started
-
-
-def _run_peer(port: int, nbytes: int, devices: int) -> None:
+def _run_peer(port: int, nbytes: int, down: int, up: int) -> None:
     buffer = _warm(nbytes)
     with _connect(port) as connection:
         while True:
-            for _ in range(devices):
+            for _ in range(down):
                 _receive(connection, buffer)
-            for _ in range(devices):
+            for _ in range(up):
                 connection.sendall(buffer)
+            if not up:
+                connection.sendall(b"\x01")
 
 
 def _run_relay(port: int) -> None:
@@ -108,14 +117,15 @@ def _warm(nbytes: int) -> bytearray:
 
 def _main(arguments: Sequence[str]) -> None:
     match arguments:
-        case ["peer", port, nbytes, devices]:
-            _run_peer(int(port), int(nbytes), int(devices))
+        case ["peer", *sizes]:
+            _run_peer(*map(int, sizes))
         case ["relay", port]:
             _run_relay(int(port))
         case _:
-            gigabytes = 2 * 10 * 45e6 / 1e9
-            print(f"raw TCP  {gigabytes / raw_tcp(45_000_000, 10):.2f} GB/s  (10 x 45 MB down and up)")
-            print(f"relay    {gigabytes / relay(45_000_000, 10):.2f} GB/s")
+            for relayed in (False, True):
+                with Baseline(45_000_000, down=10, up=10, relayed=relayed) as baseline:
+                    seconds = statistics.median(baseline.seconds() for _ in range(5))
+                print(f"{'relay' if relayed else 'raw TCP':8} {0.9 / seconds:.2f} GB/s  (10 x 45 MB down and up)")
 
 
 if __name__ == "__main__":

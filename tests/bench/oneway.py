@@ -1,0 +1,183 @@
+"""One model, one way: tensors in one process to tensors in another, through mosquitto; encode and decode included.
+
+The parent's announcement carries the wish; the child pulls, checks, and has named arrays over the row it assembled.
+Beside it, in turn, the same bytes by plain TCP between two processes and through a bare relay process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import os
+import statistics as stats
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import tcp
+
+from common.layout import ModelLayout, Section
+from common.net.link import BrokerAddress
+from common.node.arriving import Arriving
+from common.node.child import Answer, ChildFace, Report
+from common.node.identity import Identity, new_session
+from common.node.life import live
+from common.node.memory import keep_large_buffers
+from common.node.parent import ParentFace
+from common.spec import Closing, Link, Transfer
+from common.wire.messages import NodeState, Task
+from deploy import broker
+
+RUN, PARENT, CHILD = "oneway", "parent", "child"
+TENSORS = 122  # as many as a ResNet-18's state_dict has
+TRANSFER = Transfer(idle_s=30.0)
+
+
+@dataclass(frozen=True, slots=True)
+class OneWay:
+    """Medians: seconds of each way, and CPU seconds per GB of ours over sender, broker and receiver."""
+
+    ours_s: float
+    raw_s: float
+    relay_s: float
+    cpu_s_per_gb: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.ours_s * 1e3:.1f} ms = {100 * self.raw_s / self.ours_s:.0f} % of raw TCP "
+            f"({self.raw_s * 1e3:.1f} ms), {100 * self.relay_s / self.ours_s:.0f} % of the relay "
+            f"({self.relay_s * 1e3:.1f} ms), CPU {self.cpu_s_per_gb:.2f} s per GB"
+        )
+
+
+def play(model_bytes: int, *, repeats: int) -> OneWay:
+    """Time one model, the three ways in turn, after a warm-up of each."""
+    keep_large_buffers()
+    context = multiprocessing.get_context("spawn")
+    arrivals: SimpleQueue[float] = context.SimpleQueue()
+    with (
+        tempfile.TemporaryDirectory() as home,
+        broker.start(directory=Path(home)) as served,
+        tcp.Baseline(model_bytes, down=1, up=0, relayed=False) as raw,
+        tcp.Baseline(model_bytes, down=1, up=0, relayed=True) as relay,
+    ):
+        child = context.Process(target=_child, args=(served.port, model_bytes, arrivals))
+        child.start()
+        processes = (os.getpid(), served.process.pid, child.pid or 0)
+        try:
+            found = asyncio.run(
+                _parent(served.port, model_bytes, repeats, arrivals, processes, raw.seconds, relay.seconds)
+            )
+        finally:
+            child.join(5)
+            child.kill()
+    ours, cpu, by_raw, by_relay = (list(column)[1:] for column in zip(*found, strict=True))
+    return OneWay(
+        stats.median(ours), stats.median(by_raw), stats.median(by_relay), stats.median(cpu) / (model_bytes / 1e9)
+    )
+
+
+def layout_of(model_bytes: int) -> ModelLayout:
+    """Return a layout of so many bytes in a ResNet-18's number of tensors."""
+    width = model_bytes // 4 // TENSORS
+    widths = [width] * (TENSORS - 1) + [model_bytes // 4 - (TENSORS - 1) * width]
+    return ModelLayout.build([(f"layer{i}.weight", (w,), Section.PARAMETER) for i, w in enumerate(widths)])
+
+
+async def _parent(
+    port: int,
+    model_bytes: int,
+    repeats: int,
+    arrivals: SimpleQueue[float],
+    processes: tuple[int, ...],
+    raw: Callable[[], float],
+    relay: Callable[[], float],
+) -> list[tuple[float, float, float, float]]:
+    layout = layout_of(model_bytes)
+    face = ParentFace(
+        BrokerAddress("127.0.0.1", port), Identity(RUN, PARENT, "institution", new_session()), children=[CHILD],
+        transfer=TRANSFER, link=Link(),
+    )  # fmt: skip
+    face.set_layout(layout)
+    row = layout.empty()
+    draw = np.random.default_rng(1)
+    state: dict[str, npt.NDArray[np.float32]] = {
+        e.name: draw.standard_normal(e.shape, np.float32) for e in layout.entries
+    }
+
+    async def one(iteration: int) -> tuple[float, float, float, float]:
+        state["layer0.weight"] += 1.0
+        before, start = _cpu_s(processes), time.monotonic()
+        layout.flatten(state, row)
+        playing = asyncio.create_task(
+            face.round(iteration=iteration, round_=0, models={CHILD: row}, epochs={CHILD: 1}, closing=Closing())
+        )
+        arrived = await asyncio.to_thread(arrivals.get)
+        cpu_s = _cpu_s(processes) - before
+        await playing
+        return arrived - start, cpu_s, await asyncio.to_thread(raw), await asyncio.to_thread(relay)
+
+    async def rounds() -> list[tuple[float, float, float, float]]:
+        face.endpoint.set_state(NodeState.READY)
+        await face.gather(Closing())
+        return [await one(i) for i in range(repeats + 1)]
+
+    async def goodbye() -> None:
+        await face.farewells(timeout_s=5)
+
+    return await live((face.endpoint,), rounds(), connect_timeout_s=10, goodbye=goodbye)
+
+
+def _child(port: int, model_bytes: int, arrivals: SimpleQueue[float]) -> None:
+    keep_large_buffers()
+    layout = layout_of(model_bytes)
+
+    async def run() -> None:
+        face = ChildFace(
+            BrokerAddress("127.0.0.1", port), Identity(RUN, CHILD, "device", new_session()), parent=PARENT,
+            transfer=TRANSFER, link=Link(),
+        )  # fmt: skip
+        out = layout.empty()
+        layout.floats(out)[:] = 0
+
+        async def work(task: Task, model: Arriving, report: Report) -> Answer:
+            tensors = layout.views(await model.whole())
+            arrivals.put(time.monotonic() if len(tensors) == TENSORS else 0.0)
+            return Answer(out, 1, 0.0, 1, 1, 0.0, 0.0)
+
+        async def goodbye() -> None:
+            await face.farewell((), timeout_s=2)
+
+        face.endpoint.set_state(NodeState.READY, samples=1)
+        await live((face.endpoint,), face.serve(layout, work), connect_timeout_s=10, goodbye=goodbye)
+
+    asyncio.run(run())
+
+
+def _cpu_s(processes: tuple[int, ...]) -> float:
+    """Return the CPU seconds that all threads of processes have used."""
+    tasks = (path for pid in processes for path in Path(f"/proc/{pid}/task").glob("*/schedstat"))
+    return sum(int(path.read_text().split()[0]) for path in tasks) / 1e9
+
+
+def main() -> None:
+    """Print the figures of one run."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--bytes", type=int, default=45_000_000)
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    print(f"one way, {options.bytes / 1e6:g} MB: {play(options.bytes, repeats=options.repeats)}")
+
+
+if __name__ == "__main__":
+    main()
