@@ -21,9 +21,10 @@ from typing import Final, Protocol
 
 from common.errors import DuplicateName, NoProgress, WireError
 from common.layout import ModelLayout, Row
+from common.links import Ways
 from common.net.accounting import Account, packet_bytes
 from common.net.link import BrokerAddress, Link
-from common.net.shaping import Shaper
+from common.net.shaping import Departures, Shaper
 from common.node.identity import Identity
 from common.node.offload import offload
 from common.spec import Transfer
@@ -35,7 +36,6 @@ from common.wire.codecs import CODECS
 from common.wire.messages import Announcement, Ask, Gone, Manifest, Message, NodeState, Presence, Result, Task
 
 PUBLISHING_MOST: Final = 4
-SHAPED_CONTROL_BYTES: Final = 4096
 CODEC: Final = "fp32"
 OFFLINE_TICK_S: Final = 0.2
 
@@ -75,19 +75,24 @@ class Face(Protocol):
 
 
 class Endpoint:
-    """A named node on one broker. `run` keeps it going until cancelled."""
+    """A named node on one broker. `run` keeps it going until cancelled.
+
+    What goes to a peer is shaped; what the broker keeps for whoever comes (presence, announcement) is not.
+    """
 
     def __init__(
-        self, address: BrokerAddress, identity: Identity, *, face: Face, transfer: Transfer, rate: float | None
+        self, address: BrokerAddress, identity: Identity, *, face: Face, transfer: Transfer, ways: Ways
     ) -> None:
         self.identity = identity
         self.account = Account()
         self.ignored = 0
-        self.incoming = Incoming(window=transfer.window, slots=transfer.upload_slots)
+        self.incoming = Incoming(
+            window=transfer.window, slots=transfer.upload_slots, ways=ways.from_, keepalive_s=transfer.keepalive_s
+        )
         self.outgoing = Outgoing(first_number=time.time_ns() // 1_000_000)
-        self.shaper = Shaper(rate)
-        self._chunk_bytes = chunk_bytes_for(rate, transfer.chunk_bytes)
-        self._inline_most = transfer.inline_bytes
+        self.shaper = Shaper(ways.to if ways.shaped else {})
+        self._ways = ways
+        self._chunk_most, self._inline_most = transfer.chunk_bytes, transfer.inline_bytes
         self._face = face
         self._wake = asyncio.Event()
         self._connected_once = asyncio.Event()
@@ -101,10 +106,12 @@ class Endpoint:
         self._established = self._leaving = False
         self._announcement: bytes | None = None
         self._loop = asyncio.get_running_loop()
+        self._departures = Departures(self._loop)
         will = packing.encode(Presence(NodeState.LOST, identity.role, reason="connection lost"), identity.session)
         self.link = Link(
             address,
             client_id=f"{identity.name}-{identity.session[:8]}-{secrets.token_hex(2)}",
+            keepalive_s=transfer.keepalive_s,
             received=self._received,
             connected=self._connected,
             lost=self._lost,
@@ -162,21 +169,25 @@ class Endpoint:
         """Wait until what was said has left for the broker."""
         try:
             async with asyncio.timeout(timeout_s):
+                await self._departures.empty()
                 await self.link.flush()
         except TimeoutError:
             pass  # the broker is away; its will speaks for us
 
-    async def offer(self, layout: ModelLayout, row: Row, receivers: Iterable[str]) -> tuple[Manifest, bytes | None]:
-        """Hold a model for its receivers, which must stay unchanged until it is retired.
+    async def offer(self, layout: ModelLayout, row: Row, receivers: Sequence[str]) -> tuple[Manifest, bytes | None]:
+        """Hold a model, which must stay unchanged until it is retired, for receivers whose links are alike.
 
         Return its manifest, and its bytes where they are few enough to travel inside the announcement.
         """
+        way = self._ways.to[receivers[0]]
         blob = CODECS[CODEC].encode(layout, row)
+        chunk_bytes = chunk_bytes_for(way.rate, self._chunk_most)
         manifest = await offload(
-            partial(describe, blob, chunk_bytes=self._chunk_bytes, codec=CODEC, layout=layout.digest)
+            partial(describe, blob, chunk_bytes=chunk_bytes, codec=CODEC, layout=layout.digest, salt=str(way))
         )
         self.outgoing.offer(manifest, blob, receivers)
-        return manifest, bytes(blob) if manifest.size <= self._inline_most else None
+        inline_most = min(self._inline_most, chunk_bytes_for(way.rate, self._inline_most))
+        return manifest, bytes(blob) if manifest.size <= inline_most else None
 
     @staticmethod
     def check(manifest: Manifest, layout: ModelLayout) -> None:
@@ -191,10 +202,7 @@ class Endpoint:
         size = packet_bytes(topic, len(body), qos=1)
         self.account.add(peer, "sent", message=size, model=model, control=len(body) - model)
         due = self.shaper.reserve((peer,), size, self.now())
-        if len(body) > SHAPED_CONTROL_BYTES and due > self.now():
-            self._loop.call_at(due, lambda: self.link.publish(topic, body, qos=1))
-        else:
-            self.link.publish(topic, body, qos=1)
+        self._departures.at(due, partial(self.link.publish, topic, body, qos=1))
 
     # Towards the cores
 
@@ -313,13 +321,10 @@ class Endpoint:
             publication = self.outgoing.next_publication(now, lambda peers: self.shaper.ready(peers, now))
             if publication is None:
                 break
-            self._publishing += 1
             self._publish_chunk(publication, now)
         else:
             return None
-        waits = [self.outgoing.next_deadline(now)]
-        if self.shaper.rate is not None:
-            waits += [at for at in (self.shaper.ready_at((peer,)) for peer in self._face.peers) if at > now]
+        waits = (self.outgoing.next_deadline(now), self.shaper.next_ready(now))
         return min((at for at in waits if at is not None), default=None)
 
     def _publish_chunk(self, chunk: Publication, now: float) -> None:
@@ -329,11 +334,11 @@ class Endpoint:
         size = packet_bytes(topic, len(body), qos=0)
         peer = chunk.receivers[0] if len(chunk.receivers) == 1 else topics.ALL
         self.account.add(peer, "sent", message=size, model=len(body))
-        due = self.shaper.reserve(chunk.receivers, size, now)
-        if due > now:
-            self._loop.call_at(due, lambda: self.link.publish(topic, body, done=self._published))
-        else:
-            self.link.publish(topic, body, done=self._published)
+        self._departures.at(self.shaper.reserve(chunk.receivers, size, now), partial(self._hand_over, topic, body))
+
+    def _hand_over(self, topic: str, body: bytes) -> None:
+        self._publishing += 1  # only now: what waits for a slow link must not keep others from theirs
+        self.link.publish(topic, body, done=self._published)
 
     def _published(self) -> None:
         self._publishing -= 1
