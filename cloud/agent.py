@@ -53,9 +53,9 @@ class CloudAgent:
         down = ParentFace(
             self._broker,
             identity,
-            children=experiment.topology.institution_names(),
+            links={name: experiment.link(name) for name in experiment.topology.institution_names()},
             transfer=experiment.transfer,
-            link=experiment.links.wan,
+            shaped=experiment.links.enforce == "bucket",
             observe=self._observe,
         )
         export_parent(self._metrics, down, LABELS)

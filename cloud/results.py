@@ -151,7 +151,7 @@ class RunFolder:
             "run": self.run,
             "started": utc,
             "experiment_digest": self.experiment.digest,
-            "links": self.experiment.links.model_dump(),
+            "links": self._links(),
             "host": platform.node(),
             "platform": platform.platform(),
             "cpus": os.cpu_count(),
@@ -159,6 +159,13 @@ class RunFolder:
             "packages": {name: _version(name) for name in PACKAGES},
         }
         (self.path / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+    def _links(self) -> dict[str, object]:
+        """Return who keeps the rates, and the link of each node to its parent."""
+        experiment, topology = self.experiment, self.experiment.topology
+        nodes = [*topology.institution_names(), *topology.device_names()]
+        links = {name: experiment.link(name).model_dump() for name in nodes}
+        return {"enforce": experiment.links.enforce, "of": links}
 
 
 def _read(path: Path) -> tuple[Sequence[str], list[dict[str, str]]]:

@@ -1,35 +1,28 @@
 """The experiment as typed data: what a TOML file under `deploy/experiments/` may say.
 
-Every key has its default here and nowhere else. An unknown key, a value of the wrong type and a lab that
-cannot work are errors that name the key, the value and the remedy (`InvalidExperiment`, exit code 4).
+Every key has its default here (of links: in `links.py`) and nowhere else. An unknown key, a value of the wrong type
+and a lab that cannot work are errors that name the key, the value and the remedy (`InvalidExperiment`, exit code 4).
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from common.errors import InvalidExperiment
-
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
-Fraction = Annotated[float, Field(gt=0, le=1)]
-Positive = Annotated[float, Field(gt=0)]
-Count = Annotated[int, Field(ge=1)]
+from common.links import Link, Links, Profile, resolve
+from common.tables import Count, Fraction, Name, Positive, proposal, write
+from common.tables import Table as _Table
 
 CLOUD: Final = "cloud"
-_FORMS: Final = frozenset({"int", "float", "constrained-int", "list[constrained-str]"})  # pydantic's, of a union
+_FORMS: Final = frozenset({"int", "float", "constrained-int", "list[constrained-str]", "[key]"})  # pydantic's, not keys
 RESERVED: Final = frozenset({CLOUD, "all"})  # `all` is the lane of every receiver
-
-
-class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Topology(_Table):
@@ -37,7 +30,7 @@ class Topology(_Table):
 
     institutions: Count | list[Name] = 1
     devices: Count | list[Name] = 1
-    members: dict[Name, list[Name]] = {}
+    members: dict[Name, list[Name]] = Field(default_factory=dict)
 
     def institution_names(self) -> list[str]:
         """Return the institutions in order."""
@@ -123,20 +116,6 @@ class Institution(_Table):
     closing: Closing = Closing()
 
 
-class Link(_Table):
-    """A tier's links, one for each child: rates in Mbit/s, `up` towards the cloud; absent = not shaped."""
-
-    up_mbit: Positive | None = None
-    down_mbit: Positive | None = None
-
-
-class Links(_Table):
-    """WAN: cloud to institution. LAN: institution to device."""
-
-    wan: Link = Link()
-    lan: Link = Link()
-
-
 class Transfer(_Table):
     """How models travel, what is accepted from the network, and when silence is failure."""
 
@@ -145,6 +124,7 @@ class Transfer(_Table):
     window: Annotated[int, Field(ge=2, le=64)] = 8
     upload_slots: Count = 4
     idle_s: Positive = 120.0
+    keepalive_s: Annotated[int, Field(ge=5, le=65_535)] = 30  # MQTT's; it has 16 bits
 
 
 class Experiment(_Table):
@@ -160,8 +140,14 @@ class Experiment(_Table):
     training: Training = Training()
     cloud: Cloud = Cloud()
     institution: Institution = Institution()
+    profiles: dict[Name, Profile] = Field(default_factory=dict)
     links: Links = Links()
     transfer: Transfer = Transfer()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_profiles(cls, tree: Any) -> Any:
+        return resolve(tree) if isinstance(tree, dict) else tree
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -177,7 +163,15 @@ class Experiment(_Table):
             )
         smallest = min(participants(len(devices), self.institution.participation) for devices in children.values())
         _check_closing("institution.closing", self.institution.closing, smallest)
+        for child in self.links.of:
+            _check_child("links.of", child, self.topology)
         return self
+
+    def link(self, child: str) -> Link:
+        """Return the link between an institution or a device and its parent. Raises InvalidExperiment."""
+        _check_child("topology", child, self.topology)
+        tier = self.links.wan if child in self.topology.institution_names() else self.links.lan
+        return self.links.of.get(child, tier)
 
     def to_json(self) -> str:
         """Return the effective experiment as canonical JSON, the form that travels to the nodes."""
@@ -219,9 +213,7 @@ def parse(tree: Mapping[str, Any] | str | bytes) -> Experiment:
 
 def to_toml(experiment: Experiment) -> str:
     """Return the experiment as TOML, every key written out."""
-    lines: list[str] = []
-    _write_table(experiment.model_dump(mode="json", exclude_none=True), (), lines)
-    return "\n".join(lines).strip() + "\n"
+    return write(experiment.model_dump(mode="json", exclude_none=True))
 
 
 def _names(kind: str, given: int | list[str]) -> list[str]:
@@ -266,6 +258,13 @@ def _check_topology(topology: Topology) -> None:
             )
 
 
+def _check_child(key: str, child: str, topology: Topology) -> None:
+    names = [*topology.institution_names(), *topology.device_names()]
+    if child not in names:
+        remedy = proposal(child, names, what="There are")
+        raise InvalidExperiment(key, child, "no institution or device has this name", remedy)
+
+
 def _check_closing(key: str, closing: Closing, children: int) -> None:
     if closing.rule == "all":
         return
@@ -306,9 +305,7 @@ def _explain(error: ValidationError) -> InvalidExperiment:
     key = ".".join(path) or "experiment"
     if first["type"] == "extra_forbidden":
         known = _known_keys(path[:-1])
-        close = difflib.get_close_matches(path[-1], known, 1) or difflib.get_close_matches(path[-1], known, 1, 0.4)
-        remedy = f"Did you mean {close[0]!r}?" if close else f"Known keys: {', '.join(known)}."
-        return InvalidExperiment(key, first["input"], "unknown key", remedy)
+        return InvalidExperiment(key, first["input"], "unknown key", proposal(path[-1], known, what="Known keys"))
     if first["type"] == "json_invalid":
         return InvalidExperiment("experiment", "...", first["msg"], "Start all roles from one release.")
     return InvalidExperiment(key, first["input"], first["msg"], "Correct the value.")
@@ -319,27 +316,12 @@ def _path(loc: tuple[int | str, ...]) -> list[str]:
 
 
 def _known_keys(path: list[str]) -> list[str]:
-    table: type[BaseModel] = Experiment
+    table: Any = Experiment
     for part in path:
-        inner = table.model_fields[part].annotation if part in table.model_fields else None
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+        if get_origin(table) is dict:
+            table = get_args(table)[1]
+        else:
+            table = table.model_fields[part].annotation if part in table.model_fields else None
+        if get_origin(table) is not dict and not (isinstance(table, type) and issubclass(table, BaseModel)):
             return []
-        table = inner
     return list(table.model_fields)
-
-
-def _write_table(table: Mapping[str, Any], path: tuple[str, ...], lines: list[str]) -> None:
-    if path:
-        lines += ["", f"[{'.'.join(map(_toml_key, path))}]"]
-    for key, value in table.items():
-        if not isinstance(value, dict):
-            # JSON's form is TOML's, but for DEL, and for surrogate pairs where it keeps to ASCII.
-            written = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-            lines.append(f"{_toml_key(key)} = {written}")
-    for key, value in table.items():
-        if isinstance(value, dict) and value:
-            _write_table(value, (*path, key), lines)
-
-
-def _toml_key(key: str) -> str:
-    return json.dumps(key) if "." in key else key

@@ -60,7 +60,12 @@ class DeviceAgent:
         self._check_home(experiment)  # before anybody hears of this name
         identity = Identity(run, self._name, "device", new_session(), self._metrics_address)
         up = ChildFace(
-            self._broker, identity, parent=self._institution, transfer=experiment.transfer, link=experiment.links.lan
+            self._broker,
+            identity,
+            parent=self._institution,
+            transfer=experiment.transfer,
+            link=experiment.link(self._name),
+            shaped=experiment.links.enforce == "bucket",
         )
         export(self._metrics, up.endpoint, self._labels)
         self._metrics.run.labels(*self._labels).info({"run": run, "experiment": experiment.name})

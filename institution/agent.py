@@ -45,11 +45,21 @@ class InstitutionAgent:
         layout = ModelLayout.from_json(announcement.layout)
         devices = self._devices(experiment)
         identity = Identity(run, self._name, "institution", new_session(), self._metrics_address)
+        shaped = experiment.links.enforce == "bucket"
         up = ChildFace(
-            self._cloud_broker, identity, parent=CLOUD, transfer=experiment.transfer, link=experiment.links.wan
+            self._cloud_broker,
+            identity,
+            parent=CLOUD,
+            transfer=experiment.transfer,
+            link=experiment.link(self._name),
+            shaped=shaped,
         )
         down = ParentFace(
-            self._device_broker, identity, children=devices, transfer=experiment.transfer, link=experiment.links.lan
+            self._device_broker,
+            identity,
+            links={name: experiment.link(name) for name in devices},
+            transfer=experiment.transfer,
+            shaped=shaped,
         )
         up.below = lambda: sum(down.ledger.links().values(), Traffic())
         down.set_layout(layout)

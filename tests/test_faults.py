@@ -444,7 +444,9 @@ async def announcing(
 
     layout = ModelLayout.build([("weight", (100,), Section.PARAMETER)])
     identity = Identity(f"run-{secrets.token_hex(4)}", name, "institution", new_session())
-    face = ParentFace(address, identity, children=children, transfer=experiment.transfer, link=experiment.links.lan)
+    face = ParentFace(
+        address, identity, links={name: experiment.link(name) for name in children}, transfer=experiment.transfer
+    )
     face.set_layout(layout)
     face.endpoint.announce(Announcement(experiment.to_json(), layout.to_json()))
     face.endpoint.set_state(NodeState.READY)

@@ -157,6 +157,9 @@ def test_a_run_leaves_its_folder(reference: Path) -> None:
     manifest = json.loads((reference / "manifest.json").read_text())
     assert manifest["experiment_digest"] == experiment.digest
     assert manifest["packages"]["aiomqtt"]
+    assert manifest["links"]["enforce"] == "bucket"
+    nodes = ["institution-0", "institution-1", *(f"device-{i}" for i in range(4))]
+    assert manifest["links"]["of"] == {name: experiment.link(name).model_dump() for name in nodes}
     with (reference / "rounds.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [int(row["round"]) for row in rows] == [1, 2]

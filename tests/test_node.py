@@ -22,6 +22,7 @@ import pytest
 
 from common.errors import DuplicateName, NoProgress, RunFailed, WireError
 from common.layout import ModelLayout, Row, Section
+from common.links import Link
 from common.net.link import BrokerAddress
 from common.node.arriving import Arriving
 from common.node.child import Answer, ChildFace, Report
@@ -29,7 +30,7 @@ from common.node.endpoint import Endpoint
 from common.node.identity import Identity, new_session
 from common.node.life import live
 from common.node.parent import ParentFace, Round
-from common.spec import Closing, Link, Transfer
+from common.spec import Closing, Transfer
 from common.transfer.incoming import DAMAGED_MOST
 from common.transfer.manifest import describe
 from common.transfer.outgoing import Publication
@@ -122,15 +123,17 @@ def parent_of(
     run: str = RUN,
     transfer: Transfer | None = None,
     link: Link | None = None,
+    links: Mapping[str, Link] | None = None,
+    shaped: bool = True,
     observed: list[Facts] | None = None,
 ) -> ParentFace:
     seen = [] if observed is None else observed
     face = ParentFace(
         address,
         Identity(run, name, "institution", new_session()),
-        children=children,
+        links=links or dict.fromkeys(children, link or Link()),
         transfer=transfer or Transfer(),
-        link=link or Link(),
+        shaped=shaped,
         observe=lambda event, facts: seen.append((event, facts)),
     )
     face.set_layout(layout)
@@ -145,9 +148,12 @@ def child_of(
     parent: str = PARENT,
     transfer: Transfer | None = None,
     link: Link | None = None,
+    shaped: bool = True,
 ) -> ChildFace:
     identity = Identity(RUN, name, "device", new_session())
-    face = ChildFace(address, identity, parent=parent, transfer=transfer or Transfer(), link=link or Link())
+    face = ChildFace(
+        address, identity, parent=parent, transfer=transfer or Transfer(), link=link or Link(), shaped=shaped
+    )
     face.endpoint.set_state(NodeState.READY, samples=1)
     return face
 
@@ -518,7 +524,7 @@ class Middle:
         self.identity = Identity(RUN, PARENT, "institution", new_session())
         self.layout = layout
         self.up = ChildFace(address, self.identity, parent="cloud", transfer=Transfer(), link=Link())
-        self.down = ParentFace(address, self.identity, children=children, transfer=Transfer(), link=Link())
+        self.down = ParentFace(address, self.identity, links=dict.fromkeys(children, Link()), transfer=Transfer())
         self.down.set_layout(layout)
         for face in (self.up, self.down):
             face.endpoint.set_state(NodeState.READY)
@@ -669,7 +675,7 @@ def test_who_lost_a_name_leaves_no_last_word_that_ends_the_other(address: Broker
         async with together(serving(first, layout, 0), asyncio.create_task(_hear(site, said))):
             identity = Identity(RUN, PARENT, "institution", new_session())
             up = ChildFace(address, identity, parent="cloud", transfer=Transfer(), link=Link())
-            down = ParentFace(site, identity, children=["device-0"], transfer=Transfer(), link=Link())
+            down = ParentFace(site, identity, links={"device-0": Link()}, transfer=Transfer())
             starting = living([down.endpoint])
             await until(lambda: said)
             starting.cancel()
@@ -1003,5 +1009,101 @@ def test_a_quorum_closes_by_its_deadline_and_late_results_are_answered(address: 
             assert parent.coordinator.late == 1
             second = await play(parent, row, iteration=1, closing=Closing(rule="quorum", quorum=3, deadline_s=0.1))
             assert_models(second, row, layout=layout, places={"device-0": 0, "device-1": 1, "late": 2})
+
+    scenario(run())
+
+
+# Links
+
+
+def test_children_on_fast_links_do_not_wait_for_those_on_slow_ones(address: BrokerAddress) -> None:
+    """Six on links of 80 Mbit/s, five on slow ones, each of another rate: six lanes, chunks of one size on five."""
+
+    async def run() -> None:
+        layout, chunks = layout_of(2_000_000), -(-2_000_000 // 32_768)
+        fast = {f"fast-{i}": Link(down_mbit=80.0) for i in range(6)}
+        slow = {f"slow-{i}": Link(down_mbit=0.3 + i / 100) for i in range(5)}
+        links, transfer = fast | slow, Transfer(chunk_bytes=32_768)
+        parent = parent_of(address, list(links), layout=layout, transfer=transfer, links=links)
+        children = {name: child_of(address, name, transfer=transfer, link=links[name]) for name in links}
+        begun: list[str] = []
+
+        def note(name: str) -> Callable[[], Awaitable[None]]:
+            async def begin() -> None:
+                begun.append(name)
+
+            return begin
+
+        tasks = [serving(child, layout, place, note(name)) for place, (name, child) in enumerate(children.items())]
+        async with together(living([parent.endpoint]), *tasks):
+            row = drawn(layout, 1)
+            played = await play(parent, row, closing=Closing(rule="quorum", quorum=6, deadline_s=0.001))
+            places = {name: place for place, name in enumerate(links) if name in fast}
+            assert_models(played, row, layout=layout, places=places)
+            assert sorted(begun) == sorted(fast) and sorted(played.missing) == sorted(slow)
+            # One publication of each chunk for all that are fast; the slow ones, 50 s each, have hardly begun.
+            assert chunks <= parent.endpoint.outgoing.chunks_published < chunks + 5 * chunks // 2
+            assert parent.endpoint.outgoing.chunks_repeated == 0
+
+    scenario(run())
+
+
+@pytest.mark.parametrize("shaped", [True, False])
+def test_a_small_model_goes_in_chunks_where_the_link_is_slow(address: BrokerAddress, *, shaped: bool) -> None:
+    """Whoever keeps the rates: what is declared decides what travels inside an announcement, and the chunks."""
+
+    async def run() -> None:
+        layout, mbit = layout_of(100_000), 0.8 if shaped else 0.01  # a second, or more than a minute if it were kept
+        link = Link(up_mbit=mbit, down_mbit=mbit)
+        parent = parent_of(address, ["device-0"], layout=layout, link=link, shaped=shaped)
+        child = child_of(address, "device-0", link=link, shaped=shaped)
+        async with together(living([parent.endpoint]), serving(child, layout, 0)):
+            row = drawn(layout, 1)
+            assert_models(await play(parent, row), row, layout=layout, places={"device-0": 0})
+            for face, chunk_bytes in ((parent, 50_000), (child, 50_000)):
+                chunks = -(-100_000 // (chunk_bytes if shaped else 32_768))
+                assert face.endpoint.outgoing.chunks_published == chunks
+
+    scenario(run())
+
+
+def test_every_message_comes_later_by_the_delay(address: BrokerAddress) -> None:
+    async def run() -> None:
+        layout, link = layout_of(400_000), Link(delay_ms=100.0)
+        parent = parent_of(address, ["device-0"], layout=layout, link=link)
+        child = child_of(address, "device-0", link=link)
+        async with together(living([parent.endpoint]), serving(child, layout, 0)):
+            await parent.gather(Closing())
+            row, begun = drawn(layout, 1), parent.endpoint.now()
+            assert_models(await play(parent, row), row, layout=layout, places={"device-0": 0})
+            # Wish, ask, chunk, result, ask, chunk: six ways one after the other, and nothing is said twice for it.
+            assert parent.endpoint.now() - begun >= 0.6
+            assert [face.endpoint.outgoing.chunks_published for face in (parent, child)] == [1, 1]
+
+    scenario(run())
+
+
+def test_the_keep_alive_is_the_experiments(address: BrokerAddress) -> None:
+    async def run() -> None:
+        endpoint = child_of(address, "device-0", transfer=Transfer(keepalive_s=7)).endpoint
+        assert endpoint.link._new_client()._keepalive == 7
+
+    scenario(run())
+
+
+def test_the_last_word_waits_for_a_slow_link(address: BrokerAddress) -> None:
+    """A farewell that still waits for its link when a node ends would be lost, and its counts with it."""
+
+    async def run() -> None:
+        layout, link = layout_of(4000), Link(delay_ms=300.0)
+        parent = parent_of(address, ["device-0"], layout=layout, link=link)
+        child = child_of(address, "device-0", link=link)
+
+        async def bid() -> None:
+            await child.farewell((), timeout_s=PATIENCE_S)
+
+        async with together(living([parent.endpoint])):
+            await live([child.endpoint], bid(), connect_timeout_s=PATIENCE_S, goodbye=nothing)
+            await until(lambda: "device-0" in parent._farewells)
 
     scenario(run())

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from paho.mqtt import client as paho
 
+from common.links import Way
 from common.net.accounting import Account, packet_bytes
-from common.net.shaping import CREDIT_S, LEAD_S, Shaper
+from common.net.shaping import CREDIT_S, EARLY_S, LEAD_S, Departures, Shaper
 from common.wire import topics
 from common.wire.messages import Traffic
 
 
+def shaper_of(rate: float | None, *peers: str, delay_s: float = 0.0) -> Shaper:
+    """Return a shaper whose ways are all alike."""
+    return Shaper(dict.fromkeys(peers or "abcdefgh", Way(rate, delay_s)))
+
+
 def send(rate: float, sizes: list[int], *, late_s: float = 0.0, peers: tuple[str, ...] = ("a",)) -> list[float]:
     """Send messages one after the other as an agent does, waking up late; return when each left."""
-    shaper, randomness, now, left = Shaper(rate), random.Random(0), 50.0, []
+    shaper, randomness, now, left = shaper_of(rate), random.Random(0), 50.0, []
     for size in sizes:
         now = max(now, shaper.ready_at(peers))
         while not shaper.ready(peers, now):
@@ -52,7 +62,7 @@ def test_the_rate_holds_for_messages_of_all_sizes(late_s: float) -> None:
 
 
 def test_a_message_leaves_when_its_last_bit_would_arrive() -> None:
-    shaper = Shaper(1000.0)
+    shaper = shaper_of(1000.0)
     assert shaper.reserve(("a",), 500, 10.0) == pytest.approx(10.5 - CREDIT_S)
     assert shaper.reserve(("a",), 1000, 10.0) == pytest.approx(11.5 - CREDIT_S)
     assert not shaper.ready(("a",), 11.4) and shaper.ready(("a",), 11.5 - CREDIT_S - LEAD_S)
@@ -64,7 +74,7 @@ def test_a_message_leaves_when_its_last_bit_would_arrive() -> None:
     mbit=st.sampled_from([0.25, 10, 1000]),
 )
 def test_an_idle_link_saves_up_no_more_than_the_credit(idle_s: float, sizes: list[int], mbit: float) -> None:
-    shaper, rate = Shaper(mbit * 1e6 / 8), mbit * 1e6 / 8
+    shaper, rate = shaper_of(mbit * 1e6 / 8), mbit * 1e6 / 8
     shaper.reserve(("a",), 1000, 100.0)
     now = 101.0 + idle_s
     sent = 0
@@ -81,7 +91,7 @@ def test_an_idle_link_saves_up_no_more_than_the_credit(idle_s: float, sizes: lis
 def test_no_stretch_of_time_carries_more_than_rate_and_credit(
     gaps: list[tuple[float, int]], window: tuple[int, int]
 ) -> None:
-    shaper, rate, now, sent = Shaper(100_000.0), 100_000.0, 10.0, []
+    shaper, rate, now, sent = shaper_of(100_000.0), 100_000.0, 10.0, []
     for gap, size in gaps:
         now += gap
         sent.append((shaper.reserve(("a",), size, now), size))
@@ -91,7 +101,7 @@ def test_no_stretch_of_time_carries_more_than_rate_and_credit(
 
 
 def test_peers_have_links_of_their_own() -> None:
-    shaper = Shaper(1000.0)
+    shaper = shaper_of(1000.0)
     shaper.reserve(("a",), 1000, 10.0)
     assert not shaper.ready(("a",), 10.5) and shaper.ready(("b",), 10.5)
     assert not shaper.ready(("a", "b"), 10.5)
@@ -99,7 +109,7 @@ def test_peers_have_links_of_their_own() -> None:
 
 
 def test_a_message_to_several_peers_takes_time_on_each_link() -> None:
-    shaper = Shaper(1000.0)
+    shaper = shaper_of(1000.0)
     busy = shaper.reserve(("a",), 2000, 10.0)
     assert shaper.reserve(("a", "b", "c"), 500, 10.0) == pytest.approx(busy + 0.5)  # the slowest decides
     assert shaper.ready_at(("a",)) == pytest.approx(busy + 0.5 - LEAD_S)
@@ -114,10 +124,143 @@ def test_a_broadcast_takes_no_longer_than_one_copy() -> None:
 
 
 def test_a_link_that_is_not_shaped_never_waits() -> None:
-    shaper = Shaper(None)
-    for now in (0.0, 10.0):
-        assert shaper.ready(("a",), now) and shaper.reserve(("a",), 10**9, now) == now
-    assert Shaper(1.0).ready((), 0.0) and Shaper(1.0).reserve((), 10, 5.0) == 5.0
+    for shaper in (shaper_of(None), Shaper({})):
+        for now in (0.0, 10.0):
+            assert shaper.ready(("a",), now) and shaper.reserve(("a",), 10**9, now) == now
+            assert shaper.next_ready(now) is None
+    shaper = shaper_of(1.0)
+    assert shaper.ready((), 0.0) and shaper.reserve((), 10, 5.0) == 5.0
+
+
+def test_each_peer_has_its_own_rate_and_delay() -> None:
+    shaper = Shaper({"slow": Way(1000.0), "fast": Way(100_000.0), "far": Way(None, 0.3)})
+    due = {peer: shaper.reserve((peer,), 1000, 10.0) for peer in ("slow", "fast", "far", "stranger")}
+    assert due == pytest.approx({"slow": 11 - CREDIT_S, "fast": 10.0, "far": 10.3, "stranger": 10.0})
+    assert shaper.ready(("far", "fast", "stranger"), 10.0) and not shaper.ready(("slow", "fast"), 10.0)
+    assert shaper.next_ready(10.0) == shaper.ready_at(("slow",)) == pytest.approx(11 - CREDIT_S - LEAD_S)
+    assert shaper.next_ready(11.0) is None
+
+
+def test_a_delay_does_not_cost_throughput() -> None:
+    shaper = shaper_of(1000.0, delay_s=5.0)
+    assert shaper.reserve(("a",), 1000, 10.0) == pytest.approx(16.0 - CREDIT_S)
+    assert shaper.ready(("a",), 11.0 - CREDIT_S - LEAD_S + 1e-9)  # the link is free again long before that arrives
+    assert shaper.reserve(("a",), 1000, 11.0) == pytest.approx(17.0 - CREDIT_S)
+
+
+MESSAGES = st.lists(
+    st.tuples(st.floats(0, 0.5), st.integers(1, 100_000), st.sets(st.sampled_from("abc"), min_size=1)),
+    min_size=1, max_size=60,
+)  # fmt: skip
+
+
+@given(
+    messages=MESSAGES,
+    rates=st.tuples(*[st.sampled_from([None, 3e4, 1e6])] * 3),
+    delays=st.tuples(*[st.sampled_from([0.0, 0.01, 2.0])] * 3),
+)
+def test_messages_to_a_peer_keep_their_order_rate_and_delay(
+    messages: list[tuple[float, int, set[str]]], rates: tuple[float | None, ...], delays: tuple[float, ...]
+) -> None:
+    """Small and large ones, to one peer or to several: control never takes what the bucket does not give."""
+    ways = {peer: Way(rate, delay) for peer, rate, delay in zip("abc", rates, delays, strict=True)}
+    shaper, now = Shaper(ways), 50.0
+    left: dict[str, list[tuple[float, float, int]]] = {peer: [] for peer in ways}
+    for gap, size, peers in messages:
+        now += gap
+        due = shaper.reserve(sorted(peers), size, now)
+        for peer in peers:
+            left[peer].append((now, due, size))
+    for peer, way in ways.items():
+        times = [due for _, due, _ in left[peer]]
+        assert times == sorted(times)
+        assert all(due >= handed + way.delay_s for handed, due, _ in left[peer])
+        if way.rate is not None and times:
+            # However many were handed over: all up to any one of them fit into the time until it leaves.
+            begun, carried = left[peer][0][0] - CREDIT_S, 0
+            for _, due, size in left[peer]:
+                carried += size
+                assert carried <= (due - way.delay_s - begun) * way.rate * (1 + 1e-9) + 1
+
+
+# Departures
+
+
+class Clock:
+    """An event loop's clock and timers, played by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.timers: list[tuple[float, Callable[[], None]]] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> Clock.Timer:
+        self.timers.append((when, callback))
+        return Clock.Timer(self, self.timers[-1])
+
+    @dataclass
+    class Timer:
+        clock: Clock
+        entry: tuple[float, Callable[[], None]]
+
+        def cancel(self) -> None:
+            if self.entry in self.clock.timers:
+                self.clock.timers.remove(self.entry)
+
+    def run(self, *, late_s: float = 0.0) -> None:
+        while self.timers:
+            when, callback = min(self.timers, key=lambda timer: timer[0])
+            self.timers.remove((when, callback))
+            self.now = max(self.now, when) + late_s
+            callback()
+
+
+def departures_of(clock: Clock) -> Departures:
+    return Departures(cast(asyncio.AbstractEventLoop, clock))
+
+
+def test_what_is_due_leaves_at_once() -> None:
+    clock, left = Clock(), []
+    departures = departures_of(clock)
+    for number, due in enumerate((99.0, 100.0, 100.0 + EARLY_S / 2)):
+        departures.at(due, partial(left.append, number))
+        assert left[-1] == number and not clock.timers
+
+
+@given(dues=st.lists(st.sampled_from([0.0, 0.5, 0.5, 1.0, 3.0]), max_size=20), late_s=st.sampled_from([0.0, 0.3, 5.0]))
+def test_departures_leave_in_order_and_not_before_their_time(dues: list[float], late_s: float) -> None:
+    clock, left = Clock(), []
+    departures = departures_of(clock)
+    for number, due in enumerate(dues):
+        departures.at(100.0 + due, lambda due=due, number=number: left.append((due, number, clock.now)))
+    assert len(clock.timers) <= 1
+    clock.run(late_s=late_s)
+    assert [(due, number) for due, number, _ in left] == sorted((due, number) for number, due in enumerate(dues))
+    assert all(100.0 + due - EARLY_S <= at <= 100.0 + due + late_s * len(dues) for due, _, at in left)
+
+
+def test_a_late_wake_up_does_not_let_a_new_message_overtake() -> None:
+    clock, left = Clock(), []
+    departures = departures_of(clock)
+    departures.at(100.5, partial(left.append, "first"))
+    clock.now = 101.0  # its timer has not fired yet
+    departures.at(100.7, partial(left.append, "second"))
+    assert left == ["first", "second"] and not clock.timers
+
+
+def test_all_that_was_said_can_be_waited_for() -> None:
+    async def play() -> None:
+        departures, left = Departures(loop := asyncio.get_running_loop()), []
+        await departures.empty()
+        for number in range(3):
+            departures.at(loop.time() + 0.002, partial(left.append, number))
+        assert not left
+        await departures.empty()
+        assert left == [0, 1, 2]
+
+    asyncio.run(play())
 
 
 # Accounting

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common import links
 from common.errors import InvalidExperiment
+from common.links import Link, Profile, Way, shipped
 from common.spec import Experiment, load, parse, participants, to_toml
 
 FILES = sorted((Path(__file__).parent.parent / "deploy" / "experiments").glob("*.toml"))
@@ -67,6 +69,9 @@ def experiments(draw: st.DrawFn) -> Experiment:
         topology = {"institutions": 2, "devices": draw(st.integers(2, 50))}
     quorum = {"rule": "quorum", "quorum": 1, "deadline_s": draw(st.floats(1e-3, 1e6))}
     closing = st.sampled_from([{}, {"rule": "all"}, quorum])
+    link = st.sampled_from(["lte", "mine", {"profile": "mine", "down_mbit": 3.0}, {"profile": "3g"}, {"delay_ms": 5.0}])
+    names_of = parse({"topology": topology}).topology
+    of = {node: draw(link) for node in (names_of.institution_names()[0], names_of.device_names()[-1])}
     return parse(
         {
             "name": draw(names),
@@ -77,7 +82,8 @@ def experiments(draw: st.DrawFn) -> Experiment:
             "training": {"learning_rate": draw(st.floats(1e-12, 1e6)), "momentum": draw(st.floats(0, 0.999))},
             "cloud": {"closing": draw(closing), "epoch_control": {"name": draw(st.sampled_from(["fixed", "tempo"]))}},
             "institution": {"participation": draw(st.floats(1e-6, 1)), "closing": draw(closing)},
-            "links": {"wan": {"up_mbit": draw(rate), "down_mbit": draw(rate)}, "lan": {"up_mbit": draw(rate)}},
+            "profiles": {"mine": {"up_mbit": draw(rate), "delay_ms": draw(st.floats(0, 1e4))}},
+            "links": {"wan": {"up_mbit": draw(rate), "down_mbit": draw(rate)}, "lan": draw(link), "of": of},
             "transfer": {"idle_s": draw(st.floats(1e-3, 1e9))},
         }
     )
@@ -102,7 +108,7 @@ def test_every_key_is_written_out(tmp_path: Path) -> None:
 
     given_ = {
         "target_accuracy": 0.5,
-        "links": {tier: {"up_mbit": 1, "down_mbit": 2} for tier in ("wan", "lan")},
+        "links": {tier: {"profile": "lte"} for tier in ("wan", "lan")},
         "cloud": {"closing": {"quorum": 1, "deadline_s": 1}},
         "institution": {"closing": {"quorum": 1, "deadline_s": 1}},
         "topology": {"members": {"institution-0": ["device-0"]}},
@@ -143,6 +149,9 @@ CHANGES: list[dict[str, Any]] = [
     {"institution": {"rounds": 2}}, {"institution": {"participation": 0.5}},
     {"institution": {"aggregation": {"weights": "uniform"}}}, {"institution": {"closing": {"quorum": 1}}},
     {"links": {"wan": {"up_mbit": 1}}}, {"links": {"wan": {"down_mbit": 1}}}, {"links": {"lan": {"up_mbit": 1}}},
+    {"links": {"lan": {"delay_ms": 1}}}, {"links": {"wan": "lte"}}, {"links": {"lan": "lte"}},
+    {"links": {"of": {"device-0": "lte"}}}, {"links": {"of": {"institution-0": "lte"}}},
+    {"links": {"enforce": "kernel"}}, {"links": {"enforce": "none"}}, {"transfer": {"keepalive_s": 31}},
     {"transfer": {"inline_bytes": 0}}, {"transfer": {"chunk_bytes": 40_000}}, {"transfer": {"window": 9}},
     {"transfer": {"upload_slots": 3}}, {"transfer": {"idle_s": 1}},
 ]  # fmt: skip
@@ -168,6 +177,11 @@ def test_the_digest_changes_with_any_value() -> None:
         ({"cloud": {"closing": {"qorum": 2}}}, "cloud.closing.qorum", "2", "Did you mean 'quorum'?"),
         ({"links": {"wan": {"up_mbits": 2}}}, "links.wan.up_mbits", "2", "Did you mean 'up_mbit'?"),
         ({"links": {"van": {}}}, "links.van", "{}", "Did you mean 'wan'?"),
+        ({"links": {"van": "lte"}}, "links.van", "'lte'", "Did you mean 'wan'?"),
+        ({"links": {"wan": {"profil": "lte"}}}, "links.wan.profil", "'lte'", "Did you mean 'profile'?"),
+        ({"links": {"of": {"device-0": {"up": 2}}}}, "links.of.device-0.up", "2", "Did you mean 'up_mbit'?"),
+        ({"profiles": {"mine": {"delay": 2}}}, "profiles.mine.delay", "2", "Did you mean 'delay_ms'?"),
+        ({"profile": {"mine": {}}}, "profile", "{'mine': {}}", "Did you mean 'profiles'?"),
         ({"topology": {"device": 3}}, "topology.device", "3", "Did you mean 'devices'?"),
         ({"xyzzy": "plugh"}, "xyzzy", "'plugh'", "Known keys: name, seed, iterations"),
     ],
@@ -199,6 +213,17 @@ def test_an_unknown_key_has_a_proposal(tree: dict[str, Any], key: str, value: st
         ({"cloud": {"closing": {"rule": "most"}}}, "cloud.closing.rule", "'most'", "'all' or 'quorum'"),
         ({"transfer": {"window": 65}}, "transfer.window", "65", "less than or equal to 64"),
         ({"transfer": {"chunk_bytes": 1000}}, "transfer.chunk_bytes", "1000", "32768"),
+        ({"transfer": {"keepalive_s": 4}}, "transfer.keepalive_s", "4", "greater than or equal to 5"),
+        ({"transfer": {"keepalive_s": 65_536}}, "transfer.keepalive_s", "65536", "less than or equal to 65535"),
+        ({"links": {"enforce": "kernal"}}, "links.enforce", "'kernal'", "'bucket', 'kernel' or 'none'"),
+        ({"links": {"wan": {"delay_ms": -1}}}, "links.wan.delay_ms", "-1", "greater than or equal to 0"),
+        ({"links": {"lan": {"profile": 3}}}, "links.lan.profile", "3", "string"),
+        ({"links": {"lan": 3}}, "links.lan", "3", "dictionary"),
+        ({"links": {"of": ["device-0"]}}, "links.of", "['device-0']", "dictionary"),
+        ({"links": "lte"}, "links", "'lte'", "dictionary"),
+        ({"profiles": {"lte": 3}, "links": {"lan": "lte"}}, "profiles.lte", "3", "dictionary"),
+        ({"profiles": {"lte": {"up_mbit": 0}}, "links": {"lan": "lte"}}, "profiles.lte.up_mbit", "0", "greater than 0"),
+        ({"profiles": {"no spaces": {}}}, "profiles.no spaces", "'no spaces'", "pattern"),
         ({"topology": {"institutions": 0}}, "topology.institutions", "0", "greater than or equal to 1"),
         ({"topology": {"devices": "many"}}, "topology.devices", "'many'", "integer"),
         ({"topology": {"devices": 2.5}}, "topology.devices", "2.5", "integer"),
@@ -334,6 +359,89 @@ def test_members_are_taken_as_they_are_said() -> None:
     assert list(topology.children().items()) == [("a", ["device-1"]), ("b", ["device-2", "device-0"])]
 
 
+# Links and profiles
+
+
+def test_the_profiles_that_ship_are_complete() -> None:
+    wanted = {"wan-10mbit", "wan-50mbit", "wan-200mbit", "lan-100mbit", "lan-400mbit", "lan-1g"}
+    assert set(shipped()) == wanted | {"lte", "3g", "dsl", "nb-256kbit"}
+    for name in shipped():
+        profile = Profile.model_validate(dict(shipped()[name]))
+        assert profile.up_mbit is not None and profile.down_mbit is not None and profile.delay_ms > 0
+        assert parse({"links": {"lan": name}}).link("device-0") == Link(profile=name, **profile.model_dump())
+
+
+def test_a_tier_or_a_node_has_the_link_that_is_said_for_it(tmp_path: Path) -> None:
+    experiment = load_text(
+        tmp_path,
+        """
+        topology = { institutions = 2, devices = 4 }
+        [profiles.my-link]
+        up_mbit = 3
+        [profiles.dsl]  # in place of the one that ships
+        down_mbit = 7
+        [links]
+        wan = "wan-10mbit"
+        lan = { up_mbit = 40, delay_ms = 2 }
+        [links.of]
+        institution-1 = "my-link"
+        device-1 = { profile = "lte", up_mbit = 2 }
+        device-2 = "dsl"
+        device-3 = { down_mbit = 5 }
+        """,
+    )
+    assert experiment.link("institution-0") == Link(
+        up_mbit=10.0, down_mbit=10.0, delay_ms=shipped()["wan-10mbit"]["delay_ms"], profile="wan-10mbit"
+    )
+    assert experiment.link("institution-1") == Link(up_mbit=3.0, profile="my-link")
+    assert experiment.link("device-0") == Link(up_mbit=40.0, delay_ms=2.0)
+    lte = shipped()["lte"]
+    assert experiment.link("device-1") == Link(
+        up_mbit=2.0, down_mbit=lte["down_mbit"], delay_ms=lte["delay_ms"], profile="lte"
+    )
+    assert experiment.link("device-2") == Link(down_mbit=7.0, profile="dsl")
+    assert experiment.link("device-3") == Link(down_mbit=5.0)  # its table says all; the tier's link is another's
+    assert load_text(tmp_path, to_toml(experiment)) == experiment == parse(experiment.to_json())
+
+
+def test_a_link_keeps_its_numbers_when_a_later_release_changes_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = parse({"links": {"wan": "lte"}})
+    monkeypatch.setattr(links, "shipped", lambda: {"lte": {"up_mbit": 1.0, "down_mbit": 1.0, "delay_ms": 1.0}})
+    assert parse(experiment.to_json()) == parse(tomllib.loads(to_toml(experiment))) == experiment
+    assert parse({"links": {"wan": "lte"}}) != experiment
+
+
+@pytest.mark.parametrize(
+    ("said", "key", "name", "remedy"),
+    [
+        ({"wan": "wan-10mbt"}, "links.wan", "wan-10mbt", "Did you mean 'wan-10mbit'?"),
+        ({"lan": {"profile": "lan-1G"}}, "links.lan", "lan-1G", "Did you mean 'lan-1g'?"),
+        ({"of": {"device-0": "min"}}, "links.of.device-0", "min", "Did you mean 'mine'?"),
+        ({"wan": "xyzzy"}, "links.wan", "xyzzy", "There are: wan-10mbit, "),
+    ],
+)
+def test_an_unknown_profile_has_a_proposal(said: dict[str, Any], key: str, name: str, remedy: str) -> None:
+    tree = {"profiles": {"mine": {}}, "links": said}
+    for form in (tree, json.dumps(tree)):
+        check_refusal(refusal(form), key=key, value=f"'{name}'", problem="no profile has this name", remedy=remedy)
+
+
+def test_a_link_of_nobody() -> None:
+    tree = {"topology": {"devices": 30}, "links": {"of": {"device-1O": "lte"}}}
+    check_refusal(
+        refusal(tree),
+        key="links.of", value="'device-1O'", problem="no institution or device", remedy="Did you mean 'device-1",
+    )  # fmt: skip
+    with pytest.raises(InvalidExperiment) as caught:
+        parse(tree | {"links": {}}).link("xyzzy")
+    check_refusal(caught.value, key="topology", value="'xyzzy'", problem="no institution or device", remedy=", ...")
+
+
+def test_rates_and_delays_are_handed_on_in_bytes_and_seconds() -> None:
+    link = Link(up_mbit=8.0, delay_ms=20.0)
+    assert (link.up, link.down) == (Way(1e6, 0.02), Way(None, 0.02))
+
+
 # Closing and participation
 
 
@@ -435,6 +543,8 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
         ("topology.devices=3", ("topology.devices", 3)),
         ("cloud.epoch_control.name=tempo", ("cloud.epoch_control.name", "tempo")),
         ("links.wan.up_mbit=2.5", ("links.wan.up_mbit", 2.5)),
+        ("links.wan=lte", ("links.wan.profile", "lte")),
+        ("links.of.device-0=lte", ("links.of", {"device-0": parse({"links": {"lan": "lte"}}).links.lan})),
     ],
 )
 def test_an_override_is_read_like_the_file(tmp_path: Path, override: str, value: tuple[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -14,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import RefusedModel
+from common.links import Way
+from common.net.shaping import Shaper
 from common.transfer.incoming import Fetched, FetchFailed, Incoming, IncomingEvent
-from common.transfer.manifest import check, chunk_bytes_for, chunk_digest, describe
+from common.transfer.manifest import check, chunk_bytes_for, chunk_digest, describe, window_for
 from common.transfer.outgoing import Outgoing, Publication
 from common.wire.messages import Ask, Gone, Manifest
 from common.wire.topics import ALL
@@ -45,6 +47,7 @@ class Receiver:
     connection: int = 0
     free_at: float = 0.0
     got: int = 0
+    done: float = 0.0
 
     @property
     def fetched(self) -> list[str]:
@@ -63,11 +66,13 @@ class Line:
         delay_s: float = 0.005,
         jitter_s: float = 0.0,
         pace_s: float = 0.001,
+        ways: Mapping[str, Way] | None = None,
     ) -> None:
         self.now = 1000.0
         self.loss, self.duplicates = loss, duplicates
         self.delay_s, self.jitter_s, self.pace_s = delay_s, jitter_s, pace_s
         self.owner = Outgoing(first_number=5000)
+        self.shaper = Shaper(ways or {})
         self.receivers: dict[str, Receiver] = {}
         self.published: list[Publication] = []
         self.asked: list[tuple[str, Ask]] = []
@@ -156,17 +161,20 @@ class Line:
 
     def _publish(self) -> None:
         while self._owner_free_at <= self.now:
-            publication = self.owner.next_publication(self.now, lambda peers: True)
+            publication = self.owner.next_publication(self.now, lambda peers: self.shaper.ready(peers, self.now))
             if publication is None:
+                if (ready_at := self.shaper.next_ready(self.now)) is not None:
+                    self.at(ready_at, lambda: None)
                 return
             self.published.append(publication)
+            due = self.shaper.reserve(publication.receivers, len(publication.data), self.now)
             self._owner_free_at = self.now + self.pace_s
             self.at(self._owner_free_at, lambda: None)
             for receiver in self.receivers.values():
                 if (OWNER, publication.blob) in receiver.subscribed and publication.lane in (ALL, receiver.name):
-                    self._deliver(receiver, publication)
+                    self._deliver(receiver, publication, due - self.now)
 
-    def _deliver(self, receiver: Receiver, publication: Publication) -> None:
+    def _deliver(self, receiver: Receiver, publication: Publication, shaped_s: float) -> None:
         connection = receiver.connection
 
         def arrive() -> None:
@@ -177,6 +185,7 @@ class Line:
                     number=publication.number, data=bytes(publication.data), now=self.now,
                 ):  # fmt: skip
                     receiver.has[publication.blob].add(publication.index)
+                    receiver.done = self.now
 
         if self.lose(publication):
             return
@@ -184,7 +193,7 @@ class Line:
             receiver.free_at = max(receiver.free_at, self.now) + receiver.slow_s
             self._carry(arrive, extra_s=receiver.free_at - self.now)
         else:
-            self._carry(arrive)
+            self._carry(arrive, extra_s=shaped_s)
 
     def _carry(self, action: Callable[[], None], extra_s: float = 0.0) -> None:
         for _ in range(1 + (self._random.random() < self.duplicates)):
@@ -388,6 +397,54 @@ def test_two_blobs_take_turns() -> None:
     assert all(receiver.buffers[manifest.blob] == data for manifest, data in blobs)
     order = [p.blob for p in line.published]
     assert len(order) == 40 and len(set(order[:8])) == 2
+
+
+FAST, SLOW = [f"fast-{i}" for i in range(6)], [f"slow-{i}" for i in range(2)]
+WAYS = dict.fromkeys(FAST, Way(1e6)) | dict.fromkeys(SLOW, Way(2e4))
+
+
+def broadcast_to(names: Sequence[str], *lanes: Sequence[str], chunks: int = 100) -> tuple[Line, dict[str, float]]:
+    """Send a blob over links of their own rates, one lane for each group; return the seconds that each took."""
+    line = Line(ways=WAYS)
+    for number, group in enumerate(lanes):
+        data = memoryview(random.Random(0).randbytes(CHUNK * chunks))
+        manifest = describe(data, chunk_bytes=CHUNK, codec="fp32", layout="l", salt=str(number))
+        line.owner.offer(manifest, data, group)
+        for name in group:
+            line.fetch(line.add(name), manifest)
+    begun = line.now
+    line.run()
+    assert all(len(receiver.fetched) == 1 for receiver in line.receivers.values())
+    return line, {name: line.receivers[name].done - begun for name in names}
+
+
+def test_unequal_links_do_not_wait_for_each_other() -> None:
+    """Six fast and two slow receivers, with a lane for each group as a parent makes them."""
+    _, alone = broadcast_to(FAST, FAST)
+    _, slow_alone = broadcast_to(SLOW, SLOW)
+    line, together = broadcast_to([*FAST, *SLOW], FAST, SLOW)
+    assert max(together[name] for name in FAST) <= 1.5 * max(alone.values())
+    assert max(together[name] for name in SLOW) <= 1.05 * max(slow_alone.values())
+    assert max(slow_alone.values()) == pytest.approx(100 * CHUNK / 2e4, rel=0.05)
+    assert [p.lane for p in line.published] == [ALL] * 200  # no copy for a single one
+    first_half = [set(p.receivers) for p in line.published[:100]]
+    assert first_half.count(set(FAST)) > 90  # the fast are served when the slow have hardly begun
+
+
+def test_on_one_lane_the_slowest_link_sets_the_pace() -> None:
+    """Why a parent makes groups."""
+    _, alone = broadcast_to(FAST, FAST)
+    _, together = broadcast_to(FAST, [*FAST, *SLOW])
+    assert max(together.values()) > 20 * max(alone.values())
+
+
+def test_a_delay_of_the_link_is_no_loss() -> None:
+    line = Line(ways={"device-0": Way(1e5, 0.4)})
+    manifest, data = broadcast(line, 60, ["device-0"], window=64)
+    begun = line.now
+    line.run()
+    check_complete(line, manifest, data)
+    assert len(line.published) == 60 and line.now - begun < 60 * CHUNK / 1e5 + 0.6
 
 
 def test_nothing_is_published_while_links_have_no_room() -> None:
@@ -859,8 +916,9 @@ def test_a_blob_is_named_by_its_content() -> None:
         describe(data, chunk_bytes=CHUNK, codec="fp16", layout="l"),
         describe(data, chunk_bytes=CHUNK, codec="fp32", layout="m"),
         describe(data[:-1], chunk_bytes=CHUNK, codec="fp32", layout="l"),
+        describe(data, chunk_bytes=CHUNK, codec="fp32", layout="l", salt="s"),
     ]
-    assert len({manifest.blob, *(other.blob for other in others)}) == 6
+    assert len({manifest.blob, *(other.blob for other in others)}) == 7
 
 
 @pytest.mark.parametrize(
@@ -887,6 +945,36 @@ def test_chunks_follow_the_link() -> None:
     assert chunk_bytes_for(256_000 / 8, 1_000_000) == 32_768
     assert chunk_bytes_for(1e6, 1_000_000) == 500_000
     assert chunk_bytes_for(125e6, 1_000_000) == 1_000_000
+
+
+@given(
+    rate=st.floats(1e3, 1e9),
+    chunk_bytes=st.integers(1024, 4_000_000),
+    most=st.integers(2, 64),
+    keepalive_s=st.integers(5, 65_535),
+)
+def test_a_window_leaves_room_for_pings(rate: float, chunk_bytes: int, most: int, keepalive_s: int) -> None:
+    window = window_for(rate, chunk_bytes, most, keepalive_s)
+    third = keepalive_s / 3 * (1 + 1e-9)
+    assert 2 <= window <= most and (window == 2 or window * chunk_bytes / rate <= third)
+    assert window == most or (window + 1) * chunk_bytes / rate > keepalive_s / 3  # not smaller than it must be
+    assert window_for(None, chunk_bytes, most, keepalive_s) == most
+
+
+def test_a_receiver_asks_for_what_its_link_can_carry() -> None:
+    """At 64 kbit/s a chunk of 32 KB takes 4.1 s: two of them are a third of a keep-alive of 30 s."""
+    data = memoryview(bytes(40 * 32_768))
+    manifest = describe(data, chunk_bytes=32_768, codec="fp32", layout="l")
+    ways = {"slow": Way(8000.0), "fast": Way(1e6), "free": Way()}
+    incoming = Incoming(window=8, slots=4, ways=ways, keepalive_s=30)
+    for owner in (*ways, "stranger"):
+        incoming.fetch(owner, manifest, memoryview(bytearray(manifest.size)), now=0.0)
+    assert {owner: ask.window for owner, ask in incoming.to_send()} == {"slow": 2, "fast": 8, "free": 8, "stranger": 8}
+    for index in range(2):
+        incoming.receive_chunk(
+            "slow", manifest.blob, lane=ALL, index=index, number=index + 1, data=bytes(32_768), now=1.0
+        )
+        assert [ask.window for _, ask in incoming.to_send()] == [2]  # a quarter of two is each one
 
 
 def test_a_dead_owner_gives_its_slot_to_those_that_wait_and_keeps_what_it_sent() -> None:

@@ -24,7 +24,6 @@ from common.net.packets import FindPlace, Place
 
 BACKOFF_S: Final = 0.1
 BACKOFF_MOST_S: Final = 5.0
-KEEPALIVE_S: Final = 30
 PENDING_CALLS_MOST: Final = 1000  # aiomqtt warns above; a parent tells all its children at once
 SOCKET_OPTIONS: Final = ((socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),)
 
@@ -58,6 +57,7 @@ class Link:
         address: BrokerAddress,
         *,
         client_id: str,
+        keepalive_s: int,
         received: Callable[[str, bytes, bool], None],
         connected: Callable[[], Awaitable[None]],
         lost: Callable[[], None],
@@ -67,6 +67,7 @@ class Link:
     ) -> None:
         self.address = address
         self._client_id = client_id
+        self._keepalive_s = keepalive_s
         self._received = received
         self._connected = connected
         self._lost = lost
@@ -165,7 +166,7 @@ class Link:
             identifier=self._client_id,
             will=self._will,
             clean_session=True,
-            keepalive=KEEPALIVE_S,
+            keepalive=self._keepalive_s,
             socket_options=SOCKET_OPTIONS,
             logger=logging.getLogger("fedstrata.mqtt"),
         )

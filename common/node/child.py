@@ -11,12 +11,13 @@ import numpy as np
 
 from common.errors import NoProgress, RefusedModel, RunFailed, WireError
 from common.layout import ModelLayout, Row
+from common.links import Link, Ways
 from common.net.link import BrokerAddress
 from common.node.arriving import Arriving, NotHad
 from common.node.endpoint import Endpoint
 from common.node.identity import Identity
 from common.rounds.participant import Answered, Begin, Participant
-from common.spec import Link, Transfer
+from common.spec import Transfer
 from common.transfer.incoming import Fetched, IncomingEvent
 from common.wire.codecs import codec_of
 from common.wire.messages import (
@@ -56,13 +57,20 @@ class ChildFace:
     """One node's parent on one broker; `serve` works until the parent says that the run is over."""
 
     def __init__(
-        self, address: BrokerAddress, identity: Identity, *, parent: str, transfer: Transfer, link: Link
+        self,
+        address: BrokerAddress,
+        identity: Identity,
+        *,
+        parent: str,
+        transfer: Transfer,
+        link: Link,
+        shaped: bool = True,
     ) -> None:
         self.peers = (parent,)
         self._parent = parent
         self._transfer = transfer
-        rate = None if link.up_mbit is None else link.up_mbit * 1e6 / 8
-        self.endpoint = Endpoint(address, identity, face=self, transfer=transfer, rate=rate)
+        ways = Ways(to={parent: link.up}, from_={parent: link.down}, shaped=shaped)
+        self.endpoint = Endpoint(address, identity, face=self, transfer=transfer, ways=ways)
         self.participant = Participant()
         self.below: Callable[[], Traffic] = Traffic
         self._books = ""

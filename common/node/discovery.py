@@ -9,6 +9,7 @@ from typing import Final
 
 from common.errors import WireError
 from common.net.link import BrokerAddress, Link
+from common.spec import Transfer
 from common.wire import packing, topics
 from common.wire.messages import Announcement, NodeState, Presence
 
@@ -60,6 +61,7 @@ async def discover(address: BrokerAddress, parent: str, *, connect_timeout_s: fl
     link = Link(
         address,
         client_id=f"seeker-{secrets.token_hex(8)}",
+        keepalive_s=Transfer().keepalive_s,
         received=received,
         connected=connected,
         lost=lambda: None,

@@ -14,17 +14,18 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Final
 
 from common.errors import NoProgress, WireError
 from common.layout import ModelLayout, Row
+from common.links import Ways
 from common.net.accounting import Account, packet_bytes
 from common.net.bulk import Body
 from common.net.link import BrokerAddress, Link
 from common.net.packets import Place
-from common.net.shaping import Shaper
+from common.net.shaping import Departures, Shaper
 from common.node.arriving import Arriving
 from common.node.face import Face
 from common.node.herald import Herald
@@ -32,14 +33,13 @@ from common.node.identity import Identity
 from common.node.offload import offload
 from common.spec import Transfer
 from common.transfer.incoming import Incoming, Landing
-from common.transfer.manifest import check, chunk_bytes_for, describe
+from common.transfer.manifest import check, chunk_bytes_for, describe, renamed
 from common.transfer.outgoing import Outgoing, Publication
 from common.wire import packing, topics
 from common.wire.codecs import CODECS
 from common.wire.messages import Announcement, Ask, Gone, Manifest, Message, NodeState, Presence, Progress, Result, Task
 
 PUBLISHING_MOST: Final = 4
-SHAPED_CONTROL_BYTES: Final = 4096
 CODEC: Final = "fp32"
 OFFLINE_TICK_S: Final = 0.2
 
@@ -47,33 +47,41 @@ log = logging.getLogger("fedstrata.endpoint")
 
 
 class Endpoint:
-    """A named node on one broker. `run` keeps it going until cancelled."""
+    """A named node on one broker. `run` keeps it going until cancelled.
+
+    What goes to a peer is shaped; what the broker keeps for whoever comes (presence, announcement) is not.
+    """
 
     def __init__(
-        self, address: BrokerAddress, identity: Identity, *, face: Face, transfer: Transfer, rate: float | None
+        self, address: BrokerAddress, identity: Identity, *, face: Face, transfer: Transfer, ways: Ways
     ) -> None:
         self.identity = identity
         self.account = Account()
         self.ignored = 0
-        self.incoming = Incoming(window=transfer.window, slots=transfer.upload_slots)
+        self.incoming = Incoming(
+            window=transfer.window, slots=transfer.upload_slots, ways=ways.from_, keepalive_s=transfer.keepalive_s
+        )
         self.outgoing = Outgoing(first_number=time.time_ns() // 1_000_000)
-        self.shaper = Shaper(rate)
-        self._chunk_bytes = chunk_bytes_for(rate, transfer.chunk_bytes)
-        self._inline_most = transfer.inline_bytes
+        self.shaper = Shaper(ways.to if ways.shaped else {})
+        self._ways = ways
+        self._chunk_most, self._inline_most = transfer.chunk_bytes, transfer.inline_bytes
         self._face = face
         self._wake = asyncio.Event()
         self._connected_once = asyncio.Event()
         self._idle_s = transfer.idle_s
         self._away_since: float | None = None
-        self._publishing: dict[Body, str] = {}
+        self._publishing = 0
+        self._bodies: dict[Body, str] = {}
         self._subscribed: set[tuple[str, str]] = set()
         self._herald = Herald(identity, self._publish_presence, broker=str(address))
         self._announcement: bytes | None = None
         self._loop = asyncio.get_running_loop()
+        self._departures = Departures(self._loop)
         will = packing.encode(Presence(NodeState.LOST, identity.role, reason="connection lost"), identity.session)
         self.link = Link(
             address,
             client_id=f"{identity.name}-{identity.session[:8]}-{secrets.token_hex(2)}",
+            keepalive_s=transfer.keepalive_s,
             received=self._received,
             find_place=self._find_place,
             landed=self._landed,
@@ -132,37 +140,43 @@ class Endpoint:
         """Wait until what was said has left for the broker."""
         try:
             async with asyncio.timeout(timeout_s):
+                await self._departures.empty()
                 await self.link.flush()
         except TimeoutError:
             pass  # the broker is away; its will speaks for us
 
-    async def offer(self, layout: ModelLayout, row: Row, receivers: Iterable[str]) -> tuple[Manifest, bytes | None]:
-        """Hold a model for its receivers, which must stay unchanged until it is retired.
+    async def offer(self, layout: ModelLayout, row: Row, receivers: Sequence[str]) -> tuple[Manifest, bytes | None]:
+        """Hold a model, which must stay unchanged until it is retired, for receivers whose links are alike.
 
         Return its manifest, and its bytes where they are few enough to travel inside the announcement.
         """
+        way = self._ways.to[receivers[0]]
         blob = CODECS[CODEC].encode(layout, row)
+        chunk_bytes = chunk_bytes_for(way.rate, self._chunk_most)
         manifest = await offload(
-            partial(describe, blob, chunk_bytes=self._chunk_bytes, codec=CODEC, layout=layout.digest)
+            partial(describe, blob, chunk_bytes=chunk_bytes, codec=CODEC, layout=layout.digest, salt=str(way))
         )
         self.outgoing.offer(manifest, blob, receivers)
-        return manifest, bytes(blob) if manifest.size <= self._inline_most else None
+        inline_most = min(self._inline_most, chunk_bytes_for(way.rate, self._inline_most))
+        return manifest, bytes(blob) if manifest.size <= inline_most else None
 
-    def forwards(self, model: Arriving) -> bool:
-        """Return whether to pass a model on before it is here: it is large, and cut finely enough for our links."""
-        manifest = model.manifest
-        return not model.complete and manifest.size > self._inline_most and manifest.chunk_bytes <= self._chunk_bytes
+    def forwards(self, model: Arriving, receivers: Sequence[str]) -> bool:
+        """Return whether to pass a model on before it is here: it is large, and cut finely enough for their links."""
+        way, manifest = self._ways.to[receivers[0]], model.manifest
+        fine = manifest.chunk_bytes <= chunk_bytes_for(way.rate, self._chunk_most)
+        return fine and not model.complete and manifest.size > self._inline_most
 
-    def forward(self, model: Arriving, receivers: Iterable[str]) -> Manifest:
-        """Pass a model on to receivers as it comes, until it is retired; return its manifest."""
-        self.outgoing.offer(model.manifest, model.buffer, receivers, to_come=model.lacking)
+    def forward(self, model: Arriving, receivers: Sequence[str]) -> Manifest:
+        """Pass a model on, as it comes, to receivers whose links are alike, until it is retired."""
+        manifest = renamed(model.manifest, salt=str(self._ways.to[receivers[0]]))
+        self.outgoing.offer(manifest, model.buffer, receivers, to_come=model.lacking)
         model.watch = self.wake
-        return model.manifest
+        return manifest
 
     def retire(self, blob: str) -> None:
         """Stop serving a blob; from now on its memory may be written."""
         self.outgoing.retire(blob)
-        for body, of in self._publishing.items():
+        for body, of in self._bodies.items():
             if of == blob:
                 body.detach()
 
@@ -180,10 +194,7 @@ class Endpoint:
         size = packet_bytes(topic, len(body), qos=qos)
         self.account.add(peer, "sent", message=size, model=model, control=len(body) - model)
         due = self.shaper.reserve((peer,), size, self.now())
-        if len(body) > SHAPED_CONTROL_BYTES and due > self.now():
-            self._loop.call_at(due, lambda: self.link.publish(topic, body, qos=qos))
-        else:
-            self.link.publish(topic, body, qos=qos)
+        self._departures.at(due, partial(self.link.publish, topic, body, qos=qos))
 
     # Towards the cores
 
@@ -293,16 +304,14 @@ class Endpoint:
         return self._publish_chunks(now)
 
     def _publish_chunks(self, now: float) -> float | None:
-        while len(self._publishing) < PUBLISHING_MOST:
+        while self._publishing < PUBLISHING_MOST:
             publication = self.outgoing.next_publication(now, lambda peers: self.shaper.ready(peers, now))
             if publication is None:
                 break
             self._publish_chunk(publication, now)
         else:
             return None
-        waits = [self.outgoing.next_deadline(now)]
-        if self.shaper.rate is not None:
-            waits += [at for at in (self.shaper.ready_at((peer,)) for peer in self._face.peers) if at > now]
+        waits = (self.outgoing.next_deadline(now), self.shaper.next_ready(now))
         return min((at for at in waits if at is not None), default=None)
 
     def _publish_chunk(self, chunk: Publication, now: float) -> None:
@@ -313,17 +322,17 @@ class Endpoint:
         size = packet_bytes(topic, nbytes, qos=0)
         peer = chunk.receivers[0] if len(chunk.receivers) == 1 else topics.ALL
         self.account.add(peer, "sent", message=size, model=nbytes)
-        self._publishing[body] = chunk.blob
+        self._bodies[body] = chunk.blob
+        self._departures.at(self.shaper.reserve(chunk.receivers, size, now), partial(self._hand_over, topic, body))
 
-        def published() -> None:
-            del self._publishing[body]
-            self._wake.set()
+    def _hand_over(self, topic: str, body: Body) -> None:
+        self._publishing += 1  # only now: what waits for a slow link must not keep others from theirs
+        self.link.publish_body(topic, body, done=partial(self._published, body))
 
-        due = self.shaper.reserve(chunk.receivers, size, now)
-        if due > now:
-            self._loop.call_at(due, lambda: self.link.publish_body(topic, body, done=published))
-        else:
-            self.link.publish_body(topic, body, done=published)
+    def _published(self, body: Body) -> None:
+        self._publishing -= 1
+        del self._bodies[body]
+        self._wake.set()
 
     async def _connected(self) -> None:
         identity = self.identity

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from common.errors import NoProgress, RefusedModel, RunFailed, WireError
 from common.layout import ModelLayout, Row
+from common.links import Link, Way, Ways
 from common.net.link import BrokerAddress
 from common.node.arriving import Arriving
 from common.node.endpoint import Endpoint
@@ -22,7 +23,7 @@ from common.node.ledger import Ledger
 from common.node.offload import offload
 from common.rounds.coordinator import Assignment, Closed, Coordinator, Offered, Restarted, Stalled
 from common.rounds.timeline import Timeline
-from common.spec import Closing, Link, Transfer
+from common.spec import Closing, Transfer
 from common.transfer.incoming import Fetched, IncomingEvent
 from common.wire.codecs import codec_of
 from common.wire.messages import (
@@ -60,23 +61,30 @@ class Round:
 
 
 class ParentFace:
-    """A parent's children on one broker; use `endpoint` to run it and `round` to play a round."""
+    """A parent's children on one broker; use `endpoint` to run it and `round` to play a round.
+
+    `links`: the children's names in order, each with its link; `shaped` where the sender keeps rates and delays.
+    """
 
     def __init__(
         self,
         address: BrokerAddress,
         identity: Identity,
         *,
-        children: Sequence[str],
+        links: Mapping[str, Link],
         transfer: Transfer,
-        link: Link,
+        shaped: bool = True,
         observe: Observe = lambda event, facts: None,
     ) -> None:
-        self.peers = tuple(children)
+        self.peers = tuple(links)
         self._transfer = transfer
-        rate = None if link.down_mbit is None else link.down_mbit * 1e6 / 8
-        self.endpoint = Endpoint(address, identity, face=self, transfer=transfer, rate=rate)
-        self.coordinator = Coordinator(children, idle_s=transfer.idle_s)
+        self._ways = Ways(
+            to={name: link.down for name, link in links.items()},
+            from_={name: link.up for name, link in links.items()},
+            shaped=shaped,
+        )
+        self.endpoint = Endpoint(address, identity, face=self, transfer=transfer, ways=self._ways)
+        self.coordinator = Coordinator(self.peers, idle_s=transfer.idle_s)
         self.refused_models = 0
         self._layout: ModelLayout | None = None
         self._uploads = np.empty((0, 0), np.uint8)
@@ -85,7 +93,7 @@ class ParentFace:
         self._served: set[str] = set()
         self._closed: asyncio.Future[Closed] | None = None
         self._checks: set[asyncio.Task[None]] = set()
-        self.ledger = Ledger(children, self.endpoint.account)
+        self.ledger = Ledger(self.peers, self.endpoint.account)
         self.moves = 0
         self.samples: dict[str, int] = {}
         self._farewells: set[str] = set()
@@ -273,22 +281,23 @@ class ParentFace:
     async def _offer(
         self, children: list[str], models: Mapping[str, Row | Arriving], epochs: Mapping[str, int]
     ) -> dict[str, Assignment]:
+        """Hold each model once for all children with links alike: on a lane together the slowest would set the pace."""
         layout = self._require_layout()
-        distinct = {id(models[name]): models[name] for name in children}
-        offers: dict[int, tuple[Manifest, bytes | None]] = {}
+        groups: dict[tuple[int, Way], list[str]] = {}
+        for name in children:
+            groups.setdefault((id(models[name]), self._ways.to[name]), []).append(name)
+        assignments: dict[str, Assignment] = {}
         self._served.clear()
-        for row_id, model in distinct.items():
-            receivers = [name for name in children if id(models[name]) == row_id]
-            if isinstance(model, Arriving) and self.endpoint.forwards(model):
-                offers[row_id] = self.endpoint.forward(model, receivers), None
+        for receivers in groups.values():
+            model, inline = models[receivers[0]], None
+            if isinstance(model, Arriving) and self.endpoint.forwards(model, receivers):
+                manifest = self.endpoint.forward(model, receivers)
             else:
                 row = await model.whole() if isinstance(model, Arriving) else model
-                offers[row_id] = await self.endpoint.offer(layout, row, receivers)
-            self._served.add(offers[row_id][0].blob)
-        return {
-            name: Assignment(offers[id(models[name])][0], epochs[name], offers[id(models[name])][1])
-            for name in children
-        }
+                manifest, inline = await self.endpoint.offer(layout, row, receivers)
+            self._served.add(manifest.blob)
+            assignments |= {name: Assignment(manifest, epochs[name], inline) for name in receivers}
+        return assignments
 
     def _fetch(self, child: str, result: Result, now: float) -> None:
         layout = self._require_layout()

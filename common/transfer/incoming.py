@@ -11,13 +11,16 @@ again by itself.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from common.transfer.manifest import chunk_digest
+from common.links import Way
+from common.transfer.manifest import chunk_digest, window_for
 from common.wire.messages import Ask, Manifest
 from common.wire.topics import ALL
 
@@ -56,6 +59,7 @@ class _Fetch:
     buffer: memoryview
     lacking: npt.NDArray[np.bool_]
     left: int
+    window: int
     seen: dict[str, int] = field(default_factory=dict)
     since_ask: int = 0
     due: bool = True
@@ -74,10 +78,23 @@ class Landing:
 
 
 class Incoming:
-    """All fetches of one node over one connection, at most `slots` of them active at a time."""
+    """All fetches of one node over one connection, at most `slots` of them active at a time.
 
-    def __init__(self, *, window: int, slots: int) -> None:
+    `window`: chunks under way at most; fewer where an owner's way to here would need too much of the
+    keep-alive for them.
+    """
+
+    def __init__(
+        self,
+        *,
+        window: int,
+        slots: int,
+        ways: Mapping[str, Way] | None = None,
+        keepalive_s: float = inf,
+    ) -> None:
         self._window = window
+        self._ways = ways or {}
+        self._keepalive_s = keepalive_s
         self._slots = slots
         self._active: OrderedDict[tuple[str, str], _Fetch] = OrderedDict()
         self._queued: deque[_Fetch] = deque()
@@ -110,7 +127,9 @@ class Incoming:
         if known in self._active or any((f.owner, f.manifest.blob) == known for f in self._queued):
             return
         lacking = np.ones(manifest.chunks, np.bool_) if lacking is None else lacking
-        self._queued.append(_Fetch(owner, manifest, buffer.cast("B"), lacking, int(lacking.sum())))
+        rate = self._ways.get(owner, Way()).rate
+        window = window_for(rate, manifest.chunk_bytes, self._window, self._keepalive_s)
+        self._queued.append(_Fetch(owner, manifest, buffer.cast("B"), lacking, int(lacking.sum()), window))
         self._promote(now)
 
     def take(self, owner: str, manifest: Manifest, buffer: memoryview, data: bytes) -> None:
@@ -196,7 +215,7 @@ class Incoming:
             fetch.due = True  # a gap: publications between the two were lost
         fetch.seen[lane] = max(number, last or 0)
         fetch.since_ask += 1  # a duplicate too: it takes a place in the window until it is reported as seen
-        if fetch.since_ask >= max(1, self._window // ASKS_PER_WINDOW):
+        if fetch.since_ask >= max(1, fetch.window // ASKS_PER_WINDOW):
             fetch.due = True
         if not fetch.lacking[index]:
             self.chunks_duplicate += 1
@@ -281,7 +300,7 @@ class Incoming:
     def _ask(self, fetch: _Fetch) -> Ask:
         lacking = np.packbits(fetch.lacking).tobytes() if fetch.left else b""
         seen = fetch.seen
-        return Ask(fetch.manifest.blob, lacking, seen.get(ALL, 0), seen.get("own", 0), self._window, fetch.restart)
+        return Ask(fetch.manifest.blob, lacking, seen.get(ALL, 0), seen.get("own", 0), fetch.window, fetch.restart)
 
     def _complete(self, fetch: _Fetch, now: float) -> None:
         self._events.append(Fetched(fetch.owner, fetch.manifest.blob))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from typing import Final
 
 import xxhash
@@ -13,12 +14,20 @@ from common.wire.messages import Manifest
 MIN_RATED_CHUNK: Final = 32_768
 
 
-def describe(data: memoryview, *, chunk_bytes: int, codec: str, layout: str) -> Manifest:
-    """Return the manifest of a blob: xxh3-64 of each chunk, and their hash as the blob's id."""
+def describe(data: memoryview, *, chunk_bytes: int, codec: str, layout: str, salt: str = "") -> Manifest:
+    """Return the manifest of a blob: xxh3-64 of each chunk, and their hash as the blob's id.
+
+    The same bytes with another `salt` are another blob, whose lanes go at a pace of their own.
+    """
     size = data.nbytes
     digests = b"".join(chunk_digest(data[at : at + chunk_bytes]) for at in range(0, size, chunk_bytes))
-    head = struct.pack("<QQ", size, chunk_bytes) + codec.encode() + layout.encode()
+    head = struct.pack("<QQ", size, chunk_bytes) + codec.encode() + layout.encode() + salt.encode()
     return Manifest(xxhash.xxh3_64_hexdigest(head + digests), size, chunk_bytes, digests, codec, layout)
+
+
+def renamed(manifest: Manifest, *, salt: str) -> Manifest:
+    """Return the manifest of the same bytes and chunks as another blob, as `describe` does by its salt."""
+    return replace(manifest, blob=xxhash.xxh3_64_hexdigest((manifest.blob + salt).encode()))
 
 
 def chunk_digest(chunk: bytes | memoryview) -> bytes:
@@ -31,6 +40,16 @@ def chunk_bytes_for(rate_bytes_s: float | None, most: int) -> int:
     if rate_bytes_s is None:
         return most
     return max(MIN_RATED_CHUNK, min(most, int(rate_bytes_s / 2)))
+
+
+def window_for(rate_bytes_s: float | None, chunk_bytes: int, most: int, keepalive_s: float) -> int:
+    """Return how many chunks may be under way on a link, from 2 to `most`.
+
+    They take at most a third of the keep-alive: its pings wait behind them, and must come back in time.
+    """
+    if rate_bytes_s is None:
+        return most
+    return max(2, int(min(most, keepalive_s / 3 * rate_bytes_s / chunk_bytes)))
 
 
 def check(manifest: Manifest, *, size: int, layout: str, codecs: frozenset[str]) -> None:

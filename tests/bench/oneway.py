@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tcp
 
 from common.layout import ModelLayout, Section
+from common.links import Link
 from common.net.link import BrokerAddress
 from common.node.arriving import Arriving
 from common.node.child import Answer, ChildFace, Report
@@ -34,7 +35,7 @@ from common.node.identity import Identity, new_session
 from common.node.life import live
 from common.node.memory import keep_large_buffers
 from common.node.parent import ParentFace
-from common.spec import Closing, Link, Transfer
+from common.spec import Closing, Transfer
 from common.wire.messages import NodeState, Task
 from deploy import broker
 
@@ -105,8 +106,8 @@ async def _parent(
 ) -> list[tuple[float, float, float, float]]:
     layout = layout_of(model_bytes)
     face = ParentFace(
-        BrokerAddress("127.0.0.1", port), Identity(RUN, PARENT, "institution", new_session()), children=[CHILD],
-        transfer=TRANSFER, link=Link(),
+        BrokerAddress("127.0.0.1", port), Identity(RUN, PARENT, "institution", new_session()), links={CHILD: Link()},
+        transfer=TRANSFER,
     )  # fmt: skip
     face.set_layout(layout)
     row = layout.empty()

@@ -24,6 +24,7 @@ import numpy as np
 from common.aggregation import fedavg, mixing
 from common.aggregation.statistics import Statistics
 from common.layout import ModelLayout, Section
+from common.links import Link
 from common.net.link import BrokerAddress
 from common.node.arriving import Arriving
 from common.node.child import Answer, ChildFace, Report
@@ -31,7 +32,7 @@ from common.node.identity import Identity, new_session
 from common.node.life import live
 from common.node.memory import keep_large_buffers
 from common.node.parent import ParentFace
-from common.spec import Closing, Link, Transfer
+from common.spec import Closing, Transfer
 from common.wire.messages import NodeState, Task
 from deploy import broker
 
@@ -99,7 +100,7 @@ async def _parent(port: int, names: list[str], model_bytes: int, pipe: Connectio
     layout = layout_of(model_bytes)
     identity = Identity(RUN, PARENT, "institution", new_session())
     face = ParentFace(
-        BrokerAddress("127.0.0.1", port), identity, children=names, transfer=Transfer(idle_s=30.0), link=Link()
+        BrokerAddress("127.0.0.1", port), identity, links=dict.fromkeys(names, Link()), transfer=Transfer(idle_s=30.0)
     )
     face.set_layout(layout)
     row = layout.empty()

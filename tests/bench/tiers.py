@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 from rounds import layout_of
 
+from common.links import Link
 from common.net.link import BrokerAddress
 from common.node.arriving import Arriving
 from common.node.child import Answer, ChildFace, Report
@@ -26,7 +27,7 @@ from common.node.identity import Identity, new_session
 from common.node.life import live
 from common.node.memory import keep_large_buffers
 from common.node.parent import ParentFace
-from common.spec import CLOUD, Closing, Link, Transfer
+from common.spec import CLOUD, Closing, Transfer
 from common.wire.messages import NodeState, Task
 from deploy import broker
 
@@ -66,9 +67,11 @@ async def _cloud(
 ) -> list[float]:
     layout = layout_of(model_bytes)
     face = ParentFace(
-        BrokerAddress("127.0.0.1", port), Identity(RUN, CLOUD, "cloud", new_session()), children=[INSTITUTION],
-        transfer=TRANSFER, link=Link(down_mbit=wan_mbit),
-    )  # fmt: skip
+        BrokerAddress("127.0.0.1", port),
+        Identity(RUN, CLOUD, "cloud", new_session()),
+        links={INSTITUTION: Link(down_mbit=wan_mbit)},
+        transfer=TRANSFER,
+    )
     face.set_layout(layout)
     row = layout.empty()
 
@@ -99,7 +102,7 @@ def _institution(port: int, names: list[str], model_bytes: int, wan_mbit: float,
         identity = Identity(RUN, INSTITUTION, "institution", new_session())
         address = BrokerAddress("127.0.0.1", port)
         up = ChildFace(address, identity, parent=CLOUD, transfer=TRANSFER, link=Link())
-        down = ParentFace(address, identity, children=names, transfer=TRANSFER, link=Link(down_mbit=lan_mbit))
+        down = ParentFace(address, identity, links=dict.fromkeys(names, Link(down_mbit=lan_mbit)), transfer=TRANSFER)
         down.set_layout(layout)
 
         async def work(task: Task, model: Arriving, report: Report) -> Answer:

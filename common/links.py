@@ -1,0 +1,115 @@
+"""What the links of an experiment carry: a table for a tier or a node, or a profile that goes by its name.
+
+`profiles.toml` beside this file has the profiles that ship; an experiment may add or replace some in `[profiles.NAME]`.
+A link that names a profile has its numbers as soon as the experiment is read, so what travels to the nodes and what a
+run leaves behind does not depend on the profiles of the release that reads it.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from common.errors import InvalidExperiment
+from common.tables import Name, Positive, Table, proposal
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One direction of a link: bytes per second, None = not limited, and what each message is late by, in seconds."""
+
+    rate: float | None = None
+    delay_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """One end of some links: the ways to its peers and from them; `shaped` where this end keeps rates and delays."""
+
+    to: Mapping[str, Way]
+    from_: Mapping[str, Way]
+    shaped: bool
+
+
+class Profile(Table):
+    """Rates in Mbit/s, `up` towards the cloud, absent = not limited; the delay of one way in milliseconds."""
+
+    up_mbit: Positive | None = None
+    down_mbit: Positive | None = None
+    delay_ms: Annotated[float, Field(ge=0)] = 0.0
+
+    @property
+    def up(self) -> Way:
+        """Return the way towards the cloud."""
+        return Way(_bytes_s(self.up_mbit), self.delay_ms / 1e3)
+
+    @property
+    def down(self) -> Way:
+        """Return the way towards the devices."""
+        return Way(_bytes_s(self.down_mbit), self.delay_ms / 1e3)
+
+
+class Link(Profile):
+    """The link between a node and its parent: its numbers, and the profile from which they come, if any."""
+
+    profile: Name | None = None
+
+
+class Links(Table):
+    """WAN: cloud to institution. LAN: institution to device. `of`: single nodes whose link to the parent differs.
+
+    `enforce` says who keeps the rates and delays: token buckets in the agents, the kernel, or nobody. The rates decide
+    the sizes of chunks and windows in any case.
+    """
+
+    enforce: Literal["bucket", "kernel", "none"] = "bucket"
+    wan: Link = Link()
+    lan: Link = Link()
+    of: dict[Name, Link] = Field(default_factory=dict)
+
+
+@cache
+def shipped() -> Mapping[str, Mapping[str, Any]]:
+    """Return the profiles that ship, by name."""
+    return tomllib.loads(Path(__file__).with_name("profiles.toml").read_text(encoding="utf-8"))
+
+
+def resolve(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an experiment's tree whose links have the numbers of the profiles that they name.
+
+    What a link says itself goes before its profile. Values of a wrong type are left for the tables' own check.
+    Raises InvalidExperiment where no profile has the name.
+    """
+    resolved = dict(tree)
+    links, own = tree.get("links"), tree.get("profiles")
+    if not isinstance(links, Mapping):
+        return resolved
+    profiles = {**shipped(), **(own if isinstance(own, Mapping) else {})}
+    tiers = {key: _numbers(f"links.{key}", links[key], profiles) for key in ("wan", "lan") if key in links}
+    resolved["links"] = {**links, **tiers}
+    if isinstance(of := links.get("of"), Mapping):
+        resolved["links"]["of"] = {child: _numbers(f"links.of.{child}", said, profiles) for child, said in of.items()}
+    return resolved
+
+
+def _numbers(key: str, said: Any, profiles: Mapping[str, Any]) -> Any:
+    if isinstance(said, str):
+        said = {"profile": said}
+    name = said.get("profile") if isinstance(said, Mapping) else None
+    if not isinstance(name, str):
+        return said
+    if name not in profiles:
+        remedy = proposal(name, profiles, what="There are")
+        raise InvalidExperiment(key, name, "no profile has this name", remedy)
+    base = profiles[name] if isinstance(profiles[name], Mapping) else {}
+    return {**base, **{part: value for part, value in said.items() if value is not None}}
+
+
+def _bytes_s(mbit: float | None) -> float | None:
+    return None if mbit is None else mbit * 1e6 / 8

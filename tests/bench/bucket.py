@@ -1,0 +1,83 @@
+"""How exactly the token bucket keeps its rate on the real event loop: `python tests/bench/bucket.py`.
+
+Each rate sends chunks of the size that its link would have for `--seconds`, paced as an endpoint does it: the next one
+is reserved when the link is ready, and leaves when its time has come. What leaves goes nowhere; the broker is not
+what is measured. The delay is what a control message needs that is sent on an idle link of 25 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import platform
+import statistics
+
+from rich.console import Console
+from rich.table import Table
+
+from common.links import Way
+from common.net.shaping import Departures, Shaper
+from common.spec import Transfer
+from common.transfer.manifest import chunk_bytes_for
+
+RATES_MBIT = (0.25, 1, 10, 100, 1000)
+PEER = "peer"
+DELAY_S = 0.025
+CHUNKS_LEAST = 8
+
+
+async def measure_rate(rate: float, chunk_bytes: int, *, seconds: float) -> tuple[int, float]:
+    """Send chunks for about so long; return how many followed the first, and in how many seconds."""
+    loop = asyncio.get_running_loop()
+    shaper, departures = Shaper({PEER: Way(rate)}), Departures(loop)
+    left: list[float] = []
+    chunks = max(CHUNKS_LEAST, int(seconds * rate / chunk_bytes)) + 1
+    for _ in range(chunks):
+        await asyncio.sleep(max(0.0, shaper.ready_at((PEER,)) - loop.time()))
+        departures.at(shaper.reserve((PEER,), chunk_bytes, loop.time()), lambda: left.append(loop.time()))
+    await departures.empty()
+    return chunks - 1, left[-1] - left[0]
+
+
+async def measure_delay(*, repeats: int = 20) -> list[float]:
+    """Return the seconds that each of some small messages took to leave."""
+    loop = asyncio.get_running_loop()
+    shaper, departures = Shaper({PEER: Way(None, DELAY_S)}), Departures(loop)
+    took = []
+    for _ in range(repeats):
+        begun = loop.time()
+        departures.at(shaper.reserve((PEER,), 100, begun), lambda begun=begun: took.append(loop.time() - begun))
+        await departures.empty()
+    return took
+
+
+def main() -> None:
+    """Measure each rate and print a row for it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=5.0)
+    seconds = parser.parse_args().seconds
+    table = Table("rate", "chunk", "chunks", "seconds", "measured", "error", title="token bucket on the event loop")
+    for column in table.columns:
+        column.justify = "right"
+    for mbit in RATES_MBIT:
+        rate = mbit * 1e6 / 8
+        chunk_bytes = chunk_bytes_for(rate, Transfer().chunk_bytes)
+        chunks, took_s = asyncio.run(measure_rate(rate, chunk_bytes, seconds=seconds))
+        measured = 8e-6 * chunks * chunk_bytes / took_s
+        table.add_row(
+            f"{mbit:g} Mbit/s", f"{chunk_bytes} B", f"{chunks}", f"{took_s:.2f}", f"{measured:.4g} Mbit/s",
+            f"{100 * (measured / mbit - 1):+.2f} %",
+        )  # fmt: skip
+    console = Console(width=120)
+    console.print(f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}")
+    console.print(table)
+    took = asyncio.run(measure_delay())
+    console.print(
+        f"delay of {1e3 * DELAY_S:g} ms: median {1e3 * statistics.median(took):.2f} ms, "
+        f"from {1e3 * min(took):.2f} to {1e3 * max(took):.2f} ms"
+    )
+
+
+if __name__ == "__main__":
+    main()
