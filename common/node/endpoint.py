@@ -16,13 +16,15 @@ import secrets
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
+from math import inf
 from typing import Final
 
-from common.errors import NoProgress, WireError
+from common.errors import ConnectionFailed, NoProgress, WireError
 from common.layout import ModelLayout, Row
 from common.links import Ways
 from common.net.accounting import Account, packet_bytes
 from common.net.bulk import Body
+from common.net.limits import packet_limit
 from common.net.link import BrokerAddress, Link
 from common.net.packets import Place
 from common.net.shaping import Departures, Shaper
@@ -33,13 +35,14 @@ from common.node.identity import Identity
 from common.node.offload import offload
 from common.spec import Transfer
 from common.transfer.incoming import Incoming, Landing
-from common.transfer.manifest import check, chunk_bytes_for, describe, renamed
+from common.transfer.manifest import MIN_RATED_CHUNK, check, chunk_bytes_for, describe, renamed
 from common.transfer.outgoing import Outgoing, Publication
 from common.wire import packing, topics
 from common.wire.codecs import CODECS
 from common.wire.messages import Announcement, Ask, Gone, Manifest, Message, NodeState, Presence, Progress, Result, Task
 
 PUBLISHING_MOST: Final = 4
+PACKET_ROOM: Final = 1024  # for what goes with a chunk, or with a model inside its announcement
 CODEC: Final = "fp32"
 OFFLINE_TICK_S: Final = 0.2
 
@@ -64,11 +67,11 @@ class Endpoint:
         self.outgoing = Outgoing(first_number=time.time_ns() // 1_000_000)
         self.shaper = Shaper(ways.to if ways.shaped else {})
         self._ways = ways
+        self._transfer = transfer
         self._chunk_most, self._inline_most = transfer.chunk_bytes, transfer.inline_bytes
         self._face = face
         self._wake = asyncio.Event()
         self._connected_once = asyncio.Event()
-        self._idle_s = transfer.idle_s
         self._away_since: float | None = None
         self._publishing = 0
         self._bodies: dict[Body, str] = {}
@@ -279,8 +282,8 @@ class Endpoint:
             now = self.now()
             while (event := self.incoming.next_event()) is not None:
                 self._face.transferred(event, now)
-            if self._away_since is not None and now - self._away_since > self._idle_s:
-                raise NoProgress(f"broker {self.link.address} was away for {self._idle_s:g} s")
+            if self._away_since is not None and now - self._away_since > self._transfer.idle_s:
+                raise NoProgress(f"broker {self.link.address} was away for {self._transfer.idle_s:g} s")
             self._face.tick(now)
             if self.link.up:
                 self.incoming.tick(now)
@@ -336,6 +339,7 @@ class Endpoint:
 
     async def _connected(self) -> None:
         identity = self.identity
+        self._mind_limit(await packet_limit(self.link.address))
         self._subscribed.clear()
         self._away_since = None
         self.link.subscribe([topics.state("+", identity.name)], qos=1)
@@ -348,6 +352,17 @@ class Endpoint:
         self._face.reconnected(now)
         self._connected_once.set()
         self._wake.set()
+
+    def _mind_limit(self, limit: int | None) -> None:
+        """Cut what is offered from now on to packets that the broker takes."""
+        most = inf if limit is None else limit - PACKET_ROOM
+        if most < MIN_RATED_CHUNK:
+            raise ConnectionFailed(
+                f"broker {self.link.address} takes packets of at most {limit} bytes, models need "
+                f"{MIN_RATED_CHUNK + PACKET_ROOM}. Raise its max_packet_size."
+            )
+        self._chunk_most = int(min(self._transfer.chunk_bytes, most))
+        self._inline_most = int(min(self._transfer.inline_bytes, most))
 
     def _lost(self) -> None:
         self._away_since = self.now()
