@@ -120,8 +120,8 @@ class Incoming:
     ) -> None:
         """Begin or queue a fetch into `buffer`, uint8 [manifest.size]; a fetch that is known goes on.
 
-        `lacking`, bool [chunks], at least one true, says what is still to come; it is kept up to date, so that
-        others may follow the fetch. Without it all chunks are.
+        `lacking`, bool [chunks], says what is still to come; it is kept up to date, so that others may follow the
+        fetch. Without it all chunks are.
         """
         known = (owner, manifest.blob)
         if known in self._active or any((f.owner, f.manifest.blob) == known for f in self._queued):

@@ -6,6 +6,8 @@ import struct
 from dataclasses import replace
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from common.errors import RefusedModel
@@ -33,6 +35,13 @@ def renamed(manifest: Manifest, *, salt: str) -> Manifest:
 def chunk_digest(chunk: bytes | memoryview) -> bytes:
     """Return a chunk's 8-byte digest: it finds damage, it is no proof against a hostile member."""
     return xxhash.xxh3_64_digest(chunk)
+
+
+def missing(manifest: Manifest, buffer: memoryview) -> npt.NDArray[np.bool_]:
+    """Return which chunks, bool [chunks], a buffer, uint8 [manifest.size], does not hold: what its digests deny."""
+    data = buffer.cast("B")
+    parts = ((data[manifest.span(i)], manifest.digests[8 * i : 8 * i + 8]) for i in range(manifest.chunks))
+    return np.array([chunk_digest(chunk) != digest for chunk, digest in parts], np.bool_)
 
 
 def chunk_bytes_for(rate_bytes_s: float | None, most: int) -> int:
