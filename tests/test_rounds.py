@@ -1136,7 +1136,7 @@ def test_words_after_the_answer_do_not_repeat_the_offer() -> None:
 def test_a_new_connection_hears_how_it_goes() -> None:
     pupil = Pupil()
     pupil.hear(task_of(OLD))
-    pupil.say(0.0)
+    pupil.say(0.2)
     assert pupil.say(0.5) == []
     pupil.participant.reconnected(0.6)
     assert len(pupil.say(0.6)) == 1

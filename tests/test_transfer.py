@@ -954,11 +954,18 @@ def test_chunks_follow_the_link() -> None:
     keepalive_s=st.integers(5, 65_535),
 )
 def test_a_window_leaves_room_for_pings(rate: float, chunk_bytes: int, most: int, keepalive_s: int) -> None:
-    window = window_for(rate, chunk_bytes, most, keepalive_s)
+    window = window_for(Way(rate), chunk_bytes, most, keepalive_s)
     third = keepalive_s / 3 * (1 + 1e-9)
     assert 2 <= window <= most and (window == 2 or window * chunk_bytes / rate <= third)
     assert window == most or (window + 1) * chunk_bytes / rate > keepalive_s / 3  # not smaller than it must be
-    assert window_for(None, chunk_bytes, most, keepalive_s) == most
+    assert window_for(Way(), chunk_bytes, most, keepalive_s) == most
+
+
+@given(st.floats(1e5, 1e9), st.floats(0, 0.5), st.integers(32_768, 1_000_000))
+def test_a_window_fills_a_link_with_delay(rate: float, delay_s: float, chunk_bytes: int) -> None:
+    window = window_for(Way(rate, delay_s), chunk_bytes, 8, 3600.0)
+    assert 8 <= window <= 64
+    assert window == 64 or window * chunk_bytes >= 2 * rate * 2 * delay_s
 
 
 def test_a_receiver_asks_for_what_its_link_can_carry() -> None:

@@ -17,6 +17,7 @@ from common.wire.messages import Key, Phase, Progress, Receipt, Result, Task, Tr
 
 HEARTBEAT_S: Final = 2.0
 PROGRESS_S: Final = 0.5
+ACKNOWLEDGE_S: Final = 0.2  # before the wish is said again; a small model is here sooner, which says the same
 OFFER_S: Final = 1.0
 OFFER_MOST_S: Final = 5.0
 
@@ -157,7 +158,7 @@ class Participant:
         else:
             self.state, self._result = ParticipantState.FETCHING, None
             self._phase, self._done, self._total = Phase.FETCHING, 0, 0
-            self._say_at = now
+            self._say_at = now + ACKNOWLEDGE_S
             self._begun = task.key
             self._events.append(Begin(task))
 

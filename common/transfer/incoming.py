@@ -127,8 +127,7 @@ class Incoming:
         if known in self._active or any((f.owner, f.manifest.blob) == known for f in self._queued):
             return
         lacking = np.ones(manifest.chunks, np.bool_) if lacking is None else lacking
-        rate = self._ways.get(owner, Way()).rate
-        window = window_for(rate, manifest.chunk_bytes, self._window, self._keepalive_s)
+        window = window_for(self._ways.get(owner, Way()), manifest.chunk_bytes, self._window, self._keepalive_s)
         self._queued.append(_Fetch(owner, manifest, buffer.cast("B"), lacking, int(lacking.sum()), window))
         self._promote(now)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import replace
 from typing import Final
@@ -11,9 +12,11 @@ import numpy.typing as npt
 import xxhash
 
 from common.errors import RefusedModel
+from common.links import Way
 from common.wire.messages import Manifest
 
 MIN_RATED_CHUNK: Final = 32_768
+WINDOW_MOST: Final = 64
 
 
 def describe(data: memoryview, *, chunk_bytes: int, codec: str, layout: str, salt: str = "") -> Manifest:
@@ -51,14 +54,17 @@ def chunk_bytes_for(rate_bytes_s: float | None, most: int) -> int:
     return max(MIN_RATED_CHUNK, min(most, int(rate_bytes_s / 2)))
 
 
-def window_for(rate_bytes_s: float | None, chunk_bytes: int, most: int, keepalive_s: float) -> int:
-    """Return how many chunks may be under way on a link, from 2 to `most`.
+def window_for(way: Way, chunk_bytes: int, usual: int, keepalive_s: float) -> int:
+    """Return how many chunks may be under way on a link, from 2 to WINDOW_MOST.
 
-    They take at most a third of the keep-alive: its pings wait behind them, and must come back in time.
+    Twice what the link holds in a round trip, or `usual` if that is more; yet they take at most a third of the
+    keep-alive: its pings wait behind them, and must come back in time.
     """
-    if rate_bytes_s is None:
-        return most
-    return max(2, int(min(most, keepalive_s / 3 * rate_bytes_s / chunk_bytes)))
+    if way.rate is None:
+        return usual
+    held = way.rate * 2 * way.delay_s / chunk_bytes
+    wanted = min(max(usual, math.ceil(2 * held)), WINDOW_MOST)
+    return max(2, int(min(wanted, keepalive_s / 3 * way.rate / chunk_bytes)))
 
 
 def check(manifest: Manifest, *, size: int, layout: str, codecs: frozenset[str]) -> None:

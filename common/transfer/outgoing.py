@@ -17,11 +17,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from common.transfer.manifest import WINDOW_MOST
 from common.wire.messages import Ask, Gone, Manifest
 from common.wire.topics import ALL
 
 GATHER_S: Final = 0.1
-WINDOW_MOST: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
