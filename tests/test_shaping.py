@@ -14,7 +14,7 @@ from paho.mqtt import client as paho
 from common.net.accounting import Account, packet_bytes
 from common.net.shaping import CREDIT_S, LEAD_S, Shaper
 from common.wire import topics
-from common.wire.messages import Traffic
+from common.wire.messages import Traffic, Wire
 
 
 def send(rate: float, sizes: list[int], *, late_s: float = 0.0, peers: tuple[str, ...] = ("a",)) -> list[float]:
@@ -199,4 +199,4 @@ def test_every_cell_has_a_field_of_its_own() -> None:
             account.add("a", direction, message=payload + 7, **{kind: payload})  # type: ignore[arg-type]
             expected |= {f"{direction}_{kind}_payload": payload, f"{direction}_{kind}_message": payload + 7}
     traffic = account.traffic("a")
-    assert {field.name: getattr(traffic, field.name) for field in fields(Traffic)} == expected
+    assert {field.name: getattr(traffic, field.name) for field in fields(Traffic)} == expected | {"wire": Wire()}

@@ -19,6 +19,7 @@ from typing import Any, Final
 import aiomqtt
 
 from common.errors import ConnectionFailed
+from common.net.kernel import WireMeter
 
 BACKOFF_S: Final = 0.1
 BACKOFF_MOST_S: Final = 5.0
@@ -65,6 +66,7 @@ class Link:
         self._will = aiomqtt.Will(will[0], will[1], qos=1, retain=True) if will else None
         self._client: aiomqtt.Client | None = None
         self._calls: set[asyncio.Task[None]] = set()
+        self.meter = WireMeter()
         self.reconnects = 0
 
     @property
@@ -102,6 +104,7 @@ class Link:
                     ) from None
                 lost = give_up == math.inf and attempt == 0
                 log.log(logging.WARNING if lost else logging.INFO, "broker %s: %s; trying again", self.address, error)
+            self.meter.detach()
             self.reconnects += 1
             delay = random.uniform(0, min(BACKOFF_MOST_S, BACKOFF_S * 2**attempt))
             await asyncio.sleep(min(delay, max(0.0, give_up - loop.time())))
@@ -145,6 +148,7 @@ class Link:
             logger=logging.getLogger("fedstrata.mqtt"),
         )
         client.pending_calls_threshold = PENDING_CALLS_MOST
+        self.meter.follow(client._client)
         return client
 
     def _call(self, call: Coroutine[Any, Any, Any], done: Callable[[], None] | None = None) -> None:
