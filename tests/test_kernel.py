@@ -33,7 +33,7 @@ from common.node.life import live
 from common.node.parent import ParentFace
 from common.rounds.participant import ParticipantState
 from common.spec import Closing, Experiment, Link, Transfer
-from common.wire.messages import ChildReport, NodeState, Task, Traffic, Wire
+from common.wire.messages import ChildReport, Key, NodeState, Phase, Progress, Task, Traffic, Wire
 from deploy import broker
 from deploy.broker import Broker
 
@@ -479,6 +479,22 @@ def test_refused_logins_are_counted_too() -> None:
         await asyncio.wait((running,))
         wire = child.endpoint.link.meter.sample()
         assert wire == replace(wire, sent=sum(map(len, asked)), received=8, connections=2, unmeasured=0)
+
+    scenario(run())
+
+
+def test_a_child_is_heard_though_its_acknowledgements_wait_behind_a_chunk(served: Broker) -> None:
+    async def run() -> None:
+        async with pair_of(served) as (pair, _):
+            await pair.play(0)
+            pair.relay.downward.clear()
+            for number in range(100):
+                pair.child.endpoint.send(
+                    PARENT, Progress(Key(0, 0, 0), Phase.TRAINING, number, 100, Traffic(), Traffic())
+                )
+            sent = pair.child.endpoint.account.traffic(PARENT).sent
+            await until(lambda: pair.parent.endpoint.account.traffic(CHILD).received == sent)
+            pair.relay.downward.set()
 
     scenario(run())
 

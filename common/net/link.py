@@ -1,8 +1,9 @@
 """One MQTT connection that comes back by itself. The only module that imports aiomqtt.
 
-aiomqtt (asyncio-mqtt's present name) drives paho-mqtt from the event loop. Three of its habits are dealt with
-here: it leaves Nagle's algorithm on (stalls of 40 ms), its publish time-out strikes on slow links, and a publish
-that waits when the connection dies would wait for ever.
+aiomqtt (asyncio-mqtt's present name) drives paho-mqtt from the event loop. Four of its habits are dealt with
+here: it leaves Nagle's algorithm on (stalls of 40 ms), its publish time-out strikes on slow links, a publish that
+waits when the connection dies would wait for ever, and after 20 messages without an acknowledgement, which on a slow
+link waits behind a chunk for minutes, nothing more would leave.
 """
 
 from __future__ import annotations
@@ -145,6 +146,7 @@ class Link:
             clean_session=True,
             keepalive=KEEPALIVE_S,
             socket_options=SOCKET_OPTIONS,
+            max_inflight_messages=PENDING_CALLS_MOST,
             logger=logging.getLogger("fedstrata.mqtt"),
         )
         client.pending_calls_threshold = PENDING_CALLS_MOST

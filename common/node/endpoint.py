@@ -83,7 +83,7 @@ class Endpoint:
         self.identity = identity
         self.account = Account()
         self.ignored = 0
-        self.incoming = Incoming(window=transfer.window, slots=transfer.upload_slots)
+        self.incoming = Incoming(window=transfer.window, slots=transfer.upload_slots, exclusive=len(face.peers) == 1)
         self.outgoing = Outgoing(first_number=time.time_ns() // 1_000_000)
         self.shaper = Shaper(rate)
         self._chunk_bytes = chunk_bytes_for(rate, transfer.chunk_bytes)
@@ -288,7 +288,7 @@ class Endpoint:
                 raise NoProgress(f"broker {self.link.address} was away for {self._idle_s:g} s")
             self._face.tick(now)
             if self.link.up:
-                self.incoming.tick(now)
+                self.incoming.tick(now, carried=self.link.meter.received())
                 due = [self._send_due(now), self.incoming.next_deadline(), self._face.next_deadline()]
             else:
                 due = [now + OFFLINE_TICK_S]

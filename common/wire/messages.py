@@ -169,6 +169,15 @@ class Traffic:
         """Return all MQTT bytes received."""
         return self.received_model_message + self.received_control_message
 
+    @property
+    def carried_models(self) -> int:
+        """Return the bytes of models that the wire carried, chunks on their way too; 0 where no kernel told.
+
+        Acknowledgements and the like are among them, a few bytes for each message.
+        """
+        control = self.sent_control_message + self.received_control_message
+        return max(0, self.wire.sent + self.wire.received - control) if self.wire.measured else 0
+
 
 @dataclass(frozen=True, slots=True)
 class ChildReport:
