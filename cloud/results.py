@@ -1,7 +1,7 @@
 """The folder that a run leaves, written as the run goes and safe to kill.
 
 experiment.toml  the effective experiment        rounds.csv   a row for each global iteration
-manifest.json    versions, hosts, links, digest  links.csv    bytes by link, direction and kind
+manifest.json    versions, hosts, links, digest  links.csv    bytes by link and direction
 events.jsonl     what happened, one per line     devices.csv  work of each device in each iteration
 checkpoints/     the last two                    model.safetensors  the final model
 """
@@ -19,17 +19,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
+from cloud import links
 from common.errors import InvalidExperiment
 from common.node.ledger import Ledger
-from common.spec import CLOUD, Experiment, load, to_toml
-from common.wire.messages import ChildReport, Traffic
+from common.spec import Experiment, load, to_toml
+from common.wire.messages import ChildReport
 
 PACKAGES: Final = ("fedstrata", "aiomqtt", "paho-mqtt", "numpy", "msgpack", "torch")
 DEVICE_FIELDS: Final = (
     "round", "institution", "device", "samples", "local_rounds", "epochs", "sgd_steps", "loss", "train_s", "wait_s",
 )  # fmt: skip
 LEDGER: Final = "ledger.json"
-LINK_FIELDS: Final = ("tier", "from", "to", "kind", "payload_bytes", "message_bytes")
 
 
 class RunFolder:
@@ -39,6 +39,7 @@ class RunFolder:
         self.path = path
         self.run = run
         self.experiment = experiment
+        self._measured = ""
 
     @classmethod
     def create(cls, root: Path, experiment: Experiment) -> RunFolder:
@@ -110,14 +111,13 @@ class RunFolder:
 
     def write_links(self, ledger: Ledger) -> None:
         """Write links.csv, every link's bytes in the run, and the books that a resumed run goes on with."""
-        links = [("wan", CLOUD, name, traffic) for name, traffic in ledger.links().items()]
-        for institution, reports in ledger.reports().items():
-            links += [("lan", institution, report.name, report.traffic) for report in reports]
-        rows = [row for link in links for row in _link_rows(*link)]
-        self._rewrite(self.path / "links.csv", LINK_FIELDS, rows)
-        partial = self.path / "ledger.partial"
-        partial.write_text(ledger.to_json(), encoding="utf-8")
-        os.replace(partial, self.path / LEDGER)
+        self._rewrite(self.path / "links.csv", links.FIELDS, links.rows(ledger))
+        told = links.tell_measured(ledger)
+        if told and told != self._measured:
+            self._measured = told
+            path = self.path / "manifest.json"
+            _replace(path, json.dumps(json.loads(path.read_text(encoding="utf-8")) | {"wire_bytes": told}, indent=2))
+        _replace(self.path / LEDGER, ledger.to_json())
 
     def restore(self, ledger: Ledger) -> None:
         """Go on with the books that an earlier process of the run left. Raises InvalidExperiment."""
@@ -158,7 +158,7 @@ class RunFolder:
             "python": platform.python_version(),
             "packages": {name: _version(name) for name in PACKAGES},
         }
-        (self.path / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+        _replace(self.path / "manifest.json", json.dumps(manifest, indent=2))
 
     def _links(self) -> dict[str, object]:
         """Return who keeps the rates, and the link of each node to its parent."""
@@ -168,21 +168,16 @@ class RunFolder:
         return {"enforce": experiment.links.enforce, "of": links}
 
 
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(text + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
 def _read(path: Path) -> tuple[Sequence[str], list[dict[str, str]]]:
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         return reader.fieldnames or (), list(reader)
-
-
-def _link_rows(tier: str, parent: str, child: str, traffic: Traffic) -> list[dict[str, object]]:
-    """Return a link's four rows; `traffic.sent_*` is what went down, `received_*` what came up."""
-    cells = (
-        (parent, child, "model", traffic.sent_model_payload, traffic.sent_model_message),
-        (parent, child, "control", traffic.sent_control_payload, traffic.sent_control_message),
-        (child, parent, "model", traffic.received_model_payload, traffic.received_model_message),
-        (child, parent, "control", traffic.received_control_payload, traffic.received_control_message),
-    )
-    return [dict(zip(LINK_FIELDS, (tier, *cell), strict=True)) for cell in cells]
 
 
 def _version(package: str) -> str | None:

@@ -15,7 +15,7 @@ from common.node.arriving import Arriving
 from common.node.child import Answer, ChildFace, Report
 from common.node.discovery import discover
 from common.node.identity import Identity, new_session
-from common.node.life import export, live
+from common.node.life import export_child, live
 from common.node.offload import offload
 from common.spec import Experiment, parse
 from common.wire.messages import NodeState, Phase, Task
@@ -67,7 +67,7 @@ class DeviceAgent:
             link=experiment.link(self._name),
             shaped=experiment.links.enforce == "bucket",
         )
-        export(self._metrics, up.endpoint, self._labels)
+        export_child(self._metrics, up, self._labels)
         self._metrics.run.labels(*self._labels).info({"run": run, "experiment": experiment.name})
         await live(
             (up.endpoint,),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from common.errors import InvalidExperiment
 from common.layout import ModelLayout
 from common.metrics import Metrics
@@ -9,7 +11,7 @@ from common.net.link import BrokerAddress
 from common.node.child import ChildFace
 from common.node.discovery import discover
 from common.node.identity import Identity, new_session
-from common.node.life import export, export_parent, live
+from common.node.life import export_child, export_parent, live
 from common.node.parent import ParentFace
 from common.spec import CLOUD, Experiment, parse
 from common.wire.messages import NodeState, Traffic
@@ -61,7 +63,7 @@ class InstitutionAgent:
             transfer=experiment.transfer,
             shaped=shaped,
         )
-        up.below = lambda: sum(down.ledger.links().values(), Traffic())
+        up.below = lambda: replace(sum(down.ledger.links().values(), Traffic()), wire=down.ledger.broker())
         down.set_layout(layout)
         down.endpoint.announce(announcement)
         labels = ("institution", self._name, "")
@@ -91,5 +93,5 @@ class InstitutionAgent:
 
     def _export(self, up: ChildFace, down: ParentFace, *, labels: tuple[str, str, str], facts: dict[str, str]) -> None:
         self._metrics.run.labels(*labels).info(facts)
-        export(self._metrics, up.endpoint, labels)
+        export_child(self._metrics, up, labels)
         export_parent(self._metrics, down, labels)

@@ -188,8 +188,11 @@ def test_roles_without_training_are_small_quick_and_free_of_torch(tmp_path: Path
                     process.wait()
     labels = 'device="",institution="institution-0",role="institution"'
     assert re.search(rf'fedstrata_nodes{{{labels},state="absent"}} 4.0', text)
-    for name in ("payload_bytes", "message_bytes", "phase_seconds", "ignored_messages", "refused_models"):
+    for name in ("payload_bytes", "message_bytes", "wire_bytes", "retransmitted_bytes", "phase_seconds",
+                 "ignored_messages", "refused_models"):  # fmt: skip
         assert f"# TYPE fedstrata_{name}_total counter" in text, name
+    samples = [line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")]
+    assert len(samples) == len(set(samples))
 
 
 @pytest.mark.parametrize("module", ["cloud.agent", "institution.agent", "deploy.cli", "deploy.lab"])

@@ -194,3 +194,26 @@ def test_links_csv_counts_whole_models(reference: Path) -> None:
     for (source, target), payload in moved.items():
         iterations = 2 if "cloud" in (source, target) else 4
         assert payload == iterations * size, (source, target)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO is Linux's")
+def test_links_csv_shows_what_the_kernels_carried(reference: Path) -> None:
+    with (reference / "links.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    links = [row for row in table if row["kind"] == "all"]
+    assert len(links) == 2 * (2 + 4)
+    for row in links:
+        # What MQTT needs besides: login, subscriptions, presences, an acknowledgement for each control message.
+        assert 0 <= int(row["wire_bytes"]) - int(row["message_bytes"]) < 4000, row
+        assert 0 < float(row["overhead_percent"]) < 10 and float(row["rtt_ms"]) >= float(row["rtt_min_ms"]) > 0, row
+    brokers = {(row["from"], row["to"]): int(row["wire_bytes"]) for row in table if row["kind"] == "broker"}
+    parents = ("cloud", "institution-0", "institution-1")
+    assert set(brokers) == {pair for name in parents for pair in ((name, "broker"), ("broker", name))}
+    for name in parents:  # downward a model that all get crosses the parent's connection once
+        up = sum(int(row["message_bytes"]) for row in links if row["to"] == name and row["tier"] == _tier(name))
+        assert up <= brokers["broker", name] < up + 10_000
+    assert json.loads((reference / "manifest.json").read_text())["wire_bytes"] == "counted by the kernels (TCP_INFO)"
+
+
+def _tier(parent: str) -> str:
+    return "wan" if parent == "cloud" else "lan"

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from common.errors import WireError
 from common.net.accounting import Account
 from common.node.ledger import BYTES_MOST, Ledger
-from common.wire.messages import ChildReport, Traffic
+from common.wire.messages import ChildReport, Traffic, Wire
 
 
 def down(count: int) -> Traffic:
     """Return a link on which a child received so many bytes of models."""
-    return Traffic(received_model_payload=count, received_model_message=count)
+    wire = Wire(sent=3 * count, received=5 * count)
+    return Traffic(received_model_payload=count, received_model_message=count, wire=wire)
 
 
 # Lives of a child: what it counts at each of its words, growing within a life.
@@ -36,7 +37,9 @@ def test_totals_are_the_sum_of_the_lives_whenever_the_parent_is_restarted(
             ledger.restore(books)
     total = sum(life[-1] for life in lives)
     assert ledger.links()["child"].sent_model_payload == total
+    assert ledger.links()["child"].wire == Wire(sent=3 * total, received=5 * total)
     assert ledger.below() == down(2 * total)
+    assert ledger.brokers() == {"child": Wire(sent=6 * total, received=10 * total)}
     (report,) = ledger.reports()["child"]
     assert report == ChildReport("device", samples=7, traffic=down(3 * total))
 
@@ -44,17 +47,22 @@ def test_totals_are_the_sum_of_the_lives_whenever_the_parent_is_restarted(
 def test_what_arrived_here_is_kept_over_our_own_restarts() -> None:
     account = Account()
     account.add("child", "received", message=110, model=100)
-    ledger = Ledger(["child"], account)
+    ledger = Ledger(["child"], account, wire=lambda: Wire(sent=7, connections=1))
     later_account = Account()
-    later = Ledger(["child"], later_account)
+    later = Ledger(["child"], later_account, wire=lambda: Wire(sent=5, connections=2))
     later.restore(ledger.to_json())
+    assert later.broker() == Wire(sent=12, connections=3)
     later_account.add("child", "received", message=60, model=50)
     link = later.links()["child"]
     assert (link.received_model_payload, link.received_model_message) == (150, 170)
 
 
-def test_counts_that_cannot_be_are_refused() -> None:
+@pytest.mark.parametrize(
+    "lie", [Traffic(sent_model_payload=BYTES_MOST + 1), Traffic(wire=Wire(retransmitted=BYTES_MOST + 1))]
+)
+def test_counts_that_cannot_be_are_refused(lie: Traffic) -> None:
     ledger = Ledger(["child"], Account())
-    with pytest.raises(WireError, match="child counts more bytes than there are"):
-        ledger.enter("child", "s", link=down(BYTES_MOST + 1), below=Traffic())
+    for link, below in ((lie, Traffic()), (Traffic(), lie)):
+        with pytest.raises(WireError, match="child counts more bytes than there are"):
+            ledger.enter("child", "s", link=link, below=below)
     assert ledger.links()["child"] == Traffic()

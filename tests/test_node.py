@@ -51,6 +51,7 @@ from common.wire.messages import (
     Result,
     Task,
     Traffic,
+    Wire,
 )
 from deploy import broker
 from deploy.broker import Broker, Kind
@@ -59,6 +60,7 @@ RUN = "run-1"
 PARENT = "institution-0"
 PATIENCE_S = 30.0
 MANY = 2**63 - 1
+EVERYTHING = Traffic(*[MANY] * 8, Wire(*[MANY] * 11))
 
 Change = Callable[[Result], Result]
 Facts = tuple[str, dict[str, object]]
@@ -251,10 +253,10 @@ def strangers(layout: ModelLayout) -> list[Message]:
     huge = Manifest("f" * 16, 4_000_000 * 1000, 4_000_000, bytes(8000), "fp32", layout.digest)
     key = Key(0, 0, 0)
     result = Result(key, huge, None, MANY, float("nan"), 1, 1, 0.0, 0.0, ())
-    progress = Progress(key, Phase.TRAINING, MANY, MANY, Traffic(*[MANY] * 8), Traffic(*[MANY] * 8))
+    progress = Progress(key, Phase.TRAINING, MANY, MANY, EVERYTHING, EVERYTHING)
     return [
         Task(key, MANY, huge, b"x"), result, progress, Receipt(key, "no"), Gone("f" * 16),
-        Farewell(Traffic(), Traffic(), ()), Presence(NodeState.LOST, "device"),
+        Farewell(Traffic(), Traffic()), Presence(NodeState.LOST, "device"),
     ]  # fmt: skip
 
 
@@ -473,12 +475,12 @@ def test_absurd_counts_of_bytes_do_not_travel_on(address: BrokerAddress) -> None
         parent = parent_of(address, names, layout=layout)
         children = [child_of(address, name) for name in names]
         for child in children[1:]:
-            child.below = lambda: Traffic(*[MANY] * 8)
+            child.below = lambda: EVERYTHING
         tasks = [serving(child, layout, place) for place, child in enumerate(children)]
         async with together(living([parent.endpoint]), *tasks):
             row = drawn(layout, 1)
             await play(parent, row)
-            total = Farewell(sum(parent.ledger.links().values(), Traffic()), parent.ledger.below(), ())
+            total = Farewell(sum(parent.ledger.links().values(), Traffic()), parent.ledger.below())
             assert packing.decode(packing.encode(total, "s"))[1] == total
 
     scenario(run())

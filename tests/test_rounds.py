@@ -18,7 +18,19 @@ from common.rounds.coordinator import Assignment, Closed, Coordinator, Offered, 
 from common.rounds.participant import Answered, Begin, Participant, ParticipantState
 from common.rounds.timeline import Timeline
 from common.spec import Closing
-from common.wire.messages import Key, Manifest, NodeState, Phase, Presence, Progress, Receipt, Result, Task, Traffic
+from common.wire.messages import (
+    Key,
+    Manifest,
+    NodeState,
+    Phase,
+    Presence,
+    Progress,
+    Receipt,
+    Result,
+    Task,
+    Traffic,
+    Wire,
+)
 
 ALL = Closing()
 IDLE_S = 60.0
@@ -33,8 +45,8 @@ def result_of(key: Key, number: int = 77) -> Result:
     return Result(key, manifest_of(number), None, 10, 0.5, 1, 10, 1.0, 0.0, ())
 
 
-def progress_of(key: Key, phase: Phase = Phase.TRAINING, done: int = 0) -> Progress:
-    return Progress(key, phase, done, 100, Traffic(), Traffic())
+def progress_of(key: Key, phase: Phase = Phase.TRAINING, done: int = 0, *, traffic: Traffic | None = None) -> Progress:
+    return Progress(key, phase, done, 100, traffic or Traffic(), Traffic())
 
 
 def names_of(count: int) -> list[str]:
@@ -652,7 +664,11 @@ def test_a_child_that_never_came_is_named() -> None:
     assert desk.events() == [Stalled("device-0 made no progress for 20 s (it never came)", idle=True)]
 
 
-@pytest.mark.parametrize("how", ["steps", "phases", "bytes", "upload"])
+def wire_of(*, received: int = 0, sent: int = 0, control: int = 0) -> Traffic:
+    return Traffic(received_control_message=control, wire=Wire(sent=sent, received=received, connections=1))
+
+
+@pytest.mark.parametrize("how", ["steps", "phases", "bytes", "upload", "part of a chunk down", "part of a chunk up"])
 def test_nobody_is_given_up_while_something_moves(how: str) -> None:
     desk = Desk(1, idle_s=20.0)
     desk.say("device-0", progress_of(desk.key, Phase.FETCHING), 0.0)
@@ -664,6 +680,11 @@ def test_nobody_is_given_up_while_something_moves(how: str) -> None:
             desk.say("device-0", progress_of(desk.key, done=number), now)
         elif how == "phases":
             desk.say("device-0", progress_of(desk.key, [Phase.WAITING, Phase.TRAINING][number % 2]), now)
+        elif how == "part of a chunk down":  # 8 kbit/s
+            traffic = wire_of(received=19_000 * number, control=100 * number)
+            desk.say("device-0", progress_of(desk.key, Phase.FETCHING, traffic=traffic), now)
+        elif how == "part of a chunk up":
+            desk.say("device-0", progress_of(desk.key, Phase.OFFERING, traffic=wire_of(sent=19_000 * number)), now)
         else:
             desk.coordinator.moved("device-0", now=now)
         desk.coordinator.tick(now + 0.5)
@@ -675,9 +696,21 @@ def test_nobody_is_given_up_while_something_moves(how: str) -> None:
 def test_heartbeats_are_no_progress() -> None:
     desk = Desk(1, idle_s=20.0)
     for number in range(12):
-        desk.say("device-0", progress_of(desk.key, done=5), 2.0 * number)
+        # Our words and theirs, each acknowledged.
+        traffic = wire_of(received=5004 * number, sent=4 * number, control=5000 * number)
+        desk.say("device-0", progress_of(desk.key, done=5, traffic=traffic), 2.0 * number)
         desk.coordinator.tick(2.0 * number)
     assert any(isinstance(event, Stalled) for event in desk.events())
+
+
+def test_a_new_session_counts_its_bytes_anew() -> None:
+    desk = Desk(1, idle_s=20.0)
+    desk.say("device-0", progress_of(desk.key, Phase.FETCHING, traffic=wire_of(received=10**9)), 1.0)
+    for number in range(1, 10):
+        traffic = wire_of(received=20_000 * number)
+        desk.say("device-0", progress_of(desk.key, Phase.FETCHING, traffic=traffic), 15.0 * number, session="later")
+        desk.coordinator.tick(15.0 * number + 0.5)
+    assert not any(isinstance(event, Stalled) for event in desk.events())
 
 
 def test_an_offer_in_the_queue_for_an_upload_slot_is_not_idle() -> None:

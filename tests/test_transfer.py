@@ -10,13 +10,21 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from common.errors import RefusedModel
 from common.links import Way
 from common.net.shaping import Shaper
-from common.transfer.incoming import Fetched, FetchFailed, Incoming, IncomingEvent
+from common.transfer.incoming import (
+    PATIENCE_MOST_S,
+    PATIENCE_S,
+    REPAIR_S,
+    Fetched,
+    FetchFailed,
+    Incoming,
+    IncomingEvent,
+)
 from common.transfer.manifest import check, chunk_bytes_for, chunk_digest, describe, window_for
 from common.transfer.outgoing import Outgoing, Publication
 from common.wire.messages import Ask, Gone, Manifest
@@ -26,19 +34,21 @@ OWNER = "cloud"
 CHUNK = 1024
 
 
-def blob_of(chunks: int, seed: int = 0) -> tuple[Manifest, memoryview]:
+def blob_of(chunks: int, seed: int = 0, *, chunk_bytes: int = CHUNK) -> tuple[Manifest, memoryview]:
     """Return a blob of so many chunks, the last one short."""
-    data = random.Random(seed).randbytes(CHUNK * chunks - 300)
-    return describe(memoryview(data), chunk_bytes=CHUNK, codec="fp32", layout="l"), memoryview(data)
+    data = random.Random(seed).randbytes(chunk_bytes * chunks - 300)
+    return describe(memoryview(data), chunk_bytes=chunk_bytes, codec="fp32", layout="l"), memoryview(data)
 
 
 @dataclass
 class Receiver:
-    """One node that fetches; `slow_s` is what its link needs for a chunk."""
+    """One node that fetches; `slow_s` is what its link needs for a chunk, `kernel`: it can tell what comes in."""
 
     name: str
     incoming: Incoming
     slow_s: float = 0.0
+    kernel: bool = False
+    arriving: list[tuple[float, int]] = field(default_factory=list)
     buffers: dict[str, bytearray] = field(default_factory=dict)
     manifests: dict[str, Manifest] = field(default_factory=dict)
     has: dict[str, set[int]] = field(default_factory=dict)
@@ -48,6 +58,11 @@ class Receiver:
     free_at: float = 0.0
     got: int = 0
     done: float = 0.0
+
+    def carried(self, now: float) -> int:
+        """Return what its kernel has received, -1 where it does not tell."""
+        parts = (size * min(1.0, max(0.0, 1.0 - (end - now) / self.slow_s)) for end, size in self.arriving)
+        return int(sum(parts)) if self.kernel else -1
 
     @property
     def fetched(self) -> list[str]:
@@ -89,8 +104,9 @@ class Line:
     def after(self, delay: float, action: Callable[[], None]) -> None:
         self.at(self.now + delay, action)
 
-    def add(self, name: str, *, window: int = 8, slots: int = 4, slow_s: float = 0.0) -> Receiver:
-        self.receivers[name] = Receiver(name, Incoming(window=window, slots=slots), slow_s)
+    def add(self, name: str, *, window: int = 8, slots: int = 4, slow_s: float = 0.0, kernel: bool = False) -> Receiver:
+        incoming = Incoming(window=window, slots=slots, exclusive=True)
+        self.receivers[name] = Receiver(name, incoming, slow_s, kernel)
         return self.receivers[name]
 
     def fetch(self, receiver: Receiver, manifest: Manifest) -> None:
@@ -137,7 +153,7 @@ class Line:
 
     def _pump(self, receiver: Receiver) -> None:
         incoming = receiver.incoming
-        incoming.tick(self.now)
+        incoming.tick(self.now, carried=receiver.carried(self.now))
         while (event := incoming.next_event()) is not None:
             receiver.events.append(event)
             self.finished[receiver.name] = self.now
@@ -167,6 +183,7 @@ class Line:
                     self.at(ready_at, lambda: None)
                 return
             self.published.append(publication)
+            self.owner.left(publication)
             due = self.shaper.reserve(publication.receivers, len(publication.data), self.now)
             self._owner_free_at = self.now + self.pace_s
             self.at(self._owner_free_at, lambda: None)
@@ -191,6 +208,7 @@ class Line:
             return
         if receiver.slow_s:  # its link takes one after the other
             receiver.free_at = max(receiver.free_at, self.now) + receiver.slow_s
+            receiver.arriving.append((receiver.free_at + self.delay_s, len(publication.data)))
             self._carry(arrive, extra_s=receiver.free_at - self.now)
         else:
             self._carry(arrive, extra_s=shaped_s)
@@ -201,9 +219,11 @@ class Line:
                 self.after(self.delay_s + extra_s + self._random.random() * self.jitter_s, action)
 
 
-def broadcast(line: Line, chunks: int, names: Sequence[str], **how: float) -> tuple[Manifest, memoryview]:
+def broadcast(
+    line: Line, chunks: int, names: Sequence[str], *, chunk_bytes: int = CHUNK, **how: float
+) -> tuple[Manifest, memoryview]:
     """Offer one blob to receivers of these names, who all ask at once."""
-    manifest, data = blob_of(chunks)
+    manifest, data = blob_of(chunks, chunk_bytes=chunk_bytes)
     line.owner.offer(manifest, data, names)
     for name in names:
         line.fetch(line.add(name, **how), manifest)  # type: ignore[arg-type]
@@ -325,6 +345,40 @@ def test_a_link_slower_than_the_repair_time_is_not_flooded(slow_s: float) -> Non
     assert len(line.published) <= 100 + 4 * 8  # what the first silences cost, and nothing for each chunk
 
 
+@given(
+    rate=st.floats(1000.0, 1e7),
+    chunk_bytes=st.integers(32_768, 1_900_000),
+    chunks=st.integers(1, 12),
+    window=st.integers(2, 64),
+)
+@settings(max_examples=50)
+@example(rate=8000.0, chunk_bytes=1_000_000, chunks=12, window=8)  # 64 kbit/s: 125 s for a chunk
+def test_no_chunk_is_asked_for_twice_while_bytes_flow(rate: float, chunk_bytes: int, chunks: int, window: int) -> None:
+    line = Line()
+    slow_s = chunk_bytes / rate
+    manifest, data = broadcast(
+        line, chunks, ["device-0"], chunk_bytes=chunk_bytes, slow_s=slow_s, kernel=True, window=window
+    )
+    line.run(until_s=10 + (chunks + 1) * slow_s)
+    check_complete(line, manifest, data)
+    assert len(line.published) == chunks
+    assert [ask.restart for _, ask in line.asked] == [True] + [False] * (len(line.asked) - 1)
+    assert line.receivers["device-0"].incoming.chunks_asked_again == 0
+
+
+@given(rate=st.floats(1000.0, 1e7), chunk_bytes=st.integers(32_768, 1_900_000), chunks=st.integers(1, 12))
+@settings(max_examples=50)
+@example(rate=8000.0, chunk_bytes=1_000_000, chunks=12)
+def test_when_bytes_stop_it_is_asked_again(rate: float, chunk_bytes: int, chunks: int) -> None:
+    line = Line()
+    slow_s = chunk_bytes / rate
+    manifest, data = broadcast(line, chunks, ["device-0"], chunk_bytes=chunk_bytes, slow_s=slow_s, kernel=True)
+    line.lose = lambda publication: len(line.published) == chunks  # the last, which only silence shows
+    line.run(until_s=10 + PATIENCE_MOST_S + (chunks + 2) * slow_s)
+    check_complete(line, manifest, data)
+    assert [p.index for p in line.published] == [*range(chunks), chunks - 1]
+
+
 def test_a_late_receiver_gets_what_it_missed_on_its_own_lane() -> None:
     line = Line(pace_s=0.01)
     manifest, data = broadcast(line, 50, names_of(3))
@@ -383,6 +437,24 @@ def test_a_model_on_its_way_reaches_the_next_tier_a_chunk_later() -> None:
     line.run()
     check_complete(line, manifest, data)
     assert line.finished["device"] - start <= 0.05 * 40 + 0.01 + 2 * line.delay_s
+
+
+def test_what_has_not_left_its_owner_is_not_published_twice() -> None:
+    """An undeclared slow way out: the receiver hears nothing for long and asks again from the start."""
+    owner = Outgoing(first_number=0)
+    manifest, data = blob_of(6)
+    owner.offer(manifest, data, ["a"])
+    everything = Ask(manifest.blob, b"\xfc", 0, 0, 3, True)
+    owner.receive("a", everything, now=0.0)
+    under_way = [owner.next_publication(1.0, lambda peers: True) for _ in range(3)]
+    owner.receive("a", everything, now=9.0)
+    assert owner.next_publication(9.0, lambda peers: True).index == 3  # type: ignore[union-attr]
+    for publication in under_way:
+        assert publication is not None
+        owner.left(publication)
+    owner.receive("a", everything, now=20.0)  # they did leave, and did not arrive
+    again = [owner.next_publication(20.0, lambda peers: True) for _ in range(3)]
+    assert [publication.index for publication in again if publication] == [0, 1, 2]
 
 
 def test_two_blobs_take_turns() -> None:
@@ -596,6 +668,67 @@ def test_silence_is_answered_at_growing_intervals() -> None:
     assert asked[0] == 2.0 and (np.diff(gaps) >= 0).all() and gaps[-1] == 15.0
 
 
+def asked_at(incoming: Incoming, carried: Callable[[float], int], *, until_s: float) -> list[float]:
+    """Return when a fetch that gets no message asks, over a connection that carries so many bytes by the time."""
+    manifest, _ = blob_of(4, chunk_bytes=2_000_000)
+    incoming.fetch(OWNER, manifest, memoryview(bytearray(manifest.size)), now=0.0)
+    incoming.tick(0.0, carried=carried(0.0))
+    asked = [0.0] * len(incoming.to_send())
+    while (due := incoming.next_deadline()) is not None and due < until_s:
+        incoming.tick(due, carried=carried(due))
+        asked += [due] * len(incoming.to_send())
+    return asked
+
+
+def test_bytes_that_flow_are_no_silence() -> None:
+    own = Incoming(window=8, slots=4, exclusive=True)
+    assert asked_at(own, lambda now: 5000 + int(8000 * now), until_s=250.0) == [0.0]
+
+
+def test_bytes_that_never_become_a_chunk_are_none() -> None:
+    own = Incoming(window=8, slots=4, exclusive=True)
+    assert 500.0 < asked_at(own, lambda now: 5000 + int(8000 * now), until_s=600.0)[1] < 500.0 + 2 * REPAIR_S
+
+
+def test_bytes_that_stop_are_silence() -> None:
+    own = Incoming(window=8, slots=4, exclusive=True)
+    asked = asked_at(own, lambda now: int(8000 * min(now, 100.0)), until_s=200.0)
+    assert asked[0] == 0.0 and 100.0 + REPAIR_S <= asked[1] <= 100.0 + 2 * REPAIR_S
+
+
+def test_acknowledgements_and_pings_are_no_sign_of_a_model() -> None:
+    own = Incoming(window=8, slots=4, exclusive=True)
+    assert asked_at(own, lambda now: int(100 * now), until_s=60.0) == asked_at(
+        Incoming(window=8, slots=4), lambda now: -1, until_s=60.0
+    )
+
+
+def test_bytes_that_may_be_for_others_buy_no_more_than_patience() -> None:
+    shared = Incoming(window=8, slots=4)
+    assert asked_at(shared, lambda now: int(8000 * now), until_s=200.0) == [0.0, 15.0, 45.0, 105.0, 165.0]
+    assert PATIENCE_S == 15.0 and PATIENCE_MOST_S == 60.0
+
+
+def test_a_kernel_that_begins_or_ceases_to_tell_hides_no_silence() -> None:
+    for carried in (lambda now: -1 if now < 1 else 10**9, lambda now: 10**9 if now < 1 else -1):
+        own = Incoming(window=8, slots=4, exclusive=True)
+        assert asked_at(own, carried, until_s=60.0)[1] == REPAIR_S
+
+
+def test_a_new_connection_is_counted_from_its_own_beginning() -> None:
+    own = Incoming(window=8, slots=4, exclusive=True)
+    manifest, _ = blob_of(4, chunk_bytes=100_000)
+    own.fetch(OWNER, manifest, memoryview(bytearray(manifest.size)), now=0.0)
+    own.tick(0.0, carried=10**9)
+    own.reconnected(1.0)
+    own.tick(1.0, carried=200)
+    assert own.to_send()
+    own.tick(3.0, carried=20_000)
+    assert not own.to_send() and own.next_deadline() == 5.0
+    own.tick(5.0, carried=20_300)
+    assert own.to_send()
+
+
 def test_duplicates_of_an_old_ask_do_no_lasting_harm() -> None:
     line = Line(delay_s=0.02)
     manifest, data = broadcast(line, 60, names_of(2))
@@ -747,8 +880,8 @@ def test_an_ask_that_comes_late_does_not_undo_a_newer_one() -> None:
         owner.receive("a", Ask(manifest.blob, bytes([lacking]), seen, 0, 8, restart), now=0.0)
 
     ask(0xFF, 0, True)
-    while owner.next_publication(0.0, lambda peers: True):
-        pass
+    while (publication := owner.next_publication(0.0, lambda peers: True)) is not None:
+        owner.left(publication)
     ask(0x01, 7, False)  # seven have arrived, the last is in flight
     ask(0xC0 | 0x3F, 7, False)  # said before that
     assert owner.next_publication(0.0, lambda peers: True) is None
@@ -788,7 +921,8 @@ def test_any_ask_leaves_the_owner_sane(
     for _ in range(3):
         answer = owner.receive("liar", foreign, now=0.0)
         assert answer == (None if known or not bitmap else Gone("f" * 16))
-        owner.next_publication(1.0, lambda peers: True)
+        if (publication := owner.next_publication(1.0, lambda peers: True)) is not None:
+            owner.left(publication)
     owner.receive("a", Ask(manifest.blob, b"\xff\xc0", 0, 0, 64, True), now=0.0)
     got = set()
     while (publication := owner.next_publication(1.0, lambda peers: True)) is not None:

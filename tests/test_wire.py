@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from common.errors import WireError
 from common.wire import messages, packing, topics
 from common.wire.codecs import CODECS, codec_of
-from common.wire.messages import Key, Manifest, NodeState, Phase, Presence, Progress, Task, Traffic
+from common.wire.messages import Key, Manifest, NodeState, Phase, Presence, Progress, Task, Traffic, Wire
 
 SESSION = "c0ffee"
 COUNTS = st.integers(0, packing.MAX_INT)
@@ -206,7 +206,7 @@ def test_a_lie_about_the_session_is_refused(session: Any) -> None:
     assert "session" in refusal(msgpack.packb([1, session, 7, "0" * 16]))
 
 
-@pytest.mark.parametrize("kind", [-1, 9, 255, True, False, 0.0, "0", None, [0]], ids=repr)
+@pytest.mark.parametrize("kind", [-1, 10, 255, True, False, 0.0, "0", None, [0]], ids=repr)
 def test_an_unknown_kind_is_refused(kind: Any) -> None:
     assert "kind" in refusal(msgpack.packb([1, SESSION, kind, "0" * 16]))
 
@@ -252,6 +252,34 @@ def test_traffic_adds_and_subtracts_field_by_field() -> None:
     assert one + other == Traffic(11, 22, 33, 44, 55, 66, 77, 88)
     assert (one + other) - other == one
     assert one.sent == 2 + 4 and one.received == 6 + 8
+
+
+WIRES = st.builds(Wire, *[st.integers(0, 2**50)] * 6, *[st.integers(0, 3)] * 3, *[st.integers(0, 10**6)] * 2)
+
+
+@given(WIRES, WIRES, WIRES)
+def test_connections_add_up_in_any_grouping(one: Wire, two: Wire, three: Wire) -> None:
+    assert (one + two) + three == one + (two + three)
+    assert Wire() + one == one + Wire() == one
+    both = one + two
+    assert (both.sent, both.received) == (one.sent + two.sent, one.received + two.received)
+    assert both.rtt_us in (one.rtt_us, two.rtt_us) and both.rtt_min_us in (one.rtt_min_us, two.rtt_min_us)
+    assert both.measured == (one.connections + two.connections > 0 and not one.unmeasured + two.unmeasured)
+
+
+@given(WIRES, WIRES)
+def test_what_was_carried_since_is_no_more_and_no_less(before: Wire, since: Wire) -> None:
+    found = (before + since) - before
+    assert (found.sent, found.received) == (since.sent, since.received)
+    assert (found.retransmitted, found.retransmitted_segments) == (since.retransmitted, since.retransmitted_segments)
+    assert (found.sent_segments, found.received_segments) == (since.sent_segments, since.received_segments)
+    backward = before - (before + since)  # a kernel that no longer tells: a message has no negative count
+    assert (backward.sent, backward.received, backward.retransmitted) == (0, 0, 0)
+
+
+def test_the_least_round_trip_counts_only_where_there_is_one() -> None:
+    assert (Wire(rtt_us=30, rtt_min_us=9) + Wire()).rtt_min_us == (Wire() + Wire(rtt_min_us=9)).rtt_min_us == 9
+    assert Wire(rtt_us=30, rtt_min_us=9) + Wire(rtt_us=20, rtt_min_us=12) == Wire(rtt_us=20, rtt_min_us=9)
 
 
 # Manifest
@@ -304,7 +332,7 @@ def test_a_presence_wish_and_progress_by_hand() -> None:
     )
     progress = Progress(Key(0, 0, 0), Phase.TRAINING, 1, 2, Traffic(), Traffic())
     assert packing.encode(progress, "s") == (
-        b"\x99\x01\xa1s\x03\x93\x00\x00\x00\xa8training\x01\x02" + b"\x98" + b"\x00" * 8 + b"\x98" + b"\x00" * 8
+        b"\x99\x01\xa1s\x03\x93\x00\x00\x00\xa8training\x01\x02" + 2 * (b"\x99" + bytes(8) + b"\x9b" + bytes(11))
     )
 
 

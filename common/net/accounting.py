@@ -1,14 +1,15 @@
 """Bytes by peer, direction and kind, counted where a message is handed to or taken from the MQTT client.
 
-`payload` are a blob's bytes, or a control message's body; `message` is the whole MQTT packet. What the kernel
-adds (TCP, repeats, acknowledgements) is not in these counts.
+`payload` are a blob's bytes, or a control message's body; `message` is the whole MQTT packet. What the connection
+carries besides (login, subscriptions, presences, acknowledgements, pings) is in the kernel's count alone:
+`common.net.kernel`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from common.wire.messages import Traffic
 
@@ -52,8 +53,8 @@ class Account:
             cell.message += message - model
 
     def traffic(self, peer: str) -> Traffic:
-        """Return the bytes to and from one peer."""
-        counts: list[int] = []
+        """Return the bytes to and from one peer; of the wire it knows nothing."""
+        counts: list[Any] = []
         for direction in ("sent", "received"):
             for kind in ("model", "control"):
                 cell = self.cells.get((peer, direction, kind), Tally())

@@ -1,7 +1,7 @@
 """What a broker takes: its largest packet, which only MQTT 5 tells.
 
 The agents speak MQTT 3.1.1, which every broker does; a connection of its own asks, once, before the first model goes.
-A publisher that exceeds the limit is cut off without a word, for ever.
+A publisher that exceeds the limit is cut off without a word, for ever. Its hundred bytes are in no account.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """One MQTT connection that comes back by itself. The only module that imports aiomqtt.
 
-aiomqtt (asyncio-mqtt's present name) drives paho-mqtt from the event loop. Three of its habits are dealt with
-here: it leaves Nagle's algorithm on (stalls of 40 ms), its publish time-out strikes on slow links, and a publish
-that waits when the connection dies would wait for ever.
+aiomqtt (asyncio-mqtt's present name) drives paho-mqtt from the event loop. Four of its habits are dealt with
+here: it leaves Nagle's algorithm on (stalls of 40 ms), its publish time-out strikes on slow links, a publish that
+waits when the connection dies would wait for ever, and after 20 messages without an acknowledgement, which on a slow
+link waits behind a chunk for minutes, nothing more would leave.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import aiomqtt
 
 from common.errors import ConnectionFailed
 from common.net.bulk import Body, BulkClient, usable
+from common.net.kernel import WireMeter
 from common.net.packets import FindPlace, Place
 
 BACKOFF_S: Final = 0.1
@@ -76,6 +78,7 @@ class Link:
         self._client: aiomqtt.Client | None = None
         self._calls: set[asyncio.Task[None]] = set()
         self._leaving: set[Callable[[], None]] = set()
+        self.meter = WireMeter()
         self.reconnects = 0
 
     @property
@@ -113,6 +116,7 @@ class Link:
                     ) from None
                 lost = give_up == math.inf and attempt == 0
                 log.log(logging.WARNING if lost else logging.INFO, "broker %s: %s; trying again", self.address, error)
+            self.meter.detach()
             self.reconnects += 1
             delay = random.uniform(0, min(BACKOFF_MOST_S, BACKOFF_S * 2**attempt))
             await asyncio.sleep(min(delay, max(0.0, give_up - loop.time())))
@@ -168,11 +172,13 @@ class Link:
             clean_session=True,
             keepalive=self._keepalive_s,
             socket_options=SOCKET_OPTIONS,
+            max_inflight_messages=PENDING_CALLS_MOST,
             logger=logging.getLogger("fedstrata.mqtt"),
         )
         client.pending_calls_threshold = PENDING_CALLS_MOST
         if usable():
             BulkClient.adopt(client._client, find_place=self._find_place, landed=self._landed)
+        self.meter.follow(client._client)
         return client
 
     def _call(self, call: Coroutine[Any, Any, Any], done: Callable[[], None] | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -29,6 +29,7 @@ from common.wire.messages import (
     Phase,
     Presence,
     Receipt,
+    Reports,
     Result,
     Task,
     Traffic,
@@ -107,9 +108,12 @@ class ChildFace:
             raise RunFailed(f"{self._parent} gave up: {over.reason}")
 
     async def farewell(self, children: tuple[ChildReport, ...], *, timeout_s: float) -> None:
-        """Say goodbye with the final count of this link's bytes."""
-        self.endpoint.send(self._parent, Farewell(self._traffic(), self.below(), children))
-        await self.endpoint.flush(timeout_s=timeout_s)
+        """Say goodbye: the children's last reports, and when these have left, the final count of this link's bytes."""
+        if children:
+            self.endpoint.send(self._parent, Reports(children))
+        await self.endpoint.flush(timeout_s=timeout_s / 2)
+        self.endpoint.send(self._parent, Farewell(self._traffic(), self.below()))
+        await self.endpoint.flush(timeout_s=timeout_s / 2)
 
     # Face
 
@@ -173,6 +177,9 @@ class ChildFace:
 
     def to_send(self, now: float) -> Sequence[tuple[str, Message]]:
         """Return progress and results."""
+        due = self.participant.next_deadline()
+        if due is None or now < due:
+            return ()  # the books are summed up when they are told
         return [(self._parent, message) for message in self.participant.to_send(now, self._traffic(), self.below())]
 
     def next_deadline(self) -> float | None:
@@ -185,13 +192,16 @@ class ChildFace:
     def _open_books(self, books: str) -> None:
         """Count from zero for a parent that begins new books."""
         if books != self._books:
-            before = self.endpoint.account.traffic(self._parent) if self._books else Traffic()
+            before = self._counted() if self._books else Traffic()
             self._counted_before.setdefault(books, before)
             self._books = books
 
     def _traffic(self) -> Traffic:
-        counted = self.endpoint.account.traffic(self._parent)
-        return counted - self._counted_before.get(self._books, Traffic())
+        return self._counted() - self._counted_before.get(self._books, Traffic())
+
+    def _counted(self) -> Traffic:
+        endpoint = self.endpoint
+        return replace(endpoint.account.traffic(self._parent), wire=endpoint.link.meter.sample())
 
     # Work
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 from math import inf
@@ -23,12 +22,11 @@ from common.errors import ConnectionFailed, NoProgress, WireError
 from common.layout import ModelLayout, Row
 from common.links import Ways
 from common.net.accounting import Account, packet_bytes
-from common.net.bulk import Body
 from common.net.limits import packet_limit
 from common.net.link import BrokerAddress, Link
 from common.net.packets import Place
-from common.net.shaping import Departures, Shaper
 from common.node.arriving import Arriving
+from common.node.courier import Courier, inline_bytes, qos_of
 from common.node.face import Face
 from common.node.herald import Herald
 from common.node.identity import Identity
@@ -36,12 +34,10 @@ from common.node.offload import offload
 from common.spec import Transfer
 from common.transfer.incoming import Incoming, Landing
 from common.transfer.manifest import MIN_RATED_CHUNK, check, chunk_bytes_for, describe, renamed
-from common.transfer.outgoing import Outgoing, Publication
 from common.wire import packing, topics
 from common.wire.codecs import CODECS
-from common.wire.messages import Announcement, Ask, Gone, Manifest, Message, NodeState, Presence, Progress, Result, Task
+from common.wire.messages import Announcement, Ask, Gone, Manifest, Message, NodeState, Presence
 
-PUBLISHING_MOST: Final = 4
 PACKET_ROOM: Final = 1024  # for what goes with a chunk, or with a model inside its announcement
 CODEC: Final = "fp32"
 OFFLINE_TICK_S: Final = 0.2
@@ -62,10 +58,12 @@ class Endpoint:
         self.account = Account()
         self.ignored = 0
         self.incoming = Incoming(
-            window=transfer.window, slots=transfer.upload_slots, ways=ways.from_, keepalive_s=transfer.keepalive_s
+            window=transfer.window,
+            slots=transfer.upload_slots,
+            ways=ways.from_,
+            keepalive_s=transfer.keepalive_s,
+            exclusive=len(face.peers) == 1,
         )
-        self.outgoing = Outgoing(first_number=time.time_ns() // 1_000_000)
-        self.shaper = Shaper(ways.to if ways.shaped else {})
         self._ways = ways
         self._transfer = transfer
         self._chunk_most, self._inline_most = transfer.chunk_bytes, transfer.inline_bytes
@@ -73,13 +71,10 @@ class Endpoint:
         self._wake = asyncio.Event()
         self._connected_once = asyncio.Event()
         self._away_since: float | None = None
-        self._publishing = 0
-        self._bodies: dict[Body, str] = {}
         self._subscribed: set[tuple[str, str]] = set()
         self._herald = Herald(identity, self._publish_presence, broker=str(address))
         self._announcement: bytes | None = None
         self._loop = asyncio.get_running_loop()
-        self._departures = Departures(self._loop)
         will = packing.encode(Presence(NodeState.LOST, identity.role, reason="connection lost"), identity.session)
         self.link = Link(
             address,
@@ -92,6 +87,8 @@ class Endpoint:
             lost=self._lost,
             will=(topics.state(identity.run, identity.name), will),
         )
+        self.courier = Courier(identity, self.link, self.account, ways, wake=self.wake)
+        self.outgoing = self.courier.outgoing
 
     def now(self) -> float:
         """Return monotonic seconds."""
@@ -143,7 +140,7 @@ class Endpoint:
         """Wait until what was said has left for the broker."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._departures.empty()
+                await self.courier.empty()
                 await self.link.flush()
         except TimeoutError:
             pass  # the broker is away; its will speaks for us
@@ -178,10 +175,7 @@ class Endpoint:
 
     def retire(self, blob: str) -> None:
         """Stop serving a blob; from now on its memory may be written."""
-        self.outgoing.retire(blob)
-        for body, of in self._bodies.items():
-            if of == blob:
-                body.detach()
+        self.courier.retire(blob)
 
     @staticmethod
     def check(manifest: Manifest, layout: ModelLayout) -> None:
@@ -190,14 +184,7 @@ class Endpoint:
 
     def send(self, peer: str, message: Message) -> None:
         """Send a control message to a peer's inbox."""
-        topic = topics.inbox(self.identity.run, peer, self.identity.name)
-        body = packing.encode(message, self.identity.session)
-        model = _inline_bytes(message)
-        qos = _qos(message)
-        size = packet_bytes(topic, len(body), qos=qos)
-        self.account.add(peer, "sent", message=size, model=model, control=len(body) - model)
-        due = self.shaper.reserve((peer,), size, self.now())
-        self._departures.at(due, partial(self.link.publish, topic, body, qos=qos))
+        self.courier.send(peer, message, self.now())
 
     # Towards the cores
 
@@ -249,8 +236,8 @@ class Endpoint:
             size = packet_bytes(text, len(body), qos=1)
             self.account.add(topic.sender, "received", message=size, control=len(body))
             raise
-        size = packet_bytes(text, len(body), qos=_qos(message))
-        model = _inline_bytes(message)
+        size = packet_bytes(text, len(body), qos=qos_of(message))
+        model = inline_bytes(message)
         self.account.add(topic.sender, "received", message=size, model=model, control=len(body) - model)
         self.incoming.heard(now)
         if isinstance(message, Ask):
@@ -286,7 +273,7 @@ class Endpoint:
                 raise NoProgress(f"broker {self.link.address} was away for {self._transfer.idle_s:g} s")
             self._face.tick(now)
             if self.link.up:
-                self.incoming.tick(now)
+                self.incoming.tick(now, carried=self.link.meter.received())
                 due = [self._send_due(now), self.incoming.next_deadline(), self._face.next_deadline()]
             else:
                 due = [now + OFFLINE_TICK_S]
@@ -304,42 +291,12 @@ class Endpoint:
         self._subscribe_lanes()  # before the asks: what they bring must find us subscribed
         for owner, ask in self.incoming.to_send():
             self.send(owner, ask)
-        return self._publish_chunks(now)
-
-    def _publish_chunks(self, now: float) -> float | None:
-        while self._publishing < PUBLISHING_MOST:
-            publication = self.outgoing.next_publication(now, lambda peers: self.shaper.ready(peers, now))
-            if publication is None:
-                break
-            self._publish_chunk(publication, now)
-        else:
-            return None
-        waits = (self.outgoing.next_deadline(now), self.shaper.next_ready(now))
-        return min((at for at in waits if at is not None), default=None)
-
-    def _publish_chunk(self, chunk: Publication, now: float) -> None:
-        identity = self.identity
-        topic = topics.chunk(identity.run, identity.name, chunk.lane, chunk.blob, chunk.index, chunk.number)
-        body = Body(chunk.data)
-        nbytes = len(chunk.data)
-        size = packet_bytes(topic, nbytes, qos=0)
-        peer = chunk.receivers[0] if len(chunk.receivers) == 1 else topics.ALL
-        self.account.add(peer, "sent", message=size, model=nbytes)
-        self._bodies[body] = chunk.blob
-        self._departures.at(self.shaper.reserve(chunk.receivers, size, now), partial(self._hand_over, topic, body))
-
-    def _hand_over(self, topic: str, body: Body) -> None:
-        self._publishing += 1  # only now: what waits for a slow link must not keep others from theirs
-        self.link.publish_body(topic, body, done=partial(self._published, body))
-
-    def _published(self, body: Body) -> None:
-        self._publishing -= 1
-        del self._bodies[body]
-        self._wake.set()
+        return self.courier.publish_chunks(now)
 
     async def _connected(self) -> None:
         identity = self.identity
-        self._mind_limit(await packet_limit(self.link.address))
+        if not self._connected_once.is_set():
+            self._mind_limit(await packet_limit(self.link.address))
         self._subscribed.clear()
         self._away_since = None
         self.link.subscribe([topics.state("+", identity.name)], qos=1)
@@ -387,13 +344,3 @@ class Endpoint:
         if self._announcement is not None:
             topic = topics.spec(self.identity.run, self.identity.name)
             self.link.publish(topic, self._announcement, qos=1, retain=True)
-
-
-def _qos(message: Message) -> int:
-    """Return 0 for what is said again soon, with more in it: it spares four acknowledgements."""
-    return 0 if isinstance(message, (Ask, Progress)) else 1
-
-
-def _inline_bytes(message: Message) -> int:
-    """Return how many bytes of a message are a model that travels inside it."""
-    return len(message.inline or b"") if isinstance(message, (Task, Result)) else 0

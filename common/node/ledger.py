@@ -8,13 +8,13 @@ them and no byte is lost or counted twice. What a killed child had counted since
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Final
 
 from common.errors import WireError
 from common.net.accounting import Account
-from common.wire.messages import ChildReport, Traffic
+from common.wire.messages import ChildReport, Traffic, Wire
 
 BYTES_MOST: Final = 2**50
 NOTHING: Final = Traffic()
@@ -47,13 +47,15 @@ class _Page:
 class Ledger:
     """What each child counted on its own link and below it, and what arrived here, over all processes of both."""
 
-    def __init__(self, children: Iterable[str], account: Account) -> None:
+    def __init__(self, children: Iterable[str], account: Account, *, wire: Callable[[], Wire] = Wire) -> None:
         self._account = account
+        self._wire = wire
+        self._wire_before = Wire()
         self._pages = {name: _Page() for name in children}
 
     def enter(self, child: str, session: str, *, link: Traffic, below: Traffic) -> None:
         """Take a child's counts, which grow within a session. Raises WireError on counts that cannot be."""
-        if any(count > BYTES_MOST for part in (link, below) for count in astuple(part)):
+        if max(*_counts(link), *_counts(below)) > BYTES_MOST:
             raise WireError(f"{child} counts more bytes than there are")  # their sums must fit in a message
         page = self._pages[child]
         page.turn(session)
@@ -66,7 +68,10 @@ class Ledger:
         page.reports = {report.name: report for report in reports}
 
     def links(self) -> dict[str, Traffic]:
-        """Return each child's link: `received_*` as it arrived here (up), `sent_*` as it arrived there (down)."""
+        """Return each child's link: `received_*` as it arrived here (up), `sent_*` as it arrived there (down).
+
+        `wire` stays as the child told it: it sent upward.
+        """
         links = {}
         for name, page in self._pages.items():
             here, there = self._here(name), page.link_before + page.link
@@ -79,8 +84,17 @@ class Ledger:
                 here.received_model_message,
                 here.received_control_payload,
                 here.received_control_message,
+                there.wire,
             )
         return links
+
+    def broker(self) -> Wire:
+        """Return what our own connection to the children's broker carried, theirs all together."""
+        return self._wire_before + self._wire()
+
+    def brokers(self) -> dict[str, Wire]:
+        """Return the same of each child that has children."""
+        return {name: (page.below_before + page.below).wire for name, page in self._pages.items()}
 
     def below(self) -> Traffic:
         """Return the sum of the children's own children's links."""
@@ -107,27 +121,38 @@ class Ledger:
                 "reports": [astuple(report) for report in page.reports.values()],
                 "reports_before": {device: astuple(traffic) for device, traffic in page.reports_before.items()},
             }
-        return json.dumps(pages)
+        return json.dumps({"broker": astuple(self.broker()), "pages": pages})
 
     def restore(self, text: str) -> None:
         """Go on with the books that an earlier process of ours kept. Raises ValueError, KeyError or TypeError."""
-        pages: Mapping[str, Any] = json.loads(text)
+        books: Mapping[str, Any] = json.loads(text)
+        self._wire_before = Wire(*books["broker"])
         for name in self._pages:
-            kept = pages[name]
+            kept = books["pages"][name]
             self._pages[name] = _Page(
                 session=kept["session"],
-                here_before=Traffic(*kept["here_before"]),
+                here_before=_traffic(kept["here_before"]),
                 reports={row[0]: _report(row) for row in kept["reports"]},
-                reports_before={device: Traffic(*counts) for device, counts in kept["reports_before"].items()},
-                **{key: Traffic(*kept[key]) for key in _TRAFFICS},
+                reports_before={device: _traffic(counts) for device, counts in kept["reports_before"].items()},
+                **{key: _traffic(kept[key]) for key in _TRAFFICS},
             )
 
     def _here(self, child: str) -> Traffic:
         return self._pages[child].here_before + self._account.traffic(child)
 
 
+def _counts(traffic: Traffic) -> Iterable[int]:
+    *counts, wire = astuple(traffic)
+    return (*counts, *wire)
+
+
+def _traffic(row: list[Any]) -> Traffic:
+    values = [*row[:-1], Wire(*row[-1])]
+    return Traffic(*values)
+
+
 def _report(row: list[Any]) -> ChildReport:
-    values = [*row[:-1], Traffic(*row[-1])]
+    values = [*row[:-1], _traffic(row[-1])]
     return ChildReport(*values)
 
 

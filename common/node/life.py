@@ -7,12 +7,14 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
 from common.errors import DuplicateName, FedstrataError
-from common.metrics import Cells, Metrics
+from common.metrics import Carried, Cells, Metrics
+from common.node.child import ChildFace
 from common.node.endpoint import Endpoint
 from common.node.parent import ParentFace
 from common.wire.messages import NodeState
 
 LAST_WORD_S: Final = 2.0
+BROKER: Final = "broker"
 
 _T = TypeVar("_T")
 
@@ -72,31 +74,42 @@ def first_error(error: BaseException) -> FedstrataError | None:
     return None
 
 
-def export(metrics: Metrics, endpoint: Endpoint, node: tuple[str, str, str]) -> None:
-    """Put an endpoint's counts among the metrics, with the labels (role, institution, device)."""
+def export_child(metrics: Metrics, child: ChildFace, node: tuple[str, str, str]) -> None:
+    """Put a child's endpoint among the metrics, with the labels (role, institution, device)."""
+    _export(metrics, child.endpoint, node, peer=child.peers[0])
+
+
+def export_parent(metrics: Metrics, parent: ParentFace, node: tuple[str, str, str]) -> None:
+    """Put a parent's endpoint, its children's states and what it did not use among the metrics."""
+    _export(metrics, parent.endpoint, node, peer=BROKER)
+    metrics.watch_children(node, parent.coordinator.states)
+    for name, text, read in (
+        ("refused_models", "Uploads that were not used", lambda: parent.refused_models),
+        ("late_results", "Results that came after their round had closed", lambda: parent.coordinator.late),
+    ):
+        metrics.watch_total(name, text, node=node, read=read)
+
+
+def _export(metrics: Metrics, endpoint: Endpoint, node: tuple[str, str, str], *, peer: str) -> None:
+    """Export an endpoint's counts; `peer` is whom its connection serves, a parent's all children of one broker."""
 
     def cells() -> Cells:
-        for (peer, direction, kind), tally in list(endpoint.account.cells.items()):
-            yield peer, direction, kind, tally.payload, tally.message
+        for cell, tally in list(endpoint.account.cells.items()):
+            yield *cell, tally.payload, tally.message
+
+    def carried() -> Carried | None:
+        wire = endpoint.link.meter.sample()
+        again = None if wire.retransmitted_unknown else wire.retransmitted
+        return Carried(wire.sent, wire.received, again, wire.rtt_us / 1e6) if wire.measured else None
 
     metrics.watch_bytes(node, cells)
+    metrics.watch_wire(node, peer, carried)
     for name, text, read in (
         ("ignored_messages", "Messages that were none of ours", lambda: endpoint.ignored),
         ("reconnects", "Broken or failed connections to the broker", lambda: endpoint.link.reconnects),
         ("chunks_published", "Chunks of models published", lambda: endpoint.outgoing.chunks_published),
         ("chunks_repeated", "Chunks published again", lambda: endpoint.outgoing.chunks_repeated),
         ("chunks_refused", "Chunks that were damaged or foreign", lambda: endpoint.incoming.chunks_refused),
-    ):
-        metrics.watch_total(name, text, node=node, read=read)
-
-
-def export_parent(metrics: Metrics, parent: ParentFace, node: tuple[str, str, str]) -> None:
-    """Put a parent's endpoint, its children's states and what it did not use among the metrics."""
-    export(metrics, parent.endpoint, node)
-    metrics.watch_children(node, parent.coordinator.states)
-    for name, text, read in (
-        ("refused_models", "Uploads that were not used", lambda: parent.refused_models),
-        ("late_results", "Results that came after their round had closed", lambda: parent.coordinator.late),
     ):
         metrics.watch_total(name, text, node=node, read=read)
 

@@ -34,6 +34,7 @@ from common.wire.messages import (
     NodeState,
     Presence,
     Progress,
+    Reports,
     Result,
     Traffic,
 )
@@ -93,7 +94,7 @@ class ParentFace:
         self._served: set[str] = set()
         self._closed: asyncio.Future[Closed] | None = None
         self._checks: set[asyncio.Task[None]] = set()
-        self.ledger = Ledger(self.peers, self.endpoint.account)
+        self.ledger = Ledger(self.peers, self.endpoint.account, wire=self.endpoint.link.meter.sample)
         self.moves = 0
         self.samples: dict[str, int] = {}
         self._farewells: set[str] = set()
@@ -193,9 +194,10 @@ class ParentFace:
         elif isinstance(message, Result):
             self.ledger.enter_reports(sender, session, message.children)
             self.coordinator.receive(sender, session, message, now=now)
+        elif isinstance(message, Reports):
+            self.ledger.enter_reports(sender, session, message.children)
         elif isinstance(message, Farewell):
             self._count(sender, session, message.traffic, message.below)
-            self.ledger.enter_reports(sender, session, message.children)
             self._farewells.add(sender)
             self._changed.set()
         else:

@@ -26,6 +26,7 @@ from common.wire.messages import Key, Manifest, NodeState, Phase, Presence, Prog
 
 REPEAT_S: Final = 1.0
 REPEAT_MOST_S: Final = 5.0
+CARRIED_BYTES: Final = 16_384  # of a chunk on its way; acknowledgements and pings need an hour for as much
 
 
 class ChildState(Enum):
@@ -98,6 +99,7 @@ class _Child:
     repeat_s: float = REPEAT_S
     told: bool = False
     mark: tuple[Phase, int] | None = None
+    carried: int = 0
     answered: tuple[Key, str] | None = None
     has_model: bool = False
 
@@ -159,8 +161,9 @@ class Coordinator:
             child.state = ChildState.WORKING
             child.moved = now
         if isinstance(message, Progress):
-            if child.mark != (message.phase, message.done):
-                child.mark = (message.phase, message.done)
+            carried = message.traffic.carried_models
+            if child.mark != (message.phase, message.done) or carried >= child.carried + CARRIED_BYTES:
+                child.mark, child.carried = (message.phase, message.done), carried
                 child.moved = now
             if message.phase is not Phase.FETCHING:
                 self._received_model(child, now)
@@ -316,7 +319,7 @@ class Coordinator:
         if child.session:
             child.retired.add(child.session)
             self._events.append(Restarted(name))
-        child.session, child.moved, child.mark = session, now, None
+        child.session, child.moved, child.mark, child.carried = session, now, None, 0
         if self._open and child.state in (ChildState.ASSIGNED, ChildState.WORKING, ChildState.OFFERED):
             child.result = None
             self._assign(child, now)

@@ -4,8 +4,9 @@ An `Ask` is sent at the start, after each quarter of a window, when a gap in the
 loss, and when the connection fell silent. It always carries the whole state, so any of them may be lost.
 
 Silence is measured against the link's own pace: where publications come in order, one every 8 s, 2 s without any
-are no loss. A connection that others keep busy is never silent, so a fetch that got nothing for `PATIENCE_S` asks
-again by itself.
+are no loss. Nor is a connection silent over which bytes flow, by the kernel's count, though no message is complete: a
+chunk of 1 MB takes two minutes on a link of 64 kbit/s. A connection that others keep busy is never silent, so a fetch
+that got nothing for `PATIENCE_S` asks again by itself, unless all that the connection carries is for us.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ PATIENCE_S: Final = 15.0
 PATIENCE_MOST_S: Final = 60.0
 DAMAGED_MOST: Final = 3
 ASKS_PER_WINDOW: Final = 2
+FLOW_BYTES_S: Final = 256  # the acknowledgements and pings of a connection without models are fewer, TLS included
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,8 @@ class Incoming:
     """All fetches of one node over one connection, at most `slots` of them active at a time.
 
     `window`: chunks under way at most; fewer where an owner's way to here would need too much of the
-    keep-alive for them.
+    keep-alive for them. `exclusive`: the connection serves one owner alone, so that all it carries are answers to
+    our asks.
     """
 
     def __init__(
@@ -91,11 +94,13 @@ class Incoming:
         slots: int,
         ways: Mapping[str, Way] | None = None,
         keepalive_s: float = inf,
+        exclusive: bool = False,
     ) -> None:
         self._window = window
         self._ways = ways or {}
         self._keepalive_s = keepalive_s
         self._slots = slots
+        self._exclusive = exclusive
         self._active: OrderedDict[tuple[str, str], _Fetch] = OrderedDict()
         self._queued: deque[_Fetch] = deque()
         self._completed: deque[tuple[str, Ask]] = deque()
@@ -105,6 +110,7 @@ class Incoming:
         self._arrived = 0.0
         self._gap_s = 0.0
         self._repair_s = REPAIR_S
+        self._carried: tuple[int, int, float] | None = None  # at the last message, at the last look, and when that was
         self.chunks_refused = 0
         self.chunks_duplicate = 0
         self.chunks_asked_again = 0
@@ -240,6 +246,7 @@ class Incoming:
         """Note that bytes arrived on the connection: it is not silent."""
         self._repair_s = min(max(REPAIR_S, 2 * self._gap_s), PATIENCE_MOST_S)
         self._heard = self._arrived = now
+        self._carried = None
 
     def reconnected(self, now: float) -> None:
         """Ask again for everything: what was in flight died with the old connection."""
@@ -248,8 +255,16 @@ class Incoming:
             fetch.due = fetch.restart = True
             fetch.heard = now
 
-    def tick(self, now: float) -> None:
-        """Ask again where the connection has been silent: only silence shows the loss of the last chunks."""
+    def tick(self, now: float, *, carried: int = -1) -> None:
+        """Ask again where the connection has been silent: only silence shows the loss of the last chunks.
+
+        `carried`: bytes that the present connection has received so far, -1 where nobody knows.
+        """
+        if self._carried is None:
+            self._carried = carried, carried, now
+        due = self.next_deadline()
+        if due is not None and now >= due:
+            self._look(carried, now)
         silent = now >= self._heard + self._repair_s
         for fetch in self._active.values():
             starved = now >= fetch.heard + fetch.patience_s
@@ -283,7 +298,22 @@ class Incoming:
         """Return the next finished or failed fetch."""
         return self._events.popleft() if self._events else None
 
+    def _look(self, carried: int, now: float) -> None:
+        """Take bytes that have arrived since the last look for the sign of life that they are.
+
+        Messages arrive one after another, so what has come since the last one is no chunk if it is far more than one.
+        """
+        first, before, since = self._carried or (carried, carried, now)
+        self._carried = first, carried, now
+        most = 2 * max(fetch.manifest.chunk_bytes for fetch in self._active.values())
+        flows = carried - before > FLOW_BYTES_S * max(REPAIR_S, now - since)
+        if flows and before >= 0 and carried - first <= most:
+            self._heard = now
+            for fetch in self._active.values() if self._exclusive else ():
+                fetch.heard = now
+
     def _listen(self, now: float) -> None:
+        self._carried = None
         self._heard = self._arrived = now
         self._gap_s, self._repair_s = 0.0, REPAIR_S
 

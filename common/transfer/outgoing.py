@@ -66,6 +66,7 @@ class _Blob:
         self.last_all = first
         self.last_own: dict[str, int] = {}  # outlives an asker: its receiver remembers the numbers that it saw
         self.cursor = 0
+        self.leaving: set[tuple[str, int]] = set()
         self.gather_until: float | None = None
 
     def has(self, index: int) -> bool:
@@ -137,8 +138,18 @@ class Outgoing:
             asker.seen_all, asker.seen_own = blob.last_all, asker.last_own
         passed = np.arange(chunks) < blob.cursor
         in_flight = (blob.published > asker.seen_all) | (asker.own > asker.seen_own)
+        in_flight[[index for lane, index in blob.leaving if lane in (ALL, receiver)]] = True
         asker.lost = asker.lacking & passed & ~in_flight
         return None
+
+    def left(self, publication: Publication) -> None:
+        """Note that a publication has left this node, or died with its connection.
+
+        Before that nobody can have it, so whoever asks for it again need not get it twice.
+        """
+        blob = self._blobs.get(publication.blob)
+        if blob is not None:
+            blob.leaving.discard((publication.lane, publication.index))
 
     def forget(self, receiver: str) -> None:
         """Drop a receiver that died; when it comes back it asks again."""
@@ -201,6 +212,7 @@ class Outgoing:
                 asker.last_own = blob.last_own[name] = asker.last_own + 1
                 asker.own[index] = asker.last_own
                 asker.lost[index] = False
+                blob.leaving.add((name, index))
                 data = blob.data[blob.manifest.span(index)]
                 return Publication(name, blob.manifest.blob, index, asker.last_own, data, (name,))
         return None
@@ -211,6 +223,7 @@ class Outgoing:
         blob.published[index] = blob.last_all
         for name in receivers:
             blob.askers[name].lost[index] = False
+        blob.leaving.add((ALL, index))
         data = blob.data[blob.manifest.span(index)]
         return Publication(ALL, blob.manifest.blob, index, blob.last_all, data, tuple(blob.askers))
 

@@ -5,7 +5,7 @@ How they become bytes is `common.wire.packing`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Final, NamedTuple, TypeAlias
 
@@ -95,10 +95,52 @@ class Announcement:
 
 
 @dataclass(frozen=True, slots=True)
+class Wire:
+    """What the kernel carried on a node's connections to one broker, summed over reconnections.
+
+    Bytes are the stream's (TCP payload), each counted once: `sent` what the broker's kernel acknowledged, `received`
+    what arrived; what had to be sent again, `retransmitted`, comes on top. Segments are packets on the wire, bare
+    acknowledgements included. `rtt_us` is the last smoothed round trip time, `rtt_min_us` the least, 0 where there is
+    none. Of the `connections`, `unmeasured` ones told nothing, `retransmitted_unknown` ones no retransmitted bytes.
+    """
+
+    sent: int = 0
+    received: int = 0
+    retransmitted: int = 0
+    sent_segments: int = 0
+    received_segments: int = 0
+    retransmitted_segments: int = 0
+    connections: int = 0
+    unmeasured: int = 0
+    retransmitted_unknown: int = 0
+    rtt_us: int = 0
+    rtt_min_us: int = 0
+
+    def __add__(self, later: Wire) -> Wire:
+        sums = {name: getattr(self, name) + getattr(later, name) for name in _SUMMED}
+        least = min(self.rtt_min_us or later.rtt_min_us, later.rtt_min_us or self.rtt_min_us)
+        return Wire(**sums, rtt_us=later.rtt_us or self.rtt_us, rtt_min_us=least)
+
+    def __sub__(self, earlier: Wire) -> Wire:
+        """Return what was carried since; the connection of both times counts."""
+        since = {name: max(0, getattr(self, name) - getattr(earlier, name)) for name in _SUMMED[:6]}
+        return replace(self, **since)
+
+    @property
+    def measured(self) -> bool:
+        """Return whether these are the bytes of all connections."""
+        return self.connections > 0 and not self.unmeasured
+
+
+_SUMMED: Final = tuple(f.name for f in fields(Wire) if not f.name.startswith("rtt"))
+
+
+@dataclass(frozen=True, slots=True)
 class Traffic:
     """Bytes of one link, as one end counted them since it met the other's books.
 
-    `payload`: blob bytes, or message bodies; `message`: whole MQTT packets.
+    `payload`: blob bytes, or message bodies; `message`: whole MQTT packets; `wire`: the connection of the link's lower
+    end, which carries nothing else.
     """
 
     sent_model_payload: int = 0
@@ -109,6 +151,7 @@ class Traffic:
     received_model_message: int = 0
     received_control_payload: int = 0
     received_control_message: int = 0
+    wire: Wire = Wire()
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -125,6 +168,15 @@ class Traffic:
     def received(self) -> int:
         """Return all MQTT bytes received."""
         return self.received_model_message + self.received_control_message
+
+    @property
+    def carried_models(self) -> int:
+        """Return the bytes of models that the wire carried, chunks on their way too; 0 where no kernel told.
+
+        Acknowledgements and the like are among them, a few bytes for each message.
+        """
+        control = self.sent_control_message + self.received_control_message
+        return max(0, self.wire.sent + self.wire.received - control) if self.wire.measured else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +218,11 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A child's sign of life; `done` grows with chunks, steps or, at an institution, its devices' progress."""
+    """A child's sign of life; `done` grows with chunks, steps or, at an institution, its devices' progress.
+
+    `below` is the sum of its own children's links, but for its `wire`: the child's connection to their broker, which
+    they share.
+    """
 
     key: Key
     phase: Phase
@@ -224,12 +280,18 @@ class Gone:
 
 
 @dataclass(frozen=True, slots=True)
-class Farewell:
-    """A child's last message: final bytes of its link and, from an institution, of its devices' links."""
+class Reports:
+    """An institution's last word on its devices."""
 
-    traffic: Traffic
-    below: Traffic
     children: tuple[ChildReport, ...]
 
 
-Message: TypeAlias = Presence | Announcement | Task | Progress | Result | Receipt | Ask | Gone | Farewell
+@dataclass(frozen=True, slots=True)
+class Farewell:
+    """A child's last message, small, as it cannot count itself: the final bytes, as in `Progress`."""
+
+    traffic: Traffic
+    below: Traffic
+
+
+Message: TypeAlias = Presence | Announcement | Task | Progress | Result | Receipt | Ask | Gone | Reports | Farewell

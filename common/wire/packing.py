@@ -25,6 +25,7 @@ from common.wire.messages import (
     Presence,
     Progress,
     Receipt,
+    Reports,
     Result,
     Task,
 )
@@ -35,7 +36,7 @@ MAX_INT: Final = 2**63 - 1
 MAX_ITEMS: Final = 100_000
 
 KINDS: Final[tuple[type[Message], ...]] = (
-    Presence, Announcement, Task, Progress, Result, Receipt, Ask, Gone, Farewell,
+    Presence, Announcement, Task, Progress, Result, Receipt, Ask, Gone, Reports, Farewell,
 )  # fmt: skip
 _CODES: Final = {kind: code for code, kind in enumerate(KINDS)}
 

@@ -1,0 +1,110 @@
+"""The rows of links.csv: for each link and direction its models, its control messages, and all of it together.
+
+`all` is where three counts stand side by side: payload (blobs and message bodies), MQTT packets, and the bytes of the
+child's broker connection, as its kernel counted them. That connection carries nothing but this link, so what it has
+more are logins, subscriptions, presences, acknowledgements and pings; the child sends upward, so its kernel knows the
+retransmissions of that direction alone. A parent's connection carries all its links together, and has rows of its own,
+`broker`. What no kernel told stays empty.
+
+Payload and packets are counted where they arrive, wire bytes are as of the child's last word: they lag behind while a
+run goes on, and lack what a killed child had not told.
+"""
+
+from __future__ import annotations
+
+from typing import Final, TypeAlias
+
+from common.node.ledger import Ledger
+from common.spec import CLOUD
+from common.wire.messages import Traffic, Wire
+
+FIELDS: Final = (
+    "tier", "from", "to", "kind", "payload_bytes", "message_bytes", "wire_bytes", "overhead_percent", "segments",
+    "retransmitted_bytes", "retransmitted_segments", "rtt_ms", "rtt_min_ms",
+)  # fmt: skip
+BROKER: Final = "broker"
+MEASURED: Final = "counted by the kernels (TCP_INFO)"
+UNMEASURED: Final = "not available on this platform"
+
+Row: TypeAlias = dict[str, object]
+
+
+def rows(ledger: Ledger) -> list[Row]:
+    """Return the rows of all links in the run, those of the WAN first, then what the parents' connections carried."""
+    table = [row for link in _links(ledger) for row in _link_rows(*link)]
+    brokers = [("wan", CLOUD, ledger.broker())]
+    brokers += [("lan", institution, wire) for institution, wire in ledger.brokers().items()]
+    for tier, parent, wire in brokers:
+        table.append({"tier": tier, "from": parent, "to": BROKER, "kind": BROKER, **_sent(wire)})
+        table.append({"tier": tier, "from": BROKER, "to": parent, "kind": BROKER, **_received(wire)})
+    return table
+
+
+def tell_measured(ledger: Ledger) -> str:
+    """Return whether all links have wire bytes, and which have none; empty as long as no child has spoken."""
+    heard = {child: traffic.wire for _, _, child, traffic in _links(ledger) if traffic.wire.connections}
+    missing = [child for child, wire in heard.items() if not wire.measured]
+    if not missing:
+        return MEASURED if heard else ""
+    return UNMEASURED if len(missing) == len(heard) else f"{UNMEASURED}: {', '.join(missing)}"
+
+
+def _links(ledger: Ledger) -> list[tuple[str, str, str, Traffic]]:
+    links = [("wan", CLOUD, name, traffic) for name, traffic in ledger.links().items()]
+    for institution, reports in ledger.reports().items():
+        links += [("lan", institution, report.name, report.traffic) for report in reports]
+    return links
+
+
+def _link_rows(tier: str, parent: str, child: str, traffic: Traffic) -> list[Row]:
+    """Return a link's six rows; `traffic.sent_*` is what went down, `received_*` what came up."""
+    t = traffic
+    down, up = _received(t.wire), _sent(t.wire)
+    return [
+        *_direction(tier, parent, child, (t.sent_model_payload, t.sent_control_payload),
+                    (t.sent_model_message, t.sent_control_message), down),
+        *_direction(tier, child, parent, (t.received_model_payload, t.received_control_payload),
+                    (t.received_model_message, t.received_control_message), up),
+    ]  # fmt: skip
+
+
+def _direction(
+    tier: str, source: str, target: str, payload: tuple[int, int], message: tuple[int, int], wire: Row
+) -> list[Row]:
+    """Return the three rows of one direction; `payload` and `message` are those of models and of control."""
+    link: Row = {"tier": tier, "from": source, "to": target}
+    counts = zip(("model", "control", "all"), (*payload, sum(payload)), (*message, sum(message)), strict=True)
+    found = [link | {"kind": kind, "payload_bytes": body, "message_bytes": packets} for kind, body, packets in counts]
+    found[-1] |= wire | _overhead(wire, sum(payload))
+    return found
+
+
+def _sent(wire: Wire) -> Row:
+    """Return the cells of the direction in which the node itself sends."""
+    if not wire.measured:
+        return {}
+    return {
+        "wire_bytes": wire.sent,
+        "segments": wire.sent_segments,
+        "retransmitted_bytes": "" if wire.retransmitted_unknown else wire.retransmitted,
+        "retransmitted_segments": wire.retransmitted_segments,
+        **_rtt(wire),
+    }
+
+
+def _received(wire: Wire) -> Row:
+    if not wire.measured:
+        return {}
+    return {"wire_bytes": wire.received, "segments": wire.received_segments, **_rtt(wire)}
+
+
+def _rtt(wire: Wire) -> Row:
+    return {"rtt_ms": wire.rtt_us / 1000 or "", "rtt_min_ms": wire.rtt_min_us / 1000 or ""}
+
+
+def _overhead(wire: Row, payload: int) -> Row:
+    """Return what the wire carried more than the payload, in percent; empty where the child's word lags behind."""
+    carried = wire.get("wire_bytes")
+    if not isinstance(carried, int) or payload == 0 or carried < payload:
+        return {}
+    return {"overhead_percent": f"{100 * (carried - payload) / payload:.4g}"}

@@ -1,0 +1,127 @@
+"""What the kernel carried on a broker connection: Linux's TCP_INFO, read from the connected socket.
+
+Against interface counters these byte counts were within 0.003 % at 10-100 Mbit/s and 0.17 % on slower links. They are
+`bytes_acked` and `bytes_received`: `bytes_sent` counts also what our own queue dropped, twice the truth on a shaped
+slow link. Headers of TCP and IP are not in them, nor are retransmissions, which are told apart. For a TLS connection
+they are the bytes of its records.
+
+What had not been acknowledged when a connection ended is not counted, as nobody knows whether it arrived; at a clean
+end that is MQTT's DISCONNECT, two bytes, and what left together with it.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import sys
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from common.wire.messages import Wire
+
+if TYPE_CHECKING:
+    import paho.mqtt.client as mqtt
+
+# struct tcp_info of linux/tcp.h, which only ever grows at its end: state, rtt at byte 68, total_retrans at 100,
+# bytes_acked and bytes_received (Linux 4.1) at 120, segs_out and segs_in (4.2) at 136, min_rtt (4.6) at 148.
+_FIELDS: Final = struct.Struct("=B67xI28xI16xQQII4xI")
+_BYTES_RETRANS: Final = struct.Struct("=208xQ")  # Linux 4.19
+_NO_RTT: Final = 2**32 - 1
+_CLOSE_WAIT: Final = 8  # of net/tcp_states.h: the peer has ended its direction
+
+_UNMEASURED: Final = Wire(connections=1, unmeasured=1)
+_Books: TypeAlias = tuple[Wire, socket.socket | None]
+
+
+def tcp_info(sock: socket.socket) -> Wire | None:
+    """Return what one connection has carried so far; None where this platform or kernel does not tell.
+
+    The socket is one that connected, not one that was accepted. It may have been closed by the peer, not by us.
+    """
+    data = _read(sock)
+    if data is None:
+        return None
+    _, rtt_us, retransmitted_segments, acked, _, sent_segments, received_segments, rtt_min_us = _FIELDS.unpack_from(
+        data
+    )
+    has_bytes = len(data) >= _BYTES_RETRANS.size
+    return Wire(
+        sent=acked - 1,  # SYN and FIN are numbered like a byte; our own FIN leaves when nobody asks any more
+        received=_received(data),
+        retransmitted=_BYTES_RETRANS.unpack_from(data)[0] if has_bytes else 0,
+        sent_segments=sent_segments,
+        received_segments=received_segments,
+        retransmitted_segments=retransmitted_segments,
+        connections=1,
+        retransmitted_unknown=int(not has_bytes),
+        rtt_us=rtt_us,
+        rtt_min_us=0 if rtt_min_us == _NO_RTT else rtt_min_us,
+    )
+
+
+def _read(sock: socket.socket) -> bytes | None:
+    if sys.platform != "linux":
+        return None
+    try:
+        data = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RETRANS.size)
+    except OSError:  # not TCP, or closed
+        return None
+    if len(data) < _FIELDS.size or _FIELDS.unpack_from(data)[3] == 0:
+        return None  # who connected has had its SYN acknowledged: an emulated kernel may fill in nothing
+    return data
+
+
+def _received(data: bytes) -> int:
+    state, *_, received, _, _, _ = _FIELDS.unpack_from(data)
+    return int(received - (state == _CLOSE_WAIT))
+
+
+class WireMeter:
+    """The sum of all connections that a link has had, one at a time.
+
+    It may be read from any thread: its state is one tuple, which is replaced as a whole.
+    """
+
+    def __init__(self) -> None:
+        self._books: _Books = (Wire(), None)
+
+    def follow(self, client: mqtt.Client) -> None:
+        """Attach each socket of an MQTT client as it opens and detach it before it is closed."""
+        opened, closing = client.on_socket_open, client.on_socket_close
+
+        def on_open(paho: mqtt.Client, data: object, sock: Any) -> None:
+            self.attach(sock)
+            if opened is not None:
+                opened(paho, data, sock)
+
+        def on_close(paho: mqtt.Client, data: object, sock: Any) -> None:
+            if self._books[1] is sock:
+                self.detach()
+            if closing is not None:
+                closing(paho, data, sock)
+
+        client.on_socket_open, client.on_socket_close = on_open, on_close
+
+    def attach(self, sock: socket.socket) -> None:
+        """Count a connected socket from now on, in place of the one before."""
+        self._books = (self.sample(), sock)
+
+    def detach(self) -> None:
+        """Count the present socket for the last time; it may be closed afterwards."""
+        self._books = (self.sample(), None)
+
+    def sample(self) -> Wire:
+        """Return what all connections have carried so far."""
+        while True:
+            books = self._books
+            settled, sock = books
+            if sock is None:
+                return settled
+            present = tcp_info(sock)
+            if present is not None or books is self._books:  # else it was detached meanwhile
+                return settled + (present or _UNMEASURED)
+
+    def received(self) -> int:
+        """Return the bytes received on the present connection, -1 where there is none or nobody tells."""
+        sock = self._books[1]
+        data = _read(sock) if sock is not None else None
+        return _received(data) if data is not None else -1

@@ -1,0 +1,587 @@
+"""The kernel's counts against the truth: a relay between an agent and a real broker that counts each byte."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import json
+import socket
+import ssl
+import struct
+import sys
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cloud import links
+from cloud.results import RunFolder
+from common.layout import ModelLayout, Section
+from common.links import Link
+from common.net.accounting import Account
+from common.net.kernel import WireMeter, tcp_info
+from common.net.link import BrokerAddress
+from common.node.arriving import Arriving
+from common.node.child import Answer, ChildFace, Report
+from common.node.endpoint import Endpoint
+from common.node.identity import Identity, new_session
+from common.node.ledger import Ledger
+from common.node.life import live
+from common.node.parent import ParentFace
+from common.rounds.participant import ParticipantState
+from common.spec import Closing, Experiment, Transfer
+from common.wire.messages import ChildReport, Gone, NodeState, Task, Traffic, Wire
+from deploy import broker
+from deploy.broker import Broker
+
+PATIENCE_S = 30.0
+PARENT, CHILD = "institution-0", "device-0"
+TRANSFER = Transfer(inline_bytes=0, chunk_bytes=65_536)
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO is Linux's")
+
+
+# One socket
+
+
+def connection() -> tuple[socket.socket, socket.socket]:
+    """Return both ends of a TCP connection, the one that connected first."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connected = socket.create_connection(server.getsockname())
+        return connected, server.accept()[0]
+
+
+def settle(condition: Callable[[], object]) -> None:
+    """Wait for the kernel: an acknowledgement may come later than the bytes."""
+    deadline = threading.Event()
+    for _ in range(3000):
+        if condition():
+            return
+        deadline.wait(0.001)
+    raise AssertionError("never came true")
+
+
+def counts(sock: socket.socket) -> tuple[int, int]:
+    info = tcp_info(sock)
+    assert info is not None
+    return info.sent, info.received
+
+
+@linux
+def test_a_connection_counts_what_the_other_end_got_and_gave() -> None:
+    ours, theirs = connection()
+    with ours, theirs:
+        assert counts(ours) == (0, 0)  # SYN is no byte
+        ours.sendall(bytes(100_000))
+        received = 0
+        while received < 100_000:
+            received += len(theirs.recv(65_536))
+        theirs.sendall(bytes(500))
+        settle(lambda: counts(ours) == (100_000, 500))
+        info = tcp_info(ours)
+        assert info is not None and info.measured
+        assert (info.connections, info.unmeasured, info.retransmitted_unknown) == (1, 0, 0)
+        assert info.sent_segments > 1 and info.received_segments > 1
+        assert 0 < info.rtt_min_us <= 10**6 and 0 < info.rtt_us <= 10**6
+
+
+@linux
+def test_a_connection_that_the_peer_ended_still_tells_until_we_close_it() -> None:
+    ours, theirs = connection()
+    ours.sendall(b"x" * 10)
+    theirs.sendall(b"y" * 20)
+    assert theirs.recv(10) == b"x" * 10
+    settle(lambda: counts(ours) == (10, 20))
+    theirs.close()
+    assert ours.recv(20) + ours.recv(1) == b"y" * 20  # and the end, which is no byte
+    assert counts(ours) == (10, 20)
+    ours.close()
+    assert tcp_info(ours) is None
+
+
+@linux
+def test_a_reset_connection_still_tells() -> None:
+    ours, theirs = connection()
+    with ours:
+        ours.sendall(b"x" * 10)
+        settle(lambda: counts(ours) == (10, 0))
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        theirs.close()
+        with pytest.raises(ConnectionResetError):
+            ours.recv(1)
+        assert counts(ours) == (10, 0)
+
+
+@linux
+def test_a_tls_connection_counts_its_records() -> None:
+    def context(side: int) -> ssl.SSLContext:
+        made = ssl.SSLContext(side)
+        made.check_hostname, made.verify_mode = False, ssl.CERT_NONE
+        made.maximum_version = ssl.TLSVersion.TLSv1_2
+        made.set_ciphers("aNULL:@SECLEVEL=0")  # needs no certificate
+        return made
+
+    ours, theirs = connection()
+
+    def serve() -> None:
+        with context(ssl.PROTOCOL_TLS_SERVER).wrap_socket(theirs, server_side=True) as secured:
+            received = 0
+            while received < 100_000:
+                received += len(secured.recv(65_536))
+            secured.sendall(b"all")
+
+    serving = threading.Thread(target=serve)
+    serving.start()
+    with context(ssl.PROTOCOL_TLS_CLIENT).wrap_socket(ours) as secured:
+        secured.sendall(bytes(100_000))
+        assert secured.recv(3) == b"all"
+        sent, received = counts(secured)
+        serving.join()
+    assert 100_000 < sent < 101_500 and 3 < received < 3000  # the handshake, and 29 bytes for each record of 16 kB
+
+
+def test_what_is_no_tcp_connection_has_no_counts() -> None:
+    one, other = socket.socketpair()
+    with one, other, socket.socket() as unconnected:
+        assert tcp_info(one) is None
+        assert tcp_info(unconnected) is None
+
+
+class Kernel:
+    """Answers like a kernel that knows so much of `struct tcp_info`."""
+
+    def __init__(self, size: int, *, acked: int = 1001) -> None:
+        whole = bytearray(256)
+        whole[0] = 1
+        struct.pack_into("=IIQQQII", whole, 68 + 4, 0, 0, 0, 0, 0, 0, 0)
+        struct.pack_into("=I", whole, 68, 2500)
+        struct.pack_into("=I", whole, 100, 3)
+        struct.pack_into("=QQIIII", whole, 120, acked, 77, 12, 11, 0, 2**32 - 1)
+        struct.pack_into("=QQ", whole, 200, 9999, 4242)
+        self._data = bytes(whole[:size])
+
+    def getsockopt(self, level: int, option: int, size: int) -> bytes:
+        return self._data[:size]
+
+
+@linux
+@pytest.mark.parametrize("size", [256, 248, 216])
+def test_the_offsets_are_those_of_linux(size: int) -> None:
+    kernel: Any = Kernel(size)
+    assert tcp_info(kernel) == Wire(1000, 77, 4242, 12, 11, 3, 1, 0, 0, 2500, 0)
+
+
+@linux
+@pytest.mark.parametrize("size", [215, 192, 152])
+def test_a_kernel_before_4_19_tells_no_retransmitted_bytes(size: int) -> None:
+    kernel: Any = Kernel(size)
+    assert tcp_info(kernel) == Wire(1000, 77, 0, 12, 11, 3, 1, 0, 1, 2500, 0)
+
+
+@linux
+@pytest.mark.parametrize("kernel", [Kernel(151), Kernel(104), Kernel(0), Kernel(256, acked=0)])
+def test_a_kernel_that_does_not_tell_is_not_believed(kernel: Any) -> None:
+    assert tcp_info(kernel) is None
+    meter = WireMeter()
+    meter.attach(kernel)
+    assert meter.received() == -1
+    assert meter.sample() == Wire(connections=1, unmeasured=1) and not meter.sample().measured
+
+
+def test_another_platform_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    ours, theirs = connection()
+    with ours, theirs:
+        assert tcp_info(ours) is None
+
+
+@linux
+def test_a_meter_adds_up_its_connections() -> None:
+    meter = WireMeter()
+    assert meter.sample() == Wire() and meter.received() == -1
+    with ExitStack() as stack:
+        for number, total in ((1, 1), (2, 3), (3, 6)):
+            ours, theirs = map(stack.enter_context, connection())
+            meter.attach(ours)  # in place of the one before, detached or not
+            ours.sendall(bytes(number))
+            theirs.sendall(bytes(10 * number))
+            settle(lambda: (meter.sample().sent, meter.sample().received) == (total, 10 * total))  # noqa: B023
+            assert meter.received() == 10 * number
+            if number != 2:
+                meter.detach()
+                meter.detach()
+                assert meter.received() == -1
+    assert (meter.sample().sent, meter.sample().received, meter.sample().connections) == (6, 60, 3)
+
+
+# A link, seen by a relay
+
+
+class Relay:
+    """Carries bytes between an agent and its broker, and keeps all of them."""
+
+    def __init__(self, served: Broker) -> None:
+        self._served = served
+        self._server: asyncio.Server | None = None
+        self._agents: set[asyncio.StreamWriter] = set()
+        self.up, self.down = bytearray(), bytearray()
+        self.connections = 0
+        self.downward = asyncio.Event()
+        self.downward.set()
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        return len(self.up), len(self.down)
+
+    async def start(self) -> BrokerAddress:
+        self._server = await asyncio.start_server(self._carry, "127.0.0.1", 0)
+        return BrokerAddress(*self._server.sockets[0].getsockname())
+
+    async def close(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        for writer in self._agents:
+            writer.close()
+
+    def end_connections(self) -> None:
+        """End them in order: what the agent has sent is still read."""
+        for writer in self._agents:
+            writer.write_eof()
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self._agents.add(writer)
+        from_broker, to_broker = await asyncio.open_connection(self._served.host, self._served.port)
+        down = asyncio.create_task(self._pass(from_broker, writer, self.down, when=self.downward))
+        await self._pass(reader, to_broker, self.up)
+        down.cancel()
+        for end in (writer, to_broker):
+            end.close()
+        self._agents.remove(writer)
+
+    @staticmethod
+    async def _pass(
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        kept: bytearray,
+        *,
+        when: asyncio.Event | None = None,
+    ) -> None:
+        while data := await reader.read(65_536):
+            if when is not None:
+                await when.wait()
+            kept += data
+            writer.write(data)
+            await writer.drain()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
+    with broker.start(directory=tmp_path_factory.mktemp("broker")) as one:
+        yield one
+
+
+def scenario(play: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await play
+
+    asyncio.run(bounded())
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait until something outside our sight has come true."""
+    while not condition():  # noqa: ASYNC110 - nothing tells us
+        await asyncio.sleep(0.005)
+
+
+def carried(endpoint: Endpoint) -> tuple[int, int]:
+    wire = endpoint.link.meter.sample()
+    return wire.sent, wire.received
+
+
+@pytest.fixture(autouse=True)
+def nobody_asks_for_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the connection that asks the broker for its packet limit: no meter counts it."""
+
+    async def unlimited(address: BrokerAddress) -> None:
+        pass
+
+    monkeypatch.setattr("common.node.endpoint.packet_limit", unlimited)
+
+
+LAYOUT = ModelLayout.build([("weight", (50_000,), Section.PARAMETER)])
+
+
+class Pair:
+    """A parent at the broker and its child behind a relay, in rounds of a model of 200 kB in 4 chunks."""
+
+    def __init__(self, served: Broker, relay: Relay, child_at: BrokerAddress) -> None:
+        self.relay = relay
+        here = BrokerAddress(served.host, served.port)
+        identity = Identity("run-1", PARENT, "institution", new_session())
+        self.parent = ParentFace(here, identity, links={CHILD: Link()}, transfer=TRANSFER)
+        self.parent.set_layout(LAYOUT)
+        self.parent.endpoint.set_state(NodeState.READY)
+        self.child = ChildFace(
+            child_at, Identity("run-1", CHILD, "device", new_session()), parent=PARENT, transfer=TRANSFER, link=Link()
+        )
+        self.child.endpoint.set_state(NodeState.READY, samples=1)
+        self._row, self._out = LAYOUT.empty(), LAYOUT.empty()
+
+    def live(self) -> tuple[asyncio.Task[Any], asyncio.Task[Any]]:
+        """Let both live, the child until the parent has finished."""
+
+        async def work(task: Task, model: Arriving, report: Report) -> Answer:
+            self._out[:] = await model.whole()
+            self._out[0] = 1 + task.key.iteration
+            return Answer(self._out, 1, 0.5, 1, 1, 0.0, 0.0)
+
+        faces = (
+            (self.parent, self.finished(), lambda: self.parent.farewells(timeout_s=PATIENCE_S)),
+            (self.child, self.child.serve(LAYOUT, work), lambda: self.child.farewell((), timeout_s=PATIENCE_S)),
+        )
+        one, two = (
+            asyncio.create_task(live([face.endpoint], task, connect_timeout_s=PATIENCE_S, goodbye=goodbye))
+            for face, task, goodbye in faces
+        )
+        return one, two
+
+    async def finished(self) -> None:
+        self.over = asyncio.Event()
+        await self.over.wait()
+
+    async def play(self, iteration: int) -> None:
+        """Play a round, and wait until the child's connection is at rest: the receipt comes last."""
+        self._row[:] = 0
+        self._row[1] = 1 + iteration
+        await self.parent.round(
+            iteration=iteration, round_=0, models={CHILD: self._row}, epochs={CHILD: 1}, closing=Closing()
+        )
+        await until(lambda: self.child.participant.state is ParticipantState.DONE)
+        await until(lambda: carried(self.child.endpoint) == self.relay.counts)
+
+
+@asynccontextmanager
+async def pair_of(served: Broker) -> AsyncIterator[tuple[Pair, tuple[asyncio.Task[Any], asyncio.Task[Any]]]]:
+    relay = Relay(served)
+    pair = Pair(served, relay, await relay.start())
+    tasks = pair.live()
+    try:
+        yield pair, tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        await relay.close()
+
+
+@linux
+def test_the_wire_bytes_are_those_that_a_relay_counts_over_reconnections_too(served: Broker) -> None:
+    async def run() -> None:
+        async with pair_of(served) as (pair, (parent, child)):
+            relay, end = pair.relay, pair.child.endpoint
+            for iteration in range(3):
+                await pair.play(iteration)
+                if iteration < 2:
+                    relay.end_connections()
+                    await until(lambda: end.link.reconnects == iteration + 1 and end.link.up)  # noqa: B023
+            assert relay.connections == 3 and min(relay.counts) > 3 * LAYOUT.row_bytes
+            told = pair.parent.ledger.links()[CHILD].wire
+            assert 0 < told.sent <= relay.counts[0] and 0 < told.received <= relay.counts[1]
+            pair.over.set()
+            await asyncio.gather(parent, child)
+            await until(lambda: relay.up.endswith(b"\xe0\x00"))  # DISCONNECT
+            wire, counted = end.link.meter.sample(), pair.relay.counts
+            assert counted[0] - 16 <= wire.sent <= counted[0]  # what left with the end is not known to have arrived
+            assert counted[1] == wire.received
+            assert wire.connections == 3 and wire.measured
+            told = pair.parent.ledger.links()[CHILD].wire
+            assert counted[0] - 400 < told.sent < counted[0] and counted[1] - 200 < told.received <= counted[1]
+
+    scenario(run())
+
+
+def packets(stream: bytes) -> Iterator[tuple[int, str, int]]:
+    """Return (first byte, topic of a PUBLISH, size) for each MQTT packet of a stream."""
+    at = 0
+    while at < len(stream):
+        body, length, shift = at + 1, 0, 0
+        while True:
+            length |= (stream[body] & 127) << shift
+            shift, body = shift + 7, body + 1
+            if stream[body - 1] < 128:
+                break
+        topic = ""
+        if stream[at] >> 4 == PUBLISH:
+            topic = stream[body + 2 : body + 2 + int.from_bytes(stream[body : body + 2], "big")].decode()
+        yield stream[at], topic, body + length - at
+        at = body + length
+    assert at == len(stream)
+
+
+CONNECT, CONNACK, PUBLISH, PUBACK, SUBSCRIBE, SUBACK, UNSUBSCRIBE, UNSUBACK, PINGREQ, PINGRESP = (
+    1,
+    2,
+    3,
+    4,
+    *range(8, 14),
+)
+
+
+@linux
+def test_what_the_wire_has_more_than_the_messages_are_mqtts_own_packets(served: Broker) -> None:
+    async def run() -> None:
+        async with pair_of(served) as (pair, _):
+            for iteration in range(3):
+                await pair.play(iteration)
+            wire = pair.child.endpoint.link.meter.sample()
+            link = pair.parent.ledger.links()[CHILD]
+            told = pair.child.endpoint.account.traffic(PARENT)
+            assert (link.received, told.received) == (told.sent, told.received)
+            qos_1 = {}
+            more: dict[str, Counter[int]] = {}
+            for name, stream, carried_bytes, message_bytes in (
+                ("up", pair.relay.up, wire.sent, told.sent),
+                ("down", pair.relay.down, wire.received, told.received),
+            ):
+                found = list(packets(bytes(stream)))
+                ours = [size for _, topic, size in found if "/inbox/" in topic or "/blob/" in topic]
+                assert sum(ours) == message_bytes
+                rest = [(first >> 4, size) for first, topic, size in found if not topic or topic.endswith("/state")]
+                assert carried_bytes - message_bytes == sum(size for _, size in rest)
+                assert 0 < carried_bytes - message_bytes < 2000 + 4 * len(ours)
+                more[name] = Counter(kind for kind, _ in rest)
+                qos_1[name] = sum(first >> 4 == PUBLISH and first >> 1 & 3 == 1 for first, _, _ in found)
+            assert set(more["up"]) <= {CONNECT, SUBSCRIBE, UNSUBSCRIBE, PUBACK, PINGREQ, PUBLISH}
+            assert set(more["down"]) <= {CONNACK, SUBACK, UNSUBACK, PUBACK, PINGRESP, PUBLISH}
+            assert more["up"][PUBACK] == qos_1["down"] and more["down"][PUBACK] == qos_1["up"]
+            assert more["up"][CONNECT] == more["down"][CONNACK] == 1
+            assert more["up"][SUBSCRIBE] == more["down"][SUBACK]
+            assert more["up"][UNSUBSCRIBE] == more["down"][UNSUBACK]
+
+    scenario(run())
+
+
+@linux
+def test_refused_logins_are_counted_too() -> None:
+    async def run() -> None:
+        asked: list[bytes] = []
+
+        async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            login = await reader.read(65_536)
+            if len(asked) == 1:
+                server.close()  # who comes now finds nobody
+            writer.write(b"\x20\x02\x00\x05")
+            asked.append(login + await reader.read())
+            writer.close()
+
+        server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+        identity = Identity("run-1", CHILD, "device", new_session())
+        address = BrokerAddress(*server.sockets[0].getsockname())
+        child = ChildFace(address, identity, parent=PARENT, transfer=TRANSFER, link=Link())
+        running = asyncio.create_task(child.endpoint.run(connect_timeout_s=PATIENCE_S))
+        await until(lambda: child.endpoint.link.reconnects > 2 and len(asked) == 2)
+        running.cancel()
+        await asyncio.wait((running,))
+        wire = child.endpoint.link.meter.sample()
+        assert wire == replace(wire, sent=sum(map(len, asked)), received=8, connections=2, unmeasured=0)
+
+    scenario(run())
+
+
+def test_a_child_is_heard_though_its_acknowledgements_wait_behind_a_chunk(served: Broker) -> None:
+    async def run() -> None:
+        async with pair_of(served) as (pair, _):
+            await pair.play(0)
+            pair.relay.downward.clear()
+            for _ in range(100):
+                pair.child.endpoint.send(PARENT, Gone("f" * 16))
+            sent = pair.child.endpoint.account.traffic(PARENT).sent
+            await until(lambda: pair.parent.endpoint.account.traffic(CHILD).received == sent)
+            pair.relay.downward.set()
+
+    scenario(run())
+
+
+# links.csv
+
+
+def a_link(wire: Wire) -> Traffic:
+    return Traffic(10_000, 10_100, 200, 300, 20_000, 20_100, 400, 500, wire)
+
+
+def links_of(folder: RunFolder) -> dict[tuple[str, str, str], dict[str, str]]:
+    with (folder.path / "links.csv").open(newline="") as file:
+        return {(row["from"], row["to"], row["kind"]): row for row in csv.DictReader(file)}
+
+
+def told(folder: RunFolder) -> object:
+    return json.loads((folder.path / "manifest.json").read_text()).get("wire_bytes")
+
+
+MEASURED = Wire(21_000, 12_000, 1448, 40, 50, 2, 1, 0, 0, 2500, 1250)
+BLIND = Wire(connections=1, unmeasured=1)
+
+
+def test_links_csv_shows_the_three_counts_side_by_side(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, Experiment())
+    account = Account()
+    ledger = Ledger([PARENT], account, wire=lambda: MEASURED)
+    folder.write_links(ledger)
+    assert told(folder) is None and links_of(folder)["cloud", PARENT, "all"]["wire_bytes"] == ""
+    account.add(PARENT, "received", message=20_600, model=20_000, control=400)
+    down = Traffic(received_model_payload=10_000, received_model_message=10_200, wire=MEASURED)
+    ledger.enter(PARENT, "s", link=down, below=Traffic(wire=MEASURED))
+    ledger.enter_reports(PARENT, "s", [ChildReport(CHILD, traffic=a_link(MEASURED))])
+    folder.write_links(ledger)
+    assert told(folder) == links.MEASURED
+    table = links_of(folder)
+    assert len(table) == 2 * (3 + 3 + 1 + 1)
+    down_line, up_line = (",".join(table[link].values()) for link in (("cloud", PARENT, "all"), (CHILD, PARENT, "all")))
+    assert down_line == "wan,cloud,institution-0,all,10000,10200,12000,20,50,,,2.5,1.25"
+    assert up_line == "lan,device-0,institution-0,all,20400,20600,21000,2.941,40,1448,2,2.5,1.25"
+    for kind in ("model", "control"):  # TCP knows no kinds
+        row = table[CHILD, PARENT, kind]
+        assert row["payload_bytes"] and not row["wire_bytes"] and not row["overhead_percent"]
+    assert (
+        table["cloud", "broker", "broker"]["wire_bytes"] == table[PARENT, "broker", "broker"]["wire_bytes"] == "21000"
+    )
+    assert table["broker", "cloud", "broker"]["wire_bytes"] == "12000"
+    assert table["broker", "cloud", "broker"]["tier"] == "wan" and table["broker", PARENT, "broker"]["tier"] == "lan"
+
+
+@pytest.mark.parametrize(("lan", "says"), [(MEASURED, "not available on this platform: institution-0"),
+                                           (BLIND, "not available on this platform")])  # fmt: skip
+def test_what_no_kernel_told_stays_empty_and_the_manifest_says_so(lan: Wire, says: str, tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, Experiment())
+    ledger = Ledger([PARENT], Account(), wire=lambda: BLIND)
+    ledger.enter(PARENT, "s", link=a_link(BLIND), below=Traffic(wire=BLIND))
+    ledger.enter(PARENT, "later", link=a_link(MEASURED), below=Traffic(wire=MEASURED))  # half a count is none
+    ledger.enter_reports(PARENT, "later", [ChildReport(CHILD, traffic=a_link(lan))])
+    folder.write_links(ledger)
+    assert told(folder) == says
+    for (source, target, _), row in links_of(folder).items():
+        known = CHILD in (source, target) and lan is MEASURED and row["kind"] == "all"
+        assert all(bool(row[name]) is known for name in ("wire_bytes", "segments", "overhead_percent", "rtt_ms")), row
+
+
+def test_a_kernel_without_retransmitted_bytes_leaves_that_cell_empty() -> None:
+    old = Wire(21_000, 12_000, 0, 40, 50, 2, 1, 0, 1, 2500, 1250)
+    ledger = Ledger([PARENT], Account())
+    ledger.enter_reports(PARENT, "s", [ChildReport(CHILD, traffic=a_link(old))])
+    (up,) = (row for row in links.rows(ledger) if (row["from"], row["kind"]) == (CHILD, "all"))
+    assert (up["wire_bytes"], up["retransmitted_bytes"], up["retransmitted_segments"]) == (21_000, "", 2)
+
+
+def test_a_word_that_lags_behind_gives_no_overhead() -> None:
+    early = Wire(sent=15_000, received=9_000, connections=1)
+    ledger = Ledger([PARENT], Account())
+    ledger.enter_reports(PARENT, "s", [ChildReport(CHILD, traffic=a_link(early))])
+    for row in links.rows(ledger):
+        assert not row.get("overhead_percent")
