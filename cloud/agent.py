@@ -106,6 +106,7 @@ class CloudAgent:
             },
         )
         await down.gather(experiment.cloud.closing)
+        await down.measure(experiment.links)
         showing = asyncio.create_task(self._show_progress(down), name="progress")
         try:
             await iterations.run()

@@ -7,20 +7,21 @@ retransmissions of that direction alone. A parent's connection carries all its l
 `broker`. What no kernel told stays empty.
 
 Payload and packets are counted where they arrive, wire bytes are as of the child's last word: they lag behind while a
-run goes on, and lack what a killed child had not told.
+run goes on, and lack what a killed child had not told. Before the run each link was measured (`measured_mbit`) by
+noise of `probe_bytes`, which the wire carried too, and which the other counts and the overhead leave out.
 """
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from common.node.ledger import Ledger
 from common.spec import CLOUD
-from common.wire.messages import Traffic, Wire
+from common.wire.messages import Measured, Traffic, Wire
 
 FIELDS: Final = (
     "tier", "from", "to", "kind", "payload_bytes", "message_bytes", "wire_bytes", "overhead_percent", "segments",
-    "retransmitted_bytes", "retransmitted_segments", "rtt_ms", "rtt_min_ms",
+    "retransmitted_bytes", "retransmitted_segments", "rtt_ms", "rtt_min_ms", "measured_mbit", "probe_bytes",
 )  # fmt: skip
 BROKER: Final = "broker"
 MEASURED: Final = "counted by the kernels (TCP_INFO)"
@@ -31,7 +32,7 @@ Row: TypeAlias = dict[str, object]
 
 def rows(ledger: Ledger) -> list[Row]:
     """Return the rows of all links in the run, those of the WAN first, then what the parents' connections carried."""
-    table = [row for link in _links(ledger) for row in _link_rows(*link)]
+    table = [row for link in _links(ledger) for row in _link_rows(link)]
     brokers = [("wan", CLOUD, ledger.broker())]
     brokers += [("lan", institution, wire) for institution, wire in ledger.brokers().items()]
     for tier, parent, wire in brokers:
@@ -42,24 +43,36 @@ def rows(ledger: Ledger) -> list[Row]:
 
 def tell_measured(ledger: Ledger) -> str:
     """Return whether all links have wire bytes, and which have none; empty as long as no child has spoken."""
-    heard = {child: traffic.wire for _, _, child, traffic in _links(ledger) if traffic.wire.connections}
+    heard = {link.child: link.traffic.wire for link in _links(ledger) if link.traffic.wire.connections}
     missing = [child for child, wire in heard.items() if not wire.measured]
     if not missing:
         return MEASURED if heard else ""
     return UNMEASURED if len(missing) == len(heard) else f"{UNMEASURED}: {', '.join(missing)}"
 
 
-def _links(ledger: Ledger) -> list[tuple[str, str, str, Traffic]]:
-    links = [("wan", CLOUD, name, traffic) for name, traffic in ledger.links().items()]
+class _Link(NamedTuple):
+    tier: str
+    parent: str
+    child: str
+    traffic: Traffic
+    measured: Measured
+
+
+def _links(ledger: Ledger) -> list[_Link]:
+    links = [
+        _Link("wan", CLOUD, name, traffic, ledger.measured.get(name, Measured()))
+        for name, traffic in ledger.links().items()
+    ]
     for institution, reports in ledger.reports().items():
-        links += [("lan", institution, report.name, report.traffic) for report in reports]
+        links += [_Link("lan", institution, report.name, report.traffic, report.measured) for report in reports]
     return links
 
 
-def _link_rows(tier: str, parent: str, child: str, traffic: Traffic) -> list[Row]:
+def _link_rows(link: _Link) -> list[Row]:
     """Return a link's six rows; `traffic.sent_*` is what went down, `received_*` what came up."""
-    t = traffic
-    down, up = _received(t.wire), _sent(t.wire)
+    tier, parent, child, t, before = link
+    down = _received(t.wire) | _before(before.down, before.down_bytes)
+    up = _sent(t.wire) | _before(before.up, before.up_bytes)
     return [
         *_direction(tier, parent, child, (t.sent_model_payload, t.sent_control_payload),
                     (t.sent_model_message, t.sent_control_message), down),
@@ -77,6 +90,11 @@ def _direction(
     found = [link | {"kind": kind, "payload_bytes": body, "message_bytes": packets} for kind, body, packets in counts]
     found[-1] |= wire | _overhead(wire, sum(payload))
     return found
+
+
+def _before(rate: float, probe_bytes: int) -> Row:
+    """Return what was measured before the run."""
+    return {"measured_mbit": f"{rate * 8e-6:.4g}", "probe_bytes": probe_bytes} if rate else {}
 
 
 def _sent(wire: Wire) -> Row:
@@ -104,7 +122,8 @@ def _rtt(wire: Wire) -> Row:
 
 def _overhead(wire: Row, payload: int) -> Row:
     """Return what the wire carried more than the payload, in percent; empty where the child's word lags behind."""
-    carried = wire.get("wire_bytes")
-    if not isinstance(carried, int) or payload == 0 or carried < payload:
+    carried, probe = wire.get("wire_bytes"), wire.get("probe_bytes", 0)
+    if not isinstance(carried, int) or not isinstance(probe, int) or payload == 0 or carried - probe < payload:
         return {}
+    carried -= probe
     return {"overhead_percent": f"{100 * (carried - payload) / payload:.4g}"}

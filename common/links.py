@@ -65,10 +65,13 @@ class Links(Table):
     """WAN: cloud to institution. LAN: institution to device. `of`: single nodes whose link to the parent differs.
 
     `enforce` says who keeps the rates and delays: token buckets in the agents, the kernel, or nobody. The rates decide
-    the sizes of chunks and windows in any case.
+    the sizes of chunks and windows in any case. `check`: each link's rate is measured before the run; one that is off
+    what was declared for it by more than the share `tolerance` is an error, or a warning, or nothing is measured.
     """
 
     enforce: Literal["bucket", "kernel", "none"] = "bucket"
+    check: Literal["error", "warn", "off"] = "error"
+    tolerance: Annotated[float, Field(gt=0, le=1)] = 0.1
     wan: Link = Link()
     lan: Link = Link()
     of: dict[Name, Link] = Field(default_factory=dict)

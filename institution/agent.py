@@ -72,6 +72,7 @@ class InstitutionAgent:
 
         async def work() -> None:
             await down.gather(experiment.institution.closing)
+            await down.measure(experiment.links)
             for face in (up, down):
                 face.endpoint.set_state(NodeState.READY, samples=sum(down.samples.values()))
             await up.serve(layout, rounds.work)

@@ -20,7 +20,7 @@ from common.node.offload import offload
 from common.node.parent import ParentFace, Round
 from common.randomness import Purpose, generator
 from common.spec import Experiment, participants
-from common.wire.messages import ChildReport, Phase, Task
+from common.wire.messages import ChildReport, Measured, Phase, Task
 
 
 class LocalRounds:
@@ -79,9 +79,15 @@ class LocalRounds:
 
     def reports(self) -> tuple[ChildReport, ...]:
         """Return what each device did in the last iteration, with its link's bytes in the whole run."""
-        traffic = self._down.ledger.links()
+        ledger = self._down.ledger
+        traffic = ledger.links()
         return tuple(
-            replace(self._did.get(name, ChildReport(name)), traffic=traffic[name]) for name in self._down.peers
+            replace(
+                self._did.get(name, ChildReport(name)),
+                measured=ledger.measured.get(name, Measured()),
+                traffic=traffic[name],
+            )
+            for name in self._down.peers
         )
 
     def _draw(self, r: int) -> list[str]:

@@ -35,7 +35,7 @@ from common.node.life import live
 from common.node.parent import ParentFace
 from common.rounds.participant import ParticipantState
 from common.spec import Closing, Experiment, Transfer
-from common.wire.messages import ChildReport, Gone, NodeState, Task, Traffic, Wire
+from common.wire.messages import ChildReport, Gone, Measured, NodeState, Task, Traffic, Wire
 from deploy import broker
 from deploy.broker import Broker
 
@@ -539,13 +539,14 @@ def test_links_csv_shows_the_three_counts_side_by_side(tmp_path: Path) -> None:
     down = Traffic(received_model_payload=10_000, received_model_message=10_200, wire=MEASURED)
     ledger.enter(PARENT, "s", link=down, below=Traffic(wire=MEASURED))
     ledger.enter_reports(PARENT, "s", [ChildReport(CHILD, traffic=a_link(MEASURED))])
+    ledger.measured[PARENT] = Measured(down=2e6, down_bytes=1000)
     folder.write_links(ledger)
     assert told(folder) == links.MEASURED
     table = links_of(folder)
     assert len(table) == 2 * (3 + 3 + 1 + 1)
     down_line, up_line = (",".join(table[link].values()) for link in (("cloud", PARENT, "all"), (CHILD, PARENT, "all")))
-    assert down_line == "wan,cloud,institution-0,all,10000,10200,12000,20,50,,,2.5,1.25"
-    assert up_line == "lan,device-0,institution-0,all,20400,20600,21000,2.941,40,1448,2,2.5,1.25"
+    assert down_line == "wan,cloud,institution-0,all,10000,10200,12000,10,50,,,2.5,1.25,16,1000"
+    assert up_line == "lan,device-0,institution-0,all,20400,20600,21000,2.941,40,1448,2,2.5,1.25,,"
     for kind in ("model", "control"):  # TCP knows no kinds
         row = table[CHILD, PARENT, kind]
         assert row["payload_bytes"] and not row["wire_bytes"] and not row["overhead_percent"]

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 from common.wire.messages import Traffic
 
 Direction: TypeAlias = Literal["sent", "received"]
-Kind: TypeAlias = Literal["model", "control"]
+Kind: TypeAlias = Literal["model", "control", "probe"]
 
 
 def packet_bytes(topic: str, body: int, *, qos: int) -> int:
@@ -38,11 +38,17 @@ class Account:
 
     cells: defaultdict[tuple[str, Direction, Kind], Tally] = field(default_factory=lambda: defaultdict(Tally))
 
-    def add(self, peer: str, direction: Direction, *, message: int, model: int = 0, control: int = 0) -> None:
-        """Count one packet of `message` bytes with `model` blob bytes and `control` other payload bytes.
+    def add(
+        self, peer: str, direction: Direction, *, message: int, model: int = 0, control: int = 0, probe: int = 0
+    ) -> None:
+        """Count one packet of `message` bytes: a chunk of a model or of noise, or `control` other payload bytes.
 
         A packet that carries both (a small model inside its announcement) gives its overhead to control.
         """
+        if probe:
+            cell = self.cells[peer, direction, "probe"]
+            cell.payload += probe
+            cell.message += message
         if model:
             cell = self.cells[peer, direction, "model"]
             cell.payload += model
@@ -51,6 +57,10 @@ class Account:
             cell = self.cells[peer, direction, "control"]
             cell.payload += control
             cell.message += message - model
+
+    def probed(self, peer: str, direction: Direction) -> int:
+        """Return the MQTT bytes of noise to or from one peer."""
+        return self.cells.get((peer, direction, "probe"), Tally()).message
 
     def traffic(self, peer: str) -> Traffic:
         """Return the bytes to and from one peer; of the wire it knows nothing."""

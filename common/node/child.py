@@ -16,6 +16,7 @@ from common.net.link import BrokerAddress
 from common.node.arriving import Arriving, NotHad
 from common.node.endpoint import Endpoint
 from common.node.identity import Identity
+from common.node.probes import Probes
 from common.rounds.participant import Answered, Begin, Participant
 from common.spec import Transfer
 from common.transfer.incoming import Fetched, IncomingEvent
@@ -28,6 +29,7 @@ from common.wire.messages import (
     NodeState,
     Phase,
     Presence,
+    Probe,
     Receipt,
     Reports,
     Result,
@@ -72,6 +74,7 @@ class ChildFace:
         self._transfer = transfer
         ways = Ways(to={parent: link.up}, from_={parent: link.down}, shaped=shaped)
         self.endpoint = Endpoint(address, identity, face=self, transfer=transfer, ways=ways)
+        self.probes = Probes(self.endpoint, ways.to, transfer)
         self.participant = Participant()
         self.below: Callable[[], Traffic] = Traffic
         self._books = ""
@@ -119,6 +122,9 @@ class ChildFace:
 
     def received(self, sender: str, session: str, message: Message, now: float) -> None:
         """Take the parent's word."""
+        if isinstance(message, Probe):
+            self.probes.receive(sender, message)
+            return
         if not isinstance(message, (Task, Receipt)):
             raise WireError(f"a parent does not send a {type(message).__name__}")
         self.participant.receive(session, message, now=now)
@@ -147,6 +153,8 @@ class ChildFace:
     def transferred(self, event: IncomingEvent, now: float) -> None:
         """Let the work go on with a model that is here, or without one that cannot be had."""
         model = self._fetching
+        if self.probes.transferred(event):
+            return
         if model is None or self._layout is None or event.blob != model.manifest.blob:
             return
         self._fetching = None
@@ -210,6 +218,7 @@ class ChildFace:
         if self._answer_blob is not None:
             endpoint.retire(self._answer_blob)  # its row is about to be written
             self._answer_blob = None
+        self.probes.end()
         model = self._fetch(task, layout, row)
 
         def report(phase: Phase, done: int, total: int) -> None:

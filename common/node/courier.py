@@ -22,7 +22,7 @@ PUBLISHING_MOST: Final = 4
 
 
 class Courier:
-    """One endpoint's way out. `wake` is called when there is room for more chunks."""
+    """One endpoint's way out. `wake` is called when there is room for more chunks; `noise` are blobs of no model."""
 
     def __init__(
         self, identity: Identity, link: Link, account: Account, ways: Ways, *, wake: Callable[[], None]
@@ -34,6 +34,7 @@ class Courier:
         self._shaper = Shaper(ways.to if ways.shaped else {})
         self._departures = Departures(asyncio.get_running_loop())
         self._wake = wake
+        self.noise: set[str] = set()
         self._publishing = 0
         self._bodies: dict[Body, str] = {}
 
@@ -77,7 +78,8 @@ class Courier:
         body = Body(chunk.data)
         size = packet_bytes(topic, len(chunk.data), qos=0)
         peer = chunk.receivers[0] if len(chunk.receivers) == 1 else topics.ALL
-        self._account.add(peer, "sent", message=size, model=len(chunk.data))
+        kind = "probe" if chunk.blob in self.noise else "model"
+        self._account.add(peer, "sent", message=size, **{kind: len(chunk.data)})
         self._bodies[body] = chunk.blob
         due = self._shaper.reserve(chunk.receivers, size, now)
         self._departures.at(due, partial(self._hand_over, topic, body, chunk))

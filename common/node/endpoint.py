@@ -66,7 +66,7 @@ class Endpoint:
         )
         self._ways = ways
         self._transfer = transfer
-        self._chunk_most, self._inline_most = transfer.chunk_bytes, transfer.inline_bytes
+        self.chunk_most, self._inline_most = transfer.chunk_bytes, transfer.inline_bytes
         self._face = face
         self._wake = asyncio.Event()
         self._connected_once = asyncio.Event()
@@ -152,7 +152,7 @@ class Endpoint:
         """
         way = self._ways.to[receivers[0]]
         blob = CODECS[CODEC].encode(layout, row)
-        chunk_bytes = chunk_bytes_for(way.rate, self._chunk_most)
+        chunk_bytes = chunk_bytes_for(way.rate, self.chunk_most)
         manifest = await offload(
             partial(describe, blob, chunk_bytes=chunk_bytes, codec=CODEC, layout=layout.digest, salt=str(way))
         )
@@ -163,7 +163,7 @@ class Endpoint:
     def forwards(self, model: Arriving, receivers: Sequence[str]) -> bool:
         """Return whether to pass a model on before it is here: it is large, and cut finely enough for their links."""
         way, manifest = self._ways.to[receivers[0]], model.manifest
-        fine = manifest.chunk_bytes <= chunk_bytes_for(way.rate, self._chunk_most)
+        fine = manifest.chunk_bytes <= chunk_bytes_for(way.rate, self.chunk_most)
         return fine and not model.complete and manifest.size > self._inline_most
 
     def forward(self, model: Arriving, receivers: Sequence[str]) -> Manifest:
@@ -219,7 +219,8 @@ class Endpoint:
 
     def _chunk(self, topic: topics.ChunkTopic, text: str, body: bytes | memoryview) -> None:
         now = self.now()
-        self.account.add(topic.node, "received", message=packet_bytes(text, len(body), qos=0), model=len(body))
+        kind = "probe" if topic.blob in self.courier.noise else "model"
+        self.account.add(topic.node, "received", message=packet_bytes(text, len(body), qos=0), **{kind: len(body)})
         fresh = self.incoming.receive_chunk(
             topic.node, topic.blob, lane=topic.lane, index=topic.index, number=topic.number, data=body, now=now
         )
@@ -318,7 +319,7 @@ class Endpoint:
                 f"broker {self.link.address} takes packets of at most {limit} bytes, models need "
                 f"{MIN_RATED_CHUNK + PACKET_ROOM}. Raise its max_packet_size."
             )
-        self._chunk_most = int(min(self._transfer.chunk_bytes, most))
+        self.chunk_most = int(min(self._transfer.chunk_bytes, most))
         self._inline_most = int(min(self._transfer.inline_bytes, most))
 
     def _lost(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from common.errors import WireError
 from common.net.accounting import Account
-from common.wire.messages import ChildReport, Traffic, Wire
+from common.wire.messages import ChildReport, Measured, Traffic, Wire
 
 BYTES_MOST: Final = 2**50
 NOTHING: Final = Traffic()
@@ -51,6 +51,7 @@ class Ledger:
         self._account = account
         self._wire = wire
         self._wire_before = Wire()
+        self.measured: dict[str, Measured] = {}
         self._pages = {name: _Page() for name in children}
 
     def enter(self, child: str, session: str, *, link: Traffic, below: Traffic) -> None:
@@ -152,7 +153,7 @@ def _traffic(row: list[Any]) -> Traffic:
 
 
 def _report(row: list[Any]) -> ChildReport:
-    values = [*row[:-1], _traffic(row[-1])]
+    values = [*row[:-2], Measured(*row[-2]), _traffic(row[-1])]
     return ChildReport(*values)
 
 

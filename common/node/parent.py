@@ -14,13 +14,14 @@ import numpy.typing as npt
 
 from common.errors import NoProgress, RefusedModel, RunFailed, WireError
 from common.layout import ModelLayout, Row
-from common.links import Link, Way, Ways
+from common.links import Link, Links, Way, Ways
 from common.net.link import BrokerAddress
 from common.node.arriving import Arriving
 from common.node.endpoint import Endpoint
 from common.node.identity import Identity
 from common.node.ledger import Ledger
 from common.node.offload import offload
+from common.node.probes import Probes, measure_all
 from common.rounds.coordinator import Assignment, Closed, Coordinator, Offered, Restarted, Stalled
 from common.rounds.timeline import Timeline
 from common.spec import Closing, Transfer
@@ -33,6 +34,7 @@ from common.wire.messages import (
     Message,
     NodeState,
     Presence,
+    Probed,
     Progress,
     Reports,
     Result,
@@ -85,6 +87,7 @@ class ParentFace:
             shaped=shaped,
         )
         self.endpoint = Endpoint(address, identity, face=self, transfer=transfer, ways=self._ways)
+        self.probes = Probes(self.endpoint, self._ways.to, transfer)
         self.coordinator = Coordinator(self.peers, idle_s=transfer.idle_s)
         self.refused_models = 0
         self._layout: ModelLayout | None = None
@@ -174,6 +177,14 @@ class ParentFace:
             log.warning("not there yet: %s", ", ".join(sorted(set(self.peers) - set(self.samples))))
         self._check_present(closing)
 
+    async def measure(self, links: Links) -> None:
+        """Measure the links to the children that are ready. Raises InvalidExperiment where one is not as declared."""
+        ready = [name for name in self.peers if name in self.samples]
+        self.ledger.measured = await measure_all(self.probes, self._ways, links, ready)
+        for name, measured in self.ledger.measured.items():
+            facts = {"node": name, "up_mbit": measured.up * 8e-6, "down_mbit": measured.down * 8e-6}
+            self._observe("measured", {key: fact for key, fact in facts.items() if fact})
+
     async def farewells(self, *, timeout_s: float) -> None:
         """Wait until the children that are present have said goodbye, at most `timeout_s`."""
         try:
@@ -200,6 +211,8 @@ class ParentFace:
             self._count(sender, session, message.traffic, message.below)
             self._farewells.add(sender)
             self._changed.set()
+        elif isinstance(message, Probed):
+            self.probes.receive(sender, message)
         else:
             raise WireError(f"a child does not send a {type(message).__name__}")
 
@@ -241,6 +254,7 @@ class ParentFace:
         """Check an upload that is complete, or deal with one that failed."""
         pending = self._pending.pop((event.owner, event.blob), None)
         if pending is None:
+            self.probes.transferred(event)
             return
         key, manifest, row = pending
         if isinstance(event, Fetched):

@@ -36,10 +36,14 @@ FLOW_BYTES_S: Final = 256  # the acknowledgements and pings of a connection with
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Blob `blob` of `owner` lies complete in its buffer, every chunk checked."""
+    """Blob `blob` of `owner` lies complete in its buffer, every chunk checked.
+
+    `rate`: bytes per second from its first chunk's arrival to its last one's, None where they came together.
+    """
 
     owner: str
     blob: str
+    rate: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,12 @@ class _Fetch:
     damaged: int = 0
     heard: float = 0.0
     patience_s: float = PATIENCE_S
+    first_at: float | None = None
+    since_first: int = 0
+
+    def rate(self, now: float) -> float | None:
+        seconds = now - self.first_at if self.first_at is not None else 0.0
+        return self.since_first / seconds if self.since_first and seconds > 0 else None
 
 
 @dataclass(slots=True)
@@ -233,6 +243,10 @@ class Incoming:
             fetch.buffer[span] = data
         fetch.lacking[index] = False
         fetch.left -= 1
+        if fetch.first_at is None:
+            fetch.first_at = now
+        else:
+            fetch.since_first += span.stop - span.start
         if fetch.left == 0:
             self._complete(fetch, now)
         return True
@@ -332,7 +346,7 @@ class Incoming:
         return Ask(fetch.manifest.blob, lacking, seen.get(ALL, 0), seen.get("own", 0), fetch.window, fetch.restart)
 
     def _complete(self, fetch: _Fetch, now: float) -> None:
-        self._events.append(Fetched(fetch.owner, fetch.manifest.blob))
+        self._events.append(Fetched(fetch.owner, fetch.manifest.blob, fetch.rate(now)))
         self._completed.append((fetch.owner, self._ask(fetch)))
         self.drop(fetch.owner, blob=fetch.manifest.blob, now=now)
 

@@ -180,10 +180,20 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
-class ChildReport:
-    """What one device did in an iteration, and its link's bytes since the institution's process began.
+class Measured:
+    """A link before the run: bytes per second, 0 where nobody measured, and the MQTT bytes that measuring cost."""
 
-    `up` and `down` are each measured where they arrive: `up` at the parent, `down` at the child.
+    up: float = 0.0
+    down: float = 0.0
+    up_bytes: int = 0
+    down_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ChildReport:
+    """What one device did in an iteration, its link as measured before the run, and the link's bytes since.
+
+    `up` and `down` are each counted where they arrive: `up` at the parent, `down` at the child.
     """
 
     name: str
@@ -194,6 +204,7 @@ class ChildReport:
     loss: float = 0.0
     train_s: float = 0.0
     wait_s: float = 0.0
+    measured: Measured = Measured()
     traffic: Traffic = Traffic()
 
 
@@ -273,6 +284,22 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
+class Probe:
+    """A parent's noise, for its child to pull and to time; said again until it is answered."""
+
+    model: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """The answer to the probe `asked`: bytes per second as they arrived, 0 if unknown, and noise to pull back."""
+
+    asked: str
+    rate: float
+    model: Manifest
+
+
+@dataclass(frozen=True, slots=True)
 class Gone:
     """An owner's word that it does not hold a blob."""
 
@@ -294,4 +321,6 @@ class Farewell:
     below: Traffic
 
 
-Message: TypeAlias = Presence | Announcement | Task | Progress | Result | Receipt | Ask | Gone | Reports | Farewell
+Message: TypeAlias = (
+    Presence | Announcement | Probe | Probed | Task | Progress | Result | Receipt | Ask | Gone | Reports | Farewell
+)

@@ -23,6 +23,8 @@ from common.wire.messages import (
     Gone,
     Message,
     Presence,
+    Probe,
+    Probed,
     Progress,
     Receipt,
     Reports,
@@ -36,7 +38,7 @@ MAX_INT: Final = 2**63 - 1
 MAX_ITEMS: Final = 100_000
 
 KINDS: Final[tuple[type[Message], ...]] = (
-    Presence, Announcement, Task, Progress, Result, Receipt, Ask, Gone, Reports, Farewell,
+    Presence, Announcement, Task, Progress, Result, Receipt, Ask, Gone, Reports, Farewell, Probe, Probed,
 )  # fmt: skip
 _CODES: Final = {kind: code for code, kind in enumerate(KINDS)}
 

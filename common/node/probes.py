@@ -1,0 +1,196 @@
+"""Measuring links before a run: a little noise each way, pulled like a model and timed where it arrives.
+
+    parent                       child
+      | --------- Probe ---------> |   the noise that it may pull; said again until answered
+      | <--- chunks, its asks ---> |
+      | <-------- Probed --------- |   how fast it came, and noise to pull back
+      | <--- asks, its chunks ---> |
+
+Noise is counted apart from models, so that a run's bytes are its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+import numpy as np
+
+from common.errors import InvalidExperiment, RefusedModel
+from common.links import Links, Way, Ways
+from common.node.endpoint import Endpoint
+from common.spec import Transfer
+from common.transfer.incoming import Fetched, IncomingEvent
+from common.transfer.manifest import describe
+from common.wire.messages import Manifest, Measured, Probe, Probed
+
+PROBE_S: Final = 0.25  # what a probe takes on a link of a declared rate, or eight chunks if that is more
+CHUNK_LEAST: Final = 8192
+CHUNKS_LEAST: Final = 8
+CHUNKS_MOST: Final = 32
+CHUNKS_USUAL: Final = 16
+UNDECLARED: Final = 2e6
+SIZE_MOST: Final = 1 << 26
+REPEAT_S: Final = 2.0
+CODEC: Final = "noise"
+TOGETHER_BYTES_S: Final = 25e6  # so much is measured at a time: more is a matter of the broker, not of the links
+TOGETHER_MOST: Final = 4
+
+log = logging.getLogger("fedstrata.probes")
+
+
+class Probes:
+    """One endpoint's probes, in either role."""
+
+    def __init__(self, endpoint: Endpoint, ways: Mapping[str, Way], transfer: Transfer) -> None:
+        self._endpoint = endpoint
+        self._ways = ways
+        self._transfer = transfer
+        self._answers: dict[str, tuple[str, asyncio.Future[Probed]]] = {}
+        self._fetches: dict[str, asyncio.Future[float]] = {}
+        self._asked: Manifest | None = None
+        self._answer: Probed | None = None
+        self._answering: asyncio.Task[None] | None = None
+
+    async def measure(self, peer: str) -> Measured:
+        """Measure the link to a child. Raises TimeoutError, RefusedModel where it answers nonsense."""
+        noise = self._offer(peer)
+        answered: asyncio.Future[Probed] = asyncio.get_running_loop().create_future()
+        self._answers[peer] = noise.blob, answered
+        try:
+            async with asyncio.timeout(self._transfer.idle_s):
+                while not answered.done():
+                    self._endpoint.send(peer, Probe(noise))
+                    await asyncio.wait((answered,), timeout=REPEAT_S)
+                answer = answered.result()
+                up = await self._fetch(peer, answer.model)
+                account = self._endpoint.account
+                return Measured(up, answer.rate, account.probed(peer, "received"), account.probed(peer, "sent"))
+        finally:
+            del self._answers[peer]
+            self._endpoint.retire(noise.blob)
+
+    def receive(self, peer: str, message: Probe | Probed) -> None:
+        """Take a peer's word on a probe."""
+        if isinstance(message, Probed):
+            asked, answered = self._answers.get(peer, ("", None))
+            if answered is not None and not answered.done() and message.asked == asked:
+                answered.set_result(message)
+        elif self._asked != message.model:
+            self.end()
+            self._asked = message.model
+            self._answering = asyncio.create_task(self._respond(peer, message.model), name="answer a probe")
+        elif self._answer is not None:
+            self._endpoint.send(peer, self._answer)
+
+    def transferred(self, event: IncomingEvent) -> bool:
+        """Take a finished or failed fetch; return whether it was of noise."""
+        fetched = self._fetches.pop(event.blob, None)
+        if fetched is None:
+            return False
+        if fetched.done():
+            return True
+        if isinstance(event, Fetched):
+            fetched.set_result(event.rate or 0.0)
+        else:
+            fetched.set_exception(RefusedModel(event.reason))
+        return True
+
+    def end(self) -> None:
+        """Hold no answer any more: the run begins, or another probe."""
+        if self._answering is not None:
+            self._answering.cancel()
+        if self._answer is not None:
+            self._endpoint.retire(self._answer.model.blob)
+        self._asked = self._answer = self._answering = None
+
+    async def _respond(self, peer: str, noise: Manifest) -> None:
+        try:
+            rate = await self._fetch(peer, noise)
+        except RefusedModel:
+            self._asked = None  # it will be asked again
+            return
+        self._answer = Probed(noise.blob, rate, self._offer(peer))
+        self._endpoint.send(peer, self._answer)
+
+    async def _fetch(self, peer: str, noise: Manifest) -> float:
+        if noise.codec != CODEC or noise.size > SIZE_MOST:
+            raise RefusedModel(f"{peer} probes with {noise.size} bytes of {noise.codec[:32]!r}")
+        incoming, now = self._endpoint.incoming, self._endpoint.now
+        fetched: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._fetches[noise.blob] = fetched
+        self._endpoint.courier.noise.add(noise.blob)
+        incoming.fetch(peer, noise, memoryview(bytearray(noise.size)), now=now())
+        self._endpoint.wake()
+        try:
+            return await fetched
+        finally:
+            self._fetches.pop(noise.blob, None)
+            incoming.drop(peer, blob=noise.blob, now=now())
+
+    def _offer(self, peer: str) -> Manifest:
+        rate = self._ways[peer].rate or UNDECLARED
+        chunk_bytes = int(min(max(rate * PROBE_S / CHUNKS_USUAL, CHUNK_LEAST), self._endpoint.chunk_most))
+        chunks = int(min(max(rate * PROBE_S / chunk_bytes, CHUNKS_LEAST), CHUNKS_MOST))
+        data = memoryview(np.random.default_rng().bytes(chunk_bytes * chunks))
+        noise = describe(data, chunk_bytes=chunk_bytes, codec=CODEC, layout="")
+        self._endpoint.courier.noise.add(noise.blob)
+        self._endpoint.outgoing.offer(noise, data, (peer,))
+        return noise
+
+
+async def measure_all(probes: Probes, ways: Ways, links: Links, peers: Iterable[str]) -> dict[str, Measured]:
+    """Measure the links to these children, a few at a time, as `links.check` wants it.
+
+    A child that does not answer is left out, with a warning. Raises InvalidExperiment where a link does not carry
+    what was declared for it.
+    """
+    found: dict[str, Measured] = {}
+    if links.check == "off":
+        return found
+    for group in _groups(ways, peers):
+        results = await asyncio.gather(*(probes.measure(peer) for peer in group), return_exceptions=True)
+        for peer, result in zip(group, results, strict=True):
+            if isinstance(result, Measured):
+                found[peer] = result
+            elif isinstance(result, TimeoutError | RefusedModel):
+                log.warning("the link of %s could not be measured: %s", peer, result or "no answer")
+            else:
+                raise result
+    for peer, measured in found.items():
+        for direction, declared, carries in (
+            ("up", ways.from_[peer].rate, measured.up),
+            ("down", ways.to[peer].rate, measured.down),
+        ):
+            if declared is not None and carries and abs(carries / declared - 1) > links.tolerance:
+                _complain(peer, direction, declared, carries, links)
+    return found
+
+
+def _complain(peer: str, direction: str, declared: float, carries: float, links: Links) -> None:
+    problem = f"it carries {carries * 8e-6:.4g} Mbit/s, {100 * (carries / declared - 1):+.0f} %"
+    if links.check == "warn":
+        log.warning("link of %s %s, declared %.4g Mbit/s: %s", peer, direction, declared * 8e-6, problem)
+        return
+    raise InvalidExperiment(
+        f"links: {peer}.{direction}_mbit",
+        float(f"{declared * 8e-6:.4g}"),
+        problem,
+        "Declare what it carries, allow more by links.tolerance, or set links.check = 'warn'.",
+    )
+
+
+def _groups(ways: Ways, peers: Iterable[str]) -> list[list[str]]:
+    """Return the children in groups whose links together carry no more than `TOGETHER_BYTES_S`, if there are two."""
+    groups: list[list[str]] = []
+    load = 0.0
+    for peer in peers:
+        rate = max(way.rate or TOGETHER_BYTES_S / TOGETHER_MOST for way in (ways.to[peer], ways.from_[peer]))
+        if not groups or load + rate > TOGETHER_BYTES_S or len(groups[-1]) == TOGETHER_MOST:
+            groups.append([])
+            load = 0.0
+        groups[-1].append(peer)
+        load += rate
+    return groups
