@@ -238,7 +238,7 @@ class ChildFace:
             endpoint.check(manifest, layout)
         except RefusedModel as error:
             raise RunFailed(f"{self._parent}'s model does not fit this node's: {error}. Run one release.") from None
-        buffer = codec_of(manifest.codec).buffer(layout, row)
+        buffer = codec_of(manifest.codec).buffer(layout, row, size=manifest.size)
         model = Arriving(manifest, row, buffer, np.ones(manifest.chunks, np.bool_))
         if manifest.blob == self._held:
             self._has(model, endpoint.now())

@@ -311,7 +311,7 @@ class ParentFace:
             self._refuse(child, result.key, str(error))
             return
         row = self._uploads[self._places[child]]
-        buffer = codec_of(manifest.codec).buffer(layout, row)
+        buffer = codec_of(manifest.codec).buffer(layout, row, size=manifest.size)
         self._pending[child, manifest.blob] = (result.key, manifest, row)
         if result.inline is not None:
             self.endpoint.incoming.take(child, manifest, buffer, result.inline)
