@@ -124,6 +124,9 @@ class Codecs(_Table):
     down: str = "fp32"
 
 
+PLAIN: Final = Codecs()
+
+
 class Transfer(_Table):
     """How models travel, what is accepted from the network, and when silence is failure."""
 

@@ -35,11 +35,13 @@ _FORMS: Final[dict[str, Form]] = dict(zip(FORMS, (Planes(), Half(), Brain(), Sca
 class Codec(Protocol):
     """One form of a model on the wire. Rows are uint8 [row_bytes]; the calls may come from any thread.
 
-    `exact`: what arrives is bit for bit what was sent. `delta`: `encode` and `decode` want the `reference`, a row
-    that both ends hold. `fixed`: every blob has exactly `size` bytes, else at most.
+    `is_row`: the blob is the row, nothing is encoded. `exact`: what arrives is bit for bit what was sent. `delta`:
+    `encode` and `decode` want the `reference`, a row that both ends hold. `fixed`: every blob has exactly `size`
+    bytes, else at most. But for deltas, what was decoded is encoded to the same bytes again.
     """
 
     name: str
+    is_row: bool
     exact: bool
     delta: bool
     fixed: bool
@@ -66,7 +68,7 @@ class Fp32:
     """float32 and int64 columns as they lie in the row, little-endian. Error: none."""
 
     name = "fp32"
-    exact, delta, fixed = True, False, True
+    is_row, exact, delta, fixed = True, True, False, True
 
     def size(self, layout: ModelLayout) -> int:
         return layout.row_bytes
@@ -91,6 +93,7 @@ class Packed:
 
     def __init__(self, form: str, *, delta: bool, zstd: bool) -> None:
         self.name = "+".join([DELTA] * delta + [form] + [ZSTD] * zstd)
+        self.is_row = False
         self.exact = form == "fp32"
         self.delta = delta
         self.fixed = not zstd
