@@ -56,6 +56,7 @@ class CloudAgent:
             links={name: experiment.link(name) for name in experiment.topology.institution_names()},
             transfer=experiment.transfer,
             shaped=experiment.links.enforce == "bucket",
+            codecs=experiment.transfer.wan,
             observe=self._observe,
         )
         export_parent(self._metrics, down, LABELS)
@@ -80,6 +81,7 @@ class CloudAgent:
         folder, experiment = self._folder, self._folder.experiment
         layout, row = await evaluator.start()
         down.set_layout(layout)
+        folder.note(model_bytes=layout.row_bytes)  # of a model as fp32: beside links.csv it shows what codecs save
         iterations = GlobalIterations(
             folder, layout=layout, row=row, down=down, evaluator=evaluator, metrics=self._metrics, observe=self._observe
         )
@@ -124,6 +126,7 @@ class CloudAgent:
                 "accuracy": iterations.last.accuracy if iterations.last else None,
                 "loss": iterations.last.loss if iterations.last else None,
                 "model": str(path),
+                "model_bytes": layout.row_bytes,
                 **self._bytes(down),
             },
         )

@@ -70,6 +70,11 @@ class RunFolder:
         """Return where checkpoints lie."""
         return self.path / "checkpoints"
 
+    def note(self, **facts: object) -> None:
+        """Add facts that became known after the start to manifest.json."""
+        path = self.path / "manifest.json"
+        _replace(path, json.dumps(json.loads(path.read_text(encoding="utf-8")) | facts, indent=2))
+
     def event(self, name: str, facts: Mapping[str, object]) -> None:
         """Append an event with its time."""
         line = json.dumps({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": name, **facts})
@@ -115,8 +120,7 @@ class RunFolder:
         told = links.tell_measured(ledger)
         if told and told != self._measured:
             self._measured = told
-            path = self.path / "manifest.json"
-            _replace(path, json.dumps(json.loads(path.read_text(encoding="utf-8")) | {"wire_bytes": told}, indent=2))
+            self.note(wire_bytes=told)
         _replace(self.path / LEDGER, ledger.to_json())
 
     def restore(self, ledger: Ledger) -> None:
@@ -152,6 +156,7 @@ class RunFolder:
             "started": utc,
             "experiment_digest": self.experiment.digest,
             "links": self._links(),
+            "codecs": {t: getattr(self.experiment.transfer, t).model_dump() for t in ("wan", "lan")},
             "host": platform.node(),
             "platform": platform.platform(),
             "cpus": os.cpu_count(),

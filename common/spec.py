@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from common import codec_names
 from common.errors import InvalidExperiment
 from common.links import Link, Links, Profile, resolve
 from common.tables import Count, Fraction, Name, Positive, proposal, write
@@ -116,6 +117,16 @@ class Institution(_Table):
     closing: Closing = Closing()
 
 
+class Codecs(_Table):
+    """How a tier's models are written (`common/codec_names.py`), `up` towards the cloud; fp32 is bit for bit."""
+
+    up: str = "fp32"
+    down: str = "fp32"
+
+
+PLAIN: Final = Codecs()
+
+
 class Transfer(_Table):
     """How models travel, what is accepted from the network, and when silence is failure."""
 
@@ -125,6 +136,8 @@ class Transfer(_Table):
     upload_slots: Count = 4
     idle_s: Positive = 120.0
     keepalive_s: Annotated[int, Field(ge=5, le=65_535)] = 30  # MQTT's; it has 16 bits
+    wan: Codecs = Codecs()
+    lan: Codecs = Codecs()
 
 
 class Experiment(_Table):
@@ -165,6 +178,9 @@ class Experiment(_Table):
         _check_closing("institution.closing", self.institution.closing, smallest)
         for child in self.links.of:
             _check_child("links.of", child, self.topology)
+        for key, codecs in (("transfer.wan", self.transfer.wan), ("transfer.lan", self.transfer.lan)):
+            codec_names.check_name(f"{key}.up", codecs.up, codec_names.UP)
+            codec_names.check_name(f"{key}.down", codecs.down, codec_names.DOWN)
         return self
 
     def link(self, child: str) -> Link:

@@ -66,6 +66,7 @@ class DeviceAgent:
             transfer=experiment.transfer,
             link=experiment.link(self._name),
             shaped=experiment.links.enforce == "bucket",
+            codecs=experiment.transfer.lan,
         )
         export_child(self._metrics, up, self._labels)
         self._metrics.run.labels(*self._labels).info({"run": run, "experiment": experiment.name})

@@ -55,6 +55,7 @@ class InstitutionAgent:
             transfer=experiment.transfer,
             link=experiment.link(self._name),
             shaped=shaped,
+            codecs=experiment.transfer.wan,
         )
         down = ParentFace(
             self._device_broker,
@@ -62,6 +63,7 @@ class InstitutionAgent:
             links={name: experiment.link(name) for name in devices},
             transfer=experiment.transfer,
             shaped=shaped,
+            codecs=experiment.transfer.lan,
         )
         up.below = lambda: replace(sum(down.ledger.links().values(), Traffic()), wire=down.ledger.broker())
         down.set_layout(layout)

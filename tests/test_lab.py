@@ -19,6 +19,7 @@ from safetensors.numpy import load_file
 
 from common.learning import models
 from common.spec import Experiment, load
+from common.wire.codecs import codec_of
 from deploy import broker
 from device.slots import Slots
 from device.trainer import Trainer
@@ -26,6 +27,16 @@ from device.trainer import Trainer
 DEMO = Path(__file__).parents[1] / "deploy" / "experiments" / "demo.toml"
 SMALL = ("topology.institutions=2", "topology.devices=4", "iterations=2", "institution.rounds=2")
 PATIENCE_S = 90
+
+
+def coding(*, up: str, down: str) -> tuple[str, ...]:
+    return tuple(
+        f"transfer.{tier}.{way}={name}" for tier in ("wan", "lan") for way, name in (("up", up), ("down", down))
+    )
+
+
+LOSSY = coding(up="delta+int8", down="fp16")
+LOSSLESS = coding(up="delta+fp32+zstd", down="fp32+zstd")
 
 Model = Mapping[str, npt.NDArray[np.float32]]
 
@@ -105,6 +116,40 @@ def test_another_order_of_arrival_gives_the_same_model(reference: Path, address:
     # One process with one slot trains its devices one after another, last first.
     devices = [[(f"device-{i}", f"institution-{i // 2}") for i in (3, 2, 1, 0)]]
     assert_same_bits(model_of(run_roles(tmp_path, address, *SMALL, devices=devices)), model_of(reference))
+
+
+@pytest.fixture(scope="module")
+def coded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_lab(tmp_path_factory.mktemp("runs"), *SMALL, *LOSSY)
+
+
+def test_lossy_codecs_give_the_same_model_wherever_the_roles_run(coded: Path, address: str, tmp_path: Path) -> None:
+    # In chunks, which the institutions pass on as they come; in the lab the models travel inside the messages.
+    pairs = (*SMALL, *LOSSY, "transfer.inline_bytes=0", "transfer.chunk_bytes=32768")
+    devices = [[(f"device-{i}", f"institution-{i // 2}")] for i in range(4)]
+    assert_same_bits(model_of(run_roles(tmp_path, address, *pairs, devices=devices)), model_of(coded))
+
+
+def test_links_csv_counts_models_as_they_travel(coded: Path, reference: Path) -> None:
+    module = models.build(load(coded / "experiment.toml").model.name, 1)
+    layout = models.layout_of(module)
+    up, down = codec_of("delta+int8").size(layout), codec_of("fp16").size(layout)
+    with (coded / "links.csv").open(newline="") as file:
+        links = [row for row in csv.DictReader(file) if row["kind"] == "model"]
+    assert len(links) == 2 * (2 + 4)
+    for row in links:
+        upward = row["to"] == "cloud" or row["from"].startswith("device")
+        iterations = 2 if "cloud" in (row["from"], row["to"]) else 4
+        assert int(row["payload_bytes"]) == iterations * (up if upward else down), row
+    manifest = json.loads((coded / "manifest.json").read_text())
+    assert manifest["model_bytes"] == layout.row_bytes
+    assert manifest["codecs"] == {tier: {"up": "delta+int8", "down": "fp16"} for tier in ("wan", "lan")}
+    moved = [model_of(folder).items() for folder in (coded, reference)]
+    assert any(one.tobytes() != other.tobytes() for (_, one), (_, other) in zip(*moved, strict=True))
+
+
+def test_lossless_codecs_change_no_bit(reference: Path, tmp_path: Path) -> None:
+    assert_same_bits(model_of(run_lab(tmp_path, *SMALL, *LOSSLESS)), model_of(reference))
 
 
 def test_embedded_broker_gives_the_same_model(reference: Path, tmp_path: Path) -> None:
@@ -204,13 +249,15 @@ def test_links_csv_shows_what_the_kernels_carried(reference: Path) -> None:
     assert len(links) == 2 * (2 + 4)
     for row in links:
         # What MQTT needs besides: login, subscriptions, presences, an acknowledgement for each control message.
-        assert 0 <= int(row["wire_bytes"]) - int(row["message_bytes"]) < 4000, row
+        assert 0 <= int(row["wire_bytes"]) - int(row["probe_bytes"]) - int(row["message_bytes"]) < 4000, row
+        assert float(row["measured_mbit"]) > 0
         assert 0 < float(row["overhead_percent"]) < 10 and float(row["rtt_ms"]) >= float(row["rtt_min_ms"]) > 0, row
     brokers = {(row["from"], row["to"]): int(row["wire_bytes"]) for row in table if row["kind"] == "broker"}
     parents = ("cloud", "institution-0", "institution-1")
     assert set(brokers) == {pair for name in parents for pair in ((name, "broker"), ("broker", name))}
     for name in parents:  # downward a model that all get crosses the parent's connection once
-        up = sum(int(row["message_bytes"]) for row in links if row["to"] == name and row["tier"] == _tier(name))
+        mine = [row for row in links if row["to"] == name and row["tier"] == _tier(name)]
+        up = sum(int(row["message_bytes"]) + int(row["probe_bytes"]) for row in mine)
         assert up <= brokers["broker", name] < up + 10_000
     assert json.loads((reference / "manifest.json").read_text())["wire_bytes"] == "counted by the kernels (TCP_INFO)"
 

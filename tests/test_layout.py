@@ -118,7 +118,7 @@ def test_the_codec_of_rows_shares_their_memory() -> None:
     layout.flatten(state_of(layout), row)
     assert codec.size(layout) == layout.row_bytes and bytes(codec.encode(layout, row)) == row.tobytes()
     other = np.zeros((2, layout.row_bytes), np.uint8)
-    buffer = codec.buffer(layout, other[1])
+    buffer = codec.buffer(layout, other[1], size=layout.row_bytes)
     buffer[:] = codec.encode(layout, row)
     codec.decode(layout, buffer, other[1])
     assert other[1].tobytes() == row.tobytes() and not other[0].any()

@@ -30,11 +30,12 @@ from common.node.endpoint import Endpoint
 from common.node.identity import Identity, new_session
 from common.node.life import live
 from common.node.parent import ParentFace, Round
-from common.spec import Closing, Transfer
+from common.spec import PLAIN, Closing, Codecs, Transfer
 from common.transfer.incoming import DAMAGED_MOST
 from common.transfer.manifest import describe
 from common.transfer.outgoing import Publication
 from common.wire import packing, topics
+from common.wire.codecs import codec_of
 from common.wire.messages import (
     Announcement,
     Ask,
@@ -127,6 +128,7 @@ def parent_of(
     link: Link | None = None,
     links: Mapping[str, Link] | None = None,
     shaped: bool = True,
+    codecs: Codecs = PLAIN,
     observed: list[Facts] | None = None,
 ) -> ParentFace:
     seen = [] if observed is None else observed
@@ -136,6 +138,7 @@ def parent_of(
         links=links or dict.fromkeys(children, link or Link()),
         transfer=transfer or Transfer(),
         shaped=shaped,
+        codecs=codecs,
         observe=lambda event, facts: seen.append((event, facts)),
     )
     face.set_layout(layout)
@@ -151,10 +154,17 @@ def child_of(
     transfer: Transfer | None = None,
     link: Link | None = None,
     shaped: bool = True,
+    codecs: Codecs = PLAIN,
 ) -> ChildFace:
     identity = Identity(RUN, name, "device", new_session())
     face = ChildFace(
-        address, identity, parent=parent, transfer=transfer or Transfer(), link=link or Link(), shaped=shaped
+        address,
+        identity,
+        parent=parent,
+        transfer=transfer or Transfer(),
+        link=link or Link(),
+        shaped=shaped,
+        codecs=codecs,
     )
     face.endpoint.set_state(NodeState.READY, samples=1)
     return face
@@ -393,6 +403,7 @@ def lies(layout: ModelLayout) -> dict[str, tuple[Change, str]]:
         "short": (lambda result: replace(result, inline=(result.inline or b"")[:-4]), "wrong digest"),
         "layout": (model(layout="0123456789abcdef"), "wrong layout '0123456789abcdef'"),
         "codec": (model(codec="zip"), "codec 'zip'"),
+        "against": (model(reference="0123456789abcdef"), "against model '0123456789abcdef'"),
         "loss": (lambda result: replace(result, loss=float("nan")), "loss is nan"),
         "samples": (lambda result: replace(result, samples=MANY), f"{MANY} samples"),
         "steps": (lambda result: replace(result, steps=MANY), f"{MANY} steps"),
@@ -522,11 +533,14 @@ def test_a_second_device_of_a_name_is_told_and_the_first_goes_on(address: Broker
 class Middle:
     """An institution as the protocol sees it: one name, a face upward and a face downward on one broker."""
 
-    def __init__(self, address: BrokerAddress, layout: ModelLayout, *, children: list[str]) -> None:
+    def __init__(
+        self, address: BrokerAddress, layout: ModelLayout, *, children: list[str], codecs: Codecs = PLAIN
+    ) -> None:
         self.identity = Identity(RUN, PARENT, "institution", new_session())
         self.layout = layout
-        self.up = ChildFace(address, self.identity, parent="cloud", transfer=Transfer(), link=Link())
-        self.down = ParentFace(address, self.identity, links=dict.fromkeys(children, Link()), transfer=Transfer())
+        self.up = ChildFace(address, self.identity, parent="cloud", transfer=Transfer(), link=Link(), codecs=codecs)
+        links = dict.fromkeys(children, Link())
+        self.down = ParentFace(address, self.identity, links=links, transfer=Transfer(), codecs=codecs)
         self.down.set_layout(layout)
         for face in (self.up, self.down):
             face.endpoint.set_state(NodeState.READY)
@@ -699,6 +713,160 @@ async def _hear(site: BrokerAddress, said: list[NodeState]) -> None:
             presence = packing.decode(bytes(message.payload))[1]
             assert isinstance(presence, Presence)
             said.append(presence.state)
+
+
+# Models in other forms
+
+
+def as_received(codec: str, layout: ModelLayout, row: Row, reference: Row) -> Row:
+    """Return what arrives of a row."""
+    got = layout.empty()
+    form = codec_of(codec)
+    if form.is_row:
+        return row
+    form.decode(layout, form.encode(layout, row, reference=reference), got, reference=reference)
+    return got
+
+
+def assert_coded(played: Round, row: Row, *, layout: ModelLayout, places: Mapping[str, int], codecs: Codecs) -> None:
+    """Assert that each child changed the model as it came down, and that its answer came up as its codec makes it."""
+    held = as_received(codecs.down, layout, row, row)
+    assert set(played.children) == set(places)
+    for name, upload in zip(played.children, played.uploads, strict=True):
+        answer = layout.empty()
+        layout.floats(answer)[:] = changed(layout, held, places[name])
+        assert upload.tobytes() == as_received(codecs.up, layout, answer, held).tobytes(), name
+
+
+@pytest.mark.parametrize("inline", [True, False], ids=["inline", "chunks"])
+@pytest.mark.parametrize(
+    ("down", "up"),
+    [
+        ("fp32", "delta+fp32+zstd"), ("fp16", "delta+int8"), ("bf16+zstd", "delta+fp16+zstd"), ("int8", "int8+zstd"),
+        ("fp32+zstd", "delta+bf16"),
+    ],
+)  # fmt: skip
+def test_models_come_as_their_codecs_make_them(address: BrokerAddress, down: str, up: str, inline: bool) -> None:
+    async def run() -> None:
+        layout, codecs = layout_of(200_000), Codecs(up=up, down=down)
+        transfer = Transfer(chunk_bytes=32_768, inline_bytes=262_144 if inline else 0)
+        places = {"device-0": 0, "device-1": 1}
+        parent = parent_of(address, list(places), layout=layout, transfer=transfer, codecs=codecs)
+        children = [child_of(address, name, transfer=transfer, codecs=codecs) for name in places]
+        works = [serving(child, layout, place) for place, child in enumerate(children)]
+        async with together(living([parent.endpoint]), *works):
+            for iteration in range(3):
+                row = drawn(layout, iteration)
+                played = await play(parent, row, iteration=iteration)
+                assert_coded(played, row, layout=layout, places=places, codecs=codecs)
+        assert parent.refused_models == 0
+
+    scenario(run())
+
+
+def test_children_with_models_of_their_own_answer_with_deltas_to_those(address: BrokerAddress) -> None:
+    async def run() -> None:
+        layout, codecs = layout_of(40_000), Codecs(up="delta+int8", down="fp16")
+        names = ["device-0", "device-1", "device-2"]
+        parent = parent_of(address, names, layout=layout, codecs=codecs)
+        works = [serving(child_of(address, name, codecs=codecs), layout, 0) for name in names]
+        async with together(living([parent.endpoint]), *works):
+            for iteration in range(2):
+                rows = [drawn(layout, 10 * iteration + seed) for seed in (1, 2)]
+                models = dict(zip(names, [rows[0], rows[1], rows[0]], strict=True))
+                played = await parent.round(
+                    iteration=iteration, round_=0, models=models, epochs=dict.fromkeys(names, 1), closing=Closing()
+                )
+                for place, name in enumerate(names):
+                    alone = replace(played, children=(name,), uploads=played.uploads[place : place + 1])
+                    assert_coded(alone, models[name], layout=layout, places={name: 0}, codecs=codecs)
+
+    scenario(run())
+
+
+@pytest.mark.parametrize("down", ["fp16", "int8+zstd"])
+def test_a_coded_model_is_passed_on_as_it_comes(address: BrokerAddress, down: str) -> None:
+    async def run() -> None:
+        layout, codecs = layout_of(2_000_000), Codecs(up="delta+bf16", down=down)
+        fine = Transfer(chunk_bytes=32_768)
+        cloud = parent_of(address, [PARENT], layout=layout, name="cloud", transfer=fine, codecs=codecs)
+        middle = Middle(address, layout, children=["device-0"], codecs=codecs)
+        device = serving(child_of(address, "device-0", codecs=codecs), layout, 0)
+        async with together(living([cloud.endpoint]), middle.live(), device):
+            row = drawn(layout, 1)
+            played = await play(cloud, row)
+        held = as_received(down, layout, row, row)
+        answer = layout.empty()
+        layout.floats(answer)[:] = changed(layout, held, 0)
+        for _ in range(2):  # from the device to the institution, from there to the cloud
+            answer = as_received("delta+bf16", layout, answer, held)
+        assert played.uploads[0].tobytes() == answer.tobytes()
+
+    scenario(run())
+
+
+def test_what_a_form_cannot_hold_is_refused_by_name_and_the_round_goes_on(address: BrokerAddress) -> None:
+    async def run() -> None:
+        layout, codecs = layout_of(4000), Codecs(up="fp16")
+        names = ["honest", "large"]
+        parent = parent_of(address, names, layout=layout, codecs=codecs)
+        faces = [child_of(address, name, codecs=codecs) for name in names]
+        async with together(
+            living([parent.endpoint]), serving(faces[0], layout, 0), spoilt(faces[1], layout, 65_520.0)
+        ):
+            row = drawn(layout, 1)
+            played = await play(parent, row)
+            assert_coded(played, row, layout=layout, places={"honest": 0}, codecs=codecs)
+            assert played.refused == {"large": "entry weight holds NaN or Inf (it came as fp16)"}
+
+    scenario(run())
+
+
+@pytest.mark.parametrize("up", ["fp32", "delta+int8"])
+def test_a_parent_whose_model_a_form_cannot_hold_fails_and_says_so(address: BrokerAddress, up: str) -> None:
+    async def run() -> None:
+        layout, codecs = layout_of(4000), Codecs(up=up, down="fp16")
+        parent = parent_of(address, ["device-0"], layout=layout, codecs=codecs)
+        child = serving(child_of(address, "device-0", codecs=codecs), layout, 0)
+        row = drawn(layout, 1)
+        layout.floats(row)[3] = 70_000
+        says = r"entry weight holds NaN or Inf \(it came as fp16\)"
+        parenting = living([parent.endpoint])
+        playing = asyncio.create_task(play(parent, row))
+        if up == "fp32":  # nobody but the child looks at what becomes of it
+            with pytest.raises(RunFailed, match=f"institution-0's model cannot be used: {says}"):
+                await child
+        else:
+            with pytest.raises(RunFailed, match=f"the model cannot be sent: {says}"):
+                await playing
+        for task in (playing, child, parenting):
+            task.cancel()
+        await asyncio.wait((playing, child, parenting))
+
+    scenario(run())
+
+
+def test_a_delta_to_another_model_is_refused(address: BrokerAddress) -> None:
+    async def run() -> None:
+        layout, codecs = layout_of(4000), Codecs(up="delta+bf16")
+        names = ["honest", "elsewhere", "nowhere"]
+        parent = parent_of(address, names, layout=layout, codecs=codecs)
+        faces = [child_of(address, name, codecs=codecs) for name in names]
+
+        def against(blob: str) -> Change:
+            return lambda result: replace(result, model=replace(result.model, reference=blob))
+
+        tasks = [lying(faces[1], layout, against("0" * 16)), lying(faces[2], layout, against(""))]
+        async with together(living([parent.endpoint]), serving(faces[0], layout, 0), *tasks):
+            played = await play(parent, drawn(layout, 1))
+            assert played.children == ("honest",)
+            blob = played.results[0].model.reference
+            assert played.refused == {
+                "elsewhere": f"it is against model '0000000000000000', not against '{blob}'",
+                "nowhere": f"it is against model '', not against '{blob}'",
+            }
+
+    scenario(run())
 
 
 # A broker that goes away

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from paho.mqtt.enums import CallbackAPIVersion
 
 from common.net import bulk
 from common.net.bulk import Body, BulkClient
+from common.net.link import BrokerAddress, Link
 from common.net.packets import HEAD_BYTES, PUBLISH_QOS0, NotMqtt, PacketReader
 
 
@@ -172,3 +174,37 @@ def test_a_detached_body_leaves_as_it_was() -> None:
         client._sock = None
     assert left == [True]
     assert received == publish("t", b"\x07" * 300_000)
+
+
+def test_what_is_said_after_a_subscription_does_not_overtake_it() -> None:
+    """An ask brings chunks: whoever says it must be subscribed by then, or the first of them is lost."""
+
+    async def run() -> list[bytes]:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ours.setblocking(False)
+            theirs.setblocking(False)
+            link = Link(
+                BrokerAddress("nowhere"), client_id="c", keepalive_s=30, received=lambda *_: None,
+                connected=nothing, lost=lambda: None,
+            )  # fmt: skip
+            client = link._new_client()
+            client._client._sock = ours
+            link._client = client
+            link.publish("free", b"", qos=0)
+            link.subscribe(["lane"], qos=0)
+            link.publish("ask", b"", qos=0)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            client._client.loop_write()
+            client._client._sock = None
+            link._drop()
+            await asyncio.sleep(0)
+            sent = theirs.recv(10_000)
+        return sorted((b"free", b"lane", b"ask"), key=sent.index)
+
+    assert asyncio.run(run()) == [b"free", b"lane", b"ask"]
+
+
+async def nothing() -> None:
+    pass

@@ -1051,8 +1051,9 @@ def test_a_blob_is_named_by_its_content() -> None:
         describe(data, chunk_bytes=CHUNK, codec="fp32", layout="m"),
         describe(data[:-1], chunk_bytes=CHUNK, codec="fp32", layout="l"),
         describe(data, chunk_bytes=CHUNK, codec="fp32", layout="l", salt="s"),
+        describe(data, chunk_bytes=CHUNK, codec="fp32", layout="l", reference=manifest.blob),
     ]
-    assert len({manifest.blob, *(other.blob for other in others)}) == 7
+    assert len({manifest.blob, *(other.blob for other in others)}) == 8
 
 
 @pytest.mark.parametrize(
@@ -1064,6 +1065,7 @@ def test_a_blob_is_named_by_its_content() -> None:
         ({"size": 4821}, "4821 bytes"),
         ({"layout": "x" * 5000}, "wrong layout"),
         ({"codec": "x" * 5000}, "is not used here"),
+        ({"reference": "0123456789abcdef"}, "it is against model '0123456789abcdef', not against ''"),
     ],
 )
 def test_a_manifest_of_another_run_is_refused(lie: dict[str, object], says: str) -> None:

@@ -31,7 +31,8 @@ def manifests(draw: st.DrawFn) -> Manifest:
     length = 8 * -(-size // chunk_bytes)
     blob = draw(st.text("0123456789abcdef", min_size=16, max_size=16))
     digests = draw(st.binary(min_size=length, max_size=length))
-    return Manifest(blob, size, chunk_bytes, digests, draw(st.text(max_size=8)), draw(st.text(max_size=8)))
+    reference = draw(st.sampled_from(["", "0123456789abcdef"]))
+    return Manifest(blob, size, chunk_bytes, digests, draw(st.text(max_size=8)), draw(st.text(max_size=8)), reference)
 
 
 SCALARS: dict[Any, st.SearchStrategy[Any]] = {
@@ -295,6 +296,8 @@ GOOD = Manifest("0123456789abcdef", 2500, 1024, b"d" * 24, "fp32", "layout")
         ({"blob": "0123456789abcde"}, "hexadecimal"),
         ({"blob": "0123456789abcde+"}, "hexadecimal"),
         ({"blob": ""}, "hexadecimal"),
+        ({"reference": "0123456789abcde"}, "hexadecimal"),
+        ({"reference": "no"}, "blob id 'no' is not 16 hexadecimal"),
         ({"size": 0, "digests": b""}, "no bytes"),
         ({"chunk_bytes": 1023, "digests": b"d" * 24}, "is outside 1024"),
         ({"chunk_bytes": 4_000_001, "digests": b"d" * 8}, "is outside 1024"),
@@ -327,8 +330,8 @@ def test_a_presence_wish_and_progress_by_hand() -> None:
     )
     task = Task(Key(1, 2, 3), 4, replace(GOOD, size=1, digests=b"d" * 8), None)
     assert packing.encode(task, "s") == (
-        b"\x97\x01\xa1s\x02\x93\x01\x02\x03\x04\x96\xb00123456789abcdef\x01\xcd\x04\x00\xc4\x08ddddddddd"[:-1]
-        + b"\xa4fp32\xa6layout\xc0"
+        b"\x97\x01\xa1s\x02\x93\x01\x02\x03\x04\x97\xb00123456789abcdef\x01\xcd\x04\x00\xc4\x08ddddddddd"[:-1]
+        + b"\xa4fp32\xa6layout\xa0\xc0"
     )
     progress = Progress(Key(0, 0, 0), Phase.TRAINING, 1, 2, Traffic(), Traffic())
     assert packing.encode(progress, "s") == (

@@ -77,6 +77,7 @@ class Link:
         self._will = aiomqtt.Will(will[0], will[1], qos=1, retain=True) if will else None
         self._client: aiomqtt.Client | None = None
         self._calls: set[asyncio.Task[None]] = set()
+        self._unbegun: set[Coroutine[Any, Any, Any]] = set()
         self._leaving: set[Callable[[], None]] = set()
         self.meter = WireMeter()
         self.reconnects = 0
@@ -124,8 +125,8 @@ class Link:
 
     def publish(self, topic: str, body: bytes, *, qos: int, retain: bool = False) -> None:
         """Hand a message to the connection, or drop it where there is none."""
-        if self._client is not None and qos == 0 and not retain:
-            self._client._client.publish(topic, body)  # nothing to wait for, so no task: it may be said again soon
+        if self._client is not None and qos == 0 and not retain and not self._unbegun:
+            self._client._client.publish(topic, body)  # nothing to wait for, and nothing to overtake: no task
         elif self._client is not None:
             self._call(self._client.publish(topic, body, qos=qos, retain=retain, timeout=math.inf))
 
@@ -183,6 +184,7 @@ class Link:
 
     def _call(self, call: Coroutine[Any, Any, Any], done: Callable[[], None] | None = None) -> None:
         async def run() -> None:
+            self._unbegun.discard(call)
             try:
                 await call
             except (aiomqtt.MqttError, ValueError) as error:
@@ -190,10 +192,12 @@ class Link:
 
         def ended(task: asyncio.Task[None]) -> None:
             call.close()  # one that was cancelled before it began
+            self._unbegun.discard(call)
             self._calls.discard(task)
             if done is not None:
                 done()
 
+        self._unbegun.add(call)
         task = asyncio.create_task(run(), name="mqtt-call")
         self._calls.add(task)
         task.add_done_callback(ended)

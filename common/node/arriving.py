@@ -21,8 +21,8 @@ class NotHad(Exception):
 class Arriving:
     """A task's model. `row`, uint8 [row_bytes], holds it once `whole` returns.
 
-    Until then `buffer` fills up, chunk by chunk, each checked: `lacking`, bool [chunks], says which are to come, and
-    `watch` is called whenever one came.
+    Before that `buffer`, the row or memory apart, fills up with the blob, chunk by chunk, each checked: `lacking`,
+    bool [chunks], says which are to come, and `watch` is called whenever one came.
     """
 
     manifest: Manifest
@@ -38,7 +38,7 @@ class Arriving:
         return self._whole.done() and not self._whole.cancelled() and self._whole.exception() is None
 
     async def whole(self) -> Row:
-        """Wait for all of it. Raises NotHad."""
+        """Wait for all of it. Raises NotHad, RunFailed where it can never be used."""
         await asyncio.shield(self._whole)
         return self.row
 
@@ -47,10 +47,10 @@ class Arriving:
         if not self._whole.done():
             self._whole.set_result(None)
 
-    def fail(self, reason: str) -> None:
-        """Note that it cannot be had."""
+    def fail(self, error: Exception) -> None:
+        """Note that it cannot be had, or not be used."""
         if not self._whole.done():
-            self._whole.set_exception(NotHad(reason))
+            self._whole.set_exception(error)
             self._whole.exception()  # nobody need be waiting
 
     def on_failure(self, tell: Callable[[BaseException], None]) -> None:

@@ -16,11 +16,11 @@ from common.net.link import BrokerAddress
 from common.node.arriving import Arriving, NotHad
 from common.node.endpoint import Endpoint
 from common.node.identity import Identity
+from common.node.models import Models, Reference
 from common.node.probes import Probes
 from common.rounds.participant import Answered, Begin, Participant
-from common.spec import Transfer
+from common.spec import PLAIN, Codecs, Transfer
 from common.transfer.incoming import Fetched, IncomingEvent
-from common.wire.codecs import codec_of
 from common.wire.messages import (
     ChildReport,
     Farewell,
@@ -68,10 +68,12 @@ class ChildFace:
         transfer: Transfer,
         link: Link,
         shaped: bool = True,
+        codecs: Codecs = PLAIN,
     ) -> None:
         self.peers = (parent,)
         self._parent = parent
         self._transfer = transfer
+        self.models = Models(sent=codecs.up, received=codecs.down)
         ways = Ways(to={parent: link.up}, from_={parent: link.down}, shaped=shaped)
         self.endpoint = Endpoint(address, identity, face=self, transfer=transfer, ways=ways)
         self.probes = Probes(self.endpoint, ways.to, transfer)
@@ -83,6 +85,8 @@ class ChildFace:
         self._layout: ModelLayout | None = None
         self._begin: asyncio.Queue[Task] = asyncio.Queue()
         self._fetching: Arriving | None = None
+        self._decoding: asyncio.Task[None] | None = None
+        self._inbox = np.empty(0, np.uint8)
         self._held: str | None = None
         self._answer_blob: str | None = None
         self._parent_gone_at: float | None = self.endpoint.now()
@@ -158,11 +162,12 @@ class ChildFace:
         if model is None or self._layout is None or event.blob != model.manifest.blob:
             return
         self._fetching = None
-        if isinstance(event, Fetched):
-            codec_of(model.manifest.codec).decode(self._layout, model.buffer, model.row)
+        if not isinstance(event, Fetched):
+            model.fail(NotHad(event.reason))
+        elif self.models.received.is_row:
             self._has(model, now)
         else:
-            model.fail(event.reason)
+            self._decoding = asyncio.create_task(self._decode(model, self._layout), name="decode")
 
     def reconnected(self, now: float) -> None:
         """Say again what the old connection may have swallowed."""
@@ -217,6 +222,7 @@ class ChildFace:
         endpoint = self.endpoint
         if self._answer_blob is not None:
             endpoint.retire(self._answer_blob)  # its row is about to be written
+            self.models.release(self._answer_blob)
             self._answer_blob = None
         self.probes.end()
         model = self._fetch(task, layout, row)
@@ -228,6 +234,7 @@ class ChildFace:
 
         try:
             answer = await work(task, model, report)
+            await model.whole()  # our children may have been faster with it
         except NotHad as error:
             self.refusals.append(str(error))
             self.participant.abandon()
@@ -235,7 +242,11 @@ class ChildFace:
         finally:
             self._fetching = None
             endpoint.incoming.drop(self._parent, blob=task.model.blob, now=endpoint.now())
-        manifest, inline = await endpoint.offer(layout, answer.row, self.peers)
+            await _stop(self._decoding)  # it writes the row
+        reference = Reference(task.model.blob, row) if self.models.sent.delta else None
+        cut = endpoint.cut(self.peers)
+        manifest, blob = await self.models.encode(layout, answer.row, cut=cut, reference=reference)
+        inline = endpoint.offer(manifest, blob, self.peers)
         self._answer_blob = manifest.blob
         self.participant.finish(self._result(task, manifest, inline, answer), now=endpoint.now())
         endpoint.wake()
@@ -244,10 +255,10 @@ class ChildFace:
         """Begin to get the task's model into the row, unless it is there."""
         manifest, endpoint = task.model, self.endpoint
         try:
-            endpoint.check(manifest, layout)
+            self.models.check(manifest, layout)
         except RefusedModel as error:
             raise RunFailed(f"{self._parent}'s model does not fit this node's: {error}. Run one release.") from None
-        buffer = codec_of(manifest.codec).buffer(layout, row)
+        buffer = self._buffer(layout, row, size=manifest.size)
         model = Arriving(manifest, row, buffer, np.ones(manifest.chunks, np.bool_))
         if manifest.blob == self._held:
             self._has(model, endpoint.now())
@@ -259,6 +270,22 @@ class ChildFace:
             endpoint.incoming.fetch(self._parent, manifest, buffer, lacking=model.lacking, now=endpoint.now())
         endpoint.wake()
         return model
+
+    def _buffer(self, layout: ModelLayout, row: Row, *, size: int) -> memoryview:
+        """Return where to assemble a blob: in the row if it is one, else apart, as our own children may pull it."""
+        if self.models.received.is_row:
+            return row.data
+        if self._inbox.size < size:
+            self._inbox = np.empty(self.models.received.size(layout), np.uint8)
+        return self._inbox.data[:size]
+
+    async def _decode(self, model: Arriving, layout: ModelLayout) -> None:
+        try:
+            await self.models.decode(layout, model.buffer, model.row)
+        except RefusedModel as error:
+            model.fail(RunFailed(f"{self._parent}'s model cannot be used: {error}"))
+        else:
+            self._has(model, self.endpoint.now())
 
     def _has(self, model: Arriving, now: float) -> None:
         self._held = model.manifest.blob

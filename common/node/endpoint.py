@@ -14,12 +14,10 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Iterable, Sequence
-from functools import partial
 from math import inf
 from typing import Final
 
 from common.errors import ConnectionFailed, NoProgress, WireError
-from common.layout import ModelLayout, Row
 from common.links import Ways
 from common.net.accounting import Account, packet_bytes
 from common.net.limits import packet_limit
@@ -30,16 +28,13 @@ from common.node.courier import Courier, inline_bytes, qos_of
 from common.node.face import Face
 from common.node.herald import Herald
 from common.node.identity import Identity
-from common.node.offload import offload
 from common.spec import Transfer
 from common.transfer.incoming import Incoming, Landing
-from common.transfer.manifest import MIN_RATED_CHUNK, check, chunk_bytes_for, describe, renamed
+from common.transfer.manifest import MIN_RATED_CHUNK, chunk_bytes_for, renamed
 from common.wire import packing, topics
-from common.wire.codecs import CODECS
 from common.wire.messages import Announcement, Ask, Gone, Manifest, Message, NodeState, Presence
 
 PACKET_ROOM: Final = 1024  # for what goes with a chunk, or with a model inside its announcement
-CODEC: Final = "fp32"
 OFFLINE_TICK_S: Final = 0.2
 
 log = logging.getLogger("fedstrata.endpoint")
@@ -145,20 +140,19 @@ class Endpoint:
         except TimeoutError:
             pass  # the broker is away; its will speaks for us
 
-    async def offer(self, layout: ModelLayout, row: Row, receivers: Sequence[str]) -> tuple[Manifest, bytes | None]:
+    def cut(self, receivers: Sequence[str]) -> tuple[int, str]:
+        """Return the chunk bytes and the salt of a blob for receivers whose links are alike."""
+        way = self._ways.to[receivers[0]]
+        return chunk_bytes_for(way.rate, self.chunk_most), str(way)
+
+    def offer(self, manifest: Manifest, blob: memoryview, receivers: Sequence[str]) -> bytes | None:
         """Hold a model, which must stay unchanged until it is retired, for receivers whose links are alike.
 
-        Return its manifest, and its bytes where they are few enough to travel inside the announcement.
+        Return its bytes where they are few enough to travel inside the announcement.
         """
-        way = self._ways.to[receivers[0]]
-        blob = CODECS[CODEC].encode(layout, row)
-        chunk_bytes = chunk_bytes_for(way.rate, self.chunk_most)
-        manifest = await offload(
-            partial(describe, blob, chunk_bytes=chunk_bytes, codec=CODEC, layout=layout.digest, salt=str(way))
-        )
         self.outgoing.offer(manifest, blob, receivers)
-        inline_most = min(self._inline_most, chunk_bytes_for(way.rate, self._inline_most))
-        return manifest, bytes(blob) if manifest.size <= inline_most else None
+        inline_most = min(self._inline_most, chunk_bytes_for(self._ways.to[receivers[0]].rate, self._inline_most))
+        return bytes(blob) if manifest.size <= inline_most else None
 
     def forwards(self, model: Arriving, receivers: Sequence[str]) -> bool:
         """Return whether to pass a model on before it is here: it is large, and cut finely enough for their links."""
@@ -176,11 +170,6 @@ class Endpoint:
     def retire(self, blob: str) -> None:
         """Stop serving a blob; from now on its memory may be written."""
         self.courier.retire(blob)
-
-    @staticmethod
-    def check(manifest: Manifest, layout: ModelLayout) -> None:
-        """Refuse a manifest that is no model of this layout. Raises RefusedModel."""
-        check(manifest, size=CODECS[CODEC].size(layout), layout=layout.digest, codecs=frozenset({CODEC}))
 
     def send(self, peer: str, message: Message) -> None:
         """Send a control message to a peer's inbox."""

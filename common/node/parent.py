@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import NoProgress, RefusedModel, RunFailed, WireError
+from common.errors import FedstrataError, NoProgress, RefusedModel, RunFailed, WireError
 from common.layout import ModelLayout, Row
 from common.links import Link, Links, Way, Ways
 from common.net.link import BrokerAddress
@@ -20,13 +20,12 @@ from common.node.arriving import Arriving
 from common.node.endpoint import Endpoint
 from common.node.identity import Identity
 from common.node.ledger import Ledger
-from common.node.offload import offload
+from common.node.models import Models
 from common.node.probes import Probes, measure_all
 from common.rounds.coordinator import Assignment, Closed, Coordinator, Offered, Restarted, Stalled
 from common.rounds.timeline import Timeline
-from common.spec import Closing, Transfer
+from common.spec import PLAIN, Closing, Codecs, Transfer
 from common.transfer.incoming import Fetched, IncomingEvent
-from common.wire.codecs import codec_of
 from common.wire.messages import (
     Farewell,
     Key,
@@ -77,10 +76,12 @@ class ParentFace:
         links: Mapping[str, Link],
         transfer: Transfer,
         shaped: bool = True,
+        codecs: Codecs = PLAIN,
         observe: Observe = lambda event, facts: None,
     ) -> None:
         self.peers = tuple(links)
         self._transfer = transfer
+        self.models = Models(sent=codecs.down, received=codecs.up)
         self._ways = Ways(
             to={name: link.down for name, link in links.items()},
             from_={name: link.up for name, link in links.items()},
@@ -93,8 +94,8 @@ class ParentFace:
         self._layout: ModelLayout | None = None
         self._uploads = np.empty((0, 0), np.uint8)
         self._places: dict[str, int] = {}
-        self._pending: dict[tuple[str, str], tuple[Key, Manifest, Row]] = {}
-        self._served: set[str] = set()
+        self._pending: dict[tuple[str, str], tuple[Key, Manifest, Row, memoryview]] = {}
+        self._wished: dict[str, str] = {}
         self._closed: asyncio.Future[Closed] | None = None
         self._checks: set[asyncio.Task[None]] = set()
         self.ledger = Ledger(self.peers, self.endpoint.account, wire=self.endpoint.link.meter.sample)
@@ -142,11 +143,15 @@ class ParentFace:
         try:
             closed = await self._closed
         finally:  # from now on the rows of both directions may be written again
-            for blob in self._served:
+            for blob in self._wished.values():
                 self.endpoint.retire(blob)
             for name in children:
                 self.endpoint.incoming.drop(name, now=self.endpoint.now())
             self._pending.clear()
+            if self._checks:
+                await asyncio.wait(self._checks)  # a late one still writes its row
+            for blob in self._wished.values():
+                self.models.release(blob)
         answered = [name for name in children if name in closed.results]
         rows = self._uploads
         if len(answered) < len(children):
@@ -256,9 +261,9 @@ class ParentFace:
         if pending is None:
             self.probes.transferred(event)
             return
-        key, manifest, row = pending
+        key, manifest, row, buffer = pending
         if isinstance(event, Fetched):
-            checking = self._check_upload(event.owner, key, manifest, row)
+            checking = self._check_upload(event.owner, key, manifest, row, buffer)
             task = asyncio.create_task(checking, name=f"check {event.owner}")
             self._checks.add(task)
             task.add_done_callback(self._checks.discard)
@@ -303,42 +308,48 @@ class ParentFace:
         for name in children:
             groups.setdefault((id(models[name]), self._ways.to[name]), []).append(name)
         assignments: dict[str, Assignment] = {}
-        self._served.clear()
         for receivers in groups.values():
             model, inline = models[receivers[0]], None
-            if isinstance(model, Arriving) and self.endpoint.forwards(model, receivers):
+            if isinstance(model, Arriving) and self._forwards(model, receivers):
                 manifest = self.endpoint.forward(model, receivers)
+                self.models.keep(manifest.blob, model)
             else:
                 row = await model.whole() if isinstance(model, Arriving) else model
-                manifest, inline = await self.endpoint.offer(layout, row, receivers)
-            self._served.add(manifest.blob)
+                try:
+                    manifest, blob = await self.models.encode(layout, row, cut=self.endpoint.cut(receivers))
+                except RefusedModel as error:
+                    raise RunFailed(f"the model cannot be sent: {error}") from None
+                inline = self.endpoint.offer(manifest, blob, receivers)
             assignments |= {name: Assignment(manifest, epochs[name], inline) for name in receivers}
+        self._wished = {name: assignment.model.blob for name, assignment in assignments.items()}
         return assignments
+
+    def _forwards(self, model: Arriving, receivers: Sequence[str]) -> bool:
+        """Return whether the very blob may go on: decoded and encoded again it would have the same bytes."""
+        return model.manifest.codec == self.models.sent.name and self.endpoint.forwards(model, receivers)
 
     def _fetch(self, child: str, result: Result, now: float) -> None:
         layout = self._require_layout()
         manifest = result.model
         try:
-            self.endpoint.check(manifest, layout)
+            self.models.check(manifest, layout, reference=self._wished[child])
             _check_report(result)
         except RefusedModel as error:
             self._refuse(child, result.key, str(error))
             return
         row = self._uploads[self._places[child]]
-        buffer = codec_of(manifest.codec).buffer(layout, row)
-        self._pending[child, manifest.blob] = (result.key, manifest, row)
+        buffer = self.models.received.buffer(layout, row, size=manifest.size)
+        self._pending[child, manifest.blob] = (result.key, manifest, row, buffer)
         if result.inline is not None:
             self.endpoint.incoming.take(child, manifest, buffer, result.inline)
             self.endpoint.wake()
         else:
             self.endpoint.incoming.fetch(child, manifest, buffer, now=now)
 
-    async def _check_upload(self, child: str, key: Key, manifest: Manifest, row: Row) -> None:
-        layout = self._require_layout()
+    async def _check_upload(self, child: str, key: Key, manifest: Manifest, row: Row, buffer: memoryview) -> None:
         try:
-            codec_of(manifest.codec).decode(layout, row.data, row)
-            await offload(partial(layout.check_finite, row))
-        except RefusedModel as error:
+            await self.models.decode(self._require_layout(), buffer, row, reference=manifest.reference)
+        except FedstrataError as error:
             self._refuse(child, key, str(error))
         else:
             self.coordinator.accept(child, key, now=self.endpoint.now())

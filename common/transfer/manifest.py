@@ -19,15 +19,19 @@ MIN_RATED_CHUNK: Final = 32_768
 WINDOW_MOST: Final = 64
 
 
-def describe(data: memoryview, *, chunk_bytes: int, codec: str, layout: str, salt: str = "") -> Manifest:
+def describe(
+    data: memoryview, *, chunk_bytes: int, codec: str, layout: str, reference: str = "", salt: str = ""
+) -> Manifest:
     """Return the manifest of a blob: xxh3-64 of each chunk, and their hash as the blob's id.
 
-    The same bytes with another `salt` are another blob, whose lanes go at a pace of their own.
+    The same bytes with another `salt` are another blob, whose lanes go at a pace of their own; so they are with
+    another `reference`, the id of the model that a delta is against.
     """
     size = data.nbytes
     digests = b"".join(chunk_digest(data[at : at + chunk_bytes]) for at in range(0, size, chunk_bytes))
-    head = struct.pack("<QQ", size, chunk_bytes) + codec.encode() + layout.encode() + salt.encode()
-    return Manifest(xxhash.xxh3_64_hexdigest(head + digests), size, chunk_bytes, digests, codec, layout)
+    head = struct.pack("<QQ", size, chunk_bytes) + (codec + layout + reference + salt).encode()
+    blob = xxhash.xxh3_64_hexdigest(head + digests)
+    return Manifest(blob, size, chunk_bytes, digests, codec, layout, reference)
 
 
 def renamed(manifest: Manifest, *, salt: str) -> Manifest:
@@ -67,11 +71,18 @@ def window_for(way: Way, chunk_bytes: int, usual: int, keepalive_s: float) -> in
     return max(2, int(min(wanted, keepalive_s / 3 * way.rate / chunk_bytes)))
 
 
-def check(manifest: Manifest, *, size: int, layout: str, codecs: frozenset[str]) -> None:
-    """Refuse a manifest that is not a model of this run. Raises RefusedModel."""
+def check(
+    manifest: Manifest, *, size: int, layout: str, codecs: frozenset[str], exact: bool = True, reference: str = ""
+) -> None:
+    """Refuse a manifest that is not a model of this run: of `size` bytes, or at most that if not `exact`.
+
+    Raises RefusedModel.
+    """
     if manifest.layout != layout:
         raise RefusedModel(f"wrong layout {manifest.layout[:32]!r}, this run's is {layout!r}")
     if manifest.codec not in codecs:
         raise RefusedModel(f"codec {manifest.codec[:32]!r} is not used here: {', '.join(sorted(codecs))}")
-    if manifest.size != size:
-        raise RefusedModel(f"{manifest.size} bytes, a model of this run has {size}")
+    if manifest.size > size or (exact and manifest.size < size):
+        raise RefusedModel(f"{manifest.size} bytes, a model of this run has {'' if exact else 'at most '}{size}")
+    if manifest.reference != reference:
+        raise RefusedModel(f"it is against model {manifest.reference!r}, not against {reference!r}")

@@ -29,7 +29,10 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a blob is: its content id, size, chunks (xxh3-64 of each), codec and model layout digest."""
+    """What a blob is: its content id, size, chunks (xxh3-64 of each), codec and model layout digest.
+
+    `reference`: the blob id of the model that a delta is against, else empty.
+    """
 
     blob: str
     size: int
@@ -37,10 +40,12 @@ class Manifest:
     digests: bytes
     codec: str
     layout: str
+    reference: str = ""
 
     def __post_init__(self) -> None:
-        if not (len(self.blob) == 16 and set(self.blob) <= set("0123456789abcdef")):
-            raise WireError(f"blob id {self.blob[:32]!r} is not 16 hexadecimal digits")
+        for blob in (self.blob, self.reference or self.blob):
+            if not (len(blob) == 16 and set(blob) <= set("0123456789abcdef")):
+                raise WireError(f"blob id {blob[:32]!r} is not 16 hexadecimal digits")
         if self.size < 1:
             raise WireError("a blob of no bytes")
         if not MIN_CHUNK_BYTES <= self.chunk_bytes <= MAX_CHUNK_BYTES:

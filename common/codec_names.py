@@ -1,0 +1,40 @@
+"""The names of the forms that a model may have on the wire; what they do is `common.wire.codecs`.
+
+    [delta+]form[+zstd]        form: fp32, fp16, bf16, int8
+
+An experiment names them, so the list stands below both. Two combinations are no names: `delta+fp32` without zstd has
+as many bytes as fp32, and a delta never goes down, see `DOWN`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Final
+
+from common.errors import InvalidExperiment
+
+DELTA: Final = "delta"
+ZSTD: Final = "zstd"
+FORMS: Final = ("fp32", "fp16", "bf16", "int8")
+
+# From a parent to its children. A delta is against a model that both ends hold. Upward that is the model of the wish
+# that is being answered. Downward it would be the last model that this one child fetched: one child drawn anew or
+# restarted would need another blob than the others, which ends the broadcast, and under a lossy form it would train
+# from another model than had it not restarted, which ends reproducibility.
+DOWN: Final = tuple(form + end for form in FORMS for end in ("", f"+{ZSTD}"))
+# From a child to its parent.
+UP: Final = (*DOWN, *(f"{DELTA}+{name}" for name in DOWN if name != "fp32"))
+
+
+def check_name(key: str, name: str, known: tuple[str, ...]) -> None:
+    """Check that a codec of the experiment is one of the names known there. Raises InvalidExperiment."""
+    if name in known:
+        return
+    if name in UP:
+        remedy = "Children may hold different models; use a delta for `up`, and here one of " + ", ".join(known) + "."
+        raise InvalidExperiment(key, name, "no delta goes down", remedy)
+    if name == f"{DELTA}+fp32":
+        raise InvalidExperiment(key, name, "saves nothing", "Use fp32, or delta+fp32+zstd.")
+    close = difflib.get_close_matches(name, known, 1)
+    remedy = f"Did you mean {close[0]!r}? " if close else ""
+    raise InvalidExperiment(key, name, "no such codec", f"{remedy}Known here: {', '.join(known)}.")

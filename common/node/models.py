@@ -1,0 +1,110 @@
+"""Models at one end of a link: written as blobs and read again, off the event loop, in buffers that are used again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from common.errors import RefusedModel, WireError
+from common.layout import ModelLayout, Row
+from common.node.arriving import Arriving
+from common.node.offload import offload
+from common.transfer.manifest import check, describe
+from common.wire.codecs import Codec, codec_of
+from common.wire.messages import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A model that both ends of a link hold, as its receiver decoded it from `blob`; a delta is against it."""
+
+    blob: str
+    row: Row
+
+
+class Models:
+    """One end's codecs: `sent` of the models that it offers, `received` of those that it fetches.
+
+    It keeps what it sent, as the other end decodes it, for the deltas that may come back.
+    """
+
+    def __init__(self, *, sent: str, received: str) -> None:
+        self.sent = codec_of(sent)
+        self.received = codec_of(received)
+        self._spare: list[Row] = []
+        self._lent: dict[str, list[Row]] = {}
+        self._kept: dict[str, Row | Arriving] = {}
+
+    async def encode(
+        self, layout: ModelLayout, row: Row, *, cut: tuple[int, str], reference: Reference | None = None
+    ) -> tuple[Manifest, memoryview]:
+        """Write a row as a blob, valid until `release`.
+
+        `cut`: the bytes of its chunks, and what tells it from the same blob for other links. Raises RefusedModel where
+        what comes back are deltas and it decodes to nothing finite.
+        """
+        codec, (chunk_bytes, salt) = self.sent, cut
+        against, held = (None, "") if reference is None else (reference.row, reference.blob)
+        buffer = None if codec.is_row else self._borrow(codec.size(layout))
+        decoded = self._borrow(layout.row_bytes) if self.received.delta and not codec.exact else None
+
+        def write() -> tuple[Manifest, memoryview]:
+            blob = codec.encode(layout, row, reference=against, out=buffer)
+            if decoded is not None:
+                _read(codec, layout, blob, decoded[: layout.row_bytes], against)
+            manifest = describe(
+                blob, chunk_bytes=chunk_bytes, codec=codec.name, layout=layout.digest, reference=held, salt=salt
+            )
+            return manifest, blob
+
+        manifest, blob = await offload(write)
+        self._lent[manifest.blob] = [memory for memory in (buffer, decoded) if memory is not None]
+        if self.received.delta:
+            self._kept[manifest.blob] = row if decoded is None else decoded[: layout.row_bytes]
+        return manifest, blob
+
+    def keep(self, blob: str, model: Arriving) -> None:
+        """Keep a model that is passed on under this blob's id, until `release`."""
+        self._kept[blob] = model
+
+    def release(self, blob: str) -> None:
+        """Forget a blob and use its buffers again."""
+        self._kept.pop(blob, None)
+        self._spare += self._lent.pop(blob, ())
+
+    def check(self, manifest: Manifest, layout: ModelLayout, *, reference: str = "") -> None:
+        """Refuse a manifest that is no model of this layout, or not against this blob. Raises RefusedModel."""
+        codec = self.received
+        check(
+            manifest,
+            size=codec.size(layout),
+            exact=codec.fixed,
+            layout=layout.digest,
+            codecs=frozenset({codec.name}),
+            reference=reference if codec.delta else "",
+        )
+
+    async def decode(self, layout: ModelLayout, blob: memoryview, row: Row, *, reference: str = "") -> None:
+        """Make the row of an assembled blob, a delta against a blob that is kept.
+
+        Raises RefusedModel where it is none, or not finite, and what `Arriving.whole` raises.
+        """
+        kept = self._kept.get(reference)
+        against = await kept.whole() if isinstance(kept, Arriving) else kept
+        await offload(partial(_read, self.received, layout, blob, row, against))
+
+    def _borrow(self, size: int) -> Row:
+        fitting = [place for place, buffer in enumerate(self._spare) if buffer.size >= size]
+        if not fitting:
+            return np.empty(size, np.uint8)
+        return self._spare.pop(min(fitting, key=lambda place: self._spare[place].size))
+
+
+def _read(codec: Codec, layout: ModelLayout, blob: memoryview, row: Row, reference: Row | None) -> None:
+    try:
+        codec.decode(layout, blob, row, reference=reference)
+        layout.check_finite(row)
+    except (RefusedModel, WireError) as error:
+        raise RefusedModel(str(error) if codec.is_row else f"{error} (it came as {codec.name})") from None

@@ -1,0 +1,120 @@
+"""What each codec costs and saves: a ResNet-18's row (11.2 M columns) encoded and decoded on one core, as a table.
+
+Encoding counts the manifest with its chunk digests, decoding the assembly of checked chunks, so that `fp32`, which
+changes nothing, shows what every model pays. All is measured beside a memcpy of the row in the same run: the
+multiples are what counts. The model is PyTorch's first one with noise; the reference is its predecessor by 2.4 % of
+each tensor's norm, Laplacian, as measured of a local round (20 steps of SGD at 0.01, momentum 0.9, after 40) on digits.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from common.layout import ModelLayout, Row
+from common.learning import models
+from common.spec import Transfer
+from common.transfer.manifest import chunk_digest, describe
+from common.wire.codecs import CODECS, Codec
+from common.wire.messages import Manifest
+
+REPEATS = 9
+MOVED = 0.024
+
+
+def rows() -> tuple[ModelLayout, Row, Row]:
+    """Return a layout, a model and its predecessor."""
+    module = models.build("resnet18_cifar", 1)
+    layout = models.layout_of(module)
+    reference = layout.empty()
+    models.write_row(module, layout, reference)
+    row = reference.copy()
+    random = np.random.default_rng(1)
+    for entry in layout.entries[: sum(entry.stop <= layout.parameters for entry in layout.entries)]:
+        columns = layout.floats(row)[entry.start : entry.stop]
+        spread = MOVED * np.sqrt(np.mean(np.square(columns))) / np.sqrt(2)
+        columns += random.laplace(0, max(float(spread), 1e-4), columns.size).astype(np.float32)
+    return layout, row, reference
+
+
+def least_s(work: Callable[[], object]) -> float:
+    """Return the least seconds of a call, after one to warm up: what others do on the machine only adds."""
+    times = []
+    for _ in range(REPEATS + 1):
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return min(times[1:])
+
+
+def assemble(manifest: Manifest, blob: memoryview, buffer: memoryview) -> None:
+    """Check each chunk and copy it to its place, as a receiver does."""
+    for index in range(manifest.chunks):
+        span = manifest.span(index)
+        assert chunk_digest(blob[span]) == manifest.digests[8 * index : 8 * index + 8]
+        buffer[span] = blob[span]
+
+
+def measure(codec: Codec, layout: ModelLayout, row: Row, reference: Row) -> tuple[float, float, int, float]:
+    """Return the seconds of encoding and of decoding, the blob's bytes and the largest error of a column."""
+    out = np.zeros(codec.size(layout), np.uint8)
+    got = np.zeros(layout.row_bytes, np.uint8)
+
+    def encode() -> tuple[memoryview, Manifest]:
+        blob = codec.encode(layout, row, reference=reference, out=out)
+        chunk_bytes = Transfer().chunk_bytes
+        return blob, describe(blob, chunk_bytes=chunk_bytes, codec=codec.name, layout=layout.digest)
+
+    blob, manifest = encode()
+    buffer = codec.buffer(layout, got, size=blob.nbytes)
+
+    def decode() -> None:
+        assemble(manifest, blob, buffer)
+        codec.decode(layout, buffer, got, reference=reference)
+
+    times = least_s(encode), least_s(decode)
+    error = float(np.abs(layout.floats(got) - layout.floats(row)).max())
+    return *times, blob.nbytes, error
+
+
+def main() -> None:
+    """Measure each codec and print its line."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    layout, row, reference = rows()
+    copy = np.zeros_like(row)
+    found, copying_s = {}, []
+    table = Table("codec", "MB", "of fp32", "encode", "decode", "together", "x memcpy", "largest error")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, codec in CODECS.items():
+        copying_s.append(least_s(lambda: np.copyto(copy, row)))
+        found[name] = measure(codec, layout, row, reference)
+        print(".", end="", file=sys.stderr, flush=True)
+    memcpy_s = min(copying_s)
+    for name, (encode_s, decode_s, size, error) in found.items():
+        table.add_row(
+            name,
+            f"{size / 1e6:.2f}",
+            f"{100 * size / layout.row_bytes:.0f} %",
+            f"{encode_s * 1e3:.1f} ms",
+            f"{decode_s * 1e3:.1f} ms",
+            f"{(encode_s + decode_s) * 1e3:.1f} ms",
+            f"{(encode_s + decode_s) / memcpy_s:.1f}",
+            f"{error:.1e}",
+        )
+    console = Console(width=140)
+    console.print(f"\n{platform.machine()}, one core, Python {platform.python_version()}, numpy {np.__version__}")
+    console.print(f"memcpy of {layout.row_bytes / 1e6:.1f} MB: {memcpy_s * 1e3:.1f} ms")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
