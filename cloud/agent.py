@@ -15,6 +15,7 @@ from common.net.link import BrokerAddress
 from common.node.identity import Identity, new_session
 from common.node.life import export_parent, live
 from common.node.parent import ParentFace
+from common.node.spool import Spool
 from common.spec import CLOUD
 from common.wire.messages import Announcement, NodeState
 
@@ -35,6 +36,7 @@ class CloudAgent:
         metrics: Metrics,
         metrics_address: str = "",
         observe: Observe,
+        spool: Path | None = None,
     ) -> None:
         self._folder = folder
         self._broker = broker
@@ -43,6 +45,7 @@ class CloudAgent:
         self._metrics = metrics
         self._metrics_address = metrics_address
         self._show = observe
+        self._spool = spool
 
     async def run(self) -> Path:
         """Play the run to its end and return the final model's path. Raises FedstrataError."""
@@ -50,6 +53,7 @@ class CloudAgent:
         identity = Identity(
             self._folder.run, CLOUD, "cloud", new_session(), self._metrics_address, books=self._folder.run
         )
+        spool = Spool.open(self._spool, run=identity.run, node=identity.name)
         down = ParentFace(
             self._broker,
             identity,
@@ -57,6 +61,7 @@ class CloudAgent:
             transfer=experiment.transfer,
             shaped=experiment.links.enforce == "bucket",
             codecs=experiment.transfer.wan,
+            spool=spool,
             observe=self._observe,
         )
         export_parent(self._metrics, down, LABELS)
@@ -64,12 +69,14 @@ class CloudAgent:
         self._metrics.run.labels(*LABELS).info(facts)
         evaluator = Evaluator(experiment)
         try:
-            return await live(
+            model = await live(
                 (down.endpoint,),
                 self._play(down, evaluator),
                 connect_timeout_s=self._connect_timeout_s,
                 goodbye=lambda: down.farewells(timeout_s=FAREWELL_S),
             )
+            spool.close()
+            return model
         except FedstrataError as error:
             self._observe("failed", {"reason": str(error)})
             raise

@@ -19,7 +19,8 @@ from common.aggregation.statistics import Statistics, distances, gram
 from common.layout import ModelLayout, Row
 from common.metrics import Metrics
 from common.node.offload import offload
-from common.node.parent import ParentFace, Round
+from common.node.parent import ParentFace
+from common.node.round import Round
 from common.spec import Experiment
 from common.wire.messages import Traffic
 
@@ -134,7 +135,7 @@ class GlobalIterations:
         weights_K[list(mixture.indices)] = mixture.weights
         trainable = slice(0, layout.parameters)
         gram_KK = gram(layout.floats(played.uploads)[:, trainable], layout.floats(self._row)[trainable])
-        mixing.mix_rows((mixture,), played.uploads, layout=layout, out=self._row[None])
+        mixing.mix_rows((mixture,), played.uploads, layout=layout, out=self._row[None], release=played.release)
         omegas = dict(zip(played.children, distances(gram_KK, weights_K).tolist(), strict=True))
         return _Mixed(omegas, float(weights_K @ statistics.losses_K))
 

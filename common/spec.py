@@ -135,6 +135,7 @@ class Transfer(_Table):
     window: Annotated[int, Field(ge=2, le=64)] = 8
     upload_slots: Count = 4
     idle_s: Positive = 120.0
+    resident_mb: Positive = 512.0  # uploads beyond it stay in the spool's file until they are read
     keepalive_s: Annotated[int, Field(ge=5, le=65_535)] = 30  # MQTT's; it has 16 bits
     wan: Codecs = Codecs()
     lan: Codecs = Codecs()

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from common.net.link import BrokerAddress
 
 INTERRUPTED = 130
+SPOOL = "/var/tmp/fedstrata"  # kept over a restart of the machine, unlike /tmp
 
 app = typer.Typer(
     name="fedstrata",
@@ -51,6 +52,9 @@ PasswordFile = Annotated[
     Path | None, typer.Option(help="File with the password; else FEDSTRATA_PASSWORD.", envvar="FEDSTRATA_PASSWORD_FILE")
 ]
 ConnectTimeout = Annotated[float, typer.Option(min=0.1, help="Seconds to reach the broker at the start.")]
+SpoolFolder = Annotated[
+    str, typer.Option("--spool", help="Folder where models on their way outlive a crash; 'none' = memory.")
+]
 MetricsAddress = Annotated[
     str, typer.Option("--metrics", help="Where /metrics answers, host:port; port 0 = a free one.")
 ]
@@ -110,6 +114,7 @@ def cloud(
     password_file: PasswordFile = None,
     connect_timeout: ConnectTimeout = 30.0,
     metrics: MetricsAddress = "127.0.0.1:0",
+    spool: SpoolFolder = SPOOL,
 ) -> None:
     """Start the cloud: it announces the experiment, runs the iterations and leaves the run's folder."""
     from cloud.agent import CloudAgent
@@ -129,6 +134,7 @@ def cloud(
                 metrics=registry,
                 metrics_address=address,
                 observe=observe,
+                spool=_folder(spool),
             )
             await agent.run()
 
@@ -146,6 +152,7 @@ def institution(
     password_file: PasswordFile = None,
     connect_timeout: ConnectTimeout = 30.0,
     metrics: MetricsAddress = "127.0.0.1:0",
+    spool: SpoolFolder = SPOOL,
 ) -> None:
     """Start an institution: it waits for the experiment and runs its rounds with its devices."""
     from institution.agent import InstitutionAgent
@@ -159,6 +166,7 @@ def institution(
             connect_timeout_s=connect_timeout,
             metrics=registry,
             metrics_address=address,
+            spool=_folder(spool),
         )
         await agent.run()
 
@@ -176,6 +184,7 @@ def device(
     password_file: PasswordFile = None,
     connect_timeout: ConnectTimeout = 30.0,
     metrics: MetricsAddress = "127.0.0.1:0",
+    spool: SpoolFolder = "none",
 ) -> None:
     """Start one or more devices: they wait for the experiment and train what their institution wishes."""
     if len(institution) not in (1, len(name)):
@@ -201,6 +210,7 @@ def device(
                 connect_timeout_s=connect_timeout,
                 metrics=registry,
                 metrics_address=address,
+                spool=_folder(spool),
             )
             for each, home in zip(name, homes, strict=True)
         ]
@@ -262,6 +272,10 @@ def _address(text: str, username: str | None, password_file: Path | None) -> Bro
                 "--password-file", str(password_file), error.strerror or str(error), "Name a readable file."
             ) from None
     return BrokerAddress(host, int(port or 1883), username, password)
+
+
+def _folder(text: str) -> Path | None:
+    return None if text == "none" else Path(text)
 
 
 def _metrics(address: str) -> tuple[Metrics, str]:

@@ -81,10 +81,12 @@ class Lab:
         file = home / "experiment.toml"
         file.write_text(to_toml(self._experiment), encoding="utf-8")
         run = ["--resume", str(self._resume)] if self._resume else [str(file)]
-        self._spawn(home, "cloud", ["cloud", *run, "--broker", address, "--runs", str(self._runs), "--format", "json"])
+        memory = ["--spool", "none"]  # a lab that is killed is killed as a whole: no device would offer again
+        runs = ["--runs", str(self._runs), "--format", "json"]
+        self._spawn(home, "cloud", ["cloud", *run, "--broker", address, *runs, *memory])
         children = self._experiment.topology.children()
         for name in children:
-            self._spawn(home, name, ["institution", "--name", name, "--broker", address])
+            self._spawn(home, name, ["institution", "--name", name, "--broker", address, *memory])
         devices = [(device, name) for name, members in children.items() for device in members]
         processes = min(len(devices), os.cpu_count() or 1)
         for index in range(processes):

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 from common.errors import InvalidExperiment
 from common.layout import Row
@@ -17,6 +18,7 @@ from common.node.discovery import discover
 from common.node.identity import Identity, new_session
 from common.node.life import export_child, live
 from common.node.offload import offload
+from common.node.spool import Spool
 from common.spec import Experiment, parse
 from common.wire.messages import NodeState, Phase, Task
 from device.slots import Slots
@@ -40,6 +42,7 @@ class DeviceAgent:
         connect_timeout_s: float,
         metrics: Metrics,
         metrics_address: str = "",
+        spool: Path | None = None,
     ) -> None:
         self._name = name
         self._institution = institution
@@ -49,6 +52,7 @@ class DeviceAgent:
         self._connect_timeout_s = connect_timeout_s
         self._metrics = metrics
         self._metrics_address = metrics_address
+        self._spool = spool
         self._labels = ("device", institution, name)
         # Not asyncio's pool: a training that waits for its slot must not keep others from hashing a model.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
@@ -59,6 +63,7 @@ class DeviceAgent:
         experiment = parse(announcement.experiment)
         self._check_home(experiment)  # before anybody hears of this name
         identity = Identity(run, self._name, "device", new_session(), self._metrics_address)
+        spool = Spool.open(self._spool, run=run, node=self._name)
         up = ChildFace(
             self._broker,
             identity,
@@ -67,6 +72,7 @@ class DeviceAgent:
             link=experiment.link(self._name),
             shaped=experiment.links.enforce == "bucket",
             codecs=experiment.transfer.lan,
+            spool=spool,
         )
         export_child(self._metrics, up, self._labels)
         self._metrics.run.labels(*self._labels).info({"run": run, "experiment": experiment.name})
@@ -76,6 +82,7 @@ class DeviceAgent:
             connect_timeout_s=self._connect_timeout_s,
             goodbye=lambda: up.farewell((), timeout_s=FAREWELL_S),
         )
+        spool.close()
 
     async def _train_all(self, up: ChildFace, experiment: Experiment) -> None:
         trainer = Trainer(experiment, node=self._name, accelerator=self._accelerator, slots=self._slots)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from common.errors import InvalidExperiment
 from common.layout import ModelLayout
@@ -13,6 +14,7 @@ from common.node.discovery import discover
 from common.node.identity import Identity, new_session
 from common.node.life import export_child, export_parent, live
 from common.node.parent import ParentFace
+from common.node.spool import Spool
 from common.spec import CLOUD, Experiment, parse
 from common.wire.messages import NodeState, Traffic
 from institution.rounds import LocalRounds
@@ -32,6 +34,7 @@ class InstitutionAgent:
         connect_timeout_s: float,
         metrics: Metrics,
         metrics_address: str = "",
+        spool: Path | None = None,
     ) -> None:
         self._name = name
         self._cloud_broker = cloud_broker
@@ -39,6 +42,7 @@ class InstitutionAgent:
         self._connect_timeout_s = connect_timeout_s
         self._metrics = metrics
         self._metrics_address = metrics_address
+        self._spool = spool
 
     async def run(self) -> None:
         """Take part in one run, to its end. Raises FedstrataError."""
@@ -47,6 +51,7 @@ class InstitutionAgent:
         layout = ModelLayout.from_json(announcement.layout)
         devices = self._devices(experiment)
         identity = Identity(run, self._name, "institution", new_session(), self._metrics_address)
+        spool = Spool.open(self._spool, run=run, node=self._name)
         shaped = experiment.links.enforce == "bucket"
         up = ChildFace(
             self._cloud_broker,
@@ -56,6 +61,7 @@ class InstitutionAgent:
             link=experiment.link(self._name),
             shaped=shaped,
             codecs=experiment.transfer.wan,
+            spool=spool,
         )
         down = ParentFace(
             self._device_broker,
@@ -64,6 +70,7 @@ class InstitutionAgent:
             transfer=experiment.transfer,
             shaped=shaped,
             codecs=experiment.transfer.lan,
+            spool=spool,
         )
         up.below = lambda: replace(sum(down.ledger.links().values(), Traffic()), wire=down.ledger.broker())
         down.set_layout(layout)
@@ -85,6 +92,7 @@ class InstitutionAgent:
 
         ends = (up.endpoint, down.endpoint)
         await live(ends, work(), connect_timeout_s=self._connect_timeout_s, goodbye=goodbye)
+        spool.close()
 
     def _devices(self, experiment: Experiment) -> list[str]:
         children = experiment.topology.children()

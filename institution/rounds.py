@@ -17,7 +17,8 @@ from common.metrics import Metrics
 from common.node.arriving import Arriving
 from common.node.child import Answer, Report
 from common.node.offload import offload
-from common.node.parent import ParentFace, Round
+from common.node.parent import ParentFace
+from common.node.round import Round
 from common.randomness import Purpose, generator
 from common.spec import Experiment, participants
 from common.wire.messages import ChildReport, Measured, Phase, Task
@@ -104,7 +105,7 @@ class LocalRounds:
             self._down.samples[name] = result.samples
         statistics = Statistics.of(played.results)
         mixture = fedavg.plan(statistics, weights=self._experiment.institution.aggregation.weights)
-        mixing.mix_rows((mixture,), played.uploads, layout=self._layout, out=self._mean[None])
+        mixing.mix_rows((mixture,), played.uploads, layout=self._layout, out=self._mean[None], release=played.release)
         return float(np.dot(mixture.weights, statistics.losses_K))
 
     def _count(self, played: Round, epochs: int, *, loss: float) -> None:

@@ -29,7 +29,9 @@ from common.node.child import Answer, ChildFace, Report
 from common.node.endpoint import Endpoint
 from common.node.identity import Identity, new_session
 from common.node.life import live
-from common.node.parent import ParentFace, Round
+from common.node.parent import ParentFace
+from common.node.round import Round
+from common.node.spool import Spool
 from common.spec import PLAIN, Closing, Codecs, Transfer
 from common.transfer.incoming import DAMAGED_MOST
 from common.transfer.manifest import describe
@@ -129,6 +131,7 @@ def parent_of(
     links: Mapping[str, Link] | None = None,
     shaped: bool = True,
     codecs: Codecs = PLAIN,
+    spool: Spool | None = None,
     observed: list[Facts] | None = None,
 ) -> ParentFace:
     seen = [] if observed is None else observed
@@ -139,6 +142,7 @@ def parent_of(
         transfer=transfer or Transfer(),
         shaped=shaped,
         codecs=codecs,
+        spool=spool,
         observe=lambda event, facts: seen.append((event, facts)),
     )
     face.set_layout(layout)
@@ -155,6 +159,7 @@ def child_of(
     link: Link | None = None,
     shaped: bool = True,
     codecs: Codecs = PLAIN,
+    spool: Spool | None = None,
 ) -> ChildFace:
     identity = Identity(RUN, name, "device", new_session())
     face = ChildFace(
@@ -165,6 +170,7 @@ def child_of(
         link=link or Link(),
         shaped=shaped,
         codecs=codecs,
+        spool=spool,
     )
     face.endpoint.set_state(NodeState.READY, samples=1)
     return face
@@ -551,6 +557,84 @@ class Middle:
     async def _work(self, task: Task, model: Arriving, report: Report) -> Answer:
         played = await play(self.down, model)
         return Answer(np.array(played.uploads[0]), 1, 0.5, 1, 1, 0.0, 0.0)
+
+
+async def half_a_transfer(arrived: Callable[[], int], tasks: list[asyncio.Task[Any]], row_bytes: int) -> None:
+    """Wait for a third of a model, then end the tasks as a crash would: nobody says goodbye."""
+    await until(lambda: arrived() > row_bytes // 3)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+
+
+def test_a_parent_that_crashed_in_mid_upload_goes_on_with_what_its_files_hold(
+    address: BrokerAddress, tmp_path: Path
+) -> None:
+    async def run() -> None:
+        layout, fine, link = layout_of(2_000_000), Transfer(chunk_bytes=32_768), Link(up_mbit=32.0)
+        row, trained = drawn(layout, 1), []
+
+        def parent() -> ParentFace:
+            files = Spool.open(tmp_path, run=RUN, node=PARENT)
+            return parent_of(address, ["device-0"], layout=layout, transfer=fine, link=link, spool=files)
+
+        async def count() -> None:
+            trained.append(True)
+
+        first, child = parent(), child_of(address, "device-0", transfer=fine, link=link)
+        async with together(serving(child, layout, 0, count)):
+            tasks = [living([first.endpoint]), asyncio.create_task(play(first, row))]
+            received = first.endpoint.account
+            await half_a_transfer(lambda: received.traffic("device-0").received_model_payload, tasks, layout.row_bytes)
+            kept = received.traffic("device-0").received_model_payload
+            second = parent()
+            async with together(living([second.endpoint])):
+                assert_models(await play(second, row), row, layout=layout, places={"device-0": 0})
+            rest = second.endpoint.account.traffic("device-0").received_model_payload
+            assert trained == [True] and kept + rest <= layout.row_bytes + fine.window * fine.chunk_bytes
+
+    scenario(run())
+
+
+def test_a_child_that_crashed_in_mid_fetch_goes_on_with_what_its_file_holds(
+    address: BrokerAddress, tmp_path: Path
+) -> None:
+    async def run() -> None:
+        layout, fine, link = layout_of(2_000_000), Transfer(chunk_bytes=32_768), Link(down_mbit=32.0)
+
+        def child() -> ChildFace:
+            files = Spool.open(tmp_path, run=RUN, node="device-0")
+            return child_of(address, "device-0", transfer=fine, link=link, spool=files)
+
+        def got(face: ChildFace) -> int:
+            return face.endpoint.account.traffic(PARENT).received_model_payload
+
+        parent, first = parent_of(address, ["device-0"], layout=layout, transfer=fine, link=link), child()
+        async with together(living([parent.endpoint])):
+            row = drawn(layout, 1)
+            playing = asyncio.create_task(play(parent, row))
+            await half_a_transfer(lambda: got(first), [serving(first, layout, 0)], layout.row_bytes)
+            second = child()
+            async with together(serving(second, layout, 0)):
+                assert_models(await playing, row, layout=layout, places={"device-0": 0})
+            assert got(first) + got(second) <= layout.row_bytes + fine.window * fine.chunk_bytes
+
+    scenario(run())
+
+
+def test_uploads_beyond_the_resident_budget_give_the_same_models(address: BrokerAddress, tmp_path: Path) -> None:
+    async def run() -> None:
+        layout, names = layout_of(400_000), [f"device-{i}" for i in range(6)]
+        files = Spool.open(tmp_path, run=RUN, node=PARENT)
+        parent = parent_of(address, names, layout=layout, transfer=Transfer(resident_mb=1.0), spool=files)
+        tasks = [serving(child_of(address, name), layout, place) for place, name in enumerate(names)]
+        async with together(living([parent.endpoint]), *tasks):
+            row = drawn(layout, 1)
+            played = await play(parent, row)
+            played.release()
+            assert_models(played, row, layout=layout, places={name: place for place, name in enumerate(names)})
+
+    scenario(run())
 
 
 def test_devices_get_chunks_before_their_institution_has_the_model(address: BrokerAddress) -> None:

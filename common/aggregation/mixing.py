@@ -6,7 +6,7 @@ multiplied (0 * NaN = NaN: one diverged model must not poison the others).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,6 +16,7 @@ import numpy.typing as npt
 from common.layout import ModelLayout
 
 BLOCK_COLUMNS: Final = 65_536
+RELEASE_BLOCKS: Final = 8
 FLOAT32_TERMS: Final = 3
 
 
@@ -38,12 +39,18 @@ class Mixture:
         return self.indices[self.weights.index(max(self.weights))]
 
 
-def mix(mixtures: Sequence[Mixture], models_KF: npt.NDArray[np.float32], *, out: npt.NDArray[np.float32]) -> None:
+def mix(
+    mixtures: Sequence[Mixture],
+    models_KF: npt.NDArray[np.float32],
+    *,
+    out: npt.NDArray[np.float32],
+    release: Callable[[], None] = lambda: None,
+) -> None:
     """Write each mixture of the rows into a row of `out`, float32 [len(mixtures), F].
 
     `out` may be `models_KF` itself: a block is read for all rows before it is written. Rows of up to three terms
     are summed in float32, longer ones in float64 and rounded once, always in row order; a row with the single
-    weight 1 is copied bit for bit.
+    weight 1 is copied bit for bit. `release` is called every few blocks: what was read of the rows may leave memory.
     """
     for start in range(0, models_KF.shape[1], BLOCK_COLUMNS):
         block_KC = models_KF[:, start : start + BLOCK_COLUMNS]
@@ -52,6 +59,8 @@ def mix(mixtures: Sequence[Mixture], models_KF: npt.NDArray[np.float32], *, out:
             block_KC = block_KC.copy()
         for row, mixture in enumerate(mixtures):
             target[row] = _mix_block(mixture, block_KC)
+        if start // BLOCK_COLUMNS % RELEASE_BLOCKS == RELEASE_BLOCKS - 1:
+            release()
 
 
 def mix_rows(
@@ -60,13 +69,15 @@ def mix_rows(
     *,
     layout: ModelLayout,
     out: npt.NDArray[np.uint8],
+    release: Callable[[], None] = lambda: None,
 ) -> None:
     """Write each mixture of whole rows, uint8 [K, row_bytes], into a row of `out`, which may be `rows_K`.
 
     Float columns are mixed; counters are never averaged but copied from the heaviest input row.
     """
     counters = [layout.integers(rows_K[mixture.heaviest]).copy() for mixture in mixtures]
-    mix(mixtures, layout.floats(rows_K), out=layout.floats(out))
+    mix(mixtures, layout.floats(rows_K), out=layout.floats(out), release=release)
+    release()
     for target, source in zip(out, counters, strict=True):
         layout.integers(target)[:] = source
 

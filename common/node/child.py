@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -17,10 +18,13 @@ from common.node.arriving import Arriving, NotHad
 from common.node.endpoint import Endpoint
 from common.node.identity import Identity
 from common.node.models import Models, Reference
+from common.node.offload import offload
 from common.node.probes import Probes
+from common.node.spool import Spool
 from common.rounds.participant import Answered, Begin, Participant
 from common.spec import PLAIN, Codecs, Transfer
 from common.transfer.incoming import Fetched, IncomingEvent
+from common.transfer.manifest import missing
 from common.wire.messages import (
     ChildReport,
     Farewell,
@@ -68,6 +72,7 @@ class ChildFace:
         transfer: Transfer,
         link: Link,
         shaped: bool = True,
+        spool: Spool | None = None,
         codecs: Codecs = PLAIN,
     ) -> None:
         self.peers = (parent,)
@@ -82,6 +87,8 @@ class ChildFace:
         self._books = ""
         self._counted_before: dict[str, Traffic] = {}
         self.refusals: list[str] = []
+        self._spool = spool or Spool(None)
+        self._rows = self._spool.rows("model", 0, 0)
         self._layout: ModelLayout | None = None
         self._begin: asyncio.Queue[Task] = asyncio.Queue()
         self._fetching: Arriving | None = None
@@ -98,7 +105,8 @@ class ChildFace:
         Raises RunFailed when the parent gave up, NoProgress when it stayed away for `idle_s`.
         """
         self._layout = layout
-        row = layout.empty()
+        self._rows = self._spool.rows("model", 1, layout.row_bytes)
+        row = self._rows.array[0]
         current: asyncio.Task[None] | None = None
         async with asyncio.TaskGroup() as group:
             while not self._over.done():
@@ -225,7 +233,7 @@ class ChildFace:
             self.models.release(self._answer_blob)
             self._answer_blob = None
         self.probes.end()
-        model = self._fetch(task, layout, row)
+        model = await self._fetch(task, layout, row)
 
         def report(phase: Phase, done: int, total: int) -> None:
             if model.complete:  # before, what counts is how the fetch goes
@@ -251,7 +259,7 @@ class ChildFace:
         self.participant.finish(self._result(task, manifest, inline, answer), now=endpoint.now())
         endpoint.wake()
 
-    def _fetch(self, task: Task, layout: ModelLayout, row: Row) -> Arriving:
+    async def _fetch(self, task: Task, layout: ModelLayout, row: Row) -> Arriving:
         """Begin to get the task's model into the row, unless it is there."""
         manifest, endpoint = task.model, self.endpoint
         try:
@@ -259,7 +267,10 @@ class ChildFace:
         except RefusedModel as error:
             raise RunFailed(f"{self._parent}'s model does not fit this node's: {error}. Run one release.") from None
         buffer = self._buffer(layout, row, size=manifest.size)
-        model = Arriving(manifest, row, buffer, np.ones(manifest.chunks, np.bool_))
+        lacking = np.ones(manifest.chunks, np.bool_)
+        if self._rows.take_found(0) and self.models.received.is_row:
+            lacking = await offload(partial(missing, manifest, buffer))
+        model = Arriving(manifest, row, buffer, lacking)
         if manifest.blob == self._held:
             self._has(model, endpoint.now())
             return model

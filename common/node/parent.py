@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Final, TypeAlias
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any, Final, TypeAlias
 
 from common.errors import FedstrataError, NoProgress, RefusedModel, RunFailed, WireError
 from common.layout import ModelLayout, Row
@@ -21,11 +17,14 @@ from common.node.endpoint import Endpoint
 from common.node.identity import Identity
 from common.node.ledger import Ledger
 from common.node.models import Models
+from common.node.offload import offload
 from common.node.probes import Probes, measure_all
+from common.node.round import COUNT_MOST, Round, check_report
+from common.node.spool import Spool
 from common.rounds.coordinator import Assignment, Closed, Coordinator, Offered, Restarted, Stalled
-from common.rounds.timeline import Timeline
 from common.spec import PLAIN, Closing, Codecs, Transfer
 from common.transfer.incoming import Fetched, IncomingEvent
+from common.transfer.manifest import missing
 from common.wire.messages import (
     Farewell,
     Key,
@@ -43,29 +42,14 @@ from common.wire.messages import (
 log = logging.getLogger("fedstrata.parent")
 
 STAYING: Final = (NodeState.INIT, NodeState.READY, NodeState.FINISHED)
-COUNT_MOST: Final = 10**12
 Observe: TypeAlias = Callable[[str, dict[str, object]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """A closed round: results and rows of the children that answered, in the order of their names' list.
-
-    `uploads`: uint8 [K, row_bytes], row k belongs to `children[k]`; valid until the next round is opened.
-    """
-
-    children: tuple[str, ...]
-    results: tuple[Result, ...]
-    uploads: npt.NDArray[np.uint8]
-    missing: tuple[str, ...]
-    refused: Mapping[str, str]
-    timeline: Timeline
 
 
 class ParentFace:
     """A parent's children on one broker; use `endpoint` to run it and `round` to play a round.
 
     `links`: the children's names in order, each with its link; `shaped` where the sender keeps rates and delays.
+    `spool`: where uploads are assembled, memory without it.
     """
 
     def __init__(
@@ -76,6 +60,7 @@ class ParentFace:
         links: Mapping[str, Link],
         transfer: Transfer,
         shaped: bool = True,
+        spool: Spool | None = None,
         codecs: Codecs = PLAIN,
         observe: Observe = lambda event, facts: None,
     ) -> None:
@@ -92,7 +77,8 @@ class ParentFace:
         self.coordinator = Coordinator(self.peers, idle_s=transfer.idle_s)
         self.refused_models = 0
         self._layout: ModelLayout | None = None
-        self._uploads = np.empty((0, 0), np.uint8)
+        self._spool = spool or Spool(None)
+        self._uploads = self._spool.rows("uploads", 0, 0)
         self._places: dict[str, int] = {}
         self._pending: dict[tuple[str, str], tuple[Key, Manifest, Row, memoryview]] = {}
         self._wished: dict[str, str] = {}
@@ -132,8 +118,8 @@ class ParentFace:
         now = self.endpoint.now()
         children = [name for name in self.peers if name in models]
         assignments = await self._offer(children, models, epochs)
-        if self._uploads.shape != (len(children), layout.row_bytes):
-            self._uploads = np.empty((len(children), layout.row_bytes), np.uint8)
+        if self._uploads.array.shape != (len(children), layout.row_bytes):
+            self._uploads = self._spool.rows("uploads", len(children), layout.row_bytes)
         self._places = {name: place for place, name in enumerate(children)}
         self._closed = asyncio.get_running_loop().create_future()
         for model in {model for model in models.values() if isinstance(model, Arriving)}:
@@ -153,7 +139,7 @@ class ParentFace:
             for blob in self._wished.values():
                 self.models.release(blob)
         answered = [name for name in children if name in closed.results]
-        rows = self._uploads
+        rows = self._uploads.array
         if len(answered) < len(children):
             rows = rows[[self._places[name] for name in answered]]
         return Round(
@@ -163,6 +149,7 @@ class ParentFace:
             closed.missing,
             closed.refused,
             self.coordinator.timeline,
+            self._uploads.release if self._uploads.array.nbytes > 1e6 * self._transfer.resident_mb else _keep,
         )
 
     async def gather(self, closing: Closing) -> None:
@@ -264,9 +251,7 @@ class ParentFace:
         key, manifest, row, buffer = pending
         if isinstance(event, Fetched):
             checking = self._check_upload(event.owner, key, manifest, row, buffer)
-            task = asyncio.create_task(checking, name=f"check {event.owner}")
-            self._checks.add(task)
-            task.add_done_callback(self._checks.discard)
+            self._soon(checking, name=f"check {event.owner}")
         elif "no longer holds" in event.reason:
             self.coordinator.ask_again(event.owner, key, now=now)
         else:
@@ -333,18 +318,33 @@ class ParentFace:
         manifest = result.model
         try:
             self.models.check(manifest, layout, reference=self._wished[child])
-            _check_report(result)
+            check_report(result)
         except RefusedModel as error:
             self._refuse(child, result.key, str(error))
             return
-        row = self._uploads[self._places[child]]
+        place = self._places[child]
+        row = self._uploads.array[place]
         buffer = self.models.received.buffer(layout, row, size=manifest.size)
         self._pending[child, manifest.blob] = (result.key, manifest, row, buffer)
         if result.inline is not None:
             self.endpoint.incoming.take(child, manifest, buffer, result.inline)
             self.endpoint.wake()
+        elif self._uploads.take_found(place) and self.models.received.is_row:
+            self._soon(self._fetch_rest(child, manifest, buffer), name=f"scan {child}")
         else:
             self.endpoint.incoming.fetch(child, manifest, buffer, now=now)
+
+    async def _fetch_rest(self, child: str, manifest: Manifest, buffer: memoryview) -> None:
+        """Fetch the chunks that an earlier process of ours did not get."""
+        lacking = await offload(partial(missing, manifest, buffer))
+        if (child, manifest.blob) in self._pending:
+            self.endpoint.incoming.fetch(child, manifest, buffer, lacking=lacking, now=self.endpoint.now())
+            self.endpoint.wake()
+
+    def _soon(self, checking: Coroutine[Any, Any, None], *, name: str) -> None:
+        task = asyncio.create_task(checking, name=name)
+        self._checks.add(task)
+        task.add_done_callback(self._checks.discard)
 
     async def _check_upload(self, child: str, key: Key, manifest: Manifest, row: Row, buffer: memoryview) -> None:
         try:
@@ -352,6 +352,8 @@ class ParentFace:
         except FedstrataError as error:
             self._refuse(child, key, str(error))
         else:
+            if self._uploads.array.nbytes > 1e6 * self._transfer.resident_mb:
+                self._uploads.release(self._places[child])
             self.coordinator.accept(child, key, now=self.endpoint.now())
         self.endpoint.wake()
 
@@ -381,14 +383,5 @@ def _break_off(round_: asyncio.Future[Closed], error: BaseException) -> None:
         round_.set_exception(error)
 
 
-def _check_report(result: Result) -> None:
-    """Refuse a result whose numbers cannot be, or whose sums would not fit in a message. Raises RefusedModel."""
-    if result.samples < 1:
-        raise RefusedModel("it reports no samples")
-    if not np.isfinite(result.loss):
-        raise RefusedModel(f"its training loss is {result.loss}")
-    for what, count in (("samples", result.samples), ("epochs", result.epochs), ("steps of SGD", result.steps)):
-        if count > COUNT_MOST:
-            raise RefusedModel(f"it reports {count} {what}")
-    if not (0 <= result.train_s < np.inf and 0 <= result.wait_s < np.inf):
-        raise RefusedModel(f"it reports {result.train_s} s of training after {result.wait_s} s of waiting")
+def _keep() -> None:
+    pass

@@ -21,7 +21,6 @@ import numpy.typing as npt
 
 from common.errors import InvalidExperiment
 
-DEFAULT: Final = Path("/var/tmp/fedstrata")  # kept over a restart of the machine, unlike /tmp
 KEPT_S: Final = 7 * 86_400.0
 
 log = logging.getLogger("fedstrata.spool")
@@ -59,11 +58,13 @@ class Spool:
         self._folder = folder
 
     @classmethod
-    def open(cls, root: Path, *, run: str, node: str) -> Spool:
-        """Take up a node's files, and remove those that nobody came back for in a week.
+    def open(cls, root: Path | None, *, run: str, node: str) -> Spool:
+        """Take up a node's files, and remove those that nobody came back for in a week; without a root, use memory.
 
         Raises InvalidExperiment where `root` cannot be written.
         """
+        if root is None:
+            return cls(None)
         folder = root / run / node
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -145,6 +145,8 @@ class Incoming:
         lacking = np.ones(manifest.chunks, np.bool_) if lacking is None else lacking
         window = window_for(self._ways.get(owner, Way()), manifest.chunk_bytes, self._window, self._keepalive_s)
         self._queued.append(_Fetch(owner, manifest, buffer.cast("B"), lacking, int(lacking.sum()), window))
+        if not lacking.any():  # it lay here: the owner is told, and nothing is asked for
+            self._complete(self._queued[-1], now)
         self._promote(now)
 
     def take(self, owner: str, manifest: Manifest, buffer: memoryview, data: bytes) -> None:
