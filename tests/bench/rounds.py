@@ -32,6 +32,7 @@ from common.node.identity import Identity, new_session
 from common.node.life import live
 from common.node.memory import keep_large_buffers
 from common.node.parent import ParentFace
+from common.node.spool import Spool
 from common.spec import Closing, Transfer
 from common.wire.messages import NodeState, Task
 from deploy import broker
@@ -59,7 +60,9 @@ class Rounds:
         with ExitStack() as stack:
             home = stack.enter_context(tempfile.TemporaryDirectory())
             served = stack.enter_context(broker.start(directory=Path(home)))
-            parent = context.Process(target=_run_parent, args=(served.port, self._names, self._model_bytes, theirs))
+            parent = context.Process(
+                target=_run_parent, args=(served.port, self._names, self._model_bytes, theirs, home)
+            )
             parts = [self._names[i :: self._processes] for i in range(self._processes)]
             devices = [context.Process(target=_devices, args=(served.port, p, self._model_bytes)) for p in parts]
             for process in (parent, *devices):
@@ -91,16 +94,20 @@ def _end(process: BaseProcess) -> None:
     process.kill()
 
 
-def _run_parent(port: int, names: list[str], model_bytes: int, pipe: Connection) -> None:
+def _run_parent(port: int, names: list[str], model_bytes: int, pipe: Connection, home: str) -> None:
     keep_large_buffers()
-    asyncio.run(_parent(port, names, model_bytes, pipe))
+    asyncio.run(_parent(port, names, model_bytes, pipe, home))
 
 
-async def _parent(port: int, names: list[str], model_bytes: int, pipe: Connection) -> None:
+async def _parent(port: int, names: list[str], model_bytes: int, pipe: Connection, home: str) -> None:
     layout = layout_of(model_bytes)
     identity = Identity(RUN, PARENT, "institution", new_session())
     face = ParentFace(
-        BrokerAddress("127.0.0.1", port), identity, links=dict.fromkeys(names, Link()), transfer=Transfer(idle_s=30.0)
+        BrokerAddress("127.0.0.1", port),
+        identity,
+        links=dict.fromkeys(names, Link()),
+        transfer=Transfer(idle_s=30.0),
+        spool=Spool.open(Path(home), run=RUN, node=PARENT),
     )
     face.set_layout(layout)
     row = layout.empty()
@@ -113,7 +120,9 @@ async def _parent(port: int, names: list[str], model_bytes: int, pipe: Connectio
             closing=Closing(),
         )  # fmt: skip
         mixture = fedavg.plan(Statistics.of(played.results), weights="data")
-        await asyncio.to_thread(mixing.mix_rows, (mixture,), played.uploads, layout=layout, out=row[None])
+        await asyncio.to_thread(
+            mixing.mix_rows, (mixture,), played.uploads, layout=layout, out=row[None], release=played.release
+        )
         return time.perf_counter() - start
 
     async def rounds() -> None:
