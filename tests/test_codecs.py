@@ -135,7 +135,9 @@ def test_buffers_and_counters_travel_exactly_and_the_sizes_hold(
     try:
         got = travel(codec, layout, row, reference)
     except RefusedModel:
-        assert "int8" in name and not np.isfinite(trainable(layout, row) - np.float32(other)).all()
+        with np.errstate(over="ignore", invalid="ignore"):
+            difference = trainable(layout, row) - np.float32(other)
+        assert "int8" in name and not np.isfinite(difference if codec.delta else trainable(layout, row)).all()
         return
     tail = 4 * layout.parameters
     assert got[tail:].tobytes() == row[tail:].tobytes()
