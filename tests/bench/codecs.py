@@ -1,7 +1,8 @@
 """What each codec costs and saves: a ResNet-18's row (11.2 M columns) encoded and decoded on one core, as a table.
 
-Encoding counts the manifest with its chunk digests, decoding the assembly of checked chunks, so that `fp32`, which
-changes nothing, shows what every model pays. All is measured beside a memcpy of the row in the same run: the
+Encoding counts the manifest with its chunk digests; decoding the check of each chunk, which the kernel has written to
+its place (common/net/bulk.py), and the views of all tensors. So `fp32`, which changes nothing, shows what every model
+pays. All is measured beside a memcpy of the row in the same run: the
 multiples are what counts. The model is PyTorch's first one with noise; the reference is its predecessor by 2.4 % of
 each tensor's norm, Laplacian, as measured of a local round (20 steps of SGD at 0.01, momentum 0.9, after 40) on digits.
 """
@@ -54,12 +55,10 @@ def least_s(work: Callable[[], object]) -> float:
     return min(times[1:])
 
 
-def assemble(manifest: Manifest, blob: memoryview, buffer: memoryview) -> None:
-    """Check each chunk and copy it to its place, as a receiver does."""
+def check(manifest: Manifest, buffer: memoryview) -> None:
+    """Check each chunk where it lies, as a receiver does."""
     for index in range(manifest.chunks):
-        span = manifest.span(index)
-        assert chunk_digest(blob[span]) == manifest.digests[8 * index : 8 * index + 8]
-        buffer[span] = blob[span]
+        assert chunk_digest(buffer[manifest.span(index)]) == manifest.digests[8 * index : 8 * index + 8]
 
 
 def measure(codec: Codec, layout: ModelLayout, row: Row, reference: Row) -> tuple[float, float, int, float]:
@@ -75,9 +74,14 @@ def measure(codec: Codec, layout: ModelLayout, row: Row, reference: Row) -> tupl
     blob, manifest = encode()
     buffer = codec.buffer(layout, got, size=blob.nbytes)
 
+    buffer[:] = blob
+
     def decode() -> None:
-        assemble(manifest, blob, buffer)
+        if not codec.is_row:
+            buffer[:] = blob  # what decoding may have overwritten
+        check(manifest, buffer)
         codec.decode(layout, buffer, got, reference=reference)
+        layout.views(got)
 
     times = least_s(encode), least_s(decode)
     error = float(np.abs(layout.floats(got) - layout.floats(row)).max())
