@@ -1,11 +1,11 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench check clean broker
+.PHONY: help demo test bench bench-kills bench-slow check clean broker
 .DELETE_ON_ERROR:
 
 INSTALLED := .venv/.installed
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1: /p' Makefile | while IFS=: read -r target text; do printf '  make %-7s%s\n' "$$target" "$$text"; done
+	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile | while IFS=: read -r target text; do printf '  make %-13s%s\n' "$$target" "$$text"; done
 
 demo: $(INSTALLED) broker ## run a small experiment with all roles on this machine
 	.venv/bin/fedstrata run deploy/experiments/demo.toml
@@ -15,6 +15,12 @@ test: $(INSTALLED) broker ## run the tests
 
 bench: $(INSTALLED) broker ## measure against plain TCP
 	.venv/bin/python tests/bench/run.py
+
+bench-kills: $(INSTALLED) broker ## kill broker, sender and receiver in mid-transfer, 10 times each
+	.venv/bin/python tests/bench/kills.py
+
+bench-slow: $(INSTALLED) broker ## measure slow receivers beside fast ones
+	.venv/bin/python tests/bench/slow.py
 
 check: $(INSTALLED) ## lint, format, types, import rules
 	.venv/bin/ruff check

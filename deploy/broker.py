@@ -34,18 +34,14 @@ _DISCONNECT = bytes.fromhex("e000")
 
 # Nothing is dropped and no packet refused (some 2.0.x drop at `max_queued_messages 0`). Read by 2.0 and by 2.1, which
 # calls password_file deprecated; what replaces it is unknown to 2.0.
-_MOSQUITTO = """\
-listener {port} {host}
-persistence false
-max_queued_messages 1000000
-max_inflight_messages 16
-max_packet_size 268435455
-set_tcp_nodelay true
-log_dest stderr
-log_type error
-log_type warning
-log_type notice
-"""
+_MOSQUITTO: Mapping[str, str | int] = {
+    "persistence": "false",
+    "max_queued_messages": 1_000_000,
+    "max_inflight_messages": 16,
+    "max_packet_size": 268_435_455,
+    "set_tcp_nodelay": "true",
+}
+_LOGGED = ("log_dest stderr", "log_type error", "log_type warning", "log_type notice")
 # Keep large payloads in the heap: mapped, each message would be faulted in again.
 _MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_TOP_PAD_": str(16 << 20)}
 
@@ -102,17 +98,22 @@ def start(
     port: int = 0,
     kind: Literal["auto", "mosquitto", "embedded"] = "auto",
     password_file: Path | None = None,
+    settings: Mapping[str, str | int] | None = None,
 ) -> Broker:
     """Start a broker and return it once it answers an MQTT CONNECT; port 0 is a free one.
 
     Its configuration and log go into `directory`. Anybody may log in, unless there is a `password_file` (written by
-    mosquitto_passwd; `name:argon2 hash` for the embedded broker): an empty one refuses everybody.
+    mosquitto_passwd; `name:argon2 hash` for the embedded broker): an empty one refuses everybody. `settings` go before
+    ours in mosquitto's configuration, by their names there: so a test meets a broker that others have set up.
     Raises ConnectionFailed, which names the port and ends with the broker's last words.
     """
     chosen = choose(kind)
     for attempts_left in range(0 if port else 4, -1, -1):
         try:
-            return _start_on(port or free_port(), host=host, kind=chosen, directory=directory, passwords=password_file)
+            return _start_on(
+                port or free_port(), host=host, kind=chosen, directory=directory, passwords=password_file,
+                settings=settings or {},
+            )  # fmt: skip
         except _PortTaken:
             if not attempts_left:
                 raise
@@ -146,7 +147,15 @@ def run_foreground(
         signal.signal(signal.SIGTERM, previous)
 
 
-def _start_on(port: int, *, host: str, kind: Kind, directory: Path, passwords: Path | None) -> Broker:
+def _start_on(
+    port: int,
+    *,
+    host: str,
+    kind: Kind,
+    directory: Path,
+    passwords: Path | None,
+    settings: Mapping[str, str | int],
+) -> Broker:
     try:
         # A foreign broker on this port would answer in place of ours, so look before.
         socket.create_server((host, port), family=_family(host)).close()
@@ -154,7 +163,7 @@ def _start_on(port: int, *, host: str, kind: Kind, directory: Path, passwords: P
         failure = _PortTaken if error.errno == errno.EADDRINUSE else ConnectionFailed
         raise failure(f"the broker cannot listen on {host}:{port}: {error.strerror}") from error
     log = directory / f"broker-{port}.log"
-    argv, env = _command(kind, directory, host=host, port=port, passwords=passwords)
+    argv, env = _command(kind, directory, host=host, port=port, passwords=passwords, settings=settings)
     process = spawn(argv, log=log, env=env)
     try:
         _await_ready(process, log, host=host, port=port)
@@ -165,12 +174,19 @@ def _start_on(port: int, *, host: str, kind: Kind, directory: Path, passwords: P
 
 
 def _command(
-    kind: Kind, directory: Path, *, host: str, port: int, passwords: Path | None
+    kind: Kind,
+    directory: Path,
+    *,
+    host: str,
+    port: int,
+    passwords: Path | None,
+    settings: Mapping[str, str | int],
 ) -> tuple[Sequence[str], Mapping[str, str]]:
     if kind == "embedded":
         argv = [sys.executable, "-m", "deploy.embedded", "--host", host, "--port", str(port)]
         return argv + ([] if passwords is None else ["--password-file", str(passwords)]), {}
-    lines = [_MOSQUITTO.format(host=host, port=port)]
+    lines = [f"listener {port} {host}", *(f"{name} {value}" for name, value in {**_MOSQUITTO, **settings}.items())]
+    lines += _LOGGED
     lines.append("allow_anonymous true" if passwords is None else f"allow_anonymous false\npassword_file {passwords}")
     if os.geteuid() == 0:
         lines.append("user root")  # its own user could not read our directory

@@ -1,10 +1,83 @@
-"""Settings of all tests: drawn examples are the same on every run and every machine."""
+"""What several tests share. Drawn examples are the same on every run and every machine."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
 from hypothesis import HealthCheck, settings
+
+from common.wire.messages import Manifest
 
 settings.register_profile(
     "same", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("same")
+
+
+@dataclass(frozen=True, slots=True)
+class Forgery:
+    """A chunk by somebody who read the manifest and all that was published."""
+
+    owner: str
+    lane: str
+    blob: str
+    index: int
+    number: int
+    data: bytes
+
+
+class Forge:
+    """Makes hostile chunks of every kind; `said` are lane, index and number of what the owner published."""
+
+    kinds: ClassVar = (
+        "damaged", "cut", "grown", "empty", "misplaced", "repeated", "beyond the end", "other blob", "other owner",
+    )  # fmt: skip
+
+    def __init__(self, owner: str, *, lanes: Sequence[str]) -> None:
+        self._owner = owner
+        self._lanes = lanes
+
+    def __call__(
+        self,
+        draw: random.Random,
+        kind: str,
+        manifest: Manifest,
+        data: memoryview,
+        *,
+        said: Sequence[tuple[str, int, int]],
+    ) -> Forgery:
+        """Return one of a kind; where its bytes are the chunk's own, it comes out of order or twice."""
+        lane, index = draw.choice(self._lanes), draw.randrange(manifest.chunks)
+        number = draw.choice([0, said[-1][2] + 1 if said else 1, draw.randrange(6000), 10**17])
+        if kind == "repeated" and said:
+            lane, index, old = draw.choice(said)
+            number = draw.choice([old, number])
+        body = bytes(data[manifest.span(index)])
+        bit = draw.randrange(8 * len(body))
+        damaged = bytearray(body)
+        damaged[bit // 8] ^= 1 << bit % 8
+        bodies = {
+            "damaged": bytes(damaged),
+            "cut": body[: bit // 8],
+            "grown": body + draw.randbytes(1),
+            "empty": b"",
+            "misplaced": bytes(data[manifest.span((index + 1) % manifest.chunks)]),
+        }
+        return Forgery(
+            owner="stranger" if kind == "other owner" else self._owner,
+            lane=lane,
+            blob=f"{draw.getrandbits(64):016x}" if kind == "other blob" else manifest.blob,
+            index=manifest.chunks + draw.randrange(10**6) if kind == "beyond the end" else index,
+            number=number,
+            data=bodies.get(kind, body),
+        )
+
+
+@pytest.fixture(scope="session")
+def forge() -> type[Forge]:
+    """Return what makes hostile chunks."""
+    return Forge

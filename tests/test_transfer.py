@@ -7,6 +7,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from common.transfer.incoming import (
     PATIENCE_MOST_S,
     PATIENCE_S,
     REPAIR_S,
+    SPOILT_S,
     Fetched,
     FetchFailed,
     Incoming,
@@ -790,12 +792,13 @@ class Desk:
         self.incoming.fetch(OWNER, self.manifest, memoryview(self.buffer), now=0.0)
         self.incoming.to_send()
         self.number = 0
+        self.now = 1.0
 
     def chunk(self, index: int, data: bytes | None = None, *, blob: str | None = None, owner: str = OWNER) -> bool:
         self.number += 1
         body = bytes(self.data[index * CHUNK : (index + 1) * CHUNK]) if data is None else data
         return self.incoming.receive_chunk(
-            owner, blob or self.manifest.blob, lane=ALL, index=index, number=self.number, data=body, now=1.0
+            owner, blob or self.manifest.blob, lane=ALL, index=index, number=self.number, data=body, now=self.now
         )
 
 
@@ -825,16 +828,48 @@ def test_foreign_chunks_touch_nothing() -> None:
     assert desk.incoming.next_event() is None and desk.incoming.to_send() == []
 
 
-def test_the_third_damaged_chunk_fails_the_fetch() -> None:
+def test_damaged_chunks_alone_fail_the_fetch() -> None:
     desk = Desk()
     desk.chunk(0)
-    for _ in range(2):
-        assert not desk.chunk(5, b"x") and desk.incoming.next_event() is None
-    assert not desk.chunk(6, b"x")
+    for _ in range(3):
+        assert not desk.chunk(5, b"x") and desk.incoming.to_send()  # asked for at once
+    for _ in range(50):
+        assert not desk.chunk(6, b"x") and not desk.incoming.to_send()  # but not for ever
+    desk.now += SPOILT_S - 0.1
+    desk.incoming.heard(desk.now)  # others keep the connection busy
+    assert not desk.chunk(6, b"x") and desk.incoming.next_event() is None
+    assert desk.incoming.next_deadline() == 1.0 + SPOILT_S
+    desk.now = 1.0 + SPOILT_S
+    desk.incoming.tick(desk.now)
+    ((_, ask),) = desk.incoming.to_send()
+    assert ask.restart and desk.incoming.next_event() is None  # a last chance
+    assert not desk.chunk(5, b"x")
     event = desk.incoming.next_event()
     assert isinstance(event, FetchFailed) and (event.owner, event.blob) == (OWNER, desk.manifest.blob)
-    assert "chunk 6" in event.reason and "3 damaged" in event.reason
+    assert "wrong digests" in event.reason and "55 damaged" in event.reason
     assert desk.incoming.next_event() is None and not desk.incoming.wanted() and not desk.incoming.to_send()
+
+
+def test_two_damaged_chunks_or_one_sound_one_among_them_fail_no_fetch() -> None:
+    desk = Desk()
+    for body in (b"x", b"y", None, b"z", b""):
+        desk.chunk(5, body)
+        desk.chunk(6, b"x") if body == b"z" else None
+    desk.now += 100 * SPOILT_S
+    assert not desk.chunk(5, b"x")
+    assert desk.incoming.next_event() is None and desk.incoming.wanted()
+
+
+def test_an_owner_whose_chunks_never_fit_its_manifest_is_left_soon_and_at_little_cost() -> None:
+    line = Line()
+    manifest, data = blob_of(200)
+    line.owner.offer(manifest, memoryview(bytes(len(data))), ["device-0"])
+    line.fetch(line.add("device-0"), manifest)
+    begun = line.now
+    line.run()
+    (event,) = line.receivers["device-0"].events
+    assert isinstance(event, FetchFailed) and line.now - begun < SPOILT_S + REPAIR_S
+    assert len(line.published) <= 6 * 8
 
 
 def test_damage_on_the_way_is_repaired() -> None:
@@ -858,7 +893,50 @@ def test_damage_on_the_way_is_repaired() -> None:
 def test_a_duplicate_is_counted_and_changes_nothing() -> None:
     desk = Desk()
     assert desk.chunk(0) and not desk.chunk(0) and not desk.chunk(0, b"other bytes")
-    assert desk.incoming.chunks_duplicate == 2 and desk.buffer[:CHUNK] == desk.data[:CHUNK]
+    assert desk.incoming.chunks_duplicate == 1 and desk.incoming.chunks_refused == 1
+    assert desk.buffer[:CHUNK] == desk.data[:CHUNK]
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**32),
+    chunks=st.integers(2, 60),
+    receivers=st.integers(1, 3),
+    loss=st.sampled_from([0.0, 0.0, 0.1]),
+    some=st.sets(st.integers(0, 8), min_size=1),
+)
+def test_a_thousand_hostile_chunks_are_refused_and_the_blob_is_exact(
+    forge: Callable[..., Any], seed: int, chunks: int, receivers: int, loss: float, some: set[int]
+) -> None:
+    line, draw = Line(seed=seed, loss=loss, pace_s=0.01), random.Random(seed)
+    forged = forge(OWNER, lanes=[ALL, "device-0", "device-9"])
+    manifest, data = broadcast(line, chunks, names_of(receivers))
+    victim = line.receivers["device-0"]
+    refused = duplicate = true = 0
+
+    def attack(kind: str) -> None:
+        nonlocal refused, duplicate, true
+        it = forged(draw, kind, manifest, data, said=[(p.lane, p.index, p.number) for p in line.published])
+        counts = victim.incoming.chunks_refused, victim.incoming.chunks_duplicate
+        known = (it.owner, it.blob) in victim.incoming.wanted() and it.index < chunks
+        sound = known and it.data == data[manifest.span(it.index)]
+        fresh = victim.incoming.receive_chunk(
+            it.owner, it.blob, lane=it.lane, index=it.index, number=it.number, data=it.data, now=line.now
+        )
+        assert fresh == (sound and it.index not in victim.has[manifest.blob])
+        if fresh:
+            victim.has[manifest.blob].add(it.index)
+        refused, duplicate, true = refused + (not sound), duplicate + (sound and not fresh), true + fresh
+        seen = victim.incoming.chunks_refused - counts[0], victim.incoming.chunks_duplicate - counts[1]
+        assert seen == (not sound, sound and not fresh)
+
+    for kind in draw.choices([forged.kinds[place] for place in sorted(some)], k=1000):
+        line.after(draw.uniform(0.0, 0.01 * chunks), lambda kind=kind: attack(kind))  # type: ignore[misc]
+    line.run()
+    check_complete(line, manifest, data)
+    assert refused + duplicate + true == 1000
+    if not loss:
+        assert len(line.published) <= 2 * chunks + 16
 
 
 def test_a_gap_in_the_numbers_is_asked_about_at_once() -> None:

@@ -94,8 +94,9 @@ class ChildFace:
         self._fetching: Arriving | None = None
         self._decoding: asyncio.Task[None] | None = None
         self._inbox = np.empty(0, np.uint8)
-        self._held: str | None = None
+        self._model: Arriving | None = None
         self._answer_blob: str | None = None
+        self._parent_session = ""
         self._parent_gone_at: float | None = self.endpoint.now()
         self._over: asyncio.Future[Presence] = asyncio.get_running_loop().create_future()
 
@@ -117,7 +118,7 @@ class ChildFace:
                     current = group.create_task(self._answer(begin.result(), layout, row, work), name="answer")
                 else:
                     begin.cancel()
-        self._held = None
+        self._model = None
         over = self._over.result()
         if over.state is NodeState.FAILED:
             raise RunFailed(f"{self._parent} gave up: {over.reason}")
@@ -145,9 +146,12 @@ class ChildFace:
         """Take the parent's state."""
         if presence is not None and presence.state in (NodeState.INIT, NodeState.READY):
             self._open_books(presence.books)
-            if self._parent_gone_at is not None:
-                self._parent_gone_at = None
+            if self._parent_gone_at is not None or session != self._parent_session:
+                self._parent_gone_at, self._parent_session = None, session
                 self.endpoint.incoming.ask_again(node, now=now)
+                self.participant.reconnected(now)
+        elif presence is not None and self._parent_session not in ("", session):
+            return  # the last word of a process that has a successor: a will may come a minute late
         elif self._parent_gone_at is None:
             self._parent_gone_at = now
             self.endpoint.outgoing.forget(node)
@@ -260,21 +264,22 @@ class ChildFace:
         endpoint.wake()
 
     async def _fetch(self, task: Task, layout: ModelLayout, row: Row) -> Arriving:
-        """Begin to get the task's model into the row, unless it is there."""
+        """Begin to get the task's model into the row, or what is still lacking there."""
         manifest, endpoint = task.model, self.endpoint
         try:
             self.models.check(manifest, layout)
         except RefusedModel as error:
             raise RunFailed(f"{self._parent}'s model does not fit this node's: {error}. Run one release.") from None
         buffer = self._buffer(layout, row, size=manifest.size)
-        lacking = np.ones(manifest.chunks, np.bool_)
+        had = self._model if self._model is not None and self._model.manifest.blob == manifest.blob else None
+        lacking = np.ones(manifest.chunks, np.bool_) if had is None else had.lacking
         if self._rows.take_found(0) and self.models.received.is_row:
             lacking = await offload(partial(missing, manifest, buffer))
-        model = Arriving(manifest, row, buffer, lacking)
-        if manifest.blob == self._held:
+        model = self._model = Arriving(manifest, row, buffer, lacking)
+        if had is not None and had.complete:
             self._has(model, endpoint.now())
             return model
-        self._held, self._fetching = None, model
+        self._fetching = model
         if task.inline is not None:
             endpoint.incoming.take(self._parent, manifest, buffer, task.inline)
         else:
@@ -299,7 +304,6 @@ class ChildFace:
             self._has(model, self.endpoint.now())
 
     def _has(self, model: Arriving, now: float) -> None:
-        self._held = model.manifest.blob
         model.lacking[:] = False
         model.arrived()
         self.participant.begin_work(Phase.WAITING, now=now)

@@ -210,7 +210,8 @@ class ParentFace:
 
     def presence(self, node: str, session: str, presence: Presence | None, now: float) -> None:
         """Take a child's state."""
-        self.coordinator.presence(node, session, presence, now=now)
+        if not self.coordinator.presence(node, session, presence, now=now):
+            return
         if presence is None or presence.state not in (NodeState.INIT, NodeState.READY):
             self.endpoint.outgoing.forget(node)
             self.endpoint.incoming.yield_slot(node, now=now)

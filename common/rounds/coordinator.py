@@ -180,16 +180,20 @@ class Coordinator:
         elif child.state is ChildState.REFUSED:
             self._receipts.append((name, Receipt(message.key, child.refusal)))
 
-    def presence(self, name: str, session: str, presence: Presence | None, *, now: float) -> None:
-        """Take a child's retained state; None = it left."""
+    def presence(self, name: str, session: str, presence: Presence | None, *, now: float) -> bool:
+        """Take a child's retained state; None = it left.
+
+        Return False for what says nothing of the child: the last word of a process that has a successor (a will may
+        come a minute late), or of a second one of its name.
+        """
         child = self._children.get(name)
         if child is None:
-            return
+            return False
         if presence is None:
             child.presence = None
-            return
+            return True
         if presence.state not in (NodeState.INIT, NodeState.READY) and child.session not in ("", session):
-            return  # the last word of a process that has a successor, or of a second one of its name
+            return False
         child.presence, child.reason = presence.state, presence.reason
         self._judged = self._quiet_until = -inf
         if presence.state is NodeState.FAILED:
@@ -199,6 +203,7 @@ class Coordinator:
             self._meet(name, child, session, now)
             if presence.state is NodeState.READY and child.state is ChildState.ASSIGNED:
                 child.repeat_at = now
+        return True
 
     def moved(self, name: str, *, now: float) -> None:
         """Note that bytes of a model moved between us and a child: that is progress."""

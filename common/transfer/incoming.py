@@ -7,6 +7,9 @@ Silence is measured against the link's own pace: where publications come in orde
 are no loss. Nor is a connection silent over which bytes flow, by the kernel's count, though no message is complete: a
 chunk of 1 MB takes two minutes on a link of 64 kbit/s. A connection that others keep busy is never silent, so a fetch
 that got nothing for `PATIENCE_S` asks again by itself, unless all that the connection carries is for us.
+
+What is damaged or foreign is refused and changes nothing: while sound chunks come, a fetch goes on, whatever else is
+published under its owner's name. One that got damaged chunks alone for `SPOILT_S` has failed.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ REPAIR_MOST_S: Final = 15.0
 PATIENCE_S: Final = 15.0
 PATIENCE_MOST_S: Final = 60.0
 DAMAGED_MOST: Final = 3
+SPOILT_S: Final = 5.0  # a chunk of 32 KB takes 4 s at 64 kbit/s
 ASKS_PER_WINDOW: Final = 2
 FLOW_BYTES_S: Final = 256  # the acknowledgements and pings of a connection without models are fewer, TLS included
 
@@ -67,10 +71,12 @@ class _Fetch:
     left: int
     window: int
     seen: dict[str, int] = field(default_factory=dict)
+    trusted: set[str] = field(default_factory=set)  # lanes heard since the last restart: a stranger's number is undone
     since_ask: int = 0
     due: bool = True
     restart: bool = True
-    damaged: int = 0
+    damaged: int = 0  # since the last sound one
+    spoilt_at: float = 0.0
     heard: float = 0.0
     patience_s: float = PATIENCE_S
     first_at: float | None = None
@@ -79,6 +85,11 @@ class _Fetch:
     def rate(self, now: float) -> float | None:
         seconds = now - self.first_at if self.first_at is not None else 0.0
         return self.since_first / seconds if self.since_first and seconds > 0 else None
+
+    @property
+    def starves_at(self) -> float:
+        """Return when it is to ask again by itself, having got nothing sound."""
+        return self.heard + (SPOILT_S if self.damaged >= DAMAGED_MOST else self.patience_s)
 
 
 @dataclass(slots=True)
@@ -222,24 +233,17 @@ class Incoming:
             self.heard(now)
             self.chunks_refused += 1
             return False
-        fetch.heard = now
-        lane = ALL if lane == ALL else "own"
-        last = fetch.seen.get(lane)
-        in_order = last is None or number == last + 1
-        self._gap_s = max(silent_s if in_order else 0.0, self._gap_s / 2)
+        span = fetch.manifest.span(index)
+        sound = len(data) == span.stop - span.start and chunk_digest(data) == _digest(fetch.manifest, index)
+        if not sound:
+            self._damaged(fetch, index, now)
+        self._count(fetch, ALL if lane == ALL else "own", number, silent_s, sound=sound)
         self.heard(now)
-        if last is not None and number > last + 1:
-            fetch.due = True  # a gap: publications between the two were lost
-        fetch.seen[lane] = max(number, last or 0)
-        fetch.since_ask += 1  # a duplicate too: it takes a place in the window until it is reported as seen
-        if fetch.since_ask >= max(1, fetch.window // ASKS_PER_WINDOW):
-            fetch.due = True
+        if not sound:
+            return False
+        fetch.heard, fetch.damaged = now, 0
         if not fetch.lacking[index]:
             self.chunks_duplicate += 1
-            return False
-        span = fetch.manifest.span(index)
-        if len(data) != span.stop - span.start or chunk_digest(data) != _digest(fetch.manifest, index):
-            self._damaged(fetch, index, now)
             return False
         if landing is None or data is not landing.view:
             fetch.buffer[span] = data
@@ -269,7 +273,7 @@ class Incoming:
         self._listen(now)
         for fetch in self._active.values():
             fetch.due = fetch.restart = True
-            fetch.heard = now
+            fetch.heard, fetch.damaged = now, 0
 
     def tick(self, now: float, *, carried: int = -1) -> None:
         """Ask again where the connection has been silent: only silence shows the loss of the last chunks.
@@ -283,7 +287,7 @@ class Incoming:
             self._look(carried, now)
         silent = now >= self._heard + self._repair_s
         for fetch in self._active.values():
-            starved = now >= fetch.heard + fetch.patience_s
+            starved = now >= fetch.starves_at
             if starved:
                 fetch.patience_s = min(2 * fetch.patience_s, PATIENCE_MOST_S)
             if silent or starved:
@@ -296,7 +300,7 @@ class Incoming:
 
     def next_deadline(self) -> float | None:
         """Return when `tick` has something to do."""
-        starved = (fetch.heard + fetch.patience_s for fetch in self._active.values())
+        starved = (fetch.starves_at for fetch in self._active.values())
         return min(self._heard + self._repair_s, *starved) if self._active else None
 
     def to_send(self) -> list[tuple[str, Ask]]:
@@ -306,6 +310,8 @@ class Incoming:
         for fetch in self._active.values():
             if fetch.due:
                 asks.append((fetch.owner, self._ask(fetch)))
+                if fetch.restart:
+                    fetch.trusted.clear()
                 fetch.due = fetch.restart = False
                 fetch.since_ask = 0
         return asks
@@ -347,6 +353,20 @@ class Incoming:
         seen = fetch.seen
         return Ask(fetch.manifest.blob, lacking, seen.get(ALL, 0), seen.get("own", 0), fetch.window, fetch.restart)
 
+    def _count(self, fetch: _Fetch, lane: str, number: int, silent_s: float, *, sound: bool) -> None:
+        """Take a publication's number: what takes a place in the window must be reported, and a gap is a loss."""
+        last = fetch.seen.get(lane)
+        in_order = last is None or number == last + 1
+        if not sound and (not in_order or fetch.damaged > DAMAGED_MOST):
+            return  # a stranger's, for all we know, or an owner's that is not asked again for ever
+        self._gap_s = max(silent_s if in_order else 0.0, self._gap_s / 2)
+        fetch.seen[lane] = max(number, last or 0) if lane in fetch.trusted else number
+        fetch.trusted.add(lane)
+        fetch.since_ask += 1  # a duplicate too
+        gap = last is not None and number > last + 1
+        if gap or not sound or fetch.since_ask >= max(1, fetch.window // ASKS_PER_WINDOW):
+            fetch.due = True
+
     def _complete(self, fetch: _Fetch, now: float) -> None:
         self._events.append(Fetched(fetch.owner, fetch.manifest.blob, fetch.rate(now)))
         self._completed.append((fetch.owner, self._ask(fetch)))
@@ -354,10 +374,12 @@ class Incoming:
 
     def _damaged(self, fetch: _Fetch, index: int, now: float) -> None:
         self.chunks_refused += 1
-        fetch.damaged += 1
-        fetch.due = True
-        if fetch.damaged >= DAMAGED_MOST:
-            self._fail(fetch, f"wrong digest of chunk {index}, {fetch.damaged} damaged chunks", now)
+        if fetch.lacking[index]:
+            fetch.damaged += 1
+            if fetch.damaged == 1:
+                fetch.spoilt_at = now
+            elif fetch.damaged > DAMAGED_MOST and now >= fetch.spoilt_at + SPOILT_S:
+                self._fail(fetch, f"wrong digests: {fetch.damaged} damaged chunks and no sound one", now)
 
     def _fail(self, fetch: _Fetch, reason: str, now: float) -> None:
         self._events.append(FetchFailed(fetch.owner, fetch.manifest.blob, reason))

@@ -67,7 +67,7 @@ class Rounds:
             devices = [context.Process(target=_devices, args=(served.port, p, self._model_bytes)) for p in parts]
             for process in (parent, *devices):
                 process.start()
-                stack.callback(_end, process)
+                stack.callback(end, process)
             stack.callback(self._pipe.send, False)
             self._pids = {"broker": served.process.pid, "parent": parent.pid or 0}
             self._stack = stack.pop_all()
@@ -85,11 +85,17 @@ class Rounds:
 
     def peak_bytes(self, role: Literal["broker", "parent"]) -> int:
         """Return the most memory that a process has had resident."""
-        status = Path(f"/proc/{self._pids[role]}/status").read_text()
-        return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+        return peak_bytes(self._pids[role])
 
 
-def _end(process: BaseProcess) -> None:
+def peak_bytes(pid: int) -> int:
+    """Return the most memory that a process has had resident."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+
+
+def end(process: BaseProcess) -> None:
+    """Let a process end by itself, but not for ever."""
     process.join(10)
     process.kill()
 
