@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-kills bench-slow check clean broker
+.PHONY: help demo test bench bench-kills bench-links bench-slow bench-tiers check clean broker
 .DELETE_ON_ERROR:
 
 INSTALLED := .venv/.installed
@@ -16,11 +16,17 @@ test: $(INSTALLED) broker ## run the tests
 bench: $(INSTALLED) broker ## measure against plain TCP
 	.venv/bin/python tests/bench/run.py
 
+bench-tiers: $(INSTALLED) broker ## measure dispatch over two tiers, passed on against stored
+	.venv/bin/python tests/bench/tiers.py
+
 bench-kills: $(INSTALLED) broker ## kill broker, sender and receiver in mid-transfer, 10 times each
 	.venv/bin/python tests/bench/kills.py
 
 bench-slow: $(INSTALLED) broker ## measure slow receivers beside fast ones
 	.venv/bin/python tests/bench/slow.py
+
+bench-links: $(INSTALLED) broker ## measure over links that the kernel keeps, as root
+	.venv/bin/python tests/bench/links.py
 
 check: $(INSTALLED) ## lint, format, types, import rules
 	.venv/bin/ruff check

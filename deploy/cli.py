@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -87,18 +88,33 @@ def run(
     runs: Runs = Path("runs"),
     resume: Resume = None,
     output: Output = "table",
+    netns: Annotated[bool, typer.Option("--netns", help="In network namespaces, links kept by the kernel.")] = False,
+    one_broker: Annotated[
+        bool, typer.Option("--one-broker", help="With --netns: one for all, at the cloud, none at institutions.")
+    ] = False,
+    no_delay: Annotated[
+        bool, typer.Option("--no-delay", help="With --netns: leave out the links' delays, which need netem.")
+    ] = False,
 ) -> None:
     """Run a whole lab on this machine: broker, cloud, institutions and devices as processes."""
     from deploy.lab import Lab
+    from deploy.netns import by_kernel, namespaces
+    from deploy.network import one_host
 
+    for given, option in ((one_broker, "--one-broker"), (no_delay, "--no-delay")):
+        if given and not netns:
+            raise typer.BadParameter("it goes with --netns", param_hint=option)
+    network = partial(namespaces, one_broker=one_broker) if netns else one_host
     with _reporting():
         chosen = _experiment(experiment, overrides, resume)
+        if netns and resume is None:  # a resumed run keeps its experiment
+            chosen = by_kernel(chosen, delays=not no_delay)
         if dry_run:
             from common.spec import to_toml
 
             typer.echo(to_toml(chosen), nl=False)
             return
-        code = Lab(chosen, runs=runs, resume=resume, json_lines=output == "json").run()
+        code = Lab(chosen, runs=runs, resume=resume, json_lines=output == "json", network=network).run()
     raise typer.Exit(code)
 
 
@@ -177,7 +193,13 @@ def institution(
 def device(
     name: Annotated[list[str], typer.Option(help="This device's name; several make several agents in one process.")],
     institution: Annotated[list[str], typer.Option(help="Its institution: one for all names, or one for each.")],
-    broker: BrokerOption = "localhost",
+    broker: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="The MQTT broker, host[:port]: one for all names, or one for each.  [default: localhost]",
+            envvar="FEDSTRATA_BROKER_ADDRESS",
+        ),
+    ] = None,
     accelerator: Annotated[str, typer.Option(help="cpu, cuda, cuda:N or auto.")] = "auto",
     slots: Annotated[int, typer.Option(min=1, help="Trainings at once in this process.")] = 1,
     username: Username = None,
@@ -187,11 +209,14 @@ def device(
     spool: SpoolFolder = "none",
 ) -> None:
     """Start one or more devices: they wait for the experiment and train what their institution wishes."""
-    if len(institution) not in (1, len(name)):
-        raise typer.BadParameter(f"{len(institution)} given for {len(name)} names", param_hint="--institution")
+    brokers = broker or ["localhost"]
+    for given, option in ((institution, "--institution"), (brokers, "--broker")):
+        if len(given) not in (1, len(name)):
+            raise typer.BadParameter(f"{len(given)} given for {len(name)} names", param_hint=option)
     if len(set(name)) < len(name):
         raise typer.BadParameter("the same name twice", param_hint="--name")
     homes = institution * len(name) if len(institution) == 1 else institution
+    addresses = brokers * len(name) if len(brokers) == 1 else brokers
 
     async def take_part() -> None:
         from common.node.life import first_error
@@ -204,7 +229,7 @@ def device(
             DeviceAgent(
                 each,
                 institution=home,
-                broker=_address(broker, username, password_file),
+                broker=_address(where, username, password_file),
                 accelerator=accelerator,
                 slots=shared,
                 connect_timeout_s=connect_timeout,
@@ -212,7 +237,7 @@ def device(
                 metrics_address=address,
                 spool=_folder(spool),
             )
-            for each, home in zip(name, homes, strict=True)
+            for each, home, where in zip(name, homes, addresses, strict=True)
         ]
         try:
             async with asyncio.TaskGroup() as group:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from common.errors import RunFailed
-from common.spec import Experiment, to_toml
-from deploy import broker
+from common.spec import CLOUD, Experiment, to_toml
+from deploy.network import Network, Open, one_host
 from deploy.processes import spawn, stop_all
 from deploy.progress import Observe, show
 
@@ -31,8 +31,11 @@ STOP_S: Final = 5.0
 class Lab:
     """One run of an experiment with every role on this machine."""
 
-    def __init__(self, experiment: Experiment, *, runs: Path, resume: Path | None, json_lines: bool) -> None:
+    def __init__(
+        self, experiment: Experiment, *, runs: Path, resume: Path | None, json_lines: bool, network: Open = one_host
+    ) -> None:
         self._experiment = experiment
+        self._network = network
         self._runs = runs
         self._resume = resume
         self._json_lines = json_lines
@@ -47,20 +50,19 @@ class Lab:
             home = Path(name)
             os.chmod(home, 0o755)  # a mosquitto that drops its privileges reads its configuration there
             try:
-                with broker.start(directory=home) as served:
-                    print(f"broker: {served.kind} on {served.host}:{served.port}", file=sys.stderr, flush=True)
-                    return self._play(home, f"{served.host}:{served.port}")
+                with self._network(self._experiment, home) as network:
+                    return self._play(home, network)
             finally:
                 self._keep_logs(home)
 
-    def _play(self, home: Path, address: str) -> int:
+    def _play(self, home: Path, network: Network) -> int:
         try:
-            self._start(home, address)
+            self._start(home, network)
             with show(json_lines=self._json_lines) as observe:
                 self._follow(observe, home)
             code = self._roles["cloud"].wait()
             if code < 0:
-                self._tell_how_to_go_on()
+                self._tell_how_to_go_on(network)
                 raise RunFailed(f"the cloud was killed by signal {-code}")
             if code:
                 print(_last_words(home / "cloud.log"), file=sys.stderr)
@@ -68,37 +70,40 @@ class Lab:
                 self._see_off()
             return code
         except KeyboardInterrupt:
-            self._tell_how_to_go_on()
+            self._tell_how_to_go_on(network)
             raise
         finally:
             stop_all(self._roles.values(), grace_s=STOP_S)
 
-    def _tell_how_to_go_on(self) -> None:
+    def _tell_how_to_go_on(self, network: Network) -> None:
         if self._folder is not None:
-            print(f"\ngo on with: fedstrata run --resume {self._folder}", file=sys.stderr)
+            print(f"\ngo on with: fedstrata run --resume {self._folder}{network.flags}", file=sys.stderr)
 
-    def _start(self, home: Path, address: str) -> None:
+    def _start(self, home: Path, network: Network) -> None:
         file = home / "experiment.toml"
         file.write_text(to_toml(self._experiment), encoding="utf-8")
-        run = ["--resume", str(self._resume)] if self._resume else [str(file)]
+        what = ["--resume", str(self._resume)] if self._resume else [str(file)]
         memory = ["--spool", "none"]  # a lab that is killed is killed as a whole: no device would offer again
-        runs = ["--runs", str(self._runs), "--format", "json"]
-        self._spawn(home, "cloud", ["cloud", *run, "--broker", address, *runs, *memory])
-        children = self._experiment.topology.children()
-        for name in children:
-            self._spawn(home, name, ["institution", "--name", name, "--broker", address, *memory])
-        devices = [(device, name) for name, members in children.items() for device in members]
-        processes = min(len(devices), os.cpu_count() or 1)
-        for index in range(processes):
-            part = [
-                word for device, name in devices[index::processes] for word in ("--name", device, "--institution", name)
+        runs = ["--broker", network.upward[CLOUD], "--runs", str(self._runs), "--format", "json"]
+        self._spawn(home, network, CLOUD, ["cloud", *what, *runs, *memory])
+        homes = {}
+        for name, members in self._experiment.topology.children().items():
+            homes.update(dict.fromkeys(members, name))
+            brokers = ["--broker", network.upward[name], "--device-broker", network.downward[name]]
+            self._spawn(home, network, name, ["institution", "--name", name, *brokers, *memory])
+        for process, devices in network.groups.items():
+            who = [
+                word
+                for device in devices
+                for word in ("--name", device, "--institution", homes[device], "--broker", network.upward[device])
             ]
-            self._spawn(home, f"devices-{index}", ["device", *part, "--broker", address])
+            self._spawn(home, network, process, ["device", *who])
         threading.Thread(target=self._read_events, daemon=True).start()
 
-    def _spawn(self, home: Path, role: str, arguments: list[str]) -> None:
+    def _spawn(self, home: Path, network: Network, process: str, arguments: list[str]) -> None:
         command = [sys.executable, "-m", "deploy.cli", *arguments]
-        self._roles[role] = spawn(command, log=home / f"{role}.log", read_output=role == "cloud")
+        with network.inside(process):
+            self._roles[process] = spawn(command, log=home / f"{process}.log", read_output=process == CLOUD)
 
     def _read_events(self) -> None:
         output = self._roles["cloud"].stdout

@@ -1,0 +1,246 @@
+"""Network namespaces joined by shaped pairs of interfaces: hosts and links on one machine, kept by the Linux kernel.
+
+A namespace here has no name. It lives as long as a process, a socket or a descriptor of ours holds it, and its
+interfaces with it; so nothing is left behind, however its owner ends, and nothing needs cleaning. A thread enters it
+for a while and a child process is born where its parent's thread is: nothing stands between a role and its signals.
+
+Rates count Ethernet frames without preamble and checksum: a full frame has 1514 bytes, 1448 of them payload of TCP.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+from common.errors import InvalidExperiment
+
+FRAME_BYTES: Final = 1514
+BURST_S: Final = 0.02
+QUEUE_S: Final = 0.1
+QUEUE_FRAMES_LEAST: Final = 32
+SINGLE_FRAMES_MOST_MBIT: Final = 200.0
+NETEM_PACKETS_LEAST: Final = 1000
+NETEM_MBIT: Final = 1000.0  # what may be under way where no rate bounds it
+
+_CLONE_NEWNET: Final = 0x40000000
+_PRESENT: Final = "/proc/thread-self/ns/net"
+_ADDRESSES: Final = ipaddress.IPv4Network("10.0.0.0/8")  # no namespace sees this machine's own network
+_IPV6: Final = Path("/proc/sys/net/ipv6/conf/default/disable_ipv6")
+_FORWARDING: Final = Path("/proc/sys/net/ipv4/ip_forward")
+
+
+class Namespace:
+    """One network namespace, with its loopback up and IPv6 off; it is gone when `close` and its last process are."""
+
+    def __init__(self) -> None:
+        """Make it. Raises InvalidExperiment where this machine or this user cannot."""
+        if sys.platform != "linux":
+            raise _impossible(f"{sys.platform} has no network namespaces", "Run without it, or on Linux.")
+        _program("tc")
+        present = os.open(_PRESENT, os.O_RDONLY)
+        try:
+            _call("unshare", _CLONE_NEWNET)
+            try:
+                self._descriptor = os.open(_PRESENT, os.O_RDONLY)
+            finally:
+                _call("setns", present, _CLONE_NEWNET)
+        except OSError as error:
+            raise _impossible(
+                f"the kernel made no network namespace: {error.strerror}",
+                "Run as root, or under `unshare --map-root-user --net` where that is allowed.",
+            ) from None
+        finally:
+            os.close(present)
+        self.batch("ip", ["link set lo up"])
+        # IPv6 would announce itself on every link; where it cannot be turned off, that costs some hundred bytes.
+        with self.entered(), suppress(OSError):
+            _IPV6.write_text("1")
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Let this thread make its sockets, and bear its processes, in the namespace."""
+        present = os.open(_PRESENT, os.O_RDONLY)
+        try:
+            _call("setns", self._descriptor, _CLONE_NEWNET)
+            yield
+        finally:
+            _call("setns", present, _CLONE_NEWNET)
+            os.close(present)
+
+    def forward(self) -> None:
+        """Let it pass on packets between its interfaces."""
+        with self.entered():
+            _FORWARDING.write_text("1")
+
+    @property
+    def path(self) -> str:
+        """Its name to `ip`, as long as this process holds it."""
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    def batch(self, program: str, lines: Iterable[str]) -> None:
+        """Run `ip` or `tc` over lines of commands inside. Raises InvalidExperiment with what the kernel said."""
+        command = [_program(program), "-batch", "-"]
+        with self.entered():
+            done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise _impossible(
+                f"{program}: {' '.join(done.stderr.split())}", "Run as root, on a kernel with veth and sch_tbf."
+            )
+
+    def close(self) -> None:
+        """Let go of it."""
+        os.close(self._descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """One interface of a wire: what leaves by it goes at `mbit` Mbit/s, None = as fast as can be, after `delay_ms`."""
+
+    interface: str
+    address: str
+    child: str
+    mbit: float | None
+    delay_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """A link between two hosts: interface `down<number>` at the parent's end, `up<number>` at the child's.
+
+    Each end sends with its direction's rate, Mbit/s, None = as fast as the machine can, and keeps what it sends for
+    `delay_ms`. `child` is the node whose link it is; `parent_host` and `child_host` are where the ends are.
+    """
+
+    number: int
+    child: str
+    parent_host: str
+    child_host: str
+    up_mbit: float | None = None
+    down_mbit: float | None = None
+    delay_ms: float = 0.0
+
+    @property
+    def parent_address(self) -> str:
+        """IPv4 address of the parent's end; no other wire of the lab has it."""
+        return str(_ADDRESSES[2 * self.number])
+
+    @property
+    def child_address(self) -> str:
+        """IPv4 address of the child's end."""
+        return str(_ADDRESSES[2 * self.number + 1])
+
+    @property
+    def far_address(self) -> str:
+        """IPv4 address of a broker further up, reached by this wire alone."""
+        return str(_ADDRESSES[_ADDRESSES.num_addresses // 2 + self.number])
+
+    def pair(self, child_namespace: str) -> str:
+        """Return the command of `ip` that, at the parent's host, makes both interfaces."""
+        return f"link add down{self.number} type veth peer name up{self.number} netns {child_namespace}"
+
+    def ends(self, host: str) -> list[End]:
+        """Return the ends that are on a host."""
+        both = {
+            self.parent_host: End(f"down{self.number}", self.parent_address, self.child, self.down_mbit, self.delay_ms),
+            self.child_host: End(f"up{self.number}", self.child_address, self.child, self.up_mbit, self.delay_ms),
+        }
+        return [end for place, end in both.items() if place == host]
+
+
+@contextmanager
+def joined(hosts: Iterable[str], wires: Sequence[Wire]) -> Iterator[Mapping[str, Namespace]]:
+    """Make a namespace for each host and join them by shaped wires. Raises InvalidExperiment."""
+    with ExitStack() as stack:
+        spaces = {host: stack.enter_context(Namespace()) for host in hosts}
+        if any(wire.delay_ms for wire in wires):
+            _check_delays(next(iter(spaces.values())), wires)
+        for host, space in spaces.items():
+            space.batch("ip", [wire.pair(spaces[wire.child_host].path) for wire in wires if wire.parent_host == host])
+        for host, space in spaces.items():
+            ends = [end for wire in wires for end in wire.ends(host)]
+            space.batch("ip", [line for end in ends for line in addressing(end)])
+            space.batch("tc", [line for end in ends for line in shaping(end)])
+        yield spaces
+
+
+def addressing(end: End) -> list[str]:
+    """Return the commands of `ip` that bring up one end of a wire.
+
+    A sender on a shaped end gives the kernel frame by frame, as a slow wire has them. Of its usual packets of 64 KB
+    the shaper would take a part and drop the rest, to be sent again; the counters of the interface would miss their
+    headers, and the bucket would have to hold them whole. On fast links frame by frame would need more than a core.
+    """
+    device = f"dev {end.interface}"
+    lines = [f"addr add {end.address}/31 {device}", f"link set {device} alias {end.child}"]
+    if end.mbit is not None and end.mbit <= SINGLE_FRAMES_MOST_MBIT:
+        lines.append(f"link set {device} gso_max_segs 1")
+    return [*lines, f"link set {device} up"]
+
+
+def shaping(end: End) -> list[str]:
+    """Return the commands of `tc` that shape what leaves by an end: tbf for the rate, netem for the delay.
+
+    The bucket holds 20 ms of the rate, which makes up for the late timers of a busy machine, and two frames at least;
+    the queue a tenth of a second, and 32 frames at least, as a home router has.
+    """
+    lines = []
+    device = f"dev {end.interface}"
+    if end.mbit is not None:
+        rate = end.mbit * 1e6 / 8
+        burst = int(max(2 * FRAME_BYTES, rate * BURST_S))
+        limit = burst + int(max(QUEUE_FRAMES_LEAST * FRAME_BYTES, rate * QUEUE_S))
+        lines.append(f"qdisc add {device} root handle 1: tbf rate {round(8 * rate)}bit burst {burst} limit {limit}")
+    if end.delay_ms:
+        under_way = (end.mbit or NETEM_MBIT) * 1e3 * end.delay_ms / 8 / FRAME_BYTES
+        place = "root" if end.mbit is None else "parent 1:1"
+        packets = NETEM_PACKETS_LEAST + int(under_way)
+        lines.append(f"qdisc add {device} {place} netem delay {end.delay_ms:g}ms limit {packets}")
+    return lines
+
+
+def _check_delays(space: Namespace, wires: Sequence[Wire]) -> None:
+    """Refuse delays that the kernel cannot keep. Raises InvalidExperiment."""
+    try:
+        space.batch("tc", shaping(End("lo", "", "", mbit=None, delay_ms=1.0)))
+    except InvalidExperiment as error:
+        wire = next(wire for wire in wires if wire.delay_ms)
+        raise InvalidExperiment(
+            f"links: delay_ms of {wire.child}", wire.delay_ms,
+            f"with --netns the kernel keeps the links, and this one has no netem to delay them ({error.parts[2]})",
+            "Load it (modprobe sch_netem), leave out the delays (--no-delay), or run without --netns.",
+        ) from None  # fmt: skip
+    space.batch("tc", ["qdisc del dev lo root"])
+
+
+def _call(name: str, *arguments: int) -> None:
+    """Call a function of the C library that Python 3.11 does not know. Raises OSError."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if getattr(library, name)(*arguments):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def _program(name: str) -> str:
+    found = shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+    if found is None:
+        raise _impossible(f"there is no program {name!r}", "Install iproute2 (apt install iproute2).")
+    return found
+
+
+def _impossible(problem: str, remedy: str) -> InvalidExperiment:
+    return InvalidExperiment("--netns", "on", problem, remedy)

@@ -1,0 +1,57 @@
+"""Where the processes of a lab run, and through which brokers its nodes meet."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from common.errors import InvalidExperiment
+from common.spec import CLOUD, Experiment
+from deploy import broker
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """A lab's brokers, which answer, and the places of its processes.
+
+    `upward`: each node's broker, host:port, at which it meets its parent, and the cloud its children. `downward`: each
+    institution's broker for its devices. `groups`: the devices of each process of devices, all in one place.
+    `inside(process)` is entered while that process is started; `flags` of `fedstrata run` open such a network again.
+    """
+
+    upward: Mapping[str, str]
+    downward: Mapping[str, str]
+    groups: Mapping[str, Sequence[str]]
+    inside: Callable[[str], AbstractContextManager[None]] = lambda process: nullcontext()
+    flags: str = ""
+
+
+Open: TypeAlias = Callable[[Experiment, Path], AbstractContextManager[Network]]
+
+
+@contextmanager
+def one_host(experiment: Experiment, home: Path) -> Iterator[Network]:
+    """Open the network of a lab around one broker on this machine, with as many processes of devices as cores.
+
+    Logs go into `home`. Raises ConnectionFailed, and InvalidExperiment where the kernel would have to keep the links.
+    """
+    if experiment.links.enforce == "kernel":
+        raise InvalidExperiment(
+            "links.enforce", "kernel", "on one host there are no links for it to keep", "Run with --netns."
+        )
+    children = experiment.topology.children()
+    devices = [device for members in children.values() for device in members]
+    processes = min(len(devices), os.cpu_count() or 1)
+    with broker.start(directory=home) as served:
+        address = f"{served.host}:{served.port}"
+        print(f"broker: {served.kind} on {address}", file=sys.stderr, flush=True)
+        yield Network(
+            upward=dict.fromkeys((CLOUD, *children, *devices), address),
+            downward=dict.fromkeys(children, address),
+            groups={f"devices-{index}": devices[index::processes] for index in range(processes)},
+        )

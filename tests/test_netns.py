@@ -1,0 +1,358 @@
+"""Labs in network namespaces: who is where, what the kernel is told, that it keeps to it, and that nothing stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from ipaddress import IPv4Address, IPv4Network
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import InvalidExperiment
+from common.spec import CLOUD, Experiment, load, parse
+from deploy.namespaces import FRAME_BYTES, End, Namespace, Wire, addressing, joined, shaping
+from deploy.netns import by_kernel, lay_out, namespaces, routing
+from deploy.network import Network, one_host
+
+DEMO = Path(__file__).parents[1] / "deploy" / "experiments" / "demo.toml"
+SMALL = ("topology.institutions=2", "topology.devices=4", "iterations=2", "institution.rounds=2")
+PATIENCE_S = 90.0
+
+
+def unable() -> str:
+    """Return why no namespace can be made here, empty where it can."""
+    try:
+        Namespace().close()
+    except InvalidExperiment as error:
+        return str(error)
+    return ""
+
+
+def delays() -> bool:
+    """Return whether this kernel has netem."""
+    if unable():
+        return False
+    with Namespace() as space, space.entered():
+        words = ["tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
+        return subprocess.run(words, capture_output=True, check=False).returncode == 0
+
+
+in_namespaces = pytest.mark.skipif(bool(reason := unable()), reason=reason)
+
+
+def until(true: Callable[[], bool], what: str) -> None:
+    give_up = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < give_up, f"not within {PATIENCE_S:g} s: {what}"
+        time.sleep(0.02)
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "deploy.cli", *map(str, arguments)]
+
+
+def run_lab(runs: Path, *flags: str) -> Path:
+    overrides = [word for pair in SMALL for word in ("--set", pair)]
+    done = subprocess.run(
+        command("run", DEMO, "--runs", runs, "--format", "json", *overrides, *flags),
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    return Path(next(event["folder"] for event in events if event["event"] == "run"))
+
+
+def tensors(folder: Path) -> bytes:
+    """Return the bytes of the model that a run left, without the header, which tells the run's id."""
+    data = (folder / "model.safetensors").read_bytes()
+    return data[8 + int.from_bytes(data[:8], "little") :]
+
+
+# The plan
+
+
+@st.composite
+def experiments(draw: st.DrawFn) -> Experiment:
+    institutions = draw(st.integers(1, 6))
+    devices = draw(st.integers(institutions, 40))
+    topology = {"institutions": institutions, "devices": devices}
+    rate = st.none() | st.floats(0.05, 1e4)
+    link = st.fixed_dictionaries({"up_mbit": rate, "down_mbit": rate, "delay_ms": st.floats(0, 500)})
+    single = draw(st.dictionaries(st.sampled_from([f"device-{i}" for i in range(devices)]), link))
+    return parse({"topology": topology, "links": {"wan": draw(link), "lan": draw(link), "of": single}})
+
+
+@given(experiments(), st.integers(1, 64))
+def test_every_node_but_the_cloud_has_a_wire_and_addresses_of_its_own(experiment: Experiment, cores: int) -> None:
+    plan = lay_out(experiment, cores=cores)
+    children = experiment.topology.children()
+    homes = {device: institution for institution, devices in children.items() for device in devices}
+    assert set(plan.wires) == {*children, *homes}
+    assert set(plan.hosts) == {CLOUD, *children, *plan.groups}
+    assert sorted(device for group in plan.groups.values() for device in group) == sorted(homes)
+    for child, wire in plan.wires.items():
+        assert wire.child == child
+        link = experiment.link(child)
+        assert (wire.up_mbit, wire.down_mbit, wire.delay_ms) == (link.up_mbit, link.down_mbit, link.delay_ms)
+        if child in children:
+            assert (wire.parent_host, wire.child_host) == (CLOUD, child)
+        else:
+            assert wire.parent_host == homes[child]
+            assert child in plan.groups[wire.child_host]
+        pair = IPv4Network(f"{wire.parent_address}/31")
+        assert {*pair.hosts()} == {IPv4Address(wire.parent_address), IPv4Address(wire.child_address)}
+    addresses = [a for w in plan.wires.values() for a in (w.parent_address, w.child_address, w.far_address)]
+    assert len(set(addresses)) == len(addresses)
+    assert all(IPv4Address(address).is_private for address in addresses)
+
+
+@given(experiments(), st.integers(1, 64))
+def test_a_process_of_devices_is_of_one_institution_and_cores_are_shared_out(
+    experiment: Experiment, cores: int
+) -> None:
+    groups = lay_out(experiment, cores=cores).groups
+    for institution, devices in experiment.topology.children().items():
+        mine = [set(group) for group in groups.values() if set(group) <= set(devices)]
+        assert len(mine) == min(len(devices), max(1, cores // len(experiment.topology.children()))), institution
+
+
+def test_a_device_finds_its_way_past_its_institution_to_the_one_broker() -> None:
+    plan = lay_out(parse({"topology": {"institutions": 1, "devices": 1}}), cores=1)
+    wan, lan = plan.wires["institution-0"], plan.wires["device-0"]
+    assert routing(plan) == {
+        CLOUD: [f"addr add {lan.far_address}/32 dev lo", f"route add {lan.child_address}/32 via {wan.child_address}"],
+        "institution-0": [f"route add {lan.far_address}/32 via {wan.parent_address}"],
+        "devices-0@institution-0": [f"route add {lan.far_address}/32 via {lan.parent_address}"],
+    }
+
+
+@given(experiments(), st.booleans())
+def test_links_are_left_to_the_kernel_with_or_without_their_delays(experiment: Experiment, delays: bool) -> None:
+    left = by_kernel(experiment, delays=delays)
+    assert left.links.enforce == "kernel"
+    assert parse(left.to_json()) == left
+    for child in lay_out(experiment, cores=1).wires:
+        before, after = experiment.link(child), left.link(child)
+        assert (after.up_mbit, after.down_mbit) == (before.up_mbit, before.down_mbit)
+        assert after.delay_ms == (before.delay_ms if delays else 0.0)
+
+
+def test_the_kernel_and_the_network_go_together(tmp_path: Path) -> None:
+    experiment = load(DEMO, SMALL)
+    with pytest.raises(InvalidExperiment, match="Run without it"):
+        namespaces(experiment, tmp_path, one_broker=False).__enter__()
+    with pytest.raises(InvalidExperiment, match="Run with --netns"):
+        one_host(by_kernel(experiment, delays=True), tmp_path).__enter__()
+
+
+# What the kernel is told
+
+
+@given(st.floats(0.05, 1e4), st.floats(0.0, 500.0))
+def test_a_rate_is_told_to_the_bit_with_a_small_bucket_and_a_larger_queue(mbit: float, delay_ms: float) -> None:
+    first, *rest = shaping(End("up0", "10.0.0.1", "device-0", mbit, delay_ms))
+    words = first.split()
+    told = dict(pairwise(words))
+    assert words[:3] == ["qdisc", "add", "dev"]
+    assert told["dev"] == "up0"
+    assert told["rate"] == f"{round(mbit * 1e6)}bit"
+    burst, limit = int(told["burst"]), int(told["limit"])
+    assert burst >= 2 * FRAME_BYTES
+    assert burst * 8 <= max(2 * FRAME_BYTES * 8, 0.02 * mbit * 1e6)
+    assert limit >= burst + 32 * FRAME_BYTES
+    assert len(rest) == bool(delay_ms)
+    for line in rest:
+        assert line.startswith("qdisc add dev up0 parent 1:1 netem delay ")
+        packets = int(line.rpartition(" ")[2])
+        assert packets * FRAME_BYTES * 8 > mbit * 1e6 * delay_ms / 1e3  # what is under way is not dropped
+
+
+def test_what_is_not_wanted_is_not_told() -> None:
+    free = End("up0", "10.0.0.1", "device-0", None, 0.0)
+    assert shaping(free) == []
+    assert addressing(free) == [
+        "addr add 10.0.0.1/31 dev up0", "link set dev up0 alias device-0", "link set dev up0 up"
+    ]  # fmt: skip
+    (line,) = shaping(End("up0", "10.0.0.1", "device-0", None, 20.0))
+    assert line.startswith("qdisc add dev up0 root netem delay 20ms limit ")
+
+
+def test_slow_ends_get_frames_and_fast_ends_packets_as_they_come() -> None:
+    for mbit, single in ((0.256, True), (100.0, True), (1000.0, False)):
+        lines = addressing(End("up0", "10.0.0.1", "device-0", mbit, 0.0))
+        assert ("link set dev up0 gso_max_segs 1" in lines) == single
+
+
+@pytest.mark.parametrize("flag", ["--one-broker", "--no-delay"])
+def test_flags_for_namespaces_go_with_them_alone(flag: str) -> None:
+    done = subprocess.run(command("run", DEMO, flag), capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "--netns" in done.stderr
+
+
+def test_devices_of_one_process_have_one_broker_or_each_its_own() -> None:
+    names = [word for name in "abc" for word in ("--name", name)]
+    words = command("device", *names, "--institution", "i", "--broker", "one:1", "--broker", "two:2")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "2 given for 3 names" in done.stderr
+
+
+# What the kernel does
+
+
+def qdiscs(space: Namespace) -> dict[str, dict[str, Any]]:
+    """Return the shapers of a namespace by interface, as tc tells them; rates in bytes per second."""
+    with space.entered():
+        told = subprocess.run(["tc", "-json", "qdisc", "show"], capture_output=True, check=True).stdout
+    return {each["dev"]: each["options"] for each in json.loads(told) if each["kind"] == "tbf"}
+
+
+@in_namespaces
+def test_both_ends_keep_the_rates_that_were_wanted() -> None:
+    wires = (Wire(0, "slow", "above", "below", up_mbit=1.0, down_mbit=10.0), Wire(1, "free", "above", "below"))
+    with joined(("above", "below"), wires) as spaces:
+        above, below = qdiscs(spaces["above"]), qdiscs(spaces["below"])
+    assert {name: options["rate"] for name, options in above.items()} == {"down0": 1_250_000}
+    assert {name: options["rate"] for name, options in below.items()} == {"up0": 125_000}
+
+
+FAR = Wire(0, "far", "above", "below", up_mbit=1.0, delay_ms=40.0)
+
+
+@in_namespaces
+@pytest.mark.skipif(not delays(), reason="this kernel has no netem")
+def test_a_delay_is_kept_both_ways() -> None:
+    with joined(("above", "below"), (FAR,)) as spaces, spaces["below"].entered():
+        started = time.monotonic()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((FAR.parent_address, 9))
+        assert time.monotonic() - started >= 0.08
+
+
+@in_namespaces
+@pytest.mark.skipif(delays(), reason="this kernel has netem")
+def test_a_delay_that_the_kernel_cannot_keep_is_refused() -> None:
+    lab = joined(("above", "below"), (FAR,))
+    with pytest.raises(InvalidExperiment, match=r"delay_ms of far = 40\.0.* no netem .*modprobe"):
+        lab.__enter__()
+
+
+@in_namespaces
+def test_a_namespace_is_left_as_it_was_entered_and_sees_nothing_of_this_machine() -> None:
+    def look() -> None:
+        with space.entered():
+            assert os.readlink("/proc/thread-self/ns/net") != here
+            assert [name for _, name in socket.if_nameindex()] == ["lo"]
+            raise KeyboardInterrupt
+
+    here = os.readlink("/proc/thread-self/ns/net")
+    with Namespace() as space:
+        with pytest.raises(KeyboardInterrupt):
+            look()
+        assert os.readlink("/proc/thread-self/ns/net") == here
+
+
+@pytest.fixture(params=[False, True], ids=["site brokers", "one broker"])
+def network(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Network, bool]]:
+    with namespaces(by_kernel(load(DEMO, SMALL), delays=False), tmp_path, one_broker=request.param) as opened:
+        yield opened, request.param
+
+
+@in_namespaces
+def test_each_device_reaches_its_broker_by_its_own_wire(network: tuple[Network, bool]) -> None:
+    opened, one_broker = network
+    plan = lay_out(load(DEMO, SMALL), cores=os.cpu_count() or 1)
+
+    def reach(process: str, broker: str) -> str:
+        host, _, port = broker.partition(":")
+        with opened.inside(process), socket.create_connection((host, int(port)), timeout=10) as connection:
+            source: str = connection.getsockname()[0]
+        return source
+
+    assert reach(CLOUD, opened.upward[CLOUD]) == "127.0.0.1"
+    for institution in ("institution-0", "institution-1"):
+        assert reach(institution, opened.upward[institution]) == plan.wires[institution].child_address
+        near = plan.wires[institution].child_address if one_broker else "127.0.0.1"
+        assert reach(institution, opened.downward[institution]) == near
+    for group, devices in opened.groups.items():
+        for device in devices:
+            assert reach(group, opened.upward[device]) == plan.wires[device].child_address
+    assert (len({broker.partition(":")[2] for broker in opened.upward.values()}) == 1) == one_broker
+
+
+@in_namespaces
+@pytest.mark.timeout(2 * PATIENCE_S)
+def test_a_lab_in_namespaces_ends_with_the_same_model(tmp_path: Path) -> None:
+    folder = run_lab(tmp_path, "--netns", "--no-delay")
+    assert tensors(folder) == tensors(run_lab(tmp_path))
+    assert load(folder / "experiment.toml") == by_kernel(load(DEMO, SMALL), delays=False)
+
+
+@in_namespaces
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_lab_that_is_killed_leaves_no_process_no_namespace_and_no_interface(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    with ExitStack() as stack, (tmp_path / "lab.log").open("wb") as log:
+        lab = subprocess.Popen(
+            command("run", DEMO, "--runs", tmp_path, "--netns", "--no-delay"), stdout=subprocess.DEVNULL, stderr=log
+        )
+        stack.callback(lab.wait)
+        stack.callback(lab.kill)
+        processes: list[psutil.Process] = []
+        spaces: dict[str, int] = {}
+
+        def all_there() -> bool:
+            assert lab.poll() is None, (tmp_path / "lab.log").read_text()
+            spaces.clear()
+            with suppress(psutil.NoSuchProcess, FileNotFoundError):
+                processes[:] = psutil.Process(lab.pid).children(recursive=True)
+                spaces.update({os.readlink(f"/proc/{process.pid}/ns/net"): process.pid for process in processes})
+            spaces.pop(os.readlink("/proc/self/ns/net"), None)
+            return len(spaces) == 1 + 3 + 3
+
+        until(all_there, "the cloud's, three institutions' and three groups of devices' namespaces")
+        watch = stack.enter_context(Namespace())
+        # The other end of each of these goes with the namespace that it was put into.
+        watch.batch("ip", [f"link add w{i} type veth peer name w netns {pid}" for i, pid in enumerate(spaces.values())])
+        lab.send_signal(number)
+        assert lab.wait(PATIENCE_S) == (-signal.SIGKILL if number == signal.SIGKILL else 130)
+        until(lambda: not any(process.is_running() for process in processes), "all processes gone")
+        with watch.entered():
+            until(lambda: [name for _, name in socket.if_nameindex()] == ["lo"], "all namespaces gone")
+
+
+@in_namespaces
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="setpriv (util-linux) takes away a right")
+@pytest.mark.parametrize("right", ["sys_admin", "net_admin"])
+def test_a_user_without_the_right_is_told_what_to_do(right: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["setpriv", f"--bounding-set=-{right}", *command("run", DEMO, "--netns", "--runs", tmp_path)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 4
+    assert "--netns" in done.stderr
+    assert "as root" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is refused before")
+def test_a_machine_without_iproute2_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
+    with pytest.raises(InvalidExperiment, match="apt install iproute2"):
+        Namespace()
