@@ -13,7 +13,8 @@ import logging
 import math
 import random
 import socket
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -98,9 +99,7 @@ class Link:
         attempt = 0
         while True:
             try:
-                async with self._new_client() as client:
-                    if (task := asyncio.current_task()) is not None and task.cancelling():
-                        raise asyncio.CancelledError  # swallowed by the wait_for of Python 3.11, by which aiomqtt waits
+                async with self._connection() as client:
                     self._client, attempt, give_up = client, 0, math.inf
                     try:
                         await self._connected()
@@ -161,6 +160,27 @@ class Link:
         """Wait until everything handed over has left, or the connection died."""
         while self._calls:
             await asyncio.wait(set(self._calls))
+
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator[aiomqtt.Client]:
+        """Connect a new client, and disconnect it.
+
+        One that is cancelled while it connects is waited for: a thread of aiomqtt's opens the socket, and would leave
+        it to nobody.
+        """
+        client = self._new_client()
+        entering = asyncio.create_task(client.__aenter__(), name="connect")
+        try:
+            await asyncio.shield(entering)
+        except asyncio.CancelledError:
+            await asyncio.wait((entering,))
+            if entering.exception() is None:
+                await client.__aexit__(None, None, None)
+            raise
+        try:
+            yield client
+        finally:
+            await client.__aexit__(None, None, None)
 
     def _new_client(self) -> aiomqtt.Client:
         client = aiomqtt.Client(
