@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Any, Final
 
 from common.errors import WireError
@@ -56,7 +57,7 @@ class Ledger:
 
     def enter(self, child: str, session: str, *, link: Traffic, below: Traffic) -> None:
         """Take a child's counts, which grow within a session. Raises WireError on counts that cannot be."""
-        if max(*_counts(link), *_counts(below)) > BYTES_MOST:
+        if max(_most(link), _most(below)) > BYTES_MOST:
             raise WireError(f"{child} counts more bytes than there are")  # their sums must fit in a message
         page = self._pages[child]
         page.turn(session)
@@ -142,9 +143,10 @@ class Ledger:
         return self._pages[child].here_before + self._account.traffic(child)
 
 
-def _counts(traffic: Traffic) -> Iterable[int]:
-    *counts, wire = astuple(traffic)
-    return (*counts, *wire)
+def _most(traffic: Traffic) -> int:
+    """Return the largest count; a parent asks for each message, so not by astuple, which copies deeply."""
+    most: int = max(*_COUNTS(traffic), *_WIRE_COUNTS(traffic.wire))
+    return most
 
 
 def _traffic(row: list[Any]) -> Traffic:
@@ -157,4 +159,6 @@ def _report(row: list[Any]) -> ChildReport:
     return ChildReport(*values)
 
 
+_COUNTS: Final = attrgetter(*(f.name for f in fields(Traffic) if f.name != "wire"))
+_WIRE_COUNTS: Final = attrgetter(*(f.name for f in fields(Wire)))
 _TRAFFICS: Final = ("link", "link_before", "below", "below_before")

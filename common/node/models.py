@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Final, TypeVar
 
 import numpy as np
 
@@ -14,6 +16,10 @@ from common.node.offload import offload
 from common.transfer.manifest import check, describe
 from common.wire.codecs import Codec, codec_of
 from common.wire.messages import Manifest
+
+SMALL_BYTES: Final = 500_000  # some 0.1 ms of digests, or of sums
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +65,7 @@ class Models:
             )
             return manifest, blob
 
-        manifest, blob = await offload(write)
+        manifest, blob = await _work(write, nbytes=layout.row_bytes)
         self._lent[manifest.blob] = [memory for memory in (buffer, decoded) if memory is not None]
         if self.received.delta:
             self._kept[manifest.blob] = row if decoded is None else decoded[: layout.row_bytes]
@@ -93,13 +99,18 @@ class Models:
         """
         kept = self._kept.get(reference)
         against = await kept.whole() if isinstance(kept, Arriving) else kept
-        await offload(partial(_read, self.received, layout, blob, row, against))
+        await _work(partial(_read, self.received, layout, blob, row, against), nbytes=layout.row_bytes)
 
     def _borrow(self, size: int) -> Row:
         fitting = [place for place, buffer in enumerate(self._spare) if buffer.size >= size]
         if not fitting:
             return np.empty(size, np.uint8)
         return self._spare.pop(min(fitting, key=lambda place: self._spare[place].size))
+
+
+async def _work(function: Callable[[], _T], *, nbytes: int) -> _T:
+    """Run a function over a model, off the event loop unless it is over sooner than a thread wakes."""
+    return function() if nbytes <= SMALL_BYTES else await offload(function)
 
 
 def _read(codec: Codec, layout: ModelLayout, blob: memoryview, row: Row, reference: Row | None) -> None:
