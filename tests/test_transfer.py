@@ -338,6 +338,21 @@ def test_slow_receivers_stop_nobody_and_cost_nothing() -> None:
     assert min(done[name] for name in names_of(10)[6:]) >= 30.0
 
 
+@pytest.mark.parametrize("slow_s", [1.0, 2.05, 4.1, 10.0])
+def test_a_link_that_is_declared_slow_is_not_asked_twice(slow_s: float) -> None:
+    """128 kbit/s and less, upward: a broker passes on whole chunks, so the parent's connection is silent meanwhile."""
+    line = Line()
+    manifest, data = blob_of(30)
+    line.owner.offer(manifest, data, ["parent"])
+    ways = {OWNER: Way(CHUNK / slow_s)}
+    incoming = Incoming(window=8, slots=4, ways=ways, keepalive_s=120.0)
+    line.receivers["parent"] = Receiver("parent", incoming, slow_s)
+    line.fetch(line.receivers["parent"], manifest)
+    line.run(until_s=4000.0)
+    check_complete(line, manifest, data)
+    assert len(line.published) == 30
+
+
 @pytest.mark.parametrize("slow_s", [1.0, 3.0, 4.0, 10.0, 20.0])
 def test_a_link_slower_than_the_repair_time_is_not_flooded(slow_s: float) -> None:
     line = Line()

@@ -29,6 +29,7 @@ from common.wire.messages import Ask, Manifest
 from common.wire.topics import ALL
 
 REPAIR_S: Final = 2.0
+CHUNKS_OF_SILENCE: Final = 3.0
 REPAIR_MOST_S: Final = 15.0
 PATIENCE_S: Final = 15.0
 PATIENCE_MOST_S: Final = 60.0
@@ -70,6 +71,7 @@ class _Fetch:
     lacking: npt.NDArray[np.bool_]
     left: int
     window: int
+    pace_s: float = 0.0  # what a chunk takes on the owner's link, if its rate is declared
     seen: dict[str, int] = field(default_factory=dict)
     trusted: set[str] = field(default_factory=set)  # lanes heard since the last restart: a stranger's number is undone
     since_ask: int = 0
@@ -154,8 +156,10 @@ class Incoming:
         if known in self._active or any((f.owner, f.manifest.blob) == known for f in self._queued):
             return
         lacking = np.ones(manifest.chunks, np.bool_) if lacking is None else lacking
-        window = window_for(self._ways.get(owner, Way()), manifest.chunk_bytes, self._window, self._keepalive_s)
-        self._queued.append(_Fetch(owner, manifest, buffer.cast("B"), lacking, int(lacking.sum()), window))
+        way = self._ways.get(owner, Way())
+        window = window_for(way, manifest.chunk_bytes, self._window, self._keepalive_s)
+        pace_s = manifest.chunk_bytes / way.rate if way.rate else 0.0
+        self._queued.append(_Fetch(owner, manifest, buffer.cast("B"), lacking, int(lacking.sum()), window, pace_s))
         if not lacking.any():  # it lay here: the owner is told, and nothing is asked for
             self._complete(self._queued[-1], now)
         self._promote(now)
@@ -264,7 +268,7 @@ class Incoming:
 
     def heard(self, now: float) -> None:
         """Note that bytes arrived on the connection: it is not silent."""
-        self._repair_s = min(max(REPAIR_S, 2 * self._gap_s), PATIENCE_MOST_S)
+        self._repair_s = min(max(self._least_repair_s(), 2 * self._gap_s), PATIENCE_MOST_S)
         self._heard = self._arrived = now
         self._carried = None
 
@@ -337,7 +341,12 @@ class Incoming:
     def _listen(self, now: float) -> None:
         self._carried = None
         self._heard = self._arrived = now
-        self._gap_s, self._repair_s = 0.0, REPAIR_S
+        self._gap_s, self._repair_s = 0.0, self._least_repair_s()
+
+    def _least_repair_s(self) -> float:
+        """Return how long silence may last at least: a broker passes on whole chunks, each as slow as its link."""
+        slowest = max((fetch.pace_s for fetch in (*self._active.values(), *self._queued)), default=0.0)
+        return min(max(REPAIR_S, CHUNKS_OF_SILENCE * slowest), PATIENCE_MOST_S)
 
     def _promote(self, now: float) -> None:
         while self._queued and len(self._active) < self._slots:
