@@ -1081,7 +1081,7 @@ def test_a_child_whose_connection_breaks_in_mid_upload_goes_on_where_it_was(addr
             row = drawn(layout, 1)
             playing = asyncio.create_task(play(parent, row))
             for _ in range(2):
-                goal = len(watched.of("device-0")) + 15
+                goal = min(len(watched.of("device-0")) + 15, 60)  # of 62: a busy machine may bring many at once
                 await until(lambda goal=goal: len(watched.of("device-0")) >= goal)
                 breaks = children[0].endpoint.link.reconnects
                 client = children[0].endpoint.link._client
