@@ -119,7 +119,8 @@ class ParentFace:
         children = [name for name in self.peers if name in models]
         assignments = await self._offer(children, models, epochs)
         if self._uploads.array.shape != (len(children), layout.row_bytes):
-            self._uploads = self._spool.rows("uploads", len(children), layout.row_bytes)
+            resident = 1e6 * self._transfer.resident_mb
+            self._uploads = self._spool.rows("uploads", len(children), layout.row_bytes, resident_bytes=resident)
         self._places = {name: place for place, name in enumerate(children)}
         self._closed = asyncio.get_running_loop().create_future()
         for model in {model for model in models.values() if isinstance(model, Arriving)}:
@@ -149,7 +150,7 @@ class ParentFace:
             closed.missing,
             closed.refused,
             self.coordinator.timeline,
-            self._uploads.release if self._uploads.array.nbytes > 1e6 * self._transfer.resident_mb else _keep,
+            self._uploads.release,
         )
 
     async def gather(self, closing: Closing) -> None:
@@ -353,8 +354,7 @@ class ParentFace:
         except FedstrataError as error:
             self._refuse(child, key, str(error))
         else:
-            if self._uploads.array.nbytes > 1e6 * self._transfer.resident_mb:
-                self._uploads.release(self._places[child])
+            self._uploads.release(self._places[child])
             self.coordinator.accept(child, key, now=self.endpoint.now())
         self.endpoint.wake()
 
@@ -382,7 +382,3 @@ class ParentFace:
 def _break_off(round_: asyncio.Future[Closed], error: BaseException) -> None:
     if not round_.done():
         round_.set_exception(error)
-
-
-def _keep() -> None:
-    pass

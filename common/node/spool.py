@@ -30,10 +30,15 @@ class Rows:
     """Memory for K models: `array`, uint8 [K, row_bytes], each row contiguous and, in a file, on a page of its own."""
 
     def __init__(
-        self, array: npt.NDArray[np.uint8], mapped: mmap.mmap | None = None, found: Iterable[int] = ()
+        self,
+        array: npt.NDArray[np.uint8],
+        mapped: mmap.mmap | None = None,
+        found: Iterable[int] = (),
+        resident_bytes: float = 0.0,
     ) -> None:
         self.array = array
         self._mapped = mapped
+        self._releasable = mapped is not None and array.nbytes > resident_bytes
         self._found = set(found)
 
     def take_found(self, place: int) -> bool:
@@ -43,8 +48,11 @@ class Rows:
         return found
 
     def release(self, place: int | None = None) -> None:
-        """Let go of the memory of one row, or of all, that a file keeps; what is read again comes back from there."""
-        if self._mapped is None:
+        """Let go of the memory of one row, or of all, that a file keeps, unless all of them may stay resident.
+
+        What is read again comes back from the file.
+        """
+        if self._mapped is None or not self._releasable:
             return
         stride = self.array.strides[0]
         start, length = (0, len(self._mapped)) if place is None else (place * stride, stride)
@@ -78,8 +86,8 @@ class Spool:
             ) from None
         return cls(folder)
 
-    def rows(self, name: str, count: int, row_bytes: int) -> Rows:
-        """Return rows for models, in a file of this name where there is a folder.
+    def rows(self, name: str, count: int, row_bytes: int, *, resident_bytes: float = 0.0) -> Rows:
+        """Return rows for models, in a file of this name where there is a folder; so many bytes may stay resident.
 
         Falls back to memory, with a warning, where the disk has no room.
         """
@@ -100,7 +108,7 @@ class Spool:
             path.unlink(missing_ok=True)
             return Rows(np.empty((count, row_bytes), np.uint8))
         array = np.frombuffer(mapped, np.uint8).reshape(count, stride)[:, :row_bytes]
-        return Rows(array, mapped, range(count) if found else ())
+        return Rows(array, mapped, range(count) if found else (), resident_bytes)
 
     def close(self) -> None:
         """Remove the files: the run is over. Rows in use stay readable."""
