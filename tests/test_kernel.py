@@ -280,7 +280,7 @@ class Relay:
             await writer.drain()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
     with broker.start(directory=tmp_path_factory.mktemp("broker")) as one:
         yield one

@@ -29,7 +29,7 @@ PARENT = "institution-0"
 PATIENCE_S = 30.0
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
     with broker.start(directory=tmp_path_factory.mktemp("broker")) as one:
         yield one

@@ -14,7 +14,7 @@ import statistics as stats
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
@@ -46,18 +46,21 @@ TRANSFER = Transfer(idle_s=30.0)
 
 @dataclass(frozen=True, slots=True)
 class OneWay:
-    """Medians: seconds of each way, and CPU seconds per GB of ours over sender, broker and receiver."""
+    """Medians of each way: seconds, and CPU seconds per GB over all its processes (of ours: also the broker's)."""
 
     ours_s: float
     raw_s: float
     relay_s: float
-    cpu_s_per_gb: float
+    ours_cpu: float
+    raw_cpu: float
+    relay_cpu: float
 
     def __str__(self) -> str:
         return (
             f"{self.ours_s * 1e3:.1f} ms = {100 * self.raw_s / self.ours_s:.0f} % of raw TCP "
             f"({self.raw_s * 1e3:.1f} ms), {100 * self.relay_s / self.ours_s:.0f} % of the relay "
-            f"({self.relay_s * 1e3:.1f} ms), CPU {self.cpu_s_per_gb:.2f} s per GB"
+            f"({self.relay_s * 1e3:.1f} ms); CPU s per GB: {self.ours_cpu:.2f}, "
+            f"raw TCP {self.raw_cpu:.2f}, relay {self.relay_cpu:.2f}"
         )
 
 
@@ -76,16 +79,13 @@ def play(model_bytes: int, *, repeats: int) -> OneWay:
         child.start()
         processes = (os.getpid(), served.process.pid, child.pid or 0)
         try:
-            found = asyncio.run(
-                _parent(served.port, model_bytes, repeats, arrivals, processes, raw.seconds, relay.seconds)
-            )
+            found = asyncio.run(_parent(served.port, model_bytes, repeats, arrivals, processes, (raw, relay)))
         finally:
             child.join(5)
             child.kill()
-    ours, cpu, by_raw, by_relay = (list(column)[1:] for column in zip(*found, strict=True))
-    return OneWay(
-        stats.median(ours), stats.median(by_raw), stats.median(by_relay), stats.median(cpu) / (model_bytes / 1e9)
-    )
+    ways = zip(*found[1:], strict=True)
+    seconds, cpu = ([stats.median(each) for each in zip(*column, strict=True)] for column in ways)
+    return OneWay(*seconds, *(cpu_s / (model_bytes / 1e9) for cpu_s in cpu))
 
 
 def layout_of(model_bytes: int) -> ModelLayout:
@@ -101,9 +101,9 @@ async def _parent(
     repeats: int,
     arrivals: SimpleQueue[float],
     processes: tuple[int, ...],
-    raw: Callable[[], float],
-    relay: Callable[[], float],
-) -> list[tuple[float, float, float, float]]:
+    baselines: Sequence[tcp.Baseline],
+) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
+    """Return the seconds and the CPU seconds of each way, once for each repeat and once before."""
     layout = layout_of(model_bytes)
     face = ParentFace(
         BrokerAddress("127.0.0.1", port), Identity(RUN, PARENT, "institution", new_session()), links={CHILD: Link()},
@@ -116,7 +116,7 @@ async def _parent(
         e.name: draw.standard_normal(e.shape, np.float32) for e in layout.entries
     }
 
-    async def one(iteration: int) -> tuple[float, float, float, float]:
+    async def one(iteration: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         state["layer0.weight"] += 1.0
         before, start = _cpu_s(processes), time.monotonic()
         layout.flatten(state, row)
@@ -124,11 +124,15 @@ async def _parent(
             face.round(iteration=iteration, round_=0, models={CHILD: row}, epochs={CHILD: 1}, closing=Closing())
         )
         arrived = await asyncio.to_thread(arrivals.get)
-        cpu_s = _cpu_s(processes) - before
+        seconds, cpu_s = [arrived - start], [_cpu_s(processes) - before]
         await playing
-        return arrived - start, cpu_s, await asyncio.to_thread(raw), await asyncio.to_thread(relay)
+        for baseline in baselines:
+            before = _cpu_s((os.getpid(), *baseline.pids))
+            seconds.append(await asyncio.to_thread(baseline.seconds))
+            cpu_s.append(_cpu_s((os.getpid(), *baseline.pids)) - before)
+        return tuple(seconds), tuple(cpu_s)
 
-    async def rounds() -> list[tuple[float, float, float, float]]:
+    async def rounds() -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
         face.endpoint.set_state(NodeState.READY)
         await face.gather(Closing())
         return [await one(i) for i in range(repeats + 1)]

@@ -25,12 +25,13 @@ _PATIENCE_S = 30.0
 class Baseline:
     """Two processes and one connection, or a relay between; `seconds` times `down` models there and `up` back.
 
-    With none back, one byte says that all has arrived.
+    With none back, one byte says that all has arrived. `pids` are the processes beside the caller's own.
     """
 
     def __init__(self, nbytes: int, *, down: int, up: int, relayed: bool) -> None:
         self._nbytes, self._down, self._up, self._relayed = nbytes, down, up, relayed
         self._buffer = _warm(nbytes)
+        self.pids: list[int] = []
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -40,10 +41,13 @@ class Baseline:
             if self._relayed:
                 process = spawn([sys.executable, str(Path(__file__)), "relay", str(port)])
                 stack.callback(stop, process)
+                self.pids.append(process.pid)
                 assert process.stdout is not None
                 port = int(process.stdout.readline())
             sizes = (str(n) for n in (port, self._nbytes, self._down, self._up))
-            stack.callback(stop, spawn([sys.executable, str(Path(__file__)), "peer", *sizes]))
+            peer = spawn([sys.executable, str(Path(__file__)), "peer", *sizes])
+            stack.callback(stop, peer)
+            self.pids.append(peer.pid)
             self._connection = stack.enter_context(server.accept()[0])
             self._connection.settimeout(None)
             self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
