@@ -1015,6 +1015,14 @@ def task_of(key: Key, *, model: int = 1, epochs: int = 1) -> Task:
     return Task(key, epochs, manifest_of(model), None)
 
 
+COUNTED = Traffic(1), Traffic(2)
+
+
+def offer_of(key: Key) -> Result:
+    """Return a pupil's answer as it is offered, with the bytes that its link and those below have carried."""
+    return replace(result_of(key), traffic=COUNTED[0], below=COUNTED[1])
+
+
 class Pupil:
     """A participant in the hand of a test."""
 
@@ -1026,7 +1034,7 @@ class Pupil:
         return list(iter(self.participant.next_event, None))
 
     def say(self, now: float) -> list[Progress | Result]:
-        return self.participant.to_send(now, Traffic(1), Traffic(2))
+        return self.participant.to_send(now, *COUNTED)
 
     def work(self, key: Key, now: float = 0.0, **what: int) -> None:
         task = task_of(key, **what)
@@ -1050,8 +1058,7 @@ def test_an_answer_is_offered_until_its_receipt() -> None:
     pupil.work(OLD)
     times = []
     while (due := pupil.participant.next_deadline()) is not None and due < 30:
-        _, result = pupil.say(due)
-        assert result == result_of(OLD)
+        assert pupil.say(due) == [offer_of(OLD)]
         times.append(due)
     assert times == [0.0, 1.0, 3.0, 7.0, 12.0, 17.0, 22.0, 27.0]
     assert pupil.hear(Receipt(Key(0, 0, 1), "")) == []
@@ -1075,8 +1082,7 @@ def test_a_wish_that_was_answered_has_the_same_answer() -> None:
     again = replace(task_of(OLD), key=Key(1, 0, 0))
     for session, wish in (("p", task_of(OLD)), ("p", again), ("new parent", task_of(OLD))):
         assert pupil.hear(wish, 5.0, session=session) == []
-        _, result = pupil.say(5.0)
-        assert result == replace(result_of(OLD), key=wish.key)
+        assert pupil.say(5.0) == [offer_of(wish.key)]
         pupil.hear(Receipt(wish.key, ""), session=session)
 
 
@@ -1129,8 +1135,7 @@ def test_an_answer_whose_wish_got_a_new_key_carries_it() -> None:
     pupil.participant.begin_work(Phase.TRAINING, now=1.0)
     assert pupil.hear(task_of(Key(3, 0, 0)), 2.0, session="new") == []
     pupil.participant.finish(result_of(OLD), now=3.0)
-    _, result = pupil.say(3.0)
-    assert isinstance(result, Result) and result.key == Key(3, 0, 0)
+    assert pupil.say(3.0) == [offer_of(Key(3, 0, 0))]
 
 
 def test_a_wish_that_was_abandoned_can_be_begun_again() -> None:
@@ -1161,7 +1166,7 @@ def test_progress_is_said_in_measure() -> None:
 def test_words_after_the_answer_do_not_repeat_the_offer() -> None:
     pupil = Pupil()
     pupil.work(OLD)
-    assert len(pupil.say(0.0)) == 2
+    assert len(pupil.say(0.0)) == 1
     pupil.participant.progress(Phase.TRAINING, 7, 9, now=0.1)  # a step that a thread reported late
     assert pupil.say(0.1) == [] and pupil.participant.next_deadline() == 1.0
 

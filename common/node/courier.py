@@ -16,7 +16,7 @@ from common.net.shaping import Departures, Shaper
 from common.node.identity import Identity
 from common.transfer.outgoing import Outgoing, Publication
 from common.wire import packing, topics
-from common.wire.messages import Ask, Message, Progress, Result, Task
+from common.wire.messages import Ask, Message, Progress, Receipt, Result, Task
 
 PUBLISHING_MOST: Final = 4
 
@@ -96,8 +96,8 @@ class Courier:
 
 
 def qos_of(message: Message) -> int:
-    """Return 0 for what is said again soon, with more in it: it spares four acknowledgements."""
-    return 0 if isinstance(message, (Ask, Progress)) else 1
+    """Return 0 for what is said again, or asked for again, soon: it spares four acknowledgements."""
+    return 0 if isinstance(message, (Ask, Progress, Receipt)) else 1
 
 
 def inline_bytes(message: Message) -> int:

@@ -198,6 +198,7 @@ class ParentFace:
         elif isinstance(message, Result):
             self.ledger.enter_reports(sender, session, message.children)
             self.coordinator.receive(sender, session, message, now=now)
+            self._count(sender, session, message.traffic, message.below)  # last: its error must not cost the answer
         elif isinstance(message, Reports):
             self.ledger.enter_reports(sender, session, message.children)
         elif isinstance(message, Farewell):

@@ -160,11 +160,11 @@ class Coordinator:
         if child.state is ChildState.ASSIGNED:
             child.state = ChildState.WORKING
             child.moved = now
+        mark = (message.phase, message.done) if isinstance(message, Progress) else (Phase.OFFERING, 0)
+        carried = message.traffic.carried_models
+        if child.mark != mark or carried >= child.carried + CARRIED_BYTES:
+            child.mark, child.carried, child.moved = mark, carried, now
         if isinstance(message, Progress):
-            carried = message.traffic.carried_models
-            if child.mark != (message.phase, message.done) or carried >= child.carried + CARRIED_BYTES:
-                child.mark, child.carried = (message.phase, message.done), carried
-                child.moved = now
             if message.phase is not Phase.FETCHING:
                 self._received_model(child, now)
         elif child.state is ChildState.WORKING:

@@ -122,16 +122,14 @@ class Participant:
         """Return what is due to the parent."""
         if self._task is None or self.state in (ParticipantState.IDLE, ParticipantState.DONE) or now < self._say_at:
             return []
-        key = self._task.key
-        progress = Progress(key, self._phase, self._done, self._total, traffic, below)
         if self.state is ParticipantState.OFFERING and self._result is not None:
             self._say_at = now + self._offer_s
             self._offer_s = min(2 * self._offer_s, OFFER_MOST_S)
             # A repeat leaves the model out; a parent that did not get it pulls it.
-            first, self._result = self._result, replace(self._result, inline=None)
-            return [progress, first]
+            offer, self._result = self._result, replace(self._result, inline=None)
+            return [replace(offer, traffic=traffic, below=below)]
         self._say_at = now + HEARTBEAT_S
-        return [progress]
+        return [Progress(self._task.key, self._phase, self._done, self._total, traffic, below)]
 
     def next_deadline(self) -> float | None:
         """Return when `to_send` next has something to say."""
@@ -169,5 +167,4 @@ class Participant:
 
     def _offer(self, now: float) -> None:
         self.state = ParticipantState.OFFERING
-        self._phase = Phase.OFFERING
         self._say_at, self._offer_s = now, OFFER_S

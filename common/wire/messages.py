@@ -250,7 +250,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A child's answer, offered again until it has a receipt. Seconds are durations on the child's clock."""
+    """A child's answer, offered again until it has a receipt. Seconds are durations on the child's clock.
+
+    `traffic` and `below` as in Progress, at the time of the offer.
+    """
 
     key: Key
     model: Manifest
@@ -262,6 +265,8 @@ class Result:
     train_s: float
     wait_s: float
     children: tuple[ChildReport, ...]
+    traffic: Traffic = Traffic()
+    below: Traffic = Traffic()
 
 
 @dataclass(frozen=True, slots=True)

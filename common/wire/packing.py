@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields
 from enum import StrEnum
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
 
@@ -45,7 +46,7 @@ _CODES: Final = {kind: code for code, kind in enumerate(KINDS)}
 
 def encode(message: Message, session: str) -> bytes:
     """Return the message's bytes."""
-    packed: bytes = msgpack.packb([VERSION, session, _CODES[type(message)], *_plain(message)])
+    packed: bytes = msgpack.packb([VERSION, session, _CODES[type(message)], *_values(message)], default=_values)
     return packed
 
 
@@ -68,16 +69,14 @@ def decode(data: bytes | bytearray | memoryview) -> tuple[str, Message]:
     return session, message
 
 
-def _plain(record: Any) -> list[Any]:
-    return [_plain_value(getattr(record, field.name)) for field in fields(record)]
+def _values(record: Any) -> tuple[Any, ...]:
+    """Return a record's fields, for msgpack, which takes tuples, counts and texts as they are."""
+    return tuple([getattr(record, name) for name in _names(type(record))])
 
 
-def _plain_value(value: Any) -> Any:
-    if hasattr(value, "__dataclass_fields__"):
-        return _plain(value)
-    if isinstance(value, tuple):
-        return [_plain_value(item) for item in value]
-    return value
+@cache
+def _names(kind: type[Any]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
 
 
 _Record = TypeVar("_Record")
