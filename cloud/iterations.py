@@ -15,12 +15,13 @@ from cloud.checkpoint import RunState
 from cloud.evaluator import Accuracy, Evaluator
 from cloud.results import RunFolder
 from common.aggregation import fedavg, mixing
-from common.aggregation.statistics import Statistics, distances, gram
+from common.aggregation.statistics import Statistics, gram
 from common.layout import ModelLayout, Row
 from common.metrics import Metrics
 from common.node.offload import offload
 from common.node.parent import ParentFace
 from common.node.round import Round
+from common.rules import FedAvg
 from common.spec import Experiment
 from common.wire.messages import Traffic
 
@@ -130,13 +131,16 @@ class GlobalIterations:
     def _aggregate(self, played: Round) -> _Mixed:
         layout = self._layout
         statistics = Statistics.of(played.results)
-        mixture = fedavg.plan(statistics, weights=self._experiment.cloud.aggregation.weights)
+        settings = self._experiment.cloud.aggregation
+        assert isinstance(settings, FedAvg)
+        mixture = fedavg.plan(statistics, weights=settings.weights)
         weights_K = np.zeros(len(played.children))
         weights_K[list(mixture.indices)] = mixture.weights
         trainable = slice(0, layout.parameters)
-        gram_KK = gram(layout.floats(played.uploads)[:, trainable], layout.floats(self._row)[trainable])
-        mixing.mix_rows((mixture,), played.uploads, layout=layout, out=self._row[None], release=played.release)
-        omegas = dict(zip(played.children, distances(gram_KK, weights_K).tolist(), strict=True))
+        products = gram(list(layout.floats(played.uploads)[:, trainable]), layout.floats(self._row)[trainable])
+        plan = mixing.whole(layout, [mixture])
+        mixing.apply(plan, played.uploads, layout=layout, out=[self._row], release=played.release)
+        omegas = dict(zip(played.children, products.distances(weights_K).tolist(), strict=True))
         return _Mixed(omegas, float(weights_K @ statistics.losses_K))
 
     def _record(self, played: Round, mixed: _Mixed, *, phases: Mapping[str, float], epochs: Mapping[str, int]) -> None:

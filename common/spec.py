@@ -11,13 +11,15 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from pathlib import Path
+from types import UnionType
 from typing import Annotated, Any, Final, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from common import codec_names
+from common import codec_names, rules
 from common.errors import InvalidExperiment
 from common.links import Link, Links, Profile, resolve
+from common.rules import RULES, Aggregation, FedAvg
 from common.tables import Count, Fraction, Name, Positive, proposal, write
 from common.tables import Table as _Table
 
@@ -77,13 +79,6 @@ class Training(_Table):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
 
 
-class Aggregation(_Table):
-    """The rule that a tier runs over its children."""
-
-    name: Literal["fedavg"] = "fedavg"
-    weights: Literal["data", "uniform"] = "data"
-
-
 class Closing(_Table):
     """When a round closes: on all results, or on `quorum` of them once `deadline_s` has passed."""
 
@@ -101,7 +96,7 @@ class EpochControl(_Table):
 class Cloud(_Table):
     """The cloud's rounds: global iterations over the institutions."""
 
-    aggregation: Aggregation = Aggregation()
+    aggregation: Aggregation = FedAvg()
     closing: Closing = Closing()
     epoch_control: EpochControl = EpochControl()
     evaluate_every: Count = 1
@@ -113,7 +108,7 @@ class Institution(_Table):
 
     rounds: Count = 1
     participation: Annotated[float, Field(le=1)] = 1.0
-    aggregation: Aggregation = Aggregation()
+    aggregation: Aggregation = FedAvg()
     closing: Closing = Closing()
 
 
@@ -177,6 +172,9 @@ class Experiment(_Table):
             )
         smallest = min(participants(len(devices), self.institution.participation) for devices in children.values())
         _check_closing("institution.closing", self.institution.closing, smallest)
+        largest = max(participants(len(devices), self.institution.participation) for devices in children.values())
+        rules.check("cloud.aggregation", self.cloud.aggregation, len(children))
+        rules.check("institution.aggregation", self.institution.aggregation, largest)
         for child in self.links.of:
             _check_child("links.of", child, self.topology)
         for key, codecs in (("transfer.wan", self.transfer.wan), ("transfer.lan", self.transfer.lan)):
@@ -321,24 +319,46 @@ def _explain(error: ValidationError) -> InvalidExperiment:
     path, first = max((e for e in errors if e[0][: len(top)] == top), key=lambda e: len(e[0]))
     key = ".".join(path) or "experiment"
     if first["type"] == "extra_forbidden":
-        known = _known_keys(path[:-1])
-        return InvalidExperiment(key, first["input"], "unknown key", proposal(path[-1], known, what="Known keys"))
+        return _unknown(key, first["loc"], first["input"])
+    if first["type"] == "union_tag_invalid":
+        name = first["ctx"]["tag"]
+        return InvalidExperiment(f"{key}.name", name, "no rule has this name", proposal(name, RULES, what="There are"))
     if first["type"] == "json_invalid":
         return InvalidExperiment("experiment", "...", first["msg"], "Start all roles from one release.")
     return InvalidExperiment(key, first["input"], first["msg"], "Correct the value.")
 
 
+def _unknown(key: str, loc: tuple[int | str, ...], value: object) -> InvalidExperiment:
+    *parents, last = map(str, loc)
+    rule = parents[-1] if parents[1:2] == ["aggregation"] else ""
+    owners = [name for name, table in RULES.items() if rule and last in table.model_fields]
+    if owners:
+        remedy = f"It belongs to {' and '.join(owners)}; this is {rule}."
+    else:
+        remedy = proposal(last, _known_keys(parents), what="Known keys")
+    return InvalidExperiment(key, value, "unknown key", remedy)
+
+
 def _path(loc: tuple[int | str, ...]) -> list[str]:
-    return [str(part) for part in loc if part not in _FORMS]
+    """Return the key in the file: without pydantic's forms, and without the rule's name below an aggregation."""
+    return [str(part) for i, part in enumerate(loc) if part not in _FORMS and (i != 2 or loc[1] != "aggregation")]
 
 
 def _known_keys(path: list[str]) -> list[str]:
     table: Any = Experiment
     for part in path:
-        if get_origin(table) is dict:
-            table = get_args(table)[1]
-        else:
-            table = table.model_fields[part].annotation if part in table.model_fields else None
-        if get_origin(table) is not dict and not (isinstance(table, type) and issubclass(table, BaseModel)):
+        if part not in _FORMS:
+            table = _below(table, part)
+        if get_origin(table) not in (dict, UnionType) and not (
+            isinstance(table, type) and issubclass(table, BaseModel)
+        ):
             return []
     return list(table.model_fields)
+
+
+def _below(table: Any, part: str) -> Any:
+    if get_origin(table) is dict:
+        return get_args(table)[1]
+    if get_origin(table) is UnionType:
+        return RULES[part]
+    return table.model_fields[part].annotation if part in table.model_fields else None

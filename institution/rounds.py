@@ -20,6 +20,7 @@ from common.node.offload import offload
 from common.node.parent import ParentFace
 from common.node.round import Round
 from common.randomness import Purpose, generator
+from common.rules import FedAvg
 from common.spec import Experiment, participants
 from common.wire.messages import ChildReport, Measured, Phase, Task
 
@@ -104,8 +105,11 @@ class LocalRounds:
         for name, result in zip(played.children, played.results, strict=True):
             self._down.samples[name] = result.samples
         statistics = Statistics.of(played.results)
-        mixture = fedavg.plan(statistics, weights=self._experiment.institution.aggregation.weights)
-        mixing.mix_rows((mixture,), played.uploads, layout=self._layout, out=self._mean[None], release=played.release)
+        settings = self._experiment.institution.aggregation
+        assert isinstance(settings, FedAvg)
+        mixture = fedavg.plan(statistics, weights=settings.weights)
+        plan = mixing.whole(self._layout, [mixture])
+        mixing.apply(plan, played.uploads, layout=self._layout, out=[self._mean], release=played.release)
         return float(np.dot(mixture.weights, statistics.losses_K))
 
     def _count(self, played: Round, epochs: int, *, loss: float) -> None:

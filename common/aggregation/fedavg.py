@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-import numpy as np
-
 from common.aggregation.mixing import Mixture
 from common.aggregation.statistics import Statistics
+from common.rules import Weights
 
 
-def plan(statistics: Statistics, *, weights: Literal["data", "uniform"]) -> Mixture:
+def plan(statistics: Statistics, *, weights: Weights) -> Mixture:
     """Return W [1, K]: p_k = n_k / sum of n, or 1/K."""
     count = len(statistics.samples_K)
-    shares_K = statistics.shares_K if weights == "data" else np.full(count, 1 / count)
-    return Mixture.of([float(share) for share in shares_K])
+    return Mixture.of(statistics.shares_K if weights == "data" else [1 / count] * count)

@@ -1,22 +1,24 @@
 """The one kernel: out = W @ X, block of columns by block of columns.
 
 W is kept as (index, weight) lists, one `Mixture` for each output row, so that zero weights are skipped and never
-multiplied (0 * NaN = NaN: one diverged model must not poison the others).
+multiplied (0 * NaN = NaN: one diverged model must not poison the others). A plan is one such W for all columns, or
+one for each `Part` of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from common.layout import ModelLayout
+from common.aggregation.blocks import cut, over
+from common.layout import Entry, ModelLayout, Row, Section
 
-BLOCK_COLUMNS: Final = 65_536
-RELEASE_BLOCKS: Final = 8
+Floats = npt.NDArray[np.float32]
+
 FLOAT32_TERMS: Final = 3
 
 
@@ -28,73 +30,125 @@ class Mixture:
     weights: tuple[float, ...]
 
     @classmethod
-    def of(cls, weights_K: Sequence[float]) -> Mixture:
+    def of(cls, weights_K: Sequence[float] | npt.NDArray[np.float64]) -> Mixture:
         """Return the mixture of one weight for each input row."""
         kept = [(k, float(weight)) for k, weight in enumerate(weights_K) if weight != 0.0]
         return cls(tuple(k for k, _ in kept), tuple(weight for _, weight in kept))
+
+    @classmethod
+    def copy(cls, index: int) -> Mixture:
+        """Return the mixture that is one input row, bit for bit."""
+        return cls((index,), (1.0,))
 
     @property
     def heaviest(self) -> int:
         """Return the input row with the largest weight, the lowest index on ties."""
         return self.indices[self.weights.index(max(self.weights))]
 
-
-def mix(
-    mixtures: Sequence[Mixture],
-    models_KF: npt.NDArray[np.float32],
-    *,
-    out: npt.NDArray[np.float32],
-    release: Callable[[], None] = lambda: None,
-) -> None:
-    """Write each mixture of the rows into a row of `out`, float32 [len(mixtures), F].
-
-    `out` may be `models_KF` itself: a block is read for all rows before it is written. Rows of up to three terms
-    are summed in float32, longer ones in float64 and rounded once, always in row order; a row with the single
-    weight 1 is copied bit for bit. `release` is called every few blocks: what was read of the rows may leave memory.
-    """
-    for start in range(0, models_KF.shape[1], BLOCK_COLUMNS):
-        block_KC = models_KF[:, start : start + BLOCK_COLUMNS]
-        target = out[:, start : start + BLOCK_COLUMNS]
-        if len(mixtures) > 1 and np.may_share_memory(target, block_KC):
-            block_KC = block_KC.copy()
-        for row, mixture in enumerate(mixtures):
-            target[row] = _mix_block(mixture, block_KC)
-        if start // BLOCK_COLUMNS % RELEASE_BLOCKS == RELEASE_BLOCKS - 1:
-            release()
+    def dense(self, count: int) -> npt.NDArray[np.float64]:
+        """Return one weight for each of `count` input rows, zeros included."""
+        weights_K = np.zeros(count)
+        weights_K[list(self.indices)] = self.weights
+        return weights_K
 
 
-def mix_rows(
-    mixtures: Sequence[Mixture],
+Mixtures = tuple[Mixture, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some columns of the float section and of the counters, and how each output row is mixed there."""
+
+    mixtures: Mixtures
+    columns: tuple[slice, ...]
+    counters: tuple[slice, ...]
+
+    @classmethod
+    def of(cls, mixtures: Mixtures, entries: Sequence[Entry]) -> Part:
+        """Return the part of these entries of the state."""
+        places = [(entry.section is Section.COUNTER, slice(entry.start, entry.stop)) for entry in entries]
+        return cls(mixtures, tuple(s for q, s in places if not q), tuple(s for q, s in places if q))
+
+    def with_first(self, mixture: Mixture) -> Part:
+        """Return the part with one more output row, before the others."""
+        return replace(self, mixtures=(mixture, *self.mixtures))
+
+
+def whole(layout: ModelLayout, mixtures: Sequence[Mixture]) -> tuple[Part, ...]:
+    """Return the plan that mixes all columns alike."""
+    return (Part(tuple(mixtures), (slice(0, layout.columns),), (slice(0, layout.counters),)),)
+
+
+def apply(
+    plan: Sequence[Part],
     rows_K: npt.NDArray[np.uint8],
     *,
     layout: ModelLayout,
-    out: npt.NDArray[np.uint8],
+    out: Sequence[Row],
     release: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write each mixture of whole rows, uint8 [K, row_bytes], into a row of `out`, which may be `rows_K`.
+    """Write each mixture of whole rows, uint8 [K, row_bytes], into its row of `out`, which may be rows of `rows_K`.
 
-    Float columns are mixed; counters are never averaged but copied from the heaviest input row.
+    Float columns are mixed: rows of up to three terms are summed in float32, longer ones in float64 and rounded once,
+    always in row order; a row with the single weight 1 is copied bit for bit. Counters are never averaged but copied
+    from the heaviest input row. A block is read for all rows before it is written. `release` is called every few
+    blocks: what was read of the rows may leave memory.
     """
-    counters = [layout.integers(rows_K[mixture.heaviest]).copy() for mixture in mixtures]
-    mix(mixtures, layout.floats(rows_K), out=layout.floats(out), release=release)
-    release()
-    for target, source in zip(out, counters, strict=True):
-        layout.integers(target)[:] = source
+    models_KF, targets = layout.floats(rows_K), [layout.floats(row) for row in out]
+    in_place = any(np.may_share_memory(target, models_KF) for target in targets)
+    for part in plan:
+        _mix_counters(part, rows_K, layout, out)
+        for span in part.columns:
+
+            def mix(columns: slice, mixtures: Mixtures = part.mixtures) -> None:
+                _mix_block(mixtures, models_KF[:, columns], [target[columns] for target in targets], in_place)
+
+            over(list(cut(span.start, span.stop)), mix, release=release)
 
 
-def _mix_block(mixture: Mixture, block_KC: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    mixed: npt.NDArray[np.float32]
-    if mixture.weights == (1.0,):
-        mixed = block_KC[mixture.indices[0]]
-        return mixed
-    dtype = np.float32 if len(mixture.indices) <= FLOAT32_TERMS else np.float64
-    total = np.zeros(block_KC.shape[1], dtype)
-    term = np.empty(block_KC.shape[1], dtype)
-    for index, weight in zip(mixture.indices, mixture.weights, strict=True):
-        np.copyto(
-            term, block_KC[index]
-        )  # a conversion of its own: numpy's mixed product goes by small pieces, 2x slower
-        np.multiply(term, dtype(weight), out=term)
-        np.add(total, term, out=total)
-    mixed = total.astype(np.float32, copy=False)
-    return mixed
+def _mix_counters(part: Part, rows_K: npt.NDArray[np.uint8], layout: ModelLayout, out: Sequence[Row]) -> None:
+    for span in part.counters:
+        found = [layout.integers(rows_K[mixture.heaviest])[span].copy() for mixture in part.mixtures]
+        for row, values in zip(out, found, strict=True):
+            layout.integers(row)[span] = values
+
+
+def _mix_block(mixtures: Mixtures, block_KC: Floats, out: Sequence[Floats], in_place: bool) -> None:
+    if in_place and len(mixtures) > 1:
+        block_KC = block_KC.copy()
+    for mixture, target in zip(mixtures, out, strict=True):
+        if mixture.weights == (1.0,):
+            target[:] = block_KC[mixture.indices[0]]
+            continue
+        dtype = np.float32 if len(mixture.indices) <= FLOAT32_TERMS else np.float64
+        total = np.zeros(len(target), dtype)
+        term = np.empty(len(target), dtype)
+        for index, weight in zip(mixture.indices, mixture.weights, strict=True):
+            np.copyto(term, block_KC[index])  # a conversion of its own: numpy's mixed product is 2x slower
+            np.multiply(term, dtype(weight), out=term)
+            np.add(total, term, out=total)
+        target[:] = total
+
+
+def recentre(rows: Sequence[Row], received: Row, *, layout: ModelLayout) -> None:
+    """Move rows so that their mean is the received model: w_k <- received + (w_k - mean_j w_j), in place.
+
+    Parameters only; buffers and counters take the received values. Equal rows become the received model exactly.
+    """
+    parameters = layout.parameters
+    target, models = layout.floats(received), [layout.floats(row) for row in rows]
+
+    def move(columns: slice) -> None:
+        mean, offset = np.zeros(columns.stop - columns.start), np.empty(columns.stop - columns.start)
+        for model in models:
+            mean += model[columns]
+        mean /= len(models)
+        for model in models:
+            np.subtract(model[columns], mean, out=offset)  # first of all: 0 where the rows are equal
+            offset += target[columns]
+            model[columns] = offset
+
+    over(list(cut(0, parameters)), move)
+    for row, model in zip(rows, models, strict=True):
+        model[parameters:] = target[parameters:]
+        layout.integers(row)[:] = layout.integers(received)

@@ -1,19 +1,24 @@
-"""Cheap numbers about K models from which every plan is made: counts, losses and the Gram matrix.
+"""Cheap numbers about K models from which every plan is made: counts, losses and inner products.
 
-The Gram matrix is taken relative to a reference row z, E = X - z: models differ by orders less than they
+Inner products are taken relative to a reference row z, E = X - z, in float64: models differ by orders less than they
 weigh, and products of the raw rows in float32 would lose all digits of their differences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-BLOCK_COLUMNS: Final = 65_536
+from common.aggregation.blocks import cut, over
+
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+
+CACHED: Final = 131_072  # float64 numbers of a piece: what a core's second cache holds
 
 
 class Trained(Protocol):
@@ -33,7 +38,7 @@ class Statistics:
     """What a plan may know of K uploads, in row order: samples, and mean training loss of the last epoch."""
 
     samples_K: npt.NDArray[np.int64]
-    losses_K: npt.NDArray[np.float64]
+    losses_K: Doubles
 
     @classmethod
     def of(cls, results: Sequence[Trained]) -> Statistics:
@@ -42,27 +47,102 @@ class Statistics:
         return cls(samples, np.array([result.loss for result in results], np.float64))
 
     @property
-    def shares_K(self) -> npt.NDArray[np.float64]:
+    def shares_K(self) -> Doubles:
         """Return p_k = n_k / sum of n; all alike where nobody has a sample."""
-        counts_K = self.samples_K.astype(np.float64)  # foreign counts may be huge: their sum in int64 would wrap
-        total = counts_K.sum()
-        return counts_K / total if total > 0 else np.full_like(counts_K, 1 / len(counts_K))
+        return shares(self.samples_K.astype(np.float64))  # foreign counts may be huge: their sum in int64 would wrap
 
 
-def gram(models_KD: npt.NDArray[np.float32], reference_D: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-    """Return C = E E^T, float64 [K, K], with E = X - z over the trainable columns."""
-    count = models_KD.shape[0]
-    products_KK = np.zeros((count, count))
-    for start in range(0, models_KD.shape[1], BLOCK_COLUMNS):
-        columns = slice(start, start + BLOCK_COLUMNS)
-        offset_KC = models_KD[:, columns].astype(np.float64) - reference_D[columns]
-        products_KK += offset_KC @ offset_KC.T
-    return products_KK
+def shares(amounts_K: Doubles) -> Doubles:
+    """Return amounts that are not negative as parts of their sum; all alike where they are all zero."""
+    total = amounts_K.sum()
+    return amounts_K / total if total > 0 else np.full_like(amounts_K, 1 / len(amounts_K))
 
 
-def distances(gram_KK: npt.NDArray[np.float64], weights_K: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return ||x_m - X^T w|| for each row m, for weights that sum to 1: C_mm - 2 (C w)_m + w^T C w."""
-    mixed_K = gram_KK @ weights_K
-    squares_K = np.diagonal(gram_KK) - 2 * mixed_K + weights_K @ mixed_K
-    roots_K: npt.NDArray[np.float64] = np.sqrt(np.maximum(squares_K, 0.0))
-    return roots_K
+@dataclass(frozen=True, slots=True)
+class Gram:
+    """Inner products of K rows X relative to z: C = E E^T [K, K], a = E z [K], q = z.z, with E = X - z.
+
+    Sums over disjoint columns add up: `one + other`. Clipped: squared distances at 0, cosines at -1 and 1.
+    """
+
+    offsets_KK: Doubles
+    along_K: Doubles
+    square: float
+
+    def __add__(self, other: Gram) -> Gram:
+        """Return the products over both sets of columns."""
+        return Gram(self.offsets_KK + other.offsets_KK, self.along_K + other.along_K, self.square + other.square)
+
+    @property
+    def products_KK(self) -> Doubles:
+        """Return the inner products of the rows themselves, <x_i, x_j>."""
+        return self.offsets_KK + self.along_K[:, None] + self.along_K[None, :] + self.square
+
+    @property
+    def norms_K(self) -> Doubles:
+        """Return ||x_i||."""
+        return _root(np.diagonal(self.products_KK))
+
+    def cosines_KK(self) -> Doubles:
+        """Return <x_i, x_j> / (||x_i|| ||x_j||); a row of zeros has the cosine 0 with every row."""
+        norms_K = self.norms_K
+        return np.clip(_ratio(self.products_KK, np.outer(norms_K, norms_K)), -1.0, 1.0)
+
+    def ratios_KK(self) -> Doubles:
+        """Return <x_i, x_j> / (||x_i|| + ||x_j||), as FedCross's texts print it."""
+        norms_K = self.norms_K
+        return _ratio(self.products_KK, norms_K[:, None] + norms_K[None, :])
+
+    def distances(self, weights_K: Doubles) -> Doubles:
+        """Return ||x_m - X^T w|| for each row m, for weights that sum to 1: C_mm - 2 (C w)_m + w^T C w."""
+        mixed_K = self.offsets_KK @ weights_K
+        return _root(np.diagonal(self.offsets_KK) - 2 * mixed_K + weights_K @ mixed_K)
+
+    def spread(self, mixing_KK: Doubles) -> float:
+        """Return mean_k ||w_k - mean||^2 / ||mean||^2 of the rows w = W x, for W whose rows sum to 1."""
+        mixed_KK = mixing_KK @ self.offsets_KK @ mixing_KK.T
+        along_K = mixing_KK @ self.along_K
+        centre = float(mixed_KK.mean())
+        length = self.square + 2 * float(along_K.mean()) + centre
+        apart = max(float(np.trace(mixed_KK)) / len(mixed_KK) - centre, 0.0)
+        return apart / length if length > 0 else 0.0
+
+
+def gram(
+    rows: Sequence[Floats],
+    reference_D: Floats,
+    *,
+    along: Callable[[slice], Doubles] | None = None,
+    release: Callable[[], None] = lambda: None,
+) -> Gram:
+    """Return the inner products of rows, float32 [D] each, relative to a reference, float32 [D].
+
+    `along(columns)` gives those columns of another vector to take in place of z for a = E z and q, float64.
+    """
+    width = max(1, CACHED // max(1, len(rows)))
+
+    def block(columns: slice) -> Gram:
+        found = Gram(np.zeros((len(rows), len(rows))), np.zeros(len(rows)), 0.0)
+        for piece in cut(columns.start, columns.stop, width):
+            z = reference_D[piece].astype(np.float64)
+            offset_KC = np.empty((len(rows), len(z)))
+            for offset_C, row in zip(offset_KC, rows, strict=True):
+                np.copyto(offset_C, row[piece])  # a conversion of its own: numpy's mixed difference is 2x slower
+            offset_KC -= z
+            other = z if along is None else along(piece)
+            found += Gram(offset_KC @ offset_KC.T, offset_KC @ other, float(other @ other))
+        return found
+
+    total = Gram(np.zeros((len(rows), len(rows))), np.zeros(len(rows)), 0.0)
+    for found in over(list(cut(0, len(reference_D))), block, release=release):
+        total += found
+    return total
+
+
+def _root(squares: Doubles) -> Doubles:
+    roots: Doubles = np.sqrt(np.maximum(squares, 0.0))
+    return roots
+
+
+def _ratio(above: Doubles, below: Doubles) -> Doubles:
+    return np.divide(above, below, out=np.zeros_like(above), where=below > 0)

@@ -125,10 +125,8 @@ async def _parent(port: int, names: list[str], model_bytes: int, pipe: Connectio
             iteration=iteration, round_=0, models=dict.fromkeys(names, row), epochs=dict.fromkeys(names, 1),
             closing=Closing(),
         )  # fmt: skip
-        mixture = fedavg.plan(Statistics.of(played.results), weights="data")
-        await asyncio.to_thread(
-            mixing.mix_rows, (mixture,), played.uploads, layout=layout, out=row[None], release=played.release
-        )
+        plan = mixing.whole(layout, [fedavg.plan(Statistics.of(played.results), weights="data")])
+        await asyncio.to_thread(mixing.apply, plan, played.uploads, layout=layout, out=[row], release=played.release)
         return time.perf_counter() - start
 
     async def rounds() -> None:

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from common.aggregation import fedavg, mixing
-from common.aggregation.mixing import BLOCK_COLUMNS, Mixture, mix, mix_rows
-from common.aggregation.statistics import Statistics, distances, gram
+from common.aggregation.blocks import COLUMNS
+from common.aggregation.mixing import Mixture, whole
+from common.aggregation.statistics import Statistics, gram
 from common.layout import ModelLayout, Section
 
 Floats = npt.NDArray[np.float32]
@@ -45,6 +46,17 @@ def convex(draw: st.DrawFn, count: int) -> list[float]:
 def problems(draw: st.DrawFn) -> tuple[Floats, list[list[float]]]:
     models_KF = draw(MODELS)
     return models_KF, draw(st.lists(convex(models_KF.shape[0]), min_size=1, max_size=models_KF.shape[0]))
+
+
+def mix(mixtures: Sequence[Mixture], models_KF: Floats, *, out: Floats) -> None:
+    """Mix models that are nothing but parameters."""
+    layout, rows = layout_of(models_KF.shape[1], 0, 0), list(out.view(np.uint8))
+    mixing.apply(whole(layout, mixtures), models_KF.view(np.uint8), layout=layout, out=rows[: len(mixtures)])
+
+
+def layout_of(parameters: int, buffers: int, counters: int) -> ModelLayout:
+    sections = [(Section.PARAMETER, parameters), (Section.BUFFER, buffers), (Section.COUNTER, counters)]
+    return ModelLayout.build([(f"m.{section}", (width,), section) for section, width in sections if width])
 
 
 def twin(weights: Sequence[float], models_KF: Floats) -> list[float]:
@@ -87,7 +99,7 @@ def test_mixing_in_place_gives_the_same_bits(problem: tuple[Floats, list[list[fl
 
 def test_mixing_covers_all_columns_of_many_blocks() -> None:
     generator = np.random.default_rng(1)
-    for columns in (BLOCK_COLUMNS - 1, BLOCK_COLUMNS, BLOCK_COLUMNS + 1, 2 * BLOCK_COLUMNS + 7):
+    for columns in (COLUMNS - 1, COLUMNS, COLUMNS + 1, 2 * COLUMNS + 7):
         models_KF = generator.normal(size=(4, columns)).astype(np.float32)
         weights_KK = np.array([[0.5, 0.5, 0, 0], [0.25] * 4, [0, 0, 1, 0], [0.99, 0, 0, 0.01]])
         mixtures = [Mixture.of(row) for row in weights_KK]
@@ -114,7 +126,7 @@ def test_a_single_weight_is_a_copy_bit_for_bit(count: int) -> None:
 
 
 def test_a_permutation_in_place_loses_nothing() -> None:
-    models_KF = np.random.default_rng(2).normal(size=(5, 2 * BLOCK_COLUMNS)).astype(np.float32)
+    models_KF = np.random.default_rng(2).normal(size=(5, 2 * COLUMNS)).astype(np.float32)
     before = models_KF.copy()
     order = [3, 0, 4, 2, 1]
     mix([Mixture((source,), (1.0,)) for source in order], models_KF, out=models_KF)
@@ -171,11 +183,6 @@ def test_a_mixture_keeps_what_counts() -> None:
 # Rows with counters
 
 
-def layout_of(parameters: int, buffers: int, counters: int) -> ModelLayout:
-    sections = [(Section.PARAMETER, parameters), (Section.BUFFER, buffers), (Section.COUNTER, counters)]
-    return ModelLayout.build([(f"m.{section}", (width,), section) for section, width in sections if width])
-
-
 @pytest.mark.parametrize(("parameters", "buffers", "counters"), [(3, 2, 2), (4, 0, 1), (5, 1, 0), (1, 0, 3)])
 @pytest.mark.parametrize("place", ["apart", "in place"])
 def test_counters_come_from_the_heaviest_row(parameters: int, buffers: int, counters: int, place: str) -> None:
@@ -186,7 +193,7 @@ def test_counters_come_from_the_heaviest_row(parameters: int, buffers: int, coun
         layout.integers(row)[:] = 10**15 + k
     mixtures = [Mixture.of([0.2, 0.5, 0.3]), Mixture.of([0.5, 0.0, 0.5]), Mixture.of([0.0, 1.0, 0.0])]
     out = rows_K if place == "in place" else np.zeros_like(rows_K)
-    mix_rows(mixtures, rows_K, layout=layout, out=out)
+    mixing.apply(whole(layout, mixtures), rows_K, layout=layout, out=out)
     assert [layout.integers(row).tolist() for row in out] == [[10**15 + k] * counters for k in (1, 0, 1)]
     np.testing.assert_allclose(layout.floats(out), np.repeat([[2.1], [2.0], [2.0]], layout.columns, 1), rtol=1e-6)
 
@@ -196,7 +203,7 @@ def test_one_row_is_made_of_many() -> None:
     rows_K = np.zeros((4, layout.row_bytes), np.uint8)
     layout.floats(rows_K)[:] = np.arange(12).reshape(4, 3)
     mean = layout.empty()
-    mix_rows([Mixture.of([0.25] * 4)], rows_K, layout=layout, out=mean[None])
+    mixing.apply(whole(layout, [Mixture.of([0.25] * 4)]), rows_K, layout=layout, out=[mean])
     assert layout.floats(mean).tolist() == [4.5, 5.5, 6.5] and layout.integers(mean).tolist() == [0]
 
 
@@ -208,15 +215,15 @@ def test_gram_is_brute_force(models_KD: Floats, seed: int) -> None:
     reference_D = np.random.default_rng(seed).normal(size=models_KD.shape[1]).astype(np.float32)
     offset_KD = models_KD.astype(np.float64) - reference_D
     expected = [[sum(a * b for a, b in zip(x, y, strict=True)) for y in offset_KD] for x in offset_KD]
-    products_KK = gram(models_KD, reference_D)
+    products_KK = gram(list(models_KD), reference_D).offsets_KK
     assert products_KK.dtype == np.float64
     np.testing.assert_allclose(products_KK, expected, rtol=1e-12, atol=1e-12 * max(1.0, float(np.abs(expected).max())))
 
 
 def test_gram_covers_all_columns_of_many_blocks() -> None:
-    models_KD = np.random.default_rng(5).normal(size=(3, 2 * BLOCK_COLUMNS + 7)).astype(np.float32)
+    models_KD = np.random.default_rng(5).normal(size=(3, 2 * COLUMNS + 7)).astype(np.float32)
     offset_KD = models_KD.astype(np.float64) - models_KD[0]
-    np.testing.assert_allclose(gram(models_KD, models_KD[0]), offset_KD @ offset_KD.T, rtol=1e-12)
+    np.testing.assert_allclose(gram(list(models_KD), models_KD[0]).offsets_KK, offset_KD @ offset_KD.T, rtol=1e-12)
 
 
 def brute_distances(models_KD: Floats, weights_K: npt.NDArray[np.float64]) -> list[float]:
@@ -229,8 +236,9 @@ def brute_distances(models_KD: Floats, weights_K: npt.NDArray[np.float64]) -> li
 def test_distances_are_brute_force(models_KD: Floats, data: st.DataObject) -> None:
     weights_K = np.array(data.draw(convex(models_KD.shape[0])))
     expected = brute_distances(models_KD, weights_K)
-    largest = float(np.abs(gram(models_KD, models_KD[0])).max())
-    found = distances(gram(models_KD, models_KD[0]), weights_K)
+    products = gram(list(models_KD), models_KD[0])
+    largest = float(np.abs(products.offsets_KK).max())
+    found = products.distances(weights_K)
     np.testing.assert_allclose(found**2, np.square(expected), rtol=1e-9, atol=1e-13 * max(largest, 1e-30))
 
 
@@ -242,20 +250,21 @@ def test_tiny_differences_of_huge_weights_keep_their_digits(size: float) -> None
     models_KD = base + (ulps * np.spacing(base)).astype(np.float32)
     weights_K = np.array([0.1, 0.2, 0.3, 0.4])
     for reference in (base, models_KD[0]):
-        found = distances(gram(models_KD, reference), weights_K)
+        found = gram(list(models_KD), reference).distances(weights_K)
         np.testing.assert_allclose(found, brute_distances(models_KD, weights_K), rtol=1e-9)
 
 
 def test_equal_models_have_no_distance() -> None:
     models_KD = np.tile(np.random.default_rng(8).normal(size=1000).astype(np.float32) * 1e5, (3, 1))
-    assert distances(gram(models_KD, models_KD[0]), np.array([0.2, 0.3, 0.5])).tolist() == [0, 0, 0]
+    weights_K = np.array([0.2, 0.3, 0.5])
+    assert gram(list(models_KD), models_KD[0]).distances(weights_K).tolist() == [0, 0, 0]
     reference = np.zeros(1000, np.float32)  # rounding may not turn into the root of a negative number
-    assert np.isfinite(distances(gram(models_KD, reference), np.array([0.2, 0.3, 0.5]))).all()
+    assert np.isfinite(gram(list(models_KD), reference).distances(weights_K)).all()
 
 
 def test_a_single_model_is_its_own_mean() -> None:
     models_KD = np.ones((1, 5), np.float32)
-    assert distances(gram(models_KD, np.zeros(5, np.float32)), np.array([1.0])).tolist() == [0.0]
+    assert gram(list(models_KD), np.zeros(5, np.float32)).distances(np.array([1.0])).tolist() == [0.0]
 
 
 # FedAvg
@@ -311,7 +320,8 @@ def test_the_mean_of_the_institutions_means_is_the_mean_of_all_devices(sizes: li
 
     def mean(rows_K: npt.NDArray[np.uint8], counts: Sequence[int]) -> npt.NDArray[np.uint8]:
         row = layout.empty()
-        mixing.mix_rows([fedavg.plan(statistics_of(counts), weights="data")], rows_K, layout=layout, out=row[None])
+        plan = whole(layout, [fedavg.plan(statistics_of(counts), weights="data")])
+        mixing.apply(plan, rows_K, layout=layout, out=[row])
         return row
 
     ends = np.cumsum([len(institution) for institution in sizes])

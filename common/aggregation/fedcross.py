@@ -1,0 +1,104 @@
+"""FedCross (Hu et al., ICDE 2024, Algorithm 1): each of K models is mixed with a partner of its round.
+
+    w_j = alpha * v_j + (1 - alpha) * v_co(j)
+
+The propellers' weights and offsets and the law of dynamic alpha are ours: the papers leave them open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from common.aggregation.mixing import Mixture, Mixtures
+from common.aggregation.statistics import Gram
+from common.rules import FedCross
+
+LEAST_ALPHA: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What a round does: its own model's weight, and how many partners share the rest.
+
+    Partners are chosen in order, or, where `similar`, by the strategy.
+    """
+
+    name: str
+    alpha: float
+    partners: int
+    similar: bool
+
+
+def stage(settings: FedCross, r: int, count: int) -> Stage:
+    """Return what round r (0-based, never reset) does to `count` models, after any first stage."""
+    similar = settings.strategy != "in_order"
+    if r < settings.propeller_rounds:
+        propellers = min(settings.propellers, count - 1)
+        alpha = 1 / (propellers + 1) if settings.propeller_alpha is None else settings.propeller_alpha
+        return Stage("propellers", alpha, propellers, similar=False)
+    position, length = r - settings.propeller_rounds, settings.dynamic_alpha_rounds
+    if position < length - 1:
+        alpha = LEAST_ALPHA + (settings.alpha - LEAST_ALPHA) * position / (length - 1)
+        return Stage("dynamic alpha", alpha, 1, similar)
+    return Stage("dynamic alpha" if position < length else "plain", settings.alpha, 1, similar)
+
+
+def in_order(r: int, count: int, place: int = 0) -> list[int]:
+    """Return co(j) = (j + ((r + place) mod (K-1)) + 1) mod K for each model j; K is 2 or more."""
+    offset = (r + place) % (count - 1) + 1
+    return [(j + offset) % count for j in range(count)]
+
+
+def by_similarity(similarity_KK: npt.NDArray[np.float64], *, lowest: bool) -> list[int]:
+    """Return each model's least or most similar other model.
+
+    Among equals (j+1) mod K wins, then the lowest index: the authors' code starts there and scans upwards.
+    """
+    values_KK = -similarity_KK if lowest else similarity_KK
+    chosen = []
+    for j, values_K in enumerate(values_KK):
+        best = (j + 1) % len(values_K)
+        for k in range(len(values_K)):
+            if k != j and values_K[k] > values_K[best]:
+                best = k
+        chosen.append(best)
+    return chosen
+
+
+def similarity(settings: FedCross, entries: Sequence[Gram]) -> npt.NDArray[np.float64]:
+    """Return sim(v_i, v_j) [K, K]; `entries` are the whole model's products, or for `pairwise` each entry's."""
+    if settings.similarity == "cosine":
+        return entries[0].cosines_KK()
+    if settings.similarity == "sum_norm":
+        return entries[0].ratios_KK()
+    return pairwise(entries, normalise=settings.normalise)
+
+
+def pairwise(entries: Sequence[Gram], *, normalise: bool) -> npt.NDArray[np.float64]:
+    """Return the similarity of the authors' code: the cosines of the state's entries, taken two by two, summed.
+
+    The last one counts twice: the leftover entry of an odd number, else the last pair. `normalise` divides by
+    ceil(n/2) for odd n, n/2 + 1 for even n.
+    """
+    pairs = [one + other for one, other in zip(entries[:-1:2], entries[1::2], strict=True)]
+    odd = len(entries) % 2
+    total_KK = sum((pair.cosines_KK() for pair in pairs), np.zeros_like(entries[0].offsets_KK))
+    total_KK = total_KK + (entries[-1] if odd else pairs[-1]).cosines_KK()
+    return total_KK / (len(pairs) + 1) if normalise else total_KK
+
+
+def plan(found: Stage, partners: Sequence[Sequence[int]], count: int) -> Mixtures:
+    """Return W [K, K]: alpha on the own model, the rest shared alike by the partners of each model."""
+    mixtures = []
+    for j in range(count):
+        weights_K = np.zeros(count)
+        weights_K[j] = found.alpha
+        for others in partners:
+            weights_K[others[j]] += (1 - found.alpha) / len(partners)
+        mixtures.append(Mixture.of(weights_K) if partners else Mixture.copy(j))
+    return tuple(mixtures)
