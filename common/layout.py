@@ -121,6 +121,15 @@ class ModelLayout:
         return 4 * self.columns + 8 * self.counters
 
     @cached_property
+    def in_state_order(self) -> tuple[Entry, ...]:
+        """The entries as torch writes a state: module by module, parameters before buffers and counters.
+
+        Modules come in the order of their first entry here, so those without a parameter come last.
+        """
+        modules = {module: i for i, module in enumerate(dict.fromkeys(entry.module for entry in self.entries))}
+        return tuple(sorted(self.entries, key=lambda entry: modules[entry.module]))
+
+    @cached_property
     def digest(self) -> str:
         """16 hexadecimal digits over names, shapes and sections."""
         text = ";".join(f"{e.name}:{e.section}:{','.join(map(str, e.shape))}" for e in self.entries)

@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from common.aggregation.cached import CachedModels
 from common.aggregation.several import SeveralModels
 from common.aggregation.single import SingleModel
 from common.aggregation.uploads import Outcome, Uploads
@@ -84,5 +85,5 @@ def build(
     if isinstance(settings, FedAvg | FedAdp):
         return SingleModel(settings, layout=layout, measures=tier == "cloud")
     if isinstance(settings, FedCDA):
-        raise NotImplementedError(str(folder))
+        return CachedModels(settings, layout=layout, node=node, seed=seed, measures=tier == "cloud", folder=folder)
     return SeveralModels(settings, layout=layout, node=node, seed=seed, rows=rows)

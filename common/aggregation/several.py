@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from common.aggregation import fedcross, independent, mixing
+from common.aggregation import fedcross, fedmr, independent, mixing
 from common.aggregation.mixing import Mixture, Part, whole
-from common.aggregation.statistics import Gram, gram
+from common.aggregation.statistics import Gram, gram, gram_by_entry
 from common.aggregation.uploads import Outcome, Uploads
 from common.layout import ModelLayout, Row
 from common.randomness import Purpose, generator
@@ -39,6 +39,7 @@ class SeveralModels:
         self._node = node
         self._seed = seed
         self._memory = rows
+        self._layers = fedmr.layers(settings, layout) if isinstance(settings, FedMR) else ()
         self._mean = layout.empty()
         self._start: Row = self._mean  # what all models are while they are equal
         self._rows: npt.NDArray[np.uint8] | None = None
@@ -162,12 +163,15 @@ class SeveralModels:
         if isinstance(settings, FedCross):
             stage = fedcross.stage(settings, r, count)
             if stage.similar:
-                similarity_KK = fedcross.similarity(settings, [products])
+                entries = [products]
+                if settings.similarity == "pairwise":
+                    entries = gram_by_entry(uploads.rows_K, self._layout)
+                similarity_KK = fedcross.similarity(settings, entries)
                 partners = [fedcross.by_similarity(similarity_KK, lowest=settings.strategy == "lowest")]
             else:
                 partners = [fedcross.in_order(r, count, place) for place in range(stage.partners)]
             facts = {"stage": stage.name, "alpha": stage.alpha, "partners": partners}
             return whole(self._layout, fedcross.plan(stage, partners, count)), facts
         if isinstance(settings, FedMR):
-            raise NotImplementedError
+            return fedmr.plan(self._layers, count, seed=self._seed, node=self._node, r=r)
         return whole(self._layout, independent.plan(count)), {}

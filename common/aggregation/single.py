@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from common.aggregation import fedavg, mixing
-from common.aggregation.mixing import whole
-from common.aggregation.statistics import gram
+from common.aggregation import fedadp, fedavg, mixing
+from common.aggregation.fedadp import Angle, Angles
+from common.aggregation.mixing import Mixture, whole
+from common.aggregation.statistics import Gram, gram
 from common.aggregation.uploads import Outcome, Uploads
 from common.layout import ModelLayout, Row
 from common.rules import FedAdp, FedAvg
@@ -22,6 +24,7 @@ class SingleModel:
         self._measures = measures
         self._mean = layout.empty()
         self._current: Row = self._mean
+        self._angles: Angles = {}
 
     @property
     def reads_start(self) -> bool:
@@ -52,30 +55,42 @@ class SingleModel:
 
     def aggregate(self, r: int, uploads: Uploads) -> Outcome:
         """Write the mean of the uploads that are there."""
-        layout, answered, statistics = self._layout, uploads.answered, uploads.statistics
-        assert isinstance(self._settings, FedAvg)
-        mixture = fedavg.plan(statistics, weights=self._settings.weights)
-        weights_K = mixture.dense(len(answered))
-        distances: dict[str, float] = {}
-        if self._measures:
-            trainable = slice(0, layout.parameters)
-            floats = layout.floats(uploads.rows_K)
-            products = gram(
-                [floats[k, trainable] for k in answered],
-                layout.floats(self._current)[trainable],
-                release=uploads.release,
+        settings, answered, statistics = self._settings, uploads.answered, uploads.statistics
+        children = [uploads.children[k] for k in answered]
+        products = self._products(uploads) if self._measures or isinstance(settings, FedAdp) else None
+        facts: dict[str, object] = {}
+        if isinstance(settings, FedAdp):
+            assert products is not None
+            mixture, self._angles, facts = fedadp.plan(
+                self._angles, statistics, products, children=children, a=settings.a
             )
-            found = products.distances(weights_K)
-            distances = {uploads.children[k]: float(d) for k, d in zip(answered, found, strict=True)}
-        rows = mixing.Mixture(tuple(answered[i] for i in mixture.indices), mixture.weights)
-        mixing.apply(whole(layout, [rows]), uploads.rows_K, layout=layout, out=[self._mean], release=uploads.release)
+        else:
+            mixture = fedavg.plan(statistics, weights=settings.weights)
+        weights_K = mixture.dense(len(answered))
+        rows = Mixture(tuple(answered[i] for i in mixture.indices), mixture.weights)
+        plan = whole(self._layout, [rows])
+        mixing.apply(plan, uploads.rows_K, layout=self._layout, out=[self._mean], release=uploads.release)
         self._current = self._mean
-        weights = {uploads.children[k]: float(w) for k, w in zip(answered, weights_K, strict=True)}
-        return Outcome(float(weights_K @ statistics.losses_K), distances, None, {"weights": weights})
+        facts["weights"] = dict(zip(children, weights_K.tolist(), strict=True))
+        distances = {} if products is None else dict(zip(children, products.distances(weights_K).tolist(), strict=True))
+        return Outcome(float(weights_K @ statistics.losses_K), distances, None, facts)
 
     def save(self, folder: Path) -> dict[str, object]:
-        """Return what is kept of each child."""
-        return {}
+        """Return the children's angles."""
+        return {"angles": {child: [angle.count, angle.smoothed] for child, angle in self._angles.items()}}
 
-    def restore(self, folder: Path, facts: Mapping[str, object]) -> None:
-        """Take up what is kept of each child."""
+    def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """Take up the children's angles."""
+        self._angles = {
+            child: Angle(int(count), float(smoothed)) for child, (count, smoothed) in facts["angles"].items()
+        }
+
+    def _products(self, uploads: Uploads) -> Gram:
+        """Return the products of the uploads' steps from what was dispatched, in the order of those that answered."""
+        trainable = slice(0, self._layout.parameters)
+        floats_K = self._layout.floats(uploads.rows_K)
+        return gram(
+            [floats_K[k, trainable] for k in uploads.answered],
+            self._layout.floats(self._current)[trainable],
+            release=uploads.release,
+        )

@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from common.aggregation.blocks import cut, over
+from common.layout import Entry, ModelLayout, Row, Section
 
-Floats = npt.NDArray[np.float32]
+Numbers = npt.NDArray[np.float32] | npt.NDArray[np.int64]
 Doubles = npt.NDArray[np.float64]
 
 CACHED: Final = 131_072  # float64 numbers of a piece: what a core's second cache holds
@@ -109,13 +110,13 @@ class Gram:
 
 
 def gram(
-    rows: Sequence[Floats],
-    reference_D: Floats,
+    rows: Sequence[Numbers],
+    reference_D: Numbers,
     *,
     along: Callable[[slice], Doubles] | None = None,
     release: Callable[[], None] = lambda: None,
 ) -> Gram:
-    """Return the inner products of rows, float32 [D] each, relative to a reference, float32 [D].
+    """Return the inner products of rows, float32 or int64 [D] each, relative to a reference [D].
 
     `along(columns)` gives those columns of another vector to take in place of z for a = E z and q, float64.
     """
@@ -137,6 +138,32 @@ def gram(
     for found in over(list(cut(0, len(reference_D))), block, release=release):
         total += found
     return total
+
+
+def gram_by_entry(rows_K: npt.NDArray[np.uint8], layout: ModelLayout) -> list[Gram]:
+    """Return the products of each entry of the state, in its order, relative to the first of rows [K, row_bytes]."""
+    found = []
+    for entry in layout.in_state_order:
+        tensors = [_tensor(row, entry, layout) for row in rows_K]
+        found.append(gram(tensors, tensors[0]))
+    return found
+
+
+def tensor_distances(rows: Sequence[Row], centre: Row, *, layout: ModelLayout) -> Doubles:
+    """Return, for each row, the sum over all entries of ||x - centre||, counters and statistics included.
+
+    Plato's form of Tempo's distance, before it is multiplied by the share of samples.
+    """
+    total_K = np.zeros(len(rows))
+    for entry in layout.entries:
+        products = gram([_tensor(row, entry, layout) for row in rows], _tensor(centre, entry, layout))
+        total_K += _root(np.diagonal(products.offsets_KK))
+    return total_K
+
+
+def _tensor(row: Row, entry: Entry, layout: ModelLayout) -> Numbers:
+    section: Numbers = layout.integers(row) if entry.section is Section.COUNTER else layout.floats(row)
+    return section[entry.start : entry.stop]
 
 
 def _root(squares: Doubles) -> Doubles:

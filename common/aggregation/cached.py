@@ -1,0 +1,196 @@
+"""A node of one model that is made of cached uploads: FedCDA.
+
+The sum of all selected uploads runs along in float64, so that a round reads the participants' candidates and nobody
+else's. Children that never sent anything are in no mean; one that fails is no participant: its selection stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.aggregation import fedavg, fedcda, mixing
+from common.aggregation.blocks import cut, over
+from common.aggregation.fedcda import Candidates
+from common.aggregation.histories import Kept, Shelf
+from common.aggregation.mixing import Mixture, whole
+from common.aggregation.statistics import Doubles, gram
+from common.aggregation.uploads import Outcome, Uploads
+from common.layout import ModelLayout, Row
+from common.randomness import Purpose, generator
+from common.rules import FedCDA
+
+
+class CachedModels:
+    """One model at one node, and each child's last uploads. `measures`: distances are wanted in the warm-up too."""
+
+    def __init__(
+        self, settings: FedCDA, *, layout: ModelLayout, node: str, seed: int, measures: bool, folder: Path | None
+    ) -> None:
+        self._settings = settings
+        self._layout = layout
+        self._node = node
+        self._seed = seed
+        self._measures = measures
+        self._shelf = Shelf(folder, row_bytes=layout.row_bytes, memory_bytes=settings.memory_mb * 1e6)
+        self._mean = layout.empty()
+        self._current: Row = self._mean
+        self._queues: dict[str, list[Kept]] = {}  # oldest first
+        self._selected: dict[str, Kept] = {}
+        self._sum_F: Doubles = np.zeros(layout.columns)
+
+    @property
+    def reads_start(self) -> bool:
+        """Return that the model from above is only passed on."""
+        return False
+
+    @property
+    def stateful(self) -> bool:
+        """Return whether the histories outlive a global iteration."""
+        return self._settings.history == "keep"
+
+    @property
+    def model(self) -> Row:
+        """Return the mean of the selected uploads; in the warm-up, of the last ones."""
+        return self._mean
+
+    @property
+    def mixed(self) -> None:
+        """Return that nothing is mixed after the mean."""
+
+    def begin(self, model: Row) -> None:
+        """Hand this model to the children next, and forget their uploads unless they are kept."""
+        self._current = model
+        if self._settings.history == "clear":
+            for kept in (kept for queue in self._queues.values() for kept in queue):
+                self._shelf.drop(kept)
+            self._queues, self._selected = {}, {}
+            self._sum_F.fill(0.0)
+
+    def dispatch(self, r: int, children: Sequence[str]) -> dict[str, Row]:
+        """Return the one model for all."""
+        return dict.fromkeys(children, self._current)
+
+    def aggregate(self, r: int, uploads: Uploads) -> Outcome:
+        """Add the uploads to their histories, select one of each participant's, and take the mean of all selected."""
+        participants = [uploads.children[k] for k in uploads.answered]
+        old = [self._selected.pop(child) for child in participants if child in self._selected]
+        if self._selected:
+            self._add(old, -1)
+        else:
+            self._sum_F.fill(0.0)  # nothing is left of it, not even rounding errors
+        for k, child in zip(uploads.answered, participants, strict=True):
+            report = uploads.reports[k]
+            assert report is not None
+            queue = self._queues.setdefault(child, [])
+            while len(queue) >= self._settings.depth:
+                self._shelf.drop(queue.pop(0))
+            queue.append(self._shelf.keep(child, r, uploads.rows_K[k], loss=report.loss))
+        if r < self._settings.warmup_rounds:
+            outcome = self._warm_up(uploads, participants)
+        else:
+            outcome = self._select(r, uploads, participants)
+        for child in participants:
+            for kept in self._queues[child]:
+                kept.close()
+        self._current = self._mean
+        return outcome
+
+    def save(self, folder: Path) -> dict[str, object]:
+        """Write the histories, by links where they are files already, and the sum of the selected uploads."""
+        self._shelf.save(folder, (kept for queue in self._queues.values() for kept in queue))
+        self._sum_F.tofile(folder / "sum")
+        return {
+            "queues": {child: [[kept.r, kept.loss] for kept in queue] for child, queue in self._queues.items()},
+            "selected": {child: kept.r for child, kept in self._selected.items()},
+        }
+
+    def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """Take up the histories."""
+        self._queues = {
+            child: [self._shelf.restore(folder, child, r, loss=loss) for r, loss in queue]
+            for child, queue in facts["queues"].items()
+        }
+        self._selected = {
+            child: next(kept for kept in self._queues[child] if kept.r == r) for child, r in facts["selected"].items()
+        }
+        self._sum_F[:] = np.fromfile(folder / "sum")
+
+    def _warm_up(self, uploads: Uploads, participants: list[str]) -> Outcome:
+        """Take the mean of this round's uploads; select them."""
+        layout, answered, statistics = self._layout, uploads.answered, uploads.statistics
+        newest = {child: self._queues[child][-1] for child in participants}
+        self._selected |= newest
+        self._add(list(newest.values()), 1)
+        mixture = fedavg.plan(statistics, weights=self._settings.weights)
+        weights_K = mixture.dense(len(answered))
+        distances: list[float] = []
+        if self._measures:
+            floats_K, z = layout.floats(uploads.rows_K), layout.floats(self._current)
+            trainable = slice(0, layout.parameters)
+            products = gram([floats_K[k, trainable] for k in answered], z[trainable], release=uploads.release)
+            distances = products.distances(weights_K).tolist()
+        plan = whole(layout, [Mixture(tuple(answered[i] for i in mixture.indices), mixture.weights)])
+        mixing.apply(plan, uploads.rows_K, layout=layout, out=[self._mean], release=uploads.release)
+        facts: dict[str, object] = {"stage": "warm-up", "seen": len(self._selected)}
+        loss = float(weights_K @ statistics.losses_K)
+        return Outcome(loss, dict(zip(participants, distances, strict=False)), None, facts)
+
+    def _select(self, r: int, uploads: Uploads, participants: list[str]) -> Outcome:
+        """Choose one upload of each participant's history; take the mean of all that are selected."""
+        layout, settings, fixed = self._layout, self._settings, len(self._selected)
+        kept = [kept for child in participants for kept in reversed(self._queues[child])]
+        places = iter(range(len(kept)))
+        of = [[next(places) for _ in self._queues[child]] for child in participants]
+        z = layout.floats(self._current)
+
+        def others(columns: slice) -> Doubles:
+            offset: Doubles = self._sum_F[columns] - fixed * z[columns].astype(np.float64)
+            return offset
+
+        def release() -> None:
+            for candidate in kept:
+                candidate.release()
+
+        rows = [layout.floats(candidate.row)[: layout.parameters] for candidate in kept]
+        products = gram(rows, z[: layout.parameters], along=others, release=release)
+        candidates = Candidates(products, np.array([candidate.loss for candidate in kept]), of, fixed)
+        draw = generator(self._seed, Purpose.GROUPING, self._node, r)
+        groups = fedcda.group(len(participants), settings.groups, draw)
+        choice = fedcda.plan(candidates, groups, smoothness=settings.smoothness)
+        chosen = [kept[c] for c in choice.chosen]
+        self._add(chosen, 1)
+        self._selected |= dict(zip(participants, chosen, strict=True))
+        n = len(self._selected)
+        np.divide(self._sum_F, n, out=layout.floats(self._mean), casting="same_kind")
+        first = self._selected[min(self._selected)]  # all weigh alike: counters come from the first
+        layout.integers(self._mean)[:] = layout.integers(first.row)
+        first.close()
+        facts: dict[str, object] = {
+            "stage": "selection",
+            "seen": n,
+            "groups": [[participants[p] for p in members] for members in groups],
+            "selected": {child: candidate.r for child, candidate in zip(participants, chosen, strict=True)},
+        }
+        distances = choice.distances([own[0] for own in of], n)
+        loss = float(np.mean([self._selected[child].loss for child in sorted(self._selected)]))
+        return Outcome(loss, dict(zip(participants, distances, strict=True)), None, facts)
+
+    def _add(self, uploads: Sequence[Kept], sign: int) -> None:
+        rows = [self._layout.floats(kept.row) for kept in uploads]
+
+        def add(columns: slice) -> None:
+            total = self._sum_F[columns]
+            term = np.empty(len(total))
+            for row in rows:
+                np.copyto(term, row[columns])
+                (np.add if sign > 0 else np.subtract)(total, term, out=total)
+
+        def release() -> None:
+            for kept in uploads:
+                kept.release()
+
+        over(list(cut(0, len(self._sum_F))), add, release=release)

@@ -1,0 +1,53 @@
+"""FedMR (Hu et al. 2022): the layers of K models are dealt anew among them, each layer by a permutation of its own.
+
+    w_k[l] = v_pi_l(k)[l]
+
+Every layer of every upload is used exactly once; nothing is averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from itertools import groupby
+
+from common.aggregation.mixing import Mixture, Part
+from common.layout import Entry, ModelLayout
+from common.randomness import Purpose, generator
+from common.rules import FedMR
+
+Layer = tuple[Entry, ...]
+
+
+def layers(settings: FedMR, layout: ModelLayout) -> tuple[Layer, ...]:
+    """Return the state's entries in groups that stay together.
+
+    `module`: a layer's weight, bias, statistics and counter (the paper); `key`: each entry alone (the authors' code);
+    `block`: runs of about block_fraction of the entries; `model`: all, so that nothing is recombined.
+    """
+    entries = layout.in_state_order
+    if settings.granularity == "module":
+        return tuple(tuple(group) for _, group in groupby(entries, key=lambda entry: entry.module))
+    if settings.granularity == "key":
+        return tuple((entry,) for entry in entries)
+    if settings.granularity == "model":
+        return (entries,)
+    runs: list[list[Entry]] = [[]]
+    for i, entry in enumerate(entries):
+        if i + 1e-9 >= len(entries) * settings.block_fraction * len(runs):  # 10 * 0.1 * 3 is a little above 3
+            runs.append([])
+        runs[-1].append(entry)
+    return tuple(map(tuple, runs))
+
+
+def plan(
+    found: Sequence[Layer], count: int, *, seed: int, node: str, r: int
+) -> tuple[tuple[Part, ...], dict[str, object]]:
+    """Return a permutation matrix [K, K] for each layer, and a digest of all permutations."""
+    parts, digest = [], blake2b(digest_size=8)
+    for place, layer in enumerate(found):
+        # A node's name has no slash: each layer's stream is its own.
+        order = generator(seed, Purpose.RECOMBINATION, f"{node}/{place}", r).permutation(count).tolist()
+        digest.update(repr(order).encode())
+        parts.append(Part.of(tuple(map(Mixture.copy, order)), layer))
+    return tuple(parts), {"stage": "recombination", "layers": len(parts), "permutations": digest.hexdigest()}

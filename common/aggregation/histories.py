@@ -1,0 +1,119 @@
+"""The uploads that FedCDA keeps: in memory as long as there is room for them, else each in a file of its own."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from common.layout import Row
+
+
+class Kept:
+    """One upload: the round in which it came, and its loss. Its row is only read."""
+
+    def __init__(self, child: str, r: int, loss: float, *, row: Row | None, path: Path | None) -> None:
+        self.name = f"{child}@{r}"
+        self.r = r
+        self.loss = loss
+        self.path = path
+        self._memory = row
+        self._mapped: mmap.mmap | None = None
+
+    @property
+    def in_memory(self) -> bool:
+        """Return whether the row takes memory that no file could give back."""
+        return self._memory is not None
+
+    @property
+    def row(self) -> Row:
+        """Return the row, uint8 [row_bytes], mapped from its file if it has one alone."""
+        if self._memory is not None:
+            return self._memory
+        if self._mapped is None:
+            assert self.path is not None
+            with self.path.open("rb") as file:
+                self._mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return np.frombuffer(self._mapped, np.uint8)
+
+    def release(self) -> None:
+        """Let go of the pages that were read of a file."""
+        if self._mapped is not None:
+            self._mapped.madvise(mmap.MADV_DONTNEED)
+
+    def close(self) -> None:
+        """Unmap the file, as soon as nobody looks at the row any more."""
+        self._mapped = None
+
+
+class Shelf:
+    """Where uploads are kept: up to `memory_bytes` of them in memory, the others in a folder.
+
+    Without a folder all are kept in memory. What an earlier process left in the folder is removed.
+    """
+
+    def __init__(self, folder: Path | None, *, row_bytes: int, memory_bytes: float) -> None:
+        self._folder = folder
+        self._row_bytes = row_bytes
+        self._memory_bytes = memory_bytes
+        self._held = 0
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+
+    def keep(self, child: str, r: int, row: Row, *, loss: float) -> Kept:
+        """Copy an upload. Raises OSError where it cannot be written."""
+        if (folder := self._folder_beyond_memory()) is None:
+            self._held += self._row_bytes
+            return Kept(child, r, loss, row=row.copy(), path=None)
+        path = folder / f"{child}@{r}"
+        _write(path, row)
+        return Kept(child, r, loss, row=None, path=path)
+
+    def drop(self, kept: Kept) -> None:
+        """Forget an upload."""
+        if kept.in_memory:
+            self._held -= self._row_bytes
+        if kept.path is not None:
+            kept.path.unlink(missing_ok=True)
+
+    def save(self, folder: Path, uploads: Iterable[Kept]) -> None:
+        """Put uploads into another folder: by links, since a file that is written never changes."""
+        for kept in uploads:
+            if kept.path is None and self._folder is not None:
+                _write(self._folder / kept.name, kept.row)
+                kept.path = self._folder / kept.name
+            if kept.path is None:
+                _write(folder / kept.name, kept.row)
+            else:
+                _link(kept.path, folder / kept.name)
+
+    def restore(self, folder: Path, child: str, r: int, *, loss: float) -> Kept:
+        """Take up an upload that was saved. Raises OSError, or ValueError where it is of another size."""
+        path = folder / f"{child}@{r}"
+        if path.stat().st_size != self._row_bytes:
+            raise ValueError(f"{path} is no model of {self._row_bytes} bytes")
+        if (own := self._folder_beyond_memory()) is None:
+            return self.keep(child, r, np.fromfile(path, np.uint8), loss=loss)
+        _link(path, own / path.name)
+        return Kept(child, r, loss, row=None, path=own / path.name)
+
+    def _folder_beyond_memory(self) -> Path | None:
+        return None if self._held + self._row_bytes <= self._memory_bytes else self._folder
+
+
+def _write(path: Path, row: Row) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    row.tofile(partial)
+    os.replace(partial, path)
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(source, target)

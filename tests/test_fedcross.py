@@ -1,0 +1,316 @@
+"""FedCross against its text: who is whose partner, with which weight, and what mixing keeps."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from common.aggregation import fedcross, mixing
+from common.aggregation.fedcross import Stage, by_similarity, in_order, pairwise, plan, stage
+from common.aggregation.mixing import Mixtures, whole
+from common.aggregation.statistics import Gram, gram, gram_by_entry
+from common.layout import ModelLayout, Section
+from common.rules import FedCross
+
+Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
+
+COUNTS = st.integers(2, 12)
+ROUNDS = st.integers(0, 10_000)
+ALPHAS = st.floats(0.5, 1.0)
+
+
+def models(count: int, columns: int = 20, seed: int = 0) -> Floats:
+    return np.random.default_rng(seed).normal(size=(count, columns)).astype(np.float32)
+
+
+def dense(mixtures: Mixtures) -> Doubles:
+    return np.array([mixture.dense(len(mixtures)) for mixture in mixtures])
+
+
+def mixed(mixtures: Mixtures, models_KF: Floats) -> Floats:
+    layout = ModelLayout.build([("w", (models_KF.shape[1],), Section.PARAMETER)])
+    out = np.empty_like(models_KF)
+    mixing.apply(whole(layout, mixtures), models_KF.view(np.uint8), layout=layout, out=list(out.view(np.uint8)))
+    return out
+
+
+def plain(r: int, count: int, alpha: float) -> Mixtures:
+    return plan(Stage("plain", alpha, 1, similar=False), [in_order(r, count)], count)
+
+
+def propelled(r: int, count: int, **settings: Any) -> Mixtures:
+    found = stage(FedCross(propeller_rounds=r + 1, **settings), r, count)
+    assert not found.similar
+    return plan(found, [in_order(r, count, place) for place in range(found.partners)], count)
+
+
+# Partners
+
+
+@given(count=COUNTS, r=ROUNDS)
+def test_in_order_is_the_papers_formula(count: int, r: int) -> None:
+    partners = in_order(r, count)
+    assert partners == [(j + (r % (count - 1)) + 1) % count for j in range(count)]
+    assert sorted(partners) == list(range(count)) and all(j != k for j, k in enumerate(partners))
+
+
+@given(count=COUNTS, r=ROUNDS)
+def test_in_order_meets_everybody_once_in_k_minus_1_rounds(count: int, r: int) -> None:
+    met = [(j, k) for t in range(r, r + count - 1) for j, k in enumerate(in_order(t, count))]
+    assert sorted(met) == sorted(itertools.permutations(range(count), 2))
+
+
+def scan(similarity: list[list[float]], lowest: bool) -> list[int]:
+    """Return what the authors' loop finds."""
+    found = []
+    for j in range(len(similarity)):
+        best = (j + 1) % len(similarity)
+        for k in range(len(similarity)):
+            if k == j:
+                continue
+            better = similarity[j][k] < similarity[j][best] if lowest else similarity[j][k] > similarity[j][best]
+            if better:
+                best = k
+        found.append(best)
+    return found
+
+
+@given(
+    values=st.integers(2, 7).flatmap(lambda k: hnp.arrays(np.float64, (k, k), elements=st.integers(-2, 2).map(float))),
+    lowest=st.booleans(),
+)
+def test_similarity_is_scanned_from_the_next_one(values: Doubles, lowest: bool) -> None:
+    assert by_similarity(values, lowest=lowest) == scan(values.tolist(), lowest)
+
+
+def test_nobody_is_its_own_partner() -> None:
+    """Also where all others point the other way: the authors' loop would start from the model itself."""
+    similarity_KK = np.full((3, 3), -0.5) + 1.5 * np.eye(3)
+    assert by_similarity(similarity_KK, lowest=False) == by_similarity(similarity_KK, lowest=True) == [1, 2, 0]
+
+
+@given(count=st.integers(2, 8), seed=st.integers(0, 1000), lowest=st.booleans(), data=st.data())
+def test_relabelled_rows_have_relabelled_partners(count: int, seed: int, lowest: bool, data: st.DataObject) -> None:
+    models_KF = models(count, seed=seed)
+    order = data.draw(st.permutations(range(count)))
+    for method in (Gram.cosines_KK, Gram.ratios_KK):
+        partners = by_similarity(method(gram(list(models_KF), models_KF[0])), lowest=lowest)
+        shuffled = models_KF[order]
+        relabelled = by_similarity(method(gram(list(shuffled), shuffled[0])), lowest=lowest)
+        assert [order[k] for k in relabelled] == [partners[j] for j in order]
+
+
+@given(count=st.integers(2, 8), seed=st.integers(0, 1000), lowest=st.booleans())
+def test_the_two_similarities_agree_where_norms_are_equal(count: int, seed: int, lowest: bool) -> None:
+    signs = np.random.default_rng(seed).choice(np.array([-1.0, 1.0], np.float32), (count, 257))
+    products = gram(list(signs), signs[0])
+    cosines_KK = products.cosines_KK()
+    others = [np.delete(row, j) for j, row in enumerate(cosines_KK)]
+    assume(all(len(set(row.round(6))) == len(row) for row in others))  # ties are broken by rounding errors
+    assert by_similarity(cosines_KK, lowest=lowest) == by_similarity(products.ratios_KK(), lowest=lowest)
+
+
+def test_the_two_similarities_differ_where_norms_do() -> None:
+    models_KF = np.array([[1, 0], [1, 1], [20, 18]], np.float32)
+    products = gram(list(models_KF), models_KF[0])
+    assert by_similarity(products.cosines_KK(), lowest=True)[0] == 1
+    assert by_similarity(products.ratios_KK(), lowest=True)[0] == 1
+    assert products.ratios_KK()[0, 1] == pytest.approx(1 / (1 + math.sqrt(2)))
+    assert by_similarity(products.cosines_KK(), lowest=False)[1] == 2
+    models_KF = np.array([[1, 0], [1, 0.1], [20, 18]], np.float32)
+    products = gram(list(models_KF), models_KF[0])
+    assert by_similarity(products.cosines_KK(), lowest=True)[0] == 2
+    assert by_similarity(products.ratios_KK(), lowest=True)[0] == 1
+
+
+# The similarity of the authors' code
+
+ENTRIES = [
+    ("conv.weight", (3, 2), Section.PARAMETER),
+    ("bn.weight", (3,), Section.PARAMETER),
+    ("bn.running_mean", (3,), Section.BUFFER),
+    ("bn.num_batches_tracked", (), Section.COUNTER),
+    ("fc.weight", (2, 3), Section.PARAMETER),
+    ("fc.bias", (2,), Section.PARAMETER),
+]
+
+
+def cosine(one: list[float], other: list[float]) -> float:
+    norms = math.sqrt(sum(x * x for x in one)) * math.sqrt(sum(x * x for x in other))
+    return sum(x * y for x, y in zip(one, other, strict=True)) / norms if norms else 0.0
+
+
+def pairwise_twin(one: list[list[float]], other: list[list[float]], normalise: bool) -> float:
+    """Go through the tensors with a buffer of two, as the authors' loop does, and count the last buffer once more."""
+    total, held_one, held_other = 0.0, [], []
+    pairs = 0
+    for i, (x, y) in enumerate(zip(one, other, strict=True)):
+        if i % 2 == 0:
+            held_one, held_other = list(x), list(y)
+        else:
+            held_one, held_other = held_one + list(x), held_other + list(y)
+            total += cosine(held_one, held_other)
+            pairs += 1
+    total += cosine(held_one, held_other)
+    count = len(one)
+    return total / (math.ceil(count / 2) if count % 2 else count / 2 + 1) if normalise else total
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("entries", range(1, len(ENTRIES) + 1))
+def test_pairwise_is_the_authors_loop(entries: int, normalise: bool) -> None:
+    layout = ModelLayout.build(ENTRIES[:entries])
+    rows_K = np.zeros((4, layout.row_bytes), np.uint8)
+    layout.floats(rows_K)[:] = models(4, layout.columns, seed=entries)
+    for k, row in enumerate(rows_K):
+        layout.integers(row)[:] = 100 + k
+    states = [[layout.views(row)[name].ravel().tolist() for name, _, _ in ENTRIES[:entries]] for row in rows_K]
+    expected = [[pairwise_twin(one, other, normalise) for other in states] for one in states]
+    found = pairwise(gram_by_entry(rows_K, layout), normalise=normalise)
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_settings_name_the_similarity() -> None:
+    models_KF = models(4)
+    products = [gram(list(models_KF), models_KF[0])]
+    for name, expected in (("cosine", products[0].cosines_KK()), ("sum_norm", products[0].ratios_KK())):
+        found = fedcross.similarity(FedCross.model_validate({"similarity": name}), products)
+        assert np.array_equal(found, expected)
+    found = fedcross.similarity(FedCross(similarity="pairwise", normalise=True), products)
+    assert np.array_equal(found, products[0].cosines_KK())  # one entry: counted once, divided by one
+
+
+# Stages
+
+
+def test_the_papers_three_presets() -> None:
+    def kinds(**settings: int) -> dict[str, range]:
+        names = [stage(FedCross(**settings), r, 10).name for r in range(250)]
+        return {name: range(names.index(name), names.index(name) + names.count(name)) for name in names}
+
+    assert kinds(propeller_rounds=100) == {"propellers": range(100), "plain": range(100, 250)}
+    assert kinds(dynamic_alpha_rounds=100) == {"dynamic alpha": range(100), "plain": range(100, 250)}
+    both = kinds(propeller_rounds=50, dynamic_alpha_rounds=50)
+    assert both == {"propellers": range(50), "dynamic alpha": range(50, 100), "plain": range(100, 250)}
+
+
+@given(alpha=ALPHAS, start=st.integers(0, 50), length=st.integers(1, 50))
+def test_dynamic_alpha_is_a_line_from_a_half(alpha: float, start: int, length: int) -> None:
+    settings = FedCross(alpha=alpha, propeller_rounds=start, dynamic_alpha_rounds=length)
+    found = [stage(settings, r, 5).alpha for r in range(start, start + length + 3)]
+    expected = [0.5 + (alpha - 0.5) * i / (length - 1) if length > 1 else alpha for i in range(length)]
+    assert found[:length] == pytest.approx(expected, abs=1e-15) and found[length - 1 :] == [alpha] * 4
+    assert length == 1 or found[0] == 0.5
+
+
+@pytest.mark.parametrize(("strategy", "similar"), [("in_order", False), ("lowest", True), ("highest", True)])
+def test_the_strategy_holds_outside_of_the_propellers(strategy: str, similar: bool) -> None:
+    settings = FedCross.model_validate({"strategy": strategy, "propeller_rounds": 1, "dynamic_alpha_rounds": 2})
+    assert [stage(settings, r, 5).similar for r in range(5)] == [False, *[similar] * 4]
+
+
+def test_two_propellers_of_four() -> None:
+    third = 1 / 3
+    expected = [[third, third, third, 0], [0, third, third, third], [third, 0, third, third], [third, third, 0, third]]
+    np.testing.assert_allclose(dense(propelled(0, 4)), expected, rtol=1e-15)
+    np.testing.assert_allclose(dense(propelled(0, 4, propeller_alpha=0.9))[1], [0, 0.9, 0.05, 0.05], rtol=1e-13)
+
+
+@given(count=COUNTS, r=st.integers(0, 200), propellers=st.integers(1, 15))
+def test_propellers_are_distinct_in_order_partners(count: int, r: int, propellers: int) -> None:
+    used = min(propellers, count - 1)
+    for j, weights_K in enumerate(dense(propelled(r, count, propellers=propellers))):
+        offsets = [((r + p) % (count - 1)) + 1 for p in range(used)]
+        expected = np.zeros(count)
+        expected[[j, *((j + offset) % count for offset in offsets)]] = 1 / (used + 1)
+        np.testing.assert_allclose(weights_K, expected, rtol=1e-14)
+
+
+# What mixing keeps
+
+
+@given(count=COUNTS, r=ROUNDS, alpha=ALPHAS)
+def test_weights_are_row_stochastic(count: int, r: int, alpha: float) -> None:
+    for mixtures in (plain(r, count, alpha), propelled(r % 100, count, propeller_alpha=alpha)):
+        weights_KK = dense(mixtures)
+        assert (weights_KK >= 0).all()
+        np.testing.assert_allclose(weights_KK.sum(axis=1), 1, rtol=1e-14)
+        np.testing.assert_allclose(weights_KK.sum(axis=0), 1, rtol=1e-14)  # so the uniform mean is kept
+
+
+@given(count=COUNTS, r=ROUNDS, alpha=ALPHAS, seed=st.integers(0, 100))
+def test_in_order_keeps_the_mean_and_lemma_3_4(count: int, r: int, alpha: float, seed: int) -> None:
+    models_KF = models(count, seed=seed)
+    point_F = np.random.default_rng(seed).normal(size=20)
+    mixed_KF = mixed(plain(r, count, alpha), models_KF).astype(np.float64)
+    uploaded_KF = models_KF.astype(np.float64)
+    np.testing.assert_allclose(mixed_KF.mean(axis=0), uploaded_KF.mean(axis=0), rtol=0, atol=1e-6)
+    partners_KF = uploaded_KF[in_order(r, count)]
+    expected = ((uploaded_KF - point_F) ** 2).sum() - alpha * (1 - alpha) * ((uploaded_KF - partners_KF) ** 2).sum()
+    assert ((mixed_KF - point_F) ** 2).sum() == pytest.approx(expected, rel=1e-5)
+
+
+@given(count=COUNTS, alpha=ALPHAS, seed=st.integers(0, 100), lowest=st.booleans())
+def test_every_row_stays_between_its_upload_and_its_partners(count: int, alpha: float, seed: int, lowest: bool) -> None:
+    models_KF = models(count, seed=seed)
+    partners = by_similarity(gram(list(models_KF), models_KF[0]).cosines_KK(), lowest=lowest)
+    mixed_KF = mixed(plan(Stage("plain", alpha, 1, similar=True), [partners], count), models_KF)
+    for row_F, own_F, other_F in zip(mixed_KF, models_KF, models_KF[partners], strict=True):
+        np.testing.assert_allclose(row_F, alpha * own_F + (1 - alpha) * other_F, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("count", [2, 3, 10])
+def test_alpha_1_changes_no_bit(count: int) -> None:
+    models_KF = models(count)
+    assert mixed(plain(3, count, 1.0), models_KF).tobytes() == models_KF.tobytes()
+
+
+def test_two_models_at_a_half_become_their_mean() -> None:
+    models_KF = models(2)
+    mixed_KF = mixed(plain(5, 2, 0.5), models_KF)
+    assert mixed_KF[0].tobytes() == mixed_KF[1].tobytes()
+    np.testing.assert_allclose(mixed_KF[0], models_KF.mean(axis=0), rtol=0, atol=1e-7)
+
+
+@given(count=COUNTS, alpha=ALPHAS, r=st.integers(0, 30))
+def test_equal_models_stay(count: int, alpha: float, r: int) -> None:
+    models_KF = np.repeat(models(1), count, axis=0)
+    np.testing.assert_allclose(mixed(plain(r, count, alpha), models_KF), models_KF, rtol=3e-7)
+    np.testing.assert_allclose(mixed(propelled(r, count), models_KF), models_KF, rtol=3e-7)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7])
+def test_k_minus_1_equal_propellers_are_the_uniform_mean(count: int) -> None:
+    models_KF = models(count)
+    expected = np.repeat(models_KF.astype(np.float64).mean(axis=0)[None], count, axis=0)
+    np.testing.assert_allclose(mixed(propelled(4, count, propellers=count + 3), models_KF), expected, rtol=0, atol=1e-6)
+
+
+def test_lowest_and_highest_need_not_keep_the_mean() -> None:
+    models_KF = np.array([[1, 0], [0.9, 0.1], [0, 1]], np.float32)
+    partners = by_similarity(gram(list(models_KF), models_KF[0]).cosines_KK(), lowest=True)
+    assert partners == [2, 2, 0]
+    after = mixed(plan(Stage("plain", 0.9, 1, similar=True), [partners], 3), models_KF).mean(axis=0)
+    assert np.abs(after - models_KF.mean(axis=0)).max() > 0.01
+
+
+def test_values_near_one_are_told_apart() -> None:
+    """All models lie within 1e-4 of each other: in float32 every cosine would be 1."""
+    base = np.random.default_rng(1).normal(size=50_000)
+    offsets = np.random.default_rng(2).normal(size=(4, 50_000)) * np.array([1e-4, 2e-4, 3e-4, 4e-4])[:, None]
+    models_KF = (base + offsets).astype(np.float32)
+    exact_KF = models_KF.astype(np.longdouble)
+    norms = np.sqrt((exact_KF**2).sum(axis=1))
+    expected = (exact_KF @ exact_KF.T) / np.outer(norms, norms)
+    found = gram(list(models_KF), models_KF[0]).cosines_KK()
+    np.testing.assert_allclose(1 - found, (1 - expected).astype(np.float64), rtol=0, atol=1e-14)
+    assert by_similarity(found, lowest=True) == scan(expected.tolist(), lowest=True)
