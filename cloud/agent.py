@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 from cloud import checkpoint
 from cloud.evaluator import Evaluator
 from cloud.iterations import LABELS, GlobalIterations, Observe
 from cloud.results import RunFolder
+from common.aggregation import aggregator
 from common.errors import FedstrataError, InvalidExperiment
 from common.metrics import Metrics
 from common.net.link import BrokerAddress
@@ -71,7 +73,7 @@ class CloudAgent:
         try:
             model = await live(
                 (down.endpoint,),
-                self._play(down, evaluator),
+                self._play(down, evaluator, spool),
                 connect_timeout_s=self._connect_timeout_s,
                 goodbye=lambda: down.farewells(timeout_s=FAREWELL_S),
             )
@@ -84,17 +86,33 @@ class CloudAgent:
             evaluator.close()
             self._folder.write_links(down.ledger)
 
-    async def _play(self, down: ParentFace, evaluator: Evaluator) -> Path:
+    async def _play(self, down: ParentFace, evaluator: Evaluator, spool: Spool) -> Path:
         folder, experiment = self._folder, self._folder.experiment
         layout, row = await evaluator.start()
         down.set_layout(layout)
         folder.note(model_bytes=layout.row_bytes)  # of a model as fp32: beside links.csv it shows what codecs save
+        rule = aggregator.build(
+            experiment.cloud.aggregation,
+            layout=layout,
+            node=CLOUD,
+            tier="cloud",
+            seed=experiment.seed,
+            rows=partial(spool.memory, row_bytes=layout.row_bytes, resident_mb=experiment.transfer.resident_mb),
+            folder=folder.path / "cache",
+        )
         iterations = GlobalIterations(
-            folder, layout=layout, row=row, down=down, evaluator=evaluator, metrics=self._metrics, observe=self._observe
+            folder,
+            layout=layout,
+            row=row,
+            rule=rule,
+            down=down,
+            evaluator=evaluator,
+            metrics=self._metrics,
+            observe=self._observe,
         )
         if self._resume:
             newest = checkpoint.latest(folder.checkpoints)
-            state = checkpoint.load(newest, layout=layout, row=row) if newest else iterations.state
+            state = checkpoint.load(newest, layout=layout, row=row, rule=rule) if newest else iterations.state
             if state.digest != experiment.digest:
                 raise InvalidExperiment("--resume", str(folder.path), "its experiment was changed", "Restore the file.")
             iterations.resume(state)

@@ -1,4 +1,6 @@
-"""A run's state after an iteration, as one safetensors file: the model by name, all else as JSON metadata."""
+"""A run's state after an iteration: the model by name in a safetensors file, with what else a run needs as its JSON
+metadata; and in a folder of the same name what the cloud's rule needs beside the model.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,10 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from common.aggregation.aggregator import Aggregator
 from common.errors import InvalidExperiment, RefusedModel
 from common.layout import ModelLayout, Row
+from common.node import states
 
 KEPT: Final = 2
 
@@ -29,13 +33,14 @@ class RunState:
     epochs: dict[str, int]
 
 
-def save(folder: Path, state: RunState, *, layout: ModelLayout, row: Row) -> Path:
-    """Write a checkpoint atomically and drop all but the last two."""
-    folder.mkdir(parents=True, exist_ok=True)
+def save(folder: Path, state: RunState, *, layout: ModelLayout, row: Row, rule: Aggregator) -> Path:
+    """Write a checkpoint, which is there once its last file is, and drop all but the last two."""
     path = folder / f"iteration-{state.iteration:06d}.safetensors"
+    states.write(folder, path.stem, rule.save)
     save_model(path, layout=layout, row=row, facts=asdict(state))
     for old in sorted(folder.glob("iteration-*.safetensors"))[:-KEPT]:
         old.unlink(missing_ok=True)
+    states.prune(folder, keep=KEPT)
     return path
 
 
@@ -51,13 +56,14 @@ def latest(folder: Path) -> Path | None:
     return max(folder.glob("iteration-*.safetensors"), default=None)
 
 
-def load(path: Path, *, layout: ModelLayout, row: Row) -> RunState:
-    """Read a checkpoint into a row, uint8 [row_bytes]. Raises InvalidExperiment."""
+def load(path: Path, *, layout: ModelLayout, row: Row, rule: Aggregator) -> RunState:
+    """Read a checkpoint into a row, uint8 [row_bytes], from which the rule began. Raises InvalidExperiment."""
     try:
         with safe_open(path, framework="numpy") as file:
             state = RunState(**json.loads(file.metadata()["fedstrata"]))
             tensors: dict[str, np.ndarray[Any, Any]] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
         layout.flatten(tensors, row)
+        states.read(path.parent, path.stem, rule.restore)
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, RefusedModel) as error:
         raise InvalidExperiment("--resume", str(path), f"no checkpoint of this run: {error}", "Use another.") from None
     return state

@@ -3,39 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Final
-
-import numpy as np
+from typing import Any, Final
 
 from cloud import checkpoint, tempo
 from cloud.checkpoint import RunState
 from cloud.evaluator import Accuracy, Evaluator
 from cloud.results import RunFolder
-from common.aggregation import fedavg, mixing
-from common.aggregation.statistics import Statistics, gram
+from common.aggregation.aggregator import Aggregator, Outcome
 from common.layout import ModelLayout, Row
 from common.metrics import Metrics
 from common.node.offload import offload
 from common.node.parent import ParentFace
-from common.node.round import Round
-from common.rules import FedAvg
-from common.spec import Experiment
+from common.node.round import Round, plans_of
+from common.spec import CLOUD, Experiment
 from common.wire.messages import Traffic
 
 LABELS: Final = ("cloud", "", "")
+SPREAD_MOST: Final = 0.37  # seen on digits: up to 0.15 was healthy
 
 Observe = Callable[[str, dict[str, object]], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Mixed:
-    """What an aggregation found: distances of the institutions' models to the new mean, and the mean loss."""
-
-    omegas: dict[str, float]
-    loss: float
 
 
 class GlobalIterations:
@@ -47,6 +35,7 @@ class GlobalIterations:
         *,
         layout: ModelLayout,
         row: Row,
+        rule: Aggregator,
         down: ParentFace,
         evaluator: Evaluator,
         metrics: Metrics,
@@ -56,20 +45,22 @@ class GlobalIterations:
         self._experiment: Experiment = folder.experiment
         self._layout = layout
         self._row = row
+        self._rule = rule
+        rule.begin(row)
         self._down = down
         self._evaluator = evaluator
         self._metrics = metrics
         self._observe = observe
         start_epochs = dict.fromkeys(down.peers, self._experiment.training.epochs)
         self._state = RunState(folder.run, self._experiment.digest, 0, 0.0, start_epochs)
-        self._evaluating: asyncio.Task[Accuracy] | None = None
+        self._evaluating: asyncio.Task[list[Accuracy]] | None = None
         self._reached = False
         self._mark = 0.0
         self._wan, self._lan = Traffic(), Traffic()
         self.last: Accuracy | None = None
 
     def resume(self, state: RunState) -> None:
-        """Go on after the iterations of a checkpoint, whose model is already in the row."""
+        """Go on after the iterations of a checkpoint, whose model is in the row and whose rule has its state."""
         self._state = state
         written = self._folder.forget_after(state.iteration)
         self._folder.restore(self._down.ledger)
@@ -77,7 +68,7 @@ class GlobalIterations:
         target = self._experiment.target_accuracy
         self._reached = target is not None and any(float(row["accuracy"] or 0) >= target for row in written)
         if written and not written[-1]["accuracy"] and self._evaluates(state.iteration):
-            self._evaluate()  # the run ended before that was known
+            self._evaluate(self._rule.mixed)  # the run ended before that was known
 
     @property
     def row(self) -> Row:
@@ -102,14 +93,15 @@ class GlobalIterations:
         played = await self._down.round(
             iteration=state.iteration,
             round_=0,
-            models=dict.fromkeys(self._down.peers, self._row),
+            models=self._rule.dispatch(state.iteration, self._down.peers),
             epochs=state.epochs,
             closing=settings.closing,
         )
-        mixed = await offload(partial(self._aggregate, played))
+        outcome = await offload(partial(self._rule.aggregate, state.iteration, played.uploads))
+        self._row = self._rule.model
         epochs = dict(state.epochs)
         if settings.epoch_control.name == "tempo":
-            epochs |= tempo.next_epochs(mixed.omegas, self._experiment.training.epochs)
+            epochs |= tempo.next_epochs(dict(outcome.distances), self._experiment.training.epochs)
         closed = played.timeline.closed or started
         aggregated = self._down.endpoint.now()
         await self._finish_evaluation()
@@ -120,64 +112,78 @@ class GlobalIterations:
         elapsed_s = state.elapsed_s + ended - self._mark
         self._mark = ended
         self._state = RunState(state.run, state.digest, state.iteration + 1, elapsed_s, epochs)
-        self._record(played, mixed, phases=phases, epochs=state.epochs)
+        self._record(played, outcome, phases=phases, epochs=state.epochs)
         if self._evaluates(self._state.iteration):
-            self._evaluate()
+            self._evaluate(await offload(lambda: self._rule.mixed))
         last = self._state.iteration == self._experiment.iterations
         if last or self._state.iteration % settings.checkpoint_every == 0:
             folder = self._folder.checkpoints
-            await offload(partial(checkpoint.save, folder, self._state, layout=self._layout, row=self._row))
+            save = partial(checkpoint.save, folder, self._state, layout=self._layout, row=self._row, rule=self._rule)
+            await offload(save)
 
-    def _aggregate(self, played: Round) -> _Mixed:
-        layout = self._layout
-        statistics = Statistics.of(played.results)
-        settings = self._experiment.cloud.aggregation
-        assert isinstance(settings, FedAvg)
-        mixture = fedavg.plan(statistics, weights=settings.weights)
-        weights_K = np.zeros(len(played.children))
-        weights_K[list(mixture.indices)] = mixture.weights
-        trainable = slice(0, layout.parameters)
-        products = gram(list(layout.floats(played.uploads)[:, trainable]), layout.floats(self._row)[trainable])
-        plan = mixing.whole(layout, [mixture])
-        mixing.apply(plan, played.uploads, layout=layout, out=[self._row], release=played.release)
-        omegas = dict(zip(played.children, products.distances(weights_K).tolist(), strict=True))
-        return _Mixed(omegas, float(weights_K @ statistics.losses_K))
-
-    def _record(self, played: Round, mixed: _Mixed, *, phases: Mapping[str, float], epochs: Mapping[str, int]) -> None:
+    def _record(
+        self, played: Round, outcome: Outcome, *, phases: Mapping[str, float], epochs: Mapping[str, int]
+    ) -> None:
         wan, lan = self._totals()
         wan_new, lan_new = wan - self._wan, lan - self._lan
         self._wan, self._lan = wan, lan
-        for name, result in zip(played.children, played.results, strict=True):
+        names = self._down.peers
+        results = {name: played.results[name] for name in names if name in played.results}
+        for name, result in results.items():
             self._folder.add_devices(self._state.iteration, name, result.children)
-        steps = sum(result.steps for result in played.results)
+        steps = sum(result.steps for result in results.values())
+        spreads = self._tell_plans(
+            {CLOUD: [outcome.plan]} | {name: plans_of(result) for name, result in results.items()}
+        )
         row: dict[str, object] = {
             "round": self._state.iteration,
             "elapsed_s": round(self._state.elapsed_s, 6),
             "accuracy": "",
             "loss": "",
-            "train_loss": _short(mixed.loss),
+            "mixed_accuracy": "",
+            "mixed_loss": "",
+            "train_loss": _short(outcome.loss),
             **{f"{phase}_s": round(seconds, 6) for phase, seconds in phases.items()},
             "sgd_steps": steps,
+            "path_steps": max(result.path_steps for result in results.values()),
             "wan_up_bytes": wan_new.received,
             "wan_down_bytes": wan_new.sent,
             "lan_up_bytes": lan_new.received,
             "lan_down_bytes": lan_new.sent,
             "missing": " ".join(played.missing),
             "refused": " ".join(played.refused),
-            **{f"epochs_{name}": epochs[name] for name in self._down.peers},
-            **{f"omega_{name}": _short(mixed.omegas.get(name)) for name in self._down.peers},
+            **{f"epochs_{name}": epochs[name] for name in names},
+            **{f"omega_{name}": _short(outcome.distances.get(name)) for name in names},
+            **{f"spread_{name}": _short(spreads.get(name)) for name in (CLOUD, *names)},
         }
         self._folder.add_round(row)
         self._folder.write_links(self._down.ledger)
         self._observe("iteration", dict(row))
         metrics = self._metrics
         metrics.round.labels(*LABELS).inc()
-        metrics.train_loss.labels(*LABELS).set(mixed.loss)
+        metrics.train_loss.labels(*LABELS).set(outcome.loss)
         metrics.steps.labels(*LABELS).inc(steps)
         for phase, seconds in phases.items():
             metrics.phase_seconds.labels(*LABELS, phase).inc(seconds)
-        for name in self._down.peers:
+        for name in names:
             metrics.epochs.labels("cloud", name, "").set(epochs[name])
+
+    def _tell_plans(self, plans: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, float]:
+        """Tell what each node's rule decided in each of its rounds; return the last spreads of those of K models."""
+        round_ = self._state.iteration
+        spreads = {}
+        for name, found in plans.items():
+            for i, plan in enumerate(found):
+                self._folder.event("plan", {"round": round_, "node": name, "local_round": i, **plan})
+                if "spread" in plan:
+                    spreads[name] = float(plan["spread"])
+        for name, spread in spreads.items():
+            if spread > SPREAD_MOST:
+                reason = (
+                    f"{name}'s models differ by {spread:.2f} of their size: beyond {SPREAD_MOST} they have collapsed"
+                )
+                self._observe("warning", {"round": round_, "node": name, "reason": reason})
+        return spreads
 
     def _totals(self) -> tuple[Traffic, Traffic]:
         """Return the bytes of all WAN links and of all LAN links in the run."""
@@ -186,25 +192,31 @@ class GlobalIterations:
     def _evaluates(self, iteration: int) -> bool:
         return iteration == self._experiment.iterations or iteration % self._experiment.cloud.evaluate_every == 0
 
-    def _evaluate(self) -> None:
-        evaluation = self._evaluator.evaluate(self._state.iteration, self._row.copy())
-        self._evaluating = asyncio.create_task(evaluation, name="evaluate")
+    def _evaluate(self, mixed: Row | None) -> None:
+        """Begin to evaluate the model, and the mean after mixing where that is another."""
+        iteration = self._state.iteration
+        rows = [self._row.copy()] if mixed is None else [self._row.copy(), mixed]
+
+        async def evaluate() -> list[Accuracy]:
+            return [await self._evaluator.evaluate(iteration, row) for row in rows]
+
+        self._evaluating = asyncio.create_task(evaluate(), name="evaluate")
 
     async def _finish_evaluation(self) -> None:
         """Wait for the evaluation under way, and add it to its row."""
-        if self._evaluating is not None:
-            self.last = await self._evaluating
-            self._evaluating = None
-            target = self._experiment.target_accuracy
-            self._reached = target is not None and self.last.accuracy >= target
-            self._metrics.accuracy.labels(*LABELS).set(self.last.accuracy)
-            self._metrics.test_loss.labels(*LABELS).set(self.last.loss)
-            found = {"accuracy": _short(self.last.accuracy), "loss": _short(self.last.loss)}
-            self._folder.complete_round(self.last.iteration, found)
-            self._observe(
-                "evaluated",
-                {"round": self.last.iteration, "accuracy": self.last.accuracy, "loss": self.last.loss},
-            )
+        if self._evaluating is None:
+            return
+        self.last, *mixed = await self._evaluating
+        self._evaluating = None
+        target = self._experiment.target_accuracy
+        self._reached = target is not None and self.last.accuracy >= target
+        self._metrics.accuracy.labels(*LABELS).set(self.last.accuracy)
+        self._metrics.test_loss.labels(*LABELS).set(self.last.loss)
+        facts = {"accuracy": self.last.accuracy, "loss": self.last.loss}
+        for other in mixed:
+            facts |= {"mixed_accuracy": other.accuracy, "mixed_loss": other.loss}
+        self._folder.complete_round(self.last.iteration, {name: _short(value) for name, value in facts.items()})
+        self._observe("evaluated", {"round": self.last.iteration, **facts})
 
 
 def _short(value: float | None) -> str:

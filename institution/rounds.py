@@ -1,18 +1,17 @@
 """An institution's local rounds: tau_i rounds with its devices for each wish of the cloud.
 
-Each round starts from the mean of the last one (Tempo, eqs. 4 and 5); the last mean goes up.
+The institution's own rule decides which model each device gets and what becomes of what they send back; the mean of
+the last round goes up. The first round starts from the cloud's model (Tempo, eqs. 4, 5 and 7 where the rule is FedAvg).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
-
-from common.aggregation import fedavg, mixing
-from common.aggregation.statistics import Statistics
-from common.layout import ModelLayout, Row
+from common.aggregation.aggregator import Outcome
+from common.layout import Row
 from common.metrics import Metrics
 from common.node.arriving import Arriving
 from common.node.child import Answer, Report
@@ -20,9 +19,9 @@ from common.node.offload import offload
 from common.node.parent import ParentFace
 from common.node.round import Round
 from common.randomness import Purpose, generator
-from common.rules import FedAvg
 from common.spec import Experiment, participants
 from common.wire.messages import ChildReport, Measured, Phase, Task
+from institution.memory import Memory
 
 
 class LocalRounds:
@@ -33,51 +32,60 @@ class LocalRounds:
         name: str,
         experiment: Experiment,
         *,
-        layout: ModelLayout,
+        memory: Memory,
         down: ParentFace,
         metrics: Metrics,
         labels: tuple[str, str, str],
     ) -> None:
         self._name = name
         self._experiment = experiment
-        self._layout = layout
+        self._memory = memory
         self._down = down
         self._metrics = metrics
         self._labels = labels
-        self._mean = layout.empty()
         self._did: dict[str, ChildReport] = {}
 
     async def work(self, task: Task, model: Arriving, report: Report) -> Answer:
         """Play the rounds of one global iteration from the cloud's model; return the last mean.
 
-        The first round begins at once: the devices get the model's chunks as they come from the cloud.
+        Where the rule only passes the model on, the first round begins at once: the devices get its chunks as they
+        come from the cloud. Raises RunFailed where an earlier iteration's state is needed and gone.
         """
         settings, down = self._experiment.institution, self._down
         self._did = {}
         train_s = wait_s = 0.0
-        loss = 0.0
+        path_steps = 0
+        plans: list[dict[str, object]] = []
         down.moved_hook = lambda: report(Phase.TRAINING, down.moves, 0)
         try:
-            start: Row | Arriving = model
+            rule = await offload(partial(self._memory.before, task.key.iteration))
+            if rule.reads_start:
+                await model.whole()
+            await offload(partial(rule.begin, model.row))
             for i in range(settings.rounds):
-                drawn = self._draw(task.key.iteration * settings.rounds + i)
+                r = task.key.iteration * settings.rounds + i
                 played = await down.round(
                     iteration=task.key.iteration,
                     round_=i,
-                    models=dict.fromkeys(drawn, start),
-                    epochs=dict.fromkeys(drawn, task.epochs),
+                    models=self._models(rule.dispatch(r, self._draw(r)), model),
+                    epochs=dict.fromkeys(down.peers, task.epochs),
                     closing=settings.closing,
                 )
-                loss = await offload(partial(self._aggregate, played))
-                train_s += max(result.train_s for result in played.results)
-                wait_s += max(result.wait_s for result in played.results)
-                start = self._mean
-                self._count(played, task.epochs, loss=loss)
+                await model.whole()  # our devices may have been faster with it
+                outcome = await offload(partial(rule.aggregate, r, played.uploads))
+                train_s += max(result.train_s for result in played.results.values())
+                wait_s += max(result.wait_s for result in played.results.values())
+                path_steps += max(result.path_steps for result in played.results.values())
+                plans.append(self._count(played, outcome, epochs=task.epochs))
+            await offload(partial(self._memory.after, task.key.iteration))
         finally:
             down.moved_hook = lambda: None
         samples = sum(down.samples.values())  # n_m counts all devices, also those not drawn
         steps = sum(report.steps for report in self._did.values())
-        return Answer(self._mean, samples, loss, task.epochs, steps, train_s, wait_s, self.reports())
+        return Answer(
+            rule.model, samples, outcome.loss, task.epochs, steps, train_s, wait_s,
+            path_steps=path_steps, children=self.reports(), plans=plans,
+        )  # fmt: skip
 
     def reports(self) -> tuple[ChildReport, ...]:
         """Return what each device did in the last iteration, with its link's bytes in the whole run."""
@@ -100,20 +108,15 @@ class LocalRounds:
         draw = generator(self._experiment.seed, Purpose.DRAW, self._name, r)
         return [devices[place] for place in sorted(draw.choice(len(devices), count, replace=False))]
 
-    def _aggregate(self, played: Round) -> float:
-        """Write the round's mean into `self._mean` and return the mean loss, weighted alike."""
-        for name, result in zip(played.children, played.results, strict=True):
-            self._down.samples[name] = result.samples
-        statistics = Statistics.of(played.results)
-        settings = self._experiment.institution.aggregation
-        assert isinstance(settings, FedAvg)
-        mixture = fedavg.plan(statistics, weights=settings.weights)
-        plan = mixing.whole(self._layout, [mixture])
-        mixing.apply(plan, played.uploads, layout=self._layout, out=[self._mean], release=played.release)
-        return float(np.dot(mixture.weights, statistics.losses_K))
+    @staticmethod
+    def _models(rows: Mapping[str, Row], model: Arriving) -> dict[str, Row | Arriving]:
+        """Return what each device gets; the cloud's model as it comes, if it is not whole yet."""
+        return {name: row if row is not model.row or model.complete else model for name, row in rows.items()}
 
-    def _count(self, played: Round, epochs: int, *, loss: float) -> None:
-        for name, result in zip(played.children, played.results, strict=True):
+    def _count(self, played: Round, outcome: Outcome, *, epochs: int) -> dict[str, object]:
+        """Count a round's work, and return what its aggregation decided."""
+        for name, result in played.results.items():
+            self._down.samples[name] = result.samples
             before = self._did.get(name, ChildReport(name))
             self._did[name] = replace(
                 before,
@@ -128,7 +131,8 @@ class LocalRounds:
         metrics, labels = self._metrics, self._labels
         metrics.round.labels(*labels).inc()
         metrics.epochs.labels(*labels).set(epochs)
-        metrics.train_loss.labels(*labels).set(loss)
-        metrics.steps.labels(*labels).inc(sum(result.steps for result in played.results))
+        metrics.train_loss.labels(*labels).set(outcome.loss)
+        metrics.steps.labels(*labels).inc(sum(result.steps for result in played.results.values()))
         for phase, seconds in played.timeline.phases().items():
             metrics.phase_seconds.labels(*labels, phase).inc(seconds)
+        return outcome.plan

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from paho.mqtt import client as mqtt
@@ -27,6 +28,7 @@ from cloud.checkpoint import RunState
 from cloud.evaluator import Accuracy
 from cloud.iterations import GlobalIterations
 from cloud.results import RunFolder
+from common.aggregation import aggregator
 from common.errors import InvalidExperiment, RunFailed, WireError
 from common.layout import ModelLayout, Row, Section
 from common.metrics import Metrics
@@ -37,6 +39,7 @@ from common.node.identity import Identity, new_session
 from common.node.ledger import Ledger
 from common.node.life import live
 from common.node.parent import ParentFace
+from common.rules import FedAvg
 from common.spec import Closing, Experiment, parse, to_toml
 from common.wire import packing, topics
 from common.wire.messages import Announcement, Message, NodeState, Phase, Progress, Task
@@ -410,13 +413,16 @@ def resumed(root: Path, *accuracies: str) -> tuple[RunFolder, list[int]]:
             peers=(), ledger=Ledger((), Account()), endpoint=SimpleNamespace(now=asyncio.get_running_loop().time)
         )
         iterations = GlobalIterations(
-            folder, layout=layout, row=layout.empty(), down=alone, evaluator=Evaluates(),
+            folder, layout=layout, row=layout.empty(), rule=rule, down=alone, evaluator=Evaluates(),
             metrics=Metrics(), observe=lambda event, facts: None,
         )  # fmt: skip
         iterations.resume(RunState(folder.run, "", len(accuracies), 1.0, {}))
         await iterations.run()  # another iteration would need the institutions
 
     layout = ModelLayout.build([("weight", (100,), Section.PARAMETER)])
+    rule = aggregator.build(
+        FedAvg(), layout=layout, node="cloud", tier="cloud", seed=1, rows=lambda name, count: np.empty(0, np.uint8)
+    )
     folder = RunFolder.create(root, parse(SMALL | {"target_accuracy": 0.8}))
     for place, accuracy in enumerate([*accuracies, ""]):  # and one whose checkpoint was not written any more
         folder.add_round({"round": place + 1, "accuracy": accuracy, "loss": ""})

@@ -230,8 +230,8 @@ def play(
 
 
 def assert_models(played: Round, row: Row, *, layout: ModelLayout, places: Mapping[str, int]) -> None:
-    assert set(played.children) == set(places)
-    for name, upload in zip(played.children, played.uploads, strict=True):
+    assert set(played.models) == set(places)
+    for name, upload in played.models.items():
         np.testing.assert_array_equal(layout.floats(upload), changed(layout, row, places[name]), err_msg=name)
 
 
@@ -269,7 +269,7 @@ def strangers(layout: ModelLayout) -> list[Message]:
     """Return sound messages of every kind, models of terabytes among them, for a sender that may not send them."""
     huge = Manifest("f" * 16, 4_000_000 * 1000, 4_000_000, bytes(8000), "fp32", layout.digest)
     key = Key(0, 0, 0)
-    result = Result(key, huge, None, MANY, float("nan"), 1, 1, 0.0, 0.0, ())
+    result = Result(key, huge, None, MANY, float("nan"), 1, 1, 1, 0.0, 0.0, (), "[")
     progress = Progress(key, Phase.TRAINING, MANY, MANY, EVERYTHING, EVERYTHING)
     return [
         Task(key, MANY, huge, b"x"), result, progress, Receipt(key, "no"), Gone("f" * 16),
@@ -558,7 +558,7 @@ class Middle:
 
     async def _work(self, task: Task, model: Arriving, report: Report) -> Answer:
         played = await play(self.down, model)
-        return Answer(np.array(played.uploads[0]), 1, 0.5, 1, 1, 0.0, 0.0)
+        return Answer(np.array(played.uploads.rows_K[0]), 1, 0.5, 1, 1, 0.0, 0.0)
 
 
 async def half_a_transfer(arrived: Callable[[], int], tasks: list[asyncio.Task[Any]], row_bytes: int) -> None:
@@ -633,7 +633,7 @@ def test_uploads_beyond_the_resident_budget_give_the_same_models(address: Broker
         async with together(living([parent.endpoint]), *tasks):
             row = drawn(layout, 1)
             played = await play(parent, row)
-            played.release()
+            played.uploads.release()
             assert_models(played, row, layout=layout, places={name: place for place, name in enumerate(names)})
 
     scenario(run())
@@ -814,11 +814,13 @@ def as_received(codec: str, layout: ModelLayout, row: Row, reference: Row) -> Ro
     return got
 
 
-def assert_coded(played: Round, row: Row, *, layout: ModelLayout, places: Mapping[str, int], codecs: Codecs) -> None:
+def assert_coded(
+    models: Mapping[str, Row], row: Row, *, layout: ModelLayout, places: Mapping[str, int], codecs: Codecs
+) -> None:
     """Assert that each child changed the model as it came down, and that its answer came up as its codec makes it."""
     held = as_received(codecs.down, layout, row, row)
-    assert set(played.children) == set(places)
-    for name, upload in zip(played.children, played.uploads, strict=True):
+    assert set(models) == set(places)
+    for name, upload in models.items():
         answer = layout.empty()
         layout.floats(answer)[:] = changed(layout, held, places[name])
         assert upload.tobytes() == as_received(codecs.up, layout, answer, held).tobytes(), name
@@ -844,7 +846,7 @@ def test_models_come_as_their_codecs_make_them(address: BrokerAddress, down: str
             for iteration in range(3):
                 row = drawn(layout, iteration)
                 played = await play(parent, row, iteration=iteration)
-                assert_coded(played, row, layout=layout, places=places, codecs=codecs)
+                assert_coded(played.models, row, layout=layout, places=places, codecs=codecs)
         assert parent.refused_models == 0
 
     scenario(run())
@@ -863,8 +865,8 @@ def test_children_with_models_of_their_own_answer_with_deltas_to_those(address: 
                 played = await parent.round(
                     iteration=iteration, round_=0, models=models, epochs=dict.fromkeys(names, 1), closing=Closing()
                 )
-                for place, name in enumerate(names):
-                    alone = replace(played, children=(name,), uploads=played.uploads[place : place + 1])
+                for name in names:
+                    alone = {name: played.models[name]}
                     assert_coded(alone, models[name], layout=layout, places={name: 0}, codecs=codecs)
 
     scenario(run())
@@ -886,7 +888,7 @@ def test_a_coded_model_is_passed_on_as_it_comes(address: BrokerAddress, down: st
         layout.floats(answer)[:] = changed(layout, held, 0)
         for _ in range(2):  # from the device to the institution, from there to the cloud
             answer = as_received("delta+bf16", layout, answer, held)
-        assert played.uploads[0].tobytes() == answer.tobytes()
+        assert played.uploads.rows_K[0].tobytes() == answer.tobytes()
 
     scenario(run())
 
@@ -902,7 +904,7 @@ def test_what_a_form_cannot_hold_is_refused_by_name_and_the_round_goes_on(addres
         ):
             row = drawn(layout, 1)
             played = await play(parent, row)
-            assert_coded(played, row, layout=layout, places={"honest": 0}, codecs=codecs)
+            assert_coded(played.models, row, layout=layout, places={"honest": 0}, codecs=codecs)
             assert played.refused == {"large": "entry weight holds NaN or Inf (it came as fp16)"}
 
     scenario(run())
@@ -945,8 +947,8 @@ def test_a_delta_to_another_model_is_refused(address: BrokerAddress) -> None:
         tasks = [lying(faces[1], layout, against("0" * 16)), lying(faces[2], layout, against(""))]
         async with together(living([parent.endpoint]), serving(faces[0], layout, 0), *tasks):
             played = await play(parent, drawn(layout, 1))
-            assert played.children == ("honest",)
-            blob = played.results[0].model.reference
+            assert list(played.models) == ["honest"]
+            blob = played.results["honest"].model.reference
             assert played.refused == {
                 "elsewhere": f"it is against model '0000000000000000', not against '{blob}'",
                 "nowhere": f"it is against model '', not against '{blob}'",

@@ -166,8 +166,8 @@ async def receiver(
 
 
 def assert_exact(played: Round, row: Row, names: Sequence[str]) -> None:
-    assert played.children == tuple(names)
-    for name, upload in zip(played.children, played.uploads, strict=True):
+    assert tuple(played.models) == tuple(names)
+    for name, upload in played.models.items():
         assert np.array_equal(upload, row), name
 
 

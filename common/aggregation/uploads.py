@@ -50,3 +50,9 @@ class Outcome:
     distances: Mapping[str, float]
     spread: float | None
     facts: Mapping[str, object]
+
+    @property
+    def plan(self) -> dict[str, object]:
+        """Return what is told of it: the loss, the spread where there is one, and the facts."""
+        spread = {} if self.spread is None else {"spread": self.spread}
+        return {"loss": self.loss, **spread, **self.facts}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
@@ -44,7 +45,10 @@ from common.wire.messages import (
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the work made of a model: a row, uint8 [row_bytes], and what it cost. Seconds by this node's clock."""
+    """What the work made of a model: a row, uint8 [row_bytes], and what it cost. Seconds by this node's clock.
+
+    For `path_steps` (None: as `steps`) and `plans` see the message Result.
+    """
 
     row: Row
     samples: int
@@ -53,7 +57,9 @@ class Answer:
     steps: int
     train_s: float
     wait_s: float
+    path_steps: int | None = None
     children: tuple[ChildReport, ...] = ()
+    plans: Sequence[Mapping[str, object]] = ()
 
 
 Report: TypeAlias = Callable[[Phase, int, int], None]
@@ -313,7 +319,9 @@ class ChildFace:
     def _result(task: Task, manifest: Manifest, inline: bytes | None, answer: Answer) -> Result:
         return Result(
             task.key, manifest, inline, answer.samples, float(answer.loss), answer.epochs, answer.steps,
+            answer.steps if answer.path_steps is None else answer.path_steps,
             float(answer.train_s), float(answer.wait_s), answer.children,
+            json.dumps(answer.plans) if answer.plans else "",
         )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, TypeAlias
 
+from common.aggregation.uploads import Uploads
 from common.errors import FedstrataError, NoProgress, RefusedModel, RunFailed, WireError
 from common.layout import ModelLayout, Row
 from common.links import Link, Links, Way, Ways
@@ -109,14 +110,14 @@ class ParentFace:
     ) -> Round:
         """Send each child its model, wait until the round closes, and return what came back.
 
-        `models`: one row, uint8 [row_bytes], for each child that takes part; children may share a row. A model that is
-        itself on its way is passed on chunk by chunk as it comes.
+        `models`: one row, uint8 [row_bytes], for each child that takes part; children may share a row, and the uploads'
+        rows have their order. A model that is itself on its way is passed on chunk by chunk as it comes.
         Raises RunFailed when a child that it needs has given up, NoProgress when it can never close, NotHad when the
         model on its way cannot be had.
         """
         layout = self._require_layout()
         now = self.endpoint.now()
-        children = [name for name in self.peers if name in models]
+        children = list(models)
         assignments = await self._offer(children, models, epochs)
         if self._uploads.array.shape != (len(children), layout.row_bytes):
             resident = 1e6 * self._transfer.resident_mb
@@ -139,19 +140,10 @@ class ParentFace:
                 await asyncio.wait(self._checks)  # a late one still writes its row
             for blob in self._wished.values():
                 self.models.release(blob)
-        answered = [name for name in children if name in closed.results]
-        rows = self._uploads.array
-        if len(answered) < len(children):
-            rows = rows[[self._places[name] for name in answered]]
-        return Round(
-            tuple(answered),
-            tuple(closed.results[name] for name in answered),
-            rows,
-            closed.missing,
-            closed.refused,
-            self.coordinator.timeline,
-            self._uploads.release,
-        )
+        reports = tuple(closed.results.get(name) for name in children)
+        uploads = Uploads(tuple(children), self._uploads.array, reports, self._uploads.release)
+        results = {name: closed.results[name] for name in children if name in closed.results}
+        return Round(results, uploads, closed.missing, closed.refused, self.coordinator.timeline)
 
     async def gather(self, closing: Closing) -> None:
         """Wait until every child is ready and has told how many samples it has.

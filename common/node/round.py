@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from common.aggregation.uploads import Uploads
 from common.errors import RefusedModel
+from common.layout import Row
 from common.rounds.timeline import Timeline
 from common.wire.messages import Result
 
@@ -18,19 +20,23 @@ COUNT_MOST: Final = 10**12
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A closed round: results and rows of the children that answered, in the order of their names' list.
+    """A closed round, its children in the order in which their models were given.
 
-    `uploads`: uint8 [K, row_bytes], row k belongs to `children[k]`; valid until the next round is opened. `release`
-    lets go of the memory that reading them took, where a file keeps them.
+    `results`: of those that answered, in that order. `uploads`: their models in rows of their own, valid until the
+    next round is opened.
     """
 
-    children: tuple[str, ...]
-    results: tuple[Result, ...]
-    uploads: npt.NDArray[np.uint8]
+    results: Mapping[str, Result]
+    uploads: Uploads
     missing: tuple[str, ...]
     refused: Mapping[str, str]
     timeline: Timeline
-    release: Callable[[], None] = lambda: None
+
+    @property
+    def models(self) -> dict[str, Row]:
+        """Return the row of each child that answered."""
+        uploads = self.uploads
+        return {uploads.children[k]: uploads.rows_K[k] for k in uploads.answered}
 
 
 def check_report(result: Result) -> None:
@@ -39,8 +45,27 @@ def check_report(result: Result) -> None:
         raise RefusedModel("it reports no samples")
     if not np.isfinite(result.loss):
         raise RefusedModel(f"its training loss is {result.loss}")
-    for what, count in (("samples", result.samples), ("epochs", result.epochs), ("steps of SGD", result.steps)):
+    counts = (
+        ("samples", result.samples),
+        ("epochs", result.epochs),
+        ("steps of SGD", max(result.steps, result.path_steps)),
+    )
+    for what, count in counts:
         if count > COUNT_MOST:
             raise RefusedModel(f"it reports {count} {what}")
     if not (0 <= result.train_s < np.inf and 0 <= result.wait_s < np.inf):
         raise RefusedModel(f"it reports {result.train_s} s of training after {result.wait_s} s of waiting")
+    plans_of(result)
+
+
+def plans_of(result: Result) -> list[dict[str, object]]:
+    """Return what the child's own aggregation decided in each of its rounds. Raises RefusedModel."""
+    try:
+        plans = json.loads(result.plans or "[]")
+    except (ValueError, RecursionError):
+        plans = None
+    if not isinstance(plans, list) or not all(isinstance(plan, dict) for plan in plans):
+        raise RefusedModel("its word on its own aggregation is no list of JSON objects")
+    if any(not isinstance(plan.get("spread", 0.0), float | int) for plan in plans):
+        raise RefusedModel("its models' spread is no number")
+    return plans

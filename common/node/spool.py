@@ -110,6 +110,16 @@ class Spool:
         array = np.frombuffer(mapped, np.uint8).reshape(count, stride)[:, :row_bytes]
         return Rows(array, mapped, range(count) if found else (), resident_bytes)
 
+    def memory(self, name: str, count: int, *, row_bytes: int, resident_mb: float) -> npt.NDArray[np.uint8]:
+        """Return rows for models that are at work, uint8 [count, row_bytes]: a file's where they are too many."""
+        if count * row_bytes <= 1e6 * resident_mb:
+            return np.empty((count, row_bytes), np.uint8)
+        return self.rows(name, count, row_bytes).array
+
+    def folder(self, name: str) -> Path | None:
+        """Return where to keep what outlives the process, None where nothing does."""
+        return None if self._folder is None else self._folder / name
+
     def close(self) -> None:
         """Remove the files: the run is over. Rows in use stay readable."""
         if self._folder is not None:

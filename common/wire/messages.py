@@ -252,6 +252,8 @@ class Progress:
 class Result:
     """A child's answer, offered again until it has a receipt. Seconds are durations on the child's clock.
 
+    `path_steps`: the steps of SGD that no device could have taken beside others, of each local round the slowest
+    device's. `plans`: what the child's own aggregation decided in each of its rounds, as JSON, a list of objects.
     `traffic` and `below` as in Progress, at the time of the offer.
     """
 
@@ -262,9 +264,11 @@ class Result:
     loss: float
     epochs: int
     steps: int
+    path_steps: int
     train_s: float
     wait_s: float
     children: tuple[ChildReport, ...]
+    plans: str
     traffic: Traffic = Traffic()
     below: Traffic = Traffic()
 

@@ -71,12 +71,12 @@ def decode(data: bytes | bytearray | memoryview) -> tuple[str, Message]:
 
 def _values(record: Any) -> tuple[Any, ...]:
     """Return a record's fields, for msgpack, which takes tuples, counts and texts as they are."""
-    return tuple([getattr(record, name) for name in _names(type(record))])
+    return tuple([getattr(record, name) for name in _names(type(record))])  # type: ignore[arg-type]  # it is hashable
 
 
 @cache
-def _names(kind: type[Any]) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind))
+def _names(kind: type[object]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))  # type: ignore[arg-type]  # a record's
 
 
 _Record = TypeVar("_Record")

@@ -256,7 +256,7 @@ def _sender(port: int, model_bytes: int, mbit: float, meter: Any, told: Connecti
             played = await face.round(
                 iteration=0, round_=0, models={RECEIVER: row}, epochs={RECEIVER: 1}, closing=Closing()
             )
-            told.send((time.monotonic(), _digest(played.uploads[0])))
+            told.send((time.monotonic(), _digest(played.uploads.rows_K[0])))
             await asyncio.Event().wait()
 
         await live((face.endpoint,), work(), connect_timeout_s=PATIENCE_S, goodbye=_nothing)

@@ -21,8 +21,7 @@ from typing import Literal, Self
 
 import numpy as np
 
-from common.aggregation import fedavg, mixing
-from common.aggregation.statistics import Statistics
+from common.aggregation import aggregator
 from common.layout import ModelLayout, Section
 from common.links import Link
 from common.net.link import BrokerAddress
@@ -33,6 +32,7 @@ from common.node.life import live
 from common.node.memory import keep_large_buffers
 from common.node.parent import ParentFace
 from common.node.spool import Spool
+from common.rules import FedAvg
 from common.spec import Closing, Transfer
 from common.wire.messages import NodeState, Task
 from deploy import broker
@@ -118,15 +118,18 @@ async def _parent(port: int, names: list[str], model_bytes: int, pipe: Connectio
     face.set_layout(layout)
     row = layout.empty()
     layout.floats(row)[:] = np.random.default_rng(1).standard_normal(layout.columns, np.float32)
+    rule = aggregator.build(
+        FedAvg(), layout=layout, node=PARENT, tier="institution", seed=1, rows=lambda name, count: np.empty(0, np.uint8)
+    )
+    rule.begin(row)
 
     async def one(iteration: int) -> float:
         start = time.perf_counter()
         played = await face.round(
-            iteration=iteration, round_=0, models=dict.fromkeys(names, row), epochs=dict.fromkeys(names, 1),
+            iteration=iteration, round_=0, models=rule.dispatch(iteration, names), epochs=dict.fromkeys(names, 1),
             closing=Closing(),
         )  # fmt: skip
-        plan = mixing.whole(layout, [fedavg.plan(Statistics.of(played.results), weights="data")])
-        await asyncio.to_thread(mixing.apply, plan, played.uploads, layout=layout, out=[row], release=played.release)
+        await asyncio.to_thread(rule.aggregate, iteration, played.uploads)
         return time.perf_counter() - start
 
     async def rounds() -> None:

@@ -120,7 +120,7 @@ async def _send(
             closing=Closing(),
         )  # fmt: skip
         iteration += 1
-        assert all(np.array_equal(upload, row) for upload in played.uploads), "another model came back"
+        assert all(np.array_equal(upload, row) for upload in played.models.values()), "another model came back"
         return {name: moment - start for name, moment in (arrivals.get() for _ in to)}
 
     async def work() -> None:

@@ -111,7 +111,7 @@ def _institution(port: int, names: list[str], model_bytes: int, wan_mbit: float,
                 iteration=task.key.iteration, round_=0, models=dict.fromkeys(names, start),
                 epochs=dict.fromkeys(names, 1), closing=Closing(),
             )  # fmt: skip
-            return Answer(played.uploads[0], 1, 0.0, 1, 1, 0.0, 0.0)
+            return Answer(played.uploads.rows_K[0], 1, 0.0, 1, 1, 0.0, 0.0)
 
         async def goodbye() -> None:
             await down.farewells(timeout_s=5)

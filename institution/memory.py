@@ -1,0 +1,53 @@
+"""What an institution's rule remembers from one global iteration to the next, on disk where there is a folder.
+
+The cloud may ask for an iteration again: after a restart it goes on from its last checkpoint, and an institution that
+was killed begins its iteration anew. The rule must then stand as it stood before that iteration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from common.aggregation.aggregator import Aggregator
+from common.errors import RunFailed
+from common.node import states
+
+
+class Memory:
+    """One institution's rule. `build` makes a fresh one; `kept`: iterations that the cloud may go back."""
+
+    def __init__(self, build: Callable[[], Aggregator], *, folder: Path | None, kept: int) -> None:
+        self._build = build
+        self._folder = folder
+        self._kept = kept
+        self._rule = build()
+        self._stands: int | None = 0  # before this iteration; None: in the middle of one
+
+    def before(self, iteration: int) -> Aggregator:
+        """Return the rule as it stood before a global iteration, about to play it. Raises RunFailed."""
+        if self._rule.stateful and self._stands != iteration:
+            self._rule = self._build()
+            if iteration > 0:
+                self._restore(iteration)
+        self._stands = None
+        return self._rule
+
+    def after(self, iteration: int) -> None:
+        """Keep the rule as it stands after a global iteration."""
+        self._stands = iteration + 1
+        if self._rule.stateful and self._folder is not None:
+            states.write(self._folder, _name(iteration + 1), self._rule.save)
+            states.prune(self._folder, keep=self._kept)
+
+    def _restore(self, iteration: int) -> None:
+        if self._folder is None or not states.exists(self._folder, _name(iteration)):
+            raise RunFailed(
+                f"what this institution's rule remembers of iteration {iteration} is gone. Start institutions with "
+                "--spool DIR, the same after a restart; or begin the run anew."
+            )
+        states.read(self._folder, _name(iteration), self._rule.restore)
+
+
+def _name(iteration: int) -> str:
+    return f"before-{iteration:06d}"
