@@ -1100,6 +1100,33 @@ def test_a_child_whose_connection_breaks_in_mid_upload_goes_on_where_it_was(addr
     scenario(run())
 
 
+def test_chunks_that_a_child_has_in_its_last_model_or_in_its_answer_do_not_travel(address: BrokerAddress) -> None:
+    """FedMR deals layers: some come back to the child that trained them, some it was given before."""
+
+    async def run() -> None:
+        layout, chunk = layout_of(20 * 32_768), 32_768
+        transfer = Transfer(chunk_bytes=chunk, inline_bytes=0)
+        names = ["device-0", "device-1"]
+        parent = parent_of(address, names, layout=layout, transfer=transfer)
+        children = [child_of(address, name, transfer=transfer) for name in names]
+        watched = [Watched(child.endpoint) for child in children]
+        async with together(living([parent.endpoint]), *(serving(child, layout, 0) for child in children)):
+            first = drawn(layout, 1)
+            answers = (await play(parent, first)).models
+            dealt = {name: answers[name].copy() for name in names}
+            dealt["device-0"][: 5 * chunk] = first[: 5 * chunk]  # it has these of the last model,
+            dealt["device-0"][12 * chunk :] = drawn(layout, 2)[12 * chunk :]  # these not, and the rest it made
+            before = [one.chunks for one in watched]
+            played = await parent.round(
+                iteration=1, round_=0, models=dealt, epochs=dict.fromkeys(names, 1), closing=Closing()
+            )
+            assert [one.chunks - begun for one, begun in zip(watched, before, strict=True)] == [8, 0]
+            for name in names:
+                np.testing.assert_array_equal(layout.floats(played.models[name]), changed(layout, dealt[name], 0))
+
+    scenario(run())
+
+
 def test_no_name_is_contested_after_a_broker_was_restarted(breakable: Restarted) -> None:
     async def run() -> None:
         layout = layout_of(4000)

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from common.errors import NoProgress, RefusedModel, RunFailed, WireError
 from common.layout import ModelLayout, Row
@@ -25,7 +26,7 @@ from common.node.spool import Spool
 from common.rounds.participant import Answered, Begin, Participant
 from common.spec import PLAIN, Codecs, Transfer
 from common.transfer.incoming import Fetched, IncomingEvent
-from common.transfer.manifest import missing
+from common.transfer.manifest import missing, shared
 from common.wire.messages import (
     ChildReport,
     Farewell,
@@ -101,7 +102,7 @@ class ChildFace:
         self._decoding: asyncio.Task[None] | None = None
         self._inbox = np.empty(0, np.uint8)
         self._model: Arriving | None = None
-        self._answer_blob: str | None = None
+        self._answered: tuple[Manifest, Row] | None = None
         self._parent_session = ""
         self._parent_gone_at: float | None = self.endpoint.now()
         self._over: asyncio.Future[Presence] = asyncio.get_running_loop().create_future()
@@ -238,12 +239,12 @@ class ChildFace:
 
     async def _answer(self, task: Task, layout: ModelLayout, row: Row, work: Work) -> None:
         endpoint = self.endpoint
-        if self._answer_blob is not None:
-            endpoint.retire(self._answer_blob)  # its row is about to be written
-            self.models.release(self._answer_blob)
-            self._answer_blob = None
+        if self._answered is not None:
+            endpoint.retire(self._answered[0].blob)  # its row is about to be written
+            self.models.release(self._answered[0].blob)
         self.probes.end()
         model = await self._fetch(task, layout, row)
+        self._answered = None
 
         def report(phase: Phase, done: int, total: int) -> None:
             if model.complete:  # before, what counts is how the fetch goes
@@ -265,7 +266,7 @@ class ChildFace:
         cut = endpoint.cut(self.peers)
         manifest, blob = await self.models.encode(layout, answer.row, cut=cut, reference=reference)
         inline = endpoint.offer(manifest, blob, self.peers)
-        self._answer_blob = manifest.blob
+        self._answered = manifest, answer.row
         self.participant.finish(self._result(task, manifest, inline, answer), now=endpoint.now())
         endpoint.wake()
 
@@ -279,8 +280,11 @@ class ChildFace:
         buffer = self._buffer(layout, row, size=manifest.size)
         had = self._model if self._model is not None and self._model.manifest.blob == manifest.blob else None
         lacking = np.ones(manifest.chunks, np.bool_) if had is None else had.lacking
-        if self._rows.take_found(0) and self.models.received.is_row:
+        if self.models.received.is_row and self._rows.take_found(0):
             lacking = await offload(partial(missing, manifest, buffer))
+        elif self.models.received.is_row and had is None and task.inline is None:
+            last, self._model = self._model, None  # whose row is written from now on
+            lacking = await offload(partial(self._lacking, manifest, buffer, last))
         model = self._model = Arriving(manifest, row, buffer, lacking)
         if had is not None and had.complete:
             self._has(model, endpoint.now())
@@ -292,6 +296,22 @@ class ChildFace:
             endpoint.incoming.fetch(self._parent, manifest, buffer, lacking=model.lacking, now=endpoint.now())
         endpoint.wake()
         return model
+
+    def _lacking(self, manifest: Manifest, buffer: memoryview, last: Arriving | None) -> npt.NDArray[np.bool_]:
+        """Return which chunks, bool [chunks], are neither in the last model nor in our answer.
+
+        Those of the answer are copied to where the last model is. So FedMR's layers that come back to the child that
+        trained them do not travel.
+        """
+        lacking = np.ones(manifest.chunks, np.bool_)
+        if last is not None:
+            lacking &= ~shared(manifest, last.manifest) | last.lacking
+        if self._answered is not None and self.models.sent.is_row:
+            ours, row = self._answered
+            for index in np.flatnonzero(lacking & shared(manifest, ours)).tolist():
+                buffer[manifest.span(index)] = row.data[manifest.span(index)]
+                lacking[index] = False
+        return lacking
 
     def _buffer(self, layout: ModelLayout, row: Row, *, size: int) -> memoryview:
         """Return where to assemble a blob: in the row if it is one, else apart, as our own children may pull it."""

@@ -51,6 +51,14 @@ def missing(manifest: Manifest, buffer: memoryview) -> npt.NDArray[np.bool_]:
     return np.array([chunk_digest(chunk) != digest for chunk, digest in parts], np.bool_)
 
 
+def shared(manifest: Manifest, other: Manifest) -> npt.NDArray[np.bool_]:
+    """Return which chunks, bool [chunks], another blob has too, at the same place; none where it is cut otherwise."""
+    if (manifest.size, manifest.chunk_bytes) != (other.size, other.chunk_bytes):
+        return np.zeros(manifest.chunks, np.bool_)
+    digests, others = (np.frombuffer(m.digests, np.uint64) for m in (manifest, other))
+    return np.equal(digests, others, dtype=np.bool_)
+
+
 def chunk_bytes_for(rate_bytes_s: float | None, most: int) -> int:
     """Return the chunk size for a link: half a second of its rate, between 32 KB and `most` bytes."""
     if rate_bytes_s is None:
