@@ -89,7 +89,8 @@ class Lab:
         runs = ["--broker", network.upward[CLOUD], "--runs", str(self._runs), "--format", "json"]
         self._spawn(home, network, CLOUD, ["cloud", *what, *runs, *memory])
         keeps = remembers(self._experiment.institution.aggregation)
-        states = ["--spool", str(self._runs / SPOOL)] if keeps else memory
+        home_of_runs = self._resume.resolve().parent if self._resume else self._runs
+        states = ["--spool", str(home_of_runs / SPOOL)] if keeps else memory
         homes = {}
         for name, members in self._experiment.topology.children().items():
             homes.update(dict.fromkeys(members, name))
