@@ -90,7 +90,8 @@ class InstitutionAgent:
             rows=partial(spool.memory, row_bytes=layout.row_bytes, resident_mb=experiment.transfer.resident_mb),
             folder=spool.folder("cache"),
         )
-        memory = Memory(build, folder=spool.folder("states"), kept=experiment.cloud.checkpoint_every + 1)
+        always = experiment.cloud.participation == 1.0 and experiment.cloud.closing.rule == "all"
+        memory = Memory(build, folder=spool.folder("states"), kept=experiment.cloud.checkpoint_every + 1, always=always)
         rounds = LocalRounds(self._name, experiment, memory=memory, down=down, metrics=self._metrics, labels=labels)
 
         async def work() -> None:

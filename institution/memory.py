@@ -6,6 +6,7 @@ was killed begins its iteration anew. The rule must then stand as it stood befor
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,20 +14,27 @@ from common.aggregation.aggregator import Aggregator
 from common.errors import RunFailed
 from common.node import states
 
+log = logging.getLogger("fedstrata.institution")
+
 
 class Memory:
-    """One institution's rule. `build` makes a fresh one; `kept`: iterations that the cloud may go back."""
+    """One institution's rule. `build` makes a fresh one.
 
-    def __init__(self, build: Callable[[], Aggregator], *, folder: Path | None, kept: int) -> None:
+    `folder`: None where the rule remembers nothing, or only as long as this process lives. `kept`: how many
+    iterations the cloud may go back. `always`: this institution plays in every iteration.
+    """
+
+    def __init__(self, build: Callable[[], Aggregator], *, folder: Path | None, kept: int, always: bool) -> None:
         self._build = build
         self._folder = folder
         self._kept = kept
+        self._always = always
         self._rule = build()
-        self._stands: int | None = 0  # before this iteration; None: in the middle of one
+        self._stands: int | None = None  # before this iteration at the earliest; None: we do not know, or amid one
 
     def before(self, iteration: int) -> Aggregator:
         """Return the rule as it stood before a global iteration, about to play it. Raises RunFailed."""
-        if self._rule.stateful and self._stands != iteration:
+        if self._rule.stateful and (self._stands is None or self._stands > iteration):
             self._rule = self._build()
             if iteration > 0:
                 self._restore(iteration)
@@ -41,12 +49,16 @@ class Memory:
             states.prune(self._folder, keep=self._kept)
 
     def _restore(self, iteration: int) -> None:
-        if self._folder is None or not states.exists(self._folder, _name(iteration)):
+        found = states.latest(self._folder, _name(iteration)) if self._folder is not None else None
+        if found is not None:
+            states.read(found, self._rule.restore)
+        elif self._always:
             raise RunFailed(
                 f"what this institution's rule remembers of iteration {iteration} is gone. Start institutions with "
                 "--spool DIR, the same after a restart; or begin the run anew."
             )
-        states.read(self._folder, _name(iteration), self._rule.restore)
+        else:
+            log.warning("no iteration before %d is remembered: this institution was in none, or lost it", iteration + 1)
 
 
 def _name(iteration: int) -> str:

@@ -18,8 +18,8 @@ from common.node.child import Answer, Report
 from common.node.offload import offload
 from common.node.parent import ParentFace
 from common.node.round import Round
-from common.randomness import Purpose, generator
-from common.spec import Experiment, participants
+from common.rounds.draw import draw
+from common.spec import Experiment
 from common.wire.messages import ChildReport, Measured, Phase, Task
 from institution.memory import Memory
 
@@ -51,7 +51,7 @@ class LocalRounds:
         Where the rule only passes the model on, the first round begins at once: the devices get its chunks as they
         come from the cloud. Raises RunFailed where an earlier iteration's state is needed and gone.
         """
-        settings, down = self._experiment.institution, self._down
+        settings, seed, down = self._experiment.institution, self._experiment.seed, self._down
         self._did = {}
         train_s = wait_s = 0.0
         path_steps = 0
@@ -64,10 +64,11 @@ class LocalRounds:
             await offload(partial(rule.begin, model.row))
             for i in range(settings.rounds):
                 r = task.key.iteration * settings.rounds + i
+                drawn = draw(down.peers, settings.participation, seed=seed, node=self._name, r=r)
                 played = await down.round(
                     iteration=task.key.iteration,
                     round_=i,
-                    models=self._models(rule.dispatch(r, self._draw(r)), model),
+                    models=self._models(rule.dispatch(r, drawn), model),
                     epochs=dict.fromkeys(down.peers, task.epochs),
                     closing=settings.closing,
                 )
@@ -99,14 +100,6 @@ class LocalRounds:
             )
             for name in self._down.peers
         )
-
-    def _draw(self, r: int) -> list[str]:
-        devices = list(self._down.peers)
-        count = participants(len(devices), self._experiment.institution.participation)
-        if count == len(devices):
-            return devices
-        draw = generator(self._experiment.seed, Purpose.DRAW, self._name, r)
-        return [devices[place] for place in sorted(draw.choice(len(devices), count, replace=False))]
 
     @staticmethod
     def _models(rows: Mapping[str, Row], model: Arriving) -> dict[str, Row | Arriving]:
