@@ -26,6 +26,7 @@ class Purpose(IntEnum):
     CLUSTERS = 9
     PARTITION = 10
     NOISE = 11
+    EPOCHS = 12
 
 
 def _entropy(seed: int, purpose: Purpose, node: str, round_: int) -> list[int]:

@@ -91,9 +91,16 @@ class Closing(_Table):
 
 
 class EpochControl(_Table):
-    """How many epochs devices train: always `training.epochs`, or as Tempo decides from that start."""
+    """How many epochs devices train: always `training.epochs`, or as Tempo decides from that start.
+
+    `plato` is the form of Tempo's public code; `shuffled` and `fixed_mean` are controls that spend the same epochs
+    without regard to distances; `per_epoch` divides each distance by the epochs that led to it.
+    """
 
     name: Literal["fixed", "tempo"] = "fixed"
+    variant: Literal["paper", "plato"] = "paper"
+    control: Literal["none", "shuffled", "fixed_mean"] = "none"
+    per_epoch: bool = False
 
 
 class Cloud(_Table):

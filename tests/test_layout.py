@@ -48,6 +48,13 @@ def state_of(layout: ModelLayout, seed: int = 0) -> dict[str, npt.NDArray[Any]]:
     }
 
 
+def test_entries_come_back_module_by_module() -> None:
+    names = [entry.name for entry in small().in_state_order]
+    assert names == [
+        "conv.weight", "fc.weight", "bn.running_mean", "bn.num_batches_tracked", "bn2.num_batches_tracked",
+    ]  # fmt: skip
+
+
 def test_trainable_columns_come_first_and_counters_last() -> None:
     layout = small()
     assert [(e.name, e.start, e.stop) for e in layout.entries] == [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -13,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from common.aggregation import fedavg, mixing
+from common.aggregation import blocks, fedavg, mixing
 from common.aggregation.blocks import COLUMNS
-from common.aggregation.mixing import Mixture, whole
-from common.aggregation.statistics import Statistics, gram
+from common.aggregation.mixing import Mixture, Part, whole
+from common.aggregation.statistics import Statistics, gram, tensor_distances
 from common.layout import ModelLayout, Section
 
 Floats = npt.NDArray[np.float32]
@@ -207,6 +208,110 @@ def test_one_row_is_made_of_many() -> None:
     assert layout.floats(mean).tolist() == [4.5, 5.5, 6.5] and layout.integers(mean).tolist() == [0]
 
 
+# Plans of parts
+
+
+@given(seed=st.integers(0, 1000), place=st.sampled_from(["apart", "in place"]))
+def test_each_part_is_mixed_by_its_own_weights(seed: int, place: str) -> None:
+    layout = layout_of(9, 4, 3)
+    random = np.random.default_rng(seed)
+    rows_K = np.zeros((3, layout.row_bytes), np.uint8)
+    layout.floats(rows_K)[:] = random.normal(size=(3, layout.columns))
+    for k, row in enumerate(rows_K):
+        layout.integers(row)[:] = [k, 10 + k, 20 + k]
+    before = rows_K.copy()
+    weights = [random.dirichlet(np.ones(3), 3) for _ in range(2)]
+    cuts = [
+        ((slice(0, 4), slice(7, 11)), (slice(1, 3),)),
+        ((slice(4, 7), slice(11, 13)), (slice(0, 1),)),
+    ]
+    plan = [
+        Part(tuple(map(Mixture.of, own)), columns, counters)
+        for own, (columns, counters) in zip(weights, cuts, strict=True)
+    ]
+    out = rows_K if place == "in place" else np.zeros_like(rows_K)
+    mixing.apply(plan, rows_K, layout=layout, out=list(out))
+    for own_KK, (columns, counters) in zip(weights, cuts, strict=True):
+        for columns_ in columns:
+            expected = own_KK @ layout.floats(before)[:, columns_].astype(np.float64)
+            np.testing.assert_allclose(layout.floats(out)[:, columns_], expected, rtol=0, atol=1e-6)
+        for row, weights_K in zip(out, own_KK, strict=True):
+            source = before[int(np.argmax(weights_K))]
+            for counters_ in counters:
+                assert layout.integers(row)[counters_].tolist() == layout.integers(source)[counters_].tolist()
+
+
+def test_entries_make_a_part() -> None:
+    layout = layout_of(3, 2, 1)
+    part = Part.of((Mixture.copy(0),), layout.entries)
+    assert part.columns == (slice(0, 3), slice(3, 5)) and part.counters == (slice(0, 1),)
+    assert part.with_first(Mixture.of([0.5, 0.5])).mixtures == (Mixture((0, 1), (0.5, 0.5)), Mixture.copy(0))
+
+
+def test_what_was_read_is_released_as_it_goes() -> None:
+    columns, calls = 40 * COLUMNS, []
+    layout = layout_of(columns, 0, 0)
+    rows_K = np.zeros((2, layout.row_bytes), np.uint8)
+    plan = whole(layout, [Mixture.of([0.5, 0.5])])
+    mixing.apply(plan, rows_K, layout=layout, out=[layout.empty()], release=lambda: calls.append("mix"))
+    gram(list(layout.floats(rows_K)), layout.floats(rows_K)[0], release=lambda: calls.append("gram"))
+    assert calls.count("mix") >= 5 and calls.count("gram") >= 2 and calls[-1] == "gram"
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_change_no_bit(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = layout_of(11 * COLUMNS + 5, 0, 0)
+    rows_K = np.zeros((5, layout.row_bytes), np.uint8)
+    layout.floats(rows_K)[:] = np.random.default_rng(9).normal(size=(5, layout.columns))
+    mixtures = [Mixture.of([0.2] * 5), Mixture.of([0.9, 0, 0.1, 0, 0]), Mixture.copy(3)]
+
+    def results() -> list[bytes]:
+        out = np.zeros((3, layout.row_bytes), np.uint8)
+        mixing.apply(whole(layout, mixtures), rows_K, layout=layout, out=list(out))
+        products = gram(list(layout.floats(rows_K)), layout.floats(rows_K)[1])
+        return [out.tobytes(), products.offsets_KK.tobytes(), products.along_K.tobytes()]
+
+    monkeypatch.setattr(blocks, "_threads", lambda: 1)
+    alone = results()
+    with ThreadPoolExecutor(threads) as pool:
+        monkeypatch.setattr(blocks, "_threads", lambda: threads)
+        monkeypatch.setattr(blocks, "_pool", lambda: pool)
+        assert results() == alone
+
+
+# Rows that keep their offsets
+
+
+@given(count=st.integers(1, 6), seed=st.integers(0, 1000))
+def test_recentred_rows_keep_their_offsets(count: int, seed: int) -> None:
+    layout = layout_of(20, 3, 2)
+    random = np.random.default_rng(seed)
+    rows_K = np.zeros((count + 1, layout.row_bytes), np.uint8)
+    layout.floats(rows_K)[:] = random.normal(size=(count + 1, layout.columns))
+    for k, row in enumerate(rows_K):
+        layout.integers(row)[:] = k
+    received, before = rows_K[count], layout.floats(rows_K[:count]).astype(np.float64)
+    mixing.recentre(list(rows_K[:count]), received, layout=layout)
+    after = layout.floats(rows_K[:count])
+    expected = layout.floats(received) + before - before.mean(axis=0)
+    np.testing.assert_allclose(after[:, :20], expected[:, :20], rtol=0, atol=1e-6)
+    assert np.array_equal(after[:, 20:], np.repeat(layout.floats(received)[None, 20:], count, axis=0))
+    assert all(layout.integers(row).tolist() == [count, count] for row in rows_K)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 10])
+def test_equal_rows_become_the_received_model_exactly(count: int, scale: float) -> None:
+    layout = layout_of(1000, 0, 0)
+    random = np.random.default_rng(count)
+    row, received = layout.empty(), layout.empty()
+    layout.floats(row)[:] = random.normal(size=1000) * scale
+    layout.floats(received)[:] = random.normal(size=1000)
+    rows = [row.copy() for _ in range(count)]
+    mixing.recentre(rows, received, layout=layout)
+    assert all(own.tobytes() == received.tobytes() for own in rows)
+
+
 # Statistics
 
 
@@ -265,6 +370,89 @@ def test_equal_models_have_no_distance() -> None:
 def test_a_single_model_is_its_own_mean() -> None:
     models_KD = np.ones((1, 5), np.float32)
     assert gram(list(models_KD), np.zeros(5, np.float32)).distances(np.array([1.0])).tolist() == [0.0]
+
+
+@given(
+    models_KD=hnp.arrays(
+        np.float32, st.tuples(st.integers(1, 6), st.integers(1, 7)), elements=st.floats(-9, 9, width=32)
+    ),
+    seed=st.integers(0, 100),
+)
+def test_inner_products_come_back_whatever_the_reference(models_KD: Floats, seed: int) -> None:
+    exact = models_KD.astype(np.float64)
+    norms = np.sqrt((exact**2).sum(axis=1))
+    references = [np.zeros(models_KD.shape[1], np.float32), models_KD[0]]
+    references.append(np.random.default_rng(seed).normal(size=models_KD.shape[1]).astype(np.float32))
+    for reference_D in references:
+        products = gram(list(models_KD), reference_D)
+        np.testing.assert_allclose(products.products_KK, exact @ exact.T, rtol=1e-12, atol=1e-10)
+        np.testing.assert_allclose(products.norms_K, norms, rtol=1e-6, atol=1e-5)
+        if norms.min() > 1e-2:
+            np.testing.assert_allclose(products.cosines_KK(), exact @ exact.T / np.outer(norms, norms), atol=1e-7)
+            np.testing.assert_allclose(
+                products.ratios_KK(), exact @ exact.T / (norms[:, None] + norms[None]), rtol=1e-7, atol=1e-7
+            )
+        assert (np.abs(products.cosines_KK()) <= 1).all()
+
+
+def test_a_row_of_zeros_is_like_nobody() -> None:
+    models_KD = np.array([[0, 0], [1, 2]], np.float32)
+    products = gram(list(models_KD), np.zeros(2, np.float32))
+    np.testing.assert_allclose(products.cosines_KK(), [[0, 0], [0, 1]], rtol=0, atol=1e-15)
+    assert products.cosines_KK()[0].tolist() == [0, 0]
+    assert products.ratios_KK()[0].tolist() == [0, 0]
+
+
+def test_products_of_disjoint_columns_add_up() -> None:
+    models_KD = np.random.default_rng(1).normal(size=(3, 10)).astype(np.float32)
+    parts = [
+        gram([row[columns] for row in models_KD], models_KD[1][columns]) for columns in (slice(0, 4), slice(4, 10))
+    ]
+    together, all_ = parts[0] + parts[1], gram(list(models_KD), models_KD[1])
+    np.testing.assert_allclose(together.products_KK, all_.products_KK, rtol=1e-12)
+    assert together.square == pytest.approx(all_.square)
+
+
+def test_products_with_another_vector() -> None:
+    models_KD = np.random.default_rng(1).normal(size=(3, 2 * COLUMNS + 3)).astype(np.float32)
+    other_D = np.random.default_rng(2).normal(size=2 * COLUMNS + 3)
+    offset_KD = models_KD.astype(np.float64) - models_KD[0]
+    products = gram(list(models_KD), models_KD[0], along=lambda columns: other_D[columns])
+    np.testing.assert_allclose(products.offsets_KK, offset_KD @ offset_KD.T, rtol=1e-12)
+    np.testing.assert_allclose(products.along_K, offset_KD @ other_D, rtol=1e-9, atol=1e-9)
+    assert products.square == pytest.approx(float(other_D @ other_D))
+
+
+@given(count=st.integers(1, 6), seed=st.integers(0, 1000))
+def test_spread_is_that_of_the_mixed_rows(count: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    models_KD = (1 + 0.1 * random.normal(size=(count, 30))).astype(np.float32)
+    mixing_KK = random.dirichlet(np.ones(count), count)
+    mixed_KD = mixing_KK @ models_KD.astype(np.float64)
+    mean_D = mixed_KD.mean(axis=0)
+    expected = ((mixed_KD - mean_D) ** 2).sum(axis=1).mean() / (mean_D**2).sum()
+    for reference_D in (models_KD[0], np.zeros(30, np.float32)):
+        assert gram(list(models_KD), reference_D).spread(mixing_KK) == pytest.approx(expected, rel=1e-6, abs=1e-12)
+    assert gram([np.zeros(3, np.float32)], np.zeros(3, np.float32)).spread(np.eye(1)) == 0.0
+
+
+def test_platos_distance_sums_the_tensors_norms() -> None:
+    """Counters and statistics are among them: after unequal epochs they are most of it."""
+    layout = layout_of(5, 3, 1)
+    random = np.random.default_rng(1)
+    rows_K = np.zeros((4, layout.row_bytes), np.uint8)
+    layout.floats(rows_K)[:] = random.normal(size=(4, 8))
+    for k, row in enumerate(rows_K):
+        layout.integers(row)[:] = 100 * k
+    centre = rows_K[3]
+    found = tensor_distances(list(rows_K), centre, layout=layout)
+    for k, row in enumerate(rows_K):
+        norms = [
+            float(np.linalg.norm(view.astype(np.float64) - layout.views(centre)[name]))
+            for name, view in layout.views(row).items()
+        ]
+        assert len(norms) == 3 and found[k] == pytest.approx(sum(norms), rel=1e-12)
+    assert found[3] == 0 and found[0] > 300
 
 
 # FedAvg

@@ -28,6 +28,12 @@ def row_of(module: nn.Module) -> tuple[ModelLayout, Row]:
     return layout, row
 
 
+@pytest.mark.parametrize("name", SHAPES)
+def test_entries_come_back_in_torchs_order(name: str) -> None:
+    module = models.build(name, 1)
+    assert [entry.name for entry in models.layout_of(module).in_state_order] == list(module.state_dict())
+
+
 @pytest.mark.parametrize(
     ("name", "parameters", "entries", "row_bytes"),
     [

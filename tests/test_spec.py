@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from common import links
 from common.errors import InvalidExperiment
 from common.links import Link, Profile, Way, shipped
+from common.rules import RULES
 from common.spec import Experiment, load, parse, participants, to_toml
 
 FILES = sorted((Path(__file__).parent.parent / "deploy" / "experiments").glob("*.toml"))
@@ -54,6 +55,14 @@ def test_the_experiments_that_ship_are_valid(path: Path) -> None:
     assert parse(tomllib.loads(to_toml(experiment))) == experiment
 
 
+AGGREGATIONS: list[dict[str, Any]] = [
+    {"weights": "uniform"}, {"name": "fedadp", "a": 1}, {"name": "independent", "carry": "recentre"},
+    {"name": "fedcross", "propeller_alpha": 0.5}, {"name": "fedcross", "alpha": 0.5, "similarity": "pairwise"},
+    {"name": "fedmr", "granularity": "block"}, {"name": "fedcda", "groups": 17},
+    {"name": "fedcda", "history": "keep", "groups": 20},
+]  # fmt: skip
+
+
 @st.composite
 def experiments(draw: st.DrawFn) -> Experiment:
     names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,12}", fullmatch=True).filter(
@@ -69,6 +78,7 @@ def experiments(draw: st.DrawFn) -> Experiment:
         topology = {"institutions": 2, "devices": draw(st.integers(2, 50))}
     quorum = {"rule": "quorum", "quorum": 1, "deadline_s": draw(st.floats(1e-3, 1e6))}
     closing = st.sampled_from([{}, {"rule": "all"}, quorum])
+    rule = st.sampled_from(AGGREGATIONS)
     link = st.sampled_from(["lte", "mine", {"profile": "mine", "down_mbit": 3.0}, {"profile": "3g"}, {"delay_ms": 5.0}])
     names_of = parse({"topology": topology}).topology
     of = {node: draw(link) for node in (names_of.institution_names()[0], names_of.device_names()[-1])}
@@ -80,8 +90,16 @@ def experiments(draw: st.DrawFn) -> Experiment:
             "topology": topology,
             "data": {"root": draw(st.text()), "concentration": draw(st.floats(1e-300, 1e300))},
             "training": {"learning_rate": draw(st.floats(1e-12, 1e6)), "momentum": draw(st.floats(0, 0.999))},
-            "cloud": {"closing": draw(closing), "epoch_control": {"name": draw(st.sampled_from(["fixed", "tempo"]))}},
-            "institution": {"participation": draw(st.floats(1e-6, 1)), "closing": draw(closing)},
+            "cloud": {
+                "aggregation": draw(rule),
+                "closing": draw(closing),
+                "epoch_control": {"name": draw(st.sampled_from(["fixed", "tempo"]))},
+            },
+            "institution": {
+                "aggregation": draw(rule),
+                "participation": draw(st.floats(1e-6, 1)),
+                "closing": draw(closing),
+            },
             "profiles": {"mine": {"up_mbit": draw(rate), "delay_ms": draw(st.floats(0, 1e4))}},
             "links": {"wan": {"up_mbit": draw(rate), "down_mbit": draw(rate)}, "lan": draw(link), "of": of},
             "transfer": {"idle_s": draw(st.floats(1e-3, 1e9))},
@@ -151,6 +169,9 @@ CHANGES: list[dict[str, Any]] = [
     {"links": {"wan": {"up_mbit": 1}}}, {"links": {"wan": {"down_mbit": 1}}}, {"links": {"lan": {"up_mbit": 1}}},
     {"links": {"lan": {"delay_ms": 1}}}, {"links": {"wan": "lte"}}, {"links": {"lan": "lte"}},
     {"links": {"of": {"device-0": "lte"}}}, {"links": {"of": {"institution-0": "lte"}}},
+    *({tier: {"aggregation": {"name": name}}} for tier in ("cloud", "institution") for name in list(RULES)[1:]),
+    {"cloud": {"epoch_control": {"variant": "plato"}}}, {"cloud": {"epoch_control": {"control": "shuffled"}}},
+    {"cloud": {"epoch_control": {"per_epoch": True}}}, {"cloud": {"aggregation": {"name": "fedcross", "alpha": 0.9}}},
     {"links": {"enforce": "kernel"}}, {"links": {"enforce": "none"}}, {"transfer": {"keepalive_s": 31}},
     {"transfer": {"inline_bytes": 0}}, {"transfer": {"chunk_bytes": 40_000}}, {"transfer": {"window": 9}},
     {"transfer": {"upload_slots": 3}}, {"transfer": {"idle_s": 1}},
@@ -184,6 +205,36 @@ def test_the_digest_changes_with_any_value() -> None:
         ({"profile": {"mine": {}}}, "profile", "{'mine': {}}", "Did you mean 'profiles'?"),
         ({"topology": {"device": 3}}, "topology.device", "3", "Did you mean 'devices'?"),
         ({"xyzzy": "plugh"}, "xyzzy", "'plugh'", "Known keys: name, seed, iterations"),
+        (
+            {"cloud": {"aggregation": {"name": "fedcross", "alph": 0.9}}},
+            "cloud.aggregation.alph",
+            "0.9",
+            "Did you mean 'alpha'?",
+        ),
+        (
+            {"institution": {"aggregation": {"wieghts": "data"}}},
+            "institution.aggregation.wieghts",
+            "'data'",
+            "Did you mean 'weights'?",
+        ),
+        (
+            {"cloud": {"aggregation": {"name": "fedadp", "xyzzy": 1}}},
+            "cloud.aggregation.xyzzy",
+            "1",
+            "Known keys: name, a.",
+        ),
+        (
+            {"cloud": {"aggregation": {"alpha": 0.9}}},
+            "cloud.aggregation.alpha",
+            "0.9",
+            "It belongs to fedcross; this is fedavg.",
+        ),
+        (
+            {"institution": {"aggregation": {"name": "fedcda", "first_stage_rounds": 5}}},
+            "institution.aggregation.first_stage_rounds",
+            "5",
+            "It belongs to fedcross and fedmr; this is fedcda.",
+        ),
     ],
 )
 def test_an_unknown_key_has_a_proposal(tree: dict[str, Any], key: str, value: str, remedy: str) -> None:
@@ -211,6 +262,38 @@ def test_an_unknown_key_has_a_proposal(tree: dict[str, Any], key: str, value: st
         ({"data": {"concentration": float("inf")}}, "data.concentration", "inf", "finite"),
         ({"data": {"concentration": float("nan")}}, "data.concentration", "nan", "finite"),
         ({"cloud": {"closing": {"rule": "most"}}}, "cloud.closing.rule", "'most'", "'all' or 'quorum'"),
+        ({"cloud": {"aggregation": "fedcross"}}, "cloud.aggregation", "'fedcross'", "valid dictionary"),
+        ({"cloud": {"aggregation": {"weights": "size"}}}, "cloud.aggregation.weights", "'size'", "'data' or 'uniform'"),
+        (
+            {"cloud": {"aggregation": {"name": "fedcross", "alpha": 0.4}}},
+            "cloud.aggregation.alpha",
+            "0.4",
+            "greater than or equal to 0.5",
+        ),
+        (
+            {"institution": {"aggregation": {"name": "fedcross", "propeller_alpha": 0}}},
+            "institution.aggregation.propeller_alpha",
+            "0",
+            "greater than 0",
+        ),
+        (
+            {"institution": {"aggregation": {"name": "fedmr", "granularity": "layer"}}},
+            "institution.aggregation.granularity",
+            "'layer'",
+            "'module', 'key', 'block' or 'model'",
+        ),
+        (
+            {"cloud": {"aggregation": {"name": "fedcda", "depth": 0}}},
+            "cloud.aggregation.depth",
+            "0",
+            "greater than or equal to 1",
+        ),
+        (
+            {"cloud": {"epoch_control": {"control": "mean"}}},
+            "cloud.epoch_control.control",
+            "'mean'",
+            "'none', 'shuffled'",
+        ),
         ({"transfer": {"window": 65}}, "transfer.window", "65", "less than or equal to 64"),
         ({"transfer": {"chunk_bytes": 1000}}, "transfer.chunk_bytes", "1000", "32768"),
         ({"transfer": {"keepalive_s": 4}}, "transfer.keepalive_s", "4", "greater than or equal to 5"),
@@ -240,6 +323,40 @@ def test_an_unknown_key_has_a_proposal(tree: dict[str, Any], key: str, value: st
 )
 def test_a_mistyped_value_is_named(tree: dict[str, Any], key: str, value: str, problem: str) -> None:
     check_refusal(refusal(tree), key=key, value=value, problem=problem, remedy="Correct the value.")
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("fedcros", "Did you mean 'fedcross'?"),
+        ("FedAvg", "Did you mean 'fedavg'?"),
+        ("xyzzy", "There are: fedavg, independent, fedcross, fedmr, fedcda, fedadp."),
+    ],
+)
+@pytest.mark.parametrize("tier", ["cloud", "institution"])
+def test_an_unknown_rule_has_a_proposal(tier: str, name: str, remedy: str) -> None:
+    tree = {tier: {"aggregation": {"name": name, "alpha": 0.9}}}
+    for form in (tree, json.dumps(tree)):
+        check_refusal(
+            refusal(form),
+            key=f"{tier}.aggregation.name", value=repr(name), problem="no rule has this name", remedy=remedy,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_is_known_by_its_name(tmp_path: Path, name: str) -> None:
+    tree = {"cloud": {"aggregation": {"name": name}}, "topology": {"institutions": 3, "devices": 3}}
+    experiment = parse(tree)
+    assert type(experiment.cloud.aggregation) is RULES[name] and experiment.cloud.aggregation == RULES[name]()
+    assert load_text(tmp_path, to_toml(experiment)) == experiment == parse(experiment.to_json())
+    assert load_text(tmp_path, "", f"institution.aggregation.name={name}").institution.aggregation.name == name
+
+
+def test_a_device_may_have_a_rules_name() -> None:
+    tree = {"topology": {"devices": ["fedcross"]}, "links": {"of": {"fedcross": {"up": 2}}}}
+    check_refusal(
+        refusal(tree), key="links.of.fedcross.up", value="2", problem="unknown key", remedy="Did you mean 'up_mbit'?"
+    )
 
 
 def test_values_are_not_guessed_from_other_types() -> None:

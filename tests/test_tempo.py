@@ -7,12 +7,14 @@ import math
 from decimal import Context, Decimal, localcontext
 from fractions import Fraction
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cloud.tempo import next_epochs
+from cloud.tempo import dealt, decide, next_epochs
 from common.errors import RunFailed
+from common.spec import EpochControl
 
 EPOCHS = st.integers(1, 30)
 OMEGA = st.floats(1e-9, 1e9)
@@ -126,3 +128,85 @@ def test_a_diverged_institution_is_named(omega: float) -> None:
         epochs_of([1.0, omega, 2.0], 6)
     with pytest.raises(RunFailed, match="institution-0"):
         epochs_of([omega], 6)
+
+
+# Options
+
+
+def draw_of(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def decided(
+    omegas: list[float], c: int, *, ran: list[int] | None = None, samples: list[int] | None = None, **options: object
+) -> list[int]:
+    names = list(named(omegas))
+    control = EpochControl.model_validate({"name": "tempo", **options})
+    found = decide(
+        control,
+        named(omegas),
+        c=c,
+        ran=dict(zip(names, ran or [1] * len(names), strict=True)),
+        samples=dict(zip(names, samples or [1] * len(names), strict=True)),
+        draw=draw_of(),
+    )
+    assert list(found) == names
+    return list(found.values())
+
+
+@given(omegas=OMEGAS, c=EPOCHS)
+def test_without_options_it_is_the_paper(omegas: list[float], c: int) -> None:
+    assert decided(omegas, c) == epochs_of(omegas, c)
+
+
+@settings(max_examples=200)
+@given(omegas=OMEGAS, c=EPOCHS, data=st.data())
+def test_plato_has_the_institutions_in_place_of_c(omegas: list[float], c: int, data: st.DataObject) -> None:
+    samples = data.draw(st.lists(st.integers(1, 1000), min_size=len(omegas), max_size=len(omegas)))
+    weighed = [omega * n for omega, n in zip(omegas, samples, strict=True)]
+    assume(max(weighed) / min(weighed) > 1 + 1e-6)
+    found = decided(omegas, c, samples=samples, variant="plato")
+    assert found == epochs_of(weighed, len(omegas))
+    m = len(omegas)
+    assert found[weighed.index(max(weighed))] == math.ceil(m / 2) and found[weighed.index(min(weighed))] == 2 * m
+
+
+def test_plato_of_equal_distances_is_c() -> None:
+    assert decided([2.0, 2.0, 2.0], 6, variant="plato") == [6, 6, 6]
+    assert decided([2.0], 6, variant="plato") == [6]
+    assert decided([0.0, 0.0], 6, variant="plato") == [6, 6]
+    assert decided([1.0, 0.0], 6, variant="plato") == [1, 4]  # a zero is the nearest, in place of ln 0
+
+
+@given(omegas=OMEGAS, c=EPOCHS, data=st.data())
+def test_distances_may_count_per_epoch(omegas: list[float], c: int, data: st.DataObject) -> None:
+    ran = data.draw(st.lists(st.integers(1, 60), min_size=len(omegas), max_size=len(omegas)))
+    divided = [omega / tau for omega, tau in zip(omegas, ran, strict=True)]
+    assert decided(omegas, c, ran=ran, per_epoch=True) == epochs_of(divided, c)
+
+
+def test_equal_steps_per_epoch_end_the_oscillation() -> None:
+    assert decided([12.0, 3.0], 6, ran=[12, 3], per_epoch=True) == [6, 6]
+    assert decided([12.0, 3.0], 6, ran=[12, 3]) == [3, 12]
+
+
+@given(omegas=OMEGAS, c=EPOCHS, control=st.sampled_from(["shuffled", "fixed_mean"]))
+def test_controls_spend_the_same_epochs(omegas: list[float], c: int, control: str) -> None:
+    epochs, found = epochs_of(omegas, c), decided(omegas, c, control=control)
+    assert sum(found) == sum(epochs) and min(found) >= 1
+    if control == "shuffled":
+        assert sorted(found) == sorted(epochs)
+    else:
+        assert max(found) - min(found) <= 1
+
+
+def test_controls_do_not_look_at_distances() -> None:
+    """Each institution gets each of the amounts equally often."""
+    epochs = named([1, 2, 3, 4])
+    for even in (False, True):
+        total = dict.fromkeys(epochs, 0)
+        for seed in range(2000):
+            for name, tau in dealt({n: int(e) for n, e in epochs.items()}, even=even, draw=draw_of(seed)).items():
+                total[name] += tau
+        assert all(abs(sum_ / 2000 - 2.5) < 0.1 for sum_ in total.values())
+    assert dealt({}, even=True, draw=draw_of()) == {}

@@ -1,0 +1,164 @@
+"""Each setting that is known to do nothing, or to collapse, has its line, and no other setting has one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.advice import warnings
+from common.rules import RULES
+from common.spec import load, parse
+
+FILES = sorted((Path(__file__).parent.parent / "deploy" / "experiments").glob("*.toml"))
+SIZE: dict[str, Any] = {"iterations": 100, "topology": {"institutions": 3, "devices": 12}}
+ROUNDS = {"rounds": 4}
+
+
+def lines(tree: dict[str, Any]) -> list[str]:
+    return warnings(parse(SIZE | tree))
+
+
+def at(tier: str, name: str, *, tree: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
+    """Return an experiment with a rule at a tier."""
+    table = {"aggregation": {"name": name, **settings}} | (ROUNDS if tier == "institution" else {})
+    return {tier: table} | (tree or {})
+
+
+@pytest.mark.parametrize("tier", ["cloud", "institution"])
+@pytest.mark.parametrize("name", RULES)
+def test_a_rules_defaults_are_sound(tier: str, name: str) -> None:
+    assert lines(at(tier, name)) == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_experiments_that_ship_are_sound(path: Path) -> None:
+    assert warnings(load(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("bad", "good", "start"),
+    [
+        (
+            {"institution": {"rounds": 1, "aggregation": {"name": "fedcross"}}},
+            {"institution": {"rounds": 1, "aggregation": {"name": "fedcross", "alpha": 0.9, "carry": "recentre"}}},
+            "institution.aggregation.name = 'fedcross': with institution.rounds = 1 and carry 'reset'",
+        ),
+        (
+            at("institution", "fedmr", carry="recentre"),
+            at("institution", "fedcross", carry="recentre", alpha=0.9),
+            "institution.aggregation.carry = 'recentre': hurts fedmr",
+        ),
+        (
+            at("institution", "independent", carry="recentre"),
+            at("institution", "independent"),
+            "institution.aggregation.carry = 'recentre': hurts independent",
+        ),
+        (
+            at("institution", "fedcross", carry="recentre", alpha=0.91),
+            at("institution", "fedcross", carry="recentre", alpha=0.9),
+            "institution.aggregation.carry = 'recentre': hurts fedcross with alpha above 0.9",
+        ),
+        (
+            at("cloud", "fedcross", carry="recentre"),
+            at("cloud", "fedcross"),
+            "cloud.aggregation.carry = 'recentre': no model comes to the cloud",
+        ),
+        (
+            at("cloud", "fedcross", propeller_rounds=10, propeller_alpha=0.99),
+            at("cloud", "fedcross", propeller_rounds=10, propeller_alpha=0.4),
+            "cloud.aggregation.propeller_alpha = 0.99",
+        ),
+        (
+            at("cloud", "fedcross", alpha=1.0),
+            at("cloud", "fedcross", alpha=0.98),
+            "cloud.aggregation.alpha = 1.0: models are never mixed",
+        ),
+        (
+            at("cloud", "fedcross", normalise=True),
+            at("cloud", "fedcross", normalise=True, similarity="pairwise"),
+            "cloud.aggregation.normalise = true",
+        ),
+        (
+            at("institution", "fedcda", history="keep"),
+            at("cloud", "fedcda", history="keep"),
+            "institution.aggregation.history = 'keep'",
+        ),
+        (
+            {"institution": {"rounds": 1, "aggregation": {"name": "fedcda"}}},
+            {"institution": {"rounds": 2, "aggregation": {"name": "fedcda"}}},
+            "institution.aggregation.name = 'fedcda': with institution.rounds = 1",
+        ),
+        (
+            at("cloud", "fedcda", warmup_rounds=100),
+            at("cloud", "fedcda", warmup_rounds=99),
+            "cloud.aggregation.warmup_rounds = 100: there are 100 rounds",
+        ),
+        (
+            at("institution", "fedcda", warmup_rounds=400),
+            at("institution", "fedcda", warmup_rounds=399),
+            "institution.aggregation.warmup_rounds = 400: there are 400 rounds",
+        ),
+        (
+            at("cloud", "fedmr", first_stage_rounds=100),
+            at("cloud", "fedmr", first_stage_rounds=99),
+            "cloud.aggregation.first_stage_rounds = 100: there are 100 rounds",
+        ),
+        (
+            at("cloud", "fedcross", tree={"topology": {"devices": 4}}),
+            at("cloud", "fedcross", tree={"topology": {"institutions": 2, "devices": 4}}),
+            "cloud.aggregation.name = 'fedcross': with one child",
+        ),
+        (
+            {"institution": {"aggregation": {"name": "fedmr"}, "participation": 0.4, "rounds": 4}},
+            {"institution": {"aggregation": {"name": "fedmr"}, "participation": 0.5, "rounds": 4}},
+            "institution.aggregation.name = 'fedmr': with one child",
+        ),
+        (
+            {"model": {"name": "resnet18_cifar"}, "data": {"partition": "dirichlet", "concentration": 0.5}},
+            {"model": {"name": "resnet18_cifar"}, "data": {"concentration": 0.5}},
+            "model.name = 'resnet18_cifar': batch norm",
+        ),
+        (
+            {
+                "institution": {"aggregation": {"name": "fedadp"}, "participation": 0.5},
+                "data": {"partition": "dirichlet", "concentration": 0.1},
+            },
+            {
+                "institution": {"aggregation": {"name": "fedadp"}},
+                "data": {"partition": "dirichlet", "concentration": 0.1},
+            },
+            "institution.aggregation.name = 'fedadp': with partial participation",
+        ),
+        (
+            at("cloud", "independent", tree={"training": {"learning_rate": 0.1}}),
+            at("cloud", "fedcross", alpha=0.9, tree={"training": {"learning_rate": 0.1}}),
+            "training.learning_rate = 0.1: models that hardly mix (cloud.aggregation.name = 'independent')",
+        ),
+        (
+            at("institution", "fedcross", tree={"training": {"learning_rate": 0.2}}),
+            at("institution", "fedcross", tree={"training": {"learning_rate": 0.09}}),
+            "training.learning_rate = 0.2: models that hardly mix (institution.aggregation.name = 'fedcross')",
+        ),
+        (
+            {"cloud": {"epoch_control": {"name": "tempo"}}, "topology": {"devices": 4}},
+            {"cloud": {"epoch_control": {"name": "tempo"}}},
+            "cloud.epoch_control.name = 'tempo': with one institution",
+        ),
+        (
+            {"cloud": {"epoch_control": {"variant": "plato"}}},
+            {"cloud": {"epoch_control": {"name": "tempo", "variant": "plato"}}},
+            "cloud.epoch_control.name = 'fixed': its other settings",
+        ),
+    ],
+)
+def test_a_setting_has_its_line(bad: dict[str, Any], good: dict[str, Any], start: str) -> None:
+    found = lines(bad)
+    assert len(found) == 1 and found[0].startswith(start), found
+    assert lines(good) == []
+
+
+def test_every_line_is_given() -> None:
+    tree = at("institution", "independent", carry="recentre", tree={"training": {"learning_rate": 1.0}})
+    assert len(lines(tree | {"cloud": {"aggregation": {"name": "fedmr", "first_stage_rounds": 200}}})) == 4
