@@ -15,12 +15,17 @@ from common.node import states
 
 
 class Memory:
-    """One institution's rule. `build` makes a fresh one; `kept`: iterations that the cloud may go back."""
+    """One institution's rule. `build` makes a fresh one.
 
-    def __init__(self, build: Callable[[], Aggregator], *, folder: Path | None, kept: int) -> None:
+    It is written after every `every`-th iteration, and so many of these states are kept: those that the cloud may go
+    back to.
+    """
+
+    def __init__(self, build: Callable[[], Aggregator], *, folder: Path | None, kept: int, every: int = 1) -> None:
         self._build = build
         self._folder = folder
         self._kept = kept
+        self._every = every
         self._rule = build()
         self._stands: int | None = 0  # before this iteration; None: in the middle of one
 
@@ -36,7 +41,7 @@ class Memory:
     def after(self, iteration: int) -> None:
         """Keep the rule as it stands after a global iteration."""
         self._stands = iteration + 1
-        if self._rule.stateful and self._folder is not None:
+        if self._rule.stateful and self._folder is not None and (iteration + 1) % self._every == 0:
             states.write(self._folder, _name(iteration + 1), self._rule.save)
             states.prune(self._folder, keep=self._kept)
 
