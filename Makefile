@@ -1,11 +1,11 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-kills bench-links bench-slow bench-tiers check clean broker
+.PHONY: help demo test bench bench-aggregation bench-kills bench-links bench-slow bench-tiers check clean broker
 .DELETE_ON_ERROR:
 
 INSTALLED := .venv/.installed
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile | while IFS=: read -r target text; do printf '  make %-13s%s\n' "$$target" "$$text"; done
+	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile | while IFS=: read -r target text; do printf '  make %-19s%s\n' "$$target" "$$text"; done
 
 demo: $(INSTALLED) broker ## run a small experiment with all roles on this machine
 	.venv/bin/fedstrata run deploy/experiments/demo.toml
@@ -18,6 +18,9 @@ bench: $(INSTALLED) broker ## measure against plain TCP
 
 bench-tiers: $(INSTALLED) broker ## measure dispatch over two tiers, passed on against stored
 	.venv/bin/python tests/bench/tiers.py
+
+bench-aggregation: $(INSTALLED) ## measure mixing, statistics and FedCDA on one core
+	.venv/bin/python tests/bench/aggregation.py
 
 bench-kills: $(INSTALLED) broker ## kill broker, sender and receiver in mid-transfer, 10 times each
 	.venv/bin/python tests/bench/kills.py

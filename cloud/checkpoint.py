@@ -63,7 +63,7 @@ def load(path: Path, *, layout: ModelLayout, row: Row, rule: Aggregator) -> RunS
             state = RunState(**json.loads(file.metadata()["fedstrata"]))
             tensors: dict[str, np.ndarray[Any, Any]] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
         layout.flatten(tensors, row)
-        states.read(path.parent, path.stem, rule.restore)
+        states.read(path.with_suffix(""), rule.restore)
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, RefusedModel) as error:
         raise InvalidExperiment("--resume", str(path), f"no checkpoint of this run: {error}", "Use another.") from None
     return state

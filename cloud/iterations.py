@@ -17,6 +17,7 @@ from common.metrics import Metrics
 from common.node.children import Children
 from common.node.offload import offload
 from common.node.round import Round, plans_of
+from common.rounds.draw import draw
 from common.spec import CLOUD, Experiment
 from common.wire.messages import Traffic
 
@@ -92,10 +93,12 @@ class GlobalIterations:
     async def _iterate(self) -> None:
         state, settings = self._state, self._experiment.cloud
         started = self._down.now()
+        seed, r = self._experiment.seed, state.iteration
+        drawn = draw(self._down.peers, settings.participation, seed=seed, node=CLOUD, r=r)
         played = await self._down.round(
             iteration=state.iteration,
             round_=0,
-            models=self._rule.dispatch(state.iteration, self._down.peers),
+            models=self._rule.dispatch(state.iteration, drawn),
             epochs=state.epochs,
             closing=settings.closing,
         )
@@ -158,7 +161,7 @@ class GlobalIterations:
             "lan_down_bytes": lan_new.sent,
             "missing": " ".join(played.missing),
             "refused": " ".join(played.refused),
-            **{f"epochs_{name}": epochs[name] for name in names},
+            **{f"epochs_{name}": epochs[name] if name in results else "" for name in names},
             **{f"omega_{name}": _short(outcome.distances.get(name)) for name in names},
             **{f"spread_{name}": _short(spreads.get(name)) for name in (CLOUD, *names)},
         }

@@ -114,6 +114,13 @@ def _named(tree: Any) -> Any:
 Aggregation = Annotated[Annotated[Rule, Field(discriminator="name")], BeforeValidator(_named)]
 
 
+def remembers(rule: Rule) -> bool:
+    """Return whether what a rule knows of its children outlives a global iteration at an institution."""
+    if isinstance(rule, FedCDA):
+        return rule.history == "keep"
+    return isinstance(rule, FedAdp) or (isinstance(rule, Several) and rule.carry == "recentre")
+
+
 def check(key: str, rule: Rule, children: int) -> None:
     """Check what a rule needs of the number of children that take part in a round. Raises InvalidExperiment."""
     if isinstance(rule, FedCDA):

@@ -79,6 +79,9 @@ class Training(_Table):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
 
 
+Share = Annotated[float, Field(le=1)]
+
+
 class Closing(_Table):
     """When a round closes: on all results, or on `quorum` of them once `deadline_s` has passed."""
 
@@ -94,8 +97,9 @@ class EpochControl(_Table):
 
 
 class Cloud(_Table):
-    """The cloud's rounds: global iterations over the institutions."""
+    """The cloud's rounds: global iterations over the institutions drawn."""
 
+    participation: Share = 1.0
     aggregation: Aggregation = FedAvg()
     closing: Closing = Closing()
     epoch_control: EpochControl = EpochControl()
@@ -107,7 +111,7 @@ class Institution(_Table):
     """An institution's rounds: `rounds` (tau_i) per global iteration over the devices drawn."""
 
     rounds: Count = 1
-    participation: Annotated[float, Field(le=1)] = 1.0
+    participation: Share = 1.0
     aggregation: Aggregation = FedAvg()
     closing: Closing = Closing()
 
@@ -162,18 +166,16 @@ class Experiment(_Table):
     def _possible(self) -> Self:
         _check_topology(self.topology)
         children = self.topology.children()
-        _check_closing("cloud.closing", self.cloud.closing, len(children))
-        if self.institution.participation <= 0:
-            raise InvalidExperiment(
-                "institution.participation",
-                self.institution.participation,
-                "no device would ever train",
-                "Give a fraction above 0 and at most 1.",
-            )
+        for key, share in (("cloud", self.cloud.participation), ("institution", self.institution.participation)):
+            if share <= 0:
+                remedy = "Give a fraction above 0 and at most 1."
+                raise InvalidExperiment(f"{key}.participation", share, "nobody would ever take part", remedy)
+        institutions = participants(len(children), self.cloud.participation)
+        _check_closing("cloud.closing", self.cloud.closing, institutions)
         smallest = min(participants(len(devices), self.institution.participation) for devices in children.values())
         _check_closing("institution.closing", self.institution.closing, smallest)
         largest = max(participants(len(devices), self.institution.participation) for devices in children.values())
-        rules.check("cloud.aggregation", self.cloud.aggregation, len(children))
+        rules.check("cloud.aggregation", self.cloud.aggregation, institutions)
         rules.check("institution.aggregation", self.institution.aggregation, largest)
         for child in self.links.of:
             _check_child("links.of", child, self.topology)

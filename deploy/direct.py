@@ -77,15 +77,7 @@ async def _play(folder: RunFolder, *, resume: bool, accelerator: str, observe: O
             codecs=experiment.transfer.lan,
             spool=spool,
         )
-        rounds = LocalRounds(
-            name,
-            experiment,
-            layout=layout,
-            spool=spool,
-            down=below[name],
-            metrics=metrics,
-            every=experiment.cloud.checkpoint_every,
-        )
+        rounds = LocalRounds(name, experiment, layout=layout, spool=spool, down=below[name], metrics=metrics)
         institutions[name] = rounds.work
     spool = _spool(folder, CLOUD)
     down = calls(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from common.errors import RunFailed
+from common.rules import remembers
 from common.spec import CLOUD, Experiment, to_toml
 from deploy.network import Network, Open, one_host
 from deploy.processes import interruptible, spawn, stop_all
@@ -23,6 +24,7 @@ from deploy.progress import Observe, show
 FAREWELL_S: Final = 20.0
 POLL_S: Final = 0.2
 STOP_S: Final = 5.0
+SPOOL: Final = ".spool"  # beside the runs' folders: what institutions need when a run is resumed
 
 
 class Lab:
@@ -83,11 +85,14 @@ class Lab:
         memory = ["--spool", "none"]  # a lab that is killed is killed as a whole: no device would offer again
         runs = ["--broker", network.upward[CLOUD], "--runs", str(self._runs), "--format", "json"]
         self._spawn(home, network, CLOUD, ["cloud", *what, *runs, *memory])
+        keeps = remembers(self._experiment.institution.aggregation)
+        home_of_runs = self._resume.resolve().parent if self._resume else self._runs
+        states = ["--spool", str(home_of_runs / SPOOL)] if keeps else memory
         homes = {}
         for name, members in self._experiment.topology.children().items():
             homes.update(dict.fromkeys(members, name))
             brokers = ["--broker", network.upward[name], "--device-broker", network.downward[name]]
-            self._spawn(home, network, name, ["institution", "--name", name, *brokers, *memory])
+            self._spawn(home, network, name, ["institution", "--name", name, *brokers, *states])
         for process, devices in network.groups.items():
             who = [
                 word

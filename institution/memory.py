@@ -6,6 +6,7 @@ was killed begins its iteration anew. The rule must then stand as it stood befor
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,25 +14,27 @@ from common.aggregation.aggregator import Aggregator
 from common.errors import RunFailed
 from common.node import states
 
+log = logging.getLogger("fedstrata.institution")
+
 
 class Memory:
     """One institution's rule. `build` makes a fresh one.
 
-    It is written after every `every`-th iteration, and so many of these states are kept: those that the cloud may go
-    back to.
+    `folder`: None where the rule remembers nothing, or only as long as this process lives. `kept`: how many
+    iterations the cloud may go back. `always`: this institution plays in every iteration.
     """
 
-    def __init__(self, build: Callable[[], Aggregator], *, folder: Path | None, kept: int, every: int = 1) -> None:
+    def __init__(self, build: Callable[[], Aggregator], *, folder: Path | None, kept: int, always: bool) -> None:
         self._build = build
         self._folder = folder
         self._kept = kept
-        self._every = every
+        self._always = always
         self._rule = build()
-        self._stands: int | None = 0  # before this iteration; None: in the middle of one
+        self._stands: int | None = None  # before this iteration at the earliest; None: we do not know, or amid one
 
     def before(self, iteration: int) -> Aggregator:
         """Return the rule as it stood before a global iteration, about to play it. Raises RunFailed."""
-        if self._rule.stateful and self._stands != iteration:
+        if self._rule.stateful and (self._stands is None or self._stands > iteration):
             self._rule = self._build()
             if iteration > 0:
                 self._restore(iteration)
@@ -41,17 +44,21 @@ class Memory:
     def after(self, iteration: int) -> None:
         """Keep the rule as it stands after a global iteration."""
         self._stands = iteration + 1
-        if self._rule.stateful and self._folder is not None and (iteration + 1) % self._every == 0:
+        if self._rule.stateful and self._folder is not None:
             states.write(self._folder, _name(iteration + 1), self._rule.save)
             states.prune(self._folder, keep=self._kept)
 
     def _restore(self, iteration: int) -> None:
-        if self._folder is None or not states.exists(self._folder, _name(iteration)):
+        found = states.latest(self._folder, _name(iteration)) if self._folder is not None else None
+        if found is not None:
+            states.read(found, self._rule.restore)
+        elif self._always:
             raise RunFailed(
                 f"what this institution's rule remembers of iteration {iteration} is gone. Start institutions with "
                 "--spool DIR, the same after a restart; or begin the run anew."
             )
-        states.read(self._folder, _name(iteration), self._rule.restore)
+        else:
+            log.warning("no iteration before %d is remembered: this institution was in none, or lost it", iteration + 1)
 
 
 def _name(iteration: int) -> str:

@@ -20,17 +20,14 @@ from common.node.children import Children
 from common.node.offload import offload
 from common.node.round import Round
 from common.node.spool import Spool
-from common.randomness import Purpose, generator
-from common.spec import Experiment, participants
+from common.rounds.draw import draw
+from common.spec import Experiment
 from common.wire.messages import ChildReport, Measured, Phase, Task
 from institution.memory import Memory
 
 
 class LocalRounds:
-    """The work of one institution; `work` answers one wish of the cloud.
-
-    What its rule remembers is kept in the spool after every `every`-th iteration.
-    """
+    """The work of one institution; `work` answers one wish of the cloud."""
 
     def __init__(
         self,
@@ -41,7 +38,6 @@ class LocalRounds:
         spool: Spool,
         down: Children,
         metrics: Metrics,
-        every: int = 1,
     ) -> None:
         self._name = name
         self._experiment = experiment
@@ -58,8 +54,9 @@ class LocalRounds:
             rows=partial(spool.memory, row_bytes=layout.row_bytes, resident_mb=experiment.transfer.resident_mb),
             folder=spool.folder("cache"),
         )
-        kept = experiment.cloud.checkpoint_every // every + 1
-        self._memory = Memory(build, folder=spool.folder("states"), kept=kept, every=every)
+        cloud = experiment.cloud
+        always = cloud.participation == 1.0 and cloud.closing.rule == "all"
+        self._memory = Memory(build, folder=spool.folder("states"), kept=cloud.checkpoint_every + 1, always=always)
         self._did: dict[str, ChildReport] = {}
 
     async def work(self, task: Task, model: Arriving, report: Report) -> Answer:
@@ -68,7 +65,7 @@ class LocalRounds:
         Where the rule only passes the model on, the first round begins at once: the devices get its chunks as they
         come from the cloud. Raises RunFailed where an earlier iteration's state is needed and gone.
         """
-        settings, down = self._experiment.institution, self._down
+        settings, seed, down = self._experiment.institution, self._experiment.seed, self._down
         self._did = {}
         train_s = wait_s = 0.0
         path_steps = 0
@@ -81,10 +78,11 @@ class LocalRounds:
             await offload(partial(rule.begin, model.row))
             for i in range(settings.rounds):
                 r = task.key.iteration * settings.rounds + i
+                drawn = draw(down.peers, settings.participation, seed=seed, node=self._name, r=r)
                 played = await down.round(
                     iteration=task.key.iteration,
                     round_=i,
-                    models=self._models(rule.dispatch(r, self._draw(r)), model),
+                    models=self._models(rule.dispatch(r, drawn), model),
                     epochs=dict.fromkeys(down.peers, task.epochs),
                     closing=settings.closing,
                 )
@@ -116,14 +114,6 @@ class LocalRounds:
             )
             for name in self._down.peers
         )
-
-    def _draw(self, r: int) -> list[str]:
-        devices = list(self._down.peers)
-        count = participants(len(devices), self._experiment.institution.participation)
-        if count == len(devices):
-            return devices
-        draw = generator(self._experiment.seed, Purpose.DRAW, self._name, r)
-        return [devices[place] for place in sorted(draw.choice(len(devices), count, replace=False))]
 
     @staticmethod
     def _models(rows: Mapping[str, Row], model: Arriving) -> dict[str, Row | Arriving]:

@@ -1,22 +1,110 @@
-"""The malloc settings, told to a process of their own."""
+"""What an institution's rule remembers: the same after a restart, a step back, iterations without it."""
 
 from __future__ import annotations
 
-import os
-import platform
-import subprocess
-import sys
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-CODE = "from common.node.memory import keep_large_buffers; print(keep_large_buffers())"
+from common.errors import RunFailed
+from common.node import states
+from institution.memory import Memory
 
 
-@pytest.mark.parametrize("setting", ["", "system"])
-def test_glibc_is_told_unless_it_shall_be_left_alone(setting: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", CODE], env={**os.environ, "FEDSTRATA_MALLOC": setting}, capture_output=True, text=True,
-        check=True,
-    )  # fmt: skip
-    told = platform.libc_ver()[0] == "glibc" and setting != "system"
-    assert done.stdout.strip() == str(told)
+class Counting:
+    """A rule that remembers which iterations it played."""
+
+    stateful = True
+
+    def __init__(self) -> None:
+        self.played: list[int] = []
+
+    def save(self, folder: Path) -> dict[str, object]:
+        (folder / "played").write_text(json.dumps(self.played))
+        return {"count": len(self.played)}
+
+    def restore(self, folder: Path, facts: Mapping[str, object]) -> None:
+        self.played = json.loads((folder / "played").read_text())
+        assert facts["count"] == len(self.played)
+
+
+def memory(folder: Path | None, *, kept: int = 2, always: bool = True) -> Any:
+    build: Any = Counting
+    return Memory(build, folder=folder, kept=kept, always=always)
+
+
+def play(one: Any, *iterations: int) -> list[int]:
+    """Play iterations, and return what the rule remembered before the last of them."""
+    before: list[int] = []
+    for iteration in iterations:
+        rule = one.before(iteration)
+        before = list(rule.played)
+        rule.played.append(iteration)
+        one.after(iteration)
+    return before
+
+
+def test_it_goes_on_from_iteration_to_iteration(tmp_path: Path) -> None:
+    for folder in (None, tmp_path):
+        assert play(memory(folder), 0, 1, 2, 3) == [0, 1, 2]
+
+
+def test_a_new_process_goes_on_with_what_the_last_one_left(tmp_path: Path) -> None:
+    play(memory(tmp_path), 0, 1, 2)
+    assert play(memory(tmp_path), 3) == [0, 1, 2]
+
+
+def test_an_iteration_that_was_broken_off_begins_where_it_began(tmp_path: Path) -> None:
+    one = memory(tmp_path)
+    play(one, 0, 1)
+    one.before(2).played.append("half")
+    assert play(one, 2) == [0, 1]
+    assert play(memory(None), 0) == []
+
+
+def test_the_cloud_may_go_back_as_far_as_its_checkpoints(tmp_path: Path) -> None:
+    one = memory(tmp_path, kept=3)
+    play(one, 0, 1, 2, 3, 4)
+    assert play(one, 3) == [0, 1, 2]
+    assert play(one, 4) == [0, 1, 2, 3]
+    assert len(list(tmp_path.iterdir())) == 3
+    with pytest.raises(RunFailed, match="--spool"):
+        play(one, 1)
+    assert play(one, 0) == []
+
+
+def test_what_is_lost_is_an_error_with_its_remedy(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"iteration 2 is gone.*--spool"):
+        memory(tmp_path).before(2)
+    with pytest.raises(RunFailed, match="--spool"):
+        memory(None).before(2)
+
+
+def test_an_institution_that_is_not_drawn_remembers_its_last_iteration(tmp_path: Path) -> None:
+    one = memory(tmp_path, always=False)
+    assert play(one, 2, 5, 6) == [2, 5]
+    assert play(memory(tmp_path, always=False), 9) == [2, 5, 6]
+
+
+def test_half_a_state_is_none(tmp_path: Path) -> None:
+    def broken(folder: Path) -> dict[str, object]:
+        (folder / "played").write_text("[0]")
+        raise OSError("no space")
+
+    states.write(tmp_path, "before-000001", Counting().save)
+    with pytest.raises(OSError, match="no space"):
+        states.write(tmp_path, "before-000002", broken)
+    assert states.latest(tmp_path, "before-000009") == tmp_path / "before-000001"
+    assert states.latest(tmp_path, "before-000000") is None
+
+
+def test_a_rule_that_remembers_nothing_is_never_kept(tmp_path: Path) -> None:
+    build: Any = lambda: SimpleNamespace(stateful=False)  # noqa: E731
+    one = Memory(build, folder=tmp_path, kept=2, always=True)
+    assert one.before(7) is one.before(3)
+    one.after(3)
+    assert not list(tmp_path.iterdir())

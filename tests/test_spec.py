@@ -479,7 +479,7 @@ def test_a_quorum_above_the_children(tree: dict[str, Any], key: str, most: int) 
 def test_participation_of_nobody(fraction: float) -> None:
     check_refusal(
         refusal({"institution": {"participation": fraction}}),
-        key="institution.participation", value=str(fraction), problem="no device would", remedy="above 0 and at most 1",
+        key="institution.participation", value=str(fraction), problem="nobody would", remedy="above 0 and at most 1",
     )  # fmt: skip
 
 

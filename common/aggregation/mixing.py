@@ -114,20 +114,21 @@ def _mix_counters(part: Part, rows_K: npt.NDArray[np.uint8], layout: ModelLayout
 
 
 def _mix_block(mixtures: Mixtures, block_KC: Floats, out: Sequence[Floats], in_place: bool) -> None:
-    if in_place and len(mixtures) > 1:
+    if in_place:
         block_KC = block_KC.copy()
+    term, total = np.empty(block_KC.shape[1], np.float32), np.empty(block_KC.shape[1])
     for mixture, target in zip(mixtures, out, strict=True):
         if mixture.weights == (1.0,):
             target[:] = block_KC[mixture.indices[0]]
-            continue
-        dtype = np.float32 if len(mixture.indices) <= FLOAT32_TERMS else np.float64
-        total = np.zeros(len(target), dtype)
-        term = np.empty(len(target), dtype)
-        for index, weight in zip(mixture.indices, mixture.weights, strict=True):
-            np.copyto(term, block_KC[index])  # a conversion of its own: numpy's mixed product is 2x slower
-            np.multiply(term, dtype(weight), out=term)
-            np.add(total, term, out=total)
-        target[:] = total
+        elif len(mixture.indices) <= FLOAT32_TERMS:
+            for place, (index, weight) in enumerate(zip(mixture.indices, mixture.weights, strict=True)):
+                np.multiply(block_KC[index], np.float32(weight), out=term if place else target)
+                if place:
+                    np.add(target, term, out=target)
+        else:
+            chosen_KC = block_KC if len(mixture.indices) == len(block_KC) else block_KC[list(mixture.indices)]
+            np.einsum("k,kc->c", mixture.weights, chosen_KC, dtype=np.float64, out=total)
+            target[:] = total
 
 
 def recentre(rows: Sequence[Row], received: Row, *, layout: ModelLayout) -> None:

@@ -23,18 +23,21 @@ def write(folder: Path, name: str, save: Callable[[Path], Mapping[str, object]])
     os.replace(partial, folder / name)
 
 
-def exists(folder: Path, name: str) -> bool:
-    """Return whether a state of this name is there."""
-    return (folder / name / FACTS).is_file()
+def latest(folder: Path, name: str) -> Path | None:
+    """Return the last state, by name, that is not beyond this name; None where there is none."""
+    return max((path for path in _whole(folder) if path.name <= name), default=None)
 
 
-def read(folder: Path, name: str, restore: Callable[[Path, Mapping[str, object]], None]) -> None:
+def read(state: Path, restore: Callable[[Path, Mapping[str, object]], None]) -> None:
     """Hand a state's folder and facts to `restore`."""
-    restore(folder / name, json.loads((folder / name / FACTS).read_text(encoding="utf-8")))
+    restore(state, json.loads((state / FACTS).read_text(encoding="utf-8")))
 
 
 def prune(folder: Path, *, keep: int) -> None:
     """Remove all states but the last, by name."""
-    whole = sorted(path for path in folder.iterdir() if path.is_dir() and path.suffix != ".partial")
-    for old in whole[:-keep]:
+    for old in sorted(_whole(folder))[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _whole(folder: Path) -> list[Path]:
+    return [facts.parent for facts in folder.glob(f"*/{FACTS}") if facts.parent.suffix != ".partial"]

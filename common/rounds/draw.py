@@ -1,0 +1,20 @@
+"""Which children take part in a round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from common.randomness import Purpose, generator
+from common.spec import participants
+
+
+def draw(children: Sequence[str], fraction: float, *, seed: int, node: str, r: int) -> list[str]:
+    """Return K = max(1, floor(fraction * children)) of a node's children, in their order, for its round r.
+
+    Drawn without replacement from a generator of the node's and the round's own.
+    """
+    count = participants(len(children), fraction)
+    if count == len(children):
+        return list(children)
+    places = generator(seed, Purpose.DRAW, node, r).choice(len(children), count, replace=False)
+    return [children[place] for place in sorted(places)]
