@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from pathlib import Path
 
-from cloud import checkpoint
 from cloud.evaluator import Evaluator
-from cloud.iterations import LABELS, GlobalIterations, Observe
+from cloud.iterations import LABELS, Observe
 from cloud.results import RunFolder
-from common.aggregation import aggregator
-from common.errors import FedstrataError, InvalidExperiment
+from cloud.run import CloudRun, tier_bytes
+from common.errors import FedstrataError
 from common.metrics import Metrics
 from common.net.link import BrokerAddress
 from common.node.identity import Identity, new_session
@@ -87,91 +85,35 @@ class CloudAgent:
             self._folder.write_links(down.ledger)
 
     async def _play(self, down: ParentFace, evaluator: Evaluator, spool: Spool) -> Path:
-        folder, experiment = self._folder, self._folder.experiment
+        experiment = self._folder.experiment
         layout, row = await evaluator.start()
         down.set_layout(layout)
-        folder.note(model_bytes=layout.row_bytes)  # of a model as fp32: beside links.csv it shows what codecs save
-        rule = aggregator.build(
-            experiment.cloud.aggregation,
-            layout=layout,
-            node=CLOUD,
-            tier="cloud",
-            seed=experiment.seed,
-            rows=partial(spool.memory, row_bytes=layout.row_bytes, resident_mb=experiment.transfer.resident_mb),
-            folder=folder.path / "cache",
-        )
-        iterations = GlobalIterations(
-            folder,
+        run = CloudRun(
+            self._folder,
             layout=layout,
             row=row,
-            rule=rule,
+            spool=spool,
             down=down,
-            evaluator=evaluator,
+            evaluate=evaluator.evaluate,
             metrics=self._metrics,
             observe=self._observe,
+            resume=self._resume,
         )
-        if self._resume:
-            newest = checkpoint.latest(folder.checkpoints)
-            state = checkpoint.load(newest, layout=layout, row=row, rule=rule) if newest else iterations.state
-            if state.digest != experiment.digest:
-                raise InvalidExperiment("--resume", str(folder.path), "its experiment was changed", "Restore the file.")
-            iterations.resume(state)
         down.endpoint.announce(Announcement(experiment.to_json(), layout.to_json()))
         down.endpoint.set_state(NodeState.READY)
-        self._observe(
-            "run",
-            {
-                "run": folder.run,
-                "folder": str(folder.path),
-                "experiment": experiment.name,
-                "iterations": experiment.iterations,
-                "done": iterations.state.iteration,
-                "institutions": {name: len(devices) for name, devices in experiment.topology.children().items()},
-                "model": experiment.model.name,
-                "model_bytes": layout.row_bytes,
-                "metrics": self._metrics_address,
-            },
-        )
+        run.introduce(metrics_address=self._metrics_address)
         await down.gather(experiment.cloud.closing)
         await down.measure(experiment.links)
         showing = asyncio.create_task(self._show_progress(down), name="progress")
         try:
-            await iterations.run()
+            return await run.play()
         finally:
             showing.cancel()
-        path = folder.path / "model.safetensors"
-        state = iterations.state
-        facts = {"run": folder.run, "experiment": experiment.name, "digest": experiment.digest}
-        checkpoint.save_model(path, layout=layout, row=iterations.row, facts=facts)
-        self._observe(
-            "finished",
-            {
-                "round": state.iteration,
-                "elapsed_s": state.elapsed_s,
-                "accuracy": iterations.last.accuracy if iterations.last else None,
-                "loss": iterations.last.loss if iterations.last else None,
-                "model": str(path),
-                "model_bytes": layout.row_bytes,
-                **self._bytes(down),
-            },
-        )
-        return path
 
     async def _show_progress(self, down: ParentFace) -> None:
         while True:
             await asyncio.sleep(PROGRESS_S)
-            self._show("progress", {"states": down.coordinator.progress(), **self._bytes(down)})
-
-    @staticmethod
-    def _bytes(down: ParentFace) -> dict[str, object]:
-        wan = list(down.ledger.links().values())
-        lan = down.ledger.below()
-        return {
-            "wan_up_bytes": sum(link.received for link in wan),
-            "wan_down_bytes": sum(link.sent for link in wan),
-            "lan_up_bytes": lan.received,
-            "lan_down_bytes": lan.sent,
-        }
+            self._show("progress", {"states": down.coordinator.progress(), **tier_bytes(down.ledger)})
 
     def _observe(self, event: str, facts: dict[str, object]) -> None:
         self._folder.event(event, facts)

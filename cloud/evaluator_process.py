@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from common.errors import InvalidExperiment
 from common.layout import Row
-from common.learning import datasets, evaluation, models
+from common.learning.evaluation import Examiner
 from common.spec import parse
 
 
@@ -23,21 +23,16 @@ def main() -> None:
     try:
         experiment = parse(requests.readline())
         try:
-            data = datasets.load(experiment.data)
-            module = models.build(experiment.model.name, experiment.seed)
-            models.check_images(experiment.model.name, data.image_shape)
+            examiner = Examiner(experiment)
         except InvalidExperiment as error:
             _answer(answers, {"invalid": error.parts})
             return
-        layout = models.layout_of(module)
-        row = layout.empty()
-        models.write_row(module, layout, row)
+        layout, row = examiner.layout, examiner.first
         _answer(answers, {"layout": layout.to_json(), "bytes": layout.row_bytes}, row)
         while line := requests.readline():
             if requests.readinto(row.data) != layout.row_bytes:
                 return
-            models.read_row(module, layout, row)
-            result = evaluation.evaluate(module, data.test_images, labels=data.test_labels, normalise=data.normaliser())
+            result = examiner.examine(row)
             _answer(answers, {**json.loads(line), "accuracy": result.accuracy, "loss": result.loss})
     except (BrokenPipeError, KeyboardInterrupt):
         pass  # the agent is gone

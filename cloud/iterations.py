@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
 from cloud import checkpoint, tempo
 from cloud.checkpoint import RunState
-from cloud.evaluator import Accuracy, Evaluator
+from cloud.evaluator import Accuracy
 from cloud.results import RunFolder
 from common.aggregation.aggregator import Aggregator, Outcome
 from common.layout import ModelLayout, Row
 from common.metrics import Metrics
+from common.node.children import Children
 from common.node.offload import offload
-from common.node.parent import ParentFace
 from common.node.round import Round, plans_of
 from common.rounds.draw import draw
 from common.spec import CLOUD, Experiment
 from common.wire.messages import Traffic
 
 LABELS: Final = ("cloud", "", "")
+BOOKS_S: Final = 1.0  # between two writings of links.csv where no checkpoint asks for one
 SPREAD_MOST: Final = 0.37  # seen on digits: up to 0.15 was healthy
 
 Observe = Callable[[str, dict[str, object]], None]
+Evaluate = Callable[[int, Row], Awaitable[Accuracy]]
 
 
 class GlobalIterations:
@@ -37,8 +39,8 @@ class GlobalIterations:
         layout: ModelLayout,
         row: Row,
         rule: Aggregator,
-        down: ParentFace,
-        evaluator: Evaluator,
+        down: Children,
+        evaluate: Evaluate,
         metrics: Metrics,
         observe: Observe,
     ) -> None:
@@ -49,14 +51,14 @@ class GlobalIterations:
         self._rule = rule
         rule.begin(row)
         self._down = down
-        self._evaluator = evaluator
+        self._test = evaluate
         self._metrics = metrics
         self._observe = observe
         start_epochs = dict.fromkeys(down.peers, self._experiment.training.epochs)
         self._state = RunState(folder.run, self._experiment.digest, 0, 0.0, start_epochs)
         self._evaluating: asyncio.Task[list[Accuracy]] | None = None
         self._reached = False
-        self._mark = 0.0
+        self._mark = self._booked = 0.0
         self._wan, self._lan = Traffic(), Traffic()
         self.last: Accuracy | None = None
 
@@ -83,14 +85,14 @@ class GlobalIterations:
 
     async def run(self) -> None:
         """Play the iterations that are left, until the last or until the target accuracy."""
-        self._mark = self._down.endpoint.now()
+        self._mark = self._down.now()
         while self._state.iteration < self._experiment.iterations and not self._reached:
             await self._iterate()
         await self._finish_evaluation()
 
     async def _iterate(self) -> None:
         state, settings = self._state, self._experiment.cloud
-        started = self._down.endpoint.now()
+        started = self._down.now()
         seed, r = self._experiment.seed, state.iteration
         drawn = draw(self._down.peers, settings.participation, seed=seed, node=CLOUD, r=r)
         played = await self._down.round(
@@ -106,9 +108,9 @@ class GlobalIterations:
         if settings.epoch_control.name == "tempo":
             epochs |= tempo.next_epochs(dict(outcome.distances), self._experiment.training.epochs)
         closed = played.timeline.closed or started
-        aggregated = self._down.endpoint.now()
+        aggregated = self._down.now()
         await self._finish_evaluation()
-        ended = self._down.endpoint.now()
+        ended = self._down.now()
         phases = {"record": started - self._mark} | played.timeline.phases()  # what the last iteration left to write
         phases["dispatch"] += played.timeline.opened - started
         phases |= {"aggregate": aggregated - closed, "evaluate": ended - aggregated}
@@ -119,7 +121,11 @@ class GlobalIterations:
         if self._evaluates(self._state.iteration):
             self._evaluate(await offload(lambda: self._rule.mixed))
         last = self._state.iteration == self._experiment.iterations
-        if last or self._state.iteration % settings.checkpoint_every == 0:
+        due = last or self._state.iteration % settings.checkpoint_every == 0
+        if due or self._down.now() - self._booked >= BOOKS_S:
+            self._folder.write_links(self._down.ledger)
+            self._booked = self._down.now()
+        if due:
             folder = self._folder.checkpoints
             save = partial(checkpoint.save, folder, self._state, layout=self._layout, row=self._row, rule=self._rule)
             await offload(save)
@@ -160,7 +166,6 @@ class GlobalIterations:
             **{f"spread_{name}": _short(spreads.get(name)) for name in (CLOUD, *names)},
         }
         self._folder.add_round(row)
-        self._folder.write_links(self._down.ledger)
         self._observe("iteration", dict(row))
         metrics = self._metrics
         metrics.round.labels(*LABELS).inc()
@@ -201,7 +206,7 @@ class GlobalIterations:
         rows = [self._row.copy()] if mixed is None else [self._row.copy(), mixed]
 
         async def evaluate() -> list[Accuracy]:
-            return [await self._evaluator.evaluate(iteration, row) for row in rows]
+            return [await self._test(iteration, row) for row in rows]
 
         self._evaluating = asyncio.create_task(evaluate(), name="evaluate")
 

@@ -9,6 +9,7 @@ checkpoints/     the last two                    model.safetensors  the final mo
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import platform
@@ -30,6 +31,7 @@ DEVICE_FIELDS: Final = (
     "round", "institution", "device", "samples", "local_rounds", "epochs", "sgd_steps", "loss", "train_s", "wait_s",
 )  # fmt: skip
 LEDGER: Final = "ledger.json"
+DIRECT: Final = "direct"  # in manifest.json: what is different in a run without a network
 
 
 class RunFolder:
@@ -40,6 +42,7 @@ class RunFolder:
         self.run = run
         self.experiment = experiment
         self._measured = ""
+        self._last_round: tuple[int, dict[str, object]] | None = None  # where it begins in rounds.csv, and its cells
 
     @classmethod
     def create(cls, root: Path, experiment: Experiment) -> RunFolder:
@@ -56,13 +59,17 @@ class RunFolder:
         return folder
 
     @classmethod
-    def reopen(cls, path: Path) -> RunFolder:
-        """Take up a run's folder again. Raises InvalidExperiment where it is none."""
+    def reopen(cls, path: Path, *, direct: bool = False) -> RunFolder:
+        """Take up a run's folder again. Raises InvalidExperiment where it is none, or none of a direct run."""
         try:
             manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
             run = str(manifest["run"])
+            was_direct = DIRECT in manifest
         except (OSError, ValueError, KeyError, TypeError):
             raise InvalidExperiment("--resume", str(path), "no run's folder", "Name a folder under runs/.") from None
+        if direct is not was_direct:  # its seconds and bytes would be of two kinds
+            had, remedy = ("no network", "Add --direct.") if was_direct else ("a network", "Leave out --direct.")
+            raise InvalidExperiment("--resume", str(path), f"the run was begun with {had}", remedy)
         return cls(path, run, load(path / "experiment.toml"))
 
     @property
@@ -83,16 +90,21 @@ class RunFolder:
 
     def add_round(self, row: Mapping[str, object]) -> None:
         """Append an iteration to rounds.csv."""
-        self._append("rounds.csv", list(row), [row])
+        self._last_round = (self._append("rounds.csv", list(row), [row]), dict(row))
 
     def complete_round(self, iteration: int, found: Mapping[str, str]) -> None:
-        """Fill in what became known of an iteration after its row was written."""
-        path = self.path / "rounds.csv"
-        fields, rows = _read(path)
-        for row in rows:
-            if int(row["round"]) == iteration:
-                row.update(found)
-        self._rewrite(path, fields, rows)
+        """Fill in what became known of the last iteration after its row was written.
+
+        The row grows, so one write in its place can leave nothing of the old one.
+        """
+        if self._last_round is None or self._last_round[1]["round"] != iteration:
+            raise ValueError(f"the last row is not that of iteration {iteration}")
+        start, row = self._last_round
+        text = io.StringIO()
+        csv.DictWriter(text, list(row)).writerow(row | dict(found))
+        with (self.path / "rounds.csv").open("r+b") as file:
+            file.seek(start)
+            file.write(text.getvalue().encode())
 
     def add_devices(self, iteration: int, institution: str, reports: Iterable[ChildReport]) -> None:
         """Append an institution's devices to devices.csv."""
@@ -112,7 +124,12 @@ class RunFolder:
                 fields, rows = _read(path)
                 kept[name] = [row for row in rows if int(row["round"]) <= iterations]
                 self._rewrite(path, fields, kept[name])
-        return kept.get("rounds.csv", [])
+        rounds = kept.get("rounds.csv", [])
+        if rounds:
+            rewritten = (self.path / "rounds.csv").read_bytes()
+            start = rewritten.rindex(b"\n", 0, -1) + 1
+            self._last_round = (start, rounds[-1] | {"round": int(rounds[-1]["round"])})
+        return rounds
 
     def write_links(self, ledger: Ledger) -> None:
         """Write links.csv, every link's bytes in the run, and the books that a resumed run goes on with."""
@@ -132,14 +149,15 @@ class RunFolder:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InvalidExperiment("--resume", str(path), f"unreadable: {error!r}", "Remove it.") from None
 
-    def _append(self, name: str, fields: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
-        path = self.path / name
-        fresh = not path.exists()
-        with path.open("a", newline="", encoding="utf-8") as file:
+    def _append(self, name: str, fields: Sequence[str], rows: Iterable[Mapping[str, object]]) -> int:
+        """Return where the rows begin in the file."""
+        with (self.path / name).open("a", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, fields)
-            if fresh:
+            if file.tell() == 0:
                 writer.writeheader()
+            start = file.tell()
             writer.writerows(rows)
+        return start
 
     @staticmethod
     def _rewrite(path: Path, fields: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:

@@ -30,6 +30,7 @@ from common.errors import FedstrataError, InvalidExperiment
 if TYPE_CHECKING:
     from common.metrics import Metrics
     from common.net.link import BrokerAddress
+    from common.spec import Experiment
 
 INTERRUPTED = 130
 SPOOL = "/var/tmp/fedstrata"  # kept over a restart of the machine, unlike /tmp
@@ -88,6 +89,13 @@ def run(
     runs: Runs = Path("runs"),
     resume: Resume = None,
     output: Output = "table",
+    direct: Annotated[
+        bool, typer.Option("--direct", help="Without a network: all roles in this process, one device after another.")
+    ] = False,
+    accelerator: Annotated[
+        str | None,
+        typer.Option(help="With --direct: cpu, cuda, cuda:N or auto.  [default: cpu]", show_default=False),
+    ] = None,
     netns: Annotated[bool, typer.Option("--netns", help="In network namespaces, links kept by the kernel.")] = False,
     one_broker: Annotated[
         bool, typer.Option("--one-broker", help="With --netns: one for all, at the cloud, none at institutions.")
@@ -96,7 +104,7 @@ def run(
         bool, typer.Option("--no-delay", help="With --netns: leave out the links' delays, which need netem.")
     ] = False,
 ) -> None:
-    """Run a whole lab on this machine: broker, cloud, institutions and devices as processes."""
+    """Run a whole lab on this machine: broker, cloud, institutions and devices as processes, or all in this one."""
     from deploy.lab import Lab
     from deploy.netns import by_kernel, namespaces
     from deploy.network import one_host
@@ -104,6 +112,10 @@ def run(
     for given, option in ((one_broker, "--one-broker"), (no_delay, "--no-delay")):
         if given and not netns:
             raise typer.BadParameter("it goes with --netns", param_hint=option)
+    if direct and netns:
+        raise typer.BadParameter("there is no network: give this or --netns", param_hint="--direct")
+    if accelerator is not None and not direct:
+        raise typer.BadParameter("it goes with --direct", param_hint="--accelerator")
     network = partial(namespaces, one_broker=one_broker) if netns else one_host
     with _reporting():
         chosen = _experiment(experiment, overrides, resume)
@@ -113,6 +125,9 @@ def run(
             from common.spec import to_toml
 
             typer.echo(to_toml(chosen), nl=False)
+            return
+        if direct:
+            _run_direct(chosen, runs=runs, resume=resume, json_lines=output == "json", accelerator=accelerator or "cpu")
             return
         code = Lab(chosen, runs=runs, resume=resume, json_lines=output == "json", network=network).run()
     raise typer.Exit(code)
@@ -280,6 +295,25 @@ def _experiment(path: Path | None, overrides: list[str] | None, resume: Path | N
     elif path is None:
         raise typer.BadParameter("name an experiment, or --resume a run's folder", param_hint="EXPERIMENT")
     return load(path, overrides or ())
+
+
+def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lines: bool, accelerator: str) -> None:
+    from cloud.results import RunFolder
+    from common.links import Links
+    from common.node.memory import keep_large_buffers
+    from deploy.direct import play
+    from deploy.progress import show
+
+    keep_large_buffers()
+    if resume is None and chosen.links != Links():
+        typer.echo("--direct: the links' rates and delays are not kept", err=True)
+    folder = RunFolder.reopen(resume, direct=True) if resume else RunFolder.create(runs, chosen)
+    try:
+        with show(json_lines=json_lines) as observe:
+            play(folder, resume=resume is not None, accelerator=accelerator, observe=observe)
+    except KeyboardInterrupt:
+        typer.echo(f"\ngo on with: fedstrata run --direct --resume {folder.path}", err=True)
+        raise
 
 
 def _address(text: str, username: str | None, password_file: Path | None) -> BrokerAddress:

@@ -6,14 +6,11 @@ import json
 import os
 import queue
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +18,7 @@ from common.errors import RunFailed
 from common.rules import remembers
 from common.spec import CLOUD, Experiment, to_toml
 from deploy.network import Network, Open, one_host
-from deploy.processes import spawn, stop_all
+from deploy.processes import interruptible, spawn, stop_all
 from deploy.progress import Observe, show
 
 FAREWELL_S: Final = 20.0
@@ -48,7 +45,7 @@ class Lab:
 
     def run(self) -> int:
         """Run to the end and return the cloud's exit code. Raises FedstrataError, KeyboardInterrupt."""
-        with tempfile.TemporaryDirectory(prefix="fedstrata-") as name, _terminable():
+        with tempfile.TemporaryDirectory(prefix="fedstrata-") as name, interruptible():
             home = Path(name)
             os.chmod(home, 0o755)  # a mosquitto that drops its privileges reads its configuration there
             try:
@@ -165,20 +162,6 @@ class Lab:
             logs.mkdir(exist_ok=True)
             for log in home.glob("*.log"):
                 shutil.copy(log, logs / log.name)
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Let SIGTERM end the lab as Ctrl-C does."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _last_words(log: Path) -> str:

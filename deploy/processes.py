@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 # Run by a bare interpreter that then becomes the child. A preexec_fn would do the same, but it may deadlock in a
@@ -79,6 +80,21 @@ def stop_all(processes: Collection[subprocess.Popen[bytes]], *, grace_s: float =
             process.wait()
         if process.stdout is not None:
             process.stdout.close()
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let SIGINT and SIGTERM raise KeyboardInterrupt at once, wherever the main thread is."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def free_port() -> int:

@@ -23,6 +23,7 @@ from common.spec import Experiment, parse
 from common.wire.messages import NodeState, Phase, Task
 from device.slots import Slots
 from device.trainer import Trainer
+from device.work import LocalWork
 
 FAREWELL_S = 3.0
 WAITING_S = 1.0
@@ -88,12 +89,10 @@ class DeviceAgent:
         trainer = Trainer(experiment, node=self._name, accelerator=self._accelerator, slots=self._slots)
         await offload(trainer.prepare, executor=self._thread)
         up.endpoint.set_state(NodeState.READY, samples=trainer.samples)
-        out = trainer.layout.empty()
+        local = LocalWork(trainer, rounds=experiment.institution.rounds)
 
         async def work(task: Task, model: Arriving, report: Report) -> Answer:
-            row = await model.whole()
-            r = task.key.iteration * experiment.institution.rounds + task.key.round
-            return await self._train(trainer, task, row=row, out=out, round_=r, report=report)
+            return await self._train(local, task, row=await model.whole(), report=report)
 
         await up.serve(trainer.layout, work)
 
@@ -109,7 +108,7 @@ class DeviceAgent:
                 f"{self._institution} has {', '.join(children.get(self._institution, ['no device']))}.",
             )
 
-    async def _train(self, trainer: Trainer, task: Task, *, row: Row, out: Row, round_: int, report: Report) -> Answer:
+    async def _train(self, local: LocalWork, task: Task, *, row: Row, report: Report) -> Answer:
         loop = asyncio.get_running_loop()
         cancelled = threading.Event()
 
@@ -126,18 +125,16 @@ class DeviceAgent:
                 report(Phase.WAITING, self._slots.moves, 0)
                 await asyncio.sleep(WAITING_S)
 
-        train = partial(
-            trainer.train, row, out, epochs=task.epochs, round_=round_, progress=progress, cancelled=cancelled
-        )
+        train = partial(local, task, row, progress=progress, cancelled=cancelled)
         waiting = asyncio.create_task(wait_aloud(), name=f"{self._name} waits")
         try:
-            result = await offload(train, executor=self._thread, cancel=cancelled.set)
+            answer = await offload(train, executor=self._thread, cancel=cancelled.set)
         finally:
             waiting.cancel()
         self._metrics.round.labels(*self._labels).inc()
-        self._metrics.steps.labels(*self._labels).inc(result.steps)
-        self._metrics.train_loss.labels(*self._labels).set(result.loss)
+        self._metrics.steps.labels(*self._labels).inc(answer.steps)
+        self._metrics.train_loss.labels(*self._labels).set(answer.loss)
         self._metrics.epochs.labels(*self._labels).set(task.epochs)
-        self._metrics.phase_seconds.labels(*self._labels, "train").inc(result.train_s)
-        self._metrics.phase_seconds.labels(*self._labels, "wait").inc(result.wait_s)
-        return Answer(out, result.samples, result.loss, task.epochs, result.steps, result.train_s, result.wait_s)
+        self._metrics.phase_seconds.labels(*self._labels, "train").inc(answer.train_s)
+        self._metrics.phase_seconds.labels(*self._labels, "wait").inc(answer.wait_s)
+        return answer

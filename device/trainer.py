@@ -118,10 +118,10 @@ class Trainer:
             start = time.monotonic()
             try:
                 models.read_row(made.module, made.layout, row)
-                made.module.to(self._accelerator)
+                self._move_to(self._accelerator)
                 order = self._batches(epochs, round_)
                 loss, steps = self._descend(order, epochs=epochs, progress=progress, cancelled=cancelled)
-                made.module.to("cpu")
+                self._move_to("cpu")
                 models.write_row(made.module, made.layout, out)
             except torch.OutOfMemoryError:
                 exhausted = True  # raised below: this exception's traceback holds the tensors that must go
@@ -204,12 +204,15 @@ class Trainer:
         if self._accelerator.type == "cuda":
             torch.cuda.synchronize(self._accelerator)
 
+    def _move_to(self, where: torch.device | str) -> None:
+        if self._accelerator.type != "cpu":  # torch would look at every tensor of the module
+            self._prepared.module.to(where)
+
     def _release(self) -> None:
         """Drop gradients and give the accelerator's memory back, for other processes may train on it too."""
-        module = self._prepared.module
-        for weight in module.parameters():
+        for weight in self._prepared.module.parameters():
             weight.grad = None
-        module.to("cpu")
+        self._move_to("cpu")
         if self._accelerator.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-from common.aggregation import aggregator
 from common.errors import InvalidExperiment
 from common.layout import ModelLayout
 from common.metrics import Metrics
@@ -19,7 +17,6 @@ from common.node.parent import ParentFace
 from common.node.spool import Spool
 from common.spec import CLOUD, Experiment, parse
 from common.wire.messages import NodeState, Traffic
-from institution.memory import Memory
 from institution.rounds import LocalRounds
 
 FAREWELL_S = 5.0
@@ -80,19 +77,7 @@ class InstitutionAgent:
         down.endpoint.announce(announcement)
         labels = ("institution", self._name, "")
         self._export(up, down, labels=labels, facts={"run": run, "experiment": experiment.name})
-        build = partial(
-            aggregator.build,
-            experiment.institution.aggregation,
-            layout=layout,
-            node=self._name,
-            tier="institution",
-            seed=experiment.seed,
-            rows=partial(spool.memory, row_bytes=layout.row_bytes, resident_mb=experiment.transfer.resident_mb),
-            folder=spool.folder("cache"),
-        )
-        always = experiment.cloud.participation == 1.0 and experiment.cloud.closing.rule == "all"
-        memory = Memory(build, folder=spool.folder("states"), kept=experiment.cloud.checkpoint_every + 1, always=always)
-        rounds = LocalRounds(self._name, experiment, memory=memory, down=down, metrics=self._metrics, labels=labels)
+        rounds = LocalRounds(self._name, experiment, layout=layout, spool=spool, down=down, metrics=self._metrics)
 
         async def work() -> None:
             await down.gather(experiment.institution.closing)

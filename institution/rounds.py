@@ -10,14 +10,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
+from common.aggregation import aggregator
 from common.aggregation.aggregator import Outcome
-from common.layout import Row
+from common.layout import ModelLayout, Row
 from common.metrics import Metrics
 from common.node.arriving import Arriving
 from common.node.child import Answer, Report
+from common.node.children import Children
 from common.node.offload import offload
-from common.node.parent import ParentFace
 from common.node.round import Round
+from common.node.spool import Spool
 from common.rounds.draw import draw
 from common.spec import Experiment
 from common.wire.messages import ChildReport, Measured, Phase, Task
@@ -32,17 +34,29 @@ class LocalRounds:
         name: str,
         experiment: Experiment,
         *,
-        memory: Memory,
-        down: ParentFace,
+        layout: ModelLayout,
+        spool: Spool,
+        down: Children,
         metrics: Metrics,
-        labels: tuple[str, str, str],
     ) -> None:
         self._name = name
         self._experiment = experiment
-        self._memory = memory
         self._down = down
         self._metrics = metrics
-        self._labels = labels
+        self._labels = ("institution", name, "")
+        build = partial(
+            aggregator.build,
+            experiment.institution.aggregation,
+            layout=layout,
+            node=name,
+            tier="institution",
+            seed=experiment.seed,
+            rows=partial(spool.memory, row_bytes=layout.row_bytes, resident_mb=experiment.transfer.resident_mb),
+            folder=spool.folder("cache"),
+        )
+        cloud = experiment.cloud
+        always = cloud.participation == 1.0 and cloud.closing.rule == "all"
+        self._memory = Memory(build, folder=spool.folder("states"), kept=cloud.checkpoint_every + 1, always=always)
         self._did: dict[str, ChildReport] = {}
 
     async def work(self, task: Task, model: Arriving, report: Report) -> Answer:

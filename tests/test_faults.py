@@ -404,17 +404,14 @@ def resumed(root: Path, *accuracies: str) -> tuple[RunFolder, list[int]]:
     """Resume a run with a target of 0.8 after rows of these accuracies; return its folder and what was evaluated."""
     evaluated = []
 
-    class Evaluates:
-        async def evaluate(self, iteration: int, row: Row) -> Accuracy:
-            evaluated.append(iteration)
-            return Accuracy(iteration, 0.5, 1.5)
+    async def evaluate(iteration: int, row: Row) -> Accuracy:
+        evaluated.append(iteration)
+        return Accuracy(iteration, 0.5, 1.5)
 
     async def run() -> None:
-        alone = SimpleNamespace(
-            peers=(), ledger=Ledger((), Account()), endpoint=SimpleNamespace(now=asyncio.get_running_loop().time)
-        )
+        alone = SimpleNamespace(peers=(), ledger=Ledger((), Account()), now=asyncio.get_running_loop().time)
         iterations = GlobalIterations(
-            folder, layout=layout, row=layout.empty(), rule=rule, down=alone, evaluator=Evaluates(),
+            folder, layout=layout, row=layout.empty(), rule=rule, down=alone, evaluate=evaluate,
             metrics=Metrics(), observe=lambda event, facts: None,
         )  # fmt: skip
         iterations.resume(RunState(folder.run, "", len(accuracies), 1.0, {}))

@@ -1,4 +1,4 @@
-"""The accuracy and loss of a model on a set of images."""
+"""The accuracy and loss of a model on a set of images, and of an experiment's models on its test set."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from common.layout import Row
+from common.learning import datasets, models
+from common.spec import Experiment
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +46,21 @@ def evaluate(
     finally:
         module.train(was_training)
     return Evaluation(int(correct) / len(labels), float(loss) / len(labels))
+
+
+class Examiner:
+    """An experiment's test set, and a module to try models on. Raises InvalidExperiment."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        self._data = datasets.load(experiment.data)
+        self._module = models.build(experiment.model.name, experiment.seed)
+        models.check_images(experiment.model.name, self._data.image_shape)
+        self.layout = models.layout_of(self._module)
+        self.first = self.layout.empty()  # the initial model
+        models.write_row(self._module, self.layout, self.first)
+
+    def examine(self, row: Row) -> Evaluation:
+        """Return how the model in a row, uint8 [row_bytes], does on the test set."""
+        models.read_row(self._module, self.layout, row)
+        data = self._data
+        return evaluate(self._module, data.test_images, labels=data.test_labels, normalise=data.normaliser())

@@ -62,6 +62,14 @@ class Answer:
     children: tuple[ChildReport, ...] = ()
     plans: Sequence[Mapping[str, object]] = ()
 
+    def result(self, task: Task, model: Manifest, inline: bytes | None = None) -> Result:
+        """Return the message that offers it, `model` being the blob of its row."""
+        return Result(
+            task.key, model, inline, self.samples, float(self.loss), self.epochs, self.steps,
+            self.steps if self.path_steps is None else self.path_steps,
+            float(self.train_s), float(self.wait_s), self.children, json.dumps(self.plans) if self.plans else "",
+        )  # fmt: skip
+
 
 Report: TypeAlias = Callable[[Phase, int, int], None]
 Work: TypeAlias = Callable[[Task, Arriving, Report], Awaitable[Answer]]
@@ -267,7 +275,7 @@ class ChildFace:
         manifest, blob = await self.models.encode(layout, answer.row, cut=cut, reference=reference)
         inline = endpoint.offer(manifest, blob, self.peers)
         self._answered = manifest, answer.row
-        self.participant.finish(self._result(task, manifest, inline, answer), now=endpoint.now())
+        self.participant.finish(answer.result(task, manifest, inline), now=endpoint.now())
         endpoint.wake()
 
     async def _fetch(self, task: Task, layout: ModelLayout, row: Row) -> Arriving:
@@ -334,15 +342,6 @@ class ChildFace:
         model.arrived()
         self.participant.begin_work(Phase.WAITING, now=now)
         self.endpoint.wake()
-
-    @staticmethod
-    def _result(task: Task, manifest: Manifest, inline: bytes | None, answer: Answer) -> Result:
-        return Result(
-            task.key, manifest, inline, answer.samples, float(answer.loss), answer.epochs, answer.steps,
-            answer.steps if answer.path_steps is None else answer.path_steps,
-            float(answer.train_s), float(answer.wait_s), answer.children,
-            json.dumps(answer.plans) if answer.plans else "",
-        )  # fmt: skip
 
 
 async def _stop(task: asyncio.Task[None] | None) -> None:

@@ -99,6 +99,10 @@ class ParentFace:
         """Fix the model's layout; it must be known before the first round."""
         self._layout = layout
 
+    def now(self) -> float:
+        """Return this node's monotonic seconds."""
+        return self.endpoint.now()
+
     async def round(
         self,
         *,

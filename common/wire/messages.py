@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from operator import add, attrgetter, sub
 from typing import Final, NamedTuple, TypeAlias
 
 from common.errors import WireError
@@ -122,6 +123,8 @@ class Wire:
     rtt_min_us: int = 0
 
     def __add__(self, later: Wire) -> Wire:
+        if later == _NO_WIRE:
+            return self
         sums = {name: getattr(self, name) + getattr(later, name) for name in _SUMMED}
         least = min(self.rtt_min_us or later.rtt_min_us, later.rtt_min_us or self.rtt_min_us)
         return Wire(**sums, rtt_us=later.rtt_us or self.rtt_us, rtt_min_us=least)
@@ -137,6 +140,7 @@ class Wire:
         return self.connections > 0 and not self.unmeasured
 
 
+_NO_WIRE: Final = Wire()
 _SUMMED: Final = tuple(f.name for f in fields(Wire) if not f.name.startswith("rtt"))
 
 
@@ -159,10 +163,10 @@ class Traffic:
     wire: Wire = Wire()
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return Traffic(*map(add, _COUNTS(self), _COUNTS(other)))
 
     def __sub__(self, other: Traffic) -> Traffic:
-        return Traffic(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
+        return Traffic(*map(sub, _COUNTS(self), _COUNTS(other)))
 
     @property
     def sent(self) -> int:
@@ -182,6 +186,9 @@ class Traffic:
         """
         control = self.sent_control_message + self.received_control_message
         return max(0, self.wire.sent + self.wire.received - control) if self.wire.measured else 0
+
+
+_COUNTS: Final = attrgetter(*(f.name for f in fields(Traffic)))
 
 
 @dataclass(frozen=True, slots=True)

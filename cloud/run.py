@@ -1,0 +1,118 @@
+"""A run as its cloud plays it, wherever its children are: from the first model or a checkpoint to the final model."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from cloud import checkpoint
+from cloud.iterations import Evaluate, GlobalIterations, Observe
+from cloud.results import RunFolder
+from common.aggregation import aggregator
+from common.errors import InvalidExperiment
+from common.layout import ModelLayout, Row
+from common.metrics import Metrics
+from common.node.children import Children
+from common.node.ledger import Ledger
+from common.node.spool import Spool
+from common.spec import CLOUD
+from common.wire.messages import Traffic
+
+
+class CloudRun:
+    """One run; `row` is its first model. Raises InvalidExperiment where it cannot be resumed."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        layout: ModelLayout,
+        row: Row,
+        spool: Spool,
+        down: Children,
+        evaluate: Evaluate,
+        metrics: Metrics,
+        observe: Observe,
+        resume: bool,
+    ) -> None:
+        self._folder = folder
+        self._experiment = experiment = folder.experiment
+        self._layout = layout
+        self._down = down
+        self._observe = observe
+        folder.note(model_bytes=layout.row_bytes)  # of a model as fp32: beside links.csv it shows what codecs save
+        rule = aggregator.build(
+            experiment.cloud.aggregation,
+            layout=layout,
+            node=CLOUD,
+            tier="cloud",
+            seed=experiment.seed,
+            rows=partial(spool.memory, row_bytes=layout.row_bytes, resident_mb=experiment.transfer.resident_mb),
+            folder=folder.path / "cache",
+        )
+        self._iterations = GlobalIterations(
+            folder,
+            layout=layout,
+            row=row,
+            rule=rule,
+            down=down,
+            evaluate=evaluate,
+            metrics=metrics,
+            observe=observe,
+        )
+        if resume:
+            newest = checkpoint.latest(folder.checkpoints)
+            state = checkpoint.load(newest, layout=layout, row=row, rule=rule) if newest else self._iterations.state
+            if state.digest != experiment.digest:
+                raise InvalidExperiment("--resume", str(folder.path), "its experiment was changed", "Restore the file.")
+            self._iterations.resume(state)
+
+    def introduce(self, *, metrics_address: str = "") -> None:
+        """Tell what is about to be played."""
+        experiment = self._experiment
+        self._observe(
+            "run",
+            {
+                "run": self._folder.run,
+                "folder": str(self._folder.path),
+                "experiment": experiment.name,
+                "iterations": experiment.iterations,
+                "done": self._iterations.state.iteration,
+                "institutions": {name: len(devices) for name, devices in experiment.topology.children().items()},
+                "model": experiment.model.name,
+                "model_bytes": self._layout.row_bytes,
+                "metrics": metrics_address,
+            },
+        )
+
+    async def play(self) -> Path:
+        """Play the iterations that are left, and leave the final model, whose path is returned."""
+        iterations, folder = self._iterations, self._folder
+        await iterations.run()
+        path = folder.path / "model.safetensors"
+        facts = {"run": folder.run, "experiment": self._experiment.name, "digest": self._experiment.digest}
+        checkpoint.save_model(path, layout=self._layout, row=iterations.row, facts=facts)
+        self._observe(
+            "finished",
+            {
+                "round": iterations.state.iteration,
+                "elapsed_s": iterations.state.elapsed_s,
+                "accuracy": iterations.last.accuracy if iterations.last else None,
+                "loss": iterations.last.loss if iterations.last else None,
+                "model": str(path),
+                "model_bytes": self._layout.row_bytes,
+                **tier_bytes(self._down.ledger),
+            },
+        )
+        return path
+
+
+def tier_bytes(ledger: Ledger) -> dict[str, object]:
+    """Return the bytes of the run by tier and direction."""
+    wan, lan = sum(ledger.links().values(), Traffic()), ledger.below()
+    return {
+        "wan_up_bytes": wan.received,
+        "wan_down_bytes": wan.sent,
+        "lan_up_bytes": lan.received,
+        "lan_down_bytes": lan.sent,
+    }

@@ -1,0 +1,43 @@
+"""A parent's children as its rounds see them, wherever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from common.layout import Row
+from common.node.arriving import Arriving
+from common.node.ledger import Ledger
+from common.node.round import Round
+from common.spec import Closing
+
+
+class Children(Protocol):
+    """The children on a broker (`common.node.parent`) or in this process (`deploy.calls`).
+
+    `samples`: those of each child that told; `ledger`: the bytes of the links to them; `moves` grows while anything
+    moves below, and `moved_hook` is called then.
+    """
+
+    samples: dict[str, int]
+    ledger: Ledger
+    moves: int
+    moved_hook: Callable[[], None]
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Return their names in order."""
+
+    def now(self) -> float:
+        """Return the seconds of the clock by which rounds are measured."""
+
+    async def round(
+        self,
+        *,
+        iteration: int,
+        round_: int,
+        models: Mapping[str, Row | Arriving],
+        epochs: Mapping[str, int],
+        closing: Closing,
+    ) -> Round:
+        """Give each child its model and return what came back, see `ParentFace.round`."""

@@ -1,0 +1,162 @@
+"""Children in this process, called one after another: what `common.node.parent` is where there is a network.
+
+Each child gets a copy of its model, written and read again as the tier's codecs do it, so that every number is that of
+a lab of processes; and the bytes of these blobs are counted. Nothing is late or missing here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import numpy as np
+
+from common.aggregation.uploads import Uploads
+from common.errors import RefusedModel, RunFailed
+from common.layout import ModelLayout, Row
+from common.net.accounting import Account
+from common.node.arriving import Arriving
+from common.node.child import Work
+from common.node.identity import new_session
+from common.node.ledger import Ledger
+from common.node.parent import Observe
+from common.node.round import Round, check_report
+from common.node.spool import Spool
+from common.rounds.closing import Standing, Verdict, judge
+from common.rounds.timeline import Timeline
+from common.spec import Closing, Codecs
+from common.transfer.manifest import describe
+from common.wire.codecs import Codec, codec_of
+from common.wire.messages import Key, Phase, Result, Task, Traffic
+
+
+class Clock:
+    """Monotonic seconds that stand still while a model is evaluated: a lab of processes does that beside its work."""
+
+    def __init__(self) -> None:
+        self._off_s = 0.0
+
+    def now(self) -> float:
+        """Return the seconds."""
+        return time.monotonic() - self._off_s
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stand still."""
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._off_s += time.monotonic() - start
+
+
+class Calls:
+    """A parent's children, each of them one function. `below` returns what its children's links carried."""
+
+    def __init__(
+        self,
+        children: Mapping[str, Work],
+        *,
+        samples: Mapping[str, int],
+        layout: ModelLayout,
+        codecs: Codecs,
+        spool: Spool,
+        resident_mb: float,
+        clock: Clock,
+        below: Callable[[str], Traffic] = lambda child: Traffic(),
+        observe: Observe = lambda event, facts: None,
+    ) -> None:
+        self.peers = tuple(children)
+        self.samples = dict(samples)
+        self.moves = 0
+        self.moved_hook: Callable[[], None] = lambda: None
+        self._account = Account()
+        self.ledger = Ledger(self.peers, self._account)
+        self.now = clock.now
+        self._children = children
+        self._layout = layout
+        self._down, self._up = codec_of(codecs.down), codec_of(codecs.up)
+        self._spool = spool
+        self._resident_mb = resident_mb
+        self._below = below
+        self._observe = observe
+        self._session = new_session()
+        self._sent = dict.fromkeys(self.peers, 0)
+        self._uploads = np.empty((0, layout.row_bytes), np.uint8)
+        blank = np.zeros(layout.row_bytes, np.uint8)
+        self._manifest = describe(
+            blank.data, chunk_bytes=1_000_000, codec=self._down.name, layout=layout.digest, reference="", salt=""
+        )
+
+    async def round(
+        self,
+        *,
+        iteration: int,
+        round_: int,
+        models: Mapping[str, Row | Arriving],
+        epochs: Mapping[str, int],
+        closing: Closing,
+    ) -> Round:
+        """Call each child with a copy of its model, and return what they made. Raises RunFailed, RefusedModel."""
+        children = list(models)
+        if len(self._uploads) != len(children):
+            self._uploads = self._spool.memory(
+                "uploads", len(children), row_bytes=self._layout.row_bytes, resident_mb=self._resident_mb
+            )
+        opened = self.now()
+        timeline = Timeline(opened, opened)
+        results: dict[str, Result] = {}
+        refused: dict[str, str] = {}
+        for place, name in enumerate(children):
+            model = models[name]
+            row, nbytes = self._carry(self._down, await model.whole() if isinstance(model, Arriving) else model)
+            self._sent[name] += nbytes
+            task = Task(Key(1, iteration, round_), epochs[name], self._manifest, None)
+            answer = await self._children[name](task, self._here(row), self._moved)
+            try:
+                result = answer.result(task, self._manifest)
+                check_report(result)
+                upload, nbytes = self._carry(self._up, answer.row, reference=row)
+                self._account.add(name, "received", message=nbytes, model=nbytes)
+                self._layout.check_finite(upload)
+                self._uploads[place] = upload
+                results[name] = result
+            except RefusedModel as error:
+                refused[name] = str(error)
+                self._observe("refused", {"node": name, "reason": str(error)})
+            self._enter(name, result)
+            timeline.last_result = self.now()
+            timeline.first_result = timeline.first_result or timeline.last_result
+        if judge(closing, Standing(len(results), len(refused), 0, 0), elapsed_s=0.0) is not Verdict.CLOSE:
+            raise RunFailed("; ".join(f"{name}'s model was refused: {reason}" for name, reason in refused.items()))
+        timeline.closed = self.now()
+        reports = tuple(results.get(name) for name in children)
+        uploads = Uploads(tuple(children), self._uploads, reports, lambda: None)
+        return Round(results, uploads, (), refused, timeline)
+
+    def _carry(self, codec: Codec, row: Row, *, reference: Row | None = None) -> tuple[Row, int]:
+        """Return the row as it arrives, in memory of its own, and the bytes that it would take."""
+        if codec.is_row:
+            return row.copy(), row.nbytes
+        blob = codec.encode(self._layout, row, reference=reference)
+        arrived = self._layout.empty()
+        codec.decode(self._layout, blob, arrived, reference=reference)
+        return arrived, len(blob)
+
+    def _here(self, row: Row) -> Arriving:
+        """Return a model that has arrived."""
+        model = Arriving(self._manifest, row, row.data, np.zeros(self._manifest.chunks, np.bool_))
+        model.arrived()
+        return model
+
+    def _enter(self, child: str, result: Result) -> None:
+        """Enter what the child would have told of its bytes."""
+        sent = self._sent[child]
+        link = Traffic(received_model_payload=sent, received_model_message=sent)
+        self.ledger.enter(child, self._session, link=link, below=self._below(child))
+        self.ledger.enter_reports(child, self._session, result.children)
+
+    def _moved(self, phase: Phase, done: int, total: int) -> None:
+        self.moves += 1
+        self.moved_hook()

@@ -1,0 +1,300 @@
+"""Labs without a network: the same models as over one, and what two and three layers must have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from safetensors.numpy import load_file
+from typer.testing import CliRunner
+
+from cloud.results import RunFolder
+from common.errors import InvalidExperiment, RunFailed
+from common.layout import ModelLayout, Section
+from common.node.arriving import Arriving
+from common.node.child import Answer, Report, Work
+from common.node.spool import Spool
+from common.spec import Closing, Codecs, parse, to_toml
+from common.wire.messages import Task
+from deploy.calls import Calls, Clock
+from deploy.cli import app
+from deploy.direct import play
+
+PATIENCE_S = 90
+SMALL: dict[str, Any] = {
+    "name": "direct",
+    "seed": 3,
+    "iterations": 3,
+    "topology": {"institutions": 2, "devices": 4},
+    "data": {"partition": "dirichlet", "concentration": 0.5},
+    "model": {"name": "mlp_digits"},
+    "training": {"momentum": 0.5, "learning_rate": 0.05},
+    "institution": {"rounds": 2},
+}
+# One step a round: many small steps of SGD enlarge the rounding of means a hundredfold within three iterations.
+ONE_STEP = {"batch_size": 2000, "momentum": 0.0, "learning_rate": 0.2}
+LOSSY = {tier: {"up": "delta+int8", "down": "fp16"} for tier in ("wan", "lan")}
+CROSS = {"name": "fedcross", "alpha": 0.9, "carry": "recentre"}
+
+Model = Mapping[str, npt.NDArray[np.float32]]
+Tree = Mapping[str, Any]
+
+
+def merged(base: Tree, *changes: Tree) -> dict[str, Any]:
+    """Return a tree with others laid over it, tables key by key (a table with a name as a whole)."""
+    tree = dict(base)
+    for change in changes:
+        for key, value in change.items():
+            table = isinstance(value, dict) and isinstance(tree.get(key), dict) and "name" not in value
+            tree[key] = merged(tree[key], value) if table else value
+    return tree
+
+
+def run_direct(root: Path, *changes: Tree) -> Path:
+    folder = RunFolder.create(root, parse(merged(SMALL, *changes)))
+    play(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
+    return folder.path
+
+
+def model_of(folder: Path) -> Model:
+    return load_file(folder / "model.safetensors")
+
+
+def table(folder: Path, name: str = "rounds") -> list[dict[str, str]]:
+    with (folder / f"{name}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def assert_same_bits(one: Path, other: Path) -> None:
+    first, second = model_of(one), model_of(other)
+    assert first.keys() == second.keys()
+    for name in first:
+        assert first[name].tobytes() == second[name].tobytes(), name
+
+
+def assert_close(one: Path, other: Path) -> None:
+    first, second = model_of(one), model_of(other)
+    for name in first:
+        np.testing.assert_allclose(first[name], second[name], rtol=0, atol=1e-6)
+
+
+# As over a network
+
+
+def command_run(root: Path, tree: Tree, *flags: str) -> Path:
+    file = root / "experiment.toml"
+    file.write_text(to_toml(parse(tree)))
+    words = [sys.executable, "-m", "deploy.cli", "run", str(file), "--runs", str(root / "runs"), "--format", "json"]
+    done = subprocess.run([*words, *flags], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stderr
+    return Path(next(event["folder"] for event in map(json.loads, done.stdout.splitlines()) if event["event"] == "run"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"cloud": {"epoch_control": {"name": "tempo"}}, "transfer": LOSSY}, id="fedavg, lossy codecs"),
+        pytest.param({"cloud": {"aggregation": CROSS}, "institution": {"aggregation": CROSS}}, id="fedcross"),
+    ],
+)
+def test_the_model_is_that_of_processes_and_a_broker_bit_for_bit(change: Tree, tmp_path: Path) -> None:
+    tree = merged(SMALL, change)
+    network, direct = command_run(tmp_path, tree), command_run(tmp_path, tree, "--direct")
+    assert_same_bits(network, direct)
+    told = [f"{name}_bytes" for name in ("wan_up", "wan_down", "lan_up", "lan_down")]
+    for one, other in zip(table(network), table(direct), strict=True):
+        kept = [key for key in one if not key.endswith("_s") and key not in told]
+        assert {key: one[key] for key in kept} == {key: other[key] for key in kept}
+        assert all(0 < int(other[key]) < int(one[key]) for key in told)  # messages have topics besides
+    payloads = [
+        {(row["from"], row["to"]): row["payload_bytes"] for row in table(folder, "links") if row["kind"] == "model"}
+        for folder in (network, direct)
+    ]
+    assert payloads[0] == payloads[1]
+
+
+def test_a_run_leaves_its_folder(tmp_path: Path) -> None:
+    # Of three models the two least alike choose each other, and one of them is chosen twice.
+    folder = run_direct(tmp_path, {"cloud": {"aggregation": CROSS}, "topology": {"institutions": 3, "devices": 6}})
+    assert {path.name for path in folder.iterdir()} == {
+        "experiment.toml", "manifest.json", "rounds.csv", "links.csv", "devices.csv", "events.jsonl", "checkpoints",
+        "model.safetensors", "ledger.json",
+    }  # fmt: skip
+    assert "nothing was sent" in json.loads((folder / "manifest.json").read_text())["direct"]["bytes"]
+    size = sum(entry.nbytes for entry in model_of(folder).values())
+    for row in table(folder):
+        assert [int(row[f"{way}_bytes"]) for way in ("wan_up", "wan_down", "lan_up", "lan_down")] == [
+            3 * size, 3 * size, 12 * size, 12 * size,
+        ]  # fmt: skip
+        assert 0 < float(row["accuracy"]) <= 1 and 0 < float(row["mixed_accuracy"]) <= 1
+        assert float(row["spread_cloud"]) > 0 and float(row["omega_institution-0"]) > 0
+        assert int(row["path_steps"]) < int(row["sgd_steps"])
+    devices = table(folder, "devices")
+    assert sum(int(d["sgd_steps"]) for d in devices) == sum(int(row["sgd_steps"]) for row in table(folder))
+
+
+# Two layers and three
+
+
+def test_three_layers_with_one_local_round_are_two_layers(tmp_path: Path) -> None:
+    changes = ({"training": ONE_STEP, "institution": {"rounds": 1}}, {"iterations": 4})
+    three = run_direct(tmp_path, *changes)
+    two = run_direct(tmp_path, *changes, {"topology": {"institutions": 1}})
+    assert len({row["samples"] for row in table(two, "devices")}) == 4  # the weights matter
+    assert_close(three, two)
+
+
+SINGLE = [
+    {"name": "fedavg"},
+    {"name": "fedavg", "weights": "uniform"},
+    {"name": "fedadp"},
+    {"name": "fedcda", "warmup_rounds": 2, "history": "keep"},
+]
+SEVERAL = [
+    {"name": "fedcross", "alpha": 0.9, "strategy": "in_order", "carry": "recentre"},
+    {"name": "fedmr", "carry": "recentre"},
+]
+
+
+@pytest.mark.parametrize("rule", [*SINGLE, *SEVERAL], ids=lambda rule: "-".join(map(str, rule.values())))
+def test_one_institution_need_not_ask_the_cloud_between_its_rounds(rule: Tree, tmp_path: Path) -> None:
+    alone = {"topology": {"institutions": 1, "devices": 6}, "training": ONE_STEP}
+    rounds = {"participation": 0.5, "aggregation": rule}
+    together = run_direct(tmp_path, alone, {"iterations": 1, "institution": {"rounds": 4, **rounds}})
+    apart = run_direct(tmp_path, alone, {"iterations": 4, "institution": {"rounds": 1, **rounds}})
+    if rule in SINGLE:  # what comes down is what went up
+        assert_same_bits(together, apart)
+    else:
+        assert_close(together, apart)
+
+
+def test_reset_models_do_forget_where_recentred_ones_go_on(tmp_path: Path) -> None:
+    found = [
+        run_direct(tmp_path, {"institution": {"aggregation": {**CROSS, "carry": carry}}})
+        for carry in ("reset", "recentre")
+    ]
+    with pytest.raises(AssertionError):
+        assert_close(*found)
+
+
+@pytest.mark.parametrize("how", [{"alpha": 0.5}, {"first_stage_rounds": 99}], ids=["half", "first stage"])
+def test_equal_models_are_recentred_as_they_are_reset(how: Tree, tmp_path: Path) -> None:
+    found = [
+        run_direct(tmp_path, {"institution": {"aggregation": {"name": "fedcross", "carry": carry, **how}}})
+        for carry in ("reset", "recentre")
+    ]
+    assert_same_bits(*found)
+
+
+def test_tempo_with_equal_distances_is_fedavg_with_c_epochs(tmp_path: Path) -> None:
+    even = {"name": "fedavg", "weights": "uniform"}  # of two models, which are as far from their plain mean
+    epochs = {"training": {"epochs": 3}}
+    tempo = run_direct(tmp_path, epochs, {"cloud": {"aggregation": even, "epoch_control": {"name": "tempo"}}})
+    assert {row[f"epochs_institution-{m}"] for row in table(tempo) for m in (0, 1)} == {"3"}
+    assert_same_bits(tempo, run_direct(tmp_path, epochs, {"cloud": {"aggregation": even}}))
+
+
+# Interrupted and resumed
+
+RULES = [
+    {"name": "fedavg"},
+    {"name": "fedadp"},
+    {"name": "fedcda", "warmup_rounds": 1, "history": "keep"},
+    {"name": "independent", "carry": "recentre"},
+    {"name": "fedcross", "carry": "recentre"},
+    {"name": "fedcross", "strategy": "in_order", "dynamic_alpha_rounds": 6, "propeller_rounds": 2, "carry": "recentre"},
+    {"name": "fedmr", "carry": "recentre", "first_stage_rounds": 1},
+]
+
+
+@pytest.mark.parametrize(("tier", "every"), [("cloud", 1), ("institution", 1), ("institution", 2)])
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: "-".join(map(str, rule.values())))
+def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(rule: Tree, tier: str, every: int, tmp_path: Path) -> None:
+    def until_the_third(event: str, facts: Mapping[str, object]) -> None:
+        if event == "iteration" and facts["round"] == 3:
+            raise KeyboardInterrupt
+
+    size: dict[str, Any] = {"iterations": 5, "topology": {"institutions": 3, "devices": 9}, "training": ONE_STEP}
+    cloud = {"checkpoint_every": every, "participation": 0.67 if every > 1 else 1.0}  # not all may have a last one
+    tree = merged(SMALL, size, {"cloud": cloud}, {tier: {"aggregation": rule}})
+    folder = RunFolder.create(tmp_path, parse(tree))
+    with pytest.raises(KeyboardInterrupt):
+        play(folder, resume=False, accelerator="cpu", observe=until_the_third)
+    assert len(table(folder.path)) == 3
+    again = RunFolder.reopen(folder.path, direct=True)
+    play(again, resume=True, accelerator="cpu", observe=lambda event, facts: None)
+    undisturbed = run_direct(tmp_path, tree)
+    assert_same_bits(folder.path, undisturbed)
+    for one, other in zip(table(folder.path), table(undisturbed), strict=True):
+        kept = [key for key in one if not key.endswith("_s") and not key.endswith("_bytes")]
+        assert {key: one[key] for key in kept} == {key: other[key] for key in kept}
+    assert not (folder.path / "spool").exists()
+
+
+def test_a_run_is_resumed_in_the_way_it_was_begun(tmp_path: Path) -> None:
+    folder = run_direct(tmp_path)
+    with pytest.raises(InvalidExperiment, match="Add --direct"):
+        RunFolder.reopen(folder)
+    other = RunFolder.create(tmp_path, parse(SMALL))
+    with pytest.raises(InvalidExperiment, match="Leave out --direct"):
+        RunFolder.reopen(other.path, direct=True)
+
+
+# What makes no sense, and models that cannot be used
+
+
+@pytest.mark.parametrize("flags", [["--direct", "--netns"], ["--accelerator", "cpu"]])
+def test_flags_that_contradict_are_refused(flags: list[str]) -> None:
+    assert CliRunner().invoke(app, ["run", "nothing.toml", *flags]).exit_code == 2
+
+
+LAYOUT = ModelLayout.build([("weight", (3,), Section.PARAMETER)])
+
+
+def child(value: float) -> Work:
+    async def work(task: Task, model: Arriving, report: Report) -> Answer:
+        row = (await model.whole()).copy()
+        LAYOUT.floats(row)[:] += value
+        return Answer(row, 5, 0.1, task.epochs, 1, 0.0, 0.0)
+
+    return work
+
+
+def called(children: Mapping[str, float], closing: Closing) -> tuple[dict[str, list[float]], Mapping[str, str]]:
+    async def run() -> tuple[dict[str, list[float]], Mapping[str, str]]:
+        calls = Calls(
+            {name: child(value) for name, value in children.items()}, samples=dict.fromkeys(children, 5),
+            layout=LAYOUT, codecs=Codecs(), spool=Spool(None), resident_mb=1.0, clock=Clock(),
+        )  # fmt: skip
+        row = LAYOUT.empty()
+        LAYOUT.floats(row)[:] = 1
+        played = await calls.round(
+            iteration=0, round_=0, models=dict.fromkeys(children, row), epochs=dict.fromkeys(children, 1),
+            closing=closing,
+        )  # fmt: skip
+        assert LAYOUT.floats(row).tolist() == [1, 1, 1]
+        return {name: LAYOUT.floats(upload).tolist() for name, upload in played.models.items()}, played.refused
+
+    return asyncio.run(run())
+
+
+def test_a_model_that_is_not_finite_is_refused_and_the_round_goes_on() -> None:
+    models, refused = called({"a": 1.0, "b": np.nan, "c": 2.0}, Closing())
+    assert models == {"a": [2, 2, 2], "c": [3, 3, 3]}
+    assert "NaN" in refused["b"]
+
+
+@pytest.mark.parametrize("closing", [Closing(), Closing(rule="quorum", quorum=2, deadline_s=1.0)])
+def test_a_round_that_cannot_close_ends_the_run(closing: Closing) -> None:
+    values = {"a": np.nan, "b": np.inf} | ({"c": 1.0} if closing.quorum else {})
+    with pytest.raises(RunFailed, match=r"a's model .* b's model"):
+        called(values, closing)
