@@ -12,11 +12,13 @@ from cloud.checkpoint import RunState
 from cloud.evaluator import Accuracy
 from cloud.results import RunFolder
 from common.aggregation.aggregator import Aggregator, Outcome
+from common.aggregation.statistics import tensor_distances
 from common.layout import ModelLayout, Row
 from common.metrics import Metrics
 from common.node.children import Children
 from common.node.offload import offload
 from common.node.round import Round, plans_of
+from common.randomness import Purpose, generator
 from common.rounds.draw import draw
 from common.spec import CLOUD, Experiment
 from common.wire.messages import Traffic
@@ -104,9 +106,8 @@ class GlobalIterations:
         )
         outcome = await offload(partial(self._rule.aggregate, state.iteration, played.uploads))
         self._row = self._rule.model
-        epochs = dict(state.epochs)
-        if settings.epoch_control.name == "tempo":
-            epochs |= tempo.next_epochs(dict(outcome.distances), self._experiment.training.epochs)
+        omegas = await offload(partial(self._omegas, played, outcome))
+        epochs = state.epochs | self._next_epochs(omegas)
         closed = played.timeline.closed or started
         aggregated = self._down.now()
         await self._finish_evaluation()
@@ -117,7 +118,7 @@ class GlobalIterations:
         elapsed_s = state.elapsed_s + ended - self._mark
         self._mark = ended
         self._state = RunState(state.run, state.digest, state.iteration + 1, elapsed_s, epochs)
-        self._record(played, outcome, phases=phases, epochs=state.epochs)
+        self._record(played, outcome, phases=phases, epochs=state.epochs, omegas=omegas)
         if self._evaluates(self._state.iteration):
             self._evaluate(await offload(lambda: self._rule.mixed))
         last = self._state.iteration == self._experiment.iterations
@@ -130,8 +131,31 @@ class GlobalIterations:
             save = partial(checkpoint.save, folder, self._state, layout=self._layout, row=self._row, rule=self._rule)
             await offload(save)
 
+    def _omegas(self, played: Round, outcome: Outcome) -> dict[str, float]:
+        """Return the distances of the institutions' models to the new mean, as the epoch control measures them."""
+        found: Mapping[str, float] = outcome.distances
+        if self._experiment.cloud.epoch_control.variant == "plato":
+            distances_K = tensor_distances(list(played.models.values()), self._rule.model, layout=self._layout)
+            found = dict(zip(played.models, distances_K.tolist(), strict=True))
+        return {name: found[name] for name in self._down.peers if name in found}
+
+    def _next_epochs(self, omegas: Mapping[str, float]) -> dict[str, int]:
+        """Return the epochs of the next iteration of each institution that reported."""
+        state, control = self._state, self._experiment.cloud.epoch_control
+        if control.name == "fixed":
+            return {}
+        chance = generator(self._experiment.seed, Purpose.EPOCHS, CLOUD, state.iteration)
+        c, samples = self._experiment.training.epochs, self._down.samples
+        return tempo.decide(control, omegas, c=c, ran=state.epochs, samples=samples, draw=chance)
+
     def _record(
-        self, played: Round, outcome: Outcome, *, phases: Mapping[str, float], epochs: Mapping[str, int]
+        self,
+        played: Round,
+        outcome: Outcome,
+        *,
+        phases: Mapping[str, float],
+        epochs: Mapping[str, int],
+        omegas: Mapping[str, float],
     ) -> None:
         wan, lan = self._totals()
         wan_new, lan_new = wan - self._wan, lan - self._lan
@@ -142,7 +166,7 @@ class GlobalIterations:
             self._folder.add_devices(self._state.iteration, name, result.children)
         steps = sum(result.steps for result in results.values())
         spreads = self._tell_plans(
-            {CLOUD: [outcome.plan]} | {name: plans_of(result) for name, result in results.items()}
+            {CLOUD: [outcome.plan | self._tempo(omegas)]} | {name: plans_of(r) for name, r in results.items()}
         )
         row: dict[str, object] = {
             "round": self._state.iteration,
@@ -162,7 +186,7 @@ class GlobalIterations:
             "missing": " ".join(played.missing),
             "refused": " ".join(played.refused),
             **{f"epochs_{name}": epochs[name] if name in results else "" for name in names},
-            **{f"omega_{name}": _short(outcome.distances.get(name)) for name in names},
+            **{f"omega_{name}": _short(omegas.get(name)) for name in names},
             **{f"spread_{name}": _short(spreads.get(name)) for name in (CLOUD, *names)},
         }
         self._folder.add_round(row)
@@ -175,6 +199,12 @@ class GlobalIterations:
             metrics.phase_seconds.labels(*LABELS, phase).inc(seconds)
         for name in names:
             metrics.epochs.labels("cloud", name, "").set(epochs[name])
+
+    def _tempo(self, omegas: Mapping[str, float]) -> dict[str, object]:
+        """Return what the epoch control made of the distances."""
+        if self._experiment.cloud.epoch_control.name == "fixed":
+            return {}
+        return {"omegas": dict(omegas), "next_epochs": self._state.epochs}
 
     def _tell_plans(self, plans: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, float]:
         """Tell what each node's rule decided in each of its rounds; return the last spreads of those of K models."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from cloud import checkpoint
 from cloud.iterations import Evaluate, GlobalIterations, Observe
 from cloud.results import RunFolder
+from common import advice
 from common.aggregation import aggregator
 from common.errors import InvalidExperiment
 from common.layout import ModelLayout, Row
@@ -84,6 +85,8 @@ class CloudRun:
                 "metrics": metrics_address,
             },
         )
+        for reason in advice.warnings(experiment):
+            self._observe("warning", {"reason": reason})
 
     async def play(self) -> Path:
         """Play the iterations that are left, and leave the final model, whose path is returned."""

@@ -73,6 +73,8 @@ class RunView:
                 self._measure(facts)
             case "refused":
                 self._notes.append(f"refused {facts['node']}'s model: {facts['reason']}")
+            case "warning":
+                self._notes.append(f"warning: {facts['reason']}")
             case "child" if facts["state"] == "lost":
                 self._notes.append(f"lost {facts['node']}")
             case "finished":
@@ -95,6 +97,8 @@ class RunView:
                 )
             case "refused":
                 return f"refused {facts['node']}'s model: {facts['reason']}"
+            case "warning":
+                return f"warning: {facts['reason']}"
             case "child" if facts["state"] in ("ready", "lost", "failed", "disconnected"):
                 return f"{facts['node']}: {facts['state']}"
         return None

@@ -216,6 +216,28 @@ RULES = [
 ]
 
 
+def test_tempos_controls_spend_the_same_epochs_on_other_institutions(tmp_path: Path) -> None:
+    """The first iteration is the same for all; what follows from it is told beside it, and played next."""
+
+    def second(name: str, **control: object) -> list[int]:
+        tempo = {"cloud": {"epoch_control": {"name": "tempo", **control}}}
+        lab = {"iterations": 2, "topology": {"institutions": 5, "devices": 5}, "training": {"epochs": 4}}
+        folder = run_direct(tmp_path / name, lab, tempo)
+        played = [int(table(folder)[1][f"epochs_institution-{m}"]) for m in range(5)]
+        plans = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines() if '"plan"' in line]
+        told = next(plan for plan in plans if plan["node"] == "cloud" and plan["round"] == 1)
+        assert list(told["next_epochs"].values()) == played and len(told["omegas"]) == 5
+        return played
+
+    paper = second("paper")
+    shuffled, mean = second("shuffled", control="shuffled"), second("mean", control="fixed_mean")
+    assert {2, 8} <= set(paper) <= set(range(2, 9))
+    assert shuffled != paper and sorted(shuffled) == sorted(paper)
+    assert sum(mean) == sum(paper) and max(mean) - min(mean) <= 1
+    plato = second("plato", variant="plato")  # from half the number of institutions to twice that
+    assert {3, 10} <= set(plato) <= set(range(3, 11))
+
+
 @pytest.mark.parametrize(("tier", "every"), [("cloud", 1), ("institution", 1), ("institution", 2)])
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: "-".join(map(str, rule.values())))
 def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(rule: Tree, tier: str, every: int, tmp_path: Path) -> None:
