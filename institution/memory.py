@@ -18,14 +18,17 @@ log = logging.getLogger("fedstrata.institution")
 
 
 class Memory:
-    """One institution's rule. `build` makes a fresh one.
+    """One institution's rule. `build` makes a fresh one; `remembers`: more than the model from above makes it.
 
     `folder`: None where the rule remembers nothing, or only as long as this process lives. `kept`: how many
     iterations the cloud may go back. `always`: this institution plays in every iteration.
     """
 
-    def __init__(self, build: Callable[[], Aggregator], *, folder: Path | None, kept: int, always: bool) -> None:
+    def __init__(
+        self, build: Callable[[], Aggregator], *, remembers: bool, folder: Path | None, kept: int, always: bool
+    ) -> None:
         self._build = build
+        self._remembers = remembers
         self._folder = folder
         self._kept = kept
         self._always = always
@@ -34,7 +37,7 @@ class Memory:
 
     def before(self, iteration: int) -> Aggregator:
         """Return the rule as it stood before a global iteration, about to play it. Raises RunFailed."""
-        if self._rule.stateful and (self._stands is None or self._stands > iteration):
+        if self._remembers and (self._stands is None or self._stands > iteration):
             self._rule = self._build()
             if iteration > 0:
                 self._restore(iteration)
@@ -44,7 +47,7 @@ class Memory:
     def after(self, iteration: int) -> None:
         """Keep the rule as it stands after a global iteration."""
         self._stands = iteration + 1
-        if self._rule.stateful and self._folder is not None:
+        if self._remembers and self._folder is not None:
             states.write(self._folder, _name(iteration + 1), self._rule.save)
             states.prune(self._folder, keep=self._kept)
 

@@ -21,6 +21,7 @@ from common.node.offload import offload
 from common.node.round import Round
 from common.node.spool import Spool
 from common.rounds.draw import draw
+from common.rules import remembers
 from common.spec import Experiment
 from common.wire.messages import ChildReport, Measured, Phase, Task
 from institution.memory import Memory
@@ -56,7 +57,13 @@ class LocalRounds:
         )
         cloud = experiment.cloud
         always = cloud.participation == 1.0 and cloud.closing.rule == "all"
-        self._memory = Memory(build, folder=spool.folder("states"), kept=cloud.checkpoint_every + 1, always=always)
+        self._memory = Memory(
+            build,
+            remembers=remembers(experiment.institution.aggregation),
+            folder=spool.folder("states"),
+            kept=cloud.checkpoint_every + 1,
+            always=always,
+        )
         self._did: dict[str, ChildReport] = {}
 
     async def work(self, task: Task, model: Arriving, report: Report) -> Answer:

@@ -17,7 +17,7 @@ from common.aggregation.aggregator import Aggregator, Outcome, Uploads, build
 from common.aggregation.statistics import gram, gram_by_entry
 from common.layout import ModelLayout, Row, Section
 from common.randomness import Purpose, generator
-from common.rules import FedCross, FedMR
+from common.rules import FedCross, FedMR, remembers
 from common.spec import parse
 
 Rows = npt.NDArray[np.uint8]
@@ -273,7 +273,7 @@ def test_what_outlives_a_global_iteration_is_said(tree: dict[str, Any], tmp_path
     for r in range(4):
         play(rules[0], r, CHILDREN)
     (tmp_path / "saved").mkdir()
-    if rules[0].stateful:
+    if remembers(parse({"institution": {"aggregation": tree}}).institution.aggregation):
         rules[1].restore(tmp_path / "saved", rules[0].save(tmp_path / "saved"))
     for rule in rules:
         rule.begin(first_model(7))
@@ -511,7 +511,7 @@ def test_reset_starts_all_models_from_what_came(tree: dict[str, Any]) -> None:
     rule.begin(first_model())
     for r in range(4):
         play(rule, r, CHILDREN)
-    assert not rule.reads_start and not rule.stateful
+    assert not rule.reads_start
     received = first_model(5)
     rule.begin(received)
     assert all(row is received for row in rule.dispatch(4, CHILDREN).values())
@@ -521,7 +521,7 @@ def test_reset_starts_all_models_from_what_came(tree: dict[str, Any]) -> None:
 @each_of_several
 def test_recentre_keeps_each_models_offset(tree: dict[str, Any]) -> None:
     rule = aggregator(tree | {"carry": "recentre"})
-    assert rule.stateful and not rule.reads_start
+    assert not rule.reads_start
     rule.begin(first_model())
     for r in range(4):
         play(rule, r, CHILDREN)

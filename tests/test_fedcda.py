@@ -23,7 +23,7 @@ from common.aggregation.uploads import Outcome, Uploads
 from common.errors import InvalidExperiment
 from common.layout import ModelLayout, Section
 from common.randomness import Purpose, generator
-from common.rules import FedCDA
+from common.rules import FedCDA, remembers
 from common.spec import parse
 
 Doubles = npt.NDArray[np.float64]
@@ -338,7 +338,7 @@ def test_a_model_from_above_clears_the_histories_unless_kept(tmp_path: Path, his
     node = Node(settings, tmp_path / "histories")
     for r in range(3):
         node.play(r, "abc")
-    assert node.rule.stateful == (history == "keep") and not node.rule.reads_start
+    assert remembers(settings) == (history == "keep") and not node.rule.reads_start
     model = node.rule.model.copy()
     node.rule.begin(model)
     assert len(list((tmp_path / "histories").iterdir())) == left

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +16,6 @@ from institution.memory import Memory
 
 class Counting:
     """A rule that remembers which iterations it played."""
-
-    stateful = True
 
     def __init__(self) -> None:
         self.played: list[int] = []
@@ -34,7 +31,7 @@ class Counting:
 
 def memory(folder: Path | None, *, kept: int = 2, always: bool = True) -> Any:
     build: Any = Counting
-    return Memory(build, folder=folder, kept=kept, always=always)
+    return Memory(build, remembers=True, folder=folder, kept=kept, always=always)
 
 
 def play(one: Any, *iterations: int) -> list[int]:
@@ -103,8 +100,8 @@ def test_half_a_state_is_none(tmp_path: Path) -> None:
 
 
 def test_a_rule_that_remembers_nothing_is_never_kept(tmp_path: Path) -> None:
-    build: Any = lambda: SimpleNamespace(stateful=False)  # noqa: E731
-    one = Memory(build, folder=tmp_path, kept=2, always=True)
+    build: Any = Counting
+    one = Memory(build, remembers=False, folder=tmp_path, kept=2, always=True)
     assert one.before(7) is one.before(3)
     one.after(3)
     assert not list(tmp_path.iterdir())

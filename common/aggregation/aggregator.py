@@ -33,10 +33,6 @@ class Aggregator(Protocol):
         """Return whether the next `begin` reads the model's values: they must have arrived."""
 
     @property
-    def stateful(self) -> bool:
-        """Return whether anything outlives a global iteration, so that an institution must keep it on disk."""
-
-    @property
     def model(self) -> Row:
         """Return the mean: what is evaluated, sent up and deployed. One array, written by each `aggregate`."""
 

@@ -48,11 +48,6 @@ class CachedModels:
         return False
 
     @property
-    def stateful(self) -> bool:
-        """Return whether the histories outlive a global iteration."""
-        return self._settings.history == "keep"
-
-    @property
     def model(self) -> Row:
         """Return the mean of the selected uploads; in the warm-up, of the last ones."""
         return self._mean

@@ -52,11 +52,6 @@ class SeveralModels:
         return self._distinct and self._settings.carry == "recentre"
 
     @property
-    def stateful(self) -> bool:
-        """Return whether the models' offsets outlive a global iteration."""
-        return self._settings.carry == "recentre"
-
-    @property
     def model(self) -> Row:
         """Return the mean of the last uploads."""
         return self._mean

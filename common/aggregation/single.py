@@ -32,11 +32,6 @@ class SingleModel:
         return False
 
     @property
-    def stateful(self) -> bool:
-        """Return whether a child's angles outlive a global iteration."""
-        return isinstance(self._settings, FedAdp)
-
-    @property
     def model(self) -> Row:
         """Return the mean of the last uploads."""
         return self._mean
