@@ -29,7 +29,7 @@ def warnings(experiment: Experiment) -> list[str]:
         *_at_each_tier("cloud", cloud.aggregation, experiment, rounds=experiment.iterations, fewest=len(children)),
         *_at_each_tier("institution", institution.aggregation, experiment, rounds=local_rounds, fewest=min(drawn)),
         *_at_the_cloud(cloud.aggregation),
-        *_at_an_institution(institution.aggregation, institution.rounds),
+        *_at_an_institution(institution.aggregation, institution.rounds, institutions=len(children)),
         *_epochs(experiment),
     ]
     if experiment.model.name in BATCH_NORM and _skew(experiment.data) <= SKEWED:
@@ -87,22 +87,23 @@ def _at_the_cloud(rule: Rule) -> Iterator[str]:
         yield f"cloud.aggregation.carry = {rule.carry!r}: no model comes to the cloud from above."
 
 
-def _at_an_institution(rule: Rule, rounds: int) -> Iterator[str]:
+def _at_an_institution(rule: Rule, rounds: int, *, institutions: int) -> Iterator[str]:
     key = "institution.aggregation"
     if isinstance(rule, Several) and rule.carry == "reset" and rounds == 1:
         yield (
             f"{key}.name = {rule.name!r}: with institution.rounds = 1 and carry 'reset' what was mixed is thrown away"
             f" before anybody trains on it; this is fedavg with {rule.weights} weights."
         )
-    if isinstance(rule, Several) and rule.carry == "recentre":
+    alone = institutions == 1  # then its own mean comes back
+    if isinstance(rule, Several) and rule.carry == "recentre" and not alone:
         if not isinstance(rule, FedCross):
             yield f"{key}.carry = 'recentre': hurts {rule.name} (fedmr on digits: 85 % against 93 %)."
         elif rule.alpha > APART:
             yield f"{key}.carry = 'recentre': hurts fedcross with alpha above {APART}, here {rule.alpha}."
     if isinstance(rule, FedCDA):
-        if rule.history == "keep":
+        if rule.history == "keep" and not alone:
             yield f"{key}.history = 'keep': uploads of past global models ruin training (53 % on digits against 92 %)."
-        elif rounds == 1:
+        elif rule.history == "clear" and rounds == 1:
             yield (
                 f"{key}.name = 'fedcda': with institution.rounds = 1 a history is cleared before it has a second"
                 " upload; there is nothing to choose."

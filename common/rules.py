@@ -86,7 +86,7 @@ class FedCDA(Table):
     groups: Count = 3  # B
     warmup_rounds: Rounds = 50
     smoothness: Annotated[float, Field(ge=0)] = 1.0  # L
-    combinations: Annotated[int, Field(ge=1, le=2**26)] = 1_000_000  # of a group, searched one by one
+    combinations: Annotated[int, Field(ge=1, le=4_000_000)] = 1_000_000  # of a group; 8 bytes for each and candidate
     history: Literal["clear", "keep"] = "clear"  # when a model comes from above; nothing does so at the cloud
     memory_mb: Annotated[float, Field(ge=0)] = 512.0  # of cached uploads; those beyond it are files
     weights: Weights = "data"  # of the warm-up
