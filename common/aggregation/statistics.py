@@ -143,12 +143,14 @@ def gram(
     return total
 
 
-def gram_by_entry(rows_K: npt.NDArray[np.uint8], layout: ModelLayout) -> list[Gram]:
+def gram_by_entry(
+    rows_K: npt.NDArray[np.uint8], layout: ModelLayout, *, release: Callable[[], None] = lambda: None
+) -> list[Gram]:
     """Return the products of each entry of the state, in its order, relative to the first of rows [K, row_bytes]."""
     found = []
     for entry in layout.in_state_order:
         tensors = [_tensor(row, entry, layout) for row in rows_K]
-        found.append(gram(tensors, tensors[0]))
+        found.append(gram(tensors, tensors[0], release=release))
     return found
 
 
