@@ -515,7 +515,8 @@ def test_reset_starts_all_models_from_what_came(tree: dict[str, Any]) -> None:
     received = first_model(5)
     rule.begin(received)
     assert all(row is received for row in rule.dispatch(4, CHILDREN).values())
-    rule.dispatch(4, "ab")
+    play(rule, 4, "abc")  # all models are one again: any number will do
+    assert len({row.tobytes() for row in rule.dispatch(5, "abc").values()}) == 3
 
 
 @each_of_several

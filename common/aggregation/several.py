@@ -15,11 +15,11 @@ import numpy.typing as npt
 
 from common.aggregation import fedcross, fedmr, independent, mixing
 from common.aggregation.mixing import Mixture, Part, whole
-from common.aggregation.statistics import Gram, gram, gram_by_entry
+from common.aggregation.statistics import Doubles, Gram, gram, gram_by_entry
 from common.aggregation.uploads import Outcome, Uploads
 from common.layout import ModelLayout, Row
 from common.randomness import Purpose, generator
-from common.rules import FedCross, FedMR, Several
+from common.rules import FedMR, Independent, Several
 
 
 class SeveralModels:
@@ -80,47 +80,48 @@ class SeveralModels:
 
     def aggregate(self, r: int, uploads: Uploads) -> Outcome:
         """Mix the uploads into the next models, and take their mean."""
-        count, answered = len(uploads.children), uploads.answered
+        layout, count, answered = self._layout, len(uploads.children), uploads.answered
         for k, row in enumerate(self._models(count)):
-            if uploads.reports[k] is None:
+            if k not in answered:
                 uploads.rows_K[k] = row
-        shares_K = np.zeros(count)
-        shares_K[list(answered)] = uploads.statistics.shares_K
-        loss = float(uploads.statistics.losses_K @ self._weights(shares_K[list(answered)]))
-        weights_K = self._weights(shares_K)
-        mean = Mixture.of(weights_K)
-        layout = self._layout
+        statistics, weights_K = uploads.statistics, np.full(count, 1 / count)
+        loss = float(statistics.losses_K.mean())
+        if self._settings.weights == "data":  # a stand-in has none
+            weights_K[:] = 0.0
+            weights_K[list(answered)] = statistics.shares_K
+            loss = float(statistics.shares_K @ statistics.losses_K)
         trainable = list(layout.floats(uploads.rows_K)[:, : layout.parameters])
         products = gram(trainable, trainable[0], release=uploads.release)
-        facts: dict[str, object] = {"stand_ins": [uploads.children[k] for k in range(count) if k not in answered]}
-        self._mixed = None
-        if count == 1 or r < getattr(self._settings, "first_stage_rounds", 0):
-            mixing.apply(
-                whole(layout, [mean]), uploads.rows_K, layout=layout, out=[self._mean], release=uploads.release
-            )
-            self._start, self._distinct = self._mean, False
-            spread = 0.0
-            facts["stage"] = "first"
-        else:
-            plan, found = self._plan(r, products, uploads)
-            facts |= found
-            if self._rows is None:
-                self._rows = self._memory("models", count)
-            mixing.apply(
-                [part.with_first(mean) for part in plan],
-                uploads.rows_K,
-                layout=layout,
-                out=[self._mean, *self._rows],
-                release=uploads.release,
-            )
-            self._distinct = True
-            # Permutations, one for each part, leave the spread as it was.
-            mixing_KK = np.array([mixture.dense(count) for mixture in plan[0].mixtures])
-            spread = products.spread(mixing_KK if len(plan) == 1 else np.eye(count))
-            if not np.allclose(mixing_KK.mean(axis=0), weights_K, rtol=0, atol=1e-12):
-                self._mixed = Mixture.of([1 / count] * count)
+        plan, facts = self._plan(r, products, uploads)
+        spread = self._mix(plan, weights_K, products, uploads)
         distances = products.distances(weights_K)
-        return Outcome(loss, {uploads.children[k]: float(distances[k]) for k in answered}, spread, facts)
+        stand_ins = [child for k, child in enumerate(uploads.children) if k not in answered]
+        return Outcome(
+            loss,
+            {uploads.children[k]: float(distances[k]) for k in answered},
+            spread,
+            {**facts, "stand_ins": stand_ins},
+        )
+
+    def _mix(self, plan: Sequence[Part], weights_K: Doubles, products: Gram, uploads: Uploads) -> float:
+        """Write the mean and the next models; return their spread. Without a plan all become the mean."""
+        mean, count = Mixture.of(weights_K), len(weights_K)
+        rows: list[Row] = []
+        if plan:
+            if self._rows is None or len(self._rows) != count:
+                self._rows = self._memory("models", count)
+            rows = list(self._rows)
+        self._start, self._distinct, self._mixed = self._mean, bool(plan), None
+        parts = [part.with_first(mean) for part in plan] or whole(self._layout, [mean])
+        out = [self._mean, *rows]
+        mixing.apply(parts, uploads.rows_K, layout=self._layout, out=out, release=uploads.release)
+        if not plan:
+            return 0.0
+        mixing_KK = np.array([mixture.dense(count) for mixture in plan[0].mixtures])
+        if not np.allclose(mixing_KK.mean(axis=0), weights_K, rtol=0, atol=1e-12):
+            self._mixed = Mixture.of([1 / count] * count)
+        # Permutations, one for each part, leave the spread as it was.
+        return products.spread(mixing_KK if len(plan) == 1 else np.eye(count))
 
     def save(self, folder: Path) -> dict[str, object]:
         """Write the models, unless they are all equal to the model beside which this is saved."""
@@ -140,7 +141,8 @@ class SeveralModels:
             self._rows = self._memory("models", count)
             with (folder / "models.bin").open("rb") as file:
                 for row in self._rows:
-                    file.readinto(row.data)
+                    if file.readinto(row.data) != len(row):
+                        raise ValueError(f"{file.name} is too short for {count} models")
 
     def _models(self, count: int) -> list[Row]:
         if not self._distinct or self._rows is None:
@@ -149,24 +151,25 @@ class SeveralModels:
             raise ValueError(f"{count} children take part, but there are {len(self._rows)} models")
         return list(self._rows)
 
-    def _weights(self, shares_K: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return the weights of a plain mean: the shares of data, in which a stand-in has none, or uniform."""
-        return shares_K if self._settings.weights == "data" else np.full(len(shares_K), 1 / len(shares_K))
-
     def _plan(self, r: int, products: Gram, uploads: Uploads) -> tuple[Sequence[Part], dict[str, object]]:
+        """Return how the uploads are mixed, an empty plan where all models become the mean, and what was decided."""
         settings, count = self._settings, len(uploads.children)
-        if isinstance(settings, FedCross):
-            stage = fedcross.stage(settings, r, count)
-            if stage.similar:
-                entries = [products]
-                if settings.similarity == "pairwise":
-                    entries = gram_by_entry(uploads.rows_K, self._layout)
-                similarity_KK = fedcross.similarity(settings, entries)
-                partners = [fedcross.by_similarity(similarity_KK, lowest=settings.strategy == "lowest")]
-            else:
-                partners = [fedcross.in_order(r, count, place) for place in range(stage.partners)]
-            facts = {"stage": stage.name, "alpha": stage.alpha, "partners": partners}
-            return whole(self._layout, fedcross.plan(stage, partners, count)), facts
+        if count == 1:
+            return (), {"stage": "one model"}
+        if isinstance(settings, Independent):
+            return whole(self._layout, independent.plan(count)), {"stage": "unmixed"}
+        if r < settings.first_stage_rounds:
+            return (), {"stage": "first"}
         if isinstance(settings, FedMR):
             return fedmr.plan(self._layers, count, seed=self._seed, node=self._node, r=r)
-        return whole(self._layout, independent.plan(count)), {}
+        stage = fedcross.stage(settings, r, count)
+        if stage.similar:
+            entries = [products]
+            if settings.similarity == "pairwise":
+                entries = gram_by_entry(uploads.rows_K, self._layout, release=uploads.release)
+            similarity_KK = fedcross.similarity(settings, entries)
+            partners = [fedcross.by_similarity(similarity_KK, lowest=settings.strategy == "lowest")]
+        else:
+            partners = [fedcross.in_order(r, count, place) for place in range(stage.partners)]
+        facts: dict[str, object] = {"stage": stage.name, "alpha": stage.alpha, "partners": partners}
+        return whole(self._layout, fedcross.plan(stage, partners, count)), facts

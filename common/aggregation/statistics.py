@@ -20,7 +20,7 @@ Numbers = npt.NDArray[np.float32] | npt.NDArray[np.int64]
 Doubles = npt.NDArray[np.float64]
 
 COLUMNS: Final = 65_536  # of a block that one thread works on
-PIECE_COLUMNS: Final = 16_384
+PIECE_COLUMNS: Final = 8_192
 PIECE_NUMBERS: Final = 2**20  # of all rows together
 
 
@@ -123,33 +123,34 @@ def gram(
     `along(columns)` gives those columns of another vector to take in place of z for a = E z and q, float64.
     """
     count = len(rows)
-    width = min(PIECE_COLUMNS, -(-PIECE_NUMBERS // (count + 1)))
+    width = min(PIECE_COLUMNS, -(-PIECE_NUMBERS // count))
 
-    def block(columns: slice) -> Doubles:
-        held_KC = np.empty((count + 1, min(width, columns.stop - columns.start)))  # E, and below it z
-        found_KK = np.zeros((count + 1, count + 1))
+    def block(columns: slice) -> Gram:
+        held_KC = np.empty((count, min(width, columns.stop - columns.start)))
+        found = nothing
         for piece in cut(columns.start, columns.stop, width):
-            piece_KC = held_KC[:, : piece.stop - piece.start]
-            for target, row in zip(piece_KC, (*rows, reference_D), strict=True):
-                np.copyto(target, row[piece])  # a conversion of its own: numpy's mixed difference is 2x slower
-            piece_KC[:count] -= piece_KC[count]
-            if along is not None:
-                piece_KC[count] = along(piece)
-            found_KK += piece_KC @ piece_KC.T
-        return found_KK
+            offset_KC, z = held_KC[:, : piece.stop - piece.start], reference_D[piece].astype(np.float64)
+            for offset, row in zip(offset_KC, rows, strict=True):
+                np.copyto(offset, row[piece])  # a conversion of its own: numpy's mixed difference is 2x slower
+                np.subtract(offset, z, out=offset)
+            other = z if along is None else along(piece)
+            found += Gram(offset_KC @ offset_KC.T, offset_KC @ other, float(other @ other))
+        return found
 
-    total_KK = np.zeros((count + 1, count + 1))
-    for found_KK in over(list(cut(0, len(reference_D), COLUMNS)), block, release=release):
-        total_KK += found_KK
-    return Gram(total_KK[:count, :count], total_KK[:count, count], float(total_KK[count, count]))
+    nothing = total = Gram(np.zeros((count, count)), np.zeros(count), 0.0)
+    for found in over(list(cut(0, len(reference_D), COLUMNS)), block, release=release):
+        total += found
+    return total
 
 
-def gram_by_entry(rows_K: npt.NDArray[np.uint8], layout: ModelLayout) -> list[Gram]:
+def gram_by_entry(
+    rows_K: npt.NDArray[np.uint8], layout: ModelLayout, *, release: Callable[[], None] = lambda: None
+) -> list[Gram]:
     """Return the products of each entry of the state, in its order, relative to the first of rows [K, row_bytes]."""
     found = []
     for entry in layout.in_state_order:
         tensors = [_tensor(row, entry, layout) for row in rows_K]
-        found.append(gram(tensors, tensors[0]))
+        found.append(gram(tensors, tensors[0], release=release))
     return found
 
 
