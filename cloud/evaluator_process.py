@@ -24,8 +24,7 @@ def main() -> None:
         experiment = parse(requests.readline())
         try:
             data = datasets.load(experiment.data)
-            module = models.build(experiment.model.name, experiment.seed)
-            models.check_images(experiment.model.name, data.image_shape)
+            module = models.build(experiment.model.name, experiment.seed, inputs=data.inputs)
         except InvalidExperiment as error:
             _answer(answers, {"invalid": error.parts})
             return
