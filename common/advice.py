@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from common.data import Data
 from common.rules import FedAdp, FedCDA, FedCross, FedMR, Independent, Rule, Several
-from common.spec import Data, Experiment, participants
+from common.spec import Experiment, participants
 
-BATCH_NORM: Final = frozenset({"resnet18_cifar"})
+BATCH_NORM: Final = frozenset({"resnet18_cifar", "resnet20", "resnet20_b", "resnet20_preact", "vgg16_bn"})
 SKEWED: Final = 1.0  # Dirichlet's concentration from which label skew shows
 STRONGLY_SKEWED: Final = 0.1
 FAST: Final = 0.1  # learning rate

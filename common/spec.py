@@ -1,7 +1,8 @@
 """The experiment as typed data: what a TOML file under `deploy/experiments/` may say.
 
-Every key has its default here (of links: in `links.py`) and nowhere else. An unknown key, a value of the wrong type
-and a lab that cannot work are errors that name the key, the value and the remedy (`InvalidExperiment`, exit code 4).
+Every key has its default here (of links, data, models and rules: in `links.py`, `data.py`, `rules.py`) and nowhere
+else. An unknown key, a value of the wrong type and a lab that cannot work are errors that name the key, the value and
+the remedy (`InvalidExperiment`, exit code 4).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Annotated, Any, Final, Literal, Self, get_args, get_origin
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from common import codec_names, rules
+from common.data import Data, Model
+from common.data import check as check_model
 from common.errors import InvalidExperiment
 from common.links import Link, Links, Profile, resolve
 from common.rules import RULES, Aggregation, FedAvg
@@ -50,23 +53,6 @@ class Topology(_Table):
         institutions, devices = self.institution_names(), self.device_names()
         ends = [len(devices) * (m + 1) // len(institutions) for m in range(len(institutions))]
         return {name: devices[start:end] for name, start, end in zip(institutions, [0, *ends[:-1]], ends, strict=True)}
-
-
-class Data(_Table):
-    """The data set and how it is split over the devices (`algorithms.md`, section 6)."""
-
-    dataset: Literal["digits", "mnist", "fashionmnist", "cifar10"] = "digits"
-    root: str = "data"
-    partition: Literal["iid", "dirichlet", "dirichlet_overlap", "institution_dirichlet"] = "iid"
-    concentration: Positive = 1.0
-    min_samples: Annotated[int, Field(ge=0)] = 10
-    partition_size: Count = 600
-
-
-class Model(_Table):
-    """The model that every node trains or mixes."""
-
-    name: Literal["lenet5", "mlp_digits", "cnn_digits", "resnet18_cifar"] = "cnn_digits"
 
 
 class Training(_Table):
@@ -172,6 +158,7 @@ class Experiment(_Table):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         _check_topology(self.topology)
+        check_model(self.model)
         children = self.topology.children()
         for key, share in (("cloud", self.cloud.participation), ("institution", self.institution.participation)):
             if share <= 0:

@@ -22,7 +22,8 @@ from common import spec
 from common.errors import InvalidExperiment, RunFailed
 from common.layout import ModelLayout, Row
 from common.learning import datasets, models, partitions
-from common.randomness import Purpose, generator
+from common.learning.nets.layers import reseed
+from common.randomness import Purpose, generator, torch_seed
 from device.slots import Cancelled, Slots
 
 __all__ = ["Cancelled", "LocalResult", "Slots", "Trainer", "resolve_accelerator"]
@@ -77,13 +78,12 @@ class Trainer:
         _use_one_thread(self._accelerator)
         experiment, accelerator = self._experiment, self._accelerator
         dataset = datasets.load(experiment.data)
-        models.check_images(experiment.model.name, dataset.image_shape)
         samples = torch.from_numpy(_parts(experiment.to_json())[self._place])
         images, labels = dataset.train_images, dataset.train_labels
         if accelerator.type != "cpu":
             images, labels = images[samples].to(accelerator), labels[samples].to(accelerator)
             samples = torch.arange(len(samples), device=accelerator)
-        module = models.build(experiment.model.name, experiment.seed)
+        module = models.build(experiment.model.name, experiment.seed, inputs=dataset.inputs)
         self._made = _Prepared(
             module.to(memory_format=torch.channels_last) if accelerator.type == "cpu" else module,
             models.layout_of(module),
@@ -119,6 +119,7 @@ class Trainer:
             try:
                 models.read_row(made.module, made.layout, row)
                 self._move_to(self._accelerator)
+                reseed(made.module, self._dropout_seed(round_), self._accelerator)
                 order = self._batches(epochs, round_)
                 loss, steps = self._descend(order, epochs=epochs, progress=progress, cancelled=cancelled)
                 self._move_to("cpu")
@@ -142,6 +143,9 @@ class Trainer:
             raise RuntimeError("call Trainer.prepare first")
         return self._made
 
+    def _dropout_seed(self, round_: int) -> int:
+        return torch_seed(self._experiment.seed, Purpose.DROPOUT, self._node, round_)
+
     def _batches(self, epochs: int, round_: int) -> Iterator[tuple[int, Tensor]]:
         """Yield (epoch, indices int64 [b] into the images): a new order each epoch, the last batch kept."""
         draw = generator(self._experiment.seed, Purpose.BATCHES, self._node, round_)
@@ -160,7 +164,7 @@ class Trainer:
         module, images, labels = made.module.train(), made.images, made.labels
         weights: list[Tensor] = list(module.parameters())
         # The functional form, since building an Optimizer imports torch's compiler: 1.3 s and 150 MB.
-        momenta: list[Tensor | None] = [None] * len(weights)
+        momenta = [torch.zeros_like(weight) if training.momentum else None for weight in weights]
         last_loss = torch.zeros((), dtype=torch.float64, device=self._accelerator)
         total = epochs * -(-self.samples // training.batch_size)
         steps = 0
@@ -174,10 +178,12 @@ class Trainer:
             with torch.no_grad():
                 # Fused SGD goes astray where a gradient's strides differ from its weight's; those that
                 # autograd.backward leaves in .grad never do, those of torch.autograd.grad may.
+                # A weight without gradient, as of a layer that is never called, stays as it is.
+                used = [i for i, weight in enumerate(weights) if weight.grad is not None]
                 sgd(
-                    weights,
-                    [weight.grad for weight in weights if weight.grad is not None],
-                    momenta,
+                    [weights[i] for i in used],
+                    [grad for weight in weights if (grad := weight.grad) is not None],
+                    [momenta[i] for i in used],
                     fused=True,
                     lr=training.learning_rate,
                     momentum=training.momentum,

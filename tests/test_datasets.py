@@ -17,6 +17,7 @@ import torch
 from common import spec
 from common.errors import InvalidExperiment
 from common.learning import datasets
+from common.learning.inputs import Inputs
 
 
 def data(name: str, root: Path) -> spec.Data:
@@ -113,7 +114,7 @@ def test_idx_files(tmp_path: Path, name: str, folder: str, zipped: bool) -> None
     assert np.array_equal(loaded.train_images[:, 0], arrays["train-images-idx3-ubyte"])
     assert np.array_equal(loaded.train_labels, arrays["train-labels-idx1-ubyte"])
     assert np.array_equal(loaded.test_images[:, 0], arrays["t10k-images-idx3-ubyte"])
-    assert loaded.test_labels.dtype == torch.int64 and loaded.image_shape == (1, 28, 28)
+    assert loaded.test_labels.dtype == torch.int64 and loaded.inputs == Inputs((1, 28, 28), 10)
 
 
 @pytest.mark.parametrize(

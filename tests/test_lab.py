@@ -18,6 +18,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from common.learning import models
+from common.learning.inputs import Inputs
 from common.spec import Experiment, load
 from common.wire.codecs import codec_of
 from deploy import broker
@@ -131,7 +132,7 @@ def test_lossy_codecs_give_the_same_model_wherever_the_roles_run(coded: Path, ad
 
 
 def test_links_csv_counts_models_as_they_travel(coded: Path, reference: Path) -> None:
-    module = models.build(load(coded / "experiment.toml").model.name, 1)
+    module = models.build(load(coded / "experiment.toml").model.name, 1, inputs=Inputs((1, 8, 8), 10))
     layout = models.layout_of(module)
     up, down = codec_of("delta+int8").size(layout), codec_of("fp16").size(layout)
     with (coded / "links.csv").open(newline="") as file:
@@ -158,7 +159,7 @@ def test_embedded_broker_gives_the_same_model(reference: Path, tmp_path: Path) -
 
 def two_layer_fedavg(experiment: Experiment) -> npt.NDArray[np.float64]:
     """Return the float columns of two-layer FedAvg over all devices, in one process and in float64."""
-    module = models.build(experiment.model.name, experiment.seed)
+    module = models.build(experiment.model.name, experiment.seed, inputs=Inputs((1, 8, 8), 10))
     layout = models.layout_of(module)
     row, out = layout.empty(), layout.empty()
     models.write_row(module, layout, row)
@@ -185,7 +186,7 @@ def test_three_layers_with_one_local_round_equal_two_layer_fedavg(size: str, tmp
     pairs = (*SMALL, "institution.rounds=1", 'cloud.epoch_control={name="fixed"}', *size.split())
     model = model_of(run_lab(tmp_path, *pairs))
     experiment = load(DEMO, pairs)
-    layout = models.layout_of(models.build(experiment.model.name, experiment.seed))
+    layout = models.layout_of(models.build(experiment.model.name, experiment.seed, inputs=Inputs((1, 8, 8), 10)))
     row = layout.empty()
     layout.flatten(model, row)
     np.testing.assert_allclose(layout.floats(row), two_layer_fedavg(experiment), rtol=0, atol=1e-6)

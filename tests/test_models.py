@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import concurrent.futures
+import hashlib
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from common.data import MODELS
 from common.errors import InvalidExperiment
 from common.layout import ModelLayout, Row, Section
 from common.learning import models
+from common.learning.inputs import Inputs
+from common.learning.nets import layers
+from common.learning.nets.vgg import draw_vgg16
 
-SHAPES = {
-    "lenet5": (1, 28, 28),
-    "mlp_digits": (1, 8, 8),
-    "cnn_digits": (1, 8, 8),
-    "resnet18_cifar": (3, 32, 32),
-}
+DIGITS, GREY, COLOUR = Inputs((1, 8, 8), 10), Inputs((1, 28, 28), 10), Inputs((3, 32, 32), 10)
+FEMNIST = Inputs((1, 28, 28), 62)
+USUAL = {"mlp_digits": DIGITS, "cnn_digits": DIGITS, "lenet5": GREY, "resnet18_cifar": COLOUR}
+
+
+def built(name: str, seed: int) -> nn.Module:
+    return models.build(name, seed, inputs=USUAL[name])
 
 
 def row_of(module: nn.Module) -> tuple[ModelLayout, Row]:
@@ -28,59 +34,179 @@ def row_of(module: nn.Module) -> tuple[ModelLayout, Row]:
     return layout, row
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", USUAL)
 def test_entries_come_back_in_torchs_order(name: str) -> None:
-    module = models.build(name, 1)
+    module = built(name, 1)
     assert [entry.name for entry in models.layout_of(module).in_state_order] == list(module.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters", "entries", "row_bytes"),
-    [
-        ("lenet5", 61_706, 10, 246_824),
-        ("mlp_digits", 2_410, 4, 9_640),
-        ("cnn_digits", 9_930, 6, 39_720),
-        ("resnet18_cifar", 11_173_962, 122, 44_734_408),
-    ],
-)
-def test_size(name: str, parameters: int, entries: int, row_bytes: int) -> None:
-    layout = models.layout_of(models.build(name, 1))
-    assert (layout.parameters, len(layout.entries), layout.row_bytes) == (parameters, entries, row_bytes)
+def colour(classes: int) -> Inputs:
+    return Inputs((3, 32, 32), classes)
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_gives_ten_logits(name: str) -> None:
-    assert models.build(name, 1)(torch.zeros(2, *SHAPES[name])).shape == (2, 10)
+SIZES = [
+    ("mlp_digits", DIGITS, 2_410, 4, 9_640),
+    ("cnn_digits", DIGITS, 9_930, 6, 39_720),
+    ("lenet5", GREY, 61_706, 10, 246_824),
+    ("lenet_cifar", colour(10), 62_006, 10, 248_024),
+    ("lenet_cifar", colour(20), 62_856, 10, 251_424),
+    ("lenet_cifar", colour(100), 69_656, 10, 278_624),
+    ("cnn_femnist", FEMNIST, 160_510, 8, 642_040),
+    ("cnn_fedavg", GREY, 582_026, 8, 2_328_104),
+    ("cnn_fedavg", FEMNIST, 608_702, 8, 2_434_808),
+    ("cnn_fedavg", colour(10), 878_538, 8, 3_514_152),
+    ("cnn_fedavg_padded", GREY, 1_663_370, 8, 6_653_480),
+    ("cnn_fedavg_padded", colour(10), 2_156_490, 8, 8_625_960),
+    ("resnet20", colour(10), 269_722, 116, 1_084_544),
+    ("resnet20_b", colour(10), 272_474, 128, 1_096_336),
+    ("resnet20_preact", colour(10), 219_482, 119, None),
+    ("resnet20_preact", colour(20), 222_052, 119, None),
+    ("resnet20_preact", FEMNIST, 232_558, 119, None),
+    ("resnet18_cifar", colour(10), 11_173_962, 122, 44_734_408),
+    ("resnet18_cifar", colour(100), 11_220_132, 122, None),
+    ("vgg16_bn", colour(10), 33_646_666, 97, None),
+    ("vgg16_bn", colour(20), 33_687_636, 97, None),
+    ("vgg16_bn", colour(100), 34_015_396, 97, None),
+    ("vgg16", colour(10), 134_301_514, 32, 537_206_056),
+    ("vgg16", Inputs((3, 224, 224), 1000), 138_357_544, 32, 553_430_176),
+    ("vgg_femnist", FEMNIST, 8_024_958, 14, 32_099_832),
+    ("char_lstm", Inputs((80,), 80, tokens=80), 819_920, 11, 3_279_680),
+    ("sent_lstm", Inputs((25,), 2, tokens=401), 40_100 + 174_786, 13, 859_544),
+]
 
 
-def test_every_model_states_the_images_it_takes() -> None:
-    for name, shape in SHAPES.items():
-        models.check_images(name, shape)
-    with pytest.raises(InvalidExperiment, match=r"lenet5.*\[1, 28, 28\].*\[1, 8, 8\].*mlp_digits or cnn_digits"):
-        models.check_images("lenet5", (1, 8, 8))
-    with pytest.raises(InvalidExperiment, match="no such model"):
-        models.build("vgg", 1)
+@pytest.mark.parametrize(("name", "inputs", "parameters", "entries", "row_bytes"), SIZES)
+def test_size(name: str, inputs: Inputs, parameters: int, entries: int, row_bytes: int | None) -> None:
+    with torch.device("meta"):
+        module = models._KINDS[name].construct(inputs)
+    layout = models.layout_of(module)
+    assert (layout.parameters, len(layout.entries)) == (parameters, entries)
+    assert layout.row_bytes == (row_bytes or 4 * layout.columns + 8 * layout.counters)
+
+
+def test_every_name_of_the_experiment_is_a_model() -> None:
+    assert set(models._KINDS) == set(MODELS) == {name for name, *_ in SIZES}
+
+
+@pytest.mark.parametrize(("name", "inputs"), {name: inputs for name, inputs, *_ in SIZES if name != "vgg16"}.items())
+def test_gives_logits_from_weights_that_the_seed_gives(name: str, inputs: Inputs) -> None:
+    torch.manual_seed(9)
+    module = models.build(name, 1, inputs=inputs).eval()
+    samples = torch.zeros(2, *inputs.shape, dtype=torch.int64 if inputs.tokens else torch.float32)
+    if not inputs.tokens:
+        samples += torch.rand(samples.shape)
+    logits = module(samples)
+    assert logits.shape == (2, inputs.classes) and logits.isfinite().all()
+    assert all(tensor.isfinite().all() for tensor in module.state_dict().values())
+
+
+def test_existing_models_keep_their_first_weights() -> None:
+    digests = {name: hashlib.blake2b(row_of(built(name, 1))[1], digest_size=8).hexdigest() for name in USUAL}
+    assert digests == {
+        "mlp_digits": "11dd196a5641b345",
+        "cnn_digits": "208d5a4ad203e8ae",
+        "lenet5": "d4913dfc0fff4eb0",
+        "resnet18_cifar": "8740034339e1e767",
+    }
+
+
+def test_a_model_that_does_not_take_the_data() -> None:
+    with pytest.raises(InvalidExperiment, match=r"lenet5.*images of \[1, 8, 8\].*mlp_digits or cnn_digits"):
+        models.build("lenet5", 1, inputs=DIGITS)
+    with pytest.raises(InvalidExperiment, match=r"lenet5.*rows of 80 tokens.*char_lstm or sent_lstm"):
+        models.build("lenet5", 1, inputs=Inputs((80,), 80, tokens=80))
+    with pytest.raises(InvalidExperiment, match=r"char_lstm.*cnn_fedavg"):
+        models.build("char_lstm", 1, inputs=COLOUR)
+
+
+def test_vgg16_has_the_entries_of_torchvision() -> None:
+    from torchvision.models import vgg16
+
+    with torch.device("meta"):
+        ours, theirs = models._KINDS["vgg16"].construct(Inputs((3, 224, 224), 1000)), vgg16()
+    shapes = {name: tensor.shape for name, tensor in theirs.state_dict().items()}
+    assert {name: tensor.shape for name, tensor in ours.state_dict().items()} == shapes
+
+
+def test_vgg16_is_drawn_as_torchvision_draws() -> None:
+    module = nn.Sequential(nn.Conv2d(8, 32, 3), nn.Linear(500, 40))
+    draw_vgg16(module, torch.Generator().manual_seed(1))
+    assert module[0].weight.std().item() == pytest.approx((2 / (9 * 32)) ** 0.5, rel=0.05)
+    assert module[1].weight.std().item() == pytest.approx(0.01, rel=0.05)
+    assert not module[0].bias.any() and not module[1].bias.any()
+
+
+def test_the_preactivation_net_keeps_a_batch_norm_that_is_never_called() -> None:
+    module = models.build("resnet20_preact", 1, inputs=COLOUR)
+    module(torch.rand(2, 3, 32, 32))
+    state = module.state_dict()
+    assert state["layer1.0.bn1.num_batches_tracked"] == 1 and state["bn.num_batches_tracked"] == 0
+    for name in ("bn", "layer3.1.bn2"):
+        assert (state[f"{name}.weight"] == 0.5).all() and not state[f"{name}.bias"].any()
+    drawn = state["layer3.0.conv2.weight"]
+    assert drawn.std().item() == pytest.approx((2 / (9 * 64)) ** 0.5, rel=0.02)
+
+
+def test_shortcut_a_has_no_parameter_and_passes_the_image_through() -> None:
+    module = models.build("resnet20", 1, inputs=COLOUR)
+    block = module.get_submodule("stage2.0")
+    x = torch.rand(1, 16, 32, 32)
+    passed = block.get_submodule("shortcut")(x)
+    assert not list(block.get_submodule("shortcut").parameters())
+    assert torch.equal(passed[:, 8:24], x[:, :, ::2, ::2]) and not passed[:, :8].any() and not passed[:, 24:].any()
+
+
+def test_recurrent_nets_read_the_last_step_of_both_layers() -> None:
+    module = models.build("char_lstm", 1, inputs=Inputs((80,), 80, tokens=80))
+    rows = torch.randint(0, 80, (2, 12), generator=torch.Generator().manual_seed(1))
+    other = rows.clone()
+    other[0, 0] = (other[0, 0] + 1) % 80
+    with torch.no_grad():
+        assert not torch.equal(module(rows)[0], module(other)[0]) and torch.allclose(module(rows)[1], module(other)[1])
+
+
+def test_dropout_draws_from_its_own_generator() -> None:
+    module = nn.Sequential(nn.Dropout(0.25), nn.Linear(1000, 1))
+    layers.own_dropout(module)
+    x = torch.ones(4, 1000)
+    before = torch.get_rng_state()
+    outs = []
+    for seed in (1, 1, 2):
+        layers.reseed(module, seed, torch.device("cpu"))
+        outs.append(module[0](x))
+    assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
+    assert outs[0].unique().tolist() == pytest.approx([0.0, 4 / 3])
+    assert abs(outs[0].mean().item() - 1) < 0.05
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(module.eval()[0](x), x)
+
+
+def test_one_tensor_under_two_names_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[1].weight = module[0].weight
+    with pytest.raises(InvalidExperiment, match=r"1\.weight.*two names"):
+        models.layout_of(module)
 
 
 def test_initial_weights_come_from_the_seed_alone() -> None:
-    _, first = row_of(models.build("lenet5", 7))
+    _, first = row_of(built("lenet5", 7))
     torch.manual_seed(99)
     before = torch.get_rng_state()
-    _, second = row_of(models.build("lenet5", 7))
+    _, second = row_of(built("lenet5", 7))
     assert torch.equal(torch.get_rng_state(), before), "the process-global generator was used"
     assert np.array_equal(first, second)
-    assert not np.array_equal(first, row_of(models.build("lenet5", 8))[1])
+    assert not np.array_equal(first, row_of(built("lenet5", 8))[1])
 
 
 def test_concurrent_builds_are_alike() -> None:
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        rows = [row[1] for row in pool.map(row_of, pool.map(models.build, ["cnn_digits"] * 8, [3] * 8))]
+        rows = [row[1] for row in pool.map(row_of, pool.map(built, ["cnn_digits"] * 8, [3] * 8))]
     assert all(np.array_equal(row, rows[0]) for row in rows)
 
 
 @pytest.mark.parametrize("layer", ["conv1", "fc1"])
 def test_weights_are_uniform_within_the_bound_of_their_inputs(layer: str) -> None:
-    module = models.build("lenet5", 1).get_submodule(layer)
+    module = built("lenet5", 1).get_submodule(layer)
     for tensor in (module.weight, module.bias):
         assert isinstance(tensor, torch.Tensor)
         bound = {"conv1": 25, "fc1": 120}[layer] ** -0.5
@@ -88,7 +214,7 @@ def test_weights_are_uniform_within_the_bound_of_their_inputs(layer: str) -> Non
 
 
 def test_batch_norm_lies_in_its_sections() -> None:
-    layout = models.layout_of(models.build("resnet18_cifar", 1))
+    layout = models.layout_of(built("resnet18_cifar", 1))
     sections = {entry.name: entry.section for entry in layout.entries}
     assert [sections[f"bn1.{name}"] for name in ("weight", "bias")] == [Section.PARAMETER] * 2
     assert [sections[f"bn1.{name}"] for name in ("running_mean", "running_var")] == [Section.BUFFER] * 2
@@ -97,7 +223,7 @@ def test_batch_norm_lies_in_its_sections() -> None:
 
 
 def test_batch_norm_starts_neutral() -> None:
-    state = models.build("resnet18_cifar", 1).state_dict()
+    state = built("resnet18_cifar", 1).state_dict()
     assert (state["bn1.weight"] == 1).all() and (state["bn1.running_var"] == 1).all()
     assert not state["bn1.bias"].any() and not state["bn1.running_mean"].any()
     assert state["bn1.num_batches_tracked"] == 0
@@ -105,11 +231,11 @@ def test_batch_norm_starts_neutral() -> None:
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_state_survives_the_row(memory_format: torch.memory_format) -> None:
-    source = models.build("resnet18_cifar", 1).to(memory_format=memory_format)
+    source = built("resnet18_cifar", 1).to(memory_format=memory_format)
     source(torch.rand(2, 3, 32, 32))  # moves the running statistics and the counters
     layout, row = row_of(source)
     row.flags.writeable = False
-    target = models.build("resnet18_cifar", 2)
+    target = built("resnet18_cifar", 2)
     models.read_row(target, layout, row)
     wanted = source.state_dict()
     assert wanted["bn1.num_batches_tracked"] == 1
@@ -118,11 +244,11 @@ def test_state_survives_the_row(memory_format: torch.memory_format) -> None:
 
 
 def test_a_row_may_lie_anywhere_in_memory() -> None:
-    module = models.build("cnn_digits", 1)
+    module = built("cnn_digits", 1)
     layout, row = row_of(module)
     odd = np.empty(layout.row_bytes + 1, np.uint8)[1:]
     odd[:] = row
-    other = models.build("cnn_digits", 2)
+    other = built("cnn_digits", 2)
     models.read_row(other, layout, odd)
     assert np.array_equal(row_of(other)[1], row)
 
@@ -135,7 +261,7 @@ def test_other_dtypes_are_refused() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 def test_rows_of_a_module_on_a_gpu() -> None:
-    layout, row = row_of(models.build("cnn_digits", 1))
-    module = models.build("cnn_digits", 2).to("cuda")
+    layout, row = row_of(built("cnn_digits", 1))
+    module = built("cnn_digits", 2).to("cuda")
     models.read_row(module, layout, row)
     assert np.array_equal(row_of(module)[1], row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,6 +19,8 @@ from common.errors import InvalidExperiment, RunFailed
 from common.layout import Row
 from common.learning import datasets, models, partitions
 from common.learning.evaluation import evaluate
+from common.learning.inputs import Inputs
+from common.learning.nets.layers import Dropout
 from common.randomness import Purpose, generator
 from device import trainer as trainer_module
 from device.slots import Cancelled, Slots
@@ -35,7 +38,7 @@ def make(lab: spec.Experiment, node: str = "device-0", accelerator: str = "cpu",
 
 
 def initial(lab: spec.Experiment) -> Row:
-    module = models.build(lab.model.name, lab.seed)
+    module = models.build(lab.model.name, lab.seed, inputs=datasets.load(lab.data).inputs)
     layout = models.layout_of(module)
     row = layout.empty()
     models.write_row(module, layout, row)
@@ -71,7 +74,7 @@ def plain_loop(lab: spec.Experiment, *, epochs: int, round_: int) -> tuple[nn.Mo
     images = (data.train_images[part].float() * data.scale - data.mean[0]) / data.std[0]
     order = _Order(generator(lab.seed, Purpose.BATCHES, "device-0", round_), len(part))
     loader = DataLoader(TensorDataset(images, data.train_labels[part]), lab.training.batch_size, sampler=order)
-    module = models.build(lab.model.name, lab.seed)
+    module = models.build(lab.model.name, lab.seed, inputs=datasets.load(lab.data).inputs)
     training = lab.training
     optimiser = torch.optim.SGD(
         module.parameters(), training.learning_rate, training.momentum, weight_decay=training.weight_decay
@@ -123,7 +126,7 @@ def test_the_loss_is_the_last_epochs() -> None:
     data = datasets.load(lab.data)
     parts = partitions.split(data.train_labels.numpy(), data=lab.data, topology=lab.topology, seed=lab.seed)
     whole = evaluate(
-        models.build(lab.model.name, lab.seed),
+        models.build(lab.model.name, lab.seed, inputs=datasets.load(lab.data).inputs),
         data.train_images[parts[0]],
         labels=data.train_labels[parts[0]],
         normalise=data.normaliser(),
@@ -172,7 +175,7 @@ def test_compute_threads_are_one() -> None:
 
 
 def test_batch_norm_trains_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def small(name: str, seed: int) -> nn.Module:
+    def small(name: str, seed: int, *, inputs: Inputs) -> nn.Module:
         torch.manual_seed(seed)
         return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 10))
 
@@ -183,6 +186,47 @@ def test_batch_norm_trains_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     views = trainer.layout.views(out)
     assert views["1.num_batches_tracked"] == result.steps == 36
     assert np.abs(views["1.running_mean"]).max() > 0
+
+
+class _Unused(nn.Module):
+    """A layer in front that is never called, dropout, and two that work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(64, 3)
+        self.drop = Dropout()
+        self.work = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.work(self.drop(x))
+        return logits
+
+
+def test_layers_without_gradient_stay_and_the_others_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    source = _Unused()
+    monkeypatch.setattr(models, "build", lambda *_, **__: copy.deepcopy(source))
+    lab = experiment(weight_decay=0.1, momentum=0.9)
+    trainer = make(lab)
+    row = trainer.layout.empty()
+    models.write_row(source, trainer.layout, row)
+    before, after = trainer.layout.views(row), trainer.layout.views(run(trainer, row)[0])
+    assert np.array_equal(before["unused.weight"], after["unused.weight"])
+    assert np.abs(before["work.1.weight"] - after["work.1.weight"]).max() > 1e-2
+
+
+def test_dropout_depends_on_seed_node_and_round_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    source = _Unused()
+    monkeypatch.setattr(models, "build", lambda *_, **__: copy.deepcopy(source))
+    lab = experiment(batch_size=1000)  # one batch: the order of the samples matters to dropout alone
+    trainers = [make(lab), make(lab), make(lab, "device-1")]
+    row = trainers[0].layout.empty()
+    models.write_row(source, trainers[0].layout, row)
+    torch.manual_seed(2)
+    first, again, other = (run(trainer, row)[0] for trainer in trainers)
+    assert np.array_equal(first, again) and not np.array_equal(first, other)
+    assert not np.array_equal(first, run(trainers[0], row, round_=1)[0])
 
 
 def test_progress_is_monotone_and_ends_complete(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +335,7 @@ def test_learns_the_digits() -> None:
     data = datasets.load(lab.data)
     trainer = make(lab)
     out, _ = run(trainer, initial(lab), epochs=4)
-    module = models.build("cnn_digits", 9)
+    module = models.build("cnn_digits", 9, inputs=data.inputs)
     models.read_row(module, trainer.layout, out)
     module.train()
     result = evaluate(module, data.test_images, labels=data.test_labels, normalise=data.normaliser())

@@ -24,8 +24,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from common import spec
+from common.data import Data
 from common.errors import InvalidExperiment
+from common.learning.inputs import Inputs
 from common.randomness import Purpose, generator
 
 _Images = npt.NDArray[np.uint8]
@@ -67,9 +68,9 @@ class Dataset:
     std: tuple[float, ...]
 
     @property
-    def image_shape(self) -> tuple[int, ...]:
-        """Return (C, H, W)."""
-        return tuple(self.train_images.shape[1:])
+    def inputs(self) -> Inputs:
+        """Return what a model is given and asked for."""
+        return Inputs(tuple(self.train_images.shape[1:]), self.classes)
 
     def normaliser(self, device: torch.device | str = "cpu") -> Normaliser:
         """Return (pixel * scale - mean) / std as a function for images on the device."""
@@ -81,7 +82,7 @@ class Dataset:
         )
 
 
-def load(data: spec.Data) -> Dataset:
+def load(data: Data) -> Dataset:
     """Return the data set; every caller in this process gets the same one.
 
     Raises InvalidExperiment naming the files that are missing or damaged, and the command that fetches them.

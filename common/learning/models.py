@@ -1,144 +1,87 @@
 """The models by name, and how a module's state goes into a row and back.
 
-Images are float32 [B, C, H, W]; every model returns logits, float32 [B, 10]. No model has a random layer
-(dropout): torch's layers draw from the process-global generator, which concurrent trainings would share.
+Every model returns logits, float32 [B, classes]. No random layer draws from torch's process-global generator, which
+concurrent trainings would share: dropout has a generator of its own (`nets/layers.py`).
 """
 
 from __future__ import annotations
 
-import math
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from common.errors import InvalidExperiment
 from common.layout import ModelLayout, Row, Section
+from common.learning.inputs import Inputs
+from common.learning.nets import lstm, resnet, small, vgg
+from common.learning.nets.layers import draw_default
+from common.learning.own import build_own
 from common.randomness import Purpose, torch_seed
 
-
-class _BasicBlock(nn.Module):
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(outputs)
-        self.shortcut = nn.Sequential()
-        if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
-
-    def forward(self, x_BCHW: Tensor) -> Tensor:
-        inner = functional.relu(self.bn1(self.conv1(x_BCHW)))
-        return functional.relu(self.bn2(self.conv2(inner)) + self.shortcut(x_BCHW))
-
-
-def _lenet5() -> nn.Module:
-    layers: list[tuple[str, nn.Module]] = [
-        ("conv1", nn.Conv2d(1, 6, 5, padding=2)),
-        ("relu1", nn.ReLU()),
-        ("pool1", nn.MaxPool2d(2)),
-        ("conv2", nn.Conv2d(6, 16, 5)),
-        ("relu2", nn.ReLU()),
-        ("pool2", nn.MaxPool2d(2)),
-        ("conv3", nn.Conv2d(16, 120, 5)),
-        ("relu3", nn.ReLU()),
-        ("flatten", nn.Flatten()),
-        ("fc1", nn.Linear(120, 84)),
-        ("relu4", nn.ReLU()),
-        ("fc2", nn.Linear(84, 10)),
-    ]
-    return nn.Sequential(OrderedDict(layers))
-
-
-def _mlp_digits() -> nn.Module:
-    layers: list[tuple[str, nn.Module]] = [
-        ("flatten", nn.Flatten()),
-        ("fc1", nn.Linear(64, 32)),
-        ("relu1", nn.ReLU()),
-        ("fc2", nn.Linear(32, 10)),
-    ]
-    return nn.Sequential(OrderedDict(layers))
-
-
-def _cnn_digits() -> nn.Module:
-    layers: list[tuple[str, nn.Module]] = [
-        ("conv1", nn.Conv2d(1, 16, 3, padding=1)),
-        ("relu1", nn.ReLU()),
-        ("conv2", nn.Conv2d(16, 32, 3, padding=1)),
-        ("relu2", nn.ReLU()),
-        ("pool", nn.MaxPool2d(2)),
-        ("flatten", nn.Flatten()),
-        ("fc", nn.Linear(512, 10)),
-    ]
-    return nn.Sequential(OrderedDict(layers))
-
-
-def _resnet18_cifar() -> nn.Module:
-    layers: list[tuple[str, nn.Module]] = [
-        ("conv1", nn.Conv2d(3, 64, 3, padding=1, bias=False)),
-        ("bn1", nn.BatchNorm2d(64)),
-        ("relu", nn.ReLU()),
-    ]
-    inputs = 64
-    for stage, (width, stride) in enumerate(((64, 1), (128, 2), (256, 2), (512, 2)), start=1):
-        blocks = nn.Sequential(_BasicBlock(inputs, width, stride), _BasicBlock(width, width, 1))
-        layers.append((f"stage{stage}", blocks))
-        inputs = width
-    layers += [("pool", nn.AdaptiveAvgPool2d(1)), ("flatten", nn.Flatten()), ("fc", nn.Linear(512, 10))]
-    return nn.Sequential(OrderedDict(layers))
+Draw = Callable[[nn.Module, torch.Generator], None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    construct: Callable[[], nn.Module]
-    image_shape: tuple[int, int, int]
+    """How to make a model, and the images that it takes: numbers of channels (None = any), lengths of their sides."""
 
+    construct: Callable[[Inputs], nn.Module]
+    channels: tuple[int, ...] | None
+    sides: Container[int]
+    draw: Draw = draw_default
+    text: bool = False
+
+    def takes(self, inputs: Inputs) -> bool:
+        """Return whether the model works on these inputs."""
+        if self.text or inputs.tokens:
+            return self.text and inputs.tokens > 0
+        channels, *sides = inputs.shape
+        return (self.channels is None or channels in self.channels) and all(side in self.sides for side in sides)
+
+
+_FROM_16, _FROM_32 = range(16, 4096), range(32, 4096)
 
 _KINDS = MappingProxyType(
     {
-        "lenet5": _Kind(_lenet5, (1, 28, 28)),
-        "mlp_digits": _Kind(_mlp_digits, (1, 8, 8)),
-        "cnn_digits": _Kind(_cnn_digits, (1, 8, 8)),
-        "resnet18_cifar": _Kind(_resnet18_cifar, (3, 32, 32)),
+        "mlp_digits": _Kind(small.mlp_digits, (1,), (8,)),
+        "cnn_digits": _Kind(small.cnn_digits, (1,), (8,)),
+        "lenet5": _Kind(small.lenet5, (1,), (28,)),
+        "lenet_cifar": _Kind(small.lenet_cifar, (3,), (32,)),
+        "cnn_femnist": _Kind(small.cnn_femnist, (1,), (28,)),
+        "cnn_fedavg": _Kind(small.cnn_fedavg, None, _FROM_16),
+        "cnn_fedavg_padded": _Kind(small.cnn_fedavg_padded, None, _FROM_16),
+        "resnet20": _Kind(resnet.resnet20, None, _FROM_16),
+        "resnet20_b": _Kind(resnet.resnet20_b, None, _FROM_16),
+        "resnet20_preact": _Kind(resnet.resnet20_preact, None, _FROM_16, resnet.draw_preact),
+        "resnet18_cifar": _Kind(resnet.resnet18_cifar, None, _FROM_16),
+        "vgg16_bn": _Kind(vgg.vgg16_bn, None, (32,)),
+        "vgg16": _Kind(vgg.vgg16, None, _FROM_32, vgg.draw_vgg16),
+        "vgg_femnist": _Kind(vgg.vgg_femnist, (1,), _FROM_16),
+        "char_lstm": _Kind(lstm.char_lstm, None, (), text=True),
+        "sent_lstm": _Kind(lstm.sent_lstm, None, (), text=True),
     }
 )
 
 
-def build(name: str, seed: int) -> nn.Module:
+def build(name: str, seed: int, *, inputs: Inputs) -> nn.Module:
     """Return the model on the CPU with its initial weights, which depend on the seed alone.
 
     The module is made without storage and then filled from a generator of its own, so that neither the
-    process-global generator nor another thread has a part in it. Raises InvalidExperiment.
+    process-global generator nor another thread has a part in it. A name with a colon is a function of the
+    user's own (`own.py`). Raises InvalidExperiment, also where the model does not take such inputs.
     """
-    kind = _kind(name)
+    if ":" in name:
+        return build_own(name, torch_seed(seed, Purpose.INIT), inputs=inputs)
+    kind = _fitting(name, inputs)
     with torch.device("meta"):
-        module = kind.construct()
+        module = kind.construct(inputs)
     module.to_empty(device="cpu")
-    source = torch.Generator().manual_seed(torch_seed(seed, Purpose.INIT))
-    for layer in module.modules():
-        if isinstance(layer, (nn.Conv2d, nn.Linear)):
-            _draw(layer, source)
-        elif isinstance(layer, nn.BatchNorm2d):
-            layer.reset_parameters()  # ones and zeros: nothing random
+    with torch.no_grad():
+        kind.draw(module, torch.Generator().manual_seed(torch_seed(seed, Purpose.INIT)))
     return module
-
-
-def check_images(name: str, image_shape: Sequence[int]) -> None:
-    """Check that the model takes images [C, H, W] of this shape. Raises InvalidExperiment."""
-    wanted = _kind(name).image_shape
-    if tuple(image_shape) != wanted:
-        fitting = [other for other, kind in _KINDS.items() if kind.image_shape == tuple(image_shape)]
-        raise InvalidExperiment(
-            "model.name",
-            name,
-            f"takes images of {list(wanted)}, the data set has {list(image_shape)}",
-            f"Use {' or '.join(fitting)}, or another data.dataset." if fitting else "Use another data.dataset.",
-        )
 
 
 def layout_of(module: nn.Module) -> ModelLayout:
@@ -148,6 +91,9 @@ def layout_of(module: nn.Module) -> ModelLayout:
     InvalidExperiment on any other dtype.
     """
     parameters = {name for name, _ in module.named_parameters()}
+    for name, _ in module.named_parameters(remove_duplicate=False):
+        if name not in parameters:
+            raise InvalidExperiment("model.name", name, "two names share this tensor", "Use each tensor once.")
     tensors: list[tuple[str, Sequence[int], Section]] = []
     for name, tensor in _state(module).items():
         if tensor.dtype == torch.float32:
@@ -179,19 +125,18 @@ def write_row(module: nn.Module, layout: ModelLayout, row: Row) -> None:
         view[...] = state[name].cpu().numpy()
 
 
-def _kind(name: str) -> _Kind:
-    if name not in _KINDS:
-        raise InvalidExperiment("model.name", name, "no such model", f"Use one of {', '.join(_KINDS)}.")
-    return _KINDS[name]
+def _fitting(name: str, inputs: Inputs) -> _Kind:
+    kind = _KINDS[name]
+    if not kind.takes(inputs):
+        fitting = [other for other, kind in _KINDS.items() if kind.takes(inputs)]
+        raise InvalidExperiment(
+            "model.name",
+            name,
+            f"does not take {inputs}, as the data set has",
+            f"Use {' or '.join(fitting) or 'a model of your own'}, or another data.dataset.",
+        )
+    return kind
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.state_dict())  # detached tensors that share the module's storage
-
-
-def _draw(layer: nn.Conv2d | nn.Linear, source: torch.Generator) -> None:
-    """Draw as PyTorch does by default: weights and biases uniform in +-1/sqrt(fan_in)."""
-    bound = 1 / math.sqrt(layer.weight[0].numel())
-    nn.init.uniform_(layer.weight, -bound, bound, generator=source)
-    if layer.bias is not None:
-        nn.init.uniform_(layer.bias, -bound, bound, generator=source)

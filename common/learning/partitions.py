@@ -12,16 +12,17 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from common import spec
+from common.data import Data
 from common.errors import InvalidExperiment
 from common.randomness import Purpose, generator
+from common.spec import Topology
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 
 ATTEMPTS = 10_000
 
 
-def split(labels: Indices, *, data: spec.Data, topology: spec.Topology, seed: int) -> list[Indices]:
+def split(labels: Indices, *, data: Data, topology: Topology, seed: int) -> list[Indices]:
     """Return the sample indices of each device, ascending int64, in the order of the topology's devices.
 
     `labels` is int64 [N]. Every part holds at least one sample, and under the Dirichlet splits at least
@@ -61,7 +62,7 @@ def _equal(samples: Indices, draw: np.random.Generator, parts: int) -> list[Indi
     return np.array_split(draw.permutation(samples), parts)
 
 
-def _dirichlet(labels: Indices, draw: np.random.Generator, *, data: spec.Data, least: Indices) -> list[Indices]:
+def _dirichlet(labels: Indices, draw: np.random.Generator, *, data: Data, least: Indices) -> list[Indices]:
     """Split disjointly by class, each part holding at least `least` [parts] samples.
 
     The split of FedCross and FedMR (their public code): per class, shares q ~ Dir(concentration), where a
@@ -78,7 +79,7 @@ def _dirichlet(labels: Indices, draw: np.random.Generator, *, data: spec.Data, l
     return [np.concatenate(part) for part in parts]
 
 
-def _dirichlet_counts(sizes: Indices, draw: np.random.Generator, *, data: spec.Data, least: Indices) -> Indices:
+def _dirichlet_counts(sizes: Indices, draw: np.random.Generator, *, data: Data, least: Indices) -> Indices:
     """Return how many samples of each class each part gets, int64 [classes, parts]."""
     parts, total = len(least), int(sizes.sum())
     if int(least.sum()) <= total:
@@ -107,9 +108,7 @@ def _dirichlet_counts(sizes: Indices, draw: np.random.Generator, *, data: spec.D
     )
 
 
-def _by_institution(
-    labels: Indices, draw: np.random.Generator, *, data: spec.Data, topology: spec.Topology
-) -> list[Indices]:
+def _by_institution(labels: Indices, draw: np.random.Generator, *, data: Data, topology: Topology) -> list[Indices]:
     """Split over the institutions by Dirichlet, then equally over each one's devices."""
     children = topology.children()
     least = np.array([len(devices) * max(1, data.min_samples) for devices in children.values()])
@@ -119,7 +118,7 @@ def _by_institution(
     return [parts[device] for device in topology.device_names()]
 
 
-def _overlapping(labels: Indices, *, data: spec.Data, seed: int, place: int) -> Indices:
+def _overlapping(labels: Indices, *, data: Data, seed: int, place: int) -> Indices:
     """Draw one device's samples from the whole set without replacement, weighted by its own class shares.
 
     Tempo's sampling. The `partition_size` largest of log(weight) + Gumbel noise are a draw without

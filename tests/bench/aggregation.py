@@ -33,6 +33,7 @@ from common.aggregation.mixing import Mixture, whole
 from common.aggregation.statistics import gram
 from common.layout import ModelLayout
 from common.learning import models
+from common.learning.inputs import Inputs
 from common.rules import RULES, FedCDA, FedMR, Rule
 
 REPEATS = 5
@@ -268,7 +269,7 @@ def main() -> None:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
-    layout = models.layout_of(models.build("resnet18_cifar", 1))
+    layout = models.layout_of(models.build("resnet18_cifar", 1, inputs=Inputs((3, 32, 32), 10)))
     mixed, whole_rounds, histories = tables(
         ("plan", "K", "time", "bound", "x bound", "torch / ours"),
         ("a node's round", "K", "time"),
@@ -277,7 +278,7 @@ def main() -> None:
     for count in MODELS:
         kernel(layout, count, mixed)
         rounds(layout, count, whole_rounds)
-    small = layout if options.full else models.layout_of(models.build("cnn_digits", 1))
+    small = layout if options.full else models.layout_of(models.build("cnn_digits", 1, inputs=Inputs((1, 8, 8), 10)))
     for children, drawn, groups in ((20, 4, 3), (100, 10, 10)):
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             cached(small, Path(folder), children=children, drawn=drawn, groups=groups, table=histories)

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from common.layout import ModelLayout, Row
 from common.learning import models
+from common.learning.inputs import Inputs
 from common.spec import Transfer
 from common.transfer.manifest import chunk_digest, describe
 from common.wire.codecs import CODECS, Codec
@@ -32,7 +33,7 @@ MOVED = 0.024
 
 def rows() -> tuple[ModelLayout, Row, Row]:
     """Return a layout, a model and its predecessor."""
-    module = models.build("resnet18_cifar", 1)
+    module = models.build("resnet18_cifar", 1, inputs=Inputs((3, 32, 32), 10))
     layout = models.layout_of(module)
     reference = layout.empty()
     models.write_row(module, layout, reference)

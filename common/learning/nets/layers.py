@@ -1,0 +1,82 @@
+"""What the families share: named layers, dropout with a generator of its own, and how weights are drawn."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+def sequence(layers: Iterable[tuple[str, nn.Module]]) -> nn.Sequential:
+    """Return the layers one after another, under their names."""
+    return nn.Sequential(OrderedDict(layers))
+
+
+class Dropout(nn.Module):
+    """Dropout whose draws come from `source`, set for each training; torch's layer shares one among all threads."""
+
+    def __init__(self, p: float = 0.5) -> None:
+        super().__init__()
+        self.p = p
+        self.source: torch.Generator | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or not self.p:
+            return x
+        keep = torch.empty_like(x).bernoulli_(1 - self.p, generator=self.source)
+        return x * keep / (1 - self.p)
+
+
+def own_dropout(module: nn.Module) -> None:
+    """Put our Dropout where the module has torch's."""
+    for parent in module.modules():
+        for name, child in parent.named_children():
+            if type(child) is nn.Dropout:
+                setattr(parent, name, Dropout(child.p))
+
+
+def reseed(module: nn.Module, seed: int, device: torch.device) -> None:
+    """Let all dropout of the module draw from one new generator on the device that computes."""
+    drops = [layer for layer in module.modules() if isinstance(layer, Dropout)]
+    if drops:
+        source = torch.Generator(device).manual_seed(seed)
+        for layer in drops:
+            layer.source = source
+
+
+def draw_default(module: nn.Module, source: torch.Generator) -> None:
+    """Draw as PyTorch does by default, layer by layer.
+
+    Convolutions and linear layers: weights and biases uniform in +-1/sqrt(fan_in). LSTM: all in +-1/sqrt(hidden).
+    Embeddings: standard normal. Batch norm: ones and zeros.
+    """
+    for layer in module.modules():
+        if isinstance(layer, (nn.Conv2d, nn.Linear)):
+            _uniform(layer.weight, 1 / math.sqrt(layer.weight[0].numel()), source)
+            if layer.bias is not None:
+                _uniform(layer.bias, 1 / math.sqrt(layer.weight[0].numel()), source)
+        elif isinstance(layer, nn.LSTM):
+            for weight in layer.parameters():
+                _uniform(weight, 1 / math.sqrt(layer.hidden_size), source)
+        elif isinstance(layer, nn.Embedding):
+            nn.init.normal_(layer.weight, generator=source)
+        elif isinstance(layer, nn.BatchNorm2d):
+            layer.reset_parameters()
+
+
+def draw_by_fan_out(module: nn.Module, source: torch.Generator) -> None:
+    """Draw convolutions normal with variance 2 / (k * k * outputs) (He et al. 2015, fan-out), the rest by default."""
+    draw_default(module, source)
+    for layer in module.modules():
+        if isinstance(layer, nn.Conv2d):
+            outputs = layer.weight.shape[0] * layer.weight[0, 0].numel()
+            nn.init.normal_(layer.weight, 0.0, math.sqrt(2 / outputs), generator=source)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+
+
+def _uniform(tensor: Tensor, bound: float, source: torch.Generator) -> None:
+    nn.init.uniform_(tensor, -bound, bound, generator=source)

@@ -1,0 +1,31 @@
+"""The recurrent nets of LEAF's text tasks: token rows, int64 [B, L], to logits."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from common.learning.inputs import Inputs
+
+
+def char_lstm(inputs: Inputs) -> nn.Module:
+    """Next character, as for Shakespeare: embedding of 8, two layers of 256."""
+    return _Recurrent(inputs, width=8, hidden=256, narrow=None)
+
+
+def sent_lstm(inputs: Inputs) -> nn.Module:
+    """Sentiment, LEAF's for Sent140: learned embedding of 100, two layers of 100, 128 without activation."""
+    return _Recurrent(inputs, width=100, hidden=100, narrow=128)
+
+
+class _Recurrent(nn.Module):
+    def __init__(self, inputs: Inputs, *, width: int, hidden: int, narrow: int | None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(inputs.tokens, width)
+        self.lstm = nn.LSTM(width, hidden, num_layers=2, batch_first=True)
+        self.between = nn.Identity() if narrow is None else nn.Linear(hidden, narrow)
+        self.fc = nn.Linear(narrow or hidden, inputs.classes)
+
+    def forward(self, x_BL: Tensor) -> Tensor:
+        steps_BLH, _ = self.lstm(self.embedding(x_BL))
+        logits: Tensor = self.fc(self.between(steps_BLH[:, -1]))
+        return logits

@@ -1,0 +1,83 @@
+"""Models of one's own: a function named in the experiment, `model.name = "package.module:function"`.
+
+It is called with the keywords `shape` and `classes`, and `tokens` where the data are text (see `Inputs`), and returns
+an `nn.Module` of float32 that gives logits [B, classes]:
+
+    def build(*, shape: tuple[int, int, int], classes: int) -> nn.Module: ...
+
+What it draws from torch's global generator is seeded by the experiment. The module must be importable wherever the
+model is trained or evaluated: on the devices and at the cloud. The experiment names code to run, so a host that lends
+itself to strangers should have none but its own packages on its path.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import threading
+from typing import Any, Never
+
+import torch
+from torch import nn
+
+from common.errors import InvalidExperiment
+from common.learning.inputs import Inputs
+from common.learning.nets.layers import own_dropout
+
+_SEEDING = threading.Lock()  # torch's global generator is one for all threads
+
+
+def build_own(name: str, seed: int, *, inputs: Inputs) -> nn.Module:
+    """Return the module that the function makes, tried on two samples. Raises InvalidExperiment."""
+    where, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(where), function)
+    except Exception as error:  # noqa: BLE001 - a module may raise anything while it is imported
+        _refuse(
+            name, f"cannot be imported ({_short(error)})", "Put its folder on PYTHONPATH, wherever models are built."
+        )
+    keywords: dict[str, Any] = {"shape": inputs.shape, "classes": inputs.classes}
+    if inputs.tokens:
+        keywords["tokens"] = inputs.tokens
+    if not callable(found):
+        _refuse(name, f"is no function but {type(found).__name__}", "Name a function that returns an nn.Module.")
+    try:
+        inspect.signature(found).bind(**keywords)
+    except (TypeError, ValueError) as error:
+        _refuse(
+            name, f"does not take the keywords {', '.join(keywords)} ({error})", "Give the function these keywords."
+        )
+    with _SEEDING, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            module = found(**keywords)
+        except Exception as error:  # noqa: BLE001 - foreign code
+            _refuse(name, f"fails with {_short(error)}", "Mend the function.")
+        if not isinstance(module, nn.Module):
+            _refuse(name, f"returns {type(module).__name__}, not nn.Module", "Return the module itself.")
+        module = module.to("cpu")
+        own_dropout(module)
+        _try(name, module, inputs)
+    return module
+
+
+def _try(name: str, module: nn.Module, inputs: Inputs) -> None:
+    samples = torch.zeros(2, *inputs.shape, dtype=torch.int64 if inputs.tokens else torch.float32)
+    module.eval()
+    try:
+        with torch.no_grad():
+            logits = module(samples)
+    except Exception as error:  # noqa: BLE001 - foreign code
+        _refuse(name, f"fails with {_short(error)} on {inputs}", "Mend the model, or use another data.dataset.")
+    if not isinstance(logits, torch.Tensor) or logits.shape != (2, inputs.classes):
+        shape = list(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
+        _refuse(name, f"gives {shape} for two samples, not logits of [2, {inputs.classes}]", "Return logits.")
+    module.train()
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _refuse(name: str, problem: str, remedy: str) -> Never:
+    raise InvalidExperiment("model.name", name, problem, remedy) from None
