@@ -28,6 +28,7 @@ class Data(Table):
 
     dataset: DatasetName = "digits"
     root: str = "data"
+    noise: Annotated[float, Field(ge=0)] = 0.0  # deviation of Gaussian noise on all images, whose pixels are in 0 .. 1
     partition: Literal["iid", "dirichlet", "dirichlet_overlap", "institution_dirichlet"] = "iid"
     concentration: Positive = 1.0  # of every Dirichlet draw
     min_samples: Annotated[int, Field(ge=0)] = 10  # of each device under a Dirichlet split

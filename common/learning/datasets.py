@@ -1,4 +1,4 @@
-"""The data sets, held as uint8 once per process.
+"""The data sets, held once per process: uint8, or float32 where noise was added.
 
 Nothing is downloaded: the files are looked for where torchvision would have put them below `data.root`.
 They come from elsewhere: sizes are checked before anything is allocated, and a CIFAR batch, which is a
@@ -47,13 +47,13 @@ class Normaliser:
     offset: Tensor
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Return uint8 [B, C, H, W] as normalised float32 of the same shape, on the same device."""
-        return images.to(torch.float32).mul_(self.factor).add_(self.offset)
+        """Return uint8 or float32 [B, C, H, W] as normalised float32 of the same shape, on the same device."""
+        return images.mul(self.factor).add_(self.offset)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataset:
-    """Images uint8 [N, C, H, W], labels int64 [N], all on the CPU and shared: never write into them.
+    """Images uint8 or float32 [N, C, H, W], labels int64 [N], all on the CPU and shared: never write into them.
 
     `scale` brings a pixel into [0, 1]; `mean` and `std` are per channel, after scaling.
     """
@@ -88,14 +88,14 @@ def load(data: Data) -> Dataset:
     Raises InvalidExperiment naming the files that are missing or damaged, and the command that fetches them.
     """
     with _LOADING:
-        return _load(data.dataset, data.root)
+        return _load(data.dataset, data.root, data.noise)
 
 
 _LOADING = threading.Lock()  # lru_cache alone would let several devices load the same files at once
 
 
 @lru_cache(maxsize=2)
-def _load(name: str, root: str) -> Dataset:
+def _load(name: str, root: str, noise: float) -> Dataset:
     source = _SOURCES[name]
     train_images, train_labels, test_images, test_labels = source.read(Path(root))
     for images, labels in ((train_images, train_labels), (test_images, test_labels)):
@@ -107,15 +107,28 @@ def _load(name: str, root: str) -> Dataset:
                 "Fetch the files again.",
             )
     return Dataset(
-        torch.from_numpy(train_images),
+        _noisy(train_images, noise / source.scale, f"{name}/train"),
         torch.from_numpy(train_labels),
-        torch.from_numpy(test_images),
+        _noisy(test_images, noise / source.scale, f"{name}/test"),
         torch.from_numpy(test_labels),
         CLASSES,
         source.scale,
         source.mean,
         source.std,
     )
+
+
+def _noisy(images: _Images, deviation: float, name: str) -> Tensor:
+    """Return the images, with Gaussian noise that is always the same: it belongs to the data, not to a run's seed.
+
+    Nothing is clipped, so a pixel may leave its range.
+    """
+    if not deviation:
+        return torch.from_numpy(images)
+    noise = generator(0, Purpose.NOISE, name).standard_normal(images.shape, np.float32)
+    noise *= np.float32(deviation)
+    noise += images
+    return torch.from_numpy(noise)
 
 
 def _digits(_: Path) -> _Parts:
