@@ -13,7 +13,12 @@ from pydantic import Field
 from common.errors import InvalidExperiment
 from common.tables import Count, Positive, Table, proposal
 
-DatasetName = Literal["digits", "mnist", "fashionmnist", "cifar10"]
+DatasetName = Literal[
+    "digits", "mnist", "fashionmnist", "cifar10", "cifar100", "femnist", "shakespeare", "sent140", "folder", "synthetic"
+]
+TEXTS: Final = ("shakespeare", "sent140")
+WITH_USERS: Final = ("femnist", *TEXTS)
+FolderName = Annotated[str, Field(pattern=r"^[^./\\][^/\\]*$")]
 
 MODELS: Final = (
     "mlp_digits", "cnn_digits", "lenet5", "lenet_cifar", "cnn_femnist", "cnn_fedavg", "cnn_fedavg_padded",
@@ -24,13 +29,28 @@ OWN_MODEL: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 class Data(Table):
-    """The data set and how it is split over the devices (sources: `common/learning/partitions.py`)."""
+    """The data set and how it is split over the devices (sources: `common/learning/partitions.py`).
+
+    In `root` the word {node} stands for the name of the node that reads it, `cloud` where a model is evaluated.
+    """
 
     dataset: DatasetName = "digits"
     root: str = "data"
+    labels: Literal["fine", "coarse"] = "fine"  # of cifar100: its 100 classes or their 20 groups
+    classes: Count | list[FolderName] | None = None  # of folder: their folders, in order; of synthetic: how many
+    image_shape: Annotated[list[Count], Field(min_length=3, max_length=3)] = Field(
+        default_factory=lambda: [3, 32, 32]
+    )  # of folder and synthetic: channels, height, width
+    samples: Count = 10_000  # of synthetic, for training
+    test_samples: Count = 1_000  # of synthetic
     noise: Annotated[float, Field(ge=0)] = 0.0  # deviation of Gaussian noise on all images, whose pixels are in 0 .. 1
-    partition: Literal["iid", "dirichlet", "dirichlet_overlap", "institution_dirichlet"] = "iid"
-    concentration: Positive = 1.0  # of every Dirichlet draw
+    partition: Literal[
+        "iid", "dirichlet", "dirichlet_overlap", "shards", "natural", "institution_dirichlet", "institution_shards"
+    ] = "iid"
+    concentration: Positive = 1.0  # of every Dirichlet draw but `within`'s
+    shards: Count = 2  # dealt to each device, or to each institution
+    within: Literal["iid", "dirichlet", "shards"] = "iid"  # an institution's devices, once the institutions have theirs
+    within_concentration: Positive = 1.0
     min_samples: Annotated[int, Field(ge=0)] = 10  # of each device under a Dirichlet split
     partition_size: Count = 600  # of each device under dirichlet_overlap
 
@@ -41,8 +61,8 @@ class Model(Table):
     name: str = "cnn_digits"
 
 
-def check(model: Model) -> None:
-    """Check what the model needs beyond its type. Raises InvalidExperiment."""
+def check(data: Data, model: Model) -> None:
+    """Check what the data and the model need beyond their types. Raises InvalidExperiment."""
     if ":" in model.name:
         if not OWN_MODEL.fullmatch(model.name):
             raise InvalidExperiment(
@@ -54,3 +74,22 @@ def check(model: Model) -> None:
     elif model.name not in MODELS:
         remedy = proposal(model.name, [*MODELS, "package.module:function"], what="There are")
         raise InvalidExperiment("model.name", model.name, "no such model", remedy)
+    if data.noise and data.dataset in TEXTS:
+        raise InvalidExperiment("data.noise", data.noise, f"{data.dataset} is text", "Leave it out.")
+    if data.partition == "natural" and data.dataset not in (*WITH_USERS, "folder"):
+        problem = f"{data.dataset} does not say whose its samples are"
+        raise InvalidExperiment("data.partition", "natural", problem, "Use iid, dirichlet or shards.")
+    if data.dataset == "folder" and data.partition != "natural":
+        problem = "every device has images of its own in its folder, there is nothing to split"
+        raise InvalidExperiment("data.partition", data.partition, problem, "Set data.partition = 'natural'.")
+    if data.dataset == "folder" and not (
+        isinstance(data.classes, list) and len(set(data.classes)) == len(data.classes)
+    ):
+        problem = "all devices must agree on what class has which number"
+        raise InvalidExperiment("data.classes", data.classes, problem, "List the classes' folders, each once.")
+    if data.dataset == "folder" and data.image_shape[0] not in (1, 3):
+        raise InvalidExperiment(
+            "data.image_shape", data.image_shape, "images of files are grey or red, green, blue", "Begin with 1 or 3."
+        )
+    if data.dataset == "synthetic" and not isinstance(data.classes, int):
+        raise InvalidExperiment("data.classes", data.classes, "synthetic takes a number", "Write for instance 10.")

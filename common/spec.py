@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from common import codec_names, rules
 from common.data import Data, Model
-from common.data import check as check_model
+from common.data import check as check_data
 from common.errors import InvalidExperiment
 from common.links import Link, Links, Profile, resolve
 from common.rules import RULES, Aggregation, FedAvg
@@ -158,7 +158,7 @@ class Experiment(_Table):
     @model_validator(mode="after")
     def _possible(self) -> Self:
         _check_topology(self.topology)
-        check_model(self.model)
+        check_data(self.data, self.model)
         children = self.topology.children()
         for key, share in (("cloud", self.cloud.participation), ("institution", self.institution.participation)):
             if share <= 0:

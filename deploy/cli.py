@@ -13,8 +13,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -25,14 +24,15 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import typer
 
-from common.errors import FedstrataError, InvalidExperiment
+from common.errors import InvalidExperiment
+from deploy import data
+from deploy.reporting import reporting
 
 if TYPE_CHECKING:
     from common.metrics import Metrics
     from common.net.link import BrokerAddress
     from common.spec import Experiment
 
-INTERRUPTED = 130
 SPOOL = "/var/tmp/fedstrata"  # kept over a restart of the machine, unlike /tmp
 
 app = typer.Typer(
@@ -42,6 +42,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+app.add_typer(data.app, name="data")
 
 ExperimentFile = Annotated[Path | None, typer.Argument(help="The experiment, a TOML file.", show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set training.epochs=2.")]
@@ -117,7 +119,7 @@ def run(
     if accelerator is not None and not direct:
         raise typer.BadParameter("it goes with --direct", param_hint="--accelerator")
     network = partial(namespaces, one_broker=one_broker) if netns else one_host
-    with _reporting():
+    with reporting():
         chosen = _experiment(experiment, overrides, resume)
         if netns and resume is None:  # a resumed run keeps its experiment
             chosen = by_kernel(chosen, delays=not no_delay)
@@ -276,7 +278,7 @@ def broker(
     """Start a broker: mosquitto where it is installed, else the embedded one."""
     from deploy.broker import run_foreground
 
-    with _reporting():
+    with reporting():
         run_foreground(host=host, port=port, kind=kind)
 
 
@@ -360,21 +362,8 @@ def _run_role(role: Callable[[], Coroutine[Any, Any, None]]) -> None:
     from common.node.memory import keep_large_buffers
 
     keep_large_buffers()
-    with _reporting():
+    with reporting():
         asyncio.run(interruptible())
-
-
-@contextmanager
-def _reporting() -> Iterator[None]:
-    """Turn an error of ours into one line on standard error and its exit code."""
-    try:
-        yield
-    except FedstrataError as error:
-        typer.echo(f"fedstrata: {error}", err=True)
-        raise typer.Exit(error.exit_code) from None
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        typer.echo("fedstrata: interrupted", err=True)
-        raise typer.Exit(INTERRUPTED) from None
 
 
 if __name__ == "__main__":

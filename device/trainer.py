@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -24,6 +23,7 @@ from common.layout import ModelLayout, Row
 from common.learning import datasets, models, partitions
 from common.learning.nets.layers import reseed
 from common.randomness import Purpose, generator, torch_seed
+from common.spec import CLOUD
 from device.slots import Cancelled, Slots
 
 __all__ = ["Cancelled", "LocalResult", "Slots", "Trainer", "resolve_accelerator"]
@@ -53,7 +53,7 @@ class _Prepared:
     images: Tensor
     labels: Tensor
     samples: Tensor
-    normalise: datasets.Normaliser
+    normalise: datasets.Normalise
 
 
 class Trainer:
@@ -77,8 +77,11 @@ class Trainer:
         """Load the data, find this device's part and build the model. Takes seconds. Raises InvalidExperiment."""
         _use_one_thread(self._accelerator)
         experiment, accelerator = self._experiment, self._accelerator
-        dataset = datasets.load(experiment.data)
-        samples = torch.from_numpy(_parts(experiment.to_json())[self._place])
+        dataset = datasets.load(experiment.data, node=self._node)
+        samples = torch.arange(len(dataset.train_labels))
+        if experiment.data.dataset != "folder":  # whose images are the device's own, every one
+            home = self._node if "{node}" in experiment.data.root else CLOUD  # whose files: all devices share the split
+            samples = torch.from_numpy(_parts(experiment.to_json(), home)[self._place])
         images, labels = dataset.train_images, dataset.train_labels
         if accelerator.type != "cpu":
             images, labels = images[samples].to(accelerator), labels[samples].to(accelerator)
@@ -241,16 +244,22 @@ def resolve_accelerator(name: str) -> torch.device:
 _PARTITIONING = threading.Lock()
 
 
-def _parts(experiment_json: str) -> list[partitions.Indices]:
+def _parts(experiment_json: str, node: str) -> list[partitions.Indices]:
     with _PARTITIONING:  # one of a process's many devices splits, the others take it from the cache
-        return _split(experiment_json)
+        return _split(experiment_json, node)
 
 
 @lru_cache(maxsize=1)
-def _split(experiment_json: str) -> list[partitions.Indices]:
+def _split(experiment_json: str, node: str) -> list[partitions.Indices]:
     experiment = spec.parse(experiment_json)
-    labels = datasets.load(experiment.data).train_labels.numpy().astype(np.int64, copy=False)
-    return partitions.split(labels, data=experiment.data, topology=experiment.topology, seed=experiment.seed)
+    dataset = datasets.load(experiment.data, node=node)
+    return partitions.split(
+        dataset.train_labels.numpy(),
+        data=experiment.data,
+        topology=experiment.topology,
+        seed=experiment.seed,
+        owners=dataset.owners,
+    )
 
 
 def _use_one_thread(accelerator: torch.device) -> None:

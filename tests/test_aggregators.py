@@ -14,6 +14,7 @@ import pytest
 
 from common.aggregation import fedcross, fedmr
 from common.aggregation.aggregator import Aggregator, Outcome, Uploads, build
+from common.aggregation.fedadp import gompertz
 from common.aggregation.statistics import gram, gram_by_entry
 from common.layout import ModelLayout, Row, Section
 from common.randomness import Purpose, generator
@@ -344,18 +345,27 @@ def test_fedcda_of_depth_1_with_all_children_is_uniform_fedavg() -> None:
     np.testing.assert_allclose(models[0], models[1], rtol=0, atol=2e-6)
 
 
-def test_fedadps_angles_are_taken_from_what_was_dispatched() -> None:
+def test_fedadps_angles_are_taken_from_what_was_dispatched_and_kept() -> None:
     rule = aggregator({"name": "fedadp"})
     rule.begin(first_model())
-    for r in range(4):
-        start = next(iter(rule.dispatch(r, CHILDREN).values())).copy()
-        uploads, outcome = play(rule, r, CHILDREN)
-        deltas = (floats_of(uploads.rows_K) - floats_of([start]))[:, : LAYOUT.parameters]
-        samples = np.array([report.samples for report in uploads.reports if report], float)
+    past: dict[str, list[float]] = {}
+    for r, drawn in enumerate(DRAWS):
+        start = next(iter(rule.dispatch(r, drawn).values())).copy()
+        uploads, outcome = play(rule, r, drawn, missing=drawn[-1])
+        there = [k for k, report in enumerate(uploads.reports) if report is not None]
+        children = [uploads.children[k] for k in there]
+        deltas = (floats_of(uploads.rows_K[there]) - floats_of([start]))[:, : LAYOUT.parameters]
+        samples = np.array([report_of(child).samples for child in children], float)
         mean = samples / samples.sum() @ deltas
         cosines = deltas @ mean / np.linalg.norm(deltas, axis=1) / np.linalg.norm(mean)
-        expected = dict(zip(uploads.children, np.arccos(cosines).tolist(), strict=True))
-        assert outcome.facts["angles"] == pytest.approx(expected, rel=1e-5)
+        expected = dict(zip(children, np.arccos(np.minimum(cosines, 1)).tolist(), strict=True))
+        assert outcome.facts["angles"] == pytest.approx(expected, rel=1e-4, abs=1e-3)
+        for child, theta in outcome.facts["angles"].items():  # type: ignore[attr-defined]
+            past.setdefault(child, []).append(theta)
+        raw = [
+            n * np.exp(gompertz(float(np.mean(past[child])), 5.0)) for n, child in zip(samples, children, strict=True)
+        ]
+        assert list(outcome.facts["weights"].values()) == pytest.approx(np.array(raw) / sum(raw))  # type: ignore[attr-defined]
 
 
 # K models

@@ -41,7 +41,7 @@ def fedstrata(*arguments: str | Path, env: dict[str, str] | None = None) -> subp
 def test_version_and_help() -> None:
     assert fedstrata("--version").stdout.strip() == version("fedstrata")
     text = fedstrata("--help").stdout
-    for name in ("run", "cloud", "institution", "device", "broker"):
+    for name in ("run", "cloud", "institution", "device", "broker", "data"):
         assert re.search(rf"^\s+{name}\s", text, re.MULTILINE), name
 
 

@@ -41,7 +41,7 @@ def write_mnist(root: Path, folder: str, *, zipped: bool = False) -> dict[str, n
     return arrays
 
 
-def python2_batch(images: npt.NDArray[np.uint8], labels: list[int]) -> bytes:
+def python2_batch(images: npt.NDArray[np.uint8], labels: list[int], **more: list[int]) -> bytes:
     """Write a batch opcode by opcode as Python 2 did: strings are bytes, which Python 3 cannot write."""
 
     def text(value: str) -> bytes:
@@ -57,8 +57,9 @@ def python2_batch(images: npt.NDArray[np.uint8], labels: list[int]) -> bytes:
         + b"(K\1" + integer(len(images)) + integer(images[0].size) + b"\x86" + dtype
         + b"\x89T" + struct.pack("<i", len(raw)) + raw + b"tb"
     )  # fmt: skip
-    listed = b"](" + b"".join(integer(label) for label in labels) + b"e"
-    return b"\x80\2}(" + text("batch_label") + text("a batch") + text("labels") + listed + text("data") + array + b"u."
+    lists = {**({} if more else {"labels": labels}), **more}
+    listed = b"".join(text(key) + b"](" + b"".join(map(integer, numbers)) + b"e" for key, numbers in lists.items())
+    return b"\x80\2}(" + text("batch_label") + text("a batch") + listed + text("data") + array + b"u."
 
 
 def write_cifar(root: Path) -> tuple[npt.NDArray[np.uint8], list[int]]:
@@ -108,6 +109,11 @@ def test_noise_has_its_deviation_and_is_always_the_same() -> None:
     assert normalised.dtype == torch.float32 and torch.equal(noisy.test_images, before)
     datasets._load.cache_clear()
     assert torch.equal(datasets.load(spec.Data(noise=0.4)).test_images, before)
+
+
+def test_noise_is_for_images() -> None:
+    with pytest.raises(InvalidExperiment, match=r"data\.noise = 0\.1: sent140 is text"):
+        spec.parse({"data": {"dataset": "sent140", "noise": 0.1}, "model": {"name": "sent_lstm"}})
 
 
 def test_one_data_set_per_process() -> None:
@@ -164,7 +170,7 @@ def test_damaged_gzip_is_named(tmp_path: Path, damage: Callable[[bytes], bytes])
 def test_labels_must_fit(tmp_path: Path, labels: npt.NDArray[np.uint8]) -> None:
     write_mnist(tmp_path, "MNIST")
     (tmp_path / "MNIST" / "raw" / "train-labels-idx1-ubyte").write_bytes(idx(labels))
-    with pytest.raises(InvalidExperiment, match="20 images"):
+    with pytest.raises(InvalidExperiment, match="20 samples"):
         datasets.load(data("mnist", tmp_path))
 
 
@@ -175,6 +181,49 @@ def test_cifar_batches(tmp_path: Path) -> None:
     assert loaded.train_labels.tolist() == labels[:20] and loaded.test_labels.tolist() == labels[20:]
     normalised = loaded.normaliser()(torch.tensor([0, 255], dtype=torch.uint8).reshape(2, 1, 1, 1).expand(2, 3, 1, 1))
     torch.testing.assert_close(normalised[:, 2].flatten(), torch.tensor([-1.0, 1.0]))
+
+
+def write_cifar100(root: Path) -> npt.NDArray[np.uint8]:
+    folder = root / "cifar-100-python"
+    folder.mkdir()
+    images = np.random.default_rng(1).integers(0, 256, (6, 3, 32, 32), np.uint8)
+    (folder / "train").write_bytes(
+        python2_batch(images[:4], [], fine_labels=[99, 0, 5, 7], coarse_labels=[19, 4, 1, 2])
+    )
+    (folder / "test").write_bytes(python2_batch(images[4:], [], fine_labels=[3, 1], coarse_labels=[8, 0]))
+    return images
+
+
+def test_cifar100_has_two_kinds_of_labels(tmp_path: Path) -> None:
+    images = write_cifar100(tmp_path)
+    tree = {"dataset": "cifar100", "root": str(tmp_path)}
+    fine = datasets.load(spec.parse({"data": tree}).data)
+    coarse = datasets.load(spec.parse({"data": {**tree, "labels": "coarse"}}).data)
+    assert np.array_equal(fine.train_images, images[:4]) and np.array_equal(coarse.test_images, images[4:])
+    assert (fine.train_labels.tolist(), fine.test_labels.tolist()) == ([99, 0, 5, 7], [3, 1])
+    assert (coarse.train_labels.tolist(), coarse.test_labels.tolist()) == ([19, 4, 1, 2], [8, 0])
+    assert fine.inputs == Inputs((3, 32, 32), 100) and coarse.inputs == Inputs((3, 32, 32), 20)
+    black = fine.normaliser()(torch.zeros((1, 3, 1, 1), dtype=torch.uint8)).flatten()
+    torch.testing.assert_close(black, torch.tensor([-0.4914 / 0.2023, -0.4822 / 0.1994, -0.4465 / 0.2010]))
+
+
+def test_cifar100_without_the_labels_that_are_wanted(tmp_path: Path) -> None:
+    images = write_cifar100(tmp_path)
+    (tmp_path / "cifar-100-python" / "test").write_bytes(python2_batch(images[4:], [], fine_labels=[3, 1]))
+    tree = {"dataset": "cifar100", "root": str(tmp_path)}
+    assert datasets.load(spec.parse({"data": tree}).data).classes == 100
+    with pytest.raises(InvalidExperiment, match=r"cifar-100-python/test.*coarse_labels"):
+        datasets.load(spec.parse({"data": {**tree, "labels": "coarse"}}).data)
+
+
+def test_each_node_may_have_a_root_of_its_own(tmp_path: Path) -> None:
+    for node in ("cloud", "device-3"):
+        (tmp_path / node).mkdir()
+        write_mnist(tmp_path / node, "MNIST")
+    own = data("mnist", tmp_path / "{node}")
+    assert torch.equal(datasets.load(own).train_images, datasets.load(own, node="device-3").train_images)
+    with pytest.raises(InvalidExperiment, match="device-4/MNIST/raw"):
+        datasets.load(own, node="device-4")
 
 
 class _Harmful:
@@ -229,6 +278,7 @@ def test_damaged_cifar_batch_is_named(tmp_path: Path, raw: bytes) -> None:
         ("mnist", "MNIST", "MNIST/raw/train-images-idx3-ubyte"),
         ("fashionmnist", "FashionMNIST", "FashionMNIST/raw/t10k-labels-idx1-ubyte.gz"),
         ("cifar10", "CIFAR10", "cifar-10-batches-py/data_batch_1"),
+        ("cifar100", "CIFAR100", "cifar-100-python/train"),
     ],
 )
 def test_missing_files_are_named_with_the_command_that_fetches_them(

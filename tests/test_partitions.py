@@ -99,7 +99,123 @@ def test_institutions_cover_and_share_equally(devices: int, institutions: int, s
         assert max(own) - min(own) <= 1
 
 
-@pytest.mark.parametrize("partition", ["iid", "dirichlet", "dirichlet_overlap", "institution_dirichlet"])
+@given(
+    samples=st.integers(40, 400),
+    devices=st.integers(1, 10),
+    each=st.integers(1, 4),
+    seed=st.integers(0, 1000),
+    classes=st.integers(1, 12),
+)
+def test_shards_cover_and_are_runs_of_the_sorted_labels(
+    samples: int, devices: int, each: int, seed: int, classes: int
+) -> None:
+    labels = labels_of(samples, classes)
+    parts = split(labels, "shards", devices=devices, seed=seed, shards=each)
+    check_disjoint_cover(parts, samples)
+    # A plain twin: the sorted samples in equal pieces; every device holds `each` of them, whole.
+    ordered = sorted(range(samples), key=lambda i: (labels[i], i))
+    pieces = [piece.tolist() for piece in np.array_split(np.array(ordered), devices * each)]
+    owner = {int(sample): device for device, part in enumerate(parts) for sample in part}
+    dealt = [{owner[sample] for sample in piece} for piece in pieces]
+    assert all(len(owners) == 1 for owners in dealt)
+    assert sorted(owners.pop() for owners in dealt) == sorted(list(range(devices)) * each)
+
+
+@given(owners=st.lists(st.integers(0, 5), min_size=6, max_size=60), seed=st.integers(0, 9))
+def test_natural_gives_each_device_its_user(owners: list[int], seed: int) -> None:
+    whose = np.array([*range(6), *owners])
+    experiment = spec.parse({"data": {"dataset": "femnist", "partition": "natural"}, "topology": {"devices": 4}})
+    labels = labels_of(len(whose))
+    parts = partitions.split(labels, data=experiment.data, topology=experiment.topology, seed=seed, owners=whose)
+    assert [part.tolist() for part in parts] == [[i for i, user in enumerate(whose) if user == d] for d in range(4)]
+
+
+def test_natural_has_as_many_devices_as_users_at_most() -> None:
+    experiment = spec.parse({"data": {"dataset": "femnist", "partition": "natural"}, "topology": {"devices": 3}})
+    with pytest.raises(InvalidExperiment, match=r"topology\.devices = 3.*2 users.*at most 2"):
+        partitions.split(
+            labels_of(4), data=experiment.data, topology=experiment.topology, seed=1, owners=np.array([0, 1, 1, 0])
+        )
+
+
+@given(
+    first=st.sampled_from(["institution_dirichlet", "institution_shards"]),
+    within=st.sampled_from(["iid", "dirichlet", "shards"]),
+    devices=st.integers(3, 9),
+    institutions=st.integers(1, 3),
+    seed=st.integers(0, 1000),
+)
+def test_institutions_are_split_first_and_their_devices_within(
+    first: str, within: str, devices: int, institutions: int, seed: int
+) -> None:
+    labels = labels_of(900)
+    given_ = {"min_samples": 3, "concentration": 0.5, "shards": 2, "within_concentration": 0.5}
+    parts = split(labels, first, devices=devices, institutions=institutions, seed=seed, within=within, **given_)
+    check_disjoint_cover(parts, 900)
+    assert min(map(len, parts)) >= 3
+    # What the devices of an institution hold together does not depend on how it is split among them.
+    whole = split(labels, first, devices=devices, institutions=institutions, seed=seed, **given_)
+    names = spec.Topology(devices=devices, institutions=institutions)
+    places = {name: place for place, name in enumerate(names.device_names())}
+    first_ones = next(iter(names.children().values()))
+    held, wanted = (np.sort(np.concatenate([some[places[d]] for d in first_ones])) for some in (parts, whole))
+    assert np.array_equal(held, wanted)
+
+
+def test_institution_shards_leave_an_institution_few_classes() -> None:
+    labels = np.repeat(np.arange(10), 100)
+    parts = split(labels, "institution_shards", devices=10, institutions=5, shards=2)
+    topology = spec.Topology(devices=10, institutions=5)
+    for m, _ in enumerate(topology.children()):
+        together = np.concatenate(parts[2 * m : 2 * m + 2])
+        assert np.unique(labels[together]).tolist() == np.unique(labels[parts[2 * m]]).tolist()
+        assert len(np.unique(labels[together])) == 2
+
+
+def test_within_concentration_is_the_devices_own() -> None:
+    labels = labels_of(20_000)
+
+    def spread(within_concentration: float) -> float:
+        parts = split(
+            labels, "institution_dirichlet", devices=8, institutions=2, within="dirichlet", concentration=100.0,
+            within_concentration=within_concentration,
+        )  # fmt: skip
+        return float(np.mean([class_shares(labels, part).max() for part in parts]))
+
+    assert spread(0.1) > 0.3 and spread(1000.0) < 0.2
+
+
+def test_more_shards_than_samples() -> None:
+    with pytest.raises(InvalidExperiment, match=r"data\.shards = 3.*10 samples.*Lower data\.shards"):
+        split(labels_of(10), "shards", devices=4, shards=3)
+
+
+def test_two_hundred_devices_at_a_tenth_need_many_draws_and_get_them() -> None:
+    labels = np.repeat(np.arange(10), 5000)  # as CIFAR-10
+    parts = split(labels, "dirichlet", devices=200, concentration=0.1, min_samples=10)
+    check_disjoint_cover(parts, 50_000)
+    assert min(map(len, parts)) >= 10 and partitions.ATTEMPTS >= 10_000
+
+
+KNOWN = {
+    "iid": "52cf6844ecdf03af",
+    "dirichlet": "9c5377d6c14e61c2",
+    "dirichlet_overlap": "ff1317d99369d276",
+    "institution_dirichlet": "32ce6ece6a8f0b68",
+}
+
+
+@pytest.mark.parametrize("partition", KNOWN)
+def test_a_release_splits_as_the_one_before(partition: str) -> None:
+    given_ = {"partition_size": 50, "concentration": 0.5}
+    parts = split(labels_of(2000), partition, devices=7, institutions=2, seed=5, **given_)
+    assert partitions.digest(parts) == KNOWN[partition]
+
+
+@pytest.mark.parametrize(
+    "partition",
+    ["iid", "dirichlet", "dirichlet_overlap", "shards", "institution_dirichlet", "institution_shards"],
+)
 def test_only_the_seed_decides(partition: str) -> None:
     def digest(seed: int) -> str:
         return partitions.digest(split(labels_of(2000), partition, institutions=2, seed=seed, partition_size=50))

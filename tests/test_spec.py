@@ -126,6 +126,7 @@ def test_every_key_is_written_out(tmp_path: Path) -> None:
 
     given_ = {
         "target_accuracy": 0.5,
+        "data": {"classes": 2},
         "links": {tier: {"profile": "lte"} for tier in ("wan", "lan")},
         "cloud": {"closing": {"quorum": 1, "deadline_s": 1}},
         "institution": {"closing": {"quorum": 1, "deadline_s": 1}},
@@ -160,6 +161,9 @@ CHANGES: list[dict[str, Any]] = [
     {"topology": {"institutions": ["a"]}}, {"topology": {"devices": ["a"]}}, {"data": {"dataset": "mnist"}},
     {"data": {"root": "elsewhere"}}, {"data": {"partition": "dirichlet"}}, {"data": {"concentration": 0.1}},
     {"data": {"min_samples": 0}}, {"data": {"partition_size": 601}}, {"model": {"name": "lenet5"}},
+    {"data": {"labels": "coarse"}}, {"data": {"classes": 2}}, {"data": {"classes": ["a"]}},
+    {"data": {"image_shape": [1, 8, 8]}}, {"data": {"samples": 1}}, {"data": {"test_samples": 1}},
+    {"data": {"shards": 3}}, {"data": {"within": "shards"}}, {"data": {"within_concentration": 0.1}},
     {"training": {"epochs": 2}}, {"training": {"batch_size": 11}}, {"training": {"learning_rate": 0.02}},
     {"training": {"momentum": 0}}, {"training": {"weight_decay": 1e-9}}, {"cloud": {"evaluate_every": 2}},
     {"cloud": {"checkpoint_every": 2}}, {"cloud": {"aggregation": {"weights": "uniform"}}},

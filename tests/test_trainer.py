@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -342,6 +345,82 @@ def test_learns_the_digits() -> None:
     assert result.accuracy >= 0.93 and result.loss < 0.3 and module.training
     by_one = evaluate(module, data.test_images, labels=data.test_labels, normalise=data.normaliser(), batch_size=1)
     assert by_one.accuracy == result.accuracy and by_one.loss == pytest.approx(result.loss, rel=1e-5)
+
+
+def write_leaf(root: Path) -> None:
+    text = "to be or not to be, that is the question: whether tis nobler in the mind to suffer the slings and arrows "
+    for part in ("train", "test"):
+        users = {}
+        for i, name in enumerate(("HAMLET", "OPHELIA", "YORICK")):
+            starts = range(i, i + 4 + i)
+            users[name] = {"x": [text[j : j + 80] for j in starts], "y": [text[j + 80] for j in starts]}
+        folder = root / "shakespeare" / "data" / part
+        folder.mkdir(parents=True)
+        tree = {"users": [*users], "num_samples": [83] * 3, "user_data": users}
+        (folder / "all.json").write_text(json.dumps(tree))
+
+
+def test_text_is_trained_and_evaluated(tmp_path: Path) -> None:
+    write_leaf(tmp_path)
+    tree = {
+        "data": {"dataset": "shakespeare", "root": str(tmp_path), "partition": "natural"},
+        "model": {"name": "char_lstm"},
+        "topology": {"devices": 3},
+        "training": {"learning_rate": 0.5, "batch_size": 3},
+    }
+    lab = spec.parse(tree)
+    trainers = [make(lab, f"device-{i}") for i in range(3)]
+    assert [trainer.samples for trainer in trainers] == [4, 5, 6]
+    row = initial(lab)
+    out, result = run(trainers[2], row, epochs=5)
+    assert np.array_equal(out, run(make(lab, "device-2"), row, epochs=5)[0])
+    data = datasets.load(lab.data)
+    module = models.build("char_lstm", 1, inputs=data.inputs)
+    losses = []
+    for state in (row, out):
+        models.read_row(module, trainers[2].layout, state)
+        losses.append(evaluate(module, data.test_images, labels=data.test_labels, normalise=data.normaliser()).loss)
+    assert losses[1] < losses[0] - 0.2 and result.steps == 10
+
+
+def test_a_device_trains_on_all_images_of_its_own(tmp_path: Path) -> None:
+    draw = np.random.default_rng(1)
+    for device, count in (("device-0", 5), ("device-1", 3)):
+        for i in range(count):
+            path = tmp_path / device / "train" / ("odd" if i % 2 else "even") / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(draw.integers(0, 256, (16, 16, 3), np.uint8)).save(path)
+    tree = {
+        "data": {
+            "dataset": "folder",
+            "root": str(tmp_path / "{node}"),
+            "classes": ["even", "odd"],
+            "image_shape": [3, 16, 16],
+            "partition": "natural",
+        },
+        "model": {"name": "cnn_fedavg"},
+        "topology": {"devices": 2},
+    }
+    lab = spec.parse(tree)
+    trainers = [make(lab, f"device-{i}") for i in range(2)]
+    assert [trainer.samples for trainer in trainers] == [5, 3]
+    row = trainers[0].layout.empty()
+    models.write_row(models.build("cnn_fedavg", 1, inputs=Inputs((3, 16, 16), 2)), trainers[0].layout, row)
+    assert run(trainers[0], row)[1].steps == 1
+
+
+def test_devices_with_copies_of_one_set_split_it_alike(tmp_path: Path) -> None:
+    for node in ("device-0", "device-1", "cloud"):
+        write_leaf(tmp_path / node)
+    tree = {"dataset": "shakespeare", "partition": "iid"}
+    shared, own = (
+        spec.parse(
+            {"data": {**tree, "root": str(root)}, "model": {"name": "char_lstm"}, "topology": {"devices": 2}},
+        )
+        for root in (tmp_path / "cloud", tmp_path / "{node}")
+    )
+    for node in ("device-0", "device-1"):
+        assert torch.equal(make(shared, node)._prepared.samples, make(own, node)._prepared.samples)
 
 
 @pytest.mark.gpu

@@ -120,8 +120,7 @@ class SeveralModels:
         mixing_KK = np.array([mixture.dense(count) for mixture in plan[0].mixtures])
         if not np.allclose(mixing_KK.mean(axis=0), weights_K, rtol=0, atol=1e-12):
             self._mixed = Mixture.of([1 / count] * count)
-        # Permutations, one for each part, leave the spread as it was.
-        return products.spread(mixing_KK if len(plan) == 1 else np.eye(count))
+        return products.spread(mixing_KK)  # where there are parts, each is a permutation, which leaves it as it was
 
     def save(self, folder: Path) -> dict[str, object]:
         """Write the models, unless they are all equal to the model beside which this is saved."""

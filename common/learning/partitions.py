@@ -22,22 +22,30 @@ Indices: TypeAlias = npt.NDArray[np.int64]
 ATTEMPTS = 10_000
 
 
-def split(labels: Indices, *, data: Data, topology: Topology, seed: int) -> list[Indices]:
+def split(
+    labels: Indices, *, data: Data, topology: Topology, seed: int, owners: Indices | None = None
+) -> list[Indices]:
     """Return the sample indices of each device, ascending int64, in the order of the topology's devices.
 
-    `labels` is int64 [N]. Every part holds at least one sample, and under the Dirichlet splits at least
-    `data.min_samples`. Raises InvalidExperiment where the samples cannot be split so.
+    `labels` and `owners` are int64 [N]; under `natural` the i-th device gets the samples of owner i. Every part
+    holds at least one sample, and under the Dirichlet splits at least `data.min_samples`. Raises
+    InvalidExperiment where the samples cannot be split so.
     """
     devices = len(topology.device_names())
     draw = generator(seed, Purpose.PARTITION)
     if data.partition == "dirichlet_overlap":
         parts = [_overlapping(labels, data=data, seed=seed, place=place) for place in range(devices)]
+    elif data.partition == "natural":
+        parts = _natural(owners if owners is not None else np.empty(0, np.int64), devices)
     elif data.partition == "dirichlet":
-        parts = _dirichlet(labels, draw, data=data, least=np.full(devices, max(1, data.min_samples)))
-    elif data.partition == "institution_dirichlet":
-        parts = _by_institution(labels, draw, data=data, topology=topology)
-    else:
+        least = np.full(devices, max(1, data.min_samples))
+        parts = _dirichlet(labels, draw, data=data, concentration=data.concentration, least=least)
+    elif data.partition == "shards":
+        parts = _shards(labels, draw, parts=devices, each=data.shards)
+    elif data.partition == "iid":
         parts = _equal(np.arange(len(labels)), draw, devices)
+    else:
+        parts = _by_institution(labels, draw, data=data, topology=topology)
     return [np.sort(part) for part in parts]
 
 
@@ -62,7 +70,39 @@ def _equal(samples: Indices, draw: np.random.Generator, parts: int) -> list[Indi
     return np.array_split(draw.permutation(samples), parts)
 
 
-def _dirichlet(labels: Indices, draw: np.random.Generator, *, data: Data, least: Indices) -> list[Indices]:
+def _natural(owners: Indices, devices: int) -> list[Indices]:
+    """Give each device one user's samples; users beyond the devices take no part."""
+    users = int(owners.max(initial=-1)) + 1
+    if devices > users:
+        raise InvalidExperiment(
+            "topology.devices",
+            devices,
+            f"the data set has {users} users, one for each device",
+            f"Have at most {users} devices, or another data.partition.",
+        )
+    return [np.flatnonzero(owners == user) for user in range(devices)]
+
+
+def _shards(labels: Indices, draw: np.random.Generator, *, parts: int, each: int) -> list[Indices]:
+    """Sort by label, cut into parts * each pieces whose sizes differ by at most 1, and deal `each` to every part.
+
+    FedCDA's split (section 5 of its paper), McMahan et al. (2017) before it.
+    """
+    if parts * each > len(labels):
+        raise InvalidExperiment(
+            "data.shards",
+            each,
+            f"{parts} parts of so many shards are more than the {len(labels)} samples",
+            "Lower data.shards or have fewer devices.",
+        )
+    shards = np.array_split(np.argsort(labels, kind="stable"), parts * each)
+    dealt = draw.permutation(parts * each).reshape(parts, each)
+    return [np.concatenate([shards[shard] for shard in mine]) for mine in dealt]
+
+
+def _dirichlet(
+    labels: Indices, draw: np.random.Generator, *, data: Data, concentration: float, least: Indices
+) -> list[Indices]:
     """Split disjointly by class, each part holding at least `least` [parts] samples.
 
     The split of FedCross and FedMR (their public code): per class, shares q ~ Dir(concentration), where a
@@ -70,7 +110,7 @@ def _dirichlet(labels: Indices, draw: np.random.Generator, *, data: Data, least:
     indices once.
     """
     sizes = np.bincount(labels)
-    counts = _dirichlet_counts(sizes, draw, data=data, least=least)
+    counts = _dirichlet_counts(sizes, draw, data=data, concentration=concentration, least=least)
     parts: list[list[Indices]] = [[] for _ in least]
     for label, counts_of_class in enumerate(counts):
         shuffled = draw.permutation(np.flatnonzero(labels == label))
@@ -79,11 +119,13 @@ def _dirichlet(labels: Indices, draw: np.random.Generator, *, data: Data, least:
     return [np.concatenate(part) for part in parts]
 
 
-def _dirichlet_counts(sizes: Indices, draw: np.random.Generator, *, data: Data, least: Indices) -> Indices:
+def _dirichlet_counts(
+    sizes: Indices, draw: np.random.Generator, *, data: Data, concentration: float, least: Indices
+) -> Indices:
     """Return how many samples of each class each part gets, int64 [classes, parts]."""
     parts, total = len(least), int(sizes.sum())
     if int(least.sum()) <= total:
-        alpha = np.full(parts, data.concentration)
+        alpha = np.full(parts, concentration)
         for _ in range(ATTEMPTS):
             counts = np.zeros((len(sizes), parts), np.int64)
             held = np.zeros(parts, np.int64)
@@ -103,19 +145,35 @@ def _dirichlet_counts(sizes: Indices, draw: np.random.Generator, *, data: Data, 
     raise InvalidExperiment(
         "data.min_samples",
         data.min_samples,
-        f"{tried} each of {parts} parts its least number of samples at concentration {data.concentration}",
-        "Lower data.min_samples, raise data.concentration, or have fewer devices.",
+        f"{tried} each of {parts} parts its least number of samples at concentration {concentration}",
+        "Lower data.min_samples, raise the concentration, or have fewer devices.",
     )
 
 
 def _by_institution(labels: Indices, draw: np.random.Generator, *, data: Data, topology: Topology) -> list[Indices]:
-    """Split over the institutions by Dirichlet, then equally over each one's devices."""
+    """Split over the institutions by Dirichlet or shards, then within each over its devices as `data.within` says."""
     children = topology.children()
     least = np.array([len(devices) * max(1, data.min_samples) for devices in children.values()])
+    if data.partition == "institution_shards":
+        shares = _shards(labels, draw, parts=len(children), each=data.shards)
+    else:
+        shares = _dirichlet(labels, draw, data=data, concentration=data.concentration, least=least)
     parts: dict[str, Indices] = {}
-    for devices, samples in zip(children.values(), _dirichlet(labels, draw, data=data, least=least), strict=True):
-        parts.update(zip(devices, _equal(samples, draw, len(devices)), strict=True))
+    for devices, samples in zip(children.values(), shares, strict=True):
+        parts.update(zip(devices, _within(labels, samples, draw, data=data, devices=len(devices)), strict=True))
     return [parts[device] for device in topology.device_names()]
+
+
+def _within(labels: Indices, samples: Indices, draw: np.random.Generator, *, data: Data, devices: int) -> list[Indices]:
+    if data.within == "iid":
+        return _equal(samples, draw, devices)
+    own = labels[samples]
+    if data.within == "shards":
+        places = _shards(own, draw, parts=devices, each=data.shards)
+    else:
+        least = np.full(devices, max(1, data.min_samples))
+        places = _dirichlet(own, draw, data=data, concentration=data.within_concentration, least=least)
+    return [samples[part] for part in places]
 
 
 def _overlapping(labels: Indices, *, data: Data, seed: int, place: int) -> Indices:

@@ -1,0 +1,54 @@
+"""Data sets without files: scikit-learn's digits, and made-up images of any size."""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from common.data import Data
+from common.errors import InvalidExperiment
+from common.learning.readers.parts import Labels, Parts
+from common.randomness import Purpose, generator
+
+DIGITS_TEST = 359
+MAX_BYTES = 16 << 30
+
+
+def read_digits() -> Parts:
+    """Split scikit-learn's digits by class, always alike: the test set must not depend on the run's seed."""
+    from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # a second that only digits needs
+
+    raw = load_digits()
+    images = raw.images.astype(np.uint8)[:, None]
+    labels = raw.target.astype(np.int64)
+    order = generator(0, Purpose.PARTITION, "digits").permutation(len(labels))
+    order = order[np.argsort(labels[order], kind="stable")]
+    # The i-th of n, class by class, is for testing where i * DIGITS_TEST / n passes a whole number.
+    passed = np.arange(len(order) + 1) * DIGITS_TEST // len(order)
+    is_test = np.diff(passed) > 0
+    train, test = np.sort(order[~is_test]), np.sort(order[is_test])
+    return Parts(images[train], labels[train], images[test], labels[test], classes=10)
+
+
+def make_synthetic(data: Data, *, classes: int) -> Parts:
+    """Make images for benchmarks: each class a pattern of its own under noise, the classes in turn.
+
+    They are alike for every seed of an experiment, and a prefix of a larger set's. Raises InvalidExperiment.
+    """
+    shape = tuple(data.image_shape)
+    size = (data.samples + data.test_samples) * prod(shape)
+    if size > MAX_BYTES:
+        problem = f"{data.samples + data.test_samples} images of {list(shape)} take {size / 1e9:.0f} GB"
+        raise InvalidExperiment("data.samples", data.samples, problem, "Have fewer or smaller images.")
+    patterns = generator(0, Purpose.PARTITION, "synthetic").integers(0, 128, (classes, *shape), np.uint8)
+
+    def part(name: str, samples: int) -> tuple[npt.NDArray[np.uint8], Labels]:
+        labels = np.arange(samples, dtype=np.int64) % classes
+        images = generator(0, Purpose.PARTITION, name).integers(0, 128, (samples, *shape), np.uint8)
+        for start in range(0, samples, 4096):  # the patterns of all samples at once would double the memory
+            images[start : start + 4096] += patterns[labels[start : start + 4096]]
+        return images, labels
+
+    return Parts(*part("synthetic train", data.samples), *part("synthetic test", data.test_samples), classes=classes)

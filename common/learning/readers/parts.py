@@ -1,0 +1,58 @@
+"""What a reader returns, and how it says that files are missing or damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from common.errors import InvalidExperiment
+
+Samples = npt.NDArray[np.uint8] | npt.NDArray[np.int64]
+Labels = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Images uint8 [N, C, H, W] or token rows int64 [N, L]; labels int64 [N], below `classes`.
+
+    `tokens` is 0 for images. Where the files say whose the training samples are, `owners` int64 [N] are places in
+    `users`, which are sorted.
+    """
+
+    train: Samples
+    train_labels: Labels
+    test: Samples
+    test_labels: Labels
+    classes: int
+    tokens: int = 0
+    users: tuple[str, ...] = ()
+    owners: Labels | None = None
+
+
+def find(root: Path, candidates: Sequence[Sequence[Path]], *, fetch: str) -> list[Path]:
+    """Return the first existing path of each group. Raises InvalidExperiment naming all that lack."""
+    found = [next((path for path in group if path.is_file()), None) for group in candidates]
+    lacking = [group for group, path in zip(candidates, found, strict=True) if path is None]
+    if lacking:
+        names = ", ".join(" or ".join(str(path.absolute()) for path in group) for group in lacking)
+        raise missing(root, names, fetch=fetch)
+    return [path for path in found if path is not None]
+
+
+def missing(root: Path, names: str, *, fetch: str) -> InvalidExperiment:
+    """Return the error of files that are not there; `fetch` is the command that brings them."""
+    return InvalidExperiment("data.root", str(root), f"not found: {names}", f"To fetch them: {fetch}")
+
+
+def damaged(path: Path, problem: str) -> InvalidExperiment:
+    """Return the error of a file that is not what it should be."""
+    return InvalidExperiment("data.root", str(path), f"this file {problem}", "Delete it and fetch it again.")
+
+
+def torchvision_fetches(root: Path, dataset: str) -> str:
+    """Return the command for a data set of `torchvision.datasets`."""
+    return f'python -c "import torchvision; torchvision.datasets.{dataset}({str(root)!r}, download=True)"'

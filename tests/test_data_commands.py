@@ -1,0 +1,120 @@
+"""`fedstrata data`: roots described, splits written."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from common.learning import datasets, partitions
+from common.spec import load
+from deploy.cli import app
+from deploy.partition_picture import draw
+
+EXPERIMENT = """
+seed = 3
+[topology]
+devices = 6
+institutions = 2
+[data]
+partition = "institution_dirichlet"
+concentration = 0.3
+min_samples = 5
+"""
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def fedstrata(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [*map(str, arguments)])
+
+
+def mnist(root: Path) -> Path:
+    raw = root / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part, count in (("train", 20), ("t10k", 5)):
+        head = struct.pack(">BBBBI", 0, 0, 8, 1, count)
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(head + bytes(range(5)) * (count // 5))
+        head = struct.pack(">BBBBIII", 0, 0, 8, 3, count, 28, 28)
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(head + bytes(count * 784))
+    return raw
+
+
+def test_a_root_is_described(tmp_path: Path) -> None:
+    mnist(tmp_path)
+    done = fedstrata("data", "check", "--root", tmp_path, "--format", "json")
+    assert done.exit_code == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert len(facts.pop("digest")) == 16
+    assert facts == {
+        "dataset": "mnist", "train": 20, "test": 5, "shape": [1, 28, 28], "classes": 10, "tokens": 0, "users": 0,
+    }  # fmt: skip
+    table = fedstrata("data", "check", "mnist", "--root", tmp_path).stdout.splitlines()
+    assert [line.split("\t")[:3] for line in table] == [["dataset", "train", "test"], ["mnist", "20", "5"]]
+
+
+def test_what_is_damaged_or_missing_ends_with_4_and_the_rest_is_described(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    for root in (good, bad):
+        raw = mnist(root)
+        (root / "cifar-10-batches-py").mkdir()
+    (raw / "t10k-labels-idx1-ubyte").write_bytes(b"")
+    done = fedstrata("data", "check", "--root", good)
+    assert done.exit_code == 4 and "mnist\t20" in done.stdout and "data_batch_1" in done.stderr
+    done = fedstrata("data", "check", "--root", bad)
+    assert done.exit_code == 4 and "t10k-labels-idx1-ubyte" in done.stderr and "data_batch_1" in done.stderr
+    assert fedstrata("data", "check", "--root", tmp_path / "absent").exit_code == 4
+    assert "not read from a root" in fedstrata("data", "check", "digits", "--root", tmp_path).stderr
+
+
+def test_a_split_is_written_as_the_devices_would_have_it(tmp_path: Path) -> None:
+    file, out = tmp_path / "lab.toml", tmp_path / "out"
+    file.write_text(EXPERIMENT)
+    done = fedstrata("data", "partition", file, "--out", out, "--set", "seed=4", "--format", "json")
+    assert done.exit_code == 0, done.stderr
+    experiment = load(file, ["seed=4"])
+    labels = datasets.load(experiment.data).train_labels.numpy()
+    wanted = partitions.split(labels, data=experiment.data, topology=experiment.topology, seed=4)
+    facts = json.loads((out / "partition.json").read_text())
+    assert facts == json.loads(done.stdout) and facts["seed"] == 4
+    with np.load(out / "partition.npz") as arrays:
+        parts = [arrays[name] for name in experiment.topology.device_names()]
+        assert len(arrays) == 6
+    assert facts["digest"] == partitions.digest(parts) == partitions.digest(wanted)
+    for name, part in zip(experiment.topology.device_names(), parts, strict=True):
+        device = facts["devices"][name]
+        assert device["samples"] == len(part) and device["by_class"] == np.bincount(labels[part], minlength=10).tolist()
+    assert [device["institution"] for device in facts["devices"].values()] == ["institution-0"] * 3 + [
+        "institution-1"
+    ] * 3
+    table = fedstrata("data", "partition", file, "--out", out).stdout.splitlines()
+    assert len(table) == 7 and table[1].startswith("device-0\tinstitution-0\t")
+
+
+def test_the_picture_has_a_cell_for_each_class_that_a_device_has() -> None:
+    counts = np.array([[5, 0, 20], [0, 80, 0]])
+    picture = ElementTree.fromstring(draw(counts, rows=[("a", "<x>"), ("b", "y")], title="a & b"))
+    cells = [cell for cell in picture.iter(f"{SVG}rect") if cell.find(f"{SVG}title") is not None]
+    titles = [cell.findtext(f"{SVG}title") for cell in cells]
+    assert titles == ["a / <x>, class 0: 5", "a / <x>, class 2: 20", "b / y, class 1: 80"]
+    sides = [float(cell.attrib["width"]) for cell in cells]
+    assert sides == pytest.approx([3, 6, 12])  # areas as 1 to 4 to 16
+    assert {"25", "80"} <= {text.text for text in picture.iter(f"{SVG}text")}
+
+
+def test_folders_are_not_split(tmp_path: Path) -> None:
+    file = tmp_path / "lab.toml"
+    file.write_text('[data]\ndataset = "folder"\nclasses = ["a"]\npartition = "natural"\n')
+    done = fedstrata("data", "partition", file, "--out", tmp_path / "out")
+    assert done.exit_code == 4 and "nothing is split" in done.stderr and not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    file = tmp_path / "lab.toml"
+    file.write_text(EXPERIMENT)
+    done = fedstrata("data", "partition", file, "--out", file)
+    assert done.exit_code == 4 and "--out" in done.stderr
