@@ -151,7 +151,7 @@ def _vocabulary(path: Path) -> dict[str, int]:
                 except json.JSONDecodeError:
                     continue  # the list goes on in the next piece
                 if words and all(isinstance(word, str) for word in words):
-                    return {word: place for place, word in enumerate(words)}
+                    return {word: place for place, word in enumerate(dict.fromkeys(words))}
     except (OSError, UnicodeDecodeError, RecursionError) as error:
         raise damaged(path, f"cannot be read ({error})") from None
     raise damaged(path, 'has no list of words under "vocab"')
