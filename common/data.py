@@ -16,7 +16,8 @@ from common.tables import Count, Positive, Table, proposal
 DatasetName = Literal[
     "digits", "mnist", "fashionmnist", "cifar10", "cifar100", "femnist", "shakespeare", "sent140", "folder", "synthetic"
 ]
-WITH_USERS: Final = ("femnist", "shakespeare", "sent140")
+TEXTS: Final = ("shakespeare", "sent140")
+WITH_USERS: Final = ("femnist", *TEXTS)
 FolderName = Annotated[str, Field(pattern=r"^[^./\\][^/\\]*$")]
 
 MODELS: Final = (
@@ -42,6 +43,7 @@ class Data(Table):
     )  # of folder and synthetic: channels, height, width
     samples: Count = 10_000  # of synthetic, for training
     test_samples: Count = 1_000  # of synthetic
+    noise: Annotated[float, Field(ge=0)] = 0.0  # deviation of Gaussian noise on all images, whose pixels are in 0 .. 1
     partition: Literal[
         "iid", "dirichlet", "dirichlet_overlap", "shards", "natural", "institution_dirichlet", "institution_shards"
     ] = "iid"
@@ -72,6 +74,8 @@ def check(data: Data, model: Model) -> None:
     elif model.name not in MODELS:
         remedy = proposal(model.name, [*MODELS, "package.module:function"], what="There are")
         raise InvalidExperiment("model.name", model.name, "no such model", remedy)
+    if data.noise and data.dataset in TEXTS:
+        raise InvalidExperiment("data.noise", data.noise, f"{data.dataset} is text", "Leave it out.")
     if data.partition == "natural" and data.dataset not in (*WITH_USERS, "folder"):
         problem = f"{data.dataset} does not say whose its samples are"
         raise InvalidExperiment("data.partition", "natural", problem, "Use iid, dirichlet or shards.")

@@ -97,6 +97,25 @@ def test_normalised_digits_have_mean_0_and_deviation_1() -> None:
     torch.testing.assert_close(images.double(), wanted, rtol=0, atol=1e-6)
 
 
+def test_noise_has_its_deviation_and_is_always_the_same() -> None:
+    clean, noisy = datasets.load(spec.Data()), datasets.load(spec.Data(noise=0.4))
+    for name in ("train_images", "test_images"):
+        noise = (getattr(noisy, name) - getattr(clean, name).float()) * noisy.scale
+        assert float(noise.std()) == pytest.approx(0.4, rel=0.01) and abs(float(noise.mean())) < 0.005
+        assert float(torch.corrcoef(noise.flatten(1)[:2])[0, 1]) < 0.3
+    assert torch.equal(clean.train_labels, noisy.train_labels)
+    before = noisy.test_images.clone()
+    normalised = noisy.normaliser()(noisy.test_images)
+    assert normalised.dtype == torch.float32 and torch.equal(noisy.test_images, before)
+    datasets._load.cache_clear()
+    assert torch.equal(datasets.load(spec.Data(noise=0.4)).test_images, before)
+
+
+def test_noise_is_for_images() -> None:
+    with pytest.raises(InvalidExperiment, match=r"data\.noise = 0\.1: sent140 is text"):
+        spec.parse({"data": {"dataset": "sent140", "noise": 0.1}, "model": {"name": "sent_lstm"}})
+
+
 def test_one_data_set_per_process() -> None:
     loaded: list[datasets.Dataset] = []
     threads = [threading.Thread(target=lambda: loaded.append(datasets.load(spec.Data()))) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""The data sets, held once per process: images as uint8, text as int64.
+"""The data sets, held once per process: images as uint8, or float32 where noise was added, text as int64.
 
 Nothing is downloaded: the files are looked for below `data.root`, where torchvision or LEAF would have put them
 (`readers/` has each layout).
@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from common.errors import InvalidExperiment
 from common.learning.inputs import Inputs
 from common.learning.readers import cifar, folder, idx, leaf, made
 from common.learning.readers.parts import Labels, Parts, Samples
+from common.randomness import Purpose, generator
 from common.spec import CLOUD
 
 Normalise = Callable[[Tensor], Tensor]
@@ -34,15 +36,16 @@ class Normaliser:
     offset: Tensor
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Return uint8 [B, C, H, W] as normalised float32 of the same shape, on the same device."""
-        return images.to(torch.float32).mul_(self.factor).add_(self.offset)
+        """Return uint8 or float32 [B, C, H, W] as normalised float32 of the same shape, on the same device."""
+        return images.mul(self.factor).add_(self.offset)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataset:
     """Samples and labels int64 [N], all on the CPU and shared: never write into them.
 
-    Samples are images uint8 [N, C, H, W] or rows of text, int64 [N, L], each number below `tokens` (0 = images).
+    Samples are images, uint8 or, with noise, float32 [N, C, H, W]; or rows of text, int64 [N, L], each number below
+    `tokens` (0 = images).
     `scale` brings a pixel into [0, 1]; `mean` and `std` are per channel, or one for all, after scaling. Where the
     set knows its users, `owners` int64 [N] are the places of the training samples' among `users`.
     """
@@ -99,9 +102,9 @@ def _load(data_json: str, root: str, *, cloud: bool) -> Dataset:
     _check(data, parts.train, parts.train_labels, classes=parts.classes, needed=not (alone and cloud))
     _check(data, parts.test, parts.test_labels, classes=parts.classes, needed=not alone or cloud)
     return Dataset(
-        torch.from_numpy(parts.train),
+        _noisy(parts.train, data.noise / source.scale, f"{data.dataset}/train"),
         torch.from_numpy(parts.train_labels),
-        torch.from_numpy(parts.test),
+        _noisy(parts.test, data.noise / source.scale, f"{data.dataset}/test"),
         torch.from_numpy(parts.test_labels),
         parts.classes,
         source.scale,
@@ -111,6 +114,19 @@ def _load(data_json: str, root: str, *, cloud: bool) -> Dataset:
         parts.users,
         parts.owners,
     )
+
+
+def _noisy(samples: Samples, deviation: float, name: str) -> Tensor:
+    """Return images with Gaussian noise that is always the same: it belongs to the data, not to a run's seed.
+
+    Nothing is clipped, so a pixel may leave its range.
+    """
+    if not deviation:
+        return torch.from_numpy(samples)
+    noise = generator(0, Purpose.NOISE, name).standard_normal(samples.shape, np.float32)
+    noise *= np.float32(deviation)
+    noise += samples
+    return torch.from_numpy(noise)
 
 
 def _check(data: Data, samples: Samples, labels: Labels, *, classes: int, needed: bool) -> None:

@@ -27,7 +27,7 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate in batches, in eval mode and without gradients; the module's mode is restored.
 
-    `images` uint8 [N, C, H, W] and `labels` int64 [N] may lie on another device than the module;
+    `images` uint8 or float32 [N, C, H, W] and `labels` int64 [N] may lie on another device than the module;
     `normalise` belongs to the module's device. The batch size changes the result by rounding only.
     """
     device = next(module.parameters()).device

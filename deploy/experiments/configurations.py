@@ -1,0 +1,178 @@
+"""What `study.py` compares: a part is a table, and its configurations are what differs from the part's base.
+
+The settings are those of short runs on digits, an MLP 64-32-10, batch 10, momentum 0.5. Learning rate 0.05 and two
+epochs were found with few runs (`docs/study.md`): at 0.1 the rules of K models lag far behind, with five epochs less.
+
+Two layers are a cloud over institutions of one device each: the rule is at the cloud, and what an institution does is
+to pass models on. (One institution that begins again with each iteration would forget its K models, or recentre them.)
+Three layers do equal local work: 300 rounds of 6 devices; 30 iterations of 4 rounds of 5 times 3 devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
+
+Tree = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What was seen elsewhere: a rule's accuracy at a round in percent, or, `below`, its points below FedAvg."""
+
+    rule: str
+    round: int
+    percent: tuple[float, float]  # from .. to
+    below: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One table. `rows` are configurations by name, the first of which the others are compared with."""
+
+    title: str
+    base: Tree
+    rows: Mapping[str, Tree]
+    target: float
+    early: int
+    seen: tuple[Seen, ...] = field(default=())
+
+
+def merged(base: Tree, *changes: Tree) -> dict[str, Any]:
+    """Return a tree with others laid over it, table by table; one that has a name replaces another."""
+    tree = dict(base)
+    for change in changes:
+        for key, value in change.items():
+            deeper = isinstance(value, Mapping) and isinstance(tree.get(key), Mapping) and "name" not in value
+            tree[key] = merged(tree[key], value) if deeper else value
+    return tree
+
+
+DIGITS: Final = {
+    "name": "study",
+    "model": {"name": "mlp_digits"},
+    "training": {"epochs": 2, "batch_size": 10, "learning_rate": 0.05, "momentum": 0.5},
+    "cloud": {"checkpoint_every": 10_000},
+}
+TWO_LAYERS: Final = merged(
+    DIGITS, {"topology": {"institutions": 30, "devices": 30}, "cloud": {"participation": 0.2}, "iterations": 300}
+)
+THREE_LAYERS: Final = merged(
+    DIGITS,
+    {
+        "topology": {"institutions": 5, "devices": 30},
+        "institution": {"rounds": 4, "participation": 0.5},
+        "iterations": 30,
+    },
+)
+TEMPO: Final = merged(THREE_LAYERS, {"training": {"epochs": 4}})
+
+UNIFORM: Final = {"name": "fedavg", "weights": "uniform"}
+BY_DATA: Final = {"name": "fedavg", "weights": "data"}
+
+
+def rules(rounds: int) -> dict[str, dict[str, Any]]:
+    """Return the rules by name, for a node of so many rounds: what must be warm after a part of them."""
+    return {
+        "FedAvg by data": BY_DATA,
+        "independent": {"name": "independent"},
+        "FedCross 0.9": {"name": "fedcross", "alpha": 0.9},
+        "FedCross 0.99": {"name": "fedcross", "alpha": 0.99},
+        "FedCross 0.99, dynamic": {"name": "fedcross", "alpha": 0.99, "dynamic_alpha_rounds": rounds // 4},
+        "FedMR": {"name": "fedmr"},
+        "FedMR, first stage": {"name": "fedmr", "first_stage_rounds": rounds // 6},
+        "FedCDA": {"name": "fedcda", "warmup_rounds": rounds // 2},
+        "FedAdp": {"name": "fedadp"},
+    }
+
+
+def two_layers() -> dict[str, Tree]:
+    """Return each rule at the cloud."""
+    found = {name: {"cloud": {"aggregation": rule}} for name, rule in rules(300).items()}
+    return {"FedAvg": {"cloud": {"aggregation": UNIFORM}}, **found}
+
+
+def three_layers() -> dict[str, Tree]:
+    """Return each rule at the cloud, at the institutions (uniform FedAvg at the other tier) and at both."""
+    found: dict[str, Tree] = {
+        "FedAvg": {"cloud": {"aggregation": UNIFORM}, "institution": {"aggregation": UNIFORM}},
+        "FedAvg by data": {"cloud": {"aggregation": BY_DATA}, "institution": {"aggregation": BY_DATA}},
+    }
+    below = rules(120)
+    for name, rule in rules(30).items():
+        if rule is BY_DATA:
+            continue
+        found[f"{name}, cloud"] = {"cloud": {"aggregation": rule}, "institution": {"aggregation": UNIFORM}}
+        found[f"{name}, institutions"] = {
+            "cloud": {"aggregation": UNIFORM},
+            "institution": {"aggregation": below[name]},
+        }
+        found[f"{name}, both"] = {"cloud": {"aggregation": rule}, "institution": {"aggregation": below[name]}}
+        if rule["name"] in ("fedcross", "fedmr", "independent"):
+            carried = {**below[name], "carry": "recentre"}
+            found[f"{name}, institutions, recentre"] = merged(
+                found[f"{name}, institutions"], {"institution": {"aggregation": carried}}
+            )
+    return found
+
+
+def tempo() -> dict[str, Tree]:
+    """Return fixed epochs, Tempo, its variants and its controls, above FedAvg by data (the paper's)."""
+    tempo = {"name": "tempo"}
+    controls: dict[str, Tree] = {
+        "fixed epochs": {"name": "fixed"},
+        "Tempo": tempo,
+        "Tempo, omega per epoch": {**tempo, "per_epoch": True},
+        "Tempo, its public code's form": {**tempo, "variant": "plato"},
+        "shuffled": {**tempo, "control": "shuffled"},
+        "fixed mean": {**tempo, "control": "fixed_mean"},
+    }
+    return {name: {"cloud": {"epoch_control": control}} for name, control in controls.items()}
+
+
+def _data(partition: str, concentration: float, noise: float) -> Tree:
+    return {"data": {"partition": partition, "concentration": concentration, "noise": noise}}
+
+
+_SPLITS: Final = {
+    "dirichlet-0.1": ("Dirichlet 0.1", "dirichlet", 0.1),
+    "dirichlet-0.5": ("Dirichlet 0.5", "dirichlet", 0.5),
+    "institutions-0.1": ("institutions by Dirichlet 0.1, their devices alike", "institution_dirichlet", 0.1),
+}
+_NOISES: Final = {"clean": ("clean images", 0.0, 0.9), "noisy": ("noise 0.4", 0.4, 0.72)}
+_KINDS: Final = {
+    "two": ("Two layers, 30 devices, 6 drawn", TWO_LAYERS, two_layers, 25),
+    "three": ("Three layers, 5 institutions of 6 devices, 3 drawn", THREE_LAYERS, three_layers, 10),
+    "tempo": ("Tempo, 5 institutions of 6 devices, 3 drawn, c = 4", TEMPO, tempo, 10),
+}
+_SEEN: Final = {
+    "two-clean-dirichlet-0.1": (
+        Seen("FedCross 0.99", 25, (5.6, 5.6), below=True),
+        Seen("FedMR", 25, (7.0, 9.0), below=True),
+    ),
+    "two-noisy-dirichlet-0.5": (
+        Seen("FedAvg", 300, (73.7, 73.7)),
+        Seen("FedCross 0.9", 300, (75.2, 75.2)),
+        Seen("FedCross 0.99", 300, (76.7, 76.7)),
+        Seen("FedMR", 300, (76.5, 76.5)),
+        Seen("independent", 300, (76.5, 76.5)),
+    ),
+}
+
+
+def _parts() -> dict[str, Part]:
+    parts = {}
+    for kind, (what, base, rows, early) in _KINDS.items():
+        for noisy, (images, noise, target) in _NOISES.items():
+            for split, (devices, partition, concentration) in _SPLITS.items():
+                if kind == "two" and partition == "institution_dirichlet":
+                    continue  # no institution has two devices
+                name = f"{kind}-{noisy}-{split}"
+                tree = merged(base, _data(partition, concentration, noise))
+                parts[name] = Part(f"{what}; {images}; {devices}", tree, rows(), target, early, _SEEN.get(name, ()))
+    return parts
+
+
+PARTS: Final = MappingProxyType(_parts())

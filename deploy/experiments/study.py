@@ -1,0 +1,237 @@
+"""Compare the aggregation rules and Tempo on digits: five paired seeds each, told as a table per part.
+
+    python deploy/experiments/study.py [--part 'two-*' ...] [--seeds 5] [--jobs 2] [--quick] [--out runs/study]
+
+Runs of one seed share split, draws and batches, so differences are paired. Each run is a lab without a network
+(`deploy.direct`) in a process of a pool; what it gave is kept by its experiment's digest, so the study can be
+interrupted and goes on. `study.csv` has a row for each run, `study.md` the tables of all parts that are complete.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of this process and its pool, before anything loads numpy
+
+import argparse
+import csv
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
+from itertools import accumulate
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from common.spec import Experiment, parse
+from deploy.experiments.configurations import PARTS, Part, Seen, merged
+from deploy.processes import interruptible
+
+LAST = 10  # iterations over which the final accuracy is averaged: one by itself wobbles by a point
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a run gave: after each iteration accuracy, and since the start seconds, steps, path steps and bytes."""
+
+    accuracies: list[float]
+    seconds: list[float]
+    steps: list[int]
+    path_steps: list[int]
+    nbytes: list[int]
+    wall_s: float
+
+    @property
+    def final(self) -> float:
+        """Return the mean accuracy of the last iterations, in percent."""
+        return 100 * mean(self.accuracies[-LAST:])
+
+    def at(self, iteration: int) -> float:
+        """Return the accuracy after so many iterations, in percent."""
+        return 100 * self.accuracies[min(iteration, len(self.accuracies)) - 1]
+
+    def reached(self, target: float) -> int | None:
+        """Return the place of the first iteration of this accuracy."""
+        return next((place for place, accuracy in enumerate(self.accuracies) if accuracy >= target), None)
+
+
+def experiment(part: Part, row: str, seed: int, *, quick: bool) -> Experiment:
+    """Return the experiment of a part's row; a quick one has a twentieth of the iterations."""
+    tree = merged(part.base, part.rows[row], {"seed": seed})
+    return parse(merged(tree, {"iterations": max(3, tree["iterations"] // 20)}) if quick else tree)
+
+
+def play(tree: str) -> Run:
+    """Run an experiment, given as JSON, without a network; in a process of the pool."""
+    from cloud.results import RunFolder
+    from deploy import direct
+
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="fedstrata-study-") as home:
+        folder = RunFolder.create(Path(home), parse(tree))
+        direct.play(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
+        with (folder.path / "rounds.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
+    # In two layers an institution is its device: what they send one another is the WAN's again.
+    flat = len(parse(tree).topology.device_names()) == len(parse(tree).topology.institution_names())
+    ways = [f"{tier}_{way}_bytes" for tier in (("wan",) if flat else ("wan", "lan")) for way in ("up", "down")]
+    return Run(
+        [float(row["accuracy"]) for row in rows],
+        [float(row["elapsed_s"]) for row in rows],
+        _sums([int(row["sgd_steps"]) for row in rows]),
+        _sums([int(row["path_steps"]) for row in rows]),
+        _sums([sum(int(row[way]) for way in ways) for row in rows]),
+        time.monotonic() - start,
+    )
+
+
+def _sums(values: Sequence[int]) -> list[int]:
+    return list(accumulate(values))
+
+
+class Shelf:
+    """Finished runs by the digests of their experiments."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def get(self, wanted: Experiment) -> Run | None:
+        """Return the run, if it was finished."""
+        path = self._folder / f"{wanted.digest}.json"
+        return Run(**json.loads(path.read_text())) if path.exists() else None
+
+    def put(self, played: Experiment, run: Run) -> None:
+        """Keep a run."""
+        partial = self._folder / f"{played.digest}.partial"
+        partial.write_text(json.dumps(asdict(run)))
+        os.replace(partial, partial.with_suffix(".json"))
+
+
+def complete(part: Part, seeds: int, shelf: Shelf, *, quick: bool) -> dict[str, list[Run]] | None:
+    """Return each row's runs, in the order of their seeds; None where one is missing."""
+    found: dict[str, list[Run]] = {}
+    for row in part.rows:
+        runs = [shelf.get(experiment(part, row, seed, quick=quick)) for seed in range(1, seeds + 1)]
+        found[row] = [run for run in runs if run is not None]
+    return found if all(len(runs) == seeds for runs in found.values()) else None
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return mean ± deviation over the seeds."""
+    return f"{mean(values):.1f} ± {stdev(values):.1f}" if len(values) > 1 else f"{mean(values):.1f}"
+
+
+def table(part: Part, found: Mapping[str, Sequence[Run]]) -> list[str]:
+    """Return a part's table: Δ are paired differences against its first row, costs are those to the target."""
+    first = next(iter(found.values()))
+    lines = [
+        f"| | round {part.early} | Δ | final | Δ | {100 * part.target:g} % | iterations | steps | path | MB | s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row, runs in found.items():
+        early = spread([run.at(part.early) for run in runs])
+        early_gain = spread([run.at(part.early) - other.at(part.early) for run, other in zip(runs, first, strict=True)])
+        gain = spread([run.final - other.final for run, other in zip(runs, first, strict=True)])
+        there = [(run, place) for run in runs if (place := run.reached(part.target)) is not None]
+        costs = ["-"] * 5
+        if there:
+            numbers = (
+                [place + 1 for _, place in there],
+                [run.steps[place] for run, place in there],
+                [run.path_steps[place] for run, place in there],
+            )
+            costs = [f"{mean(values):.0f}" for values in numbers]
+            costs.append(f"{mean(run.nbytes[place] for run, place in there) / 1e6:.1f}")
+            costs.append(f"{mean(run.seconds[place] for run, place in there):.1f}")
+        final = spread([run.final for run in runs])
+        lines.append(
+            f"| {row} | {early} | {early_gain} | {final} | {gain} | {len(there)}/{len(runs)} | {' | '.join(costs)} |"
+        )
+    return lines
+
+
+def compared(seen: Seen, part: Part, found: Mapping[str, Sequence[Run]]) -> str:
+    """Return how a row compares with what was seen elsewhere: whether it is within two deviations over the seeds."""
+    first = next(iter(found.values()))
+    at = [run.at(seen.round) for run in found[seen.rule]]
+    if seen.below:
+        at = [other.at(seen.round) - value for value, other in zip(at, first, strict=True)]
+    low, high = seen.percent
+    off = max(low - mean(at), mean(at) - high, 0.0)
+    verdict = "within" if len(at) > 1 and off <= 2 * stdev(at) else "not within"
+    what = f"points below {next(iter(part.rows))}" if seen.below else "percent"
+    wanted = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+    return f"- {seen.rule}, round {seen.round}: {spread(at)} {what}; seen elsewhere {wanted}: {verdict} two deviations"
+
+
+def report(out: Path, shelf: Shelf, seeds: int, *, quick: bool) -> None:
+    """Write study.csv and study.md of all parts that are complete."""
+    lines: list[str] = []
+    rows: list[dict[str, Any]] = []
+    for name, part in PARTS.items():
+        found = complete(part, seeds, shelf, quick=quick)
+        if found is None:
+            continue
+        took = sum(run.wall_s for runs in found.values() for run in runs)
+        lines += [f"## {name}", "", f"{part.title}. {seeds} seeds, {took / 60:.0f} minutes of one core.", ""]
+        lines += [*table(part, found), "", *(compared(seen, part, found) for seen in part.seen), ""]
+        for row, runs in found.items():
+            for seed, run in enumerate(runs, start=1):
+                place = run.reached(part.target)
+                costs: dict[str, Sequence[float]] = {"steps": run.steps, "path_steps": run.path_steps}
+                costs |= {"bytes": run.nbytes, "seconds": run.seconds}
+                facts: dict[str, Any] = {"part": name, "configuration": row, "seed": seed}
+                facts |= {"digest": experiment(part, row, seed, quick=quick).digest, "early": run.at(part.early)}
+                facts |= {"final": run.final, "target": part.target, "iterations": "" if place is None else place + 1}
+                rows.append(facts | {key: "" if place is None else values[place] for key, values in costs.items()})
+    (out / "study.md").write_text("\n".join(lines))
+    if rows:
+        with (out / "study.csv").open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+def main() -> None:
+    """Run what is missing of the chosen parts, and write the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", action="append", help=f"which, as a pattern: {', '.join(PARTS)}")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--quick", action="store_true", help="a twentieth of the iterations: does it work?")
+    parser.add_argument("--out", type=Path, default=Path("runs/study"))
+    chosen = parser.parse_args()
+    shelf = Shelf(chosen.out / "done")
+    patterns = chosen.part or ["*"]
+    parts = {name: part for name, part in PARTS.items() if any(fnmatch(name, pattern) for pattern in patterns)}
+    if not parts:
+        parser.error(f"no part is called {' or '.join(patterns)}: there are {', '.join(PARTS)}")
+    wanted: dict[str, Experiment] = {}
+    for seed in range(1, chosen.seeds + 1):  # seed by seed, so that a study cut short has whole ones
+        for name, part in parts.items():
+            for row in part.rows:
+                one = experiment(part, row, seed, quick=chosen.quick)
+                if shelf.get(one) is None:
+                    wanted[f"{name}: {row}, seed {seed}"] = one
+    with interruptible(), ProcessPoolExecutor(chosen.jobs, mp_context=get_context("spawn")) as pool:
+        running = {pool.submit(play, one.to_json()): what for what, one in wanted.items()}
+        try:
+            for done, future in enumerate(as_completed(running), start=1):
+                what, run = running[future], future.result()
+                shelf.put(wanted[what], run)
+                print(f"{done}/{len(running)} {what}: {run.final:.1f} %, {run.wall_s:.1f} s", file=sys.stderr)
+        finally:
+            pool.shutdown(cancel_futures=True)
+    report(chosen.out, shelf, chosen.seeds, quick=chosen.quick)
+    print((chosen.out / "study.md").read_text(), end="")
+
+
+if __name__ == "__main__":
+    main()
