@@ -41,7 +41,7 @@ def draw(counts: npt.NDArray[np.int64], *, rows: Sequence[tuple[str, str]], titl
             )
         shapes.append(f'<text x="{LEFT + CELL * classes + 8}" y="{y + 11:.0f}">{held.sum()}</text>')
         y += CELL
-    width, height = LEFT + CELL * classes + 70, y + 10
+    width, height = max(LEFT + CELL * classes + 70, 16 + 8 * len(title)), y + 10
     frame = f'<rect x="{LEFT}" y="{TOP}" width="{CELL * classes}" height="{y - TOP:.0f}" fill="none" stroke="#999"/>'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height:.0f}" font-family="sans-serif" '

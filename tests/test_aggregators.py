@@ -227,6 +227,20 @@ def test_losses_distances_and_spread_are_brute_force(tree: dict[str, Any]) -> No
 
 
 @each_rule
+def test_an_institution_finds_the_same_spread_without_distances(tree: dict[str, Any]) -> None:
+    """What only Tempo at the cloud needs is not computed below it; models and spreads are the same."""
+    cloud, site = aggregator(tree), aggregator(tree, tier="institution")
+    for rule in (cloud, site):
+        rule.begin(first_model())
+    for r in range(6):
+        above, below = (play(rule, r, CHILDREN, missing="c" if r == 3 else "")[1] for rule in (cloud, site))
+        assert below.spread == (None if above.spread is None else pytest.approx(above.spread, rel=1e-4, abs=1e-9))
+        assert set(below.distances) in (set(), set(above.distances))
+        assert cloud.model.tobytes() == site.model.tobytes()
+        assert dispatched(cloud, r + 1, CHILDREN) == dispatched(site, r + 1, CHILDREN)
+
+
+@each_rule
 def test_a_single_child_is_copied(tree: dict[str, Any]) -> None:
     rule = aggregator(tree | ({"warmup_rounds": 0, "depth": 1} if tree["name"] == "fedcda" else {}))
     rule.begin(first_model())

@@ -358,8 +358,7 @@ class Pair:
 
     async def play(self, iteration: int) -> None:
         """Play a round, and wait until the child's connection is at rest: the receipt comes last."""
-        self._row[:] = 0
-        self._row[1] = 1 + iteration
+        LAYOUT.floats(self._row)[:] = 1 + iteration  # all new: what the child has would not travel
         await self.parent.round(
             iteration=iteration, round_=0, models={CHILD: self._row}, epochs={CHILD: 1}, closing=Closing()
         )

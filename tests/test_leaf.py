@@ -161,6 +161,13 @@ def test_a_vocabulary_longer_than_a_piece(tmp_path: Path) -> None:
     assert load("sent140", tmp_path).tokens == 20_001
 
 
+def test_a_word_that_stands_twice_counts_once(tmp_path: Path) -> None:
+    sent140(tmp_path)
+    (tmp_path / "sent140" / "embs.json").write_text(json.dumps({"vocab": ["happy", "happy", "!"], "emba": []}))
+    data = load("sent140", tmp_path)
+    assert data.tokens == 3 and data.train_images[0, :6].tolist() == [2, 0, 2, 0, 2, 1]
+
+
 @pytest.mark.parametrize("raw", [b"", b"{}", b'{"vocab": []}', b'{"vocab": [1]}', b'{"vocab": ["a", ', b"\xff\xfe"])
 def test_a_damaged_vocabulary(tmp_path: Path, raw: bytes) -> None:
     sent140(tmp_path)

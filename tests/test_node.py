@@ -421,8 +421,8 @@ def lies(layout: ModelLayout) -> dict[str, tuple[Change, str]]:
 
 def lying(face: ChildFace, layout: ModelLayout, change: Change) -> asyncio.Task[Any]:
     """Let a child serve as the others do, and change its result."""
-    honest = face._result
-    face._result = lambda *known: change(honest(*known))  # type: ignore[method-assign]
+    honest = face.participant.finish
+    face.participant.finish = lambda result, *, now: honest(change(result), now=now)  # type: ignore[method-assign]
     return serving(face, layout, 0)
 
 

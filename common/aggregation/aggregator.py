@@ -78,8 +78,9 @@ def build(
     `rows(name, count)` hands out memory for models, uint8 [count, row_bytes]; `folder` is where FedCDA keeps cached
     uploads beyond its memory, None: all stay in memory.
     """
+    measures = tier == "cloud"  # Tempo's distances
     if isinstance(settings, FedAvg | FedAdp):
-        return SingleModel(settings, layout=layout, measures=tier == "cloud")
+        return SingleModel(settings, layout=layout, measures=measures)
     if isinstance(settings, FedCDA):
-        return CachedModels(settings, layout=layout, node=node, seed=seed, measures=tier == "cloud", folder=folder)
-    return SeveralModels(settings, layout=layout, node=node, seed=seed, rows=rows)
+        return CachedModels(settings, layout=layout, node=node, seed=seed, measures=measures, folder=folder)
+    return SeveralModels(settings, layout=layout, node=node, seed=seed, measures=measures, rows=rows)

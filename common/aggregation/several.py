@@ -15,15 +15,15 @@ import numpy.typing as npt
 
 from common.aggregation import fedcross, fedmr, independent, mixing
 from common.aggregation.mixing import Mixture, Part, whole
-from common.aggregation.statistics import Doubles, Gram, gram, gram_by_entry
+from common.aggregation.statistics import Doubles, Gram, gram, gram_by_entry, spread
 from common.aggregation.uploads import Outcome, Uploads
 from common.layout import ModelLayout, Row
 from common.randomness import Purpose, generator
-from common.rules import FedMR, Independent, Several
+from common.rules import FedCross, FedMR, Independent, Several
 
 
 class SeveralModels:
-    """K models at one node; while all are equal they are one row."""
+    """K models at one node; while all are equal they are one row. `measures`: distances are wanted in any case."""
 
     def __init__(
         self,
@@ -32,9 +32,11 @@ class SeveralModels:
         layout: ModelLayout,
         node: str,
         seed: int,
+        measures: bool,
         rows: Callable[[str, int], npt.NDArray[np.uint8]],
     ) -> None:
         self._settings = settings
+        self._measures = measures
         self._layout = layout
         self._node = node
         self._seed = seed
@@ -90,20 +92,27 @@ class SeveralModels:
             weights_K[:] = 0.0
             weights_K[list(answered)] = statistics.shares_K
             loss = float(statistics.shares_K @ statistics.losses_K)
-        trainable = list(layout.floats(uploads.rows_K)[:, : layout.parameters])
-        products = gram(trainable, trainable[0], release=uploads.release)
+        products = None
+        if self._measures or self._settings.weights == "data" or self._compares(r, count):
+            trainable = list(layout.floats(uploads.rows_K)[:, : layout.parameters])
+            products = gram(trainable, trainable[0], release=uploads.release)
         plan, facts = self._plan(r, products, uploads)
-        spread = self._mix(plan, weights_K, products, uploads)
-        distances = products.distances(weights_K)
+        apart = self._mix(plan, weights_K, products, uploads)
+        distances: dict[str, float] = {}
+        if products is not None:
+            distances_K = products.distances(weights_K)
+            distances = {uploads.children[k]: float(distances_K[k]) for k in answered}
         stand_ins = [child for k, child in enumerate(uploads.children) if k not in answered]
-        return Outcome(
-            loss,
-            {uploads.children[k]: float(distances[k]) for k in answered},
-            spread,
-            {**facts, "stand_ins": stand_ins},
-        )
+        return Outcome(loss, distances, apart, {**facts, "stand_ins": stand_ins})
 
-    def _mix(self, plan: Sequence[Part], weights_K: Doubles, products: Gram, uploads: Uploads) -> float:
+    def _compares(self, r: int, count: int) -> bool:
+        """Return whether the round's plan is made by similarity."""
+        settings = self._settings
+        if not isinstance(settings, FedCross) or count == 1 or r < settings.first_stage_rounds:
+            return False
+        return fedcross.stage(settings, r, count).similar
+
+    def _mix(self, plan: Sequence[Part], weights_K: Doubles, products: Gram | None, uploads: Uploads) -> float:
         """Write the mean and the next models; return their spread. Without a plan all become the mean."""
         mean, count = Mixture.of(weights_K), len(weights_K)
         rows: list[Row] = []
@@ -117,6 +126,9 @@ class SeveralModels:
         mixing.apply(parts, uploads.rows_K, layout=self._layout, out=out, release=uploads.release)
         if not plan:
             return 0.0
+        if products is None:  # every upload counts for as much in the next models as in the mean: that is theirs too
+            parameters, floats = self._layout.parameters, self._layout.floats
+            return spread([floats(row)[:parameters] for row in rows], floats(self._mean)[:parameters])
         mixing_KK = np.array([mixture.dense(count) for mixture in plan[0].mixtures])
         if not np.allclose(mixing_KK.mean(axis=0), weights_K, rtol=0, atol=1e-12):
             self._mixed = Mixture.of([1 / count] * count)
@@ -150,7 +162,7 @@ class SeveralModels:
             raise ValueError(f"{count} children take part, but there are {len(self._rows)} models")
         return list(self._rows)
 
-    def _plan(self, r: int, products: Gram, uploads: Uploads) -> tuple[Sequence[Part], dict[str, object]]:
+    def _plan(self, r: int, products: Gram | None, uploads: Uploads) -> tuple[Sequence[Part], dict[str, object]]:
         """Return how the uploads are mixed, an empty plan where all models become the mean, and what was decided."""
         settings, count = self._settings, len(uploads.children)
         if count == 1:
@@ -163,7 +175,7 @@ class SeveralModels:
             return fedmr.plan(self._layers, count, seed=self._seed, node=self._node, r=r)
         stage = fedcross.stage(settings, r, count)
         if stage.similar:
-            entries = [products]
+            entries = [] if products is None else [products]
             if settings.similarity == "pairwise":
                 entries = gram_by_entry(uploads.rows_K, self._layout, release=uploads.release)
             similarity_KK = fedcross.similarity(settings, entries)

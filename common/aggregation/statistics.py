@@ -143,6 +143,26 @@ def gram(
     return total
 
 
+def spread(rows: Sequence[npt.NDArray[np.float32]], mean_D: npt.NDArray[np.float32]) -> float:
+    """Return mean_k ||x_k - mean||^2 / ||mean||^2 of rows float32 [D] around their mean, without inner products.
+
+    Differences are taken in float32, where those of near models are exact, and summed over blocks in float64.
+    """
+
+    def block(columns: slice) -> tuple[float, float]:
+        centre_C = mean_D[columns]
+        offset_C = np.empty_like(centre_C)
+        apart = 0.0
+        for row in rows:
+            np.subtract(row[columns], centre_C, out=offset_C)
+            apart += float(np.dot(offset_C, offset_C))
+        return apart, float(np.dot(centre_C, centre_C))
+
+    found = over(list(cut(0, len(mean_D))), block)
+    apart, length = (sum(column) for column in zip(*found, strict=True))
+    return apart / len(rows) / length if length > 0 else 0.0
+
+
 def gram_by_entry(
     rows_K: npt.NDArray[np.uint8], layout: ModelLayout, *, release: Callable[[], None] = lambda: None
 ) -> list[Gram]:

@@ -6,14 +6,15 @@ an `nn.Module` of float32 that gives logits [B, classes]:
     def build(*, shape: tuple[int, int, int], classes: int) -> nn.Module: ...
 
 What it draws from torch's global generator is seeded by the experiment. The module must be importable wherever the
-model is trained or evaluated: on the devices and at the cloud. The experiment names code to run, so a host that lends
-itself to strangers should have none but its own packages on its path.
+model is trained or evaluated: on the devices and at the cloud. The experiment names code to run: a host trusts
+whoever may announce experiments on its broker with every package on its path but Python's own library.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 import threading
 from typing import Any, Never
 
@@ -30,6 +31,8 @@ _SEEDING = threading.Lock()  # torch's global generator is one for all threads
 def build_own(name: str, seed: int, *, inputs: Inputs) -> nn.Module:
     """Return the module that the function makes, tried on two samples. Raises InvalidExperiment."""
     where, _, function = name.partition(":")
+    if where.partition(".")[0] in sys.stdlib_module_names:  # some of Python's modules act when they are imported
+        _refuse(name, "is in Python's own library", "Name a module of yours.")
     try:
         found = getattr(importlib.import_module(where), function)
     except Exception as error:  # noqa: BLE001 - a module may raise anything while it is imported
