@@ -194,7 +194,7 @@ async def run_parent(setting: Setting) -> tuple[Told, list[float], list[float]]:
 
 
 def run_child(host: str, setting: Setting, told: Connection) -> None:
-    """Answer each model with itself plus one, to the end of the run; then tell the counts."""
+    """Answer each model with its negative, to the end of the run; then tell the counts."""
 
     async def run() -> Endpoint:
         layout = layout_of(setting.model_bytes)
@@ -211,7 +211,7 @@ def run_child(host: str, setting: Setting, told: Connection) -> None:
 
         async def work(task: Task, model: Arriving, report: Report) -> Answer:
             row = await model.whole()
-            np.add(layout.floats(row), np.float32(1), out=layout.floats(out))
+            np.negative(layout.floats(row), out=layout.floats(out))  # plus one would be the next model: it has it
             return Answer(out, 1, 0.0, 1, 1, 0.0, 0.0)
 
         async def goodbye() -> None:
