@@ -180,7 +180,7 @@ def report(out: Path, shelf: Shelf, seeds: int, *, quick: bool) -> None:
         if found is None:
             continue
         took = sum(run.wall_s for runs in found.values() for run in runs)
-        lines += [f"## {name}", "", f"{part.title}. {seeds} seeds, {took / 60:.0f} minutes of one core.", ""]
+        lines += [f"## {name}", "", f"{part.title}. {seeds} seeds, {took / 60:.0f} minutes of runs.", ""]
         lines += [*table(part, found), "", *(compared(seen, part, found) for seen in part.seen), ""]
         for row, runs in found.items():
             for seed, run in enumerate(runs, start=1):
