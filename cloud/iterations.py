@@ -24,7 +24,7 @@ from common.spec import CLOUD, Experiment
 from common.wire.messages import Traffic
 
 LABELS: Final = ("cloud", "", "")
-BOOKS_S: Final = 1.0  # between two writings of links.csv where no checkpoint asks for one
+BOOKS_S: Final = 5.0  # between two writings of links.csv where no checkpoint asks for one
 SPREAD_MOST: Final = 0.37  # seen on digits: up to 0.15 was healthy
 
 Observe = Callable[[str, dict[str, object]], None]
