@@ -173,7 +173,7 @@ def node(settings: Rule, layout: ModelLayout, folder: Path | None = None) -> Agg
     def rows(name: str, count: int) -> Rows:
         return np.zeros((count, layout.row_bytes), np.uint8)
 
-    return build(settings, layout=layout, node="cloud", tier="cloud", seed=1, rows=rows, folder=folder)
+    return build(settings, layout=layout, node="cloud", tier="institution", seed=1, rows=rows, folder=folder)
 
 
 def rounds(layout: ModelLayout, count: int, table: Table) -> None:
@@ -272,7 +272,7 @@ def main() -> None:
     layout = models.layout_of(models.build("resnet18_cifar", 1, inputs=Inputs((3, 32, 32), 10)))
     mixed, whole_rounds, histories = tables(
         ("plan", "K", "time", "bound", "x bound", "torch / ours"),
-        ("a node's round", "K", "time"),
+        ("a round at an institution", "K", "time"),
         ("FedCDA, H = 3, files", "on disk", "a round", "x reading the candidates", "memory", "in models"),
     )
     for count in MODELS:
