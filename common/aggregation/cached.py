@@ -17,6 +17,7 @@ from common.aggregation.blocks import cut, over
 from common.aggregation.fedcda import Candidates
 from common.aggregation.histories import Kept, Shelf
 from common.aggregation.mixing import Mixture, whole
+from common.aggregation.single import OneModel
 from common.aggregation.statistics import Doubles, gram
 from common.aggregation.uploads import Outcome, Uploads
 from common.layout import ModelLayout, Row
@@ -24,50 +25,30 @@ from common.randomness import Purpose, generator
 from common.rules import FedCDA
 
 
-class CachedModels:
+class CachedModels(OneModel):
     """One model at one node, and each child's last uploads. `measures`: distances are wanted in the warm-up too."""
 
     def __init__(
         self, settings: FedCDA, *, layout: ModelLayout, node: str, seed: int, measures: bool, folder: Path | None
     ) -> None:
+        super().__init__(layout)
         self._settings = settings
-        self._layout = layout
         self._node = node
         self._seed = seed
         self._measures = measures
         self._shelf = Shelf(folder, row_bytes=layout.row_bytes, memory_bytes=settings.memory_mb * 1e6)
-        self._mean = layout.empty()
-        self._current: Row = self._mean
         self._queues: dict[str, list[Kept]] = {}  # oldest first
         self._selected: dict[str, Kept] = {}
         self._sum_F: Doubles = np.zeros(layout.columns)
 
-    @property
-    def reads_start(self) -> bool:
-        """Return that the model from above is only passed on."""
-        return False
-
-    @property
-    def model(self) -> Row:
-        """Return the mean of the selected uploads; in the warm-up, of the last ones."""
-        return self._mean
-
-    @property
-    def mixed(self) -> None:
-        """Return that nothing is mixed after the mean."""
-
     def begin(self, model: Row) -> None:
         """Hand this model to the children next, and forget their uploads unless they are kept."""
-        self._current = model
+        super().begin(model)
         if self._settings.history == "clear":
             for kept in (kept for queue in self._queues.values() for kept in queue):
                 self._shelf.drop(kept)
             self._queues, self._selected = {}, {}
             self._sum_F.fill(0.0)
-
-    def dispatch(self, r: int, children: Sequence[str]) -> dict[str, Row]:
-        """Return the one model for all."""
-        return dict.fromkeys(children, self._current)
 
     def aggregate(self, r: int, uploads: Uploads) -> Outcome:
         """Add the uploads to their histories, select one of each participant's, and take the mean of all selected."""

@@ -1,4 +1,4 @@
-"""A node of one model: FedAvg and FedAdp. All children train what the node holds; their mean is what it holds next."""
+"""A node of one model, which all its children train. FedAvg and FedAdp: the mean of what they send is the next one."""
 
 from __future__ import annotations
 
@@ -15,16 +15,13 @@ from common.layout import ModelLayout, Row
 from common.rules import FedAdp, FedAvg
 
 
-class SingleModel:
-    """One model at one node. `measures`: distances are wanted though the plan needs none."""
+class OneModel:
+    """What holds for every rule of one model: `_current` goes to the children, `_mean` is what comes of it."""
 
-    def __init__(self, settings: FedAvg | FedAdp, *, layout: ModelLayout, measures: bool) -> None:
-        self._settings = settings
+    def __init__(self, layout: ModelLayout) -> None:
         self._layout = layout
-        self._measures = measures
         self._mean = layout.empty()
         self._current: Row = self._mean
-        self._angles: Angles = {}
 
     @property
     def reads_start(self) -> bool:
@@ -33,7 +30,7 @@ class SingleModel:
 
     @property
     def model(self) -> Row:
-        """Return the mean of the last uploads."""
+        """Return the mean: of the last uploads, or of those that were selected."""
         return self._mean
 
     @property
@@ -47,6 +44,16 @@ class SingleModel:
     def dispatch(self, r: int, children: Sequence[str]) -> dict[str, Row]:
         """Return the one model for all."""
         return dict.fromkeys(children, self._current)
+
+
+class SingleModel(OneModel):
+    """FedAvg or FedAdp at one node. `measures`: distances are wanted though the plan needs none."""
+
+    def __init__(self, settings: FedAvg | FedAdp, *, layout: ModelLayout, measures: bool) -> None:
+        super().__init__(layout)
+        self._settings = settings
+        self._measures = measures
+        self._angles: Angles = {}
 
     def aggregate(self, r: int, uploads: Uploads) -> Outcome:
         """Write the mean of the uploads that are there."""
