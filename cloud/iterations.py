@@ -100,11 +100,11 @@ class GlobalIterations:
         played = await self._down.round(
             iteration=state.iteration,
             round_=0,
-            models=self._rule.dispatch(state.iteration, drawn),
+            models=self._rule.dispatch(r, drawn),
             epochs=state.epochs,
             closing=settings.closing,
         )
-        outcome = await offload(partial(self._rule.aggregate, state.iteration, played.uploads))
+        outcome = await offload(partial(self._rule.aggregate, r, played.uploads))
         self._row = self._rule.model
         omegas = await offload(partial(self._omegas, played, outcome))
         epochs = state.epochs | self._next_epochs(omegas)
@@ -225,7 +225,7 @@ class GlobalIterations:
 
     def _totals(self) -> tuple[Traffic, Traffic]:
         """Return the bytes of all WAN links and of all LAN links in the run."""
-        return sum(self._down.ledger.links().values(), Traffic()), self._down.ledger.below()
+        return self._down.ledger.total(), self._down.ledger.below()
 
     def _evaluates(self, iteration: int) -> bool:
         return iteration == self._experiment.iterations or iteration % self._experiment.cloud.evaluate_every == 0

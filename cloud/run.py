@@ -17,7 +17,6 @@ from common.node.children import Children
 from common.node.ledger import Ledger
 from common.node.spool import Spool
 from common.spec import CLOUD
-from common.wire.messages import Traffic
 
 
 class CloudRun:
@@ -112,7 +111,7 @@ class CloudRun:
 
 def tier_bytes(ledger: Ledger) -> dict[str, object]:
     """Return the bytes of the run by tier and direction."""
-    wan, lan = sum(ledger.links().values(), Traffic()), ledger.below()
+    wan, lan = ledger.total(), ledger.below()
     return {
         "wan_up_bytes": wan.received,
         "wan_down_bytes": wan.sent,

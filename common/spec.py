@@ -166,11 +166,10 @@ class Experiment(_Table):
                 raise InvalidExperiment(f"{key}.participation", share, "nobody would ever take part", remedy)
         institutions = participants(len(children), self.cloud.participation)
         _check_closing("cloud.closing", self.cloud.closing, institutions)
-        smallest = min(participants(len(devices), self.institution.participation) for devices in children.values())
-        _check_closing("institution.closing", self.institution.closing, smallest)
-        largest = max(participants(len(devices), self.institution.participation) for devices in children.values())
+        drawn = [participants(len(devices), self.institution.participation) for devices in children.values()]
+        _check_closing("institution.closing", self.institution.closing, min(drawn))
         rules.check("cloud.aggregation", self.cloud.aggregation, institutions)
-        rules.check("institution.aggregation", self.institution.aggregation, largest)
+        rules.check("institution.aggregation", self.institution.aggregation, max(drawn))
         for child in self.links.of:
             _check_child("links.of", child, self.topology)
         for key, codecs in (("transfer.wan", self.transfer.wan), ("transfer.lan", self.transfer.lan)):

@@ -26,7 +26,7 @@ from common.node.arriving import Arriving
 from common.node.child import Answer, Report, Work
 from common.node.spool import Spool
 from common.spec import CLOUD, Experiment
-from common.wire.messages import Phase, Task, Traffic
+from common.wire.messages import Phase, Task
 from deploy.calls import Calls, Clock
 from deploy.processes import interruptible
 from device.slots import Slots
@@ -85,7 +85,7 @@ async def _play(folder: RunFolder, *, resume: bool, accelerator: str, observe: O
         samples={name: sum(devices.samples.values()) for name, devices in below.items()},
         codecs=experiment.transfer.wan,
         spool=spool,
-        below=lambda name: sum(below[name].ledger.links().values(), Traffic()),
+        below=lambda name: below[name].ledger.total(),
         observe=tell,
     )
     try:

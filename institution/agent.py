@@ -16,7 +16,7 @@ from common.node.life import export_child, export_parent, live
 from common.node.parent import ParentFace
 from common.node.spool import Spool
 from common.spec import CLOUD, Experiment, parse
-from common.wire.messages import NodeState, Traffic
+from common.wire.messages import NodeState
 from institution.rounds import LocalRounds
 
 FAREWELL_S = 5.0
@@ -72,7 +72,7 @@ class InstitutionAgent:
             codecs=experiment.transfer.lan,
             spool=spool,
         )
-        up.below = lambda: replace(sum(down.ledger.links().values(), Traffic()), wire=down.ledger.broker())
+        up.below = lambda: replace(down.ledger.total(), wire=down.ledger.broker())
         down.set_layout(layout)
         down.endpoint.announce(announcement)
         labels = ("institution", self._name, "")

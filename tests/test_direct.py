@@ -28,6 +28,7 @@ from common.wire.messages import Task
 from deploy.calls import Calls, Clock
 from deploy.cli import app
 from deploy.direct import play
+from deploy.experiments.configurations import merged
 
 PATIENCE_S = 90
 SMALL: dict[str, Any] = {
@@ -47,16 +48,6 @@ CROSS = {"name": "fedcross", "alpha": 0.9, "carry": "recentre"}
 
 Model = Mapping[str, npt.NDArray[np.float32]]
 Tree = Mapping[str, Any]
-
-
-def merged(base: Tree, *changes: Tree) -> dict[str, Any]:
-    """Return a tree with others laid over it, tables key by key (a table with a name as a whole)."""
-    tree = dict(base)
-    for change in changes:
-        for key, value in change.items():
-            table = isinstance(value, dict) and isinstance(tree.get(key), dict) and "name" not in value
-            tree[key] = merged(tree[key], value) if table else value
-    return tree
 
 
 def run_direct(root: Path, *changes: Tree) -> Path:

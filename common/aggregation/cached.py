@@ -105,10 +105,7 @@ class CachedModels(OneModel):
         weights_K = mixture.dense(len(answered))
         distances: list[float] = []
         if self._measures:
-            floats_K, z = layout.floats(uploads.rows_K), layout.floats(self._current)
-            trainable = slice(0, layout.parameters)
-            products = gram([floats_K[k, trainable] for k in answered], z[trainable], release=uploads.release)
-            distances = products.distances(weights_K).tolist()
+            distances = self._products(uploads).distances(weights_K).tolist()
         plan = whole(layout, [Mixture(tuple(answered[i] for i in mixture.indices), mixture.weights)])
         mixing.apply(plan, uploads.rows_K, layout=layout, out=[self._mean], release=uploads.release)
         facts: dict[str, object] = {"stage": "warm-up", "seen": len(self._selected)}

@@ -19,7 +19,7 @@ from common.aggregation.statistics import Doubles, Gram, gram, gram_by_entry, sp
 from common.aggregation.uploads import Outcome, Uploads
 from common.layout import ModelLayout, Row
 from common.randomness import Purpose, generator
-from common.rules import FedCross, FedMR, Independent, Several
+from common.rules import FedMR, Independent, Several
 
 
 class SeveralModels:
@@ -92,11 +92,18 @@ class SeveralModels:
             weights_K[:] = 0.0
             weights_K[list(answered)] = statistics.shares_K
             loss = float(statistics.shares_K @ statistics.losses_K)
-        products = None
-        if self._measures or self._settings.weights == "data" or self._compares(r, count):
-            trainable = list(layout.floats(uploads.rows_K)[:, : layout.parameters])
-            products = gram(trainable, trainable[0], release=uploads.release)
-        plan, facts = self._plan(r, products, uploads)
+        products: Gram | None = None
+
+        def compare() -> Gram:
+            nonlocal products
+            if products is None:
+                trainable = list(layout.floats(uploads.rows_K)[:, : layout.parameters])
+                products = gram(trainable, trainable[0], release=uploads.release)
+            return products
+
+        plan, facts = self._plan(r, uploads, compare)
+        if self._measures or self._settings.weights == "data":
+            compare()
         apart = self._mix(plan, weights_K, products, uploads)
         distances: dict[str, float] = {}
         if products is not None:
@@ -104,13 +111,6 @@ class SeveralModels:
             distances = {uploads.children[k]: float(distances_K[k]) for k in answered}
         stand_ins = [child for k, child in enumerate(uploads.children) if k not in answered]
         return Outcome(loss, distances, apart, {**facts, "stand_ins": stand_ins})
-
-    def _compares(self, r: int, count: int) -> bool:
-        """Return whether the round's plan is made by similarity."""
-        settings = self._settings
-        if not isinstance(settings, FedCross) or count == 1 or r < settings.first_stage_rounds:
-            return False
-        return fedcross.stage(settings, r, count).similar
 
     def _mix(self, plan: Sequence[Part], weights_K: Doubles, products: Gram | None, uploads: Uploads) -> float:
         """Write the mean and the next models; return their spread. Without a plan all become the mean."""
@@ -162,8 +162,11 @@ class SeveralModels:
             raise ValueError(f"{count} children take part, but there are {len(self._rows)} models")
         return list(self._rows)
 
-    def _plan(self, r: int, products: Gram | None, uploads: Uploads) -> tuple[Sequence[Part], dict[str, object]]:
-        """Return how the uploads are mixed, an empty plan where all models become the mean, and what was decided."""
+    def _plan(self, r: int, uploads: Uploads, compare: Callable[[], Gram]) -> tuple[Sequence[Part], dict[str, object]]:
+        """Return how the uploads are mixed, an empty plan where all models become the mean, and what was decided.
+
+        A plan by similarity calls `compare` for the products of the uploads.
+        """
         settings, count = self._settings, len(uploads.children)
         if count == 1:
             return (), {"stage": "one model"}
@@ -175,7 +178,7 @@ class SeveralModels:
             return fedmr.plan(self._layers, count, seed=self._seed, node=self._node, r=r)
         stage = fedcross.stage(settings, r, count)
         if stage.similar:
-            entries = [] if products is None else [products]
+            entries = [compare()]  # of which the spread needs the products in any case
             if settings.similarity == "pairwise":
                 entries = gram_by_entry(uploads.rows_K, self._layout, release=uploads.release)
             similarity_KK = fedcross.similarity(settings, entries)

@@ -45,6 +45,16 @@ class OneModel:
         """Return the one model for all."""
         return dict.fromkeys(children, self._current)
 
+    def _products(self, uploads: Uploads) -> Gram:
+        """Return the products of the uploads' steps from what was dispatched, in the order of those that answered."""
+        trainable = slice(0, self._layout.parameters)
+        floats_K = self._layout.floats(uploads.rows_K)
+        return gram(
+            [floats_K[k, trainable] for k in uploads.answered],
+            self._layout.floats(self._current)[trainable],
+            release=uploads.release,
+        )
+
 
 class SingleModel(OneModel):
     """FedAvg or FedAdp at one node. `measures`: distances are wanted though the plan needs none."""
@@ -86,13 +96,3 @@ class SingleModel(OneModel):
         self._angles = {
             child: Angle(int(count), float(smoothed)) for child, (count, smoothed) in facts["angles"].items()
         }
-
-    def _products(self, uploads: Uploads) -> Gram:
-        """Return the products of the uploads' steps from what was dispatched, in the order of those that answered."""
-        trainable = slice(0, self._layout.parameters)
-        floats_K = self._layout.floats(uploads.rows_K)
-        return gram(
-            [floats_K[k, trainable] for k in uploads.answered],
-            self._layout.floats(self._current)[trainable],
-            release=uploads.release,
-        )

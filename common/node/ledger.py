@@ -90,6 +90,10 @@ class Ledger:
             )
         return links
 
+    def total(self) -> Traffic:
+        """Return the sum of the children's links."""
+        return sum(self.links().values(), NOTHING)
+
     def broker(self) -> Wire:
         """Return what our own connection to the children's broker carried, theirs all together."""
         return self._wire_before + self._wire()
