@@ -153,8 +153,7 @@ class Incoming:
         `lacking`, bool [chunks], says what is still to come; it is kept up to date, so that others may follow the
         fetch. Without it all chunks are.
         """
-        known = (owner, manifest.blob)
-        if known in self._active or any((f.owner, f.manifest.blob) == known for f in self._queued):
+        if any((f.owner, f.manifest.blob) == (owner, manifest.blob) for f in (*self._active.values(), *self._queued)):
             return
         lacking = np.ones(manifest.chunks, np.bool_) if lacking is None else lacking
         way = self._ways.get(owner, Way())
