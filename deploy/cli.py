@@ -26,6 +26,7 @@ import typer
 
 from common.errors import InvalidExperiment
 from deploy import data
+from deploy.plan import plan
 from deploy.reporting import reporting
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ app = typer.Typer(
 )
 
 app.add_typer(data.app, name="data")
+app.command()(plan)
 
 ExperimentFile = Annotated[Path | None, typer.Argument(help="The experiment, a TOML file.", show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set training.epochs=2.")]
