@@ -301,6 +301,7 @@ def _experiment(path: Path | None, overrides: list[str] | None, resume: Path | N
 
 def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lines: bool, accelerator: str) -> None:
     from cloud.results import RunFolder
+    from common.hardware import Hardware
     from common.links import Links
     from common.node.memory import keep_large_buffers
     from deploy.direct import play
@@ -309,6 +310,8 @@ def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lin
     keep_large_buffers()
     if resume is None and chosen.links != Links():
         typer.echo("--direct: the links' rates and delays are not kept", err=True)
+    if resume is None and chosen.hardware != Hardware():
+        typer.echo("--direct: slower hardware is not played", err=True)
     folder = RunFolder.reopen(resume, direct=True) if resume else RunFolder.create(runs, chosen)
     try:
         with show(json_lines=json_lines) as observe:

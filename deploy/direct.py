@@ -38,6 +38,7 @@ WITHOUT_A_NETWORK: Final = {
     "bytes": "payload of whole models; nothing was sent, and message bytes repeat it",
     "seconds": "computing time of this machine, where one device trained after another",
     "links": "declared, not kept",
+    "hardware": "declared, not played",
 }
 
 

@@ -21,6 +21,7 @@ from common.node.offload import offload
 from common.node.spool import Spool
 from common.spec import Experiment, parse
 from common.wire.messages import NodeState, Phase, Task
+from device.pace import keep
 from device.slots import Slots
 from device.trainer import Trainer
 from device.work import LocalWork
@@ -90,9 +91,14 @@ class DeviceAgent:
         await offload(trainer.prepare, executor=self._thread)
         up.endpoint.set_state(NodeState.READY, samples=trainer.samples)
         local = LocalWork(trainer, rounds=experiment.institution.rounds)
+        machine = experiment.machine(self._name)
 
         async def work(task: Task, model: Arriving, report: Report) -> Answer:
-            return await self._train(local, task, row=await model.whole(), report=report)
+            row, since = await model.whole(), up.endpoint.now()
+            answer = await self._train(local, task, row=row, report=report)
+            answer = await keep(machine, answer, since=since, report=report)
+            self._metrics.phase_seconds.labels(*self._labels, "pause").inc(answer.pause_s)
+            return answer
 
         await up.serve(trainer.layout, work)
 

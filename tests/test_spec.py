@@ -128,6 +128,7 @@ def test_every_key_is_written_out(tmp_path: Path) -> None:
         "target_accuracy": 0.5,
         "data": {"classes": 2},
         "links": {tier: {"profile": "lte"} for tier in ("wan", "lan")},
+        "hardware": {"default": "raspberry-pi-5"},
         "cloud": {"closing": {"quorum": 1, "deadline_s": 1}},
         "institution": {"closing": {"quorum": 1, "deadline_s": 1}},
         "topology": {"members": {"institution-0": ["device-0"]}},
@@ -179,6 +180,9 @@ CHANGES: list[dict[str, Any]] = [
     {"links": {"enforce": "kernel"}}, {"links": {"enforce": "none"}}, {"transfer": {"keepalive_s": 31}},
     {"transfer": {"inline_bytes": 0}}, {"transfer": {"chunk_bytes": 40_000}}, {"transfer": {"window": 9}},
     {"transfer": {"upload_slots": 3}}, {"transfer": {"idle_s": 1}},
+    {"hardware": {"default": {"slowdown": 2}}}, {"hardware": {"default": {"think_s": 1}}},
+    {"hardware": {"spread": 0.5}}, {"hardware": {"of": {"device-0": "raspberry-pi-5"}}},
+    {"hardware": {"profiles": {"mine": {}}}},
 ]  # fmt: skip
 
 

@@ -242,7 +242,7 @@ def test_long_lists_and_texts_are_refused() -> None:
 
 def test_a_diverged_loss_is_heard() -> None:
     manifest = Manifest("0" * 16, 1, 1024, b"d" * 8, "fp32", "l")
-    result = messages.Result(Key(0, 0, 0), manifest, None, 1, math.nan, 1, 1, 1, math.inf, 0.0, (), "")
+    result = messages.Result(Key(0, 0, 0), manifest, None, 1, math.nan, 1, 1, 1, math.inf, 0.0, 0.0, (), "")
     decoded = survives(packing.encode(result, SESSION))
     assert isinstance(decoded, messages.Result) and math.isnan(decoded.loss) and decoded.train_s == math.inf
 

@@ -205,7 +205,8 @@ class Measured:
 class ChildReport:
     """What one device did in an iteration, its link as measured before the run, and the link's bytes since.
 
-    `up` and `down` are each counted where they arrive: `up` at the parent, `down` at the child.
+    `up` and `down` are each counted where they arrive: `up` at the parent, `down` at the child. The seconds are
+    those of `Result`, summed over the rounds.
     """
 
     name: str
@@ -216,6 +217,7 @@ class ChildReport:
     loss: float = 0.0
     train_s: float = 0.0
     wait_s: float = 0.0
+    pause_s: float = 0.0
     measured: Measured = Measured()
     traffic: Traffic = Traffic()
 
@@ -261,6 +263,8 @@ class Result:
 
     `path_steps`: the steps of SGD that no device could have taken beside others, of each local round the slowest
     device's. `plans`: what the child's own aggregation decided in each of its rounds, as JSON, a list of objects.
+    `train_s`: of the trainings; `wait_s`: for a slot before them; `pause_s`: after them, where the child plays a slower
+    machine (`common/hardware.py`). An institution's are sums over its rounds, of each the largest of its devices'.
     `traffic` and `below` as in Progress, at the time of the offer.
     """
 
@@ -274,6 +278,7 @@ class Result:
     path_steps: int
     train_s: float
     wait_s: float
+    pause_s: float
     children: tuple[ChildReport, ...]
     plans: str
     traffic: Traffic = Traffic()
