@@ -4,6 +4,7 @@ experiment.toml  the effective experiment        rounds.csv   a row for each glo
 manifest.json    versions, hosts, links, digest  links.csv    bytes by link and direction
 events.jsonl     what happened, one per line     devices.csv  work of each device in each iteration
 checkpoints/     the last two                    model.safetensors  the final model
+partition.npz    each device's samples           partition.json     their digest, and how many of each class
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from common.errors import InvalidExperiment
 from common.layout import Row
+from common.learning import splits
 from common.metrics import Metrics
 from common.net.link import BrokerAddress
 from common.node.arriving import Arriving
@@ -80,15 +81,17 @@ class DeviceAgent:
         self._metrics.run.labels(*self._labels).info({"run": run, "experiment": experiment.name})
         await live(
             (up.endpoint,),
-            self._train_all(up, experiment),
+            self._train_all(up, experiment, announcement.partition),
             connect_timeout_s=self._connect_timeout_s,
             goodbye=lambda: up.farewell((), timeout_s=FAREWELL_S),
         )
         spool.close()
 
-    async def _train_all(self, up: ChildFace, experiment: Experiment) -> None:
+    async def _train_all(self, up: ChildFace, experiment: Experiment, partition: str) -> None:
         trainer = Trainer(experiment, node=self._name, accelerator=self._accelerator, slots=self._slots)
         await offload(trainer.prepare, executor=self._thread)
+        compare = partial(splits.check, experiment, node=self._name, clouds=partition)
+        await offload(compare, executor=self._thread)
         up.endpoint.set_state(NodeState.READY, samples=trainer.samples)
         local = LocalWork(trainer, rounds=experiment.institution.rounds)
         machine = experiment.machine(self._name)

@@ -196,7 +196,7 @@ def test_a_run_leaves_its_folder(reference: Path) -> None:
     names = {path.name for path in reference.iterdir()}
     assert names >= {
         "experiment.toml", "manifest.json", "rounds.csv", "links.csv", "devices.csv", "events.jsonl", "checkpoints",
-        "model.safetensors", "logs",
+        "model.safetensors", "logs", "partition.npz", "partition.json",
     }  # fmt: skip
     experiment = load(reference / "experiment.toml")
     assert experiment == load(DEMO, SMALL)
@@ -204,6 +204,7 @@ def test_a_run_leaves_its_folder(reference: Path) -> None:
     assert manifest["experiment_digest"] == experiment.digest
     assert manifest["packages"]["aiomqtt"]
     assert manifest["links"]["enforce"] == "bucket"
+    assert manifest["partition"] == json.loads((reference / "partition.json").read_text())["digest"]
     nodes = ["institution-0", "institution-1", *(f"device-{i}" for i in range(4))]
     assert manifest["links"]["of"] == {name: experiment.link(name).model_dump() for name in nodes}
     with (reference / "rounds.csv").open(newline="") as file:

@@ -80,7 +80,7 @@ class Presence:
     """A node's retained state; its will says LOST. `answers` names the session of a second node of our name.
 
     `samples`: a device's training samples, 0 where unknown; `metrics`: the address of its /metrics; `books`: names
-    the account of bytes that its children count for.
+    the account of bytes that its children count for. `invalid`: it failed as its part in the experiment cannot work.
     """
 
     state: NodeState
@@ -90,14 +90,19 @@ class Presence:
     reason: str = ""
     answers: str = ""
     books: str = ""
+    invalid: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """The experiment, retained by a parent for its children; the layout serves nodes without torch."""
+    """The experiment, retained by a parent for its children; the layout serves nodes without torch.
+
+    `partition`: the digest of the cloud's split of the data, empty where nothing is split.
+    """
 
     experiment: str
     layout: str
+    partition: str = ""
 
 
 @dataclass(frozen=True, slots=True)
