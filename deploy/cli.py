@@ -219,6 +219,14 @@ def device(
     ] = None,
     accelerator: Annotated[str, typer.Option(help="cpu, cuda, cuda:N or auto.")] = "auto",
     slots: Annotated[int, typer.Option(min=1, help="Trainings at once in this process.")] = 1,
+    allow_models: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A package whose models an experiment may name; without it only those of fedstrata.",
+            envvar="FEDSTRATA_ALLOW_MODELS",
+            show_default=False,
+        ),
+    ] = None,
     username: Username = None,
     password_file: PasswordFile = None,
     connect_timeout: ConnectTimeout = 30.0,
@@ -253,6 +261,7 @@ def device(
                 metrics=registry,
                 metrics_address=address,
                 spool=_folder(spool),
+                allow_models=allow_models or (),
             )
             for each, home, where in zip(name, homes, addresses, strict=True)
         ]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 from common.errors import InvalidExperiment
 from common.layout import Row
-from common.learning import splits
+from common.learning import own, splits
 from common.metrics import Metrics
 from common.net.link import BrokerAddress
 from common.node.arriving import Arriving
@@ -32,7 +33,10 @@ WAITING_S = 1.0
 
 
 class DeviceAgent:
-    """One device. It is told only its broker, its name and its institution."""
+    """One device. It is told only its broker, its name and its institution.
+
+    `allow_models`: the packages whose models an experiment may name, see `common.learning.own`.
+    """
 
     def __init__(
         self,
@@ -46,6 +50,7 @@ class DeviceAgent:
         metrics: Metrics,
         metrics_address: str = "",
         spool: Path | None = None,
+        allow_models: Sequence[str] = (),
     ) -> None:
         self._name = name
         self._institution = institution
@@ -56,6 +61,7 @@ class DeviceAgent:
         self._metrics = metrics
         self._metrics_address = metrics_address
         self._spool = spool
+        self._allow_models = allow_models
         self._labels = ("device", institution, name)
         # Not asyncio's pool: a training that waits for its slot must not keep others from hashing a model.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
@@ -88,6 +94,7 @@ class DeviceAgent:
         spool.close()
 
     async def _train_all(self, up: ChildFace, experiment: Experiment, partition: str) -> None:
+        own.permit(experiment.model.name, self._allow_models)
         trainer = Trainer(experiment, node=self._name, accelerator=self._accelerator, slots=self._slots)
         await offload(trainer.prepare, executor=self._thread)
         compare = partial(splits.check, experiment, node=self._name, clouds=partition)

@@ -610,6 +610,24 @@ def test_a_device_without_its_data_ends_the_run_at_once_with_the_reason(
     scenario(run())
 
 
+def test_a_device_imports_no_model_that_its_host_did_not_allow(
+    address: BrokerAddress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "announced.py").write_text("raise SystemExit('imported')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    async def run() -> None:
+        experiment = parse(SMALL | {"model": {"name": "announced:build"}})
+        async with announcing(address, "institution-0", experiment, children=["device-0"]) as institution:
+            refusing = asyncio.create_task(device(address, "device-0", "institution-0").run())
+            with pytest.raises(InvalidBelow, match=r"device-0 gave up: .*--allow-models announced"):
+                await institution.gather(Closing())
+            await asyncio.wait((refusing,))
+        assert isinstance(refusing.exception(), InvalidExperiment) and "announced" not in sys.modules
+
+    scenario(run())
+
+
 def test_a_lab_without_its_data_ends_soon_and_not_by_patience(tmp_path: Path) -> None:
     missing = tmp_path / "no-such-folder"
     slow = parse(
