@@ -244,7 +244,7 @@ def parse(tree: Mapping[str, Any] | str | bytes) -> Experiment:
 
 
 def to_toml(experiment: Experiment) -> str:
-    """Return the experiment as TOML, every key written out."""
+    """Return the experiment as TOML, every key that counts written out."""
     return write(experiment.model_dump(mode="json", exclude_none=True))
 
 

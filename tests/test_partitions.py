@@ -24,9 +24,8 @@ def labels_of(samples: int, classes: int = 10) -> Indices:
 def split(
     labels: Indices, partition: str, *, devices: int = 4, institutions: int = 1, seed: int = 1, **data: Any
 ) -> list[Indices]:
-    topology = {"devices": devices, "institutions": institutions}
-    experiment = spec.parse({"data": {"partition": partition, **data}, "topology": topology})
-    return partitions.split(labels, data=experiment.data, topology=experiment.topology, seed=seed)
+    topology = spec.parse({"topology": {"devices": devices, "institutions": institutions}}).topology
+    return partitions.split(labels, data=spec.Data(partition=partition, **data), topology=topology, seed=seed)
 
 
 def check_disjoint_cover(parts: list[Indices], samples: int) -> None:
