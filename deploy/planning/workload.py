@@ -20,7 +20,7 @@ import numpy as np
 
 from common.errors import InvalidExperiment
 from common.layout import ModelLayout, Row
-from common.learning import datasets, models, partitions
+from common.learning import datasets, models, splits
 from common.learning.datasets import Dataset
 from common.rounds.draw import draw
 from common.spec import CLOUD, Experiment, parse, participants
@@ -96,9 +96,9 @@ def workload(experiment: Experiment) -> Workload:
     mean = _mean_samples(experiment, dataset, count)
     samples: int | dict[str, int] = mean
     if count > MOST_LISTED:
-        assumed.append(f"all {count} devices alike, {mean} samples each; links.of is left out")
+        assumed.append(f"all {count} devices alike, {mean} samples each; links.of and hardware.of are left out")
     elif here is experiment and experiment.data.dataset != "folder":
-        parts = _split(experiment, dataset)
+        parts = splits.split_of(experiment).parts
         samples = dict(zip(experiment.topology.device_names(), map(len, parts), strict=True))
     else:
         assumed.append(f"each device has {mean} samples")
@@ -137,17 +137,19 @@ def lab(work: Workload, speeds: Speeds, *, one_host: bool, interface_mbit: float
             devices: Counter[Device] = Counter()
             for device in draw(children[name], share, seed=experiment.seed, node=name, r=0):
                 steps = work.steps(work.samples[device], work.epochs[name])
-                link = experiment.link(device)
-                devices[Device(1, link.down, link.up, speeds.training_s + steps * speeds.step_s)] += 1
+                link, machine = experiment.link(device), experiment.machine(device)
+                train_s = speeds.training_s + steps * speeds.step_s
+                devices[Device(1, link.down, link.up, train_s, machine.answer_s(train_s) - train_s)] += 1
             link = experiment.link(name)
             institutions[link.down, link.up, tuple(_counted(devices))] += 1
     else:
-        wan, lan = experiment.links.wan, experiment.links.lan
+        wan, lan, machine = experiment.links.wan, experiment.links.lan, experiment.hardware.default
         steps = work.steps(work.samples, training.epochs)
         every = experiment.topology.sizes()
         for size in every[: participants(len(every), experiment.cloud.participation)]:
             train_s = speeds.training_s + steps * speeds.step_s
-            devices_of_it = (Device(participants(size, share), lan.down, lan.up, train_s),)
+            pause_s = machine.answer_s(train_s) - train_s
+            devices_of_it = (Device(participants(size, share), lan.down, lan.up, train_s, pause_s),)
             institutions[wan.down, wan.up, devices_of_it] += 1
     branches = tuple(Branch(count, down, up, devices) for (down, up, devices), count in institutions.items())
     interface = math.inf if one_host else interface_mbit * 1e6 / 8
@@ -171,16 +173,6 @@ def _made_up(experiment: Experiment, missing: InvalidExperiment) -> Experiment:
     made = {"dataset": "synthetic", "classes": classes, "image_shape": list(shape.image), "partition": "iid"}
     made |= {"samples": shape.samples, "test_samples": shape.test_samples}
     return parse(experiment.model_dump(mode="json") | {"data": made})
-
-
-def _split(experiment: Experiment, dataset: Dataset) -> list[partitions.Indices]:
-    return partitions.split(
-        dataset.train_labels.numpy(),
-        data=experiment.data,
-        topology=experiment.topology,
-        seed=experiment.seed,
-        owners=dataset.owners,
-    )
 
 
 def _mean_samples(experiment: Experiment, dataset: Dataset, devices: int) -> int:
