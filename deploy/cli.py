@@ -25,7 +25,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import typer
 
 from common.errors import InvalidExperiment
-from deploy import data
+from deploy import data, inspection
 from deploy.reporting import reporting
 
 if TYPE_CHECKING:
@@ -44,6 +44,9 @@ app = typer.Typer(
 )
 
 app.add_typer(data.app, name="data")
+app.add_typer(inspection.app, name="runs")
+app.command()(inspection.report)
+app.command()(inspection.compare)
 
 ExperimentFile = Annotated[Path | None, typer.Argument(help="The experiment, a TOML file.", show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set training.epochs=2.")]

@@ -101,7 +101,7 @@ def write_partition(experiment: Experiment, out: Path) -> dict[str, Any]:
     import numpy as np
 
     from common.learning import datasets, partitions
-    from deploy.partition_picture import draw
+    from deploy.partition_picture import figure
 
     if experiment.data.dataset == "folder":
         raise InvalidExperiment(
@@ -128,10 +128,7 @@ def write_partition(experiment: Experiment, out: Path) -> dict[str, Any]:
         out.mkdir(parents=True, exist_ok=True)
         np.savez_compressed(out / "partition.npz", **by_name)  # type: ignore[arg-type]
         (out / "partition.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        ordered = [(home, name) for home, names in experiment.topology.children().items() for name in names]
-        title = f"{experiment.data.dataset}, {experiment.data.partition}, seed {experiment.seed}: {facts['digest']}"
-        picture = draw(np.stack([counts[name] for _, name in ordered]), rows=ordered, title=title)
-        (out / "partition.svg").write_text(picture, encoding="utf-8")
+        (out / "partition.svg").write_text(figure(facts).file(), encoding="utf-8")
     except OSError as error:
         raise InvalidExperiment("--out", str(out), error.strerror or str(error), "Name a folder to write to.") from None
     return facts

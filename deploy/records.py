@@ -1,4 +1,4 @@
-"""The rows that a run leaves, as records; a cell that cannot be what it must be raises ValueError, TypeError, KeyError."""
+"""The rows that a run leaves, as records. A row that is none raises ValueError, TypeError or KeyError."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ what `state` says comes from the last word in events.jsonl and from whether a pr
 from __future__ import annotations
 
 import csv
+import io
 import json
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -180,9 +181,9 @@ class Run:
                     continue
 
     def _rows(self, name: str, read: Callable[[Mapping[str, str]], T]) -> list[T]:
-        """Return a table's rows. The last one, if it was cut, is left out; any other that cannot be read is an error."""
+        """Return a table's rows; the last, if it was cut, is left out, any other that cannot be read is an error."""
         text = self._text(name)
-        lines = text[: text.rfind("\n") + 1].splitlines()
+        lines = io.StringIO(text[: text.rfind("\n") + 1], newline="")
         found: list[T] = []
         try:
             for row in csv.DictReader(lines, strict=True):
