@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from deploy.figures import DASHES, LETTER, SERIES, Figure, dot, legend, path, rect, text
+from deploy.figures import DASHES, SERIES, Figure, dot, legend, path, rect, text
 from deploy.tabular import Column, Table, show
 
 Point = tuple[float, float]
@@ -96,27 +96,26 @@ def bars(
     axis: Axis,
 ) -> Figure:
     """Draw a lying bar for each name, of parts (class, words) one after another; the sum stands at its end."""
-    left = 12 + LETTER * max(map(len, rows), default=0)
-    (top, step), width = (36.0, 30.0), 470.0
+    (left, top), (width, step) = (8.0, 36.0), (370.0, 44.0)
     most = axis.factor * max((math.fsum(values) for values in rows.values()), default=0.0)
     marks = ticks(0.0, most)
-    elements, tall = legend(2, top + 12, parts, width=left + width)
+    elements, tall = legend(2, top + 4, parts, width=left + width)
     elements.insert(0, text(2, 16, title))
-    top += tall + 8
+    top += tall
     for tick in marks:
         at = left + width * tick / marks[-1]
         elements.append(path([(at, top), (at, top + step * len(rows))], "grid"))
         elements.append(text(at, top + step * len(rows) + 16, _tick(tick), anchor="middle"))
     for i, (label, values) in enumerate(rows.items()):
-        y, at = top + step * i + 5, left
-        elements.append(text(left - 8, y + 14, label, anchor="end"))
+        y, at = top + step * i + 20, left
+        whole = f"{label}: {show(axis.factor * math.fsum(values), 2)} {axis.unit}"
+        elements.append(text(left + 2, y - 5, whole))
         for (kind, words), value in zip(parts, values, strict=True):
             wide = width * axis.factor * value / marks[-1]
             if wide > 0:
                 told = f"{label}, {words}: {show(axis.factor * value, 3)} {axis.unit}"
-                elements.append(rect(at, y, max(wide - 1, 0.4), 20, kind, title=told))
+                elements.append(rect(at, y, max(wide - 1, 0.4), 18, kind, title=told))
             at += wide
-        elements.append(text(at + 6, y + 14, show(axis.factor * math.fsum(values), 2), kind="soft"))
     bottom = top + step * len(rows) + 34
     elements.append(text(left + width / 2, bottom, axis.head, anchor="middle", kind="soft"))
     columns = (Column("bar", text=True), *(Column(words, axis.unit, 3) for _, words in parts))
@@ -124,7 +123,7 @@ def bars(
     told = "; ".join(
         f"{label}: {show(axis.factor * math.fsum(values), 2)} {axis.unit}" for label, values in rows.items()
     )
-    return Figure(name, title, told, (left + width + 60, bottom + 10), elements, table)
+    return Figure(name, title, told, (left + width + 52, bottom + 10), elements, table)
 
 
 def columns(
@@ -140,11 +139,11 @@ def columns(
     joined = math.ceil(len(values) / COLUMNS_MOST)
     groups = [values[start : start + joined] for start in range(0, len(values), max(joined, 1))]
     means = [[math.fsum(part) / len(group) for part in zip(*group, strict=True)] for group in groups]
-    (left, top), (width, height) = (46.0, 36.0), (640.0, 170.0)
+    (left, top), (width, height) = (46.0, 36.0), (372.0, 150.0)
     marks = ticks(0.0, axis.factor * max((math.fsum(bar) for bar in means), default=0.0))
-    elements, tall = legend(2, top + 12, parts, width=left + width)
+    elements, tall = legend(2, top + 4, parts, width=left + width)
     elements.insert(0, text(2, 16, title))
-    top += tall + 12
+    top += tall + 4
     for tick in marks:
         at = top + height * (1 - tick / marks[-1])
         elements += [path([(left, at), (left + width, at)], "grid"), text(left - 6, at + 4, _tick(tick), anchor="end")]

@@ -12,7 +12,7 @@ from typing import Final
 from deploy.tabular import Table, html
 
 FONT: Final = "ui-sans-serif, system-ui, sans-serif"
-LETTER: Final = 6.4  # pixels of a letter of 12, about
+LETTER: Final = 7.2  # pixels of a letter of 12, in a wide font
 SERIES: Final = 7
 # Light and dark: the first series is that of docs/, the others are Okabe and Ito's, darker on white where they were
 # too pale for a line.

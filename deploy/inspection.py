@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from common.errors import InvalidExperiment
+from deploy.logs import tell
 from deploy.reporting import reporting
 
 if TYPE_CHECKING:
@@ -93,7 +95,7 @@ def compare(
         goal = comparing.target_of(found, target)
         groups = comparing.group(found, goal, label or ())
         for note in comparing.notes(groups):
-            typer.echo(note, err=True)
+            tell(note)
         if output == "json":
             typer.echo(json.dumps(comparing.to_json(groups, goal)))
             return
@@ -113,7 +115,7 @@ def list_runs(runs: Runs = Path("runs"), output: Output = "table") -> None:
             try:
                 facts = _summary(Run(path))
             except InvalidExperiment as error:
-                typer.echo(f"fedstrata: {error}", err=True)
+                tell(f"fedstrata: {error}", level=logging.ERROR)
                 continue
             if output == "json":
                 typer.echo(json.dumps(facts))

@@ -11,7 +11,7 @@ from deploy.tabular import Column, Table
 ROW = 22.0  # pixels
 
 
-def epochs(rows: Mapping[str, Sequence[int | None]]) -> Figure:
+def epochs(key: str, rows: Mapping[str, Sequence[int | None]]) -> Figure:
     """Draw tau_c of each institution in each iteration, None where it was not in it; darker is more."""
     count = max(map(len, rows.values()), default=0)
     most = max((cell for cells in rows.values() for cell in cells if cell is not None), default=1)
@@ -35,9 +35,9 @@ def epochs(rows: Mapping[str, Sequence[int | None]]) -> Figure:
                     text(left + wide * (i + 0.5), y + 15, str(cell), anchor="middle") for i in range(start, end)
                 ]
     columns = (Column("iteration"), *(Column(name) for name in rows))
-    table = Table("epochs", title, columns, [(i + 1, *(cells[i] for cells in rows.values())) for i in range(count)])
+    table = Table(key, title, columns, [(i + 1, *(cells[i] for cells in rows.values())) for i in range(count)])
     size = (left + wide * count + 12, top + ROW * len(rows) + 8)
-    return Figure("epochs", title, "Rows are institutions, columns iterations.", size, elements, table)
+    return Figure(key, title, "Rows are institutions, columns iterations.", size, elements, table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,11 @@ class Rates:
     measured: tuple[float | None, float | None]
 
 
-def topology(children: Mapping[str, Sequence[str]], rates: Mapping[str, Rates]) -> Figure:
+def topology(key: str, children: Mapping[str, Sequence[str]], rates: Mapping[str, Rates]) -> Figure:
     """Draw the cloud, its institutions, and their devices, those of one institution and like links in one box."""
     boxes = {name: _alike(devices, rates) for name, devices in children.items()}
-    wide = 14 + LETTER * max(map(len, [*children, "999 devices", *(d for g in boxes.values() for d in _single(g))]))
-    cloud_x, edge = 4.0, 200.0
+    wide = 16 + LETTER * max(map(len, [*children, "999 devices", *(d for g in boxes.values() for d in _single(g))]))
+    cloud_x, edge = 4.0, 250.0
     home_x = cloud_x + 62 + edge
     group_x = home_x + wide + edge
     elements, y = [text(2, 16, "Links: declared and measured, down / up")], 40.0
@@ -75,7 +75,7 @@ def topology(children: Mapping[str, Sequence[str]], rates: Mapping[str, Rates]) 
         elements += _edge(cloud_x + 62, centre, home_x, middle, [rates[name]] if name in rates else [])
     elements += _node(cloud_x, centre, 62, "cloud")
     told = f"A cloud, {len(children)} institutions, {sum(map(len, children.values()))} devices."
-    return Figure("topology", "Topology", told, (group_x + wide + 4, y + 4), elements)
+    return Figure(key, "Topology", told, (group_x + wide + 4, y + 4), elements)
 
 
 def _stretches(cells: Sequence[int | None]) -> list[tuple[int, int, int | None]]:

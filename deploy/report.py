@@ -101,7 +101,7 @@ def compose(runs: Sequence[Run]) -> tuple[Page, str]:
         page.draw(sections.accuracy(runs, names), kind="curves")
         page.head(2, "Where the seconds went")
         page.say(sections.SECONDS)
-        page.draw([sections.budget(runs, names)])
+        page.draw([sections.budget(runs, names), *map(sections.budgets, runs)], kind="curves")
         page.tell(sections.phases(runs, names))
     for run, name in zip(runs, names, strict=True):
         if len(runs) > 1:
@@ -112,14 +112,12 @@ def compose(runs: Sequence[Run]) -> tuple[Page, str]:
 
 def _one(page: Page, run: Run, level: int) -> None:
     """Add what is told of each run by itself."""
-    if run.rounds:
-        page.draw([sections.budgets(run)])
     if run.direct:
         page.say(sections.DIRECT)
     if run.links:
         page.head(level, "Bytes")
         page.say(sections.BYTES)
-        page.draw([sections.traffic(run)])
+        page.draw([sections.traffic(run)], kind="curves")
         page.tell(sections.tiers(run))
         page.tell(sections.links(run), folded=len(run.links) > sections.FOLD)
     page.head(level, "Topology")
@@ -132,6 +130,7 @@ def _one(page: Page, run: Run, level: int) -> None:
         page.tell(sections.work(run), folded=len(run.children) > 1)
     if picture := sections.partition(run):
         page.head(level, "Data")
+        page.say(sections.DATA)
         page.draw([picture])
     page.head(level, "Events")
     told, left_out = sections.events(run)

@@ -45,6 +45,10 @@ EPOCHS: Final = (
     "Epochs that each institution's devices trained in each local round, and each device's work: seconds of training "
     "and of waiting for a slot on its host, measured there."
 )
+DATA: Final = (
+    "Training samples of each device (rows) by class (columns): the area of a square is its share of the fullest one, "
+    "the number at the right the device's samples."
+)
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
@@ -108,35 +112,30 @@ def budget(runs: Sequence[Run], names: Sequence[str]) -> Figure:
 def budgets(run: Run) -> Figure:
     """Return the budget of each iteration."""
     values = [[row.phases[phase] for phase in PHASES] for row in run.rounds]
-    title = "Seconds of each iteration"
-    return charts.columns(_of("iterations", run), title, _PHASE_PARTS, values, x="iteration", axis=Axis("seconds", "s"))
+    name, title = _of("iterations", run), f"Seconds of each iteration, {run.id.rpartition('-')[2]}"
+    return charts.columns(name, title, _PHASE_PARTS, values, x="iteration", axis=Axis("seconds", "s"))
 
 
 def phases(runs: Sequence[Run], names: Sequence[str]) -> Table:
-    """Return each phase's seconds, and how well they add up to the run's."""
-    foretold = any(run.prediction for run in runs)
-    columns = [
-        Column("phase", text=True),
-        Column("total", "s", 3),
-        Column("an iteration", "s", 4),
-        Column("share", "%"),
-    ]
-    columns += [Column("predicted", "s", 4)] * foretold
-    columns = [Column("run", text=True), *columns] if len(runs) > 1 else columns
-    rows: list[list[Cell]] = []
+    """Return each phase's seconds in the mean iteration of each run, and how well they add up to it.
+
+    A single run has the totals and shares too.
+    """
+    columns, cells = [Column("phase", text=True)], list[Mapping[str, float]]()
     for run, name in zip(runs, names, strict=True):
-        count, whole = max(len(run.rounds), 1), run.seconds or 1.0
         totals: dict[str, float] = {phase: sum(row.phases[phase] for row in run.rounds) for phase in PHASES}
-        totals["sum of the phases"] = sum(totals.values())
-        totals["elapsed"] = run.seconds
-        told = dict(run.prediction.seconds) if run.prediction else {}
-        if told:
-            told["sum of the phases"] = sum(told.get(phase, 0.0) for phase in PHASES)
-        for phase, total in totals.items():
-            line: list[Cell] = [phase, total, total / count, 100 * total / whole]
-            line += [told.get(phase)] * foretold
-            rows.append([name, *line] if len(runs) > 1 else line)
-    return Table("phases", "Seconds by phase", columns, rows)
+        totals |= {_SUM: sum(totals.values()), _ELAPSED: run.seconds}
+        if len(runs) == 1:
+            columns += [Column("total", "s", 3), Column("share", "%")]
+            cells += [totals, {phase: 100 * total / (run.seconds or 1) for phase, total in totals.items()}]
+        columns.append(Column(name if len(runs) > 1 else "an iteration", "s", 4))
+        cells.append({phase: total / max(len(run.rounds), 1) for phase, total in totals.items()})
+        if run.prediction is not None:
+            told = {phase: run.prediction.seconds[phase] for phase in PHASES if phase in run.prediction.seconds}
+            columns.append(Column(f"{name}, predicted" if len(runs) > 1 else "predicted", "s", 4))
+            cells.append(told | {_SUM: sum(told.values())})
+    rows = [[phase, *(found.get(phase) for found in cells)] for phase in (*PHASES, _SUM, _ELAPSED)]
+    return Table("phases", "Seconds by phase" if len(runs) == 1 else "Seconds of an iteration, mean", columns, rows)
 
 
 def traffic(run: Run) -> Figure:
@@ -171,7 +170,8 @@ def tiers(run: Run) -> Table:
         line: list[Cell] = [tier.upper(), way, sum(link.payload or 0 for link in whole), message, _carried(whole)]
         line.append(message / count)
         if told is not None:
-            line.append(sum(told.bytes_.get(link.goes, 0.0) for link in whole))
+            foretold = [told.bytes_[link.goes] for link in whole if link.goes in told.bytes_]
+            line.append(sum(foretold) if foretold else None)
         rows.append(line)
     return Table(_of("tiers", run), "Bytes by tier and direction", columns, rows)
 
@@ -201,12 +201,14 @@ def topology(run: Run) -> Figure:
         declared = (_rate(link.get("down_mbit")), _rate(link.get("up_mbit")))
         seen = (measured.get(f"{parent} {name}"), measured.get(f"{name} {parent}"))
         rates[name] = Rates(declared, _rate(link.get("delay_ms")) or 0.0, seen)
-    return maps.topology(run.children, rates)
+    return maps.topology(_of("topology", run), run.children, rates)
 
 
 def epochs(run: Run) -> Figure:
     """Return tau_c of each institution in each iteration."""
-    return maps.epochs({name: [row.epochs.get(name) for row in run.rounds] for name in run.children})
+    return maps.epochs(
+        _of("epochs", run), {name: [row.epochs.get(name) for row in run.rounds] for name in run.children}
+    )
 
 
 def work(run: Run) -> Table:
@@ -234,10 +236,8 @@ def partition(run: Run) -> Figure | None:
 
 def events(run: Run) -> tuple[Table, int]:
     """Return what happened but for plans and iterations, the last EVENTS_MOST, and how many were before them."""
-    told = [
-        event for event in run.events if event.name not in ("plan", "iteration", "evaluated", "measured", "progress")
-    ]
-    rows = [(event.time, event.name, _words(event)) for event in told[-EVENTS_MOST:]]
+    told = [event for event in run.events if _worth_telling(event)]
+    rows = [(event.time[:19].replace("T", " "), event.name, _words(event)) for event in told[-EVENTS_MOST:]]
     columns = [Column("time (UTC)", text=True), Column("event", text=True), Column("what", text=True)]
     return Table(_of("events", run), "What happened", columns, rows), max(0, len(told) - EVENTS_MOST)
 
@@ -281,7 +281,10 @@ def facts(run: Run) -> list[tuple[str, str]]:
     return list(told.items())
 
 
+# Of these events the facts that stand nowhere else in the report.
+_TOLD: Final = {"run": ("done", "iterations"), "finished": ("round", "elapsed_s", "accuracy", "loss")}
 _BYTE_NAMES: Final = ("WAN up", "WAN down", "LAN up", "LAN down")
+_SUM, _ELAPSED = "sum of the phases", "elapsed"
 _PHASE_PARTS: Final = [(f"fill-{phase}", phase) for phase in PHASES]
 _BYTE_PARTS: Final = [
     ("fill-s0", "models"),
@@ -339,8 +342,16 @@ def _bytes_axis(name: str, lines: Mapping[str, Sequence[charts.Point]]) -> Axis:
     return Axis(name, unit, factor)
 
 
+def _worth_telling(event: Event) -> bool:
+    """Return whether no figure or table has it, and it is more than a child's ordinary coming and going."""
+    if event.name == "child":
+        return event.facts.get("state") in ("lost", "failed", "disconnected")
+    return event.name not in ("plan", "iteration", "evaluated", "measured")
+
+
 def _words(event: Event) -> str:
-    return "; ".join(f"{key} {_brief(fact)}" for key, fact in event.facts.items())
+    known = _TOLD.get(event.name)
+    return "; ".join(f"{key} {_brief(fact)}" for key, fact in event.facts.items() if known is None or key in known)
 
 
 def _brief(fact: object, *, most: int = 160) -> str:

@@ -91,7 +91,7 @@ class Table:
                 if isinstance(cell, Spread):
                     cells += [cell.mean, "" if cell.deviation is None else cell.deviation]
                 else:
-                    cells += ["" if cell is None else cell] + [""] * two
+                    cells += ["" if cell is None else clean(cell) if isinstance(cell, str) else cell, *[""] * two]
             writer.writerow(cells)
         return text.getvalue()
 
