@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from deploy.logs import as_json
+from deploy.logs import as_json, tell
 
 Observe = Callable[[str, dict[str, object]], None]
 TIERS = ("wan", "lan")
