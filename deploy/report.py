@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deploy import sections
+from deploy import link_sections, sections
 from deploy.figures import STYLE, Figure
 from deploy.runs import Run, State
 from deploy.tabular import Table, html, show, size
@@ -113,16 +113,16 @@ def compose(runs: Sequence[Run]) -> tuple[Page, str]:
 def _one(page: Page, run: Run, level: int) -> None:
     """Add what is told of each run by itself."""
     if run.direct:
-        page.say(sections.DIRECT)
+        page.say(link_sections.DIRECT)
     if run.links:
         page.head(level, "Bytes")
-        page.say(sections.BYTES)
-        page.draw([sections.traffic(run)], kind="curves")
-        page.tell(sections.tiers(run))
-        page.tell(sections.links(run), folded=len(run.links) > sections.FOLD)
+        page.say(link_sections.BYTES)
+        page.draw([link_sections.traffic(run)], kind="curves")
+        page.tell(link_sections.tiers(run))
+        page.tell(link_sections.links(run), folded=len(run.links) > link_sections.FOLD)
     page.head(level, "Topology")
-    page.say(sections.TOPOLOGY)
-    page.draw([sections.topology(run)])
+    page.say(link_sections.TOPOLOGY)
+    page.draw([link_sections.topology(run)])
     if run.rounds:
         page.head(level, "Epochs and work")
         page.say(sections.EPOCHS)

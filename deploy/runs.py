@@ -102,8 +102,18 @@ class Run:
 
     @cached_property
     def partition(self) -> Mapping[str, Any] | None:
-        """Return what partition.json says, if it is there."""
-        return self._json("partition.json") if (self.path / "partition.json").exists() else None
+        """Return what partition.json says, if it is there: of each of `devices` its `institution` and `by_class`."""
+        if not (self.path / "partition.json").exists():
+            return None
+        told = self._json("partition.json")
+        try:
+            for held in told["devices"].values():
+                if not all(isinstance(count, int) and count >= 0 for count in held["by_class"]):
+                    raise ValueError(held["by_class"])
+                str(held["institution"])
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise self._damaged("partition.json", repr(error)) from None
+        return told
 
     @cached_property
     def prediction(self) -> Prediction | None:
