@@ -140,7 +140,7 @@ def test_unlike_runs_are_refused_by_what_differs(
 def test_another_machine_and_a_run_without_a_network_are_refused(tmp_path: Path, make_run: MakeRun) -> None:
     for kind, change in (
         ("hardware", {"cpus": 999}),
-        ("hardware", {"hardware": {"gpu": "x"}}),
+        ("hardware", {"host": "elsewhere"}),
         ("links", {"direct": {}}),
     ):
         one, other = (make_run(tmp_path, {}) for _ in range(2))
