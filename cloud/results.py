@@ -230,9 +230,10 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _read(path: Path) -> tuple[Sequence[str], list[dict[str, str]]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        return reader.fieldnames or (), list(reader)
+    """Return a table's fields and rows; a last one that a kill cut short is left out."""
+    text = path.read_bytes().decode()
+    reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
+    return reader.fieldnames or (), list(reader)
 
 
 def _version(package: str) -> str | None:

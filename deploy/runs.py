@@ -207,7 +207,7 @@ class Run:
 
     def _text(self, name: str) -> str:
         try:
-            return (self.path / name).read_text(encoding="utf-8", errors="replace")
+            return (self.path / name).read_bytes().decode(errors="replace")
         except FileNotFoundError:
             return ""
         except OSError as error:

@@ -86,6 +86,14 @@ def test_a_table_cut_anywhere_has_whole_rows(tmp_path: Path, make_run: MakeRun) 
         assert Run(path).rounds == whole[: max(0, text[:end].count(b"\n") - 1)]
 
 
+def test_a_resumed_run_forgets_a_row_that_was_cut(tmp_path: Path, make_run: MakeRun) -> None:
+    path = make_run(tmp_path, {}, last="")
+    whole = (path / "rounds.csv").read_bytes()
+    (path / "rounds.csv").write_bytes(whole + b"1")  # of iteration 10 or more
+    assert [row["round"] for row in RunFolder.reopen(path).forget_after(3)] == ["1", "2", "3"]
+    assert (path / "rounds.csv").read_bytes() == whole
+
+
 def test_events_that_were_cut_are_left_out_also_in_the_middle(tmp_path: Path, make_run: MakeRun) -> None:
     path = make_run(tmp_path, {}, last="")
     with (path / "events.jsonl").open("a") as file:
