@@ -158,7 +158,7 @@ def columns(
             if tall > 0:
                 told = f"{x} {label}, {words}: {show(axis.factor * value, 3)} {axis.unit}"
                 elements.append(rect(left + wide * i + gap / 2, at, min(wide - gap, 40), tall, kind, title=told))
-        if i % math.ceil(len(means) / 15) == 0:
+        if i % math.ceil(len(means) / 9) == 0:
             middle = left + wide * i + gap / 2 + min(wide - gap, 40) / 2
             elements.append(text(middle, top + height + 16, str(first), anchor="middle"))
     elements.append(text(left + width / 2, top + height + 34, x, anchor="middle", kind="soft"))

@@ -151,7 +151,6 @@ def _first_numbers(run: Run) -> Iterator[tuple[str, str]]:
     yield "time", f"{show(run.seconds)} s"
     for tier in ("wan", "lan"):
         yield f"{tier.upper()} up / down", f"{size(totals[f'{tier}_up_bytes'])} / {size(totals[f'{tier}_down_bytes'])}"
-    yield "seed", str(run.seed)
 
 
 def _unfinished(run: Run) -> str:

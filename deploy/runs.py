@@ -226,7 +226,7 @@ def find(text: str, root: Path) -> Path:
         return Path(text)
     matching = [
         path
-        for path in folders(root)
+        for path in (folders(root) if root.is_dir() else ())
         for words in [path.name.split("-")]
         if text and any(name.startswith(text) for name in (path.name, f"{words[0]}-{words[-1]}", words[-1]))
     ]

@@ -140,9 +140,9 @@ def test_a_run_is_found_by_its_folder_or_the_beginning_of_its_id(tmp_path: Path,
             assert find(text, tmp_path) == path
     with pytest.raises(InvalidExperiment, match="2 runs begin so"):
         find(paths[0].name[:6], tmp_path)
-    for text in ("", "nothing"):
+    for text, root in (("", tmp_path), ("nothing", tmp_path), ("nothing", tmp_path / "absent")):
         with pytest.raises(InvalidExperiment, match="no run's folder"):
-            find(text, tmp_path)
+            find(text, root)
     with pytest.raises(InvalidExperiment, match="--runs"):
         folders(tmp_path / "absent")
 
