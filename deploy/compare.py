@@ -81,6 +81,8 @@ def group(runs: Sequence[Run], target: float, labels: Sequence[str] = ()) -> lis
     Raises InvalidExperiment where the names are not as many as the groups.
     """
     trees = [{key: value for key, value in flat(run.tree).items() if key not in _NAMING} for run in runs]
+    for run, tree in zip(runs, trees, strict=True):  # where these may differ, they are not averaged
+        tree |= {"direct": run.direct, **{key: run.manifest.get(key) for key in _HOST}}
     kinds: list[dict[str, Any]] = []
     members: list[list[Reached]] = []
     for run, tree in zip(runs, trees, strict=True):

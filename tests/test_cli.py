@@ -200,7 +200,7 @@ def test_roles_without_training_are_small_quick_and_free_of_torch(tmp_path: Path
     assert len(samples) == len(set(samples))
 
 
-@pytest.mark.parametrize("module", ["cloud.agent", "institution.agent", "deploy.cli", "deploy.lab"])
+@pytest.mark.parametrize("module", ["cloud.agent", "institution.agent", "deploy.cli", "deploy.lab", "deploy.report"])
 def test_torch_is_not_imported(module: str) -> None:
     code = f"import sys, {module}; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", f"import json; {code}"], capture_output=True, check=True)

@@ -147,6 +147,7 @@ def test_another_machine_and_a_run_without_a_network_are_refused(tmp_path: Path,
         manifest = json.loads((other / "manifest.json").read_text())
         (other / "manifest.json").write_text(json.dumps(manifest | change))
         assert set(differences([Run(one), Run(other)])) == {kind}
+        assert len(group([Run(one), Run(other)], 0.9)) == 2  # allowed, they are not averaged
 
 
 def test_where_the_data_lie_and_how_large_the_lab_is_make_runs_no_less_alike(tmp_path: Path, make_run: MakeRun) -> None:
