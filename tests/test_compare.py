@@ -124,7 +124,7 @@ def test_the_target_is_the_experiments_unless_given(tmp_path: Path, make_run: Ma
     [
         ("links", {"links": {"wan": {"up_mbit": 5.0}}}, "links.of.institution-0.up_mbit: none and 5.0"),
         ("links", {"links": {"enforce": "kernel"}}, "links.enforce: bucket and kernel"),
-        ("data", {"data": {"concentration": 0.2}}, "data.concentration: 1.0 and 0.2"),
+        ("data", {"data": {"noise": 0.2}}, "data.noise: 0.0 and 0.2"),
     ],
 )
 def test_unlike_runs_are_refused_by_what_differs(
