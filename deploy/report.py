@@ -112,11 +112,9 @@ def compose(runs: Sequence[Run]) -> tuple[Page, str]:
 
 def _one(page: Page, run: Run, level: int) -> None:
     """Add what is told of each run by itself."""
-    if run.direct:
-        page.say(link_sections.DIRECT)
     if run.links:
         page.head(level, "Bytes")
-        page.say(link_sections.BYTES)
+        page.say(link_sections.DIRECT if run.direct else link_sections.BYTES)
         page.draw([link_sections.traffic(run)], kind="curves")
         page.tell(link_sections.tiers(run))
         page.tell(link_sections.links(run), folded=len(run.links) > link_sections.FOLD)

@@ -32,7 +32,7 @@ SECONDS: Final = (
 )
 EPOCHS: Final = (
     "Epochs that each institution's devices trained in each local round, and each device's work: seconds of training "
-    "and of waiting for a slot on its host, measured there."
+    "and of waiting for a slot on its host, measured there; and by how many seconds it was slowed to play a slower one."
 )
 DATA: Final = (
     "Training samples of each device (rows) by class (columns): the area of a square is its share of the fullest one, "
