@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from deploy.reporting import reporting
+from deploy.tabular import size
 
 if TYPE_CHECKING:
     from common.spec import Experiment
@@ -52,8 +53,8 @@ def plan(
 def predict(experiment: Experiment, *, one_host: bool, interface_mbit: float) -> dict[str, Any]:
     """Return what prediction.json holds. Raises InvalidExperiment.
 
-    `seconds` of an iteration by phase, and `bytes`, in the columns of rounds.csv; `memory`, bytes by role; what was
-    `assumed`, in words; and the `speeds` of this machine.
+    Of one iteration `seconds` by phase, MQTT bytes of each link by `FROM TO` and of the `tiers`; `memory`, bytes by
+    role; what was `assumed`, in words; and the `speeds` of this machine.
     """
     import os
     from dataclasses import asdict
@@ -76,8 +77,9 @@ def predict(experiment: Experiment, *, one_host: bool, interface_mbit: float) ->
         "iterations": experiment.iterations,
         "iteration_s": iteration_s,
         "total_s": iteration_s * experiment.iterations,
-        "seconds": {f"{phase}_s": length for phase, length in seconds.items()},
-        "bytes": footprint.bytes_of(lab),
+        "seconds": seconds,
+        "bytes": footprint.links_of(experiment, work.sizes) if work.listed else {},
+        "tiers": footprint.tiers_of(lab),
         "memory": footprint.memory_of(lab, data_bytes=work.data_bytes, devices=devices),
         "epochs": dict(work.epochs),
         "assumed": [*work.assumed, *([] if one_host else [f"each host's interface carries {interface_mbit:g} Mbit/s"])],
@@ -87,12 +89,12 @@ def predict(experiment: Experiment, *, one_host: bool, interface_mbit: float) ->
 
 def _table(found: dict[str, Any]) -> str:
     lines = [f"an iteration   {_duration(found['iteration_s'])}"]
-    lines += [f"  {phase.removesuffix('_s'):<12} {_duration(length)}" for phase, length in found["seconds"].items()]
-    lines.append(f"{found['iterations']} iterations  {_duration(found['total_s'])}")
+    lines += [f"  {phase:<14} {_duration(length)}" for phase, length in found["seconds"].items()]
+    lines.append(f"{found['iterations']} iterations".ljust(15) + _duration(found["total_s"]))
     lines.append("bytes of an iteration")
-    lines += [f"  {name.removesuffix('_bytes').replace('_', ' '):<12} {_size(n)}" for name, n in found["bytes"].items()]
+    lines += [f"  {tier.replace('_', ' '):<14} {size(count)}" for tier, count in found["tiers"].items()]
     lines.append("memory of a process")
-    lines += [f"  {role.replace('_', ' '):<14} {_size(n)}" for role, n in found["memory"].items()]
+    lines += [f"  {role.replace('_', ' '):<14} {size(count)}" for role, count in found["memory"].items()]
     lines += [f"assumed: {text}" for text in found["assumed"]]
     return "\n".join(lines) + "\n"
 
@@ -102,10 +104,3 @@ def _duration(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.1f} {unit}"
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
-
-
-def _size(nbytes: float) -> str:
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.1f} {unit}"
-    return f"{nbytes:.0f} B"

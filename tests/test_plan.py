@@ -137,10 +137,21 @@ def test_nothing_is_faster_on_slower_links(rates: list[float], trains: list[floa
 
 
 def test_bytes_are_those_of_all_models() -> None:
-    found = footprint.bytes_of(lab(Branch(3, FREE, FREE, (device(4),)), rounds=2))
-    assert found["wan_down_bytes"] == pytest.approx(30 * MB, rel=1e-3)
-    assert found["lan_up_bytes"] == pytest.approx(2 * 120 * MB, rel=1e-3)
+    found = footprint.tiers_of(lab(Branch(3, FREE, FREE, (device(4),)), rounds=2))
+    assert found["wan_down"] == pytest.approx(30 * MB, rel=1e-3)
+    assert found["lan_up"] == pytest.approx(2 * 120 * MB, rel=1e-3)
     assert all(nbytes > 3 * 10 * MB * (1 if name.startswith("wan") else 8) for name, nbytes in found.items())
+
+
+def test_links_add_up_to_their_tiers() -> None:
+    tree = {"topology": {"institutions": 2, "devices": 7}, "institution": {"rounds": 3, "participation": 0.5}}
+    work = workload.workload(parse(tree))
+    workload.rehearse(work, FAST)
+    links = footprint.links_of(work.experiment, work.sizes)
+    tiers = footprint.tiers_of(workload.lab(work, FAST, one_host=False, interface_mbit=1000))
+    assert len(links) == 2 * (2 + 7)
+    assert sum(links.values()) == pytest.approx(sum(tiers.values()))
+    assert links["cloud institution-1"] + links["cloud institution-0"] == tiers["wan_down"]
 
 
 def test_memory_is_bound_by_what_may_stay_resident() -> None:
@@ -163,7 +174,7 @@ def test_ten_million_devices_on_paper() -> None:
     assert sum(branch.count for branch in played.branches) == 10_000 and len(played.branches) == 1
     assert played.branches[0].devices[0].count == 100
     assert total(seconds(played, FAST)) > 10_000 * work.sizes.wan_up / 1.25e9
-    assert footprint.bytes_of(played)["lan_up_bytes"] > 4_000_000 * work.sizes.lan_up
+    assert footprint.tiers_of(played)["lan_up"] > 4_000_000 * work.sizes.lan_up
     assert time.monotonic() - start < 60  # against lists of ten million names
     assert "alike" in work.assumed[0]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from common.spec import Transfer
-from deploy.planning.prediction import Lab
+from common.spec import CLOUD, Experiment, Transfer, participants
+from deploy.planning.prediction import Lab, Sizes
 
 DOWN_BYTES: Final = 270  # of a child's round, besides its model: the task and the receipt
 UP_BYTES: Final = 600  # the result, and what it says of progress
@@ -20,18 +20,35 @@ TORCH_BYTES: Final = 560_000_000
 BROKER_BYTES: Final = 9_000_000
 
 
-def bytes_of(lab: Lab) -> dict[str, int]:
-    """Return an iteration's bytes of whole MQTT packets, in the columns of rounds.csv."""
-    sizes, transfer = lab.sizes, lab.transfer
+def tiers_of(lab: Lab) -> dict[str, int]:
+    """Return an iteration's bytes of whole MQTT packets on each tier and way."""
+    sizes = lab.sizes
     institutions = sum(branch.count for branch in lab.branches)
     devices = sum(branch.count * device.count for branch in lab.branches for device in branch.devices)
     trainings = devices * lab.rounds
     return {
-        "wan_up_bytes": institutions * (_packets(sizes.wan_up, transfer) + UP_BYTES) + devices * REPORT_BYTES,
-        "wan_down_bytes": institutions * (_packets(sizes.wan_down, transfer) + DOWN_BYTES),
-        "lan_up_bytes": trainings * (_packets(sizes.lan_up, transfer) + UP_BYTES),
-        "lan_down_bytes": trainings * (_packets(sizes.lan_down, transfer) + DOWN_BYTES),
+        "wan_up": institutions * _up(sizes.wan_up, lab.transfer) + devices * REPORT_BYTES,
+        "wan_down": institutions * _down(sizes.wan_down, lab.transfer),
+        "lan_up": trainings * _up(sizes.lan_up, lab.transfer),
+        "lan_down": trainings * _down(sizes.lan_down, lab.transfer),
     }
+
+
+def links_of(experiment: Experiment, sizes: Sizes) -> dict[str, float]:
+    """Return the mean bytes of an iteration on each link, by `FROM TO`: who is not drawn gets nothing."""
+    transfer, rounds = experiment.transfer, experiment.institution.rounds
+    children = experiment.topology.children()
+    cloud_share = participants(len(children), experiment.cloud.participation) / len(children)
+    found: dict[str, float] = {}
+    for name, devices in children.items():
+        drawn = participants(len(devices), experiment.institution.participation)
+        found[f"{CLOUD} {name}"] = cloud_share * _down(sizes.wan_down, transfer)
+        found[f"{name} {CLOUD}"] = cloud_share * (_up(sizes.wan_up, transfer) + drawn * REPORT_BYTES)
+        share = cloud_share * rounds * drawn / len(devices)
+        for device in devices:
+            found[f"{name} {device}"] = share * _down(sizes.lan_down, transfer)
+            found[f"{device} {name}"] = share * _up(sizes.lan_up, transfer)
+    return found
 
 
 def memory_of(lab: Lab, *, data_bytes: int, devices: int) -> dict[str, int]:
@@ -50,6 +67,14 @@ def memory_of(lab: Lab, *, data_bytes: int, devices: int) -> dict[str, int]:
         "cloud_broker": _broker(institutions, row, transfer),
         "device_broker": _broker(drawn, row, transfer),
     }
+
+
+def _down(nbytes: int, transfer: Transfer) -> int:
+    return _packets(nbytes, transfer) + DOWN_BYTES
+
+
+def _up(nbytes: int, transfer: Transfer) -> int:
+    return _packets(nbytes, transfer) + UP_BYTES
 
 
 def _packets(nbytes: int, transfer: Transfer) -> int:
