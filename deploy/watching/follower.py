@@ -80,7 +80,7 @@ class Follower:
             except TimeoutError:
                 others = ", ".join(self._runs.names()[:3])
                 there = f" (there is {others}; --run NAME shows one that has ended)" if others else ""
-                raise NoProgress(f"no run on broker {self._all()} within {timeout_s:g} s{there}") from None
+                raise NoProgress(f"no living run on broker {self._all()} within {timeout_s:g} s{there}") from None
             await asyncio.sleep(LOOK_S)
             show(lab, self._loop.time())
 

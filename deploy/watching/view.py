@@ -73,7 +73,7 @@ class View:
         self._cells(titles, {column: column.title for column in COLUMNS})
         lines = [*head, Text(), titles, *rows, *told]
         for line in lines:
-            line.truncate(self.width, overflow="ellipsis")
+            line.truncate(self.width, overflow="crop" if self.plain else "ellipsis")
             line.no_wrap = True
         return lines
 
@@ -81,7 +81,7 @@ class View:
         title = Text.assemble((lab.experiment.name, "bold"), f"  iteration {lab.iteration}/{lab.experiment.iterations}")
         if lab.loss is not None:
             title.append(f"  training loss {lab.loss:.4f}")
-        if (left_s := lab.left_s(now)) is not None:
+        if lab.cloud.alive and (left_s := lab.left_s(now)) is not None:
             title.append(f"  about {left_s:.0f} s left")
         lines = [title, Text(lab.run, style="dim")]
         for broker in lab.brokers:
@@ -144,8 +144,11 @@ class View:
     def _size(self, line: Text, node: Node) -> None:
         """Add how much of a model is here, where its manifest was heard and there is room."""
         transfer = {Step.FETCHING: node.fetch, Step.OFFERING: node.upload}.get(node.step)
-        if transfer is not None and transfer.size and self.width >= WIDE and word(node) == node.step.name.lower():
-            line.append(f"  {size(transfer.share * transfer.size)} of {size(transfer.size)}", style="dim")
+        if transfer is None or not transfer.size or word(node) != node.step.name.lower():
+            return
+        text = f"  {size(transfer.share * transfer.size)} of {size(transfer.size)}"
+        if line.cell_len + len(text) <= self.width:
+            line.append(text, style="dim")
 
     def _bar(self, line: Text, share: float, name: str) -> None:
         width = 20 if self.width >= 140 else 8
