@@ -53,7 +53,7 @@ from deploy import broker
 from deploy.processes import free_port
 from deploy.watching import words
 from deploy.watching.follower import Follower
-from deploy.watching.lab import GOODBYE_S, Event, Lab
+from deploy.watching.lab import GOODBYE_S, SILENT_S, Event, Lab
 from deploy.watching.meter import SILENCE_S, SMOOTHING_S, Meter
 from deploy.watching.node import Node, Step
 from deploy.watching.runs import HELD_MOST, SETTLE_S, Runs
@@ -408,6 +408,22 @@ def test_a_broker_that_restarts_is_told_of_and_forgets_what_it_kept() -> None:
     assert watched["device-0"].state == "ready"
     states = [facts.get("state") for _, facts in watched.events()]
     assert states == ["away", "connected"]  # and nothing of nodes that are as they were
+
+
+def test_a_lab_at_work_that_is_not_heard_is_warned_of_once() -> None:
+    watched = Watched()
+    watched.all_ready()
+    for now in (0.0, SILENT_S - 1, SILENT_S, 2 * SILENT_S):
+        watched.now = now
+        assert not ended(watched)
+    assert [name for name, _ in watched.events()] == ["warning"]
+    heard = Watched()
+    heard.all_ready()
+    heard.say("cloud", "institution-0", Gone("0" * 16))
+    for now in (0.0, SILENT_S, 2 * SILENT_S):
+        heard.now = now
+        assert not ended(heard)
+    assert not heard.events()
 
 
 def test_a_site_alone_ends_with_its_institution() -> None:

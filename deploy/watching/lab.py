@@ -34,6 +34,7 @@ from deploy.watching.node import Node
 
 GOODBYE_S: Final = 12.0  # what a cloud that has finished takes to leave, at most
 ITERATIONS_KEPT: Final = 10
+SILENT_S: Final = 15.0  # a child at work says a word every two seconds
 OVER: Final = ("left", NodeState.FINISHED, NodeState.FAILED)
 
 Event: TypeAlias = tuple[str, dict[str, object]]
@@ -82,6 +83,7 @@ class Lab:
         self._starts: deque[float] = deque(maxlen=ITERATIONS_KEPT)
         self._alive_at = now
         self._finished_at: float | None = None
+        self._ready_at: float | None = None
         self._events: deque[Event] = deque()
         facts = {"run": run, "experiment": experiment.name, "iterations": experiment.iterations}
         sizes = {name: len(node.children) for name, node in self.cloud.children.items()}
@@ -126,6 +128,7 @@ class Lab:
             self._finished_at = now
         elif not over:
             self._finished_at = None
+        self._mind_silence(now)
         idle_s = self.experiment.transfer.idle_s
         if failed is not None and over:
             self._finish(RunFailed(f"{failed.name} gave up: {failed.reason}"))
@@ -278,6 +281,18 @@ class Lab:
         if self.cloud.says or self.cloud.told:
             return [self.cloud]
         return [node for node in self.cloud.children.values() if node.says]
+
+    def _mind_silence(self, now: float) -> None:
+        """Warn once where a lab that should be at work is not heard: a broker's rules may hide messages from a login."""
+        if self.controls or not all(
+            node.state == NodeState.READY for node in (self.cloud, *self.cloud.children.values())
+        ):
+            self._ready_at = None
+        elif self._ready_at is None:
+            self._ready_at = now
+        elif now >= self._ready_at + SILENT_S:
+            self._ready_at = math.inf
+            self._tell("warning", {"reason": "no control message is heard: may this login read the inboxes?"})
 
     def _turn(self, place: int, *, up: bool, now: float) -> None:
         broker = self.brokers[place]

@@ -22,7 +22,6 @@ STYLES: Final[Mapping[str, str]] = {
     "training": ORANGE, "fetching": SKY, "offering": SKY, "measuring": SKY, "absent": "dim", "left": "dim",
 }  # fmt: skip
 NOTES: Final = 3
-SILENT_S: Final = 15.0  # a child at work says a word every two seconds
 WIDE: Final = 90
 
 
@@ -91,8 +90,6 @@ class View:
         for tier in ("wan", "lan"):
             up, down = flows[f"{tier}_up"], flows[f"{tier}_down"]
             lines.append(Text(f"{tier.upper()}  up {_flow(up)}  down {_flow(down)}"))
-        if not lab.controls and now - lab.began > SILENT_S and lab.cloud.state == NodeState.READY:
-            lines.append(Text("no control message was heard: may this login read the inboxes?", style="dim"))
         return lines
 
     def _row(self, lab: Lab, node: Node, now: float, depth: int) -> Text:

@@ -31,6 +31,8 @@ def line(lab: Lab, event: str, facts: Mapping[str, Any], now: float) -> str | No
             told = f"iteration {facts['iteration']}/{lab.experiment.iterations}{loss}  {traffic}"
         case "state" if facts["state"] not in (NodeState.INIT, "left"):
             told = f"{facts['node']}: {facts['state']}{reason}"
+        case "warning":
+            told = f"warning: {facts['reason']}"
         case "restarted" | "refused":
             told = f"{facts['node']}: {event}{reason}"
         case "broker":
