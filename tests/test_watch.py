@@ -151,7 +151,10 @@ def progress(key: Key, phase: Phase, done: int, total: int, *, sent: int = 0, re
 
 
 def result(key: Key, *, loss: float = 0.5, samples: int = 10, inline: bytes | None = None, **more: Any) -> Result:
-    return Result(key, ANSWER, inline, samples, loss, 3, 30, 30, 1.5, 0.5, more.pop("children", ()), "", **more)
+    return Result(
+        key, ANSWER, inline, samples, loss, epochs=3, steps=30, path_steps=30, train_s=1.5, wait_s=0.5, pause_s=0.0,
+        children=more.pop("children", ()), plans="", **more,
+    )  # fmt: skip
 
 
 # The tree
@@ -283,7 +286,10 @@ def test_the_loss_is_the_mean_of_the_institutions_by_samples() -> None:
 def test_devices_on_a_broker_of_their_own_are_known_from_their_institutions_reports() -> None:
     watched, key = Watched(), Key(0, 0, 0)
     watched.say("cloud", "institution-0", task(key))
-    reports = tuple(ChildReport(name, 10, 2, 6, 60, 0.25, 3.5, 1.0) for name in ("device-0", "device-1", "stranger"))
+    reports = tuple(
+        ChildReport(name, 10, 2, 6, 60, 0.25, train_s=2.5, wait_s=1.0, pause_s=1.0)
+        for name in ("device-0", "device-1", "stranger")
+    )
     watched.say("institution-0", "cloud", result(key, children=reports, below=traffic(70, 50)))
     assert watched["device-1"].report == reports[1]
     assert "slowest device-0, 4.5 s in its last iteration" in words.counts(watched["institution-0"])
@@ -450,7 +456,7 @@ MESSAGES = st.one_of(
     st.builds(Task, KEYS, st.just(MANY), MODELS, st.none() | st.just(b"x")),
     st.builds(Progress, KEYS, st.sampled_from(Phase), st.just(MANY) | st.integers(0, 9), st.integers(0, 9), TRAFFICS,
               TRAFFICS),
-    st.builds(Result, KEYS, MODELS, st.none(), st.just(MANY), LOSSES, *[st.just(1)] * 3, LOSSES, LOSSES, REPORTS,
+    st.builds(Result, KEYS, MODELS, st.none(), st.just(MANY), LOSSES, *[st.just(1)] * 3, *[LOSSES] * 3, REPORTS,
               st.just("["), TRAFFICS, TRAFFICS),
     st.builds(Receipt, KEYS, st.sampled_from(["", "no"])),
     st.builds(Ask, st.sampled_from([MODEL.blob, ANSWER.blob, "0" * 16]), st.binary(max_size=9), st.just(0), st.just(0),

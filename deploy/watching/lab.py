@@ -283,10 +283,9 @@ class Lab:
         return [node for node in self.cloud.children.values() if node.says]
 
     def _mind_silence(self, now: float) -> None:
-        """Warn once where a lab that should be at work is not heard: a broker's rules may hide messages from a login."""
-        if self.controls or not all(
-            node.state == NodeState.READY for node in (self.cloud, *self.cloud.children.values())
-        ):
+        """Warn once where a lab at work is not heard: a broker's rules may hide messages from a login."""
+        parts = (self.cloud, *self.cloud.children.values())
+        if self.controls or any(node.state != NodeState.READY for node in parts):
             self._ready_at = None
         elif self._ready_at is None:
             self._ready_at = now
@@ -321,8 +320,8 @@ def _round(child: Node) -> dict[str, object]:
 
 
 def _result(child: Node, result: Result) -> dict[str, object]:
-    seconds = {"train_s": result.train_s, "wait_s": result.wait_s, "loss": result.loss}
-    finite = {name: value if math.isfinite(value) else None for name, value in seconds.items()}
+    seconds = {"train_s": result.train_s, "wait_s": result.wait_s, "pause_s": result.pause_s}
+    finite = {name: value if math.isfinite(value) else None for name, value in {"loss": result.loss, **seconds}.items()}
     counts = {"samples": result.samples, "epochs": result.epochs, "steps": result.steps}
     place = {"iteration": result.key.iteration + 1, "round": result.key.round + 1}
     return {"node": child.name, "role": child.role, **place, **counts, **finite}

@@ -13,7 +13,7 @@ from common.wire.messages import NodeState
 from deploy.progress import size
 from deploy.watching.lab import Flow, Lab
 from deploy.watching.node import Node, Step
-from deploy.watching.words import GONE, counts, step, word
+from deploy.watching.words import GONE, counts, seconds, step, word
 
 # Okabe and Ito's colours, which nearly everybody can tell apart; whatever they say stands there in words too.
 GREEN, ORANGE, SKY, RED = "#009e73", "#e69f00", "#56b4e9", "#d55e00"
@@ -130,7 +130,7 @@ class View:
             self._bar(line, share, "training")
             line.append(f"{done}/{len(playing)} devices")
         elif node.key is None and node.report is not None and node.report.rounds:
-            line.append(f"{node.report.train_s + node.report.wait_s:.1f} s in its last iteration", style="dim")
+            line.append(f"{seconds(node.report):.1f} s in its last iteration", style="dim")
         elif node.key is not None or node.measuring:
             name = word(node)
             if node.step in (Step.FETCHING, Step.TRAINING, Step.OFFERING) and name == node.step.name.lower():

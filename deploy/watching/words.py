@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Final
 
-from common.wire.messages import NodeState
+from common.wire.messages import ChildReport, NodeState
 from deploy.progress import size
 from deploy.watching.lab import Lab
 from deploy.watching.node import Node, Step
@@ -99,9 +99,14 @@ def counts(node: Node) -> str:
         return f"{text}; slowest {last.name}, {step(last)}"
     reports = [child.report for child in children if child.report is not None]
     if reports and not node.playing():
-        slow = max(reports, key=lambda report: report.train_s + report.wait_s)
-        return f"{text}; slowest {slow.name}, {slow.train_s + slow.wait_s:.1f} s in its last iteration"
+        slow = max(reports, key=seconds)
+        return f"{text}; slowest {slow.name}, {seconds(slow):.1f} s in its last iteration"
     return text
+
+
+def seconds(report: ChildReport) -> float:
+    """Return what a device's part in an iteration took, transfers left out."""
+    return report.train_s + report.wait_s + report.pause_s
 
 
 def step(node: Node) -> str:
