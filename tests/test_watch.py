@@ -477,7 +477,6 @@ TOPICS = st.one_of(
 )
 
 
-@settings(max_examples=200)
 @given(said=st.lists(st.tuples(TOPICS, BODIES, st.sampled_from([0.0, 0.5, 30.0, 1e9])), max_size=30))
 def test_no_message_is_fatal(said: list[tuple[str, bytes, float]]) -> None:
     watched = Watched()

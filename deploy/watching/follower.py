@@ -18,6 +18,7 @@ from deploy.watching.runs import FILTERS, Runs
 
 DRAW_S: Final = 0.5
 LOOK_S: Final = HEARTBEAT_S + 0.5  # whoever is at work has said a word by then
+UNHEARD: Final = "nothing is announced there, or this login may not read it"
 KEEPALIVE_S: Final = 10  # short: a broker keeps all for a watch that was stopped, until it takes it for dead
 
 
@@ -79,8 +80,8 @@ class Follower:
                     lab = await self._found(None)
             except TimeoutError:
                 others = ", ".join(self._runs.names()[:3])
-                there = f" (there is {others}; --run NAME shows one that has ended)" if others else ""
-                raise NoProgress(f"no living run on broker {self._all()} within {timeout_s:g} s{there}") from None
+                there = f"--run NAME shows one that has ended: {others}" if others else UNHEARD
+                raise NoProgress(f"no living run on broker {self._all()} within {timeout_s:g} s; {there}") from None
             await asyncio.sleep(LOOK_S)
             show(lab, self._loop.time())
 

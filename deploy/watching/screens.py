@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from deploy.watching import words
-from deploy.watching.follower import Screen
+from deploy.watching.follower import UNHEARD, Screen
 from deploy.watching.lab import Lab
 from deploy.watching.runs import Runs
 from deploy.watching.view import View
@@ -78,8 +78,8 @@ class Terminal:
     def waiting(self, runs: Runs, brokers: str) -> None:
         """Show that there is no run yet, and which ones are over."""
         dead = ", ".join(runs.names()[:3])
-        there = f"; nobody lives of {dead}" if dead else "; nothing is announced there, or this login may not read it"
-        self._live.update(Text(f"waiting for a run on broker {brokers}{there}"), refresh=True)
+        there = f"nobody lives of {dead}" if dead else UNHEARD
+        self._live.update(Text(f"waiting for a run on broker {brokers}; {there}"), refresh=True)
 
     def event(self, lab: Lab, event: str, facts: dict[str, object], now: float) -> None:
         """Note what is worth a look."""

@@ -95,13 +95,18 @@ def counts(node: Node) -> str:
     text = ", ".join(f"{found[name]} {name}" for name in parts)
     working = [child for child in node.playing() if child.step < Step.DONE and child.state not in GONE]
     if working:
-        last = min(working, key=lambda child: (child.step, child.done))
-        return f"{text}; slowest {last.name}, {step(last)}"
+        first, *others = sorted(working, key=_way)
+        alone = not others or _way(others[0]) > _way(first)
+        return f"{text}; slowest {first.name}, {step(first)}" if alone else text
     reports = [child.report for child in children if child.report is not None]
     if reports and not node.playing():
         slow = max(reports, key=seconds)
         return f"{text}; slowest {slow.name}, {seconds(slow):.1f} s in its last iteration"
     return text
+
+
+def _way(child: Node) -> tuple[Step, float]:
+    return child.step, child.done
 
 
 def seconds(report: ChildReport) -> float:
