@@ -18,7 +18,7 @@ from typing import Any
 
 import aiomqtt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -894,6 +894,7 @@ def test_where_no_run_is_there_a_look_ends_with_5_and_an_interrupted_watch_with_
         assert waiting.wait(PATIENCE_S) == 130
 
 
+@pytest.mark.timeout(300)  # its devices are started twice
 def test_a_lab_of_processes_is_watched_to_its_end(address: BrokerAddress, tmp_path: Path) -> None:
     """Its devices are killed in the second iteration, and started again."""
     pairs = ("topology.institutions=1", "topology.devices=2", "iterations=3", "institution.rounds=1")
