@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from deploy import logs
 from deploy.watching import words
 from deploy.watching.follower import UNHEARD, Screen
 from deploy.watching.lab import Lab
@@ -53,7 +53,7 @@ class Lines:
     def waiting(self, runs: Runs, brokers: str) -> None:
         """Say once that there is no run yet."""
         if not self._waits:
-            print(f"waiting for a run on broker {brokers}", file=sys.stderr, flush=True)
+            logs.tell(f"waiting for a run on broker {brokers}")
             self._waits = True
 
     def event(self, lab: Lab, event: str, facts: dict[str, object], now: float) -> None:
