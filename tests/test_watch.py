@@ -548,11 +548,12 @@ def test_a_run_may_be_chosen_dead_or_alive() -> None:
 
 def test_a_run_whose_experiment_cannot_be_read_is_passed_over() -> None:
     runs = Runs(None)
-    for run, text in (("1", None), ("2", "{"), ("3", '{"seed": "x"}')):
+    huge = '{"topology": {"devices": 1000000000}}'
+    for run, text in (("1", None), ("2", "{"), ("3", '{"seed": "x"}'), ("4", huge)):
         live(runs, run)
         announce(runs, run, text=text)
     chosen = runs.choose(SETTLE_S)
-    assert chosen is not None and chosen[0] == "1" and runs.ignored == 2
+    assert chosen is not None and chosen[0] == "1" and runs.ignored == 3
 
 
 def test_an_institutions_announcement_serves_where_the_cloud_is_not_heard() -> None:

@@ -12,6 +12,7 @@ from common.wire.messages import Announcement, NodeState, Presence
 
 FILTERS: Final = (topics.spec("+", "+"), topics.state("+", "+"))
 SETTLE_S: Final = 0.5  # what a broker has kept comes at once, but in any order
+DEVICES_MOST: Final = 100_000
 HELD_MOST: Final = 64_000_000  # characters
 ALIVE: Final = (NodeState.INIT, NodeState.READY)
 
@@ -53,16 +54,12 @@ class Runs:
             announced = self._runs[name].announced
             for node in sorted(announced, key=lambda node: node != CLOUD):
                 try:
-                    return name, parse(announced[node])
+                    return name, _read(announced[node])
                 except InvalidExperiment:
                     self.ignored += 1
-                    del announced[node]
+                    self._held -= _cost(topics.spec(name, node), announced.pop(node))
         self._settled_at = None
         return None
-
-    def next_deadline(self) -> float | None:
-        """Return when `choose` may have an answer."""
-        return self._settled_at
 
     def names(self) -> list[str]:
         """Return the runs that somebody announced, the newest first."""
@@ -91,6 +88,16 @@ class Runs:
             raise WireError("more announcements than can be")
         self._held += _cost(topic_text, text)
         said[topic.node] = text
+
+
+def _read(text: str) -> Experiment:
+    """Return the experiment. Raises InvalidExperiment, also where a node for each name would fill the memory."""
+    experiment = parse(text)
+    devices = experiment.topology.devices
+    count = devices if isinstance(devices, int) else len(devices)
+    if count > DEVICES_MOST:
+        raise InvalidExperiment("topology.devices", count, "too many to watch", f"Have at most {DEVICES_MOST}.")
+    return experiment
 
 
 def _cost(topic: str, text: str | None) -> int:

@@ -57,7 +57,7 @@ def tree(lab: Lab, now: float) -> dict[str, object]:
     """Return all that is known of a run, as JSON can tell it."""
     facts = {"run": lab.run, "experiment": lab.experiment.name, "iterations": lab.experiment.iterations}
     brokers = {broker.address: "connected" if broker.up else "away" for broker in lab.brokers}
-    nodes = {CLOUD: branch(lab.cloud, now) for CLOUD in (lab.cloud.name,)}
+    nodes = {lab.cloud.name: branch(lab.cloud, now)}
     return {**facts, "iteration": lab.iteration, **sums(lab, now), "brokers": brokers, "nodes": nodes}
 
 
