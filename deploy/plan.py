@@ -14,7 +14,7 @@ from deploy.tabular import size
 if TYPE_CHECKING:
     from common.spec import Experiment
 
-FILE = "prediction.json"
+INTERFACE_MBIT = 1000.0
 
 
 def plan(
@@ -25,7 +25,7 @@ def plan(
     ] = False,
     interface: Annotated[
         float, typer.Option(min=0.001, help="What the network interface of each host carries, Mbit/s.")
-    ] = 1000.0,
+    ] = INTERFACE_MBIT,
     out: Annotated[
         Path | None, typer.Option(help="Write the prediction there too, as JSON.", show_default=False)
     ] = None,
@@ -50,7 +50,7 @@ def plan(
         typer.echo(json.dumps(found) if output == "json" else _table(found), nl=output == "json")
 
 
-def predict(experiment: Experiment, *, one_host: bool, interface_mbit: float) -> dict[str, Any]:
+def predict(experiment: Experiment, *, one_host: bool, interface_mbit: float = INTERFACE_MBIT) -> dict[str, Any]:
     """Return what prediction.json holds. Raises InvalidExperiment.
 
     Of one iteration `seconds` by phase, MQTT bytes of each link by `FROM TO` and of the `tiers`; `memory`, bytes by

@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 from common.links import Way
 from common.spec import Transfer, parse
-from deploy import plan as command
 from deploy.cli import app
 from deploy.planning import footprint, workload
 from deploy.planning.prediction import Branch, Device, Lab, Sizes, Speeds, seconds
@@ -205,7 +204,7 @@ def test_what_is_not_here_is_made_up() -> None:
 def test_the_command_tells_seconds_bytes_and_memory(tmp_path: Path) -> None:
     file = tmp_path / "lab.toml"
     file.write_text('[topology]\ninstitutions = 2\ndevices = 4\n[cloud]\nepoch_control = { name = "tempo" }\n')
-    out = tmp_path / command.FILE
+    out = tmp_path / "prediction.json"
     result = CliRunner().invoke(app, ["plan", str(file), "--one-host", "--format", "json", "--out", str(out)])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
