@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 from common.errors import InvalidExperiment
@@ -17,13 +14,11 @@ from common.node.child import Answer, ChildFace, Report
 from common.node.discovery import discover
 from common.node.identity import Identity, new_session
 from common.node.life import export_child, live
-from common.node.offload import offload
 from common.node.spool import Spool
 from common.spec import Experiment, parse
 from common.wire.messages import NodeState, Phase, Task
-from device.slots import Slots
-from device.trainer import Trainer
-from device.work import LocalWork
+from device.pool import Pool
+from device.work import answer_of, round_of
 
 FAREWELL_S = 3.0
 WAITING_S = 1.0
@@ -38,8 +33,7 @@ class DeviceAgent:
         *,
         institution: str,
         broker: BrokerAddress,
-        accelerator: str,
-        slots: Slots,
+        pool: Pool,
         connect_timeout_s: float,
         metrics: Metrics,
         metrics_address: str = "",
@@ -48,15 +42,12 @@ class DeviceAgent:
         self._name = name
         self._institution = institution
         self._broker = broker
-        self._accelerator = accelerator
-        self._slots = slots
+        self._training = pool.member(name)
         self._connect_timeout_s = connect_timeout_s
         self._metrics = metrics
         self._metrics_address = metrics_address
         self._spool = spool
         self._labels = ("device", institution, name)
-        # Not asyncio's pool: a training that waits for its slot must not keep others from hashing a model.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     async def run(self) -> None:
         """Take part in one run, to its end. Raises FedstrataError."""
@@ -86,15 +77,14 @@ class DeviceAgent:
         spool.close()
 
     async def _train_all(self, up: ChildFace, experiment: Experiment) -> None:
-        trainer = Trainer(experiment, node=self._name, accelerator=self._accelerator, slots=self._slots)
-        await offload(trainer.prepare, executor=self._thread)
-        up.endpoint.set_state(NodeState.READY, samples=trainer.samples)
-        local = LocalWork(trainer, rounds=experiment.institution.rounds)
+        prepared = await self._training.prepare(experiment)
+        up.endpoint.set_state(NodeState.READY, samples=prepared.samples)
+        out, rounds = prepared.layout.empty(), experiment.institution.rounds
 
         async def work(task: Task, model: Arriving, report: Report) -> Answer:
-            return await self._train(local, task, row=await model.whole(), report=report)
+            return await self._train(task, await model.whole(), out, rounds=rounds, report=report)
 
-        await up.serve(trainer.layout, work)
+        await up.serve(prepared.layout, work)
 
     def _check_home(self, experiment: Experiment) -> None:
         children = experiment.topology.children()
@@ -108,29 +98,24 @@ class DeviceAgent:
                 f"{self._institution} has {', '.join(children.get(self._institution, ['no device']))}.",
             )
 
-    async def _train(self, local: LocalWork, task: Task, *, row: Row, report: Report) -> Answer:
-        loop = asyncio.get_running_loop()
-        cancelled = threading.Event()
-
-        def progress(done: int, total: int) -> None:
-            self._slots.moves += 1
-            loop.call_soon_threadsafe(train_aloud, done, total)
-
+    async def _train(self, task: Task, row: Row, out: Row, *, rounds: int, report: Report) -> Answer:
         def train_aloud(done: int, total: int) -> None:
             waiting.cancel()
             report(Phase.TRAINING, done, total)
 
         async def wait_aloud() -> None:
             while True:
-                report(Phase.WAITING, self._slots.moves, 0)
+                report(Phase.WAITING, self._training.moves, 0)
                 await asyncio.sleep(WAITING_S)
 
-        train = partial(local, task, row, progress=progress, cancelled=cancelled)
         waiting = asyncio.create_task(wait_aloud(), name=f"{self._name} waits")
         try:
-            answer = await offload(train, executor=self._thread, cancel=cancelled.set)
+            result = await self._training.train(
+                row, out, epochs=task.epochs, round_=round_of(task, rounds=rounds), progress=train_aloud
+            )
         finally:
             waiting.cancel()
+        answer = answer_of(task, out, result)
         self._metrics.round.labels(*self._labels).inc()
         self._metrics.steps.labels(*self._labels).inc(answer.steps)
         self._metrics.train_loss.labels(*self._labels).set(answer.loss)

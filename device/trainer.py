@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -24,24 +24,13 @@ from common.learning import datasets, models, partitions
 from common.learning.nets.layers import reseed
 from common.randomness import Purpose, generator, torch_seed
 from common.spec import CLOUD
+from device.accelerators import choose
+from device.jobs import LocalResult, Progress
 from device.slots import Cancelled, Slots
 
-__all__ = ["Cancelled", "LocalResult", "Slots", "Trainer", "resolve_accelerator"]
+__all__ = ["Cancelled", "LocalResult", "Progress", "Slots", "Trainer", "accelerators", "resolve_accelerator"]
 
 PROGRESS_S = 0.5
-
-Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class LocalResult:
-    """What one local round gave: `loss` is the sample-weighted mean over its last epoch."""
-
-    samples: int
-    loss: float
-    steps: int
-    train_s: float
-    wait_s: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -227,18 +216,14 @@ class Trainer:
 
 
 def resolve_accelerator(name: str) -> torch.device:
-    """Return the device that 'cpu', 'cuda', 'cuda:N' or 'auto' means here. Raises InvalidExperiment."""
+    """Return the first device that 'cpu', 'cuda', 'cuda:N' or 'auto' means here. Raises InvalidExperiment."""
+    return torch.device(choose(name, accelerators())[0])
+
+
+def accelerators() -> list[str]:
+    """Return the names of this machine's accelerators, the CPU first."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if name == "auto":
-        name = "cuda" if gpus else "cpu"
-    there = {"cpu": torch.device("cpu")}
-    there.update({f"cuda:{i}": torch.device("cuda", i) for i in range(gpus)})
-    chosen = there.get("cuda:0" if name == "cuda" else name)
-    if chosen is None:
-        raise InvalidExperiment(
-            "--accelerator", name, "this machine has no such accelerator", f"It has {', '.join(there)}; or say auto."
-        )
-    return chosen
+    return ["cpu", *(f"cuda:{i}" for i in range(gpus))]
 
 
 _PARTITIONING = threading.Lock()

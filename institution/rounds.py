@@ -141,6 +141,7 @@ class LocalRounds:
                 loss=result.loss,
                 train_s=before.train_s + result.train_s,
                 wait_s=before.wait_s + result.wait_s,
+                path=result.path,
             )
         metrics, labels = self._metrics, self._labels
         metrics.round.labels(*labels).inc()

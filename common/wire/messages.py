@@ -201,6 +201,15 @@ class Measured:
     down_bytes: int = 0
 
 
+class TrainingPath(StrEnum):
+    """How a device's trainings were run: in its own process, by worker processes, or stacked with other devices'."""
+
+    NONE = ""
+    LEAN = "lean"
+    WORKERS = "workers"
+    STACKED = "stacked"
+
+
 @dataclass(frozen=True, slots=True)
 class ChildReport:
     """What one device did in an iteration, its link as measured before the run, and the link's bytes since.
@@ -216,6 +225,7 @@ class ChildReport:
     loss: float = 0.0
     train_s: float = 0.0
     wait_s: float = 0.0
+    path: TrainingPath = TrainingPath.NONE
     measured: Measured = Measured()
     traffic: Traffic = Traffic()
 
@@ -261,7 +271,7 @@ class Result:
 
     `path_steps`: the steps of SGD that no device could have taken beside others, of each local round the slowest
     device's. `plans`: what the child's own aggregation decided in each of its rounds, as JSON, a list of objects.
-    `traffic` and `below` as in Progress, at the time of the offer.
+    `traffic` and `below` as in Progress, at the time of the offer. `path`: a device's.
     """
 
     key: Key
@@ -278,6 +288,7 @@ class Result:
     plans: str
     traffic: Traffic = Traffic()
     below: Traffic = Traffic()
+    path: TrainingPath = TrainingPath.NONE
 
 
 @dataclass(frozen=True, slots=True)
