@@ -17,7 +17,7 @@ from typing import Any, Final
 from common.errors import RunFailed
 from common.rules import remembers
 from common.spec import CLOUD, Experiment, to_toml
-from deploy.network import Network, Open, one_host
+from deploy.network import Network, Open, one_host, shares
 from deploy.processes import interruptible, spawn, stop_all
 from deploy.progress import Observe, show
 
@@ -93,13 +93,16 @@ class Lab:
             homes.update(dict.fromkeys(members, name))
             brokers = ["--broker", network.upward[name], "--device-broker", network.downward[name]]
             self._spawn(home, network, name, ["institution", "--name", name, *brokers, *states])
-        for process, devices in network.groups.items():
+        slots = shares(len(os.sched_getaffinity(0)), len(network.groups))
+        for (process, devices), count in zip(network.groups.items(), slots, strict=True):
             who = [
                 word
                 for device in devices
                 for word in ("--name", device, "--institution", homes[device], "--broker", network.upward[device])
             ]
-            self._spawn(home, network, process, ["device", *who])
+            # One process finds its cores or GPUs itself; several must not each take all of them.
+            several = ["--slots", str(count)] if len(slots) > 1 else []
+            self._spawn(home, network, process, ["device", *who, *several])
         threading.Thread(target=self._read_events, daemon=True).start()
 
     def _spawn(self, home: Path, network: Network, process: str, arguments: list[str]) -> None:
