@@ -6,6 +6,7 @@ The formulas and their sources are in `common/learning/`: `datasets.py`, `partit
 from __future__ import annotations
 
 import re
+from types import MappingProxyType
 from typing import Annotated, Final, Literal
 
 from pydantic import Field
@@ -18,6 +19,17 @@ DatasetName = Literal[
 ]
 TEXTS: Final = ("shakespeare", "sent140")
 WITH_USERS: Final = ("femnist", *TEXTS)
+FOLDERS: Final = MappingProxyType(  # where each set's files are below `root`
+    {
+        "mnist": "MNIST",
+        "fashionmnist": "FashionMNIST",
+        "cifar10": "cifar-10-batches-py",
+        "cifar100": "cifar-100-python",
+        "femnist": "femnist",
+        "shakespeare": "shakespeare",
+        "sent140": "sent140",
+    }
+)
 FolderName = Annotated[str, Field(pattern=r"^[^./\\][^/\\]*$")]
 
 MODELS: Final = (
