@@ -20,6 +20,7 @@ from common.spec import CLOUD, Experiment, to_toml
 from deploy.network import Network, Open, one_host, shares
 from deploy.processes import interruptible, spawn, stop_all
 from deploy.progress import Observe, show
+from device.pool import cores
 
 FAREWELL_S: Final = 20.0
 POLL_S: Final = 0.2
@@ -93,7 +94,7 @@ class Lab:
             homes.update(dict.fromkeys(members, name))
             brokers = ["--broker", network.upward[name], "--device-broker", network.downward[name]]
             self._spawn(home, network, name, ["institution", "--name", name, *brokers, *states])
-        slots = shares(len(os.sched_getaffinity(0)), len(network.groups))
+        slots = shares(cores(), len(network.groups))
         for (process, devices), count in zip(network.groups.items(), slots, strict=True):
             who = [
                 word

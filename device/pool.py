@@ -77,7 +77,7 @@ class Pool:
         """End the lanes, and what is under way with them."""
         for task in self._serving:
             task.cancel()
-        await asyncio.wait(self._serving)
+        await asyncio.gather(*self._serving, return_exceptions=True)  # those who waited have heard of any
         for lane in self._lanes:
             await lane.close()
 
