@@ -221,6 +221,14 @@ def device(
     slots: Annotated[
         str, typer.Option(help="Trainings at once: a number, or auto = one for each GPU, or for each core.")
     ] = "auto",
+    allow_models: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A package whose models an experiment may name; without it only those of fedstrata.",
+            envvar="FEDSTRATA_ALLOW_MODELS",
+            show_default=False,
+        ),
+    ] = None,
     username: Username = None,
     password_file: PasswordFile = None,
     connect_timeout: ConnectTimeout = 30.0,
@@ -261,6 +269,7 @@ def device(
                         metrics=registry,
                         metrics_address=address,
                         spool=_folder(spool),
+                        allow_models=allow_models or (),
                     )
                     group.create_task(agent.run(), name=each)
         except BaseExceptionGroup as errors:
@@ -304,6 +313,7 @@ def _experiment(path: Path | None, overrides: list[str] | None, resume: Path | N
 
 def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lines: bool, accelerator: str) -> None:
     from cloud.results import RunFolder
+    from common.hardware import Hardware
     from common.links import Links
     from common.node.memory import keep_large_buffers
     from deploy.direct import play
@@ -312,6 +322,8 @@ def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lin
     keep_large_buffers()
     if resume is None and chosen.links != Links():
         typer.echo("--direct: the links' rates and delays are not kept", err=True)
+    if resume is None and chosen.hardware != Hardware():
+        typer.echo("--direct: slower hardware is not played", err=True)
     folder = RunFolder.reopen(resume, direct=True) if resume else RunFolder.create(runs, chosen)
     try:
         with show(json_lines=json_lines) as observe:

@@ -94,6 +94,8 @@ class Lab:
             homes.update(dict.fromkeys(members, name))
             brokers = ["--broker", network.upward[name], "--device-broker", network.downward[name]]
             self._spawn(home, network, name, ["institution", "--name", name, *brokers, *states])
+        model = self._experiment.model.name
+        own = ["--allow-models", model] if ":" in model else []  # whoever starts the lab named it
         slots = shares(cores(), len(network.groups))
         for (process, devices), count in zip(network.groups.items(), slots, strict=True):
             who = [
@@ -103,7 +105,7 @@ class Lab:
             ]
             # One process finds its cores or GPUs itself; several must not each take all of them.
             several = ["--slots", str(count)] if len(slots) > 1 else []
-            self._spawn(home, network, process, ["device", *who, *several])
+            self._spawn(home, network, process, ["device", *who, *own, *several])
         threading.Thread(target=self._read_events, daemon=True).start()
 
     def _spawn(self, home: Path, network: Network, process: str, arguments: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 from common.errors import InvalidExperiment
@@ -17,6 +18,8 @@ from common.node.life import export_child, live
 from common.node.spool import Spool
 from common.spec import Experiment, parse
 from common.wire.messages import NodeState, Phase, Task
+from device.pace import keep
+from device.permission import permit
 from device.pool import Pool
 from device.work import answer_of, round_of
 
@@ -25,7 +28,10 @@ WAITING_S = 1.0
 
 
 class DeviceAgent:
-    """One device. It is told only its broker, its name and its institution."""
+    """One device. It is told only its broker, its name and its institution.
+
+    `allow_models`: the packages whose models an experiment may name, see `device.permission`.
+    """
 
     def __init__(
         self,
@@ -38,6 +44,7 @@ class DeviceAgent:
         metrics: Metrics,
         metrics_address: str = "",
         spool: Path | None = None,
+        allow_models: Sequence[str] = (),
     ) -> None:
         self._name = name
         self._institution = institution
@@ -47,6 +54,7 @@ class DeviceAgent:
         self._metrics = metrics
         self._metrics_address = metrics_address
         self._spool = spool
+        self._allow_models = allow_models
         self._labels = ("device", institution, name)
 
     async def run(self) -> None:
@@ -70,19 +78,25 @@ class DeviceAgent:
         self._metrics.run.labels(*self._labels).info({"run": run, "experiment": experiment.name})
         await live(
             (up.endpoint,),
-            self._train_all(up, experiment),
+            self._train_all(up, experiment, announcement.partition),
             connect_timeout_s=self._connect_timeout_s,
             goodbye=lambda: up.farewell((), timeout_s=FAREWELL_S),
         )
         spool.close()
 
-    async def _train_all(self, up: ChildFace, experiment: Experiment) -> None:
-        prepared = await self._training.prepare(experiment)
+    async def _train_all(self, up: ChildFace, experiment: Experiment, partition: str) -> None:
+        permit(experiment.model.name, self._allow_models)
+        prepared = await self._training.prepare(experiment, partition=partition)
         up.endpoint.set_state(NodeState.READY, samples=prepared.samples)
         out, rounds = prepared.layout.empty(), experiment.institution.rounds
+        machine = experiment.machine(self._name)
 
         async def work(task: Task, model: Arriving, report: Report) -> Answer:
-            return await self._train(task, await model.whole(), out, rounds=rounds, report=report)
+            row, since = await model.whole(), up.endpoint.now()
+            answer = await self._train(task, row, out, rounds=rounds, report=report)
+            answer = await keep(machine, answer, since=since, report=report)
+            self._metrics.phase_seconds.labels(*self._labels, "pause").inc(answer.pause_s)
+            return answer
 
         await up.serve(prepared.layout, work)
 

@@ -64,10 +64,14 @@ class Device:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Wish:
-    """A device that is to be prepared; `answer` gets Prepared, or the error. `place`: its number in this process."""
+    """A device that is to be prepared; `answer` gets Prepared, or the error. `place`: its number in this process.
+
+    `partition`: the digest of the cloud's split, empty where nothing is split.
+    """
 
     device: Device
     place: int
+    partition: str = ""
     answer: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def finish(self, result: LocalResult | Prepared) -> None:

@@ -59,9 +59,9 @@ class Worker:
 
         return await self._insist(there, "devices")
 
-    async def prepare(self, device: Device) -> Prepared:
+    async def prepare(self, device: Device, partition: str) -> Prepared:
         """Return a device's facts. Raises InvalidExperiment, RunFailed."""
-        return await self._insist(partial(self._prepare, device), device.node)
+        return await self._insist(partial(self._prepare, device, partition), device.node)
 
     async def train(self, jobs: Sequence[Job]) -> None:
         """Train the jobs in the process. Raises RunFailed where two were killed over it."""
@@ -121,8 +121,8 @@ class Worker:
             process.kill()
             return process.wait()
 
-    async def _prepare(self, device: Device) -> Prepared:
-        self._say(prepare=self._name(device))
+    async def _prepare(self, device: Device, partition: str) -> Prepared:
+        self._say(prepare=self._name(device), partition=partition)
         answer = await self._hear()
         if "layout" not in answer:
             raise _fault(answer)

@@ -30,7 +30,7 @@ from device.trainer import Trainer
 from device.workers import Worker
 
 T = TypeVar("T")
-PATIENCE_S = 60.0
+PATIENCE_S = 110.0
 LAYOUT = ModelLayout.build([("w", (2,), Section.PARAMETER)])
 
 # A model that does in training what files beside it say.
@@ -117,7 +117,7 @@ class FakeLane:
             raise self.notes.failure
         return self.notes.there
 
-    async def prepare(self, device: Device) -> Prepared:
+    async def prepare(self, device: Device, partition: str) -> Prepared:
         return Prepared(LAYOUT, 7)
 
     async def train(self, jobs: Sequence[Job]) -> None:

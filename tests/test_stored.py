@@ -222,8 +222,8 @@ def test_small_sets_are_not_stored_and_the_split_does_not_matter(place: Path) ->
     datasets.load(cifar_sized(samples=100))
     datasets.load(parse({}).data)
     assert not place.exists()
-    for partition in ("iid", "dirichlet"):
-        datasets.load(cifar_sized(samples=3999, partition=partition, concentration=0.1))
+    for split in ({}, {"partition": "dirichlet", "concentration": 0.1}):
+        datasets.load(cifar_sized(samples=3999, **split))
     assert len(list(place.glob("*.safetensors"))) == 1
 
 
