@@ -67,7 +67,8 @@ def batches(
             if changes is not None:
                 images = augmentation.change(images, changes[some], crop=training.augmentation.crop)
             inputs, labels = part.normalise(images), part.labels.index_select(0, places[some])
-            yield from zip(repeat(epoch), inputs.split(training.batch_size), labels.split(training.batch_size))  # noqa: B905
+            size = training.batch_size
+            yield from zip(repeat(epoch), torch.split(inputs, size), torch.split(labels, size))
 
 
 _PARTITIONING = threading.Lock()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from common import spec
 from common.errors import InvalidExperiment, RunFailed
@@ -79,6 +80,8 @@ class Trainer:
             module = module.to(memory_format=torch.channels_last)
         forward = forward_of(module, experiment.training, device=accelerator)
         self._made = _Prepared(module, forward, layout, part)
+        if experiment.training.compile:
+            self._compile()
 
     @property
     def layout(self) -> ModelLayout:
@@ -97,8 +100,8 @@ class Trainer:
 
         `row` is only read. `round_` counts local rounds over the whole run: iteration * institution.rounds + i.
         `progress(steps_done, steps_total)` is called from this thread every half second and at the end. Raises
-        Cancelled, and RunFailed when the accelerator's memory does not suffice; the trainer can be used again after
-        either.
+        Cancelled, RunFailed when the accelerator's memory does not suffice, and InvalidExperiment when training should
+        be deterministic and cannot; the trainer can be used again after any.
         """
         made = self._prepared
         exhausted = False
@@ -113,15 +116,15 @@ class Trainer:
                 models.write_row(made.module, made.layout, out)
             except torch.OutOfMemoryError:
                 exhausted = True  # raised below: this exception's traceback holds the tensors that must go
+            except RuntimeError as error:
+                if self._experiment.training.deterministic and "deterministic" in str(error):
+                    raise _undetermined(error) from None
+                raise
             finally:
                 self._release()
             train_s = time.monotonic() - start
         if exhausted:
-            raise RunFailed(
-                f"{self._accelerator} has not enough free memory to train {self._experiment.model.name} with "
-                f"training.batch_size = {self._experiment.training.batch_size}. Use a smaller batch size, fewer "
-                "trainings at once on this accelerator, or --accelerator cpu."
-            )
+            raise self._exhausted()
         return LocalResult(self.samples, loss, steps, train_s, wait_s)
 
     @property
@@ -166,6 +169,33 @@ class Trainer:
         progress(steps, total)
         return loss, steps
 
+    def _compile(self) -> None:
+        """Run a batch of each size through the module, so that no round's seconds have the compiler's in them."""
+        made, size = self._prepared, self._experiment.training.batch_size
+        try:
+            self._move_to(self._accelerator)
+            reseed(made.module, 0, self._accelerator)
+            for count in {min(size, self.samples), self.samples % size or size}:
+                some = made.part.samples[:count]
+                inputs = made.part.normalise(made.part.images.index_select(0, some))
+                loss = functional.cross_entropy(made.forward(inputs), made.part.labels.index_select(0, some))
+                torch.autograd.backward(loss)
+        except torch.OutOfMemoryError:
+            raise self._exhausted() from None
+        except RuntimeError as error:  # the compiler's many, all of this kind
+            reason = str(error).strip().partition("\n")[0]
+            remedy = "Install a C++ compiler (apt install g++), on a GPU Triton too, or set it to false."
+            raise InvalidExperiment("training.compile", True, f"torch.compile fails: {reason}", remedy) from None
+        finally:
+            self._release()
+
+    def _exhausted(self) -> RunFailed:
+        return RunFailed(
+            f"{self._accelerator} has not enough free memory to train {self._experiment.model.name} with "
+            f"training.batch_size = {self._experiment.training.batch_size}. Use a smaller batch size, fewer "
+            "trainings at once on this accelerator, or --accelerator cpu."
+        )
+
     def _synchronise(self) -> None:
         if self._accelerator.type == "cuda":
             torch.cuda.synchronize(self._accelerator)
@@ -181,3 +211,13 @@ class Trainer:
         self._move_to("cpu")
         if self._accelerator.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _undetermined(error: RuntimeError) -> InvalidExperiment:
+    operation = str(error).partition(" does not have")[0]
+    return InvalidExperiment(
+        "training.deterministic",
+        True,
+        f"{operation} has no deterministic form on this accelerator",
+        "Set it to false, use another model, or --accelerator cpu.",
+    )

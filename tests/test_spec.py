@@ -127,6 +127,7 @@ def test_every_key_is_written_out(tmp_path: Path) -> None:
     given_ = {
         "target_accuracy": 0.5,
         "data": {"classes": 2},
+        "training": {"clip_norm": 1, "schedule": {"every": 1, "factor": 0.5}},
         "links": {tier: {"profile": "lte"} for tier in ("wan", "lan")},
         "cloud": {"closing": {"quorum": 1, "deadline_s": 1}},
         "institution": {"closing": {"quorum": 1, "deadline_s": 1}},
