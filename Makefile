@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-aggregation bench-kills bench-links bench-slow bench-tiers check clean broker
+.PHONY: help demo test bench bench-aggregation bench-kills bench-links bench-slow bench-tiers bench-training check clean broker
 .DELETE_ON_ERROR:
 
 INSTALLED := .venv/.installed
@@ -21,6 +21,9 @@ bench-tiers: $(INSTALLED) broker ## measure dispatch over two tiers, passed on a
 
 bench-aggregation: $(INSTALLED) ## measure mixing, statistics and FedCDA on one core
 	.venv/bin/python tests/bench/aggregation.py
+
+bench-training: $(INSTALLED) ## measure a device's training against a plain PyTorch loop, one core
+	.venv/bin/python tests/bench/training.py
 
 bench-kills: $(INSTALLED) broker ## kill broker, sender and receiver in mid-transfer, 10 times each
 	.venv/bin/python tests/bench/kills.py
