@@ -1,27 +1,30 @@
 """The experiment as typed data: what a TOML file under `deploy/experiments/` may say.
 
-Every key has its default here (of links, data, models, training and rules: in `links.py`, `data.py`, `training.py`,
-`rules.py`) and nowhere else. An unknown key, a value of the wrong type and a lab that cannot work are errors that name
-the key, the value and the remedy (`InvalidExperiment`, exit code 4).
+Every key has its default here (of links, data, models, training, rules and hardware: in `links.py`, `data.py`,
+`training.py`, `rules.py`, `hardware.py`) and nowhere else. An unknown key, a value of the wrong type and a lab that
+cannot work are errors that name the key, the value and the remedy (`InvalidExperiment`, exit code 4).
 """
 
 from __future__ import annotations
 
 import json
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Final, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from common import codec_names, rules
+from common import codec_names, hardware, links, rules
 from common.data import Data, Model
 from common.data import check as check_data
 from common.errors import InvalidExperiment
-from common.links import Link, Links, Profile, resolve
+from common.hardware import Hardware, Machine
+from common.links import Link, Links, Profile
 from common.rules import RULES, Aggregation, FedAvg
 from common.tables import Count, Fraction, Name, Positive, proposal, write
 from common.tables import Table as _Table
@@ -52,9 +55,20 @@ class Topology(_Table):
         """Return each institution's devices: as `members` says, else contiguous blocks, sizes within 1."""
         if self.members:
             return {name: list(self.members.get(name, [])) for name in self.institution_names()}
-        institutions, devices = self.institution_names(), self.device_names()
-        ends = [len(devices) * (m + 1) // len(institutions) for m in range(len(institutions))]
-        return {name: devices[start:end] for name, start, end in zip(institutions, [0, *ends[:-1]], ends, strict=True)}
+        devices = self.device_names()
+        ends = self._ends()
+        names = self.institution_names()
+        return {name: devices[start:end] for name, start, end in zip(names, [0, *ends[:-1]], ends, strict=True)}
+
+    def sizes(self) -> list[int]:
+        """Return how many devices each institution has, without a name for each: there may be millions."""
+        if self.members:
+            return [len(devices) for devices in self.children().values()]
+        return [end - start for start, end in pairwise([0, *self._ends()])]
+
+    def _ends(self) -> list[int]:
+        institutions, devices = _count(self.institutions), _count(self.devices)
+        return [devices * (m + 1) // institutions for m in range(institutions)]
 
 
 Share = Annotated[float, Field(le=1)]
@@ -141,30 +155,33 @@ class Experiment(_Table):
     profiles: dict[Name, Profile] = Field(default_factory=dict)
     links: Links = Links()
     transfer: Transfer = Transfer()
+    hardware: Hardware = Hardware()
 
     @model_validator(mode="before")
     @classmethod
     def _with_profiles(cls, tree: Any) -> Any:
-        return resolve(tree) if isinstance(tree, dict) else tree
+        return hardware.resolve(links.resolve(tree)) if isinstance(tree, dict) else tree
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
         _check_topology(self.topology)
         check_data(self.data, self.model)
         check_training(self.training, self.data)
-        children = self.topology.children()
+        sizes = self.topology.sizes()
         for key, share in (("cloud", self.cloud.participation), ("institution", self.institution.participation)):
             if share <= 0:
                 remedy = "Give a fraction above 0 and at most 1."
                 raise InvalidExperiment(f"{key}.participation", share, "nobody would ever take part", remedy)
-        institutions = participants(len(children), self.cloud.participation)
+        institutions = participants(len(sizes), self.cloud.participation)
         _check_closing("cloud.closing", self.cloud.closing, institutions)
-        drawn = [participants(len(devices), self.institution.participation) for devices in children.values()]
+        drawn = [participants(size, self.institution.participation) for size in sizes]
         _check_closing("institution.closing", self.institution.closing, min(drawn))
         rules.check("cloud.aggregation", self.cloud.aggregation, institutions)
         rules.check("institution.aggregation", self.institution.aggregation, max(drawn))
         for child in self.links.of:
             _check_child("links.of", child, self.topology)
+        for device in self.hardware.of:
+            _check_device("hardware.of", device, self.topology)
         for key, codecs in (("transfer.wan", self.transfer.wan), ("transfer.lan", self.transfer.lan)):
             codec_names.check_name(f"{key}.up", codecs.up, codec_names.UP)
             codec_names.check_name(f"{key}.down", codecs.down, codec_names.DOWN)
@@ -175,6 +192,11 @@ class Experiment(_Table):
         _check_child("topology", child, self.topology)
         tier = self.links.wan if child in self.topology.institution_names() else self.links.lan
         return self.links.of.get(child, tier)
+
+    def machine(self, device: str) -> Machine:
+        """Return the machine that a device plays. Raises InvalidExperiment."""
+        _check_device("topology", device, self.topology)
+        return self.hardware.machine(device, seed=self.seed)
 
     def to_json(self) -> str:
         """Return the effective experiment as canonical JSON, the form that travels to the nodes."""
@@ -215,8 +237,12 @@ def parse(tree: Mapping[str, Any] | str | bytes) -> Experiment:
 
 
 def to_toml(experiment: Experiment) -> str:
-    """Return the experiment as TOML, every key written out."""
+    """Return the experiment as TOML, every key that counts written out."""
     return write(experiment.model_dump(mode="json", exclude_none=True))
+
+
+def _count(given: int | list[str]) -> int:
+    return given if isinstance(given, int) else len(given)
 
 
 def _names(kind: str, given: int | list[str]) -> list[str]:
@@ -224,15 +250,29 @@ def _names(kind: str, given: int | list[str]) -> list[str]:
 
 
 def _check_topology(topology: Topology) -> None:
+    if isinstance(topology.institutions, list) or isinstance(topology.devices, list) or topology.members:
+        _check_names(topology)
+    for institution, size in enumerate(topology.sizes()):
+        if size == 0:
+            raise InvalidExperiment(
+                "topology.devices",
+                _count(topology.devices),
+                f"{topology.institution_names()[institution]} would have no device",
+                "Have at least one device in every institution.",
+            )
+
+
+def _check_names(topology: Topology) -> None:
     institutions, devices = topology.institution_names(), topology.device_names()
     if not institutions:
         raise InvalidExperiment("topology.institutions", [], "no institution", "Have at least one institution.")
     for key, names in (("topology.institutions", institutions), ("topology.devices", devices)):
         if len(set(names)) < len(names):
-            double = next(name for name in names if names.count(name) > 1)
+            double = next(name for name, times in Counter(names).items() if times > 1)
             raise InvalidExperiment(key, double, "the name stands twice", "Give every node a name of its own.")
+    both = set(institutions) & set(devices)
     for name in [*institutions, *devices]:
-        if name in RESERVED or (name in institutions and name in devices):
+        if name in RESERVED or name in both:
             problem = "the name is reserved" if name in RESERVED else "two roles share this name"
             raise InvalidExperiment("topology", name, problem, "Give every node a name of its own.")
     children = topology.children()
@@ -243,22 +283,13 @@ def _check_topology(topology: Topology) -> None:
             "no institution has this name",
             f"Use one of topology.institutions: {', '.join(institutions)}.",
         )
-    homes = [device for members in children.values() for device in members]
+    homes = Counter(device for members in children.values() for device in members)
     for device in devices:
-        if homes.count(device) != 1:
+        if homes[device] != 1:
             problem = "is in no institution" if device not in homes else "is in more than one institution"
             raise InvalidExperiment("topology.members", device, problem, "List each device in exactly one.")
-    for device in homes:
-        if device not in devices:
-            raise InvalidExperiment("topology.members", device, "is no device of topology.devices", "Add it there.")
-    for institution, members in children.items():
-        if not members:
-            raise InvalidExperiment(
-                "topology.devices",
-                len(devices),
-                f"{institution} would have no device",
-                "Have at least one device in every institution.",
-            )
+    for device in homes.keys() - set(devices):
+        raise InvalidExperiment("topology.members", device, "is no device of topology.devices", "Add it there.")
 
 
 def _check_child(key: str, child: str, topology: Topology) -> None:
@@ -266,6 +297,12 @@ def _check_child(key: str, child: str, topology: Topology) -> None:
     if child not in names:
         remedy = proposal(child, names, what="There are")
         raise InvalidExperiment(key, child, "no institution or device has this name", remedy)
+
+
+def _check_device(key: str, device: str, topology: Topology) -> None:
+    names = topology.device_names()
+    if device not in names:
+        raise InvalidExperiment(key, device, "no device has this name", proposal(device, names, what="There are"))
 
 
 def _check_closing(key: str, closing: Closing, children: int) -> None:

@@ -219,6 +219,14 @@ def device(
     ] = None,
     accelerator: Annotated[str, typer.Option(help="cpu, cuda, cuda:N or auto.")] = "auto",
     slots: Annotated[int, typer.Option(min=1, help="Trainings at once in this process.")] = 1,
+    allow_models: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A package whose models an experiment may name; without it only those of fedstrata.",
+            envvar="FEDSTRATA_ALLOW_MODELS",
+            show_default=False,
+        ),
+    ] = None,
     username: Username = None,
     password_file: PasswordFile = None,
     connect_timeout: ConnectTimeout = 30.0,
@@ -253,6 +261,7 @@ def device(
                 metrics=registry,
                 metrics_address=address,
                 spool=_folder(spool),
+                allow_models=allow_models or (),
             )
             for each, home, where in zip(name, homes, addresses, strict=True)
         ]
@@ -301,6 +310,7 @@ def _experiment(path: Path | None, overrides: list[str] | None, resume: Path | N
 
 def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lines: bool, accelerator: str) -> None:
     from cloud.results import RunFolder
+    from common.hardware import Hardware
     from common.links import Links
     from common.node.memory import keep_large_buffers
     from deploy.direct import play
@@ -309,6 +319,8 @@ def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lin
     keep_large_buffers()
     if resume is None and chosen.links != Links():
         typer.echo("--direct: the links' rates and delays are not kept", err=True)
+    if resume is None and chosen.hardware != Hardware():
+        typer.echo("--direct: slower hardware is not played", err=True)
     folder = RunFolder.reopen(resume, direct=True) if resume else RunFolder.create(runs, chosen)
     try:
         with show(json_lines=json_lines) as observe:

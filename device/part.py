@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import repeat
 
 import torch
 from torch import Tensor
 
 from common import spec
-from common.learning import datasets, partitions
+from common.learning import datasets, splits
 from common.learning.inputs import Inputs
 from common.randomness import Purpose, generator
-from common.spec import CLOUD
 from device import augmentation
 
 BLOCK_BYTES = 1 << 20  # of samples gathered, changed and normalised at once: they stay in a core's cache
@@ -37,9 +34,8 @@ def load_part(experiment: spec.Experiment, node: str, *, accelerator: torch.devi
     dataset = datasets.load(experiment.data, node=node)
     samples = torch.arange(len(dataset.train_labels))
     if experiment.data.dataset != "folder":  # whose images are the device's own, every one
-        home = node if "{node}" in experiment.data.root else CLOUD  # whose files: all devices share the split
         place = experiment.topology.device_names().index(node)
-        samples = torch.from_numpy(_parts(experiment.to_json(), home)[place])
+        samples = torch.from_numpy(splits.split_of(experiment, node=node).parts[place])
     images, labels = dataset.train_images, dataset.train_labels
     if accelerator.type != "cpu":
         images, labels = images[samples].to(accelerator), labels[samples].to(accelerator)
@@ -69,24 +65,3 @@ def batches(
             inputs, labels = part.normalise(images), part.labels.index_select(0, places[some])
             size = training.batch_size
             yield from zip(repeat(epoch), torch.split(inputs, size), torch.split(labels, size))
-
-
-_PARTITIONING = threading.Lock()
-
-
-def _parts(experiment_json: str, node: str) -> list[partitions.Indices]:
-    with _PARTITIONING:  # one of a process's many devices splits, the others take it from the cache
-        return _split(experiment_json, node)
-
-
-@lru_cache(maxsize=1)
-def _split(experiment_json: str, node: str) -> list[partitions.Indices]:
-    experiment = spec.parse(experiment_json)
-    dataset = datasets.load(experiment.data, node=node)
-    return partitions.split(
-        dataset.train_labels.numpy(),
-        data=experiment.data,
-        topology=experiment.topology,
-        seed=experiment.seed,
-        owners=dataset.owners,
-    )
