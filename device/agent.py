@@ -136,4 +136,5 @@ class DeviceAgent:
         self._metrics.epochs.labels(*self._labels).set(task.epochs)
         self._metrics.phase_seconds.labels(*self._labels, "train").inc(answer.train_s)
         self._metrics.phase_seconds.labels(*self._labels, "wait").inc(answer.wait_s)
+        self._metrics.phase_seconds.labels(*self._labels, "stack").inc(result.wall_s)
         return answer

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from common.errors import FedstrataError
 from common.layout import ModelLayout, Row
 from common.spec import Experiment
 from common.wire.messages import TrainingPath
+from device.slots import Cancelled
 
 Progress: TypeAlias = Callable[[int, int], None]
 
@@ -20,6 +22,7 @@ class LocalResult:
     """What one local round gave: `loss` is the sample-weighted mean over its last epoch.
 
     `train_s` are the seconds of the training alone, `wait_s` all others between asking for it and having it.
+    In a stack `train_s` is the device's share, and `wall_s` the seconds from the stack's start to this result.
     """
 
     samples: int
@@ -28,6 +31,10 @@ class LocalResult:
     train_s: float
     wait_s: float
     path: TrainingPath = TrainingPath.LEAN
+    wall_s: float = 0.0
+
+
+Ending: TypeAlias = LocalResult | FedstrataError | Cancelled
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +103,13 @@ class Job(Wish):
 
     order: Order
     on_cancel: Callable[[], None] = lambda: None
+
+    def end(self, how: Ending) -> None:
+        """Give the answer, or say why there is none."""
+        if isinstance(how, LocalResult):
+            self.finish(how)
+        else:
+            self.fail(how)
 
     def alike(self, other: Wish) -> bool:
         """Return whether the other is a training of the same model, so that one stack can hold both."""

@@ -9,22 +9,23 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from common.errors import FedstrataError
 from common.node.offload import offload
 from common.wire.messages import TrainingPath
-from device.jobs import Device, Job, Order, Prepared
-from device.slots import Cancelled
+from device.gathering import most_together
+from device.jobs import Device, Ending, Job, Order, Prepared
 
 if TYPE_CHECKING:
     from device.trainers import Trainers
 
 
 class Lane(Protocol):
-    """Trains jobs on its accelerator, `most` at once: more than one where it makes a stack of alike jobs."""
+    """Trains jobs on its accelerator, at most `most` at once: more than one where it makes a stack of alike jobs."""
 
     path: TrainingPath
-    most: int
     accelerator: str
+
+    @property
+    def most(self) -> int: ...
 
     async def start(self) -> Sequence[str]:
         """Return the accelerators of this machine. Raises RunFailed."""
@@ -43,12 +44,16 @@ class Thread:
     """A thread of this process, which so holds torch: for a machine that has not the memory for two processes."""
 
     path = TrainingPath.LEAN
-    most = 1
 
     def __init__(self) -> None:
         self.accelerator = "cpu"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="training")
         self._made: Trainers | None = None
+
+    @property
+    def most(self) -> int:
+        """Return how many jobs may go together."""
+        return most_together(self.accelerator)
 
     async def start(self) -> Sequence[str]:
         """Import torch and ask it for the accelerators."""
@@ -60,14 +65,19 @@ class Thread:
         return await offload(work, executor=self._thread)
 
     async def train(self, jobs: Sequence[Job]) -> None:
-        """Train the jobs one after another."""
-        for job in jobs:
-            order = _aloud(job.order)
-            work = partial(self._trainers.train, job.device, self.accelerator, order)
-            try:
-                job.finish(await offload(work, executor=self._thread, cancel=order.cancelled.set))
-            except (FedstrataError, Cancelled) as error:
-                job.fail(error)
+        """Train the jobs, together or one after another."""
+        loop = asyncio.get_running_loop()
+
+        def done(number: int, how: Ending) -> None:
+            loop.call_soon_threadsafe(jobs[number].end, how)
+
+        def cancel() -> None:
+            for job in jobs:
+                job.order.cancelled.set()
+
+        work = [(job.device, _aloud(job.order)) for job in jobs]
+        train = partial(self._trainers.train, work, self.accelerator, done)
+        await offload(train, executor=self._thread, cancel=cancel)
 
     async def close(self) -> None:
         """End the thread."""

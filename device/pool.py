@@ -18,6 +18,7 @@ from typing import Any, Final, Self
 from common.layout import Row
 from common.spec import Experiment
 from device.accelerators import choose, may_have_gpu
+from device.gathering import gather
 from device.jobs import Device, Job, LocalResult, Order, Prepared, Progress, Wish
 from device.lanes import Lane, Thread
 from device.workers import Worker
@@ -150,18 +151,34 @@ class Pool:
                     wish.fail(error)
 
     async def _take(self, lane: Lane) -> list[Wish]:
-        """Wait for a wish of the lane's accelerator; return it and, as far as the lane takes more, others like it."""
-        while True:
-            mine = [wish for wish in self._waiting if self._places[wish.place % len(self._places)] == lane.accelerator]
-            if mine:
-                first = mine[0]
-                more = [wish for wish in mine[1:] if isinstance(first, Job) and first.alike(wish)]
-                taken = [first, *more][: lane.most]
-                for wish in taken:
-                    self._waiting.remove(wish)
-                return taken
+        """Wait for a wish of the lane's accelerator; return it and, where these go together, others like it."""
+        while not self._of(lane):
             self._came.clear()
             await self._came.wait()
+        most = min(lane.most, self._share(lane))
+        if most > 1 and lane.accelerator != "cpu" and isinstance(self._of(lane)[0], Job):
+            await gather(self._came, lambda: len(self._of(lane)) >= most)
+        mine = self._of(lane)
+        if not mine:  # another lane of this accelerator took them meanwhile, or they were called off
+            return await self._take(lane)
+        first = mine[0]
+        more = [wish for wish in mine[1:] if isinstance(first, Job) and first.alike(wish)]
+        taken = [first, *more][:most]
+        for wish in taken:
+            self._waiting.remove(wish)
+        return taken
+
+    def _of(self, lane: Lane) -> list[Wish]:
+        """Return the wishes that wait for a lane's accelerator."""
+        return [wish for wish in self._waiting if self._places[wish.place % len(self._places)] == lane.accelerator]
+
+    def _share(self, lane: Lane) -> int:
+        """Return how many of its accelerator's devices are a lane's where all lanes have as many."""
+        lanes = sum(other.accelerator == lane.accelerator for other in self._lanes)
+        places = [
+            place for place in range(self._members) if self._places[place % len(self._places)] == lane.accelerator
+        ]
+        return max(1, -(-len(places) // lanes))
 
 
 class Member:

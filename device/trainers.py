@@ -1,13 +1,18 @@
-"""The trainers of one process, which train one after another."""
+"""The trainers of one process, which train one after another, and the stacks that train several together."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Final
 
+from common.errors import FedstrataError
 from common.learning import splits
-from device.jobs import Device, LocalResult, Order, Prepared
-from device.slots import Slots
+from device.computing import resolve_accelerator
+from device.gathering import most_together, stacking
+from device.jobs import Device, Prepared
+from device.slots import Cancelled, Slots
+from device.stacks import Done, Stacks, Work
 from device.trainer import Trainer
 
 KEPT_BYTES: Final = 256 << 20
@@ -18,6 +23,7 @@ class Trainers:
 
     def __init__(self) -> None:
         self._made: OrderedDict[tuple[str, str, str], Trainer] = OrderedDict()
+        self._stacked: dict[str, Stacks] = {}
 
     def prepare(self, device: Device, accelerator: str, *, partition: str) -> Prepared:
         """Load what a device needs, compare its split with the cloud's, a digest, and return its facts.
@@ -28,16 +34,35 @@ class Trainers:
         splits.check(device.experiment, node=device.node, clouds=partition)
         return Prepared(trainer.layout, trainer.samples)
 
-    def train(self, device: Device, accelerator: str, order: Order) -> LocalResult:
-        """Train one device's model. Raises what `Trainer.prepare` and `Trainer.train` raise."""
-        return self._trainer(device, accelerator).train(
-            order.row,
-            order.out,
-            epochs=order.epochs,
-            round_=order.round_,
-            progress=order.progress,
-            cancelled=order.cancelled,
-        )
+    def train(self, work: Sequence[Work], accelerator: str, done: Done) -> None:
+        """Train the models of devices of one experiment; `done` gets each one's number and how it ended.
+
+        Raises what `Trainer.prepare` raises.
+        """
+        left: Sequence[int] = range(len(work))
+        if most_together(accelerator) > 1:
+            left = self._stacks(accelerator).train(work, done)
+        for number in left:
+            device, order = work[number]
+            trainer = self._trainer(device, accelerator)
+            try:
+                result = trainer.train(
+                    order.row,
+                    order.out,
+                    epochs=order.epochs,
+                    round_=order.round_,
+                    progress=order.progress,
+                    cancelled=order.cancelled,
+                )
+            except (FedstrataError, Cancelled) as error:
+                done(number, error)
+            else:
+                done(number, result)
+
+    def _stacks(self, accelerator: str) -> Stacks:
+        if accelerator not in self._stacked:
+            self._stacked[accelerator] = Stacks(resolve_accelerator(accelerator), stacking())
+        return self._stacked[accelerator]
 
     def _trainer(self, device: Device, accelerator: str) -> Trainer:
         key = device.digest, device.node, accelerator

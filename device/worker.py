@@ -22,14 +22,20 @@ import sys
 import threading
 from dataclasses import astuple
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from common.errors import FedstrataError, InvalidExperiment
 from common.node.memory import keep_large_buffers
 from common.spec import Experiment, parse
-from device.jobs import Device, LocalResult, Order
+from device.jobs import Device, Ending, LocalResult, Order
 from device.shared import SharedRows
 from device.slots import Cancelled
+
+if TYPE_CHECKING:
+    from device.trainers import Trainers
 
 
 class Desk:
@@ -94,18 +100,38 @@ def main() -> None:
         else:
             orders = request["train"]
             pairs = rows.pairs(len(orders), request["row_bytes"])
-            for wanted, (row, out) in zip(orders, pairs, strict=True):
-                row.flags.writeable = False
-                number = wanted["job"]
-                device, accelerator = _device(wanted["device"], experiments)
-                tell = partial(_tell, desk, number)
-                order = Order(row, out, wanted["epochs"], wanted["round"], tell, desk.cancelled[number])
-                try:
-                    result: LocalResult = trainers.train(device, accelerator, order)
-                    desk.answer(job=number, result=astuple(result))
-                except (FedstrataError, Cancelled) as error:
-                    desk.answer(job=number, **_fault(error))
-                del desk.cancelled[number]
+            _train(desk, trainers, orders, pairs, experiments)
+
+
+def _train(
+    desk: Desk,
+    trainers: Trainers,
+    orders: list[dict[str, Any]],
+    pairs: npt.NDArray[np.uint8],
+    experiments: dict[str, Experiment],
+) -> None:
+    work = []
+    for wanted, (row, out) in zip(orders, pairs, strict=True):
+        row.flags.writeable = False
+        number = wanted["job"]
+        device, accelerator = _device(wanted["device"], experiments)
+        tell = partial(_tell, desk, number)
+        work.append((device, Order(row, out, wanted["epochs"], wanted["round"], tell, desk.cancelled[number])))
+
+    def done(place: int, how: Ending) -> None:
+        number = orders[place]["job"]
+        if isinstance(how, LocalResult):
+            desk.answer(job=number, result=astuple(how))
+        else:
+            desk.answer(job=number, **_fault(how))
+        del desk.cancelled[number]
+
+    try:
+        trainers.train(work, accelerator, done)
+    except FedstrataError as error:
+        for place, wanted in enumerate(orders):
+            if wanted["job"] in desk.cancelled:
+                done(place, error)
 
 
 def _device(told: list[Any], experiments: dict[str, Experiment]) -> tuple[Device, str]:

@@ -21,6 +21,7 @@ from common.errors import InvalidExperiment, RunFailed
 from common.layout import ModelLayout
 from common.node.offload import offload
 from common.wire.messages import TrainingPath
+from device.gathering import most_together
 from device.jobs import Device, Job, LocalResult, Prepared
 from device.shared import SharedRows, open_memory
 from device.slots import Cancelled
@@ -35,7 +36,6 @@ class Worker:
     """A process that trains, and another in its place if a signal ends it, which a job survives once."""
 
     path = TrainingPath.WORKERS
-    most = 1
 
     def __init__(self) -> None:
         self.accelerator = "cpu"
@@ -45,6 +45,11 @@ class Worker:
         self._there: Sequence[str] = ()
         self._known: set[str] = set()  # digests of the experiments that the process was told
         self._jobs = 0
+
+    @property
+    def most(self) -> int:
+        """Return how many jobs may go together."""
+        return most_together(self.accelerator)
 
     @property
     def pid(self) -> int | None:
@@ -160,7 +165,9 @@ class Worker:
             del begun[answer["job"]]
             if "result" in answer:
                 await offload(partial(np.copyto, job.order.out, pairs[answer["job"]][1]))
-                job.finish(replace(LocalResult(*answer["result"]), path=self.path))
+                result = LocalResult(*answer["result"])
+                stacked = result.path == TrainingPath.STACKED
+                job.finish(replace(result, path=TrainingPath.STACKED if stacked else self.path))
             else:
                 job.fail(_fault(answer))
 
