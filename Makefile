@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-aggregation bench-devices bench-kills bench-links bench-slow bench-tiers bench-training \
+.PHONY: help demo test bench bench-aggregation bench-devices bench-kills bench-links bench-slow bench-stacked bench-tiers bench-training \
     check clean broker
 .DELETE_ON_ERROR:
 
@@ -34,6 +34,9 @@ bench-kills: $(INSTALLED) broker ## kill broker, sender and receiver in mid-tran
 
 bench-slow: $(INSTALLED) broker ## measure slow receivers beside fast ones
 	.venv/bin/python tests/bench/slow.py
+
+bench-stacked: $(INSTALLED) ## measure devices trained as a stack, on a GPU if there is one
+	.venv/bin/python tests/bench/stacked.py
 
 bench-links: $(INSTALLED) broker ## measure over links that the kernel keeps, as root
 	.venv/bin/python tests/bench/links.py
