@@ -46,7 +46,7 @@ class Moody(nn.Module):
         self.work = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
 
     def forward(self, x):
-        if self.training:
+        if self.training and torch.is_grad_enabled():  # not where a model is tried as it is built
             for path in HERE.glob("do-*"):
                 count = int(path.read_text()) - 1
                 path.unlink() if count == 0 else path.write_text(str(count))
