@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Final
 
-from common.learning import splits
 from device.jobs import Device, LocalResult, Order, Prepared
 from device.slots import Slots
 from device.trainer import Trainer
@@ -19,14 +18,10 @@ class Trainers:
     def __init__(self) -> None:
         self._made: OrderedDict[tuple[str, str, str], Trainer] = OrderedDict()
 
-    def prepare(self, device: Device, accelerator: str, *, partition: str) -> Prepared:
-        """Load what a device needs, compare its split with the cloud's, a digest, and return its facts.
-
-        Raises InvalidExperiment.
-        """
+    def prepare(self, device: Device, accelerator: str) -> Prepared:
+        """Load what a device needs and return its facts. Raises InvalidExperiment."""
         trainer = self._trainer(device, accelerator)
-        splits.check(device.experiment, node=device.node, clouds=partition)
-        return Prepared(trainer.layout, trainer.samples)
+        return Prepared(trainer.layout, trainer.samples, trainer.partition)
 
     def train(self, device: Device, accelerator: str, order: Order) -> LocalResult:
         """Train one device's model. Raises what `Trainer.prepare` and `Trainer.train` raise."""
