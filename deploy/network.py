@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Final, TypeAlias
 from common.errors import InvalidExperiment
 from common.spec import CLOUD, Experiment
 from deploy import broker
+from deploy.logs import tell
 from device.pool import cores
 
 
@@ -56,7 +56,7 @@ def one_host(experiment: Experiment, home: Path) -> Iterator[Network]:
     processes = min(-(-len(devices) // DEVICES_MOST), cores())
     with broker.start(directory=home) as served:
         address = f"{served.host}:{served.port}"
-        print(f"broker: {served.kind} on {address}", file=sys.stderr, flush=True)
+        tell(f"broker: {served.kind} on {address}")
         yield Network(
             upward=dict.fromkeys((CLOUD, *children, *devices), address),
             downward=dict.fromkeys(children, address),

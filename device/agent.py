@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.data import check_alike, permit
 from common.errors import InvalidExperiment
 from common.layout import Row
 from common.metrics import Metrics
@@ -19,7 +20,6 @@ from common.node.spool import Spool
 from common.spec import Experiment, parse
 from common.wire.messages import NodeState, Phase, Task
 from device.pace import keep
-from device.permission import permit
 from device.pool import Pool
 from device.work import answer_of, round_of
 
@@ -30,7 +30,7 @@ WAITING_S = 1.0
 class DeviceAgent:
     """One device. It is told only its broker, its name and its institution.
 
-    `allow_models`: the packages whose models an experiment may name, see `device.permission`.
+    `allow_models`: the packages whose models an experiment may name.
     """
 
     def __init__(
@@ -85,8 +85,9 @@ class DeviceAgent:
         spool.close()
 
     async def _train_all(self, up: ChildFace, experiment: Experiment, partition: str) -> None:
-        permit(experiment.model.name, self._allow_models)
-        prepared = await self._training.prepare(experiment, partition=partition)
+        permit(experiment.model, self._allow_models)
+        prepared = await self._training.prepare(experiment)
+        check_alike(experiment.data, self._name, partition=prepared.partition, clouds=partition)
         up.endpoint.set_state(NodeState.READY, samples=prepared.samples)
         out, rounds = prepared.layout.empty(), experiment.institution.rounds
         machine = experiment.machine(self._name)

@@ -39,10 +39,11 @@ Ending: TypeAlias = LocalResult | FedstrataError | Cancelled
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A device's model layout and the number of its training samples."""
+    """A device's model layout, the number of its training samples, and the digest of the split as its files give it."""
 
     layout: ModelLayout
     samples: int
+    partition: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,14 +72,10 @@ class Device:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Wish:
-    """A device that is to be prepared; `answer` gets Prepared, or the error. `place`: its number in this process.
-
-    `partition`: the digest of the cloud's split, empty where nothing is split.
-    """
+    """A device that is to be prepared; `answer` gets Prepared, or the error. `place`: its number in this process."""
 
     device: Device
     place: int
-    partition: str = ""
     answer: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def finish(self, result: LocalResult | Prepared) -> None:

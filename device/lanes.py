@@ -30,8 +30,8 @@ class Lane(Protocol):
     async def start(self) -> Sequence[str]:
         """Return the accelerators of this machine. Raises RunFailed."""
 
-    async def prepare(self, device: Device, partition: str) -> Prepared:
-        """Return a device's facts, its split compared with the cloud's. Raises InvalidExperiment, RunFailed."""
+    async def prepare(self, device: Device) -> Prepared:
+        """Return a device's facts. Raises InvalidExperiment, RunFailed."""
 
     async def train(self, jobs: Sequence[Job]) -> None:
         """Answer each of the jobs, or raise FedstrataError, which answers those that are left."""
@@ -59,10 +59,9 @@ class Thread:
         """Import torch and ask it for the accelerators."""
         return await offload(self._start, executor=self._thread)
 
-    async def prepare(self, device: Device, partition: str) -> Prepared:
+    async def prepare(self, device: Device) -> Prepared:
         """Return a device's facts. Raises InvalidExperiment."""
-        work = partial(self._trainers.prepare, device, self.accelerator, partition=partition)
-        return await offload(work, executor=self._thread)
+        return await offload(partial(self._trainers.prepare, device, self.accelerator), executor=self._thread)
 
     async def train(self, jobs: Sequence[Job]) -> None:
         """Train the jobs, together or one after another."""

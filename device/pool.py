@@ -145,7 +145,7 @@ class Pool:
                 if jobs:
                     await lane.train(jobs)
                 else:
-                    wishes[0].finish(await lane.prepare(wishes[0].device, wishes[0].partition))
+                    wishes[0].finish(await lane.prepare(wishes[0].device))
             except Exception as error:  # noqa: BLE001 - whatever it is, nobody may wait for ever
                 for wish in wishes:
                     wish.fail(error)
@@ -195,13 +195,13 @@ class Member:
         """Return what grows while any of the pool's trainings does: those that wait are alive too."""
         return self._pool.moves
 
-    async def prepare(self, experiment: Experiment, *, partition: str = "") -> Prepared:
-        """Join an experiment and return the model's layout and the number of this device's training samples.
+    async def prepare(self, experiment: Experiment) -> Prepared:
+        """Join an experiment and return this device's facts in it.
 
-        `partition`: the digest of the cloud's split, if any. Raises InvalidExperiment where ours is another; RunFailed.
+        Raises InvalidExperiment, RunFailed.
         """
         self._device = Device(experiment, experiment.digest, self._node)
-        prepared: Prepared = await self._pool.submit(Wish(device=self._device, place=self._place, partition=partition))
+        prepared: Prepared = await self._pool.submit(Wish(device=self._device, place=self._place))
         return prepared
 
     async def train(self, row: Row, out: Row, *, epochs: int, round_: int, progress: Progress) -> LocalResult:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Final
 
 from common.errors import FedstrataError
-from common.learning import splits
 from device.computing import resolve_accelerator
 from device.gathering import most_together, stacking
 from device.jobs import Device, Prepared
@@ -25,14 +24,10 @@ class Trainers:
         self._made: OrderedDict[tuple[str, str, str], Trainer] = OrderedDict()
         self._stacked: dict[str, Stacks] = {}
 
-    def prepare(self, device: Device, accelerator: str, *, partition: str) -> Prepared:
-        """Load what a device needs, compare its split with the cloud's, a digest, and return its facts.
-
-        Raises InvalidExperiment.
-        """
+    def prepare(self, device: Device, accelerator: str) -> Prepared:
+        """Load what a device needs and return its facts. Raises InvalidExperiment."""
         trainer = self._trainer(device, accelerator)
-        splits.check(device.experiment, node=device.node, clouds=partition)
-        return Prepared(trainer.layout, trainer.samples)
+        return Prepared(trainer.layout, trainer.samples, trainer.partition)
 
     def train(self, work: Sequence[Work], accelerator: str, done: Done) -> None:
         """Train the models of devices of one experiment; `done` gets each one's number and how it ended.

@@ -4,7 +4,7 @@ Standard input is a socket: a line of JSON for each request, one for each answer
 whose descriptor is the argument. When the agent's end of the socket closes, however that process ended, so does this.
 
     {"experiment": TEXT, "digest"}            to be known from now on
-    {"prepare": DEVICE, "partition"}       -> {"layout", "samples"}
+    {"prepare": DEVICE}                    -> {"layout", "samples", "partition"}
     {"train": [{"job", "device", "epochs", "round"}, ...], "row_bytes"}
                                            -> for each job {"job", "steps", "of"} ..., then {"job", "result"}
     {"cancel": JOB}
@@ -93,8 +93,8 @@ def main() -> None:
         elif "prepare" in request:
             device, accelerator = _device(request["prepare"], experiments)
             try:
-                prepared = trainers.prepare(device, accelerator, partition=request["partition"])
-                desk.answer(layout=prepared.layout.to_json(), samples=prepared.samples)
+                prepared = trainers.prepare(device, accelerator)
+                desk.answer(layout=prepared.layout.to_json(), samples=prepared.samples, partition=prepared.partition)
             except FedstrataError as error:
                 desk.answer(**_fault(error))
         else:

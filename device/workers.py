@@ -64,9 +64,9 @@ class Worker:
 
         return await self._insist(there, "devices")
 
-    async def prepare(self, device: Device, partition: str) -> Prepared:
+    async def prepare(self, device: Device) -> Prepared:
         """Return a device's facts. Raises InvalidExperiment, RunFailed."""
-        return await self._insist(partial(self._prepare, device, partition), device.node)
+        return await self._insist(partial(self._prepare, device), device.node)
 
     async def train(self, jobs: Sequence[Job]) -> None:
         """Train the jobs in the process. Raises RunFailed where two were killed over it."""
@@ -126,12 +126,12 @@ class Worker:
             process.kill()
             return process.wait()
 
-    async def _prepare(self, device: Device, partition: str) -> Prepared:
-        self._say(prepare=self._name(device), partition=partition)
+    async def _prepare(self, device: Device) -> Prepared:
+        self._say(prepare=self._name(device))
         answer = await self._hear()
         if "layout" not in answer:
             raise _fault(answer)
-        return Prepared(ModelLayout.from_json(answer["layout"]), answer["samples"])
+        return Prepared(ModelLayout.from_json(answer["layout"]), answer["samples"], answer["partition"])
 
     async def _train(self, jobs: Sequence[Job]) -> None:
         begun: dict[int, Job] = {}

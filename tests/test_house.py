@@ -36,7 +36,7 @@ TRAINING = "augmentation", "computing", "descent", "part", "paths", "stacked", "
         ("prometheus_client", {"common/metrics.py"}),
         ("zstandard", {"common/wire/codecs.py"}),
         ("torch", {"common/learning", *(f"device/{name}.py" for name in TRAINING)}),
-        ("PIL", {"common/learning/readers/folder.py"}),
+        ("PIL", {"common/learning/readers/folder.py", "deploy/raster.py"}),
     ],
 )
 def test_libraries_stay_in_their_rooms(library: str, home: set[str]) -> None:

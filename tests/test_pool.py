@@ -117,8 +117,8 @@ class FakeLane:
             raise self.notes.failure
         return self.notes.there
 
-    async def prepare(self, device: Device, partition: str) -> Prepared:
-        return Prepared(LAYOUT, 7)
+    async def prepare(self, device: Device) -> Prepared:
+        return Prepared(LAYOUT, 7, "")
 
     async def train(self, jobs: Sequence[Job]) -> None:
         self.notes.begun.append((self.accelerator, [job.device.node for job in jobs]))
