@@ -11,8 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
-import sys
 from collections.abc import Callable, Coroutine
 from functools import partial
 from importlib.metadata import version
@@ -25,12 +23,15 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import typer
 
 from common.errors import InvalidExperiment
-from deploy import data
+from deploy import data, inspection, logs
+from deploy.connecting import ConnectTimeout, PasswordFile, Username, run_connected
+from deploy.connecting import address as _address
+from deploy.plan import plan, predict
 from deploy.reporting import reporting
+from deploy.watching.command import watch
 
 if TYPE_CHECKING:
     from common.metrics import Metrics
-    from common.net.link import BrokerAddress
     from common.spec import Experiment
 
 SPOOL = "/var/tmp/fedstrata"  # kept over a restart of the machine, unlike /tmp
@@ -44,6 +45,11 @@ app = typer.Typer(
 )
 
 app.add_typer(data.app, name="data")
+app.add_typer(inspection.app, name="runs")
+app.command()(inspection.report)
+app.command()(inspection.compare)
+app.command()(plan)
+app.command()(watch)
 
 ExperimentFile = Annotated[Path | None, typer.Argument(help="The experiment, a TOML file.", show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set training.epochs=2.")]
@@ -51,11 +57,6 @@ Runs = Annotated[Path, typer.Option(help="Where runs leave their folders.", envv
 Resume = Annotated[Path | None, typer.Option(help="Go on with the run of this folder.", show_default=False)]
 Output = Annotated[Literal["table", "json"], typer.Option("--format", help="Standard output: table or JSON lines.")]
 BrokerOption = Annotated[str, typer.Option(help="The MQTT broker, host[:port].", envvar="FEDSTRATA_BROKER_ADDRESS")]
-Username = Annotated[str | None, typer.Option(help="Login at the broker.", envvar="FEDSTRATA_USERNAME")]
-PasswordFile = Annotated[
-    Path | None, typer.Option(help="File with the password; else FEDSTRATA_PASSWORD.", envvar="FEDSTRATA_PASSWORD_FILE")
-]
-ConnectTimeout = Annotated[float, typer.Option(min=0.1, help="Seconds to reach the broker at the start.")]
 SpoolFolder = Annotated[
     str, typer.Option("--spool", help="Folder where models on their way outlive a crash; 'none' = memory.")
 ]
@@ -73,14 +74,18 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _root(
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.", envvar="FEDSTRATA_LOG")] = "warning",
+    log_format: Annotated[
+        Literal["text", "json"],
+        typer.Option(help="Standard error: words, or a JSON object a line.", envvar="FEDSTRATA_LOG_FORMAT"),
+    ] = "text",
     _: Annotated[
         bool, typer.Option("--version", help="Print the version and end.", is_eager=True, callback=_version)
     ] = False,
 ) -> None:
-    level = getattr(logging, log_level.upper(), None)
-    if not isinstance(level, int):
-        raise typer.BadParameter(f"{log_level!r}: use debug, info, warning or error", param_hint="--log-level")
-    logging.basicConfig(level=level, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+    try:
+        logs.begin(log_level, json_lines=log_format == "json")
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--log-level") from None
 
 
 @app.command()
@@ -105,6 +110,9 @@ def run(
     no_delay: Annotated[
         bool, typer.Option("--no-delay", help="With --netns: leave out the links' delays, which need netem.")
     ] = False,
+    foretell: Annotated[
+        bool, typer.Option("--plan", help="Predict it first, as `plan --one-host`, and keep that with the run.")
+    ] = False,
 ) -> None:
     """Run a whole lab on this machine: broker, cloud, institutions and devices as processes, or all in this one."""
     from deploy.lab import Lab
@@ -118,6 +126,8 @@ def run(
         raise typer.BadParameter("there is no network: give this or --netns", param_hint="--direct")
     if accelerator is not None and not direct:
         raise typer.BadParameter("it goes with --direct", param_hint="--accelerator")
+    if foretell and (direct or resume is not None):
+        raise typer.BadParameter("it goes with a new lab of processes", param_hint="--plan")
     network = partial(namespaces, one_broker=one_broker) if netns else one_host
     with reporting():
         chosen = _experiment(experiment, overrides, resume)
@@ -126,12 +136,15 @@ def run(
         if dry_run:
             from common.spec import to_toml
 
-            typer.echo(to_toml(chosen), nl=False)
+            typer.echo(f"{chosen.to_json()}\n" if output == "json" else to_toml(chosen), nl=False)
             return
         if direct:
             _run_direct(chosen, runs=runs, resume=resume, json_lines=output == "json", accelerator=accelerator or "cpu")
             return
-        code = Lab(chosen, runs=runs, resume=resume, json_lines=output == "json", network=network).run()
+        found = predict(chosen, one_host=True) if foretell else None
+        code = Lab(
+            chosen, runs=runs, resume=resume, json_lines=output == "json", network=network, prediction=found
+        ).run()
     raise typer.Exit(code)
 
 
@@ -171,7 +184,7 @@ def cloud(
             )
             await agent.run()
 
-    _run_role(play)
+    _run_role(play, "cloud")
 
 
 @app.command()
@@ -203,7 +216,7 @@ def institution(
         )
         await agent.run()
 
-    _run_role(take_part)
+    _run_role(take_part, name)
 
 
 @app.command()
@@ -268,6 +281,7 @@ def device(
         try:
             async with asyncio.TaskGroup() as group:
                 for each, agent in zip(name, agents, strict=True):
+                    logs.NODE.set(each)  # a task keeps what is set when it is made
                     group.create_task(agent.run(), name=each)
         except BaseExceptionGroup as errors:
             known = first_error(errors)
@@ -318,33 +332,16 @@ def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lin
 
     keep_large_buffers()
     if resume is None and chosen.links != Links():
-        typer.echo("--direct: the links' rates and delays are not kept", err=True)
+        logs.tell("--direct: the links' rates and delays are not kept", level=logging.WARNING)
     if resume is None and chosen.hardware != Hardware():
-        typer.echo("--direct: slower hardware is not played", err=True)
+        logs.tell("--direct: slower hardware is not played", level=logging.WARNING)
     folder = RunFolder.reopen(resume, direct=True) if resume else RunFolder.create(runs, chosen)
     try:
         with show(json_lines=json_lines) as observe:
             play(folder, resume=resume is not None, accelerator=accelerator, observe=observe)
     except KeyboardInterrupt:
-        typer.echo(f"\ngo on with: fedstrata run --direct --resume {folder.path}", err=True)
+        logs.tell(f"\ngo on with: fedstrata run --direct --resume {folder.path}")
         raise
-
-
-def _address(text: str, username: str | None, password_file: Path | None) -> BrokerAddress:
-    from common.net.link import BrokerAddress
-
-    host, _, port = text.partition(":")
-    if not host or (port and not (port.isdecimal() and 0 < int(port) < 65_536)):
-        raise InvalidExperiment("--broker", text, "no address", "Write host or host:port.")
-    password = os.environ.get("FEDSTRATA_PASSWORD")
-    if password_file is not None:
-        try:
-            password = password_file.read_text(encoding="utf-8").strip()
-        except OSError as error:
-            raise InvalidExperiment(
-                "--password-file", str(password_file), error.strerror or str(error), "Name a readable file."
-            ) from None
-    return BrokerAddress(host, int(port or 1883), username, password)
 
 
 def _folder(text: str) -> Path | None:
@@ -362,20 +359,12 @@ def _metrics(address: str) -> tuple[Metrics, str]:
         raise InvalidExperiment("--metrics", address, str(error), "Use a free host:port, or port 0.") from None
 
 
-def _run_role(role: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    async def interruptible() -> None:
-        task = asyncio.current_task()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if task is not None:
-                loop.add_signal_handler(number, task.cancel)
-        await role()
-
+def _run_role(role: Callable[[], Coroutine[Any, Any, None]], node: str = "") -> None:
     from common.node.memory import keep_large_buffers
 
     keep_large_buffers()
-    with reporting():
-        asyncio.run(interruptible())
+    logs.NODE.set(node)
+    run_connected(role)
 
 
 if __name__ == "__main__":

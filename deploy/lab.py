@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import queue
 import shutil
@@ -11,15 +12,18 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from common.errors import RunFailed
 from common.rules import remembers
 from common.spec import CLOUD, Experiment, to_toml
+from deploy.logs import options, tell, words_of
 from deploy.network import Network, Open, one_host
 from deploy.processes import interruptible, spawn, stop_all
 from deploy.progress import Observe, show
+from deploy.records import PREDICTION
 
 FAREWELL_S: Final = 20.0
 POLL_S: Final = 0.2
@@ -28,16 +32,24 @@ SPOOL: Final = ".spool"  # beside the runs' folders: what institutions need when
 
 
 class Lab:
-    """One run of an experiment with every role on this machine."""
+    """One run of an experiment with every role on this machine; a prediction of it is kept in its folder."""
 
     def __init__(
-        self, experiment: Experiment, *, runs: Path, resume: Path | None, json_lines: bool, network: Open = one_host
+        self,
+        experiment: Experiment,
+        *,
+        runs: Path,
+        resume: Path | None,
+        json_lines: bool,
+        network: Open = one_host,
+        prediction: Mapping[str, Any] | None = None,
     ) -> None:
         self._experiment = experiment
         self._network = network
         self._runs = runs
         self._resume = resume
         self._json_lines = json_lines
+        self._prediction = prediction
         self._roles: dict[str, subprocess.Popen[bytes]] = {}
         self._told: set[str] = set()
         self._events: queue.Queue[tuple[str, dict[str, object]] | None] = queue.Queue()
@@ -64,7 +76,7 @@ class Lab:
                 self._tell_how_to_go_on(network)
                 raise RunFailed(f"the cloud was killed by signal {-code}")
             if code:
-                print(_last_words(home / "cloud.log"), file=sys.stderr)
+                tell(_last_words(home / "cloud.log"), level=logging.ERROR)
             else:
                 self._see_off()
             return code
@@ -76,7 +88,7 @@ class Lab:
 
     def _tell_how_to_go_on(self, network: Network) -> None:
         if self._folder is not None:
-            print(f"\ngo on with: fedstrata run --resume {self._folder}{network.flags}", file=sys.stderr)
+            tell(f"\ngo on with: fedstrata run --resume {self._folder}{network.flags}")
 
     def _start(self, home: Path, network: Network) -> None:
         file = home / "experiment.toml"
@@ -105,7 +117,7 @@ class Lab:
         threading.Thread(target=self._read_events, daemon=True).start()
 
     def _spawn(self, home: Path, network: Network, process: str, arguments: list[str]) -> None:
-        command = [sys.executable, "-m", "deploy.cli", *arguments]
+        command = [sys.executable, "-m", "deploy.cli", *options(), *arguments]
         with network.inside(process):
             self._roles[process] = spawn(command, log=home / f"{process}.log", read_output=process == CLOUD)
 
@@ -132,6 +144,8 @@ class Lab:
             event, facts = item
             if event == "run":
                 self._folder = Path(str(facts["folder"]))
+                if self._prediction is not None:
+                    (self._folder / PREDICTION).write_text(json.dumps(self._prediction, indent=2) + "\n")
             observe(event, facts)
 
     def _look_after(self, home: Path) -> None:
@@ -148,7 +162,7 @@ class Lab:
                 if self._roles["cloud"].poll() is None:
                     raise RunFailed(f"{role} ended with code {code}: {_last_words(home / f'{role}.log')}")
             else:
-                print(f"{role} was killed by signal {-code}; the run goes on without it", file=sys.stderr)
+                tell(f"{role} was killed by signal {-code}; the run goes on without it", level=logging.WARNING)
 
     def _see_off(self) -> None:
         deadline = time.monotonic() + FAREWELL_S
@@ -168,4 +182,4 @@ class Lab:
 
 def _last_words(log: Path) -> str:
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+    return words_of(lines[-1]) if lines else "it said nothing"

@@ -93,6 +93,11 @@ class Trainer:
         """The number of this device's training samples, once prepared."""
         return len(self._prepared.part.samples)
 
+    @property
+    def partition(self) -> str:
+        """The digest of the whole split of the data, once prepared; empty where nothing is split."""
+        return self._prepared.part.partition
+
     def train(
         self, row: Row, out: Row, *, epochs: int, round_: int, progress: Progress, cancelled: threading.Event
     ) -> LocalResult:
