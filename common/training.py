@@ -56,7 +56,8 @@ class Training(Table):
     clip_norm: Positive | None = None  # a step's gradients together have at most this L2 norm
     schedule: Schedule = Schedule()
     augmentation: Augmentation = Augmentation()
-    precision: Literal["fp32", "bf16"] = "fp32"  # bf16: torch's autocast; weights, gradients and steps stay fp32
+    # bf16: torch's autocast, but on a CPU not of linear layers in small batches; weights and steps stay fp32.
+    precision: Literal["fp32", "bf16"] = "fp32"
     compile: bool = False  # torch.compile
     # Of CUDA; a CPU always is. Not the default, since an operation without such a kernel would end the run.
     deterministic: bool = False

@@ -20,27 +20,32 @@ BLOCK_BYTES = 1 << 20  # of samples gathered, changed and normalised at once: th
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """`samples` int64 [n] are this device's places in `images` and `labels`, on the accelerator."""
+    """`samples` int64 [n] are this device's places in `images` and `labels`, on the accelerator.
+
+    `partition` is the digest of the whole split, empty where nothing is split.
+    """
 
     inputs: Inputs
     images: Tensor
     labels: Tensor
     samples: Tensor
     normalise: datasets.Normalise
+    partition: str
 
 
 def load_part(experiment: spec.Experiment, node: str, *, accelerator: torch.device) -> Part:
     """Load the data and find the device's part. Takes seconds. Raises InvalidExperiment."""
     dataset = datasets.load(experiment.data, node=node)
-    samples = torch.arange(len(dataset.train_labels))
+    samples, partition = torch.arange(len(dataset.train_labels)), ""
     if experiment.data.dataset != "folder":  # whose images are the device's own, every one
+        split = splits.split_of(experiment, node=node)
         place = experiment.topology.device_names().index(node)
-        samples = torch.from_numpy(splits.split_of(experiment, node=node).parts[place])
+        samples, partition = torch.from_numpy(split.parts[place]), split.digest
     images, labels = dataset.train_images, dataset.train_labels
     if accelerator.type != "cpu":
         images, labels = images[samples].to(accelerator), labels[samples].to(accelerator)
         samples = torch.arange(len(samples), device=accelerator)
-    return Part(dataset.inputs, images, labels, samples, dataset.normaliser(accelerator))
+    return Part(dataset.inputs, images, labels, samples, dataset.normaliser(accelerator), partition)
 
 
 def batches(

@@ -228,7 +228,8 @@ def test_one_step_in_float32(name: str) -> None:
 
 
 def test_bf16_is_near_its_own_training() -> None:
-    training = Training(batch_size=4, learning_rate=0.05, precision="bf16")
+    # In smaller batches a CPU's linear layers compute in fp32 (`device.descent`), but not in a stack.
+    training = Training(batch_size=32, learning_rate=0.05, precision="bf16")
     case = Case(mlp(Inputs((1, 8, 8), 10)), (1, 8, 8), training=training, dtype=torch.float32)
     for k, how in enumerate(case.train()):
         wanted, loss, _ = case.alone(k)

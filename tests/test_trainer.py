@@ -525,9 +525,9 @@ def test_an_iterations_rounds_have_its_learning_rate() -> None:
         assert np.array_equal(run(make(lab), row, round_=round_)[0], wanted)
 
 
-@pytest.mark.parametrize("model", ["cnn_digits", "mlp_digits"])
-def test_bf16_is_near_to_fp32_and_the_same_again(model: str) -> None:
-    lab, low = experiment(model=model), experiment(model=model, precision="bf16")
+@pytest.mark.parametrize(("model", "batch_size"), [("cnn_digits", 10), ("cnn_digits", 20), ("mlp_digits", 20)])
+def test_bf16_is_near_to_fp32_and_the_same_again(model: str, batch_size: int) -> None:
+    lab, low = (experiment(model=model, batch_size=batch_size, precision=precision) for precision in ("fp32", "bf16"))
     row = initial(lab)
     wanted, result = run(make(lab), row)
     trainer = make(low)
@@ -537,6 +537,12 @@ def test_bf16_is_near_to_fp32_and_the_same_again(model: str) -> None:
     moved = np.abs(trainer.layout.floats(wanted) - trainer.layout.floats(row))
     assert 0 < np.linalg.norm(apart) < 0.1 * np.linalg.norm(moved)
     assert in_low.loss == pytest.approx(result.loss, rel=2e-2) and in_low.loss != result.loss
+
+
+def test_on_a_cpu_linear_layers_stay_fp32_in_small_batches() -> None:
+    lab = experiment(model="mlp_digits", batch_size=10)
+    low = experiment(model="mlp_digits", batch_size=10, precision="bf16")
+    assert np.array_equal(run(make(lab), initial(lab))[0], run(make(low), initial(lab))[0])
 
 
 @pytest.mark.parametrize("augmentation", [{"flip": True}, {"crop": 1}, {"flip": True, "crop": 2}])

@@ -26,6 +26,12 @@ from device.descent import descend
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Let nothing so small wait for a second thread, which a busy machine gives late."""
+    torch.set_num_threads(1)
+
+
 def rates(schedule: Schedule, iterations: int, *, start: float = 0.1) -> list[float]:
     training = Training(learning_rate=start, schedule=schedule)
     return [learning_rate(training, iteration=t, iterations=iterations) for t in range(iterations)]
