@@ -1,5 +1,6 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-aggregation bench-kills bench-links bench-slow bench-tiers bench-training check clean broker
+.PHONY: help demo test bench bench-aggregation bench-devices bench-kills bench-links bench-slow bench-stacked bench-tiers bench-training \
+    check clean broker
 .DELETE_ON_ERROR:
 
 INSTALLED := .venv/.installed
@@ -22,6 +23,9 @@ bench-tiers: $(INSTALLED) broker ## measure dispatch over two tiers, passed on a
 bench-aggregation: $(INSTALLED) ## measure mixing, statistics and FedCDA on one core
 	.venv/bin/python tests/bench/aggregation.py
 
+bench-devices: $(INSTALLED) ## measure many devices on one host: samples per second, memory
+	.venv/bin/python tests/bench/devices.py
+
 bench-training: $(INSTALLED) ## measure a device's training against a plain PyTorch loop, one core
 	.venv/bin/python tests/bench/training.py
 
@@ -30,6 +34,9 @@ bench-kills: $(INSTALLED) broker ## kill broker, sender and receiver in mid-tran
 
 bench-slow: $(INSTALLED) broker ## measure slow receivers beside fast ones
 	.venv/bin/python tests/bench/slow.py
+
+bench-stacked: $(INSTALLED) ## measure devices trained as a stack, on a GPU if there is one
+	.venv/bin/python tests/bench/stacked.py
 
 bench-links: $(INSTALLED) broker ## measure over links that the kernel keeps, as root
 	.venv/bin/python tests/bench/links.py

@@ -32,7 +32,7 @@ from common.wire.messages import ChildReport
 PACKAGES: Final = ("fedstrata", "aiomqtt", "paho-mqtt", "numpy", "msgpack", "torch")
 DEVICE_FIELDS: Final = (
     "round", "institution", "device", "samples", "local_rounds", "epochs", "sgd_steps", "loss", "train_s", "wait_s",
-    "pause_s",
+    "pause_s", "path",
 )  # fmt: skip
 LEDGER: Final = "ledger.json"
 HELD: Final = "experiment.toml"  # the file that is locked: it is never replaced
@@ -123,7 +123,7 @@ class RunFolder:
         for r in reports:
             work = (iteration, institution, r.name, r.samples, r.rounds, r.epochs, r.steps)
             costs = (f"{value:.6g}" for value in (r.loss, r.train_s, r.wait_s, r.pause_s))
-            rows.append(dict(zip(DEVICE_FIELDS, (*work, *costs), strict=True)))
+            rows.append(dict(zip(DEVICE_FIELDS, (*work, *costs, r.path), strict=True)))
         self._append("devices.csv", DEVICE_FIELDS, rows)
 
     def forget_after(self, iterations: int) -> list[dict[str, str]]:

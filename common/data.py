@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
@@ -19,6 +20,17 @@ DatasetName = Literal[
 ]
 TEXTS: Final = ("shakespeare", "sent140")
 WITH_USERS: Final = ("femnist", *TEXTS)
+FOLDERS: Final = MappingProxyType(  # where each set's files are below `root`
+    {
+        "mnist": "MNIST",
+        "fashionmnist": "FashionMNIST",
+        "cifar10": "cifar-10-batches-py",
+        "cifar100": "cifar-100-python",
+        "femnist": "femnist",
+        "shakespeare": "shakespeare",
+        "sent140": "sent140",
+    }
+)
 FolderName = Annotated[str, Field(pattern=r"^[^./\\][^/\\]*$")]
 
 MODELS: Final = (

@@ -231,7 +231,9 @@ def device(
         ),
     ] = None,
     accelerator: Annotated[str, typer.Option(help="cpu, cuda, cuda:N or auto.")] = "auto",
-    slots: Annotated[int, typer.Option(min=1, help="Trainings at once in this process.")] = 1,
+    slots: Annotated[
+        str, typer.Option(help="Trainings at once: a number, or auto = one for each GPU, or for each core.")
+    ] = "auto",
     allow_models: Annotated[
         list[str] | None,
         typer.Option(
@@ -251,6 +253,8 @@ def device(
     for given, option in ((institution, "--institution"), (brokers, "--broker")):
         if len(given) not in (1, len(name)):
             raise typer.BadParameter(f"{len(given)} given for {len(name)} names", param_hint=option)
+    if slots != "auto" and not (slots.isdecimal() and int(slots) > 0):
+        raise typer.BadParameter(f"{slots!r}: use auto, or a number from 1", param_hint="--slots")
     if len(set(name)) < len(name):
         raise typer.BadParameter("the same name twice", param_hint="--name")
     homes = institution * len(name) if len(institution) == 1 else institution
@@ -259,28 +263,27 @@ def device(
     async def take_part() -> None:
         from common.node.life import first_error
         from device.agent import DeviceAgent
-        from device.slots import Slots
+        from device.pool import Pool
 
         registry, address = _metrics(metrics)
-        shared = Slots(slots)
-        agents = [
-            DeviceAgent(
-                each,
-                institution=home,
-                broker=_address(where, username, password_file),
-                accelerator=accelerator,
-                slots=shared,
-                connect_timeout_s=connect_timeout,
-                metrics=registry,
-                metrics_address=address,
-                spool=_folder(spool),
-                allow_models=allow_models or (),
-            )
-            for each, home, where in zip(name, homes, addresses, strict=True)
-        ]
+        count = None if slots == "auto" else int(slots)
         try:
-            async with asyncio.TaskGroup() as group:
-                for each, agent in zip(name, agents, strict=True):
+            async with (
+                Pool(accelerator=accelerator, slots=count, devices=len(name)) as pool,
+                asyncio.TaskGroup() as group,
+            ):
+                for each, home, where in zip(name, homes, addresses, strict=True):
+                    agent = DeviceAgent(
+                        each,
+                        institution=home,
+                        broker=_address(where, username, password_file),
+                        pool=pool,
+                        connect_timeout_s=connect_timeout,
+                        metrics=registry,
+                        metrics_address=address,
+                        spool=_folder(spool),
+                        allow_models=allow_models or (),
+                    )
                     logs.NODE.set(each)  # a task keeps what is set when it is made
                     group.create_task(agent.run(), name=each)
         except BaseExceptionGroup as errors:

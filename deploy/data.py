@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from common.data import FOLDERS
 from common.errors import InvalidExperiment
 from deploy.logs import tell
 from deploy.reporting import reporting
@@ -18,16 +19,6 @@ if TYPE_CHECKING:
     from common.learning.datasets import Dataset
     from common.spec import Experiment
 
-# Where each set's files are below a root.
-FOLDERS = {
-    "mnist": "MNIST",
-    "fashionmnist": "FashionMNIST",
-    "cifar10": "cifar-10-batches-py",
-    "cifar100": "cifar-100-python",
-    "femnist": "femnist",
-    "shakespeare": "shakespeare",
-    "sent140": "sent140",
-}
 COLUMNS = ("dataset", "train", "test", "shape", "classes", "tokens", "users", "digest")
 
 app = typer.Typer(help="Look at data sets and at how they are split.", no_args_is_help=True, rich_markup_mode=None)

@@ -20,10 +20,11 @@ from common.errors import RunFailed
 from common.rules import remembers
 from common.spec import CLOUD, Experiment, to_toml
 from deploy.logs import options, tell, words_of
-from deploy.network import Network, Open, one_host
+from deploy.network import Network, Open, one_host, shares
 from deploy.processes import interruptible, spawn, stop_all
 from deploy.progress import Observe, show
 from deploy.records import PREDICTION
+from device.pool import cores
 
 FAREWELL_S: Final = 20.0
 POLL_S: Final = 0.2
@@ -107,13 +108,16 @@ class Lab:
             self._spawn(home, network, name, ["institution", "--name", name, *brokers, *states])
         model = self._experiment.model.name
         own = ["--allow-models", model] if ":" in model else []  # whoever starts the lab named it
-        for process, devices in network.groups.items():
+        slots = shares(cores(), len(network.groups))
+        for (process, devices), count in zip(network.groups.items(), slots, strict=True):
             who = [
                 word
                 for device in devices
                 for word in ("--name", device, "--institution", homes[device], "--broker", network.upward[device])
             ]
-            self._spawn(home, network, process, ["device", *who, *own])
+            # One process finds its cores or GPUs itself; several must not each take all of them.
+            several = ["--slots", str(count)] if len(slots) > 1 else []
+            self._spawn(home, network, process, ["device", *who, *own, *several])
         threading.Thread(target=self._read_events, daemon=True).start()
 
     def _spawn(self, home: Path, network: Network, process: str, arguments: list[str]) -> None:

@@ -13,7 +13,6 @@ the WAN up and down again, and what an institution sends its N devices crosses i
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -50,19 +49,17 @@ def by_kernel(experiment: Experiment, *, delays: bool) -> Experiment:
     return experiment.model_copy(update={"links": links})
 
 
-def lay_out(experiment: Experiment, *, cores: int) -> Plan:
-    """Return a lab's plan, with a process of devices for each core, and one for each institution at least."""
+def lay_out(experiment: Experiment) -> Plan:
+    """Return a lab's plan, with one process of devices for each institution."""
     children = experiment.topology.children()
-    share = max(1, cores // len(children))
     wires: dict[str, Wire] = {}
     groups: dict[str, tuple[str, ...]] = {}
     for institution, devices in children.items():
         wires[institution] = _wire(experiment, institution, number=len(wires), hosts=(CLOUD, institution))
-        for index in range(min(share, len(devices))):
-            group = f"devices-{index}@{institution}"  # no node has an @ in its name
-            groups[group] = tuple(devices[index::share])
-            for device in groups[group]:
-                wires[device] = _wire(experiment, device, number=len(wires), hosts=(institution, group))
+        group = f"devices@{institution}"  # no node has an @ in its name
+        groups[group] = tuple(devices)
+        for device in devices:
+            wires[device] = _wire(experiment, device, number=len(wires), hosts=(institution, group))
     return Plan((CLOUD, *children, *groups), groups, wires)
 
 
@@ -93,7 +90,7 @@ def namespaces(experiment: Experiment, home: Path, *, one_broker: bool) -> Itera
     """
     if (enforce := experiment.links.enforce) != "kernel":
         raise InvalidExperiment("links.enforce", enforce, "with --netns the kernel keeps the links", "Run without it.")
-    plan = lay_out(experiment, cores=os.cpu_count() or 1)
+    plan = lay_out(experiment)
     institutions = list(experiment.topology.children())
     with joined(plan.hosts, tuple(plan.wires.values())) as spaces, ExitStack() as stack:
         ports = {}

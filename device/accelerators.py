@@ -1,49 +1,33 @@
-"""Which accelerators this machine has, and how a process computes on one."""
+"""Which accelerators a user's word means, given what a machine has."""
 
 from __future__ import annotations
 
-import os
-
-import torch
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
 
 from common.errors import InvalidExperiment
-from common.training import Training
+
+# What drivers leave where torch may find a GPU: Nvidia's, AMD's, Windows' below WSL.
+_DRIVERS: Final = ("nvidia[0-9]*", "kfd", "dxg")
 
 
-def resolve_accelerator(name: str) -> torch.device:
-    """Return the device that 'cpu', 'cuda', 'cuda:N' or 'auto' means here. Raises InvalidExperiment."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+def choose(name: str, there: Sequence[str]) -> tuple[str, ...]:
+    """Return what 'cpu', 'cuda', 'cuda:N' or 'auto' means where `there` is: 'cuda' all GPUs, 'auto' these or the CPU.
+
+    Raises InvalidExperiment.
+    """
+    gpus = tuple(each for each in there if each != "cpu")
     if name == "auto":
-        name = "cuda" if gpus else "cpu"
-    there = {"cpu": torch.device("cpu")}
-    there.update({f"cuda:{i}": torch.device("cuda", i) for i in range(gpus)})
-    chosen = there.get("cuda:0" if name == "cuda" else name)
-    if chosen is None:
+        return gpus or ("cpu",)
+    chosen = gpus if name == "cuda" else tuple(each for each in there if each == name)
+    if not chosen:
         raise InvalidExperiment(
             "--accelerator", name, "this machine has no such accelerator", f"It has {', '.join(there)}; or say auto."
         )
     return chosen
 
 
-def use_one_thread(accelerator: torch.device) -> None:
-    """Make this thread compute alone: sums then never depend on how many cores there are.
-
-    The setting is each thread's own once the thread has computed, so it is looked at before every training.
-    """
-    if accelerator.type == "cpu" and torch.get_num_threads() != 1:
-        torch.set_num_threads(1)
-
-
-def set_up(accelerator: torch.device, training: Training) -> None:
-    """Let this process compute as the experiment says, before it first does. Raises InvalidExperiment."""
-    use_one_thread(accelerator)
-    if accelerator.type != "cuda":
-        return
-    if training.precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        name = torch.cuda.get_device_name(accelerator)
-        raise InvalidExperiment("training.precision", "bf16", f"{name} does not compute in it", "Use fp32.")
-    if training.deterministic:
-        # cuBLAS reads it when it is first used; without it torch refuses matrix products.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(training.deterministic)
-    torch.backends.cudnn.deterministic = training.deterministic
+def may_have_gpu(devices: Path = Path("/dev")) -> bool:
+    """Return whether it is worth asking torch for GPUs, which takes seconds."""
+    return any(found for driver in _DRIVERS for found in devices.glob(driver))

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 from common.data import check_alike, permit
@@ -19,14 +16,12 @@ from common.node.child import Answer, ChildFace, Report
 from common.node.discovery import discover
 from common.node.identity import Identity, new_session
 from common.node.life import export_child, live
-from common.node.offload import offload
 from common.node.spool import Spool
 from common.spec import Experiment, parse
 from common.wire.messages import NodeState, Phase, Task
 from device.pace import keep
-from device.slots import Slots
-from device.trainer import Trainer
-from device.work import LocalWork
+from device.pool import Pool
+from device.work import answer_of, round_of
 
 FAREWELL_S = 3.0
 WAITING_S = 1.0
@@ -44,8 +39,7 @@ class DeviceAgent:
         *,
         institution: str,
         broker: BrokerAddress,
-        accelerator: str,
-        slots: Slots,
+        pool: Pool,
         connect_timeout_s: float,
         metrics: Metrics,
         metrics_address: str = "",
@@ -55,16 +49,13 @@ class DeviceAgent:
         self._name = name
         self._institution = institution
         self._broker = broker
-        self._accelerator = accelerator
-        self._slots = slots
+        self._training = pool.member(name)
         self._connect_timeout_s = connect_timeout_s
         self._metrics = metrics
         self._metrics_address = metrics_address
         self._spool = spool
         self._allow_models = allow_models
         self._labels = ("device", institution, name)
-        # Not asyncio's pool: a training that waits for its slot must not keep others from hashing a model.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
 
     async def run(self) -> None:
         """Take part in one run, to its end. Raises FedstrataError."""
@@ -95,21 +86,20 @@ class DeviceAgent:
 
     async def _train_all(self, up: ChildFace, experiment: Experiment, partition: str) -> None:
         permit(experiment.model, self._allow_models)
-        trainer = Trainer(experiment, node=self._name, accelerator=self._accelerator, slots=self._slots)
-        await offload(trainer.prepare, executor=self._thread)
-        check_alike(experiment.data, self._name, partition=trainer.partition, clouds=partition)
-        up.endpoint.set_state(NodeState.READY, samples=trainer.samples)
-        local = LocalWork(trainer, rounds=experiment.institution.rounds)
+        prepared = await self._training.prepare(experiment)
+        check_alike(experiment.data, self._name, partition=prepared.partition, clouds=partition)
+        up.endpoint.set_state(NodeState.READY, samples=prepared.samples)
+        out, rounds = prepared.layout.empty(), experiment.institution.rounds
         machine = experiment.machine(self._name)
 
         async def work(task: Task, model: Arriving, report: Report) -> Answer:
             row, since = await model.whole(), up.endpoint.now()
-            answer = await self._train(local, task, row=row, report=report)
+            answer = await self._train(task, row, out, rounds=rounds, report=report)
             answer = await keep(machine, answer, since=since, report=report)
             self._metrics.phase_seconds.labels(*self._labels, "pause").inc(answer.pause_s)
             return answer
 
-        await up.serve(trainer.layout, work)
+        await up.serve(prepared.layout, work)
 
     def _check_home(self, experiment: Experiment) -> None:
         children = experiment.topology.children()
@@ -123,33 +113,29 @@ class DeviceAgent:
                 f"{self._institution} has {', '.join(children.get(self._institution, ['no device']))}.",
             )
 
-    async def _train(self, local: LocalWork, task: Task, *, row: Row, report: Report) -> Answer:
-        loop = asyncio.get_running_loop()
-        cancelled = threading.Event()
-
-        def progress(done: int, total: int) -> None:
-            self._slots.moves += 1
-            loop.call_soon_threadsafe(train_aloud, done, total)
-
+    async def _train(self, task: Task, row: Row, out: Row, *, rounds: int, report: Report) -> Answer:
         def train_aloud(done: int, total: int) -> None:
             waiting.cancel()
             report(Phase.TRAINING, done, total)
 
         async def wait_aloud() -> None:
             while True:
-                report(Phase.WAITING, self._slots.moves, 0)
+                report(Phase.WAITING, self._training.moves, 0)
                 await asyncio.sleep(WAITING_S)
 
-        train = partial(local, task, row, progress=progress, cancelled=cancelled)
         waiting = asyncio.create_task(wait_aloud(), name=f"{self._name} waits")
         try:
-            answer = await offload(train, executor=self._thread, cancel=cancelled.set)
+            result = await self._training.train(
+                row, out, epochs=task.epochs, round_=round_of(task, rounds=rounds), progress=train_aloud
+            )
         finally:
             waiting.cancel()
+        answer = answer_of(task, out, result)
         self._metrics.round.labels(*self._labels).inc()
         self._metrics.steps.labels(*self._labels).inc(answer.steps)
         self._metrics.train_loss.labels(*self._labels).set(answer.loss)
         self._metrics.epochs.labels(*self._labels).set(task.epochs)
         self._metrics.phase_seconds.labels(*self._labels, "train").inc(answer.train_s)
         self._metrics.phase_seconds.labels(*self._labels, "wait").inc(answer.wait_s)
+        self._metrics.phase_seconds.labels(*self._labels, "stack").inc(result.wall_s)
         return answer

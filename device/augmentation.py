@@ -22,6 +22,10 @@ class Changes:
     def __getitem__(self, some: slice) -> Changes:
         return Changes(self.flips[some], self.shifts[some])
 
+    def to(self, device: torch.device) -> Changes:
+        """Return the same on another device."""
+        return Changes(self.flips.to(device), self.shifts.to(device))
+
 
 def draw(augmentation: Augmentation, count: int, *, source: np.random.Generator, device: torch.device) -> Changes:
     """Draw the changes of so many images: half of them flipped, all windows in the frame alike likely."""

@@ -52,17 +52,12 @@ def batches(
     part: Part, experiment: spec.Experiment, *, node: str, epochs: int, round_: int
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield each step's (epoch, inputs [b, ...], labels int64 [b]): a new order each epoch, the last batch kept."""
-    training, device, count = experiment.training, part.samples.device, len(part.samples)
-    order = generator(experiment.seed, Purpose.BATCHES, node, round_)
-    source = generator(experiment.seed, Purpose.AUGMENTATION, node, round_)
-    changing = training.augmentation.flip or training.augmentation.crop > 0
+    training = experiment.training
     # Whole batches; what is computed of a sample depends on no other, so the size of a block is not seen in it.
     batch_bytes = 4 * training.batch_size * part.images[0].numel()
     block = training.batch_size * max(1, BLOCK_BYTES // batch_bytes)
-    for epoch in range(epochs):
-        places = part.samples[torch.from_numpy(order.permutation(count)).to(device)]
-        changes = augmentation.draw(training.augmentation, count, source=source, device=device) if changing else None
-        for start in range(0, count, block):
+    for epoch, (places, changes) in enumerate(orders(part, experiment, node=node, epochs=epochs, round_=round_)):
+        for start in range(0, len(places), block):
             some = slice(start, start + block)
             images = part.images.index_select(0, places[some])
             if changes is not None:
@@ -70,3 +65,17 @@ def batches(
             inputs, labels = part.normalise(images), part.labels.index_select(0, places[some])
             size = training.batch_size
             yield from zip(repeat(epoch), torch.split(inputs, size), torch.split(labels, size))
+
+
+def orders(
+    part: Part, experiment: spec.Experiment, *, node: str, epochs: int, round_: int
+) -> Iterator[tuple[Tensor, augmentation.Changes | None]]:
+    """Yield each epoch's samples in the order of its batches, int64 [n] places in the images, and their changes."""
+    training, device, count = experiment.training, part.samples.device, len(part.samples)
+    order = generator(experiment.seed, Purpose.BATCHES, node, round_)
+    source = generator(experiment.seed, Purpose.AUGMENTATION, node, round_)
+    changing = training.augmentation.flip or training.augmentation.crop > 0
+    for _ in range(epochs):
+        places = part.samples[torch.from_numpy(order.permutation(count)).to(device)]
+        changes = augmentation.draw(training.augmentation, count, source=source, device=device) if changing else None
+        yield places, changes

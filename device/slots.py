@@ -18,17 +18,13 @@ class Cancelled(Exception):
 class Slots:
     """Lets at most `count` trainings run, first come first served.
 
-    `moves` grows as any of the trainings does: while it grows, those that wait for a slot are alive too.
-
-    One object per accelerator, shared by the devices of a process. On a GPU one slot keeps trainings from
-    sharing its memory and its time; on a CPU one per core.
+    On a GPU one slot keeps trainings from sharing its memory and its time. Agents queue in `device.pool` instead.
     """
 
     def __init__(self, count: int = 1) -> None:
         self._free = count
         self._waiting: deque[object] = deque()
         self._changed = threading.Condition()
-        self.moves = 0
 
     @contextmanager
     def acquire(self, cancelled: threading.Event) -> Iterator[float]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,27 +21,15 @@ from common.learning import models
 from common.learning.nets.layers import reseed
 from common.randomness import Purpose, torch_seed
 from common.training import learning_rate
-from device.accelerators import resolve_accelerator, set_up, use_one_thread
+from device.computing import accelerators, resolve_accelerator, set_up, use_one_thread
 from device.descent import Forward, descend, forward_of
+from device.jobs import LocalResult, Progress
 from device.part import Part, batches, load_part
 from device.slots import Cancelled, Slots
 
-__all__ = ["Cancelled", "LocalResult", "Slots", "Trainer", "resolve_accelerator"]
+__all__ = ["Cancelled", "LocalResult", "Progress", "Slots", "Trainer", "accelerators", "resolve_accelerator"]
 
 PROGRESS_S = 0.5
-
-Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class LocalResult:
-    """What one local round gave: `loss` is the sample-weighted mean over its last epoch."""
-
-    samples: int
-    loss: float
-    steps: int
-    train_s: float
-    wait_s: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
 from common.layout import Row
 from common.node.child import Answer
 from common.wire.messages import Task
-from device.trainer import Progress, Trainer
+from device.jobs import LocalResult, Progress
+
+if TYPE_CHECKING:
+    from device.trainer import Trainer
+
+
+def round_of(task: Task, *, rounds: int) -> int:
+    """Return the number of a task's local round in the whole run, with `rounds` of them in each iteration."""
+    return task.key.iteration * rounds + task.key.round
+
+
+def answer_of(task: Task, out: Row, result: LocalResult) -> Answer:
+    """Return the answer to a task: the trained model in `out`, uint8 [row_bytes]."""
+    costs = (task.epochs, result.steps, result.train_s, result.wait_s)
+    return Answer(out, result.samples, result.loss, *costs, path=result.path)
 
 
 class LocalWork:
@@ -20,9 +35,8 @@ class LocalWork:
 
     def __call__(self, task: Task, row: Row, *, progress: Progress, cancelled: threading.Event) -> Answer:
         """Train the model in `row`, uint8 [row_bytes], as the task says. Raises what `Trainer.train` raises."""
-        r = task.key.iteration * self._rounds + task.key.round
+        round_ = round_of(task, rounds=self._rounds)
         result = self._trainer.train(
-            row, self._out, epochs=task.epochs, round_=r, progress=progress, cancelled=cancelled
+            row, self._out, epochs=task.epochs, round_=round_, progress=progress, cancelled=cancelled
         )
-        costs = (task.epochs, result.steps, result.train_s, result.wait_s)
-        return Answer(self._out, result.samples, result.loss, *costs)
+        return answer_of(task, self._out, result)

@@ -143,6 +143,7 @@ class LocalRounds:
                 train_s=before.train_s + result.train_s,
                 wait_s=before.wait_s + result.wait_s,
                 pause_s=before.pause_s + result.pause_s,
+                path=result.path,
             )
         metrics, labels = self._metrics, self._labels
         metrics.round.labels(*labels).inc()

@@ -1,24 +1,27 @@
 """The data sets, held once per process: images as uint8, or float32 where noise was added, text as int64.
 
 Nothing is downloaded: the files are looked for below `data.root`, where torchvision or LEAF would have put them
-(`readers/` has each layout).
+(`readers/` has each layout). The processes of a host share those of some size (`stored.py`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
+from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from common.data import Data
+from common.data import FOLDERS, Data
 from common.errors import InvalidExperiment
+from common.learning import readers, stored
 from common.learning.inputs import Inputs
 from common.learning.readers import cifar, folder, idx, leaf, made
 from common.learning.readers.parts import Labels, Parts, Samples
@@ -26,6 +29,11 @@ from common.randomness import Purpose, generator
 from common.spec import CLOUD
 
 Normalise = Callable[[Tensor], Tensor]
+
+# Keys that say who gets which samples, not what they are.
+_OF_THE_SPLIT: Final = {
+    "root", "partition", "concentration", "shards", "within", "within_concentration", "min_samples", "partition_size",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,24 +103,66 @@ _LOADING = threading.Lock()  # lru_cache alone would let several devices load th
 
 @lru_cache(maxsize=2)
 def _load(data_json: str, root: str, *, cloud: bool) -> Dataset:
-    data = Data.model_validate_json(data_json)
+    data, place = Data.model_validate_json(data_json), Path(root)
+    files = list(_files(data, place))
+    make = partial(_make_stored, data, place, cloud=cloud)
+    if _size(data, files) < stored.SMALL_BYTES:
+        return _dataset(data, make())
+    what = data.model_dump(mode="json", exclude=_OF_THE_SPLIT)
+    code = Path(readers.__file__).parent.rglob("*.py")  # another release may read otherwise
+    return _dataset(data, stored.shared(stored.digest_of([what, cloud, np.__version__], [*files, *code]), make))
+
+
+def _files(data: Data, root: Path) -> Iterator[Path]:
+    """Yield the files that a data set may be read from."""
+    if data.dataset == "folder":
+        yield from (path for part in ("train", "test") for path in (root / part).rglob("*") if path.is_file())
+    elif data.dataset in FOLDERS:
+        yield from (path for path in (root / FOLDERS[data.dataset]).rglob("*") if path.is_file())
+    if data.dataset == "sent140":
+        yield from (root.parent / "models" / "sent140").glob("embs.json")
+
+
+def _size(data: Data, files: list[Path]) -> int:
+    """Return about how many bytes a data set has, without reading it."""
+    if data.dataset == "synthetic":
+        return (data.samples + data.test_samples) * prod(data.image_shape)
+    return sum(path.stat().st_size for path in files)
+
+
+def _make_stored(data: Data, root: Path, *, cloud: bool) -> stored.Stored:
+    """Read and check a data set."""
     source = _SOURCES[data.dataset]
-    parts = source.read(data, Path(root), cloud)
+    parts = source.read(data, root, cloud)
     alone = data.dataset == "folder"  # where every node has one part only
     _check(data, parts.train, parts.train_labels, classes=parts.classes, needed=not (alone and cloud))
     _check(data, parts.test, parts.test_labels, classes=parts.classes, needed=not alone or cloud)
+    tensors = {
+        "train": _noisy(parts.train, data.noise / source.scale, f"{data.dataset}/train"),
+        "train_labels": torch.from_numpy(parts.train_labels),
+        "test": _noisy(parts.test, data.noise / source.scale, f"{data.dataset}/test"),
+        "test_labels": torch.from_numpy(parts.test_labels),
+    }
+    if parts.owners is not None:
+        tensors["owners"] = torch.from_numpy(parts.owners)
+    return stored.Stored(tensors, {"classes": parts.classes, "tokens": parts.tokens, "users": parts.users})
+
+
+def _dataset(data: Data, made: stored.Stored) -> Dataset:
+    source, tensors = _SOURCES[data.dataset], made.tensors
+    owners = tensors.get("owners")
     return Dataset(
-        _noisy(parts.train, data.noise / source.scale, f"{data.dataset}/train"),
-        torch.from_numpy(parts.train_labels),
-        _noisy(parts.test, data.noise / source.scale, f"{data.dataset}/test"),
-        torch.from_numpy(parts.test_labels),
-        parts.classes,
+        tensors["train"],
+        tensors["train_labels"],
+        tensors["test"],
+        tensors["test_labels"],
+        made.facts["classes"],
         source.scale,
         source.mean,
         source.std,
-        parts.tokens,
-        parts.users,
-        parts.owners,
+        made.facts["tokens"],
+        tuple(made.facts["users"]),
+        None if owners is None else owners.numpy(),
     )
 
 

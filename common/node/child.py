@@ -41,6 +41,7 @@ from common.wire.messages import (
     Result,
     Task,
     Traffic,
+    TrainingPath,
 )
 
 
@@ -48,7 +49,7 @@ from common.wire.messages import (
 class Answer:
     """What the work made of a model: a row, uint8 [row_bytes], and what it cost. Seconds by this node's clock.
 
-    For `path_steps` (None: as `steps`) and `plans` see the message Result.
+    For `path_steps` (None: as `steps`), `plans` and `path` see the message Result.
     """
 
     row: Row
@@ -62,6 +63,7 @@ class Answer:
     path_steps: int | None = None
     children: tuple[ChildReport, ...] = ()
     plans: Sequence[Mapping[str, object]] = ()
+    path: TrainingPath = TrainingPath.NONE
 
     def result(self, task: Task, model: Manifest, inline: bytes | None = None) -> Result:
         """Return the message that offers it, `model` being the blob of its row."""
@@ -69,7 +71,7 @@ class Answer:
             task.key, model, inline, self.samples, float(self.loss), self.epochs, self.steps,
             self.steps if self.path_steps is None else self.path_steps,
             float(self.train_s), float(self.wait_s), float(self.pause_s), self.children,
-            json.dumps(self.plans) if self.plans else "",
+            json.dumps(self.plans) if self.plans else "", path=self.path,
         )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from common.errors import WireError
 from common.net.accounting import Account
-from common.wire.messages import ChildReport, Measured, Traffic, Wire
+from common.wire.messages import ChildReport, Measured, Traffic, TrainingPath, Wire
 
 BYTES_MOST: Final = 2**50
 NOTHING: Final = Traffic()
@@ -159,7 +159,7 @@ def _traffic(row: list[Any]) -> Traffic:
 
 
 def _report(row: list[Any]) -> ChildReport:
-    values = [*row[:-2], Measured(*row[-2]), _traffic(row[-1])]
+    values = [*row[:-3], TrainingPath(row[-3]), Measured(*row[-2]), _traffic(row[-1])]
     return ChildReport(*values)
 
 

@@ -206,6 +206,15 @@ class Measured:
     down_bytes: int = 0
 
 
+class TrainingPath(StrEnum):
+    """How a device's trainings were run: in its own process, by worker processes, or stacked with other devices'."""
+
+    NONE = ""
+    LEAN = "lean"
+    WORKERS = "workers"
+    STACKED = "stacked"
+
+
 @dataclass(frozen=True, slots=True)
 class ChildReport:
     """What one device did in an iteration, its link as measured before the run, and the link's bytes since.
@@ -223,6 +232,7 @@ class ChildReport:
     train_s: float = 0.0
     wait_s: float = 0.0
     pause_s: float = 0.0
+    path: TrainingPath = TrainingPath.NONE
     measured: Measured = Measured()
     traffic: Traffic = Traffic()
 
@@ -270,7 +280,7 @@ class Result:
     device's. `plans`: what the child's own aggregation decided in each of its rounds, as JSON, a list of objects.
     `train_s`: of the trainings; `wait_s`: for a slot before them; `pause_s`: after them, where the child plays a slower
     machine (`common/hardware.py`). An institution's are sums over its rounds, of each the largest of its devices'.
-    `traffic` and `below` as in Progress, at the time of the offer.
+    `traffic` and `below` as in Progress, at the time of the offer. `path`: a device's.
     """
 
     key: Key
@@ -288,6 +298,7 @@ class Result:
     plans: str
     traffic: Traffic = Traffic()
     below: Traffic = Traffic()
+    path: TrainingPath = TrainingPath.NONE
 
 
 @dataclass(frozen=True, slots=True)

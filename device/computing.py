@@ -1,0 +1,46 @@
+"""Which accelerators this machine has as torch finds them, and how a process computes on one."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from common.errors import InvalidExperiment
+from common.training import Training
+from device.accelerators import choose
+
+
+def accelerators() -> list[str]:
+    """Return the names of this machine's accelerators, the CPU first."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return ["cpu", *(f"cuda:{i}" for i in range(gpus))]
+
+
+def resolve_accelerator(name: str) -> torch.device:
+    """Return the first device that 'cpu', 'cuda', 'cuda:N' or 'auto' means here. Raises InvalidExperiment."""
+    return torch.device(choose(name, accelerators())[0])
+
+
+def use_one_thread(accelerator: torch.device) -> None:
+    """Make this thread compute alone: sums then never depend on how many cores there are.
+
+    The setting is each thread's own once the thread has computed, so it is looked at before every training.
+    """
+    if accelerator.type == "cpu" and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
+
+
+def set_up(accelerator: torch.device, training: Training) -> None:
+    """Let this process compute as the experiment says, before it first does. Raises InvalidExperiment."""
+    use_one_thread(accelerator)
+    if accelerator.type != "cuda":
+        return
+    if training.precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        name = torch.cuda.get_device_name(accelerator)
+        raise InvalidExperiment("training.precision", "bf16", f"{name} does not compute in it", "Use fp32.")
+    if training.deterministic:
+        # cuBLAS reads it when it is first used; without it torch refuses matrix products.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(training.deterministic)
+    torch.backends.cudnn.deterministic = training.deterministic

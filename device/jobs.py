@@ -1,0 +1,118 @@
+"""What a device asks of the pool of its process and what it gets: records without torch."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from common.errors import FedstrataError
+from common.layout import ModelLayout, Row
+from common.spec import Experiment
+from common.wire.messages import TrainingPath
+from device.slots import Cancelled
+
+Progress: TypeAlias = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalResult:
+    """What one local round gave: `loss` is the sample-weighted mean over its last epoch.
+
+    `train_s` are the seconds of the training alone, `wait_s` all others between asking for it and having it.
+    In a stack `train_s` is the device's share, and `wall_s` the seconds from the stack's start to this result.
+    """
+
+    samples: int
+    loss: float
+    steps: int
+    train_s: float
+    wait_s: float
+    path: TrainingPath = TrainingPath.LEAN
+    wall_s: float = 0.0
+
+
+Ending: TypeAlias = LocalResult | FedstrataError | Cancelled
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A device's model layout, the number of its training samples, and the digest of the split as its files give it."""
+
+    layout: ModelLayout
+    samples: int
+    partition: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Order:
+    """Train the model in `row` for `epochs` and write it into `out`, both uint8 [row_bytes].
+
+    `progress(steps_done, steps_total)` is called where the training runs.
+    """
+
+    row: Row
+    out: Row
+    epochs: int
+    round_: int
+    progress: Progress
+    cancelled: threading.Event
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device in its experiment, whose `digest` is computed once."""
+
+    experiment: Experiment
+    digest: str
+    node: str
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Wish:
+    """A device that is to be prepared; `answer` gets Prepared, or the error. `place`: its number in this process."""
+
+    device: Device
+    place: int
+    answer: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def finish(self, result: LocalResult | Prepared) -> None:
+        """Give the answer."""
+        if not self.answer.done():
+            self.answer.set_result(result)
+
+    def fail(self, error: Exception) -> None:
+        """Say why there is none."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
+            self.answer.exception()  # whoever asked may have left
+
+    def cancel(self) -> None:
+        """Call it off: nobody wants the answer any more."""
+        self.answer.cancel()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Job(Wish):
+    """A training; `answer` gets a LocalResult, or the error. Until then the order's rows are not the device's."""
+
+    order: Order
+    on_cancel: Callable[[], None] = lambda: None
+
+    def end(self, how: Ending) -> None:
+        """Give the answer, or say why there is none."""
+        if isinstance(how, LocalResult):
+            self.finish(how)
+        else:
+            self.fail(how)
+
+    def alike(self, other: Wish) -> bool:
+        """Return whether the other is a training of the same model, so that one stack can hold both."""
+        return isinstance(other, Job) and self.device.digest == other.device.digest
+
+    def cancel(self) -> None:
+        """Call it off: it ends between two steps, with an answer."""
+        self.order.cancelled.set()
+        self.on_cancel()

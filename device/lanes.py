@@ -1,0 +1,107 @@
+"""Where the jobs of a pool are trained: the face that all such places have, and a thread of this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from common.node.offload import offload
+from common.wire.messages import TrainingPath
+from device.gathering import most_together
+from device.jobs import Device, Ending, Job, Order, Prepared
+
+if TYPE_CHECKING:
+    from device.trainers import Trainers
+
+
+class Lane(Protocol):
+    """Trains jobs on its accelerator, at most `most` at once: more than one where it makes a stack of alike jobs."""
+
+    path: TrainingPath
+    accelerator: str
+
+    @property
+    def most(self) -> int: ...
+
+    async def start(self) -> Sequence[str]:
+        """Return the accelerators of this machine. Raises RunFailed."""
+
+    async def prepare(self, device: Device) -> Prepared:
+        """Return a device's facts. Raises InvalidExperiment, RunFailed."""
+
+    async def train(self, jobs: Sequence[Job]) -> None:
+        """Answer each of the jobs, or raise FedstrataError, which answers those that are left."""
+
+    async def close(self) -> None:
+        """Give back what was taken; jobs under way are lost."""
+
+
+class Thread:
+    """A thread of this process, which so holds torch: for a machine that has not the memory for two processes."""
+
+    path = TrainingPath.LEAN
+
+    def __init__(self) -> None:
+        self.accelerator = "cpu"
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="training")
+        self._made: Trainers | None = None
+
+    @property
+    def most(self) -> int:
+        """Return how many jobs may go together."""
+        return most_together(self.accelerator)
+
+    async def start(self) -> Sequence[str]:
+        """Import torch and ask it for the accelerators."""
+        return await offload(self._start, executor=self._thread)
+
+    async def prepare(self, device: Device) -> Prepared:
+        """Return a device's facts. Raises InvalidExperiment."""
+        return await offload(partial(self._trainers.prepare, device, self.accelerator), executor=self._thread)
+
+    async def train(self, jobs: Sequence[Job]) -> None:
+        """Train the jobs, together or one after another."""
+        loop = asyncio.get_running_loop()
+
+        def done(number: int, how: Ending) -> None:
+            loop.call_soon_threadsafe(jobs[number].end, how)
+
+        def cancel() -> None:
+            for job in jobs:
+                job.order.cancelled.set()
+
+        work = [(job.device, _aloud(job.order)) for job in jobs]
+        train = partial(self._trainers.train, work, self.accelerator, done)
+        await offload(train, executor=self._thread, cancel=cancel)
+
+    async def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False)
+
+    @property
+    def _trainers(self) -> Trainers:
+        if self._made is None:
+            raise RuntimeError("call Thread.start first")
+        return self._made
+
+    def _start(self) -> Sequence[str]:
+        from device.trainer import accelerators  # torch: seconds, and 250 MB
+        from device.trainers import Trainers
+
+        self._made = Trainers()
+        there: Sequence[str] = accelerators()
+        return there
+
+
+def _aloud(order: Order) -> Order:
+    """Return the order with progress that is told from another thread."""
+    loop, progress = asyncio.get_running_loop(), order.progress
+
+    def tell(done: int, of: int) -> None:
+        loop.call_soon_threadsafe(progress, done, of)
+
+    return replace(order, progress=tell)

@@ -1,0 +1,189 @@
+"""The models of several devices in one stack, and the steps that they take together.
+
+Suffixes: S devices of the stack, A of them in one step, W samples of each. Every tensor of the state has a leading
+dimension S. vmap turns the layers' kernels into batched ones; a device's result differs from that of its own training
+by rounding alone, but it may do so with who else is in the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _NormBase
+
+from common.layout import ModelLayout, Row, Section
+from common.learning.datasets import Normalise
+from common.training import Training
+from device.augmentation import Changes, change
+from device.descent import step as sgd_step
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recipe:
+    """What all trainings of a stack share. Module, `images` [N, ...] and `labels` int64 [N] are on one accelerator."""
+
+    module: nn.Module
+    layout: ModelLayout
+    images: Tensor
+    labels: Tensor
+    normalise: Normalise
+    training: Training
+    learning_rate: float
+
+    @property
+    def accelerator(self) -> torch.device:
+        """Where it is trained."""
+        return self.labels.device
+
+    @property
+    def pads(self) -> bool:
+        """Return whether a sample of weight 0 leaves no trace: in batch statistics it would."""
+        return not any(isinstance(layer, _NormBase) for layer in self.module.modules())
+
+    def inputs(self, places: Tensor, changes: Changes | None) -> Tensor:
+        """Return what a model is given for samples at these places, int64 [n]."""
+        images = self.images.index_select(0, places)
+        if changes is not None:
+            images = change(images, changes, crop=self.training.augmentation.crop)
+        return self.normalise(images)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """One step's samples: `samples` int64 [A, W] are places in the images, `changes` what becomes of the A * W images.
+
+    `weights` [A, W], each row of sum 1, are the samples' parts of the loss; None = equal. `counted` float64 [A]: how
+    often a loss counts in the last epoch's sum.
+    """
+
+    samples: Tensor
+    changes: Changes | None
+    weights: Tensor | None
+    counted: Tensor
+
+
+class Stack:
+    """The state of S trainings: weights, momenta, buffers, and the sums that become their last epochs' losses."""
+
+    def __init__(self, recipe: Recipe, rows: Sequence[Row]) -> None:
+        """Begin with each device's row, uint8 [row_bytes]; the momenta are zero."""
+        self._recipe = recipe
+        self._weights, self._buffers = _tensors(recipe, np.stack(rows))
+        moving = self._weights if recipe.training.momentum else {}
+        self._momenta = {name: torch.zeros_like(weight) for name, weight in moving.items()}
+        self._losses = torch.zeros(len(rows), dtype=torch.float64, device=recipe.accelerator)
+
+    def step(self, places: int | Tensor, batch: Batch) -> None:
+        """Take one step of SGD at the first A places, or at those named, int64 [A].
+
+        Nothing has changed where this raises torch.OutOfMemoryError.
+        """
+        recipe = self._recipe
+        weights = {name: t.detach().requires_grad_() for name, t in _some(self._weights, places).items()}
+        momenta, buffers = _some(self._momenta, places), _some(self._buffers, places)
+        losses, moved = self._losses_of(weights, buffers, batch)
+        torch.autograd.backward(losses.sum())  # each loss depends on its own device's weights alone
+        with torch.no_grad():
+            counted = losses.detach() * batch.counted
+            # A weight without gradient, as of a layer that is never called, stays as it is.
+            used = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+            if recipe.training.clip_norm is not None:
+                _clip(list(used.values()), recipe.training.clip_norm)
+            sgd_step(
+                [weights[name].detach() for name in used],
+                list(used.values()),
+                [momenta.get(name) for name in used],
+                training=recipe.training,
+                learning_rate=recipe.learning_rate,
+            )
+            if isinstance(places, int):  # weights and momenta are views of the stack's
+                self._losses[:places] += counted
+                for name, buffer in moved.items():
+                    buffers[name].copy_(buffer)
+            else:
+                self._losses.index_add_(0, places, counted)
+                for all_, some in ((self._weights, weights), (self._momenta, momenta), (self._buffers, moved)):
+                    for name, tensor in some.items():
+                        all_[name].index_copy_(0, places, tensor.detach())
+
+    def read(self, places: Sequence[int]) -> tuple[list[Row], list[float]]:
+        """Return these places' models, uint8 [row_bytes] each, and their sums of losses."""
+        layout, index = self._recipe.layout, torch.tensor(places, device=self._losses.device)
+        state = _some({**self._weights, **self._buffers}, index)
+        floats = [state[e.name].reshape(len(places), -1) for e in layout.entries if e.section is not Section.COUNTER]
+        counters = [state[e.name].reshape(len(places), -1) for e in layout.entries if e.section is Section.COUNTER]
+        parts = [torch.cat(floats, 1).float()] + ([torch.cat(counters, 1)] if counters else [])
+        rows = torch.cat([part.view(torch.uint8) for part in parts], 1)
+        return list(rows.cpu().numpy()), self._losses[index].tolist()
+
+    def part(self, start: int, stop: int) -> Stack:
+        """Return a stack of the places from start to stop, on the CPU until it is moved."""
+        made = object.__new__(Stack)
+        made._recipe = self._recipe
+        made._weights, made._momenta, made._buffers = (
+            {name: tensor[start:stop].cpu() for name, tensor in tensors.items()}
+            for tensors in (self._weights, self._momenta, self._buffers)
+        )
+        made._losses = self._losses[start:stop].cpu()
+        return made
+
+    def move_to(self, device: torch.device) -> None:
+        """Move the state to another device."""
+        for tensors in (self._weights, self._momenta, self._buffers):
+            tensors.update({name: tensor.to(device) for name, tensor in tensors.items()})
+        self._losses = self._losses.to(device)
+
+    def _losses_of(self, weights: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Tensors]:
+        """Return the losses [A], differentiable, and the buffers as the batch leaves them."""
+        recipe, places = self._recipe, batch.samples.flatten()
+        inputs = recipe.inputs(places, batch.changes)
+        inputs = inputs.view(*batch.samples.shape, *inputs.shape[1:])
+        bf16 = recipe.training.precision == "bf16"
+        with torch.autocast(recipe.accelerator.type, torch.bfloat16, enabled=bf16):
+            logits, moved = vmap(self._forward, randomness="error")(weights, buffers, inputs)
+        logits = logits.float() if bf16 else logits
+        labels = recipe.labels.index_select(0, places)
+        losses = functional.cross_entropy(logits.flatten(0, 1), labels, reduction="none").view_as(batch.samples)
+        return losses.mean(1) if batch.weights is None else (losses * batch.weights).sum(1), moved
+
+    def _forward(self, weights: Tensors, buffers: Tensors, inputs: Tensor) -> tuple[Tensor, Tensors]:
+        """Return one device's logits [W, classes] and its buffers as the batch leaves them."""
+        moved = {name: buffer.clone() for name, buffer in buffers.items()}
+        return functional_call(self._recipe.module, (weights, moved), (inputs,)), moved
+
+
+def _some(tensors: Mapping[str, Tensor], places: int | Tensor) -> Tensors:
+    """Return the first places as views, or copies of those named."""
+    if isinstance(places, int):
+        return {name: tensor[:places] for name, tensor in tensors.items()}
+    return {name: tensor.index_select(0, places) for name, tensor in tensors.items()}
+
+
+def _clip(gradients: Sequence[Tensor], most: float) -> None:
+    """Scale each device's gradients together to an L2 norm of at most `most`, as nn.utils.clip_grad_norm_ does."""
+    squares = torch.stack([torch.linalg.vector_norm(grad.flatten(1), dim=1) for grad in gradients])
+    factors = (most / (torch.linalg.vector_norm(squares, dim=0) + 1e-6)).clamp(max=1.0)
+    for grad in gradients:
+        grad.mul_(factors.view(-1, *[1] * (grad.dim() - 1)))
+
+
+def _tensors(recipe: Recipe, rows: npt.NDArray[np.uint8]) -> tuple[Tensors, Tensors]:
+    """Return the weights and the buffers, each [S, ...], of rows uint8 [S, row_bytes]."""
+    layout, dtype = recipe.layout, next(recipe.module.parameters()).dtype
+    floats = torch.from_numpy(np.ascontiguousarray(layout.floats(rows))).to(recipe.accelerator, dtype)
+    counters = torch.from_numpy(rows[:, 4 * layout.columns :].copy().view(np.int64)).to(recipe.accelerator)
+    weights, buffers = Tensors(), Tensors()
+    for e in layout.entries:
+        source = counters if e.section is Section.COUNTER else floats
+        tensor = source[:, e.start : e.stop].clone(memory_format=torch.contiguous_format)
+        (weights if e.section is Section.PARAMETER else buffers)[e.name] = tensor.reshape(len(rows), *e.shape)
+    return weights, buffers

@@ -1,0 +1,181 @@
+"""The trainings of several devices of one process, as stacks where these are quicker."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from common.errors import RunFailed
+from common.learning import datasets, models
+from common.spec import Experiment
+from common.training import learning_rate
+from common.wire.messages import TrainingPath
+from device.augmentation import Changes
+from device.computing import set_up, use_one_thread
+from device.gathering import Stacking
+from device.jobs import Device, Ending, LocalResult, Order
+from device.part import Part, load_part, orders
+from device.paths import Speeds, measure, most_in_memory, problem_of
+from device.slots import Cancelled
+from device.stacked import Recipe
+from device.stacking import Load, plan
+from device.together import Outcome, Turn, Visits, train
+
+CPU: Final = torch.device("cpu")
+
+log = logging.getLogger("fedstrata.stacks")
+
+Done = Callable[[int, Ending], None]
+Work = tuple[Device, Order]
+
+
+class Stacks:
+    """Trains devices of one experiment together on one accelerator; another experiment takes the last one's place."""
+
+    def __init__(self, accelerator: torch.device, wanted: Stacking) -> None:
+        self._accelerator = accelerator
+        self._wanted = wanted
+        self._digest = ""
+        self._shared: _Shared | None = None
+
+    def train(self, work: Sequence[Work], done: Done) -> list[int]:
+        """Train those that go better together; `done` gets each one's number and end. Return the others' numbers.
+
+        A deterministic run has none: what a stack gives depends, by rounding, on who is in it.
+        """
+        first, _ = work[0]
+        training = first.experiment.training
+        if len(work) == 1 or training.deterministic or training.compile:
+            return list(range(len(work)))
+        if self._shared is None or self._digest != first.digest:
+            self._digest, self._shared = first.digest, _Shared(first.experiment, self._accelerator)
+        shared = self._shared
+        by_rate: defaultdict[float, list[int]] = defaultdict(list)  # of another iteration, maybe another rate
+        for number, (_, order) in enumerate(work):
+            by_rate[shared.rate(order)].append(number)
+        use_one_thread(self._accelerator)
+        try:
+            shared.know([device.node for device, _ in work])
+        except torch.OutOfMemoryError:
+            self._shared = None
+            return list(range(len(work)))
+        left = []
+        for rate, numbers in by_rate.items():
+            recipe = shared.recipe(rate)
+            turns = [shared.turn(*work[number], partial(done, number)) for number in numbers]
+            if most := self._most(shared, recipe, turns):
+                train(recipe, turns, most=most)
+            else:
+                left += numbers
+        if self._accelerator.type == "cuda":
+            torch.cuda.empty_cache()  # other processes may train on it too
+        return left
+
+    def _most(self, shared: _Shared, recipe: Recipe, turns: Sequence[Turn]) -> int:
+        """Return how many to train in one stack, 0 where they go better one after another."""
+        if len(turns) == 1:
+            return 0
+        try:
+            most, speeds = shared.trial(recipe, turns, timed=self._wanted is Stacking.AUTO)
+        except torch.OutOfMemoryError:
+            return 0
+        if most and speeds is not None:
+            made = plan([turn.load for turn in turns], batch_size=recipe.training.batch_size, pad=recipe.pads)
+            return most if speeds.together_s(made) < speeds.one_by_one_s(made) else 0
+        return most
+
+
+class _Shared:
+    """What the devices of an experiment share on an accelerator: a module, and the samples of all, once."""
+
+    def __init__(self, experiment: Experiment, accelerator: torch.device) -> None:
+        set_up(accelerator, experiment.training)
+        self._experiment = experiment
+        self._accelerator = accelerator
+        self._parts: dict[str, Part] = {}
+        self._problem: str | None = None
+        self._trials: dict[int, tuple[int, Speeds | None]] = {}  # by the binary logarithm of the stack's size
+
+    def know(self, nodes: Sequence[str]) -> None:
+        """Load the parts of devices that are new here and bring the samples of all to the accelerator."""
+        new = [node for node in nodes if node not in self._parts]
+        if not new:
+            return
+        self._parts.update({node: load_part(self._experiment, node, accelerator=CPU) for node in new})
+        sources: dict[int, list[Part]] = {}
+        for part in self._parts.values():
+            sources.setdefault(part.images.data_ptr(), []).append(part)
+        first = next(iter(self._parts.values()))
+        module = models.build(self._experiment.model.name, self._experiment.seed, inputs=first.inputs)
+        self._layout, self._module = models.layout_of(module), module.to(self._accelerator).train()
+        data = datasets.load(self._experiment.data, node=nodes[0])
+        self._normalise = data.normaliser(self._accelerator)
+        self._held: dict[int, tuple[int, Tensor]] = {}  # of each source: where its samples begin here, and which
+        images, labels, begin = [], [], 0
+        for source, parts in sources.items():
+            samples = torch.unique(torch.cat([part.samples for part in parts]))
+            self._held[source] = begin, samples
+            images.append(parts[0].images[samples])
+            labels.append(parts[0].labels[samples])
+            begin += len(samples)
+        self._images, self._labels = (torch.cat(each).to(self._accelerator) for each in (images, labels))
+
+    def rate(self, order: Order) -> float:
+        """Return the learning rate of the order's iteration."""
+        iteration = order.round_ // self._experiment.institution.rounds
+        return learning_rate(self._experiment.training, iteration=iteration, iterations=self._experiment.iterations)
+
+    def recipe(self, rate: float) -> Recipe:
+        """Return what a stack at this learning rate shares."""
+        shared = (self._module, self._layout, self._images, self._labels, self._normalise)
+        return Recipe(*shared, self._experiment.training, rate)
+
+    def turn(self, device: Device, order: Order, done: Callable[[Ending], None]) -> Turn:
+        """Return a device's order as a turn in a stack."""
+        part = self._parts[device.node]
+        begin, samples = self._held[part.images.data_ptr()]
+        visited = list(orders(part, self._experiment, node=device.node, epochs=order.epochs, round_=order.round_))
+        places = torch.cat([places for places, _ in visited])
+        changes = [changes for _, changes in visited if changes is not None]
+        visits = Visits(begin + torch.searchsorted(samples, places), _joined(changes) if changes else None)
+        load = Load(len(part.samples), order.epochs)
+
+        def end(how: Outcome | Cancelled | RunFailed) -> None:
+            if not isinstance(how, Outcome):
+                done(how)
+                return
+            order.out[:] = how.row
+            costs = (how.train_s, how.wall_s - how.train_s)
+            done(LocalResult(load.samples, how.loss, how.steps, *costs, TrainingPath.STACKED, how.wall_s))
+
+        return Turn(order.row, load, visits, order.progress, order.cancelled, end)
+
+    def trial(self, recipe: Recipe, turns: Sequence[Turn], *, timed: bool) -> tuple[int, Speeds | None]:
+        """Return how many go together, 0 where none do, and their speeds, if wanted; measured once for each size.
+
+        Raises torch.OutOfMemoryError.
+        """
+        name = f"{self._experiment.model.name} on {self._accelerator}"
+        if self._problem is None:
+            self._problem = problem_of(recipe, turns)
+            if self._problem:
+                log.warning("%s: trained one device after another, for %s", name, self._problem)
+        if self._problem:
+            return 0, None
+        size = len(turns).bit_length()
+        if size not in self._trials:
+            most = most_in_memory(recipe, turns)
+            speeds = measure(recipe, turns[:most]) if timed else None
+            self._trials[size] = most, speeds
+            log.info("%s: at most %d together, %s", name, most, speeds)
+        return self._trials[size]
+
+
+def _joined(changes: Sequence[Changes]) -> Changes:
+    return Changes(torch.cat([each.flips for each in changes]), torch.cat([each.shifts for each in changes]))

@@ -1,0 +1,254 @@
+"""Trainings that share their steps: from jobs to outcomes, each with its own progress, end and share of the time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from common.errors import RunFailed
+from common.layout import Row
+from device.augmentation import Changes
+from device.jobs import Progress
+from device.slots import Cancelled
+from device.stacked import Batch, Recipe, Stack
+from device.stacking import Integers, Load, Plan, plan
+
+LOOK_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """What a device's training in a stack gave: a model, uint8 [row_bytes], and the mean loss of its last epoch.
+
+    `train_s` is its share of the steps it took part in: a step's seconds divided by those who took it. `wall_s` are the
+    seconds from the stack's start to this outcome.
+    """
+
+    row: Row
+    loss: float
+    steps: int
+    train_s: float
+    wall_s: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Visits:
+    """The samples that a device visits, epoch after epoch: `places` int64 [samples * epochs], and their changes."""
+
+    places: Tensor
+    changes: Changes | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """One device's training in a stack; `row`, uint8 [row_bytes], is only read.
+
+    `progress(steps_done, steps_total)` and, once, `done` are called from the thread that trains.
+    """
+
+    row: Row
+    load: Load
+    visits: Visits
+    progress: Progress
+    cancelled: threading.Event
+    done: Callable[[Outcome | Cancelled | RunFailed], None]
+
+
+def train(recipe: Recipe, turns: Sequence[Turn], *, most: int) -> None:
+    """Train all, at most `most` in one stack, in stacks of one size.
+
+    Where memory runs out a stack is halved and goes on with the step that found none. Each turn ends by its `done`:
+    with RunFailed where the memory does not suffice for it alone. A cancelled one ends before the next step. Its place
+    is still computed, for the sums of the others depend, by rounding, on the stack's shape: they get what they would
+    have got beside it, bit for bit.
+    """
+    made = plan([turn.load for turn in turns], batch_size=recipe.training.batch_size, pad=recipe.pads)
+    members = [_Member(turns[k], int(total)) for k, total in zip(made.order, made.totals, strict=True)]
+    whole = _Group(recipe, members, made)
+    size = -(-len(turns) // -(-len(turns) // most))
+    waiting = deque(whole.part(start, min(start + size, len(turns))) for start in range(0, len(turns), size))
+    while waiting:
+        group = waiting.popleft()
+        if not _trained(group):
+            waiting.extendleft(reversed(group.halves()))
+
+
+def _trained(group: _Group) -> bool:
+    """Return False where memory ran out, without the exception, whose traceback holds the step's tensors."""
+    try:
+        group.run()
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A turn under way: the steps taken of all, the seconds accounted to it, and whether it is done."""
+
+    turn: Turn
+    total: int
+    steps: int = 0
+    train_s: float = 0.0
+    over: bool = False
+
+    def end(self, how: Outcome | Cancelled | RunFailed) -> None:
+        self.over = True
+        self.turn.done(how)
+
+
+class _Group:
+    """The members of one stack, in the order of their places."""
+
+    def __init__(self, recipe: Recipe, members: Sequence[_Member], made: Plan) -> None:
+        self._recipe = recipe
+        self._members = members
+        self._plan = made
+        self._stack: Stack | None = None
+        self._began: float | None = None
+        self._taken = 0  # steps of the plan
+        # Since the last look: the steps taken, each member's share of them and how many it took part in.
+        self._looked, self._since = 0.0, 0
+        self._shares, self._steps = np.zeros(len(members)), np.zeros(len(members), np.int64)
+
+    def run(self) -> None:
+        """Train until every member is done. Raises torch.OutOfMemoryError, after which `halves` can go on."""
+        self._looked = time.monotonic()
+        self._began = self._began or self._looked
+        if self._stack is None:
+            self._stack = Stack(self._recipe, [member.turn.row for member in self._members])
+        self._stack.move_to(self._recipe.accelerator)
+        batches = Batches(self._recipe, self._plan, [member.turn for member in self._members])
+        self._look(self._stack)
+        while self._taken < len(self._plan.steps) and self._drop_cancelled():
+            step = self._plan.steps[self._taken]
+            taking = np.array([not self._members[place].over for place in step.places])
+            if taking.any():
+                self._stack.step(*batches.of(self._taken))
+                self._since += 1
+                self._shares[step.places] += taking / taking.sum()
+                self._steps[step.places] += 1
+            self._taken += 1
+            if time.monotonic() - self._looked >= LOOK_S:
+                self._look(self._stack)
+        self._look(self._stack)
+
+    def halves(self) -> list[_Group]:
+        """Return two groups that go on, each with half the places; a member that was alone has failed."""
+        self._account()
+        left = [place for place, member in enumerate(self._members) if not member.over]
+        parts = []
+        if len(left) > 1:
+            middle, end = left[len(left) // 2], left[-1] + 1
+            parts = [self.part(left[0], middle), self.part(middle, end)]
+        else:
+            for place in left:
+                self._members[place].end(_exhausted(self._recipe))
+        self._stack = None
+        if self._recipe.accelerator.type == "cuda":
+            torch.cuda.empty_cache()
+        return parts
+
+    def part(self, start: int, stop: int) -> _Group:
+        """Return the places from start to stop as a group of their own, as far as they have come."""
+        part = _Group(self._recipe, self._members[start:stop], self._plan.after(self._taken, np.arange(start, stop)))
+        part._began = self._began
+        if self._stack is not None:
+            part._stack = self._stack.part(start, stop)
+        return part
+
+    def _drop_cancelled(self) -> bool:
+        """End those that are called off; return whether any member is left."""
+        left = [member for member in self._members if not member.over]
+        for member in left:
+            if member.turn.cancelled.is_set():
+                member.end(Cancelled())
+        return not all(member.over for member in left)
+
+    def _look(self, stack: Stack) -> None:
+        """Account the time, tell of progress, and end those that have taken all their steps."""
+        self._account()
+        left = [(place, member) for place, member in enumerate(self._members) if not member.over]
+        for _, member in left:
+            member.turn.progress(member.steps, member.total)
+        finished = [(place, member) for place, member in left if member.steps == member.total]
+        if finished:
+            rows, losses = stack.read([place for place, _ in finished])
+            wall_s = time.monotonic() - (self._began or 0.0)
+            for (_, member), row, loss in zip(finished, rows, losses, strict=True):
+                member.end(Outcome(row, loss / member.turn.load.samples, member.steps, member.train_s, wall_s))
+
+    def _account(self) -> None:
+        """Share the time since the last look among the members, by the steps since then."""
+        if self._recipe.accelerator.type == "cuda":
+            torch.cuda.synchronize(self._recipe.accelerator)  # steps that are only queued are no progress
+        now = time.monotonic()
+        parts = self._shares / self._since if self._since else np.full(len(self._members), 1 / len(self._members))
+        for member, part, steps in zip(self._members, parts, self._steps, strict=True):
+            member.train_s += (now - self._looked) * float(part)
+            member.steps += int(steps)
+        self._looked, self._since = now, 0
+        self._shares[:], self._steps[:] = 0, 0
+
+
+class Batches:
+    """The batches of all steps of a plan, on the accelerator at once, so that no step waits for a copy."""
+
+    def __init__(self, recipe: Recipe, made: Plan, turns: Sequence[Turn]) -> None:
+        self._steps = made.steps
+        self._dtype = next(recipe.module.parameters()).dtype
+        lengths = np.array([len(turn.visits.places) for turn in turns], np.int64)
+        first = np.cumsum(lengths) - lengths
+        last_epoch = lengths - np.array([turn.load.samples for turn in turns], np.int64)
+        numbers = torch.from_numpy(_joined([first[step.places, None] + step.slots() for step in made.steps]))
+        counted = [np.where(step.starts >= last_epoch[step.places], step.counts, 0) for step in made.steps]
+
+        def to(tensor: Tensor) -> Tensor:
+            return tensor.to(recipe.accelerator)
+
+        self._samples = to(torch.cat([turn.visits.places for turn in turns])[numbers])
+        changes = [turn.visits.changes for turn in turns if turn.visits.changes is not None]
+        self._changes = None
+        if changes:
+            flips, shifts = torch.cat([each.flips for each in changes]), torch.cat([each.shifts for each in changes])
+            self._changes = Changes(to(flips[numbers]), to(shifts[numbers]))
+        self._places = to(torch.from_numpy(_joined([step.places for step in made.steps])))
+        self._counts = to(torch.from_numpy(_joined([step.counts for step in made.steps])))
+        self._counted = to(torch.from_numpy(_joined(counted)).double())
+        self._slots = np.cumsum([0, *(len(step.places) * step.width for step in made.steps)])
+        self._rows = np.cumsum([0, *(len(step.places) for step in made.steps)])
+
+    def of(self, number: int) -> tuple[int | Tensor, Batch]:
+        """Return the places and the samples of a step."""
+        step = self._steps[number]
+        slots, rows = slice(*self._slots[number : number + 2]), slice(*self._rows[number : number + 2])
+        weights = None
+        if step.ragged:
+            counts = self._counts[rows, None]
+            weights = (torch.arange(step.width, device=counts.device) < counts).to(self._dtype) / counts
+        batch = Batch(
+            self._samples[slots].view(len(step.places), step.width),
+            None if self._changes is None else self._changes[slots],
+            weights,
+            self._counted[rows],
+        )
+        return len(step.places) if step.prefix else self._places[rows], batch
+
+
+def _joined(arrays: Sequence[npt.NDArray[np.int64]]) -> Integers:
+    return np.concatenate([array.ravel() for array in arrays]) if arrays else np.zeros(0, np.int64)
+
+
+def _exhausted(recipe: Recipe) -> RunFailed:
+    return RunFailed(
+        f"{recipe.accelerator} has not enough free memory to train a single device with training.batch_size = "
+        f"{recipe.training.batch_size}. Use a smaller batch size, a smaller model, or --accelerator cpu."
+    )

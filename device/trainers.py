@@ -1,0 +1,73 @@
+"""The trainers of one process, which train one after another, and the stacks that train several together."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final
+
+from common.errors import FedstrataError
+from device.computing import resolve_accelerator
+from device.gathering import most_together, stacking
+from device.jobs import Device, Prepared
+from device.slots import Cancelled, Slots
+from device.stacks import Done, Stacks, Work
+from device.trainer import Trainer
+
+KEPT_BYTES: Final = 256 << 20
+
+
+class Trainers:
+    """Makes a device's trainer when it is first needed, and again if the larger models of others took its place."""
+
+    def __init__(self) -> None:
+        self._made: OrderedDict[tuple[str, str, str], Trainer] = OrderedDict()
+        self._stacked: dict[str, Stacks] = {}
+
+    def prepare(self, device: Device, accelerator: str) -> Prepared:
+        """Load what a device needs and return its facts. Raises InvalidExperiment."""
+        trainer = self._trainer(device, accelerator)
+        return Prepared(trainer.layout, trainer.samples, trainer.partition)
+
+    def train(self, work: Sequence[Work], accelerator: str, done: Done) -> None:
+        """Train the models of devices of one experiment; `done` gets each one's number and how it ended.
+
+        Raises what `Trainer.prepare` raises.
+        """
+        left: Sequence[int] = range(len(work))
+        if most_together(accelerator) > 1:
+            left = self._stacks(accelerator).train(work, done)
+        for number in left:
+            device, order = work[number]
+            trainer = self._trainer(device, accelerator)
+            try:
+                result = trainer.train(
+                    order.row,
+                    order.out,
+                    epochs=order.epochs,
+                    round_=order.round_,
+                    progress=order.progress,
+                    cancelled=order.cancelled,
+                )
+            except (FedstrataError, Cancelled) as error:
+                done(number, error)
+            else:
+                done(number, result)
+
+    def _stacks(self, accelerator: str) -> Stacks:
+        if accelerator not in self._stacked:
+            self._stacked[accelerator] = Stacks(resolve_accelerator(accelerator), stacking())
+        return self._stacked[accelerator]
+
+    def _trainer(self, device: Device, accelerator: str) -> Trainer:
+        key = device.digest, device.node, accelerator
+        trainer = self._made.get(key)
+        if trainer is None:
+            trainer = Trainer(device.experiment, node=device.node, accelerator=accelerator, slots=Slots())
+            trainer.prepare()
+            self._made[key] = trainer
+        self._made.move_to_end(key)
+        # Making a module takes about as long as two steps of training it, so large ones need not all stay.
+        while len(self._made) > 1 and sum(made.layout.row_bytes for made in self._made.values()) > KEPT_BYTES:
+            self._made.popitem(last=False)
+        return trainer

@@ -1,0 +1,153 @@
+"""A worker: a process that trains for the devices of another process, started by `device.workers`.
+
+Standard input is a socket: a line of JSON for each request, one for each answer. Models go through the shared memory
+whose descriptor is the argument. When the agent's end of the socket closes, however that process ended, so does this.
+
+    {"experiment": TEXT, "digest"}            to be known from now on
+    {"prepare": DEVICE}                    -> {"layout", "samples", "partition"}
+    {"train": [{"job", "device", "epochs", "round"}, ...], "row_bytes"}
+                                           -> for each job {"job", "steps", "of"} ..., then {"job", "result"}
+    {"cancel": JOB}
+
+A DEVICE is [digest, name, accelerator]. In place of a result comes "invalid", "failed" or "cancelled". The
+first line, unasked, has the "accelerators" of this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+from dataclasses import astuple
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from common.errors import FedstrataError, InvalidExperiment
+from common.node.memory import keep_large_buffers
+from common.spec import Experiment, parse
+from device.jobs import Device, Ending, LocalResult, Order
+from device.shared import SharedRows
+from device.slots import Cancelled
+
+if TYPE_CHECKING:
+    from device.trainers import Trainers
+
+
+class Desk:
+    """The worker's end of the socket: requests are taken in by a thread, so that a cancellation is heard at once."""
+
+    def __init__(self, descriptor: int = 0) -> None:
+        self._requests = os.fdopen(descriptor, "rb")
+        self._answers = os.fdopen(os.dup(descriptor), "wb")
+        self._taken: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.cancelled: dict[int, threading.Event] = {}
+
+    def listen(self) -> None:
+        """Take in requests until the agent is gone, and end the process then, whatever it does."""
+        try:
+            for line in self._requests:
+                request = json.loads(line)
+                if "cancel" in request:
+                    if (event := self.cancelled.get(request["cancel"])) is not None:
+                        event.set()
+                    continue
+                for job in request.get("train", ()):
+                    self.cancelled[job["job"]] = threading.Event()
+                self._taken.put(request)
+        finally:
+            os._exit(0)
+
+    def next(self) -> dict[str, Any]:
+        """Return the next request."""
+        return self._taken.get()
+
+    def answer(self, **facts: object) -> None:
+        """Send a line."""
+        try:
+            self._answers.write(json.dumps(facts, default=str).encode() + b"\n")
+            self._answers.flush()
+        except OSError:
+            os._exit(0)  # the agent is gone
+
+
+def main() -> None:
+    """Serve one agent's process until it ends."""
+    keep_large_buffers()
+    desk = Desk()
+    threading.Thread(target=desk.listen, daemon=True).start()
+    from device.trainer import accelerators  # torch: seconds
+    from device.trainers import Trainers
+
+    trainers, rows = Trainers(), SharedRows(int(sys.argv[1]))
+    experiments: dict[str, Experiment] = {}
+    desk.answer(accelerators=accelerators())
+    while True:
+        request = desk.next()
+        if "experiment" in request:
+            experiments[request["digest"]] = parse(request["experiment"])
+        elif "prepare" in request:
+            device, accelerator = _device(request["prepare"], experiments)
+            try:
+                prepared = trainers.prepare(device, accelerator)
+                desk.answer(layout=prepared.layout.to_json(), samples=prepared.samples, partition=prepared.partition)
+            except FedstrataError as error:
+                desk.answer(**_fault(error))
+        else:
+            orders = request["train"]
+            pairs = rows.pairs(len(orders), request["row_bytes"])
+            _train(desk, trainers, orders, pairs, experiments)
+
+
+def _train(
+    desk: Desk,
+    trainers: Trainers,
+    orders: list[dict[str, Any]],
+    pairs: npt.NDArray[np.uint8],
+    experiments: dict[str, Experiment],
+) -> None:
+    work = []
+    for wanted, (row, out) in zip(orders, pairs, strict=True):
+        row.flags.writeable = False
+        number = wanted["job"]
+        device, accelerator = _device(wanted["device"], experiments)
+        tell = partial(_tell, desk, number)
+        work.append((device, Order(row, out, wanted["epochs"], wanted["round"], tell, desk.cancelled[number])))
+
+    def done(place: int, how: Ending) -> None:
+        number = orders[place]["job"]
+        if isinstance(how, LocalResult):
+            desk.answer(job=number, result=astuple(how))
+        else:
+            desk.answer(job=number, **_fault(how))
+        del desk.cancelled[number]
+
+    try:
+        trainers.train(work, accelerator, done)
+    except FedstrataError as error:
+        for place, wanted in enumerate(orders):
+            if wanted["job"] in desk.cancelled:
+                done(place, error)
+
+
+def _device(told: list[Any], experiments: dict[str, Experiment]) -> tuple[Device, str]:
+    digest, node, accelerator = told
+    return Device(experiments[digest], digest, node), accelerator
+
+
+def _tell(desk: Desk, job: int, steps: int, of: int) -> None:
+    desk.answer(job=job, steps=steps, of=of)
+
+
+def _fault(error: FedstrataError | Cancelled) -> dict[str, object]:
+    if isinstance(error, Cancelled):
+        return {"cancelled": True}
+    return {"invalid": error.parts} if isinstance(error, InvalidExperiment) else {"failed": str(error)}
+
+
+if __name__ == "__main__":
+    main()

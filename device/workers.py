@@ -1,0 +1,196 @@
+"""A worker process from its agent's side; `device.worker` is what runs there and has the protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import numpy as np
+
+from common.errors import InvalidExperiment, RunFailed
+from common.layout import ModelLayout
+from common.node.offload import offload
+from common.wire.messages import TrainingPath
+from device.gathering import most_together
+from device.jobs import Device, Job, LocalResult, Prepared
+from device.shared import SharedRows, open_memory
+from device.slots import Cancelled
+
+LINE_BYTES: Final = 1 << 24  # of an answer at most: a layout, the longest, has some 60 for each tensor
+LAST_BREATH_S: Final = 5.0
+
+_T = TypeVar("_T")
+
+
+class Worker:
+    """A process that trains, and another in its place if a signal ends it, which a job survives once."""
+
+    path = TrainingPath.WORKERS
+
+    def __init__(self) -> None:
+        self.accelerator = "cpu"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._memory = open_memory()
+        self._rows = SharedRows(self._memory)
+        self._there: Sequence[str] = ()
+        self._known: set[str] = set()  # digests of the experiments that the process was told
+        self._jobs = 0
+
+    @property
+    def most(self) -> int:
+        """Return how many jobs may go together."""
+        return most_together(self.accelerator)
+
+    @property
+    def pid(self) -> int | None:
+        """Return the process's id, None where none runs."""
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> Sequence[str]:
+        """Start the process, wait until it has imported torch, and return its accelerators. Raises RunFailed."""
+
+        async def there() -> Sequence[str]:
+            return self._there
+
+        return await self._insist(there, "devices")
+
+    async def prepare(self, device: Device) -> Prepared:
+        """Return a device's facts. Raises InvalidExperiment, RunFailed."""
+        return await self._insist(partial(self._prepare, device), device.node)
+
+    async def train(self, jobs: Sequence[Job]) -> None:
+        """Train the jobs in the process. Raises RunFailed where two were killed over it."""
+        await self._insist(partial(self._train, jobs), ", ".join(job.device.node for job in jobs))
+
+    async def close(self) -> None:
+        """Kill the process."""
+        if self._process is not None:
+            self._process.kill()
+            await self._end()
+        os.close(self._memory)
+
+    async def _insist(self, work: Callable[[], Awaitable[_T]], names: str) -> _T:
+        """Do the work in the process, and once more in a new one if a signal ends it."""
+        killed = 0
+        while True:
+            try:
+                if self._process is None:
+                    await self._begin()
+                return await work()
+            except (ConnectionError, EOFError):
+                code = await self._end()
+            killed += 1
+            if code >= 0:
+                raise RunFailed(f"the process that trains {names} ended with code {code}; its message is above")
+            if killed == 2:
+                raise RunFailed(
+                    f"the process that trained {names} was killed by {signal.Signals(-code).name}, and so was the one "
+                    "in its place. If memory was short: use fewer --slots."
+                )
+
+    async def _begin(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=LINE_BYTES)
+            self._process = subprocess.Popen(  # noqa: ASYNC220 - a millisecond; no fork of this process's memory
+                [sys.executable, "-m", "device.worker", str(self._memory)],
+                stdin=theirs.fileno(),
+                stdout=2,  # what a library prints must not end up among this process's data
+                pass_fds=(self._memory,),
+                start_new_session=True,  # Ctrl-C is for the agents, who then close the socket
+            )
+        self._there = (await self._hear())["accelerators"]
+
+    async def _end(self) -> int:
+        """Close the socket, wait for the end of the process and return its code."""
+        process, self._process = self._process, None
+        self._known.clear()
+        if process is None:
+            raise RuntimeError("no process to end")
+        self._writer.close()
+        with suppress(OSError):
+            await self._writer.wait_closed()
+        try:
+            return await offload(partial(process.wait, LAST_BREATH_S))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()
+
+    async def _prepare(self, device: Device) -> Prepared:
+        self._say(prepare=self._name(device))
+        answer = await self._hear()
+        if "layout" not in answer:
+            raise _fault(answer)
+        return Prepared(ModelLayout.from_json(answer["layout"]), answer["samples"], answer["partition"])
+
+    async def _train(self, jobs: Sequence[Job]) -> None:
+        begun: dict[int, Job] = {}
+        for job in jobs:
+            if job.order.cancelled.is_set():
+                job.fail(Cancelled())
+            elif not job.answer.done():  # it may have been, before the process was killed
+                self._jobs += 1
+                begun[self._jobs] = job
+        if not begun:
+            return
+        row_bytes = next(iter(begun.values())).order.row.nbytes
+        pairs = dict(zip(begun, self._rows.pairs(len(begun), row_bytes), strict=True))
+        for number, job in begun.items():
+            await offload(partial(np.copyto, pairs[number][0], job.order.row))
+        wanted = [
+            {"job": number, "device": self._name(job.device), "epochs": job.order.epochs, "round": job.order.round_}
+            for number, job in begun.items()
+        ]
+        self._say(train=wanted, row_bytes=row_bytes)
+        for number, job in begun.items():
+            job.on_cancel = partial(self._say, cancel=number)
+            if job.order.cancelled.is_set():
+                job.on_cancel()
+        while begun:
+            answer = await self._hear()
+            job = begun[answer["job"]]
+            if "steps" in answer:
+                job.order.progress(answer["steps"], answer["of"])
+                continue
+            del begun[answer["job"]]
+            if "result" in answer:
+                await offload(partial(np.copyto, job.order.out, pairs[answer["job"]][1]))
+                result = LocalResult(*answer["result"])
+                stacked = result.path == TrainingPath.STACKED
+                job.finish(replace(result, path=TrainingPath.STACKED if stacked else self.path))
+            else:
+                job.fail(_fault(answer))
+
+    def _name(self, device: Device) -> list[object]:
+        """Return a device as the process knows it, once it was told the experiment."""
+        if device.digest not in self._known:
+            self._say(experiment=device.experiment.to_json(), digest=device.digest)
+            self._known.add(device.digest)
+        return [device.digest, device.node, self.accelerator]
+
+    def _say(self, **facts: object) -> None:
+        self._writer.write(json.dumps(facts).encode() + b"\n")
+
+    async def _hear(self) -> Mapping[str, Any]:
+        """Return the next answer. Raises EOFError, ConnectionError where the process has ended."""
+        line = await self._reader.readline()
+        if not line.endswith(b"\n"):
+            raise EOFError
+        answer: Mapping[str, Any] = json.loads(line)
+        return answer
+
+
+def _fault(answer: Mapping[str, Any]) -> Exception:
+    if "invalid" in answer:
+        return InvalidExperiment(*answer["invalid"])
+    return RunFailed(answer["failed"]) if "failed" in answer else Cancelled()

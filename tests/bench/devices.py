@@ -1,0 +1,168 @@
+"""Forty devices on one host: samples per second through the pool, and memory of the whole process tree.
+
+    python tests/bench/devices.py [--workers N]
+
+speed   LeNet-5, 600 made-up images of 28x28 each, batches of 10, two epochs: N workers against one `Trainer` alone on
+        one core, in turns, by the clock and by CPU seconds (of all processes, which other work on the machine changes
+        less); and how long the agents' event loop was ever held up meanwhile
+memory  lenet_cifar on 50,000 made-up images of 3x32x32 in bytes: the proportional set size (PSS) of the process and its
+        workers once every device has trained
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from common import spec
+from common.node.memory import keep_large_buffers
+from device.pool import Member, Pool, cores
+
+DEVICES = 40
+EPOCHS = 2
+TURNS = 5
+TICK_S = 0.005
+MB = 1e6
+
+
+def experiment(model: str, samples: int, shape: list[int]) -> spec.Experiment:
+    data = {"dataset": "synthetic", "samples": samples, "test_samples": 1000, "image_shape": shape, "classes": 10}
+    training = {"batch_size": 10, "momentum": 0.9}
+    return spec.parse({"data": data, "model": {"name": model}, "topology": {"devices": DEVICES}, "training": training})
+
+
+async def members_of(pool: Pool, lab: spec.Experiment) -> tuple[list[Member], Any]:
+    members = [pool.member(name) for name in lab.topology.device_names()]
+    prepared = await asyncio.gather(*(member.prepare(lab) for member in members))
+    return members, prepared[0].layout
+
+
+async def round_of(members: list[Member], rows: list[Any], *, epochs: int) -> int:
+    """Train every device once and return the samples."""
+    row, *outs = rows
+    trained = await asyncio.gather(
+        *(
+            member.train(row, out, epochs=epochs, round_=0, progress=lambda *_: None)
+            for member, out in zip(members, outs, strict=True)
+        )
+    )
+    return sum(result.samples * epochs for result in trained)
+
+
+async def held_up(most: list[float]) -> None:
+    """Note the longest time that the event loop was late."""
+    while True:
+        asked = time.monotonic()
+        await asyncio.sleep(TICK_S)
+        most[0] = max(most[0], time.monotonic() - asked - TICK_S)
+
+
+async def speed(workers: int) -> None:
+    import numpy as np
+
+    from device.slots import Slots
+    from device.trainer import Trainer
+
+    lab = experiment("lenet5", 600 * DEVICES, [1, 28, 28])
+    lone = Trainer(lab, node="device-0", accelerator="cpu", slots=Slots())
+    lone.prepare()
+
+    def alone(row: Any, out: Any) -> tuple[float, float]:
+        start, cpu_start = time.monotonic(), time.thread_time()
+        for round_ in range(4):
+            lone.train(row, out, epochs=EPOCHS, round_=round_, progress=lambda *_: None, cancelled=threading.Event())
+        samples = 4 * EPOCHS * lone.samples
+        return samples / (time.monotonic() - start), samples / (time.thread_time() - cpu_start)
+
+    late = [0.0]
+    async with Pool(accelerator="cpu", slots=workers, devices=DEVICES) as pool:
+        members, layout = await members_of(pool, lab)
+        rows = [np.zeros(layout.row_bytes, np.uint8), *(layout.empty() for _ in members)]
+        layout.floats(rows[0])[:] = np.random.default_rng(1).normal(0, 0.05, layout.columns)
+        await round_of(members, rows, epochs=EPOCHS)
+        ratios, cpu_ratios = [], []
+        for _ in range(TURNS):
+            single, single_cpu = await asyncio.to_thread(alone, rows[0], rows[1])
+            watch = asyncio.create_task(held_up(late))
+            start, cpu_start = time.monotonic(), cpu_s()
+            samples = await round_of(members, rows, epochs=EPOCHS)
+            rate, rate_cpu = samples / (time.monotonic() - start), samples / (cpu_s() - cpu_start)
+            watch.cancel()
+            ratios.append(rate / single / workers)
+            cpu_ratios.append(rate_cpu / single_cpu)
+            print(
+                f"  alone {single:,.0f} samples/s   {workers} workers {rate:,.0f}   {ratios[-1]:.3f} N;   "
+                f"per CPU second {single_cpu:,.0f} and {rate_cpu:,.0f}   {cpu_ratios[-1]:.3f}",
+                flush=True,
+            )
+    print(
+        f"speed: median {statistics.median(ratios):.3f} N by the clock, {statistics.median(cpu_ratios):.3f} by CPU "
+        f"seconds, N = {workers}; event loop late by {1e3 * late[0]:.0f} ms at most"
+    )
+
+
+def tree() -> list[psutil.Process]:
+    """Return this process and its workers."""
+    return [psutil.Process(), *psutil.Process().children(recursive=True)]
+
+
+def cpu_s() -> float:
+    """Return the CPU seconds of this process and of its workers so far."""
+    return sum(sum(process.cpu_times()[:2]) for process in tree())
+
+
+def pss() -> list[float]:
+    """Return the PSS of this process and of its workers, bytes."""
+    texts = [Path(f"/proc/{process.pid}/smaps_rollup").read_text() for process in tree()]
+    return [float(re.search(r"^Pss: +(\d+)", text, re.MULTILINE)[1]) * 1024 for text in texts]  # type: ignore[index]
+
+
+async def memory(slots: int) -> None:
+    lab = experiment("lenet_cifar", 50_000, [3, 32, 32])
+    async with Pool(accelerator="cpu", slots=slots, devices=DEVICES) as pool:
+        members, layout = await members_of(pool, lab)
+        await round_of(members, [layout.empty() * 0, *(layout.empty() for _ in members)], epochs=1)
+        found = pss()
+    data = 51_000 * 3 * 32 * 32
+    bound = 1.2 * data + DEVICES * 3 * layout.row_bytes + 400 * MB
+    parts = " + ".join(f"{each / MB:.0f}" for each in found)
+    print(
+        f"memory, {slots} at once: {sum(found) / MB:.0f} MB = {parts}; one copy of the data is {data / MB:.0f}; "
+        f"bound {bound / MB:.0f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=cores())
+    parser.add_argument("--part", choices=("speed", "memory"))
+    asked = parser.parse_args()
+    keep_large_buffers()
+    if asked.part == "memory":
+        asyncio.run(memory(asked.workers))
+    elif asked.part == "speed":
+        asyncio.run(speed(asked.workers))
+    else:
+        with tempfile.TemporaryDirectory() as cache:
+            for part, workers in (("speed", asked.workers), ("memory", 1), ("memory", 1), ("memory", asked.workers)):
+                subprocess.run(
+                    [sys.executable, __file__, "--part", part, "--workers", str(workers)],
+                    env={**os.environ, "XDG_CACHE_HOME": cache, "OPENBLAS_NUM_THREADS": "1"},
+                    check=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Co-located devices trained as a stack against one after another, on a GPU if there is one, as a table.
+
+Each device has as many samples, one epoch, batches of 10; both ways are the ways of a run, from rows to rows. Of one
+after another at most ten devices are trained and the time is scaled up. The GPU's busy share is the time of its
+kernels, as torch's profiler has it of one training more, in the time of a training without profiler. On a CPU sizes
+are small: that shows that stacks do not pay there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from common import spec
+from common.layout import Row
+from common.learning import models
+from common.learning.inputs import Inputs
+from device.gathering import VARIABLE
+from device.jobs import Device, Ending, LocalResult, Order
+from device.stacks import Work
+from device.trainers import Trainers
+
+ALONE = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model and the images that it is given."""
+
+    title: str
+    model: str
+    shape: tuple[int, int, int]
+
+
+CASES = (
+    Case("MLP 784-200-10", "stacked:mlp", (1, 28, 28)),
+    Case("LeNet-5", "lenet5", (1, 28, 28)),
+    Case("ResNet-20", "resnet20", (3, 32, 32)),
+)
+
+
+def mlp(*, shape: tuple[int, int, int], classes: int) -> nn.Module:
+    """Return the multilayer perceptron of FedAvg's paper, with one hidden layer."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(int(np.prod(shape)), 200), nn.ReLU(), nn.Linear(200, classes))
+
+
+def work_of(case: Case, count: int, *, samples: int, precision: str) -> list[Work]:
+    """Return the orders of so many devices, each with a row of its own."""
+    data = {
+        "dataset": "synthetic", "partition": "iid", "classes": 10, "image_shape": list(case.shape),
+        "samples": samples * count, "test_samples": 1,
+    }  # fmt: skip
+    tree: dict[str, Any] = {
+        "data": data,
+        "model": {"name": case.model},
+        "topology": {"devices": count},
+        "training": {"batch_size": 10, "precision": precision},
+    }
+    lab = spec.parse(tree)
+    module = models.build(case.model, 1, inputs=Inputs(case.shape, 10))
+    layout = models.layout_of(module)
+    row: Row = layout.empty()
+    models.write_row(module, layout, row)
+    orders = [Order(row, layout.empty(), 1, 0, lambda *_: None, threading.Event()) for _ in range(count)]
+    return [(Device(lab, lab.digest, f"device-{k}"), order) for k, order in enumerate(orders)]
+
+
+def seconds(trainers: Trainers, work: Sequence[Work], *, accelerator: str, stacked: bool) -> float:
+    """Train all, as a stack or not, and return the seconds."""
+    os.environ[VARIABLE] = "always" if stacked else "never"
+    wrong: list[Ending] = []
+
+    def done(_: int, how: Ending) -> None:
+        if not isinstance(how, LocalResult) or (how.path == "stacked") != (stacked and len(work) > 1):
+            wrong.append(how)
+
+    started = time.perf_counter()
+    trainers.train(work, accelerator, done)
+    taken = time.perf_counter() - started
+    if wrong:
+        raise RuntimeError(f"not as wanted: {wrong[0]}")
+    return taken
+
+
+def kernels_s(train: Callable[[], object]) -> float:
+    """Return the seconds that the GPU's kernels take in a training."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        train()
+    return sum(event.self_device_time_total for event in profile.key_averages()) / 1e6
+
+
+def line(case: Case, count: int, options: argparse.Namespace, precision: str) -> list[str]:
+    """Measure one line of the table."""
+    accelerator = options.accelerator
+    work = work_of(case, count, samples=options.samples, precision=precision)
+    some = work[:ALONE]
+    trainers = Trainers()
+
+    def alone() -> float:
+        return seconds(trainers, some, accelerator=accelerator, stacked=False) * count / len(some)
+
+    def together() -> float:
+        return seconds(trainers, work, accelerator=accelerator, stacked=True)
+
+    alone(), together()  # loads the data, and what the accelerator needs
+    if accelerator != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+    pairs = [(alone(), together()) for _ in range(options.repeats)]
+    alone_s, together_s = (statistics.median(each) for each in zip(*pairs, strict=True))
+    busy, memory = ["", ""], ""
+    if accelerator != "cpu":
+        shares = (kernels_s(alone) * count / len(some) / alone_s, kernels_s(together) / together_s)
+        busy = [f"{100 * share:.0f} %" for share in shares]
+        memory = f"{torch.cuda.max_memory_allocated() / 1e6:.0f} MB"
+    ratio = statistics.median(one / other for one, other in pairs)
+    total = options.samples * count
+    rates = [f"{total / alone_s:,.0f}", f"{total / together_s:,.0f}"]
+    return [case.title, precision, str(count), *rates, f"{ratio:.2f}", *busy, memory]
+
+
+def main() -> None:
+    """Measure and print the table."""
+    cuda = torch.cuda.is_available()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--accelerator", default="cuda:0" if cuda else "cpu")
+    parser.add_argument("--devices", type=int, nargs="+", default=[1, 10, 40, 200] if cuda else [1, 4, 10])
+    parser.add_argument("--samples", type=int, default=600 if cuda else 60, help="of each device")
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    columns = ("model", "precision", "devices", "one by one, samples/s", "stacked", "factor")
+    table = Table(*columns, "GPU busy, one by one", "stacked", "memory")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for case in CASES:
+        for precision in ("fp32", "bf16"):
+            for count in options.devices:
+                table.add_row(*line(case, count, options, precision))
+                print(".", end="", file=sys.stderr, flush=True)
+    name = torch.cuda.get_device_name(options.accelerator) if options.accelerator != "cpu" else platform.machine()
+    console = Console(width=140)
+    console.print(f"\n{name}, torch {torch.__version__}, {options.samples} samples each, batches of 10")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""Devices of one process whose trainings meet in a stack: through the pool, in a thread and in a process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from common import spec
+from common.errors import InvalidExperiment
+from common.layout import ModelLayout, Row, Section
+from common.learning import datasets, models
+from common.randomness import Purpose, generator
+from common.wire.messages import TrainingPath
+from device import gathering, stacks
+from device.gathering import VARIABLE, Stacking, gather, most_together, stacking
+from device.jobs import Device, Ending, Job, LocalResult, Order, Prepared
+from device.lanes import Lane, Thread
+from device.paths import Speeds
+from device.pool import Pool
+from device.slots import Cancelled, Slots
+from device.together import train as train_together
+from device.trainer import Trainer
+from device.trainers import Trainers
+from device.workers import Worker
+
+QUICK = {"batch_size": 50, "learning_rate": 0.05}
+
+
+@pytest.fixture(autouse=True)
+def _always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "always")
+    torch.set_num_threads(1)
+
+
+def experiment(model: str = "cnn_digits", **training: Any) -> spec.Experiment:
+    return spec.parse({"model": {"name": model}, "topology": {"devices": 4}, "training": {**QUICK, **training}})
+
+
+def rows_of(lab: spec.Experiment) -> tuple[ModelLayout, list[Row]]:
+    module = models.build(lab.model.name, lab.seed, inputs=datasets.load(lab.data).inputs)
+    layout, rows = models.layout_of(module), []
+    for k in range(4):
+        row = layout.empty()
+        models.write_row(module, layout, row)
+        noise = generator(1, Purpose.NOISE, str(k)).standard_normal(layout.parameters, np.float32)
+        layout.floats(row)[: layout.parameters] += np.float32(0.01) * noise
+        row.flags.writeable = False
+        rows.append(row)
+    return layout, rows
+
+
+def alone(lab: spec.Experiment, k: int, row: Row, *, epochs: int, round_: int) -> tuple[Row, LocalResult]:
+    trainer = Trainer(lab, node=f"device-{k}", accelerator="cpu", slots=Slots())
+    trainer.prepare()
+    out, never = trainer.layout.empty(), threading.Event()
+    return out, trainer.train(row, out, epochs=epochs, round_=round_, progress=lambda *_: None, cancelled=never)
+
+
+class Work:
+    """Four devices' orders, and how each ended."""
+
+    def __init__(self, lab: spec.Experiment, *, rounds: tuple[int, ...] = (2, 2, 2, 2)) -> None:
+        self.lab = lab
+        self.layout, self.rows = rows_of(lab)
+        self.outs = [self.layout.empty() for _ in self.rows]
+        self.endings: list[Ending | None] = [None] * 4
+        self.orders = [
+            Order(row, out, 1 + k % 2, rounds[k], lambda *_: None, threading.Event())
+            for k, (row, out) in enumerate(zip(self.rows, self.outs, strict=True))
+        ]
+
+    def train(self, trainers: Trainers | None = None) -> list[TrainingPath]:
+        """Train and check all; return the path of each."""
+        work = [(Device(self.lab, "digest", f"device-{k}"), order) for k, order in enumerate(self.orders)]
+        (trainers or Trainers()).train(work, "cpu", self.endings.__setitem__)
+        self.check(self.endings)
+        return [how.path for how in self.endings if isinstance(how, LocalResult)]
+
+    def check(self, endings: Sequence[Any]) -> None:
+        for k, how in enumerate(endings):
+            order = self.orders[k]
+            wanted, result = alone(self.lab, k, self.rows[k], epochs=order.epochs, round_=order.round_)
+            assert isinstance(how, LocalResult)
+            assert (how.samples, how.steps) == (result.samples, result.steps)
+            assert how.loss == pytest.approx(result.loss, rel=1e-4)
+            apart = np.abs(self.layout.floats(self.outs[k]) - self.layout.floats(wanted))
+            assert (
+                apart.max() < 1e-4
+                and np.abs(self.layout.floats(wanted) - self.layout.floats(self.rows[k])).max() > 0.01
+            )
+
+
+@pytest.mark.parametrize(
+    "training", [{}, {"augmentation": {"flip": True, "crop": 1}}, {"nesterov": True, "clip_norm": 0.5}]
+)
+def test_orders_are_trained_in_a_stack_as_alone(training: dict[str, Any]) -> None:
+    assert Work(experiment(**training)).train() == [TrainingPath.STACKED] * 4
+
+
+def test_each_learning_rate_has_a_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(
+        stacks,
+        "train",
+        lambda recipe, turns, most: (sizes.append(len(turns)), train_together(recipe, turns, most=most)),
+    )
+    work = Work(experiment(schedule={"name": "exponential", "factor": 0.5}), rounds=(0, 1, 0, 1))
+    assert work.lab.institution.rounds == 1
+    assert work.train() == [TrainingPath.STACKED] * 4
+    assert sizes == [2, 2]
+
+
+def test_a_deterministic_run_has_no_stack() -> None:
+    assert Work(experiment(deterministic=True)).train() == [TrainingPath.LEAN] * 4
+
+
+@pytest.mark.parametrize(("stacked_s", "path"), [(2.0, TrainingPath.STACKED), (5.0, TrainingPath.LEAN)])
+def test_the_quicker_path_is_taken(monkeypatch: pytest.MonkeyPatch, stacked_s: float, path: TrainingPath) -> None:
+    monkeypatch.setenv(VARIABLE, "auto")
+    monkeypatch.setattr("device.trainers.most_together", lambda _: 4)
+    measured: list[int] = []
+
+    def measure(_: object, turns: Any) -> Speeds:
+        measured.append(len(turns))
+        return Speeds(alone_s=1.0, single_s=stacked_s, stacked_s=stacked_s, size=4)
+
+    monkeypatch.setattr(stacks, "measure", measure)
+    trainers, work = Trainers(), Work(experiment())
+    assert work.train(trainers) == [path] * 4
+    assert work.train(trainers) == [path] * 4
+    assert measured == [4], "measured again"
+
+
+def test_without_memory_for_the_data_each_is_trained_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    work = Work(experiment())
+    with monkeypatch.context() as patch:
+        patch.setattr(stacks._Shared, "know", full)
+        assert work.train() == [TrainingPath.LEAN] * 4
+    assert work.train() == [TrainingPath.STACKED] * 4
+
+
+def test_who_is_called_off_does_not_keep_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Work(experiment())
+    work.orders[1].cancelled.set()
+    work.check = lambda _: None  # type: ignore[method-assign]
+    work.train()
+    assert [type(how) for how in work.endings] == [LocalResult, Cancelled, LocalResult, LocalResult]
+
+
+@pytest.mark.parametrize("lane", [Thread, Worker])
+def test_a_pools_devices_meet_in_a_stack(lane: Callable[[], Lane]) -> None:
+    work = Work(experiment())
+
+    async def play() -> list[LocalResult]:
+        async with Pool(accelerator="cpu", slots=1, devices=4, thread=lane) as pool:
+            members = [pool.member(f"device-{k}") for k in range(4)]
+            prepared = [await member.prepare(work.lab) for member in members]
+            assert prepared[0].layout.digest == work.layout.digest
+
+            async def train(k: int) -> LocalResult:
+                order, told = work.orders[k], []
+                result = await members[k].train(
+                    order.row, order.out, epochs=order.epochs, round_=2, progress=lambda *args: told.append(args)
+                )
+                assert told[-1] == (result.steps, result.steps)
+                return result
+
+            return await asyncio.gather(*(train(k) for k in range(4)))
+
+    results = asyncio.run(play())
+    work.check(results)
+    assert [result.path for result in results] == [TrainingPath.STACKED] * 4
+    assert all(result.wait_s >= 0 and result.wall_s >= result.train_s > 0 for result in results)
+
+
+def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stacking() is Stacking.ALWAYS and most_together("cpu") == gathering.MOST
+    monkeypatch.setenv(VARIABLE, "never")
+    assert most_together("cuda:0") == 1
+    monkeypatch.delenv(VARIABLE)
+    assert (most_together("cpu"), most_together("cuda:0")) == (1, gathering.MOST)
+    monkeypatch.setenv(VARIABLE, "sometimes")
+    with pytest.raises(InvalidExperiment, match=r"sometimes.*auto, never, always"):
+        stacking()
+
+
+class _Lane:
+    """A GPU's lane that writes down whom it trains together."""
+
+    path = TrainingPath.STACKED
+    most = 100
+
+    def __init__(self) -> None:
+        self.accelerator = "?"
+        self.begun: list[list[str]] = []
+
+    async def start(self) -> Sequence[str]:
+        return ["cpu", "cuda:0"]
+
+    async def prepare(self, device: Device, partition: str) -> Prepared:
+        return Prepared(ModelLayout.build([("w", (2,), Section.PARAMETER)]), 7)
+
+    async def train(self, jobs: Sequence[Job]) -> None:
+        self.begun.append([job.device.node for job in jobs])
+        for job in jobs:
+            job.finish(LocalResult(7, 0.5, 1, 0.0, 0.0, self.path))
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("slots", "sizes"), [(1, [4, 3]), (2, [2, 2, 2, 1])])
+def test_a_gpus_lane_waits_for_those_who_come_together(
+    slots: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gathering, "QUIET_S", 0.02)
+    lanes: list[_Lane] = []
+
+    def lane() -> _Lane:
+        lanes.append(_Lane())
+        return lanes[-1]
+
+    async def play() -> None:
+        row = np.zeros(8, np.uint8)
+        async with Pool(accelerator="auto", slots=slots, devices=4, thread=lane, worker=lane) as pool:
+            members = [pool.member(f"device-{k}") for k in range(4)]
+            for member in members:
+                await member.prepare(experiment())
+            for some in (members, members[:3]):  # of all nobody waits longer, for the fourth only a moment
+                work = [member.train(row, row, epochs=1, round_=0, progress=lambda *_: None) for member in some]
+                await asyncio.gather(*work)
+
+    monkeypatch.setattr("device.pool.may_have_gpu", lambda: True)
+    asyncio.run(play())
+    assert sorted((len(names) for lane in lanes for names in lane.begun), reverse=True) == sorted(sizes, reverse=True)
+
+
+def test_gathering_ends_when_all_are_there_or_nobody_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathering, "QUIET_S", 0.02)
+    came, waiting = asyncio.Event(), 1
+
+    async def play() -> float:
+        nonlocal waiting
+        loop = asyncio.get_running_loop()
+
+        def arrive() -> None:
+            nonlocal waiting
+            waiting += 1
+            came.set()
+
+        loop.call_later(0.005, arrive)
+        loop.call_later(0.01, arrive)
+        began = loop.time()
+        await gather(came, lambda: waiting == 3)
+        taken = loop.time() - began
+        await gather(came, lambda: waiting == 4)
+        return taken
+
+    assert asyncio.run(play()) < 1 and waiting == 3

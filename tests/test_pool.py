@@ -1,0 +1,483 @@
+"""The pool: who trains when and where, with lanes that only write down; and real workers, killed and called off."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import psutil
+import pytest
+
+from common import spec
+from common.errors import InvalidExperiment, RunFailed
+from common.layout import ModelLayout, Row, Section
+from common.learning import datasets, models
+from common.wire.messages import TrainingPath
+from device.accelerators import choose, may_have_gpu
+from device.jobs import Device, Job, LocalResult, Prepared
+from device.lanes import Thread
+from device.pool import Member, Pool
+from device.slots import Cancelled, Slots
+from device.trainer import Trainer
+from device.workers import Worker
+
+T = TypeVar("T")
+PATIENCE_S = 110.0
+LAYOUT = ModelLayout.build([("w", (2,), Section.PARAMETER)])
+
+# A model that does in training what files beside it say.
+NETS = """
+import os, pathlib, signal, torch
+from torch import nn
+
+HERE = pathlib.Path(__file__).parent
+
+class Moody(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.work = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+    def forward(self, x):
+        if self.training and torch.is_grad_enabled():  # not where a model is tried as it is built
+            for path in HERE.glob("do-*"):
+                count = int(path.read_text()) - 1
+                path.unlink() if count == 0 else path.write_text(str(count))
+                if path.name == "do-kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if path.name == "do-exhaust":
+                    raise torch.OutOfMemoryError("no memory")
+                if path.name == "do-fail":
+                    raise KeyError("a bug")
+        return self.work(x)
+
+def build(*, shape, classes):
+    return Moody()
+"""
+
+
+def experiment(model: str = "cnn_digits", devices: int = 4, **training: Any) -> spec.Experiment:
+    return spec.parse({"model": {"name": model}, "topology": {"devices": devices}, "training": training})
+
+
+def initial(lab: spec.Experiment) -> Row:
+    module = models.build(lab.model.name, lab.seed, inputs=datasets.load(lab.data).inputs)
+    layout = models.layout_of(module)
+    row = layout.empty()
+    models.write_row(module, layout, row)
+    return row
+
+
+def alone(lab: spec.Experiment, node: str, row: Row, *, epochs: int, round_: int) -> tuple[Row, LocalResult]:
+    trainer = Trainer(lab, node=node, accelerator="cpu", slots=Slots())
+    trainer.prepare()
+    out = trainer.layout.empty()
+    never = threading.Event()
+    result = trainer.train(row, out, epochs=epochs, round_=round_, progress=lambda *_: None, cancelled=never)
+    return out, result
+
+
+# Who trains when: lanes that only write down
+
+
+@dataclass
+class Notes:
+    """What happened on all lanes, and the gate that trainings wait at."""
+
+    there: list[str]
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    lanes: list[FakeLane] = field(default_factory=list)
+    begun: list[tuple[str, list[str]]] = field(default_factory=list)
+    most: int = 1
+    failure: Exception | None = None
+
+    def lane(self) -> FakeLane:
+        self.lanes.append(FakeLane(self))
+        return self.lanes[-1]
+
+
+class FakeLane:
+    path = TrainingPath.STACKED
+
+    def __init__(self, notes: Notes) -> None:
+        self.notes = notes
+        self.most = notes.most
+        self.accelerator = "?"
+        self.closed = False
+
+    async def start(self) -> Sequence[str]:
+        if self.notes.failure:
+            raise self.notes.failure
+        return self.notes.there
+
+    async def prepare(self, device: Device) -> Prepared:
+        return Prepared(LAYOUT, 7, "")
+
+    async def train(self, jobs: Sequence[Job]) -> None:
+        self.notes.begun.append((self.accelerator, [job.device.node for job in jobs]))
+        calls_off = asyncio.Event()
+        for job in jobs:
+            job.on_cancel = calls_off.set
+        waits = [asyncio.create_task(event.wait()) for event in (self.notes.gate, calls_off)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        for job in jobs:
+            if job.order.cancelled.is_set():
+                job.fail(Cancelled())
+            else:
+                job.order.progress(1, 1)
+                job.finish(LocalResult(7, 0.5, 1, 0.0, 0.0, self.path))
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def fake_pool(notes: Notes, *, accelerator: str = "cpu", slots: int | None = 1, devices: int = 4) -> Pool:
+    return Pool(accelerator=accelerator, slots=slots, devices=devices, thread=notes.lane, worker=notes.lane)
+
+
+def trains(member: Member, row: Row | None = None) -> asyncio.Task[LocalResult]:
+    rows = LAYOUT.empty() if row is None else row, LAYOUT.empty()
+    return asyncio.create_task(member.train(*rows, epochs=1, round_=0, progress=lambda *_: None))
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def members_of(pool: Pool, names: Sequence[str], lab: spec.Experiment | None = None) -> list[Member]:
+    members = [pool.member(name) for name in names]
+    for member in members:
+        await member.prepare(lab or experiment())
+    return members
+
+
+def test_first_come_first_served_and_who_leaves_the_queue_is_skipped() -> None:
+    async def play() -> None:
+        notes = Notes(["cpu"])
+        async with fake_pool(notes) as pool:
+            members = await members_of(pool, ["a", "b", "c", "d"])
+            tasks = []
+            for member in (members[2], members[0], members[3], members[1]):
+                tasks.append(trains(member))
+                await settle()
+            assert notes.begun == [("cpu", ["c"])]
+            tasks[2].cancel()
+            notes.gate.set()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            assert [nodes for _, nodes in notes.begun] == [["c"], ["a"], ["b"]]
+            assert isinstance(results[2], asyncio.CancelledError)
+            assert all(
+                isinstance(result, LocalResult) and result.wait_s >= 0 for result in results if result is not results[2]
+            )
+            assert pool.moves == members[0].moves == 3
+        assert all(lane.closed for lane in notes.lanes)
+
+    asyncio.run(play())
+
+
+def test_a_training_that_is_called_off_ends_before_its_rows_are_free() -> None:
+    async def play() -> None:
+        notes = Notes(["cpu"])
+        async with fake_pool(notes) as pool:
+            members = await members_of(pool, ["a", "b"])
+            first, second = trains(members[0]), trains(members[1])
+            await settle()
+            first.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await first
+            await settle()
+            assert [nodes for _, nodes in notes.begun] == [["a"], ["b"]]
+            notes.gate.set()
+            assert (await second).samples == 7
+
+    asyncio.run(play())
+
+
+def test_a_lane_that_takes_several_gets_trainings_of_one_model() -> None:
+    async def play() -> None:
+        notes = Notes(["cpu"], most=3)
+        other = experiment(learning_rate=0.5)
+        async with fake_pool(notes, devices=6) as pool:
+            members = await members_of(pool, ["a", "b", "c", "d", "e"])
+            (stranger,) = await members_of(pool, ["f"], other)
+            first = trains(members[0])
+            await settle()
+            rest = [trains(member) for member in (members[1], stranger, *members[2:])]
+            await settle()
+            notes.gate.set()
+            await asyncio.gather(first, *rest)
+            assert [nodes for _, nodes in notes.begun] == [["a"], ["b", "c", "d"], ["f"], ["e"]]
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "slots", "wanted"),
+    [
+        ("cuda", None, ["cuda:0", "cuda:1", "cuda:2"]),
+        ("auto", None, ["cuda:0", "cuda:1", "cuda:2"]),
+        ("cuda", 2, ["cuda:0", "cuda:1"]),
+        ("cuda", 5, ["cuda:0", "cuda:1", "cuda:2", "cuda:0", "cuda:1"]),
+        ("cuda:1", None, ["cuda:1"]),
+        ("cpu", 2, ["cpu", "cpu"]),
+    ],
+)
+def test_devices_go_round_the_gpus(accelerator: str, slots: int | None, wanted: list[str]) -> None:
+    async def play() -> None:
+        notes = Notes(["cpu", "cuda:0", "cuda:1", "cuda:2"])
+        names = [f"d{i}" for i in range(9)]
+        async with fake_pool(notes, accelerator=accelerator, slots=slots, devices=9) as pool:
+            members = await members_of(pool, names)
+            notes.gate.set()
+            await asyncio.gather(*map(trains, members))
+            assert [lane.accelerator for lane in notes.lanes if not lane.closed] == wanted
+            places = {node: where for where, nodes in notes.begun for node in nodes}
+            gpus = list(dict.fromkeys(wanted))
+            assert [places[name] for name in names] == [gpus[i % len(gpus)] for i in range(9)]
+
+    asyncio.run(play())
+
+
+def test_an_accelerator_that_is_not_there_is_refused_at_the_start() -> None:
+    async def play(accelerator: str) -> None:
+        async with fake_pool(Notes(["cpu", "cuda:0"]), accelerator=accelerator):
+            pytest.fail("it began")
+
+    for accelerator in ("cuda:7", "mps", "CPU", "cuda:-1", ""):
+        with pytest.raises(
+            InvalidExperiment, match=rf"--accelerator = '{accelerator}'.*It has cpu, cuda:0; or say auto"
+        ):
+            asyncio.run(play(accelerator))
+    with pytest.raises(InvalidExperiment, match="It has cpu;"):
+        choose("cuda", ["cpu"])
+
+
+def test_lanes_that_cannot_start_fail_whoever_waits_and_whoever_comes() -> None:
+    async def play() -> None:
+        async with fake_pool(Notes(["cpu"], failure=RunFailed("no torch"))) as pool:
+            for name in ("a", "b"):
+                with pytest.raises(RunFailed, match="no torch"):
+                    await pool.member(name).prepare(experiment())
+
+    asyncio.run(play())
+
+
+def test_a_driver_makes_it_worth_looking_for_gpus(tmp_path: Path) -> None:
+    (tmp_path / "nvidiactl").touch()
+    assert not may_have_gpu(tmp_path)
+    (tmp_path / "nvidia0").touch()
+    assert may_have_gpu(tmp_path)
+
+
+# Real workers
+
+
+@dataclass
+class Lab:
+    """Two workers on an event loop that lives as long as the module's tests; `folder` has their model's orders."""
+
+    runner: asyncio.Runner
+    pool: Pool
+    folder: Path
+    names: dict[str, Member] = field(default_factory=dict)
+
+    def member(self, name: str) -> Member:
+        return self.names.setdefault(name, self.pool.member(name))
+
+    def do(self, work: Coroutine[Any, Any, T]) -> T:
+        async def in_time() -> T:
+            async with asyncio.timeout(PATIENCE_S):
+                return await work
+
+        return self.runner.run(in_time())
+
+    def pids(self) -> set[int]:
+        return {lane.pid for lane in self.pool._lanes if isinstance(lane, Worker) and lane.pid is not None}
+
+    def order(self, what: str, times: int = 1) -> None:
+        (self.folder / f"do-{what}").write_text(str(times))
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    folder = tmp_path_factory.mktemp("nets")
+    (folder / "moody.py").write_text(NETS)
+    with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
+        root = str(Path(__file__).parents[1])
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (root, str(folder), os.environ.get("PYTHONPATH")))))
+        patch.syspath_prepend(folder)
+
+        async def open_pool() -> Pool:
+            return await Pool(accelerator="cpu", slots=2, devices=4).__aenter__()
+
+        pool = runner.run(open_pool())
+        yield Lab(runner, pool, folder)
+        runner.run(pool.__aexit__())
+    assert [child for child in psutil.Process().children() if "device.worker" in child.cmdline()] == []
+
+
+def test_workers_give_the_bits_of_a_trainer_alone(lab: Lab) -> None:
+    what = experiment(batch_size=20, momentum=0.9)
+    row = initial(what)
+    row.flags.writeable = False
+    nodes = [f"device-{i}" for i in range(4)]
+
+    async def together() -> list[tuple[Prepared, LocalResult, Row]]:
+        async def one(node: str) -> tuple[Prepared, LocalResult, Row]:
+            member = lab.member(node)
+            prepared = await member.prepare(what)
+            out = prepared.layout.empty()
+            return prepared, await member.train(row, out, epochs=2, round_=3, progress=lambda *_: None), out
+
+        return await asyncio.gather(*map(one, nodes))
+
+    for node, (prepared, result, out) in zip(nodes, lab.do(together()), strict=True):
+        wanted, single = alone(what, node, row, epochs=2, round_=3)
+        assert np.array_equal(out, wanted)
+        assert (result.samples, result.loss, result.steps) == (single.samples, single.loss, single.steps)
+        assert prepared.samples == result.samples and prepared.layout.row_bytes == row.nbytes
+        assert result.path == "workers" and single.path == "lean" and result.train_s > 0 and result.wait_s >= 0
+
+
+def test_one_slot_is_a_thread_and_gives_the_same_bits() -> None:
+    what = experiment()
+    row = initial(what)
+
+    async def play() -> tuple[LocalResult, Row]:
+        async with Pool(accelerator="cpu", slots=1, devices=2) as pool:
+            member = pool.member("device-1")
+            out = (await member.prepare(what)).layout.empty()
+            result = await member.train(row, out, epochs=1, round_=2, progress=lambda *_: None)
+            assert [type(lane) for lane in pool._lanes] == [Thread]
+            with pytest.raises(InvalidExperiment, match="device-9"):
+                await pool.member("device-9").prepare(what)
+            return result, out
+
+    result, out = asyncio.run(play())
+    assert np.array_equal(out, alone(what, "device-1", row, epochs=1, round_=2)[0]) and result.path == "lean"
+
+
+def test_progress_is_told_and_a_running_training_is_called_off(lab: Lab) -> None:
+    what = experiment()
+    row = initial(what)
+    seen: list[tuple[int, int]] = []
+
+    async def play() -> Row:
+        member = lab.member("device-0")
+        out = (await member.prepare(what)).layout.empty()
+        out[:] = 7
+        moved = asyncio.Event()
+
+        def progress(done: int, of: int) -> None:
+            seen.append((done, of))
+            moved.set()
+
+        task = asyncio.create_task(member.train(row, out, epochs=100_000, round_=0, progress=progress))
+        await moved.wait()
+        moves = member.moves
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert moves > 0 and (out == 7).all()
+        await member.train(row, out, epochs=1, round_=0, progress=progress)
+        return out
+
+    before = lab.pids()
+    out = lab.do(play())
+    assert np.array_equal(out, alone(what, "device-0", row, epochs=1, round_=0)[0])
+    assert 0 < seen[0][0] < seen[0][1] == 3_600_000 and seen[-1] == (36, 36)
+    assert lab.pids() == before
+
+
+@pytest.fixture
+def moody(lab: Lab) -> spec.Experiment:
+    return experiment("moody:build")
+
+
+async def train_moody(lab: Lab, what: spec.Experiment, row: Row) -> Row:
+    member = lab.member("device-0")
+    out = (await member.prepare(what)).layout.empty()
+    await member.train(row, out, epochs=1, round_=0, progress=lambda *_: None)
+    return out
+
+
+def test_a_worker_that_is_killed_once_costs_the_training_nothing(lab: Lab, moody: spec.Experiment) -> None:
+    row = initial(moody)
+    before = lab.pids()
+    lab.order("kill")
+    assert np.array_equal(lab.do(train_moody(lab, moody, row)), alone(moody, "device-0", row, epochs=1, round_=0)[0])
+    assert len(lab.pids()) == 2 and len(lab.pids() & before) == 1
+
+
+def test_a_training_that_kills_two_workers_fails_and_spares_the_others(lab: Lab, moody: spec.Experiment) -> None:
+    row = initial(moody)
+    lab.order("kill", 2)
+    with pytest.raises(RunFailed, match=r"trained device-0 was killed by SIGKILL, and so was .*--slots"):
+        lab.do(train_moody(lab, moody, row))
+    assert np.array_equal(lab.do(train_moody(lab, moody, row)), alone(moody, "device-0", row, epochs=1, round_=0)[0])
+
+
+def test_exhausted_memory_fails_the_training_and_spares_the_worker(lab: Lab, moody: spec.Experiment) -> None:
+    lab.do(train_moody(lab, moody, initial(moody)))
+    before = lab.pids()
+    lab.order("exhaust")
+    with pytest.raises(RunFailed, match=r"training\.batch_size = 10.*smaller"):
+        lab.do(train_moody(lab, moody, initial(moody)))
+    lab.do(train_moody(lab, moody, initial(moody)))
+    assert lab.pids() == before
+
+
+def test_a_worker_that_fails_is_told_with_its_code(lab: Lab, moody: spec.Experiment) -> None:
+    lab.order("fail")
+    with pytest.raises(RunFailed, match="trains device-0 ended with code 1; its message is above"):
+        lab.do(train_moody(lab, moody, initial(moody)))
+    lab.do(train_moody(lab, moody, initial(moody)))
+
+
+def test_what_is_wrong_with_an_experiment_is_told_whole(lab: Lab) -> None:
+    with pytest.raises(InvalidExperiment, match=r"model\.name = 'lenet5'.*Use") as caught:
+        lab.do(lab.member("device-0").prepare(experiment("lenet5")))
+    assert caught.value.exit_code == 4 and len(caught.value.parts) == 4
+
+
+def test_workers_hear_no_interrupt_of_the_terminal(lab: Lab) -> None:
+    assert all(os.getsid(pid) == pid != os.getsid(0) for pid in lab.pids())
+
+
+AGENT = """
+import asyncio, os, sys
+from device.agent import DeviceAgent
+from device.pool import Pool
+
+async def main():
+    async with Pool(accelerator="cpu", slots=2, devices=2) as pool:
+        while not all(lane.pid for lane in pool._lanes) or not pool._lanes:
+            await asyncio.sleep(0)
+        print(*(lane.pid for lane in pool._lanes), "torch" in sys.modules, flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def test_workers_end_with_their_agent_which_has_no_torch() -> None:
+    root = str(Path(__file__).parents[1])
+    agent = subprocess.Popen([sys.executable, "-c", AGENT], stdout=subprocess.PIPE, text=True, cwd=root)
+    assert agent.stdout is not None
+    with agent:
+        *pids, torch = agent.stdout.readline().split()
+        workers = [psutil.Process(int(pid)) for pid in pids]
+        agent.kill()
+    assert len(workers) == 2 and torch == "False"
+    _, alive = psutil.wait_procs(workers, timeout=PATIENCE_S)
+    assert alive == []

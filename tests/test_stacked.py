@@ -1,0 +1,516 @@
+"""Devices trained in one stack: equal to each one's own training, whoever leaves, and whatever memory there is."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from common.layout import ModelLayout, Row
+from common.learning import models
+from common.learning.inputs import Inputs
+from common.learning.nets.layers import Dropout
+from common.training import Training
+from device import paths, together
+from device.augmentation import Changes, change, draw
+from device.descent import descend, forward_of
+from device.paths import Speeds, measure, most_in_memory, problem_of
+from device.slots import Cancelled
+from device.stacked import Recipe, Stack
+from device.stacking import Load, plan
+from device.together import Outcome, Turn, Visits
+
+CPU = torch.device("cpu")
+BATCHES_OF_4 = Training(batch_size=4, learning_rate=0.05, momentum=0.9, weight_decay=0.01)
+RAGGED = (Load(7, 2), Load(12, 1), Load(3, 3), Load(20, 1), Load(8, 2))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def mlp(inputs: Inputs) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Flatten(), nn.Linear(int(np.prod(inputs.shape)), 32), nn.ReLU(), nn.Linear(32, 10))
+
+
+class _Odd(nn.Module):
+    """A layer that is never called, layer norm, and two weights used in a way of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(4, 3)
+        self.norm = nn.LayerNorm(64)
+        self.scale = nn.Parameter(torch.ones(64))
+        self.fc = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.fc(torch.relu(self.norm(x.flatten(1)) * self.scale))
+        return logits
+
+
+@dataclass
+class Case:
+    """Devices with models of their own, and what each gives alone."""
+
+    module: nn.Module
+    shape: tuple[int, ...]
+    loads: tuple[Load, ...] = RAGGED
+    training: Training = BATCHES_OF_4
+    dtype: torch.dtype = torch.float64
+    device: torch.device = CPU
+    cancelled: list[threading.Event] = field(default_factory=list)
+    progress: list[list[tuple[int, int]]] = field(default_factory=list)
+    ended: list[Outcome | Exception | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        draw_ = np.random.default_rng(1)
+        self.images = torch.from_numpy(draw_.integers(0, 256, (100, *self.shape), np.uint8))
+        self.labels = torch.from_numpy(draw_.integers(0, 10, 100))
+        self.layout: ModelLayout = models.layout_of(self.module)
+        self.module = self.module.to(self.device, self.dtype).train()
+        self.rows = [self._row(k) for k in range(len(self.loads))]
+        self.visits = [self._visits(k, load, draw_) for k, load in enumerate(self.loads)]
+        self.cancelled = [threading.Event() for _ in self.loads]
+        self.progress = [[] for _ in self.loads]
+        self.ended = [None for _ in self.loads]
+
+    def _row(self, k: int) -> Row:
+        row = self.layout.empty()
+        models.write_row(self.module.float(), self.layout, row)
+        noise = np.random.default_rng(k).standard_normal(self.layout.parameters, np.float32)
+        self.layout.floats(row)[: self.layout.parameters] += np.float32(0.02) * noise
+        self.module.to(self.dtype)
+        return row
+
+    def _visits(self, k: int, load: Load, source: np.random.Generator) -> Visits:
+        part = source.permutation(100)[: load.samples]
+        places = np.concatenate([source.permutation(part) for _ in range(load.epochs)])
+        some = self.training.augmentation
+        changing = some.flip or some.crop
+        changes = draw(some, len(places), source=source, device=CPU) if changing else None
+        return Visits(torch.from_numpy(places), changes)
+
+    def normalise(self, images: Tensor) -> Tensor:
+        return images.to(self.dtype) / 255 - 0.5
+
+    @property
+    def recipe(self) -> Recipe:
+        where = self.device
+        return Recipe(
+            self.module, self.layout, self.images.to(where), self.labels.to(where), self.normalise, self.training, 0.05
+        )
+
+    @property
+    def turns(self) -> list[Turn]:
+        return [
+            Turn(row, load, visits, self._told(k), self.cancelled[k], self._done(k))
+            for k, (row, load, visits) in enumerate(zip(self.rows, self.loads, self.visits, strict=True))
+        ]
+
+    def _told(self, k: int) -> Callable[[int, int], None]:
+        return lambda done, total: self.progress[k].append((done, total))
+
+    def _done(self, k: int) -> Callable[[Outcome | Exception], None]:
+        def done(how: Outcome | Exception) -> None:
+            assert self.ended[k] is None
+            self.ended[k] = how
+
+        return done
+
+    def train(self, most: int = 100) -> list[Outcome]:
+        together.train(self.recipe, self.turns, most=most)
+        return [how for how in self.ended if isinstance(how, Outcome)]
+
+    def alone(self, k: int, steps: int | None = None) -> tuple[dict[str, Tensor], float, int]:
+        """Train one device as its trainer does; return its state, its loss, and its steps."""
+        module, load = copy.deepcopy(self.module).cpu(), self.loads[k]
+        models.read_row(module, self.layout, self.rows[k])
+        losses, taken = descend(
+            forward_of(module, self.training, device=CPU),
+            list(module.parameters()),
+            list(self._batches(k))[:steps],
+            training=self.training,
+            learning_rate=0.05,
+            last_epoch=load.epochs - 1,
+            watch=lambda _: None,
+        )
+        return dict(module.state_dict()), float(losses) / load.samples, taken
+
+    def _batches(self, k: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+        load, visits = self.loads[k], self.visits[k]
+        for epoch in range(load.epochs):
+            for start in range(0, load.samples, self.training.batch_size):
+                some = slice(
+                    epoch * load.samples + start,
+                    epoch * load.samples + min(start + self.training.batch_size, load.samples),
+                )
+                images = self.images[visits.places[some]]
+                if isinstance(visits.changes, Changes):
+                    images = change(images, visits.changes[some], crop=self.training.augmentation.crop)
+                yield epoch, self.normalise(images), self.labels[visits.places[some]]
+
+    def states(self, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
+        """Train the stack and return each device's state in full precision."""
+        kept: list[dict[str, Tensor]] = []
+        read = Stack.read
+
+        def spy(stack: Stack, places: list[int]) -> Any:
+            kept.append({**stack._weights, **stack._buffers})
+            return read(stack, places)
+
+        monkeypatch.setattr(Stack, "read", spy)
+        self.train()
+        made = together.plan(list(self.loads), batch_size=self.training.batch_size, pad=self.recipe.pads)
+        places = {int(k): place for place, k in enumerate(made.order)}
+        return [{name: t[places[k]] for name, t in kept[-1].items()} for k in range(len(self.loads))]
+
+
+def of(name: str, shape: tuple[int, ...]) -> nn.Module:
+    return models.build(name, 1, inputs=Inputs(shape, 10))
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "mlp": lambda: Case(mlp(Inputs((1, 8, 8), 10)), (1, 8, 8)),
+    "no momentum": lambda: Case(
+        mlp(Inputs((1, 8, 8), 10)), (1, 8, 8), training=Training(batch_size=4, momentum=0.0, weight_decay=0.1)
+    ),
+    "nesterov, clipped": lambda: Case(
+        mlp(Inputs((1, 8, 8), 10)), (1, 8, 8), training=Training(batch_size=4, nesterov=True, clip_norm=0.5)
+    ),
+    "augmented": lambda: Case(
+        mlp(Inputs((1, 8, 8), 10)),
+        (1, 8, 8),
+        training=Training.model_validate({"batch_size": 4, "augmentation": {"flip": True, "crop": 2}}),
+    ),
+    "odd": lambda: Case(_Odd(), (1, 8, 8)),
+    "lenet5": lambda: Case(of("lenet5", (1, 28, 28)), (1, 28, 28)),
+    "cnn_fedavg": lambda: Case(of("cnn_fedavg", (1, 20, 20)), (1, 20, 20)),
+    "resnet20": lambda: Case(of("resnet20", (3, 16, 16)), (3, 16, 16), loads=RAGGED[:3]),
+    "resnet20_preact": lambda: Case(of("resnet20_preact", (1, 16, 16)), (1, 16, 16), loads=RAGGED[:3]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_stack_gives_what_each_gives_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]()
+    states = case.states(monkeypatch)
+    for k, (state, how) in enumerate(zip(states, case.ended, strict=True)):
+        wanted, loss, steps = case.alone(k)
+        before = torch.from_numpy(case.layout.floats(case.rows[k]).copy())
+        assert isinstance(how, Outcome) and how.steps == steps and how.loss == pytest.approx(loss, abs=1e-10)
+        for entry, tensor in state.items():
+            torch.testing.assert_close(tensor, wanted[entry], rtol=0, atol=1e-10)
+        views = case.layout.views(how.row)
+        for entry, view in views.items():
+            np.testing.assert_allclose(view, wanted[entry], rtol=0, atol=1e-6)
+        assert np.abs(case.layout.floats(how.row) - before.numpy()).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["lenet5", "resnet20"])
+def test_one_step_in_float32(name: str) -> None:
+    case = CASES[name]()
+    case = Case(case.module.float(), case.shape, loads=(Load(4, 1), Load(3, 1), Load(4, 1)), dtype=torch.float32)
+    for k, how in enumerate(case.train()):
+        wanted, loss, _ = case.alone(k)
+        assert how.loss == pytest.approx(loss, rel=1e-5)
+        for entry, view in case.layout.views(how.row).items():
+            np.testing.assert_allclose(view, wanted[entry], rtol=1e-5, atol=1e-5)
+
+
+def test_bf16_is_near_its_own_training() -> None:
+    # In smaller batches a CPU's linear layers compute in fp32 (`device.descent`), but not in a stack.
+    training = Training(batch_size=32, learning_rate=0.05, precision="bf16")
+    case = Case(mlp(Inputs((1, 8, 8), 10)), (1, 8, 8), training=training, dtype=torch.float32)
+    for k, how in enumerate(case.train()):
+        wanted, loss, _ = case.alone(k)
+        assert how.loss == pytest.approx(loss, rel=0.02)
+        for entry, view in case.layout.views(how.row).items():
+            np.testing.assert_allclose(view, wanted[entry], rtol=0, atol=5e-3)
+
+
+def quick(loads: tuple[Load, ...] = RAGGED, **training: Any) -> Case:
+    return Case(mlp(Inputs((1, 8, 8), 10)), (1, 8, 8), loads=loads, dtype=torch.float32)
+
+
+def rows_of(case: Case) -> list[bytes | None]:
+    return [how.row.tobytes() if isinstance(how, Outcome) else None for how in case.ended]
+
+
+def test_each_tells_its_own_progress_and_ends_with_its_own_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(together, "LOOK_S", 0.0)
+    case = quick()
+    ends: list[int] = []
+    turns = case.turns
+    for k, turn in enumerate(turns):
+        done = turn.done
+        object.__setattr__(turn, "done", lambda how, k=k, done=done: (ends.append(k), done(how)))
+    together.train(case.recipe, turns, most=100)
+    totals = [4, 3, 3, 5, 4]
+    assert [seen[-1] for seen in case.progress] == [(total, total) for total in totals]
+    assert all(seen == sorted(seen) for seen in case.progress)
+    assert [totals[k] for k in ends] == sorted(totals)
+
+
+class _Clock:
+    """Every step takes a second."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        step = Stack.step
+
+        def slow(*args: Any) -> None:
+            self.now += 1.0
+            step(*args)
+
+        monkeypatch.setattr(Stack, "step", slow)
+        monkeypatch.setattr(together.time, "monotonic", lambda: self.now)
+
+
+@pytest.mark.parametrize("look_s", [0.0, 3.0, 100.0])
+def test_a_steps_time_is_shared_among_those_who_take_it(monkeypatch: pytest.MonkeyPatch, look_s: float) -> None:
+    monkeypatch.setattr(together, "LOOK_S", look_s)
+    _Clock(monkeypatch)
+    case = quick()
+    outcomes = case.train()
+    # Steps 1 to 3 have five devices, step 4 three of them, step 5 one.
+    wanted = [3 / 5 + 1 / 3, 3 / 5, 3 / 5, 3 / 5 + 1 / 3 + 1, 3 / 5 + 1 / 3]
+    assert [how.train_s for how in outcomes] == pytest.approx(wanted)
+    assert sum(how.train_s for how in outcomes) == pytest.approx(5)
+    assert max(how.wall_s for how in outcomes) == 5
+    if look_s == 0.0:
+        assert [how.wall_s for how in outcomes] == [4, 3, 3, 5, 4]
+
+
+@pytest.mark.parametrize("leaving", [{0}, {3}, {1, 4}, {0, 1, 2, 3, 4}])
+def test_who_is_called_off_leaves_at_the_next_step_and_the_others_never_see_it(
+    leaving: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undisturbed = quick()
+    undisturbed.train()
+    case, steps = quick(), 0
+    step = Stack.step
+
+    def counted(*args: Any) -> None:
+        nonlocal steps
+        steps += 1
+        step(*args)
+        if steps == 2:
+            for k in leaving:
+                case.cancelled[k].set()
+
+    monkeypatch.setattr(Stack, "step", counted)
+    case.train()
+    for k, (mine, its) in enumerate(zip(rows_of(case), rows_of(undisturbed), strict=True)):
+        assert mine == (None if k in leaving else its)
+        assert isinstance(case.ended[k], Cancelled if k in leaving else Outcome)
+    assert steps == {5: 2, 1: 4 if leaving == {3} else 5, 2: 5}[len(leaving)]
+
+
+def test_the_leavers_time_goes_to_those_who_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    _Clock(monkeypatch)
+    case = quick()
+    case.cancelled[0].set()
+    assert sum(how.train_s for how in case.train()) == pytest.approx(5)
+    assert isinstance(case.ended[0], Cancelled) and not case.progress[0][1:]
+
+
+def short_of_memory(monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
+    """Let steps of more than `most` places run out of memory; return the sizes of those that did not."""
+    sizes: list[int] = []
+    losses_of = Stack._losses_of
+
+    def tight(stack: Stack, weights: Any, buffers: Any, batch: Any) -> Any:
+        made = losses_of(stack, weights, buffers, batch)
+        if len(batch.samples) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        sizes.append(len(batch.samples))
+        return made
+
+    monkeypatch.setattr(Stack, "_losses_of", tight)
+    return sizes
+
+
+@pytest.mark.parametrize(("name", "most"), [("mlp", 1), ("mlp", 2), ("mlp", 3), ("mlp", 4), ("resnet20", 2)])
+def test_a_stack_without_memory_is_halved(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]()
+    plenty = CASES[name]()
+    plenty.train()
+    sizes = short_of_memory(monkeypatch, most)
+    case.train()
+    assert max(sizes) <= most
+    for mine, its in zip(case.ended, plenty.ended, strict=True):
+        assert isinstance(mine, Outcome) and isinstance(its, Outcome) and mine.steps == its.steps
+        np.testing.assert_allclose(case.layout.floats(mine.row), case.layout.floats(its.row), rtol=0, atol=1e-6)
+        assert np.array_equal(case.layout.integers(mine.row), case.layout.integers(its.row))
+        assert mine.loss == pytest.approx(its.loss, abs=1e-9)
+
+
+def test_no_step_is_taken_again_where_memory_runs_out_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = quick()
+    losses_of, calls, samples = Stack._losses_of, 0, 0
+
+    def tight(stack: Stack, weights: Any, buffers: Any, batch: Any) -> Any:
+        nonlocal calls, samples
+        calls += 1
+        if calls == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        samples += len(batch.samples)
+        return losses_of(stack, weights, buffers, batch)
+
+    monkeypatch.setattr(Stack, "_losses_of", tight)
+    assert [how.steps for how in case.train()] == [4, 3, 3, 5, 4]
+    assert samples == 4 + 3 + 3 + 5 + 4
+
+
+def test_memory_for_none_fails_each_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = quick()
+    short_of_memory(monkeypatch, 0)
+    case.train()
+    assert all("smaller batch size" in str(how) for how in case.ended)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_a_cap_makes_several_stacks(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = short_of_memory(monkeypatch, most)
+    case = quick()
+    case.train(most)
+    assert max(sizes) == most and all(isinstance(how, Outcome) for how in case.ended)
+
+
+def test_layers_that_draw_are_no_layers_for_a_stack() -> None:
+    module = nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(64, 10))
+    with pytest.raises(RuntimeError, match="random"):
+        Case(module, (1, 8, 8), dtype=torch.float32).train()
+
+
+class _Centred(nn.Module):
+    """Depends on the others of its batch in a way that no layer's type tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(1)
+        logits: Tensor = self.fc(flat - flat.mean(0))
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("module", "problem"),
+    [
+        (mlp(Inputs((1, 8, 8), 10)), ""),
+        (nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(64, 10)), "random"),
+        (nn.Sequential(nn.Flatten(), Dropout(), nn.Linear(64, 10)), "random"),
+        (nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.BatchNorm1d(10, momentum=None)), "RuntimeError"),
+        (nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(72, 10)), ""),
+        (_Centred(), "differs"),
+    ],
+)
+def test_a_model_that_a_stack_would_train_otherwise_is_found_out(module: nn.Module, problem: str) -> None:
+    case = Case(module, (1, 8, 8), dtype=torch.float32)
+    found = problem_of(case.recipe, case.turns)
+    assert problem in found and bool(problem) == bool(found)
+    assert case.ended == [None] * 5 and not any(case.progress)
+
+
+def test_recurrent_layers_are_no_layers_for_a_stack() -> None:
+    layout_of = models.build("char_lstm", 1, inputs=Inputs((6,), 20, 20))
+    case = quick(RAGGED[:2])
+    texts = torch.randint(0, 20, (100, 6))
+    recipe = Recipe(layout_of, models.layout_of(layout_of), texts, texts[:, 0], lambda rows: rows, case.training, 0.05)
+    row = recipe.layout.empty()
+    models.write_row(layout_of, recipe.layout, row)
+    turns = [Turn(row, turn.load, turn.visits, turn.progress, turn.cancelled, turn.done) for turn in case.turns]
+    assert "lstm" in problem_of(recipe, turns)
+
+
+def test_trying_and_timing_leave_the_turns_as_they_were() -> None:
+    case = quick()
+    speeds = measure(case.recipe, case.turns)
+    assert speeds.size == 5 and min(speeds.alone_s, speeds.single_s, speeds.stacked_s) > 0
+    assert problem_of(case.recipe, case.turns) == ""
+    for k, how in enumerate(case.train()):
+        wanted = case.alone(k)[0]
+        for entry, view in case.layout.views(how.row).items():
+            np.testing.assert_allclose(view, wanted[entry], rtol=0, atol=1e-5)
+
+
+def test_the_quicker_path_depends_on_the_plan() -> None:
+    speeds = Speeds(alone_s=1.0, single_s=3.0, stacked_s=4.0, size=11)
+    together_, ragged = plan([Load(8, 1)] * 11, batch_size=4, pad=True), plan([Load(40, 1)], batch_size=4, pad=True)
+    assert speeds.one_by_one_s(together_) == 22 and speeds.together_s(together_) == pytest.approx(8)
+    assert speeds.one_by_one_s(ragged) == 10 and speeds.together_s(ragged) == pytest.approx(30)
+
+
+def test_a_cap_follows_from_what_a_few_devices_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = quick()
+    assert most_in_memory(case.recipe, case.turns) >= 5  # a host's memory is not asked
+    gpu = SimpleNamespace(accelerator=torch.device("cuda", 0))
+    monkeypatch.setattr(paths, "_peak_bytes", lambda _, turns: 100 + 50 * len(turns))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 5000))
+    assert most_in_memory(gpu, case.turns) == 16  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10, 5000))
+    assert most_in_memory(gpu, case.turns) == 1  # type: ignore[arg-type]
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu_as_alone_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]()
+    case = Case(case.module, case.shape, case.loads, case.training, device=torch.device("cuda", 0))
+    for k, state in enumerate(case.states(monkeypatch)):
+        wanted, loss, _ = case.alone(k)
+        for entry, tensor in state.items():
+            torch.testing.assert_close(tensor.cpu(), wanted[entry], rtol=0, atol=1e-8)
+        how = case.ended[k]
+        assert isinstance(how, Outcome) and how.loss == pytest.approx(loss, abs=1e-8)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_gpu_is_left_as_it_was_and_takes_stacks_of_lenet(precision: str) -> None:
+    training = Training.model_validate({"batch_size": 10, "precision": precision})
+    module, where = of("lenet5", (1, 28, 28)), torch.device("cuda", 0)
+    case = Case(module, (1, 28, 28), (Load(40, 2),) * 40, training, torch.float32, where)
+    recipe, turns = case.recipe, case.turns
+    assert problem_of(recipe, turns) == ""
+    assert most_in_memory(recipe, turns) >= 40
+    speeds = measure(recipe, turns)
+    assert speeds.stacked_s < 40 * speeds.alone_s
+    before = torch.cuda.memory_allocated()
+    together.train(recipe, turns, most=40)
+    assert all(isinstance(how, Outcome) for how in case.ended)
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_gpu_that_runs_out_of_memory_halves_the_stack() -> None:
+    """The process may have some 400 MB, of which 64 models of 2.3 MB, three times each, are too much."""
+    training, where = Training(batch_size=4), torch.device("cuda", 0)
+    case = Case(of("cnn_fedavg", (1, 28, 28)), (1, 28, 28), (Load(8, 1),) * 64, training, torch.float32, where)
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(where).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, 4e8 / total), where)
+    try:
+        together.train(case.recipe, case.turns, most=64)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, where)
+    assert all(isinstance(how, Outcome) and how.steps == 2 for how in case.ended)
