@@ -26,6 +26,7 @@ from common.errors import InvalidExperiment
 from deploy import data, inspection, logs
 from deploy.connecting import ConnectTimeout, PasswordFile, Username, run_connected
 from deploy.connecting import address as _address
+from deploy.plan import plan, predict
 from deploy.reporting import reporting
 from deploy.watching.command import watch
 
@@ -47,6 +48,7 @@ app.add_typer(data.app, name="data")
 app.add_typer(inspection.app, name="runs")
 app.command()(inspection.report)
 app.command()(inspection.compare)
+app.command()(plan)
 app.command()(watch)
 
 ExperimentFile = Annotated[Path | None, typer.Argument(help="The experiment, a TOML file.", show_default=False)]
@@ -108,6 +110,9 @@ def run(
     no_delay: Annotated[
         bool, typer.Option("--no-delay", help="With --netns: leave out the links' delays, which need netem.")
     ] = False,
+    foretell: Annotated[
+        bool, typer.Option("--plan", help="Predict it first, as `plan --one-host`, and keep that with the run.")
+    ] = False,
 ) -> None:
     """Run a whole lab on this machine: broker, cloud, institutions and devices as processes, or all in this one."""
     from deploy.lab import Lab
@@ -121,6 +126,8 @@ def run(
         raise typer.BadParameter("there is no network: give this or --netns", param_hint="--direct")
     if accelerator is not None and not direct:
         raise typer.BadParameter("it goes with --direct", param_hint="--accelerator")
+    if foretell and (direct or resume is not None):
+        raise typer.BadParameter("it goes with a new lab of processes", param_hint="--plan")
     network = partial(namespaces, one_broker=one_broker) if netns else one_host
     with reporting():
         chosen = _experiment(experiment, overrides, resume)
@@ -134,7 +141,10 @@ def run(
         if direct:
             _run_direct(chosen, runs=runs, resume=resume, json_lines=output == "json", accelerator=accelerator or "cpu")
             return
-        code = Lab(chosen, runs=runs, resume=resume, json_lines=output == "json", network=network).run()
+        found = predict(chosen, one_host=True) if foretell else None
+        code = Lab(
+            chosen, runs=runs, resume=resume, json_lines=output == "json", network=network, prediction=found
+        ).run()
     raise typer.Exit(code)
 
 
