@@ -59,8 +59,10 @@ ConnectTimeout = Annotated[float, typer.Option(min=0.1, help="Seconds to reach t
 SpoolFolder = Annotated[
     str, typer.Option("--spool", help="Folder where models on their way outlive a crash; 'none' = memory.")
 ]
+METRICS = "127.0.0.1:0"
 MetricsAddress = Annotated[
-    str, typer.Option("--metrics", help="Where /metrics answers, host:port; port 0 = a free one.")
+    str,
+    typer.Option("--metrics", help="Where /metrics answers (the cloud's: /sd too), host:port; port 0 = a free one."),
 ]
 
 
@@ -105,6 +107,7 @@ def run(
     no_delay: Annotated[
         bool, typer.Option("--no-delay", help="With --netns: leave out the links' delays, which need netem.")
     ] = False,
+    metrics: MetricsAddress = METRICS,
 ) -> None:
     """Run a whole lab on this machine: broker, cloud, institutions and devices as processes, or all in this one."""
     from deploy.lab import Lab
@@ -114,6 +117,8 @@ def run(
     for given, option in ((one_broker, "--one-broker"), (no_delay, "--no-delay")):
         if given and not netns:
             raise typer.BadParameter("it goes with --netns", param_hint=option)
+    if metrics != METRICS and (direct or netns):
+        raise typer.BadParameter("nobody could ask there with --direct or --netns", param_hint="--metrics")
     if direct and netns:
         raise typer.BadParameter("there is no network: give this or --netns", param_hint="--direct")
     if accelerator is not None and not direct:
@@ -131,7 +136,9 @@ def run(
         if direct:
             _run_direct(chosen, runs=runs, resume=resume, json_lines=output == "json", accelerator=accelerator or "cpu")
             return
-        code = Lab(chosen, runs=runs, resume=resume, json_lines=output == "json", network=network).run()
+        code = Lab(
+            chosen, runs=runs, resume=resume, json_lines=output == "json", network=network, metrics=metrics
+        ).run()
     raise typer.Exit(code)
 
 
@@ -146,7 +153,7 @@ def cloud(
     username: Username = None,
     password_file: PasswordFile = None,
     connect_timeout: ConnectTimeout = 30.0,
-    metrics: MetricsAddress = "127.0.0.1:0",
+    metrics: MetricsAddress = METRICS,
     spool: SpoolFolder = SPOOL,
 ) -> None:
     """Start the cloud: it announces the experiment, runs the iterations and leaves the run's folder."""
@@ -156,12 +163,13 @@ def cloud(
 
     async def play() -> None:
         chosen = _experiment(experiment, overrides, resume)
-        registry, address = _metrics(metrics)
+        where = _address(broker, username, password_file)
+        registry, address = _metrics(metrics, where)
         folder = RunFolder.reopen(resume) if resume else RunFolder.create(runs, chosen)
         with show(json_lines=output == "json") as observe:
             agent = CloudAgent(
                 folder,
-                broker=_address(broker, username, password_file),
+                broker=where,
                 resume=resume is not None,
                 connect_timeout_s=connect_timeout,
                 metrics=registry,
@@ -184,17 +192,18 @@ def institution(
     username: Username = None,
     password_file: PasswordFile = None,
     connect_timeout: ConnectTimeout = 30.0,
-    metrics: MetricsAddress = "127.0.0.1:0",
+    metrics: MetricsAddress = METRICS,
     spool: SpoolFolder = SPOOL,
 ) -> None:
     """Start an institution: it waits for the experiment and runs its rounds with its devices."""
     from institution.agent import InstitutionAgent
 
     async def take_part() -> None:
-        registry, address = _metrics(metrics)
+        upward = _address(broker, username, password_file)
+        registry, address = _metrics(metrics, upward)
         agent = InstitutionAgent(
             name,
-            cloud_broker=_address(broker, username, password_file),
+            cloud_broker=upward,
             device_broker=_address(device_broker or broker, username, password_file),
             connect_timeout_s=connect_timeout,
             metrics=registry,
@@ -222,7 +231,7 @@ def device(
     username: Username = None,
     password_file: PasswordFile = None,
     connect_timeout: ConnectTimeout = 30.0,
-    metrics: MetricsAddress = "127.0.0.1:0",
+    metrics: MetricsAddress = METRICS,
     spool: SpoolFolder = "none",
 ) -> None:
     """Start one or more devices: they wait for the experiment and train what their institution wishes."""
@@ -240,7 +249,7 @@ def device(
         from device.agent import DeviceAgent
         from device.slots import Slots
 
-        registry, address = _metrics(metrics)
+        registry, address = _metrics(metrics, _address(addresses[0], username, password_file))
         shared = Slots(slots)
         agents = [
             DeviceAgent(
@@ -339,13 +348,18 @@ def _folder(text: str) -> Path | None:
     return None if text == "none" else Path(text)
 
 
-def _metrics(address: str) -> tuple[Metrics, str]:
+def _metrics(address: str, broker: BrokerAddress) -> tuple[Metrics, str]:
+    """Answer /metrics at an address; return the registry, and the address at which others find it."""
+    from common.host.machine import export_machine
     from common.metrics import Metrics
+    from common.node.targets import reachable
 
     host, _, port = address.rpartition(":")
     registry = Metrics()
+    export_machine(registry)
     try:
-        return registry, f"{host}:{registry.serve(host, int(port))}"
+        found = registry.serve(host, int(port))
+        return registry, f"{reachable(host, (broker.host, broker.port))}:{found}"
     except (OSError, ValueError, OverflowError) as error:
         raise InvalidExperiment("--metrics", address, str(error), "Use a free host:port, or port 0.") from None
 

@@ -76,11 +76,19 @@ class NodeState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Target:
+    """Where a living child's /metrics answers, host:port."""
+
+    name: str
+    metrics: str
+
+
+@dataclass(frozen=True, slots=True)
 class Presence:
     """A node's retained state; its will says LOST. `answers` names the session of a second node of our name.
 
-    `samples`: a device's training samples, 0 where unknown; `metrics`: the address of its /metrics; `books`: names
-    the account of bytes that its children count for.
+    `samples`: a device's training samples, 0 where unknown; `metrics`: the address of its /metrics, `targets` those of
+    its own children; `books`: names the account of bytes that its children count for.
     """
 
     state: NodeState
@@ -90,6 +98,7 @@ class Presence:
     reason: str = ""
     answers: str = ""
     books: str = ""
+    targets: tuple[Target, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
