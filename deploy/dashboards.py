@@ -333,11 +333,15 @@ def _variable(name: str, query: str) -> dict[str, Any]:
 
 
 def _annotations(run: str) -> Iterator[dict[str, Any]]:
-    """Yield what is marked in all panels; an iteration stands where its own host's clock had it."""
+    """Yield what is marked in all panels.
+
+    Grafana marks values above 0 only, and joins marks that are no more than a step apart; an iteration stands where the
+    clock of the cloud's host had it.
+    """
     iterations = f'fedstrata_round_timestamp_seconds{{{run}, role="cloud"}} * 1000'
     for name, expr, text, colour, more in (
-        ("Deaths", f"fedstrata_child_up{{{run}}} == 0", "{{peer}} is gone", "red", {"step": "5s"}),
-        ("Iterations", iterations, "iteration", "rgba(128, 128, 128, 0.5)", {"useValueForTime": True}),
+        ("Deaths", f"1 - fedstrata_child_up{{{run}}} > 0", "{{peer}} is gone", "red", {"step": "5s"}),
+        ("Iterations", iterations, "iteration", "rgba(128, 128, 128, 0.5)", {"step": "1s", "useValueForTime": True}),
     ):
         yield {"name": name, "datasource": SOURCE, "enable": True, "iconColor": colour, "expr": expr,
                "titleFormat": text, **more}  # fmt: skip
