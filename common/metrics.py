@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -167,7 +168,7 @@ class Metrics:
                 return [json.dumps(self.targets(environ.get("HTTP_HOST", ""))).encode()]
             return self._looks.look(lambda: scrape(environ, start_response))
 
-        server = make_server(host, port, answer, _Server, _Silent)
+        server = make_server(host, port, answer, _Server6 if ":" in host else _Server, _Silent)
         Thread(target=server.serve_forever, name="metrics", daemon=True).start()
         return int(server.server_port)
 
@@ -225,6 +226,10 @@ class Looks:
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
 
 
 class _Silent(WSGIRequestHandler):

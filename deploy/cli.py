@@ -355,7 +355,7 @@ def _metrics(address: str, broker: BrokerAddress) -> tuple[Metrics, str]:
     from common.node.targets import reachable
 
     host, _, port = address.rpartition(":")
-    registry = Metrics()
+    registry, host = Metrics(), host.strip("[]")
     export_machine(registry)
     try:
         found = registry.serve(host, int(port))

@@ -39,12 +39,16 @@ class Panel:
     def json(self, number: int, *, x: int, y: int) -> dict[str, Any]:
         """Return it as Grafana reads it."""
         defaults: dict[str, Any] = {"unit": self.unit, "min": 0}
-        options: dict[str, Any] = {"reduceOptions": {"calcs": ["lastNotNull"]}}
+        options: dict[str, Any] = {"reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False}}
         if self.most is not None:
             defaults["max"] = self.most
         if self.kind == "timeseries":
-            defaults["custom"] = {"fillOpacity": 40, "stacking": {"mode": "normal"}} if self.stacked else {}
-            options = {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}}
+            stacking = {"mode": "normal" if self.stacked else "none", "group": "A"}
+            defaults["custom"] = {"fillOpacity": 40 if self.stacked else 0, "stacking": stacking}
+            options = {
+                "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []},
+                "tooltip": {"mode": "multi", "sort": "none"},
+            }
         targets = [
             {"refId": chr(ord("A") + i), "datasource": SOURCE, "expr": expr, "legendFormat": legend,
              "instant": "$__range" in expr, "range": "$__range" not in expr}
@@ -301,7 +305,7 @@ def dashboard(name: str) -> str:
         "uid": f"fedstrata-{name}", "title": f"fedstrata: {title}", "tags": ["fedstrata"], "schemaVersion": 36,
         "version": 1, "editable": True, "refresh": "5s", "time": {"from": "now-30m", "to": "now"},
         "links": [{"type": "dashboards", "tags": ["fedstrata"], "asDropdown": False, "includeVars": True,
-                   "keepTime": True, "title": "", "icon": "external link"}],
+                   "keepTime": True, "targetBlank": False, "title": "", "tooltip": "", "url": "", "icon": "dashboard"}],
         "templating": {"list": [_variable(*variable) for variable in variables.items()]},
         "annotations": {"list": list(_annotations(run))},
         "panels": list(_placed(panels)),

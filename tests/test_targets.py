@@ -6,12 +6,21 @@ import asyncio
 import json
 import socket
 import urllib.request
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
+from common.links import Link
 from common.metrics import Metrics
+from common.net.link import BrokerAddress
+from common.node.child import ChildFace
+from common.node.identity import Identity, new_session
+from common.node.parent import ParentFace
 from common.node.targets import TELL_S, Targets, discovery, reachable
+from common.spec import Transfer
 from common.wire.messages import NodeState, Presence, Target
+from deploy.broker import Broker, start
 
 DEVICES = {"i0": ("d0", "d1", "d2"), "i1": ("d3",)}
 
@@ -114,5 +123,46 @@ def test_the_answer_is_json_also_before_there_is_anything_to_tell() -> None:
 
 def test_a_server_on_all_addresses_is_found_where_its_broker_is_reached_from() -> None:
     assert reachable("192.0.2.7", ("127.0.0.1", 1883)) == "192.0.2.7"
+    assert reachable("::1", ("127.0.0.1", 1883)) == "[::1]"
     assert reachable("0.0.0.0", ("127.0.0.1", 1883)) == "127.0.0.1"
     assert reachable("", ("broker.invalid", 1883)) == socket.gethostname()
+
+
+def test_devices_on_a_broker_of_their_own_are_found_lost_and_found_again(tmp_path: Path) -> None:
+    async def play(wan: Broker, lan: Broker) -> None:
+        at = {broker.port: BrokerAddress(broker.host, broker.port) for broker in (wan, lan)}
+
+        def identity(name: str, role: str) -> Identity:
+            return Identity("r1", name, role, new_session(), f"{name}.lab:1")
+
+        def device() -> ChildFace:
+            return ChildFace(at[lan.port], identity("d0", "device"), parent="i0", transfer=Transfer(), link=Link())
+
+        async def until(*wanted: str) -> None:
+            while set(found(cloud.targets)) != {"10.0.0.1:9464", *wanted}:  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.01)
+
+        cloud = ParentFace(at[wan.port], identity("cloud", "cloud"), links={"i0": Link()}, transfer=Transfer())
+        middle = identity("i0", "institution")
+        up = ChildFace(at[wan.port], middle, parent="cloud", transfer=Transfer(), link=Link())
+        down = ParentFace(at[lan.port], middle, links={"d0": Link()}, transfer=Transfer())
+        down.targets.tell = up.endpoint.set_targets
+        first, second = device(), device()
+        async with asyncio.timeout(30):
+            serving = [asyncio.create_task(f.endpoint.run(connect_timeout_s=9)) for f in (cloud, up, down, first)]
+            await until("i0.lab:1", "d0.lab:1")
+            first.endpoint.set_state(NodeState.DISCONNECTED)
+            await until("i0.lab:1")
+            serving.append(asyncio.create_task(second.endpoint.run(connect_timeout_s=9)))
+            await until("i0.lab:1", "d0.lab:1")
+            up.endpoint.set_state(NodeState.LOST)  # as its will says it
+            await until("d0.lab:1")
+        for task in serving:
+            task.cancel()
+        await asyncio.wait(serving)
+
+    with ExitStack() as stack:
+        for name in ("wan", "lan"):
+            (tmp_path / name).mkdir()
+        wan, lan = (stack.enter_context(start(directory=tmp_path / name)) for name in ("wan", "lan"))
+        asyncio.run(play(wan, lan))

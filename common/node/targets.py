@@ -90,7 +90,7 @@ def reachable(host: str, broker: tuple[str, int]) -> str:
     is sent.
     """
     if host not in EVERYWHERE:
-        return host
+        return f"[{host}]" if ":" in host else host
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(*broker, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as sock:
