@@ -23,14 +23,15 @@ APART: Final = 0.9  # alpha above which recentred models leave each other
 def warnings(experiment: Experiment) -> list[str]:
     """Return one line for each such setting: the key, and what it does."""
     cloud, institution = experiment.cloud, experiment.institution
-    children = experiment.topology.children()
-    drawn = [participants(len(devices), institution.participation) for devices in children.values()]
+    sizes = experiment.topology.sizes()
+    drawn = [participants(size, institution.participation) for size in sizes]
+    at_cloud = participants(len(sizes), cloud.participation)
     local_rounds = experiment.iterations * institution.rounds
     found = [
-        *_at_each_tier("cloud", cloud.aggregation, experiment, rounds=experiment.iterations, fewest=len(children)),
+        *_at_each_tier("cloud", cloud.aggregation, experiment, rounds=experiment.iterations, fewest=at_cloud),
         *_at_each_tier("institution", institution.aggregation, experiment, rounds=local_rounds, fewest=min(drawn)),
         *_at_the_cloud(cloud.aggregation),
-        *_at_an_institution(institution.aggregation, institution.rounds, institutions=len(children)),
+        *_at_an_institution(institution.aggregation, institution.rounds, institutions=len(sizes)),
         *_epochs(experiment),
     ]
     if experiment.model.name in BATCH_NORM and _skew(experiment.data) <= SKEWED:
@@ -38,7 +39,7 @@ def warnings(experiment: Experiment) -> list[str]:
             f"model.name = {experiment.model.name!r}: batch norm with label skew costs accuracy (about 9 points on"
             " digits) and reorders the rules."
         )
-    partial = any(k < len(devices) for k, devices in zip(drawn, children.values(), strict=True))
+    partial = any(k < size for k, size in zip(drawn, sizes, strict=True))
     if isinstance(institution.aggregation, FedAdp) and partial and _skew(experiment.data) <= STRONGLY_SKEWED:
         found.append(
             "institution.aggregation.name = 'fedadp': with partial participation and strong label skew it is worse"
@@ -114,7 +115,7 @@ def _at_an_institution(rule: Rule, rounds: int, *, institutions: int) -> Iterato
 def _epochs(experiment: Experiment) -> Iterator[str]:
     control = experiment.cloud.epoch_control
     if control.name == "tempo":
-        if len(experiment.topology.institution_names()) == 1:
+        if len(experiment.topology.sizes()) == 1:
             yield "cloud.epoch_control.name = 'tempo': with one institution the epochs stay training.epochs."
     elif control.model_dump(exclude={"name"}) != type(control)().model_dump(exclude={"name"}):
         yield "cloud.epoch_control.name = 'fixed': its other settings are Tempo's."

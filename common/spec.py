@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Final, Literal, Self, get_args, get_origin
@@ -50,9 +52,20 @@ class Topology(_Table):
         """Return each institution's devices: as `members` says, else contiguous blocks, sizes within 1."""
         if self.members:
             return {name: list(self.members.get(name, [])) for name in self.institution_names()}
-        institutions, devices = self.institution_names(), self.device_names()
-        ends = [len(devices) * (m + 1) // len(institutions) for m in range(len(institutions))]
-        return {name: devices[start:end] for name, start, end in zip(institutions, [0, *ends[:-1]], ends, strict=True)}
+        devices = self.device_names()
+        ends = self._ends()
+        names = self.institution_names()
+        return {name: devices[start:end] for name, start, end in zip(names, [0, *ends[:-1]], ends, strict=True)}
+
+    def sizes(self) -> list[int]:
+        """Return how many devices each institution has, without a name for each: there may be millions."""
+        if self.members:
+            return [len(devices) for devices in self.children().values()]
+        return [end - start for start, end in pairwise([0, *self._ends()])]
+
+    def _ends(self) -> list[int]:
+        institutions, devices = _count(self.institutions), _count(self.devices)
+        return [devices * (m + 1) // institutions for m in range(institutions)]
 
 
 class Training(_Table):
@@ -159,14 +172,14 @@ class Experiment(_Table):
     def _possible(self) -> Self:
         _check_topology(self.topology)
         check_data(self.data, self.model)
-        children = self.topology.children()
+        sizes = self.topology.sizes()
         for key, share in (("cloud", self.cloud.participation), ("institution", self.institution.participation)):
             if share <= 0:
                 remedy = "Give a fraction above 0 and at most 1."
                 raise InvalidExperiment(f"{key}.participation", share, "nobody would ever take part", remedy)
-        institutions = participants(len(children), self.cloud.participation)
+        institutions = participants(len(sizes), self.cloud.participation)
         _check_closing("cloud.closing", self.cloud.closing, institutions)
-        drawn = [participants(len(devices), self.institution.participation) for devices in children.values()]
+        drawn = [participants(size, self.institution.participation) for size in sizes]
         _check_closing("institution.closing", self.institution.closing, min(drawn))
         rules.check("cloud.aggregation", self.cloud.aggregation, institutions)
         rules.check("institution.aggregation", self.institution.aggregation, max(drawn))
@@ -226,20 +239,38 @@ def to_toml(experiment: Experiment) -> str:
     return write(experiment.model_dump(mode="json", exclude_none=True))
 
 
+def _count(given: int | list[str]) -> int:
+    return given if isinstance(given, int) else len(given)
+
+
 def _names(kind: str, given: int | list[str]) -> list[str]:
     return [f"{kind}-{i}" for i in range(given)] if isinstance(given, int) else list(given)
 
 
 def _check_topology(topology: Topology) -> None:
+    if isinstance(topology.institutions, list) or isinstance(topology.devices, list) or topology.members:
+        _check_names(topology)
+    for institution, size in enumerate(topology.sizes()):
+        if size == 0:
+            raise InvalidExperiment(
+                "topology.devices",
+                _count(topology.devices),
+                f"{topology.institution_names()[institution]} would have no device",
+                "Have at least one device in every institution.",
+            )
+
+
+def _check_names(topology: Topology) -> None:
     institutions, devices = topology.institution_names(), topology.device_names()
     if not institutions:
         raise InvalidExperiment("topology.institutions", [], "no institution", "Have at least one institution.")
     for key, names in (("topology.institutions", institutions), ("topology.devices", devices)):
         if len(set(names)) < len(names):
-            double = next(name for name in names if names.count(name) > 1)
+            double = next(name for name, times in Counter(names).items() if times > 1)
             raise InvalidExperiment(key, double, "the name stands twice", "Give every node a name of its own.")
+    both = set(institutions) & set(devices)
     for name in [*institutions, *devices]:
-        if name in RESERVED or (name in institutions and name in devices):
+        if name in RESERVED or name in both:
             problem = "the name is reserved" if name in RESERVED else "two roles share this name"
             raise InvalidExperiment("topology", name, problem, "Give every node a name of its own.")
     children = topology.children()
@@ -250,22 +281,13 @@ def _check_topology(topology: Topology) -> None:
             "no institution has this name",
             f"Use one of topology.institutions: {', '.join(institutions)}.",
         )
-    homes = [device for members in children.values() for device in members]
+    homes = Counter(device for members in children.values() for device in members)
     for device in devices:
-        if homes.count(device) != 1:
+        if homes[device] != 1:
             problem = "is in no institution" if device not in homes else "is in more than one institution"
             raise InvalidExperiment("topology.members", device, problem, "List each device in exactly one.")
-    for device in homes:
-        if device not in devices:
-            raise InvalidExperiment("topology.members", device, "is no device of topology.devices", "Add it there.")
-    for institution, members in children.items():
-        if not members:
-            raise InvalidExperiment(
-                "topology.devices",
-                len(devices),
-                f"{institution} would have no device",
-                "Have at least one device in every institution.",
-            )
+    for device in homes.keys() - set(devices):
+        raise InvalidExperiment("topology.members", device, "is no device of topology.devices", "Add it there.")
 
 
 def _check_child(key: str, child: str, topology: Topology) -> None:

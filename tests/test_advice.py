@@ -111,6 +111,11 @@ def test_the_experiments_that_ship_are_sound(path: Path) -> None:
             "cloud.aggregation.name = 'fedcross': with one child",
         ),
         (
+            {"cloud": {"aggregation": {"name": "fedcross"}, "participation": 0.4}},
+            {"cloud": {"aggregation": {"name": "fedcross"}, "participation": 0.7}},
+            "cloud.aggregation.name = 'fedcross': with one child",
+        ),
+        (
             {"institution": {"aggregation": {"name": "fedmr"}, "participation": 0.4, "rounds": 4}},
             {"institution": {"aggregation": {"name": "fedmr"}, "participation": 0.5, "rounds": 4}},
             "institution.aggregation.name = 'fedmr': with one child",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -470,14 +471,24 @@ def test_blocks_are_contiguous_and_of_equal_size(institutions: int, more: int) -
     children = topology.children()
     assert list(children) == [f"institution-{m}" for m in range(institutions)]
     assert [name for members in children.values() for name in members] == topology.device_names()
-    sizes = {len(members) for members in children.values()}
-    assert max(sizes) - min(sizes) <= 1
+    sizes = topology.sizes()
+    assert sizes == [len(members) for members in children.values()] and max(sizes) - min(sizes) <= 1
 
 
 def test_members_are_taken_as_they_are_said() -> None:
     members = {"b": ["device-2", "device-0"], "a": ["device-1"]}
     topology = parse({"topology": {"institutions": ["a", "b"], "devices": 3, "members": members}}).topology
     assert list(topology.children().items()) == [("a", ["device-1"]), ("b", ["device-2", "device-0"])]
+    assert topology.sizes() == [1, 2]
+
+
+def test_millions_of_devices_need_no_names() -> None:
+    tree = {"topology": {"institutions": 10_000, "devices": 10_000_000}, "institution": {"participation": 0.5}}
+    tracemalloc.start()
+    topology = parse(tree).topology
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert topology.sizes() == [1000] * 10_000 and peak < 10e6
 
 
 # Links and profiles

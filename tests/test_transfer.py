@@ -1070,6 +1070,16 @@ def test_uploads_take_slots_in_order(slots: int) -> None:
     assert not incoming.wanted() and incoming.next_deadline() is None
 
 
+def test_slow_links_share_slots() -> None:
+    ways = {f"device-{n}": Way(2_500_000.0) for n in range(10)} | {f"device-{n}": Way(125e6) for n in (10, 11)}
+    incoming = Incoming(window=8, slots=2, ways=ways)
+    for number in range(14):
+        manifest, _ = blob_of(2, number)
+        incoming.fetch(f"device-{number}", manifest, memoryview(bytearray(manifest.size)), now=0.0)
+    # Ten of 20 Mbit/s take 0.8 of a slot, one of 1 Gbit/s a whole one, the next one more; undeclared ones wait.
+    assert {owner for owner, _ in incoming.wanted()} == {f"device-{n}" for n in range(12)}
+
+
 def test_a_dropped_fetch_frees_its_slot() -> None:
     desk = Desk(slots=1)
     other, _ = blob_of(3, 9)

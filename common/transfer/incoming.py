@@ -36,6 +36,7 @@ PATIENCE_MOST_S: Final = 60.0
 DAMAGED_MOST: Final = 3
 SPOILT_S: Final = 5.0  # a chunk of 32 KB takes 4 s at 64 kbit/s
 ASKS_PER_WINDOW: Final = 2
+SLOT_BYTES_S: Final = 31_250_000  # 250 Mbit/s: a link that is declared slower takes a share of a slot
 FLOW_BYTES_S: Final = 256  # the acknowledgements and pings of a connection without models are fewer, TLS included
 
 
@@ -72,6 +73,7 @@ class _Fetch:
     left: int
     window: int
     pace_s: float = 0.0  # what a chunk takes on the owner's link, if its rate is declared
+    share: float = 1.0  # of a slot
     seen: dict[str, int] = field(default_factory=dict)
     trusted: set[str] = field(default_factory=set)  # lanes heard since the last restart: a stranger's number is undone
     since_ask: int = 0
@@ -103,11 +105,10 @@ class Landing:
 
 
 class Incoming:
-    """All fetches of one node over one connection, at most `slots` of them active at a time.
+    """All fetches of one node over one connection, at most `slots` of them active at a time; slow links share slots.
 
-    `window`: chunks under way at most; fewer where an owner's way to here would need too much of the
-    keep-alive for them. `exclusive`: the connection serves one owner alone, so that all it carries are answers to
-    our asks.
+    `window`: chunks under way at most; fewer where an owner's way to here would need too much of the keep-alive for
+    them. `exclusive`: the connection serves one owner alone, so that all it carries are answers to our asks.
     """
 
     def __init__(
@@ -152,14 +153,14 @@ class Incoming:
         `lacking`, bool [chunks], says what is still to come; it is kept up to date, so that others may follow the
         fetch. Without it all chunks are.
         """
-        known = (owner, manifest.blob)
-        if known in self._active or any((f.owner, f.manifest.blob) == known for f in self._queued):
+        if any((f.owner, f.manifest.blob) == (owner, manifest.blob) for f in (*self._active.values(), *self._queued)):
             return
         lacking = np.ones(manifest.chunks, np.bool_) if lacking is None else lacking
         way = self._ways.get(owner, Way())
         window = window_for(way, manifest.chunk_bytes, self._window, self._keepalive_s)
         pace_s = manifest.chunk_bytes / way.rate if way.rate else 0.0
-        self._queued.append(_Fetch(owner, manifest, buffer.cast("B"), lacking, int(lacking.sum()), window, pace_s))
+        left, share = int(lacking.sum()), min(1.0, way.rate / SLOT_BYTES_S) if way.rate else 1.0
+        self._queued.append(_Fetch(owner, manifest, buffer.cast("B"), lacking, left, window, pace_s, share))
         if not lacking.any():  # it lay here: the owner is told, and nothing is asked for
             self._complete(self._queued[-1], now)
         self._promote(now)
@@ -349,7 +350,7 @@ class Incoming:
         return min(max(REPAIR_S, CHUNKS_OF_SILENCE * slowest), PATIENCE_MOST_S)
 
     def _promote(self, now: float) -> None:
-        while self._queued and len(self._active) < self._slots:
+        while self._queued and sum(fetch.share for fetch in self._active.values()) < self._slots:
             if not self._active:
                 self._listen(now)
             fetch = self._queued.popleft()
