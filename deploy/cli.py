@@ -27,9 +27,9 @@ import typer
 from common.errors import InvalidExperiment
 from deploy import data
 from deploy.reporting import reporting
+from deploy.serving import serve_metrics
 
 if TYPE_CHECKING:
-    from common.metrics import Metrics
     from common.net.link import BrokerAddress
     from common.spec import Experiment
 
@@ -164,7 +164,7 @@ def cloud(
     async def play() -> None:
         chosen = _experiment(experiment, overrides, resume)
         where = _address(broker, username, password_file)
-        registry, address = _metrics(metrics, where)
+        registry, address = serve_metrics(metrics, broker=where)
         folder = RunFolder.reopen(resume) if resume else RunFolder.create(runs, chosen)
         with show(json_lines=output == "json") as observe:
             agent = CloudAgent(
@@ -200,7 +200,7 @@ def institution(
 
     async def take_part() -> None:
         upward = _address(broker, username, password_file)
-        registry, address = _metrics(metrics, upward)
+        registry, address = serve_metrics(metrics, broker=upward)
         agent = InstitutionAgent(
             name,
             cloud_broker=upward,
@@ -228,6 +228,14 @@ def device(
     ] = None,
     accelerator: Annotated[str, typer.Option(help="cpu, cuda, cuda:N or auto.")] = "auto",
     slots: Annotated[int, typer.Option(min=1, help="Trainings at once in this process.")] = 1,
+    allow_models: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A package whose models an experiment may name; without it only those of fedstrata.",
+            envvar="FEDSTRATA_ALLOW_MODELS",
+            show_default=False,
+        ),
+    ] = None,
     username: Username = None,
     password_file: PasswordFile = None,
     connect_timeout: ConnectTimeout = 30.0,
@@ -249,7 +257,7 @@ def device(
         from device.agent import DeviceAgent
         from device.slots import Slots
 
-        registry, address = _metrics(metrics, _address(addresses[0], username, password_file))
+        registry, address = serve_metrics(metrics, broker=_address(addresses[0], username, password_file))
         shared = Slots(slots)
         agents = [
             DeviceAgent(
@@ -262,6 +270,7 @@ def device(
                 metrics=registry,
                 metrics_address=address,
                 spool=_folder(spool),
+                allow_models=allow_models or (),
             )
             for each, home, where in zip(name, homes, addresses, strict=True)
         ]
@@ -310,6 +319,7 @@ def _experiment(path: Path | None, overrides: list[str] | None, resume: Path | N
 
 def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lines: bool, accelerator: str) -> None:
     from cloud.results import RunFolder
+    from common.hardware import Hardware
     from common.links import Links
     from common.node.memory import keep_large_buffers
     from deploy.direct import play
@@ -318,6 +328,8 @@ def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lin
     keep_large_buffers()
     if resume is None and chosen.links != Links():
         typer.echo("--direct: the links' rates and delays are not kept", err=True)
+    if resume is None and chosen.hardware != Hardware():
+        typer.echo("--direct: slower hardware is not played", err=True)
     folder = RunFolder.reopen(resume, direct=True) if resume else RunFolder.create(runs, chosen)
     try:
         with show(json_lines=json_lines) as observe:
@@ -346,22 +358,6 @@ def _address(text: str, username: str | None, password_file: Path | None) -> Bro
 
 def _folder(text: str) -> Path | None:
     return None if text == "none" else Path(text)
-
-
-def _metrics(address: str, broker: BrokerAddress) -> tuple[Metrics, str]:
-    """Answer /metrics at an address; return the registry, and the address at which others find it."""
-    from common.host.machine import export_machine
-    from common.metrics import Metrics
-    from common.node.targets import reachable
-
-    host, _, port = address.rpartition(":")
-    registry, host = Metrics(), host.strip("[]")
-    export_machine(registry)
-    try:
-        found = registry.serve(host, int(port))
-        return registry, f"{reachable(host, (broker.host, broker.port))}:{found}"
-    except (OSError, ValueError, OverflowError) as error:
-        raise InvalidExperiment("--metrics", address, str(error), "Use a free host:port, or port 0.") from None
 
 
 def _run_role(role: Callable[[], Coroutine[Any, Any, None]]) -> None:

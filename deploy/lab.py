@@ -101,13 +101,15 @@ class Lab:
             homes.update(dict.fromkeys(members, name))
             brokers = ["--broker", network.upward[name], "--device-broker", network.downward[name]]
             self._spawn(home, network, name, ["institution", "--name", name, *brokers, *states])
+        model = self._experiment.model.name
+        own = ["--allow-models", model] if ":" in model else []  # whoever starts the lab named it
         for process, devices in network.groups.items():
             who = [
                 word
                 for device in devices
                 for word in ("--name", device, "--institution", homes[device], "--broker", network.upward[device])
             ]
-            self._spawn(home, network, process, ["device", *who])
+            self._spawn(home, network, process, ["device", *who, *own])
         threading.Thread(target=self._read_events, daemon=True).start()
 
     def _spawn(self, home: Path, network: Network, process: str, arguments: list[str]) -> None:

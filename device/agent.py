@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 from common.errors import InvalidExperiment
 from common.layout import Row
+from common.learning import own, splits
 from common.metrics import Metrics
 from common.net.link import BrokerAddress
 from common.node.arriving import Arriving
@@ -22,16 +24,21 @@ from common.node.offload import offload
 from common.node.spool import Spool
 from common.spec import Experiment, parse
 from common.wire.messages import NodeState, Phase, Task
+from device.pace import keep
 from device.slots import Slots
 from device.trainer import Trainer
 from device.work import LocalWork
 
 FAREWELL_S = 3.0
+PHASES = ("train", "wait", "pause")
 WAITING_S = 1.0
 
 
 class DeviceAgent:
-    """One device. It is told only its broker, its name and its institution."""
+    """One device. It is told only its broker, its name and its institution.
+
+    `allow_models`: the packages whose models an experiment may name, see `common.learning.own`.
+    """
 
     def __init__(
         self,
@@ -45,6 +52,7 @@ class DeviceAgent:
         metrics: Metrics,
         metrics_address: str = "",
         spool: Path | None = None,
+        allow_models: Sequence[str] = (),
     ) -> None:
         self._name = name
         self._institution = institution
@@ -55,6 +63,7 @@ class DeviceAgent:
         self._metrics = metrics
         self._metrics_address = metrics_address
         self._spool = spool
+        self._allow_models = allow_models
         self._labels = ("device", institution, name)
         # Not asyncio's pool: a training that waits for its slot must not keep others from hashing a model.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
@@ -77,24 +86,32 @@ class DeviceAgent:
             spool=spool,
         )
         export_child(self._metrics, up, self._labels)
-        self._metrics.introduce(self._labels, {"run": run, "experiment": experiment.name}, phases=("train", "wait"))
+        self._metrics.introduce(self._labels, {"run": run, "experiment": experiment.name}, phases=PHASES)
         await live(
             (up.endpoint,),
-            self._train_all(up, experiment),
+            self._train_all(up, experiment, announcement.partition),
             connect_timeout_s=self._connect_timeout_s,
             goodbye=lambda: up.farewell((), timeout_s=FAREWELL_S),
             last_look=self._metrics.last_look,
         )
         spool.close()
 
-    async def _train_all(self, up: ChildFace, experiment: Experiment) -> None:
+    async def _train_all(self, up: ChildFace, experiment: Experiment, partition: str) -> None:
+        own.permit(experiment.model.name, self._allow_models)
         trainer = Trainer(experiment, node=self._name, accelerator=self._accelerator, slots=self._slots)
         await offload(trainer.prepare, executor=self._thread)
+        compare = partial(splits.check, experiment, node=self._name, clouds=partition)
+        await offload(compare, executor=self._thread)
         up.endpoint.set_state(NodeState.READY, samples=trainer.samples)
         local = LocalWork(trainer, rounds=experiment.institution.rounds)
+        machine = experiment.machine(self._name)
 
         async def work(task: Task, model: Arriving, report: Report) -> Answer:
-            return await self._train(local, task, row=await model.whole(), report=report)
+            row, since = await model.whole(), up.endpoint.now()
+            answer = await self._train(local, task, row=row, report=report)
+            answer = await keep(machine, answer, since=since, report=report)
+            self._metrics.phase_seconds.labels(*self._labels, "pause").inc(answer.pause_s)
+            return answer
 
         await up.serve(trainer.layout, work)
 

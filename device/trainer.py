@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +19,9 @@ from torch.optim.sgd import sgd
 from common import spec
 from common.errors import InvalidExperiment, RunFailed
 from common.layout import ModelLayout, Row
-from common.learning import datasets, models, partitions
+from common.learning import datasets, models, splits
 from common.learning.nets.layers import reseed
 from common.randomness import Purpose, generator, torch_seed
-from common.spec import CLOUD
 from device.slots import Cancelled, Slots
 
 __all__ = ["Cancelled", "LocalResult", "Slots", "Trainer", "resolve_accelerator"]
@@ -80,8 +78,7 @@ class Trainer:
         dataset = datasets.load(experiment.data, node=self._node)
         samples = torch.arange(len(dataset.train_labels))
         if experiment.data.dataset != "folder":  # whose images are the device's own, every one
-            home = self._node if "{node}" in experiment.data.root else CLOUD  # whose files: all devices share the split
-            samples = torch.from_numpy(_parts(experiment.to_json(), home)[self._place])
+            samples = torch.from_numpy(splits.split_of(experiment, node=self._node).parts[self._place])
         images, labels = dataset.train_images, dataset.train_labels
         if accelerator.type != "cpu":
             images, labels = images[samples].to(accelerator), labels[samples].to(accelerator)
@@ -239,27 +236,6 @@ def resolve_accelerator(name: str) -> torch.device:
             "--accelerator", name, "this machine has no such accelerator", f"It has {', '.join(there)}; or say auto."
         )
     return chosen
-
-
-_PARTITIONING = threading.Lock()
-
-
-def _parts(experiment_json: str, node: str) -> list[partitions.Indices]:
-    with _PARTITIONING:  # one of a process's many devices splits, the others take it from the cache
-        return _split(experiment_json, node)
-
-
-@lru_cache(maxsize=1)
-def _split(experiment_json: str, node: str) -> list[partitions.Indices]:
-    experiment = spec.parse(experiment_json)
-    dataset = datasets.load(experiment.data, node=node)
-    return partitions.split(
-        dataset.train_labels.numpy(),
-        data=experiment.data,
-        topology=experiment.topology,
-        seed=experiment.seed,
-        owners=dataset.owners,
-    )
 
 
 def _use_one_thread(accelerator: torch.device) -> None:
