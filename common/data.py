@@ -6,7 +6,7 @@ The formulas and their sources are in `common/learning/`: `datasets.py`, `partit
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
@@ -147,3 +147,27 @@ def check(data: Data, model: Model) -> None:
             problem = f"it does nothing with data.dataset {data.dataset} and data.partition {data.partition}"
             remedy = f"Leave it out; it belongs to {_USES[key].belongs}."
             raise InvalidExperiment(f"data.{key}", getattr(data, key), problem, remedy)
+
+
+def permit(model: Model, allowed: Iterable[str]) -> None:
+    """Check that a model of one's own is below a package, or in a module, or is the very one, that this host allows.
+
+    Raises InvalidExperiment.
+    """
+    name = model.name
+    if ":" in name and not any(name == prefix or name.startswith((f"{prefix}.", f"{prefix}:")) for prefix in allowed):
+        package = name.partition(":")[0].partition(".")[0]
+        problem = "this host imports no model that an experiment names, unless its user allows it"
+        remedy = f"Start its devices with --allow-models {package}, or set FEDSTRATA_ALLOW_MODELS."
+        raise InvalidExperiment("model.name", name, problem, remedy)
+
+
+def check_alike(data: Data, node: str, *, partition: str, clouds: str) -> None:
+    """Compare the digests of a node's and the cloud's split, empty where nothing is split. Raises InvalidExperiment."""
+    if partition != clouds:
+        raise InvalidExperiment(
+            "data.root",
+            data.root,
+            f"{node} splits these data into other parts than the cloud: digest {partition} instead of {clouds}",
+            "Give all nodes the same files (see `fedstrata data check`) and the same release of fedstrata and numpy.",
+        )

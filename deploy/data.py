@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from common.errors import InvalidExperiment
+from deploy.logs import tell
 from deploy.reporting import reporting
 
 if TYPE_CHECKING:
@@ -61,7 +63,7 @@ def check(
                 found = datasets.load(parse({"data": {"dataset": name, "root": str(root)}}).data)
             except InvalidExperiment as error:
                 if failed is not None:
-                    typer.echo(f"fedstrata: {failed}", err=True)
+                    tell(f"fedstrata: {failed}", level=logging.ERROR)
                 failed = error
                 continue
             facts = _describe(name, found)
@@ -93,24 +95,19 @@ def partition(
         for name, device in facts["devices"].items():
             held = sum(count > 0 for count in device["by_class"])
             typer.echo(f"{name}\t{device['institution']}\t{device['samples']}\t{held}")
-        typer.echo(f"digest {facts['digest']}, in {out}", err=True)
+        tell(f"digest {facts['digest']}, in {out}")
 
 
 def write_partition(experiment: Experiment, out: Path) -> dict[str, Any]:
     """Write the three files into a folder and return what partition.json says. Raises InvalidExperiment."""
-    import numpy as np
-
     from common.learning import splits
-    from deploy.partition_picture import draw
+    from deploy.partition_picture import figure
 
     split = splits.split_of(experiment)
-    ordered = [(home, name) for home, names in experiment.topology.children().items() for name in names]
     try:
         out.mkdir(parents=True, exist_ok=True)
         facts = splits.write(experiment, split, out)
-        title = f"{experiment.data.dataset}, {experiment.data.partition}, seed {experiment.seed}: {facts['digest']}"
-        counts = np.array([facts["devices"][name]["by_class"] for _, name in ordered])
-        (out / "partition.svg").write_text(draw(counts, rows=ordered, title=title), encoding="utf-8")
+        (out / "partition.svg").write_text(figure(facts).file(), encoding="utf-8")
     except OSError as error:
         raise InvalidExperiment("--out", str(out), error.strerror or str(error), "Name a folder to write to.") from None
     return facts

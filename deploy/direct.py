@@ -18,6 +18,7 @@ from cloud.evaluator import Accuracy
 from cloud.iterations import Observe
 from cloud.results import DIRECT, RunFolder
 from cloud.run import CloudRun
+from common.data import check_alike
 from common.errors import FedstrataError
 from common.layout import Row
 from common.learning import splits
@@ -125,7 +126,7 @@ def _spool(folder: RunFolder, node: str) -> Spool:
 def _trainer(experiment: Experiment, name: str, accelerator: str, *, partition: str) -> Trainer:
     trainer = Trainer(experiment, node=name, accelerator=accelerator, slots=Slots())
     trainer.prepare()
-    splits.check(experiment, node=name, clouds=partition)
+    check_alike(experiment.data, name, partition=trainer.partition, clouds=partition)
     return trainer
 
 

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from common.data import check_alike, permit
 from common.errors import InvalidExperiment
 from common.layout import Row
-from common.learning import own, splits
 from common.metrics import Metrics
 from common.net.link import BrokerAddress
 from common.node.arriving import Arriving
@@ -37,7 +37,7 @@ WAITING_S = 1.0
 class DeviceAgent:
     """One device. It is told only its broker, its name and its institution.
 
-    `allow_models`: the packages whose models an experiment may name, see `common.learning.own`.
+    `allow_models`: the packages whose models an experiment may name.
     """
 
     def __init__(
@@ -97,11 +97,10 @@ class DeviceAgent:
         spool.close()
 
     async def _train_all(self, up: ChildFace, experiment: Experiment, partition: str) -> None:
-        own.permit(experiment.model.name, self._allow_models)
+        permit(experiment.model, self._allow_models)
         trainer = Trainer(experiment, node=self._name, accelerator=self._accelerator, slots=self._slots)
         await offload(trainer.prepare, executor=self._thread)
-        compare = partial(splits.check, experiment, node=self._name, clouds=partition)
-        await offload(compare, executor=self._thread)
+        check_alike(experiment.data, self._name, partition=trainer.partition, clouds=partition)
         up.endpoint.set_state(NodeState.READY, samples=trainer.samples)
         local = LocalWork(trainer, rounds=experiment.institution.rounds)
         machine = experiment.machine(self._name)

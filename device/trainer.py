@@ -55,7 +55,10 @@ class _Prepared:
 
 
 class Trainer:
-    """Trains one device's model; `prepare` first, then `train` any number of times, one at a time."""
+    """Trains one device's model; `prepare` first, then `train` any number of times, one at a time.
+
+    `partition`: once prepared, the digest of the whole split of the data, empty where nothing is split.
+    """
 
     def __init__(self, experiment: spec.Experiment, *, node: str, accelerator: str, slots: Slots) -> None:
         """Check the node and the accelerator ('cpu', 'cuda', 'cuda:N', 'auto'). Raises InvalidExperiment."""
@@ -70,6 +73,7 @@ class Trainer:
         self._accelerator = resolve_accelerator(accelerator)
         self._slots = slots
         self._made: _Prepared | None = None
+        self.partition = ""
 
     def prepare(self) -> None:
         """Load the data, find this device's part and build the model. Takes seconds. Raises InvalidExperiment."""
@@ -78,7 +82,8 @@ class Trainer:
         dataset = datasets.load(experiment.data, node=self._node)
         samples = torch.arange(len(dataset.train_labels))
         if experiment.data.dataset != "folder":  # whose images are the device's own, every one
-            samples = torch.from_numpy(splits.split_of(experiment, node=self._node).parts[self._place])
+            split = splits.split_of(experiment, node=self._node)
+            samples, self.partition = torch.from_numpy(split.parts[self._place]), split.digest
         images, labels = dataset.train_images, dataset.train_labels
         if accelerator.type != "cpu":
             images, labels = images[samples].to(accelerator), labels[samples].to(accelerator)

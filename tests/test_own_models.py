@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from common.data import Model, permit
 from common.errors import InvalidExperiment
-from common.learning import models, own
+from common.learning import models
 from common.learning.inputs import Inputs
 from common.learning.nets.layers import Dropout
 from common.spec import parse
@@ -113,12 +114,12 @@ def test_what_is_wrong_is_said(name: str, problem: str) -> None:
     ],
 )
 def test_a_device_builds_only_what_its_host_allows(allowed: list[str], may: bool) -> None:
-    own.permit("cnn_digits", [])  # one of ours
+    permit(Model(), [])  # one of ours
     if may:
-        own.permit("mynets.small:build", allowed)
+        permit(Model(name="mynets.small:build"), allowed)
         return
     with pytest.raises(InvalidExperiment, match="--allow-models mynets,") as told:
-        own.permit("mynets.small:build", allowed)
+        permit(Model(name="mynets.small:build"), allowed)
     assert told.value.exit_code == 4
 
 

@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 
 from cloud.evaluator import Beginning, Evaluator
+from common.data import check_alike
 from common.errors import InvalidExperiment
 from common.learning import splits
 from common.spec import Experiment, parse, to_toml
+from device.slots import Slots
+from device.trainer import Trainer
 
 PATIENCE_S = 90
 
@@ -53,9 +56,12 @@ def test_a_node_with_other_labels_is_told_though_its_places_are_the_same(tmp_pat
     lab = copies(tmp_path, other="device-1")
     mine, clouds = splits.split_of(lab, node="device-1"), splits.split_of(lab)
     assert all(np.array_equal(one, other) for one, other in zip(mine.parts, clouds.parts, strict=True))
-    splits.check(lab, node="device-0", clouds=clouds.digest)
+    trainers = [Trainer(lab, node=f"device-{i}", accelerator="cpu", slots=Slots()) for i in range(2)]
+    for trainer in trainers:
+        trainer.prepare()
+    check_alike(lab.data, "device-0", partition=trainers[0].partition, clouds=clouds.digest)
     with pytest.raises(InvalidExperiment) as told:
-        splits.check(lab, node="device-1", clouds=clouds.digest)
+        check_alike(lab.data, "device-1", partition=trainers[1].partition, clouds=clouds.digest)
     for word in ("data.root", "device-1", mine.digest, clouds.digest, "the same files", "the same release"):
         assert word in str(told.value)
 
@@ -79,7 +85,7 @@ def test_a_runs_split_is_kept_and_a_resumed_run_must_have_the_same(tmp_path: Pat
 def test_folders_have_no_split_and_nothing_to_compare(tmp_path: Path) -> None:
     lab = experiment(dataset="folder", classes=["a"], partition="natural", root=str(tmp_path / "{node}"))
     assert splits.keep(lab, tmp_path) == "" and not any(tmp_path.iterdir())
-    splits.check(lab, node="device-0", clouds="")
+    check_alike(lab.data, "device-0", partition="", clouds="")
 
 
 def begin(lab: Experiment, folder: Path) -> Beginning:

@@ -8,8 +8,8 @@ an `nn.Module` of float32 that gives logits [B, classes]:
 What it draws from torch's global generator is seeded by the experiment. The module must be importable wherever the
 model is trained or evaluated: on the devices and at the cloud. So the experiment names code to run. The cloud is given
 its experiment by its user; a device takes it from a broker, and imports only what its own user has allowed by
-`fedstrata device --allow-models PACKAGE`, and nothing of Python's own library. `fedstrata run` allows its devices the
-model of the experiment that its user named.
+`fedstrata device --allow-models PACKAGE` (`common.data.permit`), and nothing of Python's own library. `fedstrata run`
+allows its devices the model of the experiment that its user named.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import importlib
 import inspect
 import sys
 import threading
-from collections.abc import Iterable
 from typing import Any, Never
 
 import torch
@@ -29,17 +28,6 @@ from common.learning.inputs import Inputs
 from common.learning.nets.layers import own_dropout
 
 _SEEDING = threading.Lock()  # torch's global generator is one for all threads
-
-
-def permit(name: str, allowed: Iterable[str]) -> None:
-    """Check that a model of one's own is below a package, or in a module, or is the very one, that this host allows.
-
-    Raises InvalidExperiment.
-    """
-    if ":" in name and not any(name == prefix or name.startswith((f"{prefix}.", f"{prefix}:")) for prefix in allowed):
-        package = name.partition(":")[0].partition(".")[0]
-        problem = "this host imports no model that an experiment names, unless its user allows it"
-        _refuse(name, problem, f"Start its devices with --allow-models {package}, or set FEDSTRATA_ALLOW_MODELS.")
 
 
 def build_own(name: str, seed: int, *, inputs: Inputs) -> nn.Module:

@@ -49,17 +49,6 @@ def split_of(experiment: spec.Experiment, *, node: str = CLOUD) -> Split:
         return _split(experiment.to_json(), home)
 
 
-def check(experiment: spec.Experiment, *, node: str, clouds: str) -> None:
-    """Compare the node's split with the cloud's, a digest, empty where nothing is split. Raises InvalidExperiment."""
-    if clouds and (found := split_of(experiment, node=node).digest) != clouds:
-        raise InvalidExperiment(
-            "data.root",
-            experiment.data.root,
-            f"{node} splits these data into other parts than the cloud: digest {found} instead of {clouds}",
-            "Give all nodes the same files (see `fedstrata data check`) and the same release of fedstrata and numpy.",
-        )
-
-
 def keep(experiment: spec.Experiment, folder: Path) -> str:
     """Write the cloud's split into the run's folder and return its digest; nothing and '' where nothing is split.
 
