@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 from collections.abc import Callable, Coroutine
 from functools import partial
 from importlib.metadata import version
@@ -25,11 +24,13 @@ import typer
 
 from common.errors import InvalidExperiment
 from deploy import data, inspection, logs
+from deploy.connecting import ConnectTimeout, PasswordFile, Username, run_connected
+from deploy.connecting import address as _address
 from deploy.reporting import reporting
 from deploy.serving import serve_metrics
+from deploy.watching.command import watch
 
 if TYPE_CHECKING:
-    from common.net.link import BrokerAddress
     from common.spec import Experiment
 
 SPOOL = "/var/tmp/fedstrata"  # kept over a restart of the machine, unlike /tmp
@@ -46,6 +47,7 @@ app.add_typer(data.app, name="data")
 app.add_typer(inspection.app, name="runs")
 app.command()(inspection.report)
 app.command()(inspection.compare)
+app.command()(watch)
 
 ExperimentFile = Annotated[Path | None, typer.Argument(help="The experiment, a TOML file.", show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set training.epochs=2.")]
@@ -53,11 +55,6 @@ Runs = Annotated[Path, typer.Option(help="Where runs leave their folders.", envv
 Resume = Annotated[Path | None, typer.Option(help="Go on with the run of this folder.", show_default=False)]
 Output = Annotated[Literal["table", "json"], typer.Option("--format", help="Standard output: table or JSON lines.")]
 BrokerOption = Annotated[str, typer.Option(help="The MQTT broker, host[:port].", envvar="FEDSTRATA_BROKER_ADDRESS")]
-Username = Annotated[str | None, typer.Option(help="Login at the broker.", envvar="FEDSTRATA_USERNAME")]
-PasswordFile = Annotated[
-    Path | None, typer.Option(help="File with the password; else FEDSTRATA_PASSWORD.", envvar="FEDSTRATA_PASSWORD_FILE")
-]
-ConnectTimeout = Annotated[float, typer.Option(min=0.1, help="Seconds to reach the broker at the start.")]
 SpoolFolder = Annotated[
     str, typer.Option("--spool", help="Folder where models on their way outlive a crash; 'none' = memory.")
 ]
@@ -346,42 +343,16 @@ def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lin
         raise
 
 
-def _address(text: str, username: str | None, password_file: Path | None) -> BrokerAddress:
-    from common.net.link import BrokerAddress
-
-    host, _, port = text.partition(":")
-    if not host or (port and not (port.isdecimal() and 0 < int(port) < 65_536)):
-        raise InvalidExperiment("--broker", text, "no address", "Write host or host:port.")
-    password = os.environ.get("FEDSTRATA_PASSWORD")
-    if password_file is not None:
-        try:
-            password = password_file.read_text(encoding="utf-8").strip()
-        except OSError as error:
-            raise InvalidExperiment(
-                "--password-file", str(password_file), error.strerror or str(error), "Name a readable file."
-            ) from None
-    return BrokerAddress(host, int(port or 1883), username, password)
-
-
 def _folder(text: str) -> Path | None:
     return None if text == "none" else Path(text)
 
 
 def _run_role(role: Callable[[], Coroutine[Any, Any, None]], node: str = "") -> None:
-    async def interruptible() -> None:
-        task = asyncio.current_task()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if task is not None:
-                loop.add_signal_handler(number, task.cancel)
-        await role()
-
     from common.node.memory import keep_large_buffers
 
     keep_large_buffers()
     logs.NODE.set(node)
-    with reporting():
-        asyncio.run(interruptible())
+    run_connected(role)
 
 
 if __name__ == "__main__":

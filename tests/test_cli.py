@@ -41,7 +41,7 @@ def fedstrata(*arguments: str | Path, env: dict[str, str] | None = None) -> subp
 def test_version_and_help() -> None:
     assert fedstrata("--version").stdout.strip() == version("fedstrata")
     text = fedstrata("--help").stdout
-    for name in ("run", "cloud", "institution", "device", "broker", "data", "report", "compare", "runs"):
+    for name in ("run", "cloud", "institution", "device", "broker", "watch", "data", "report", "compare", "runs"):
         assert re.search(rf"^\s+{name}\s", text, re.MULTILINE), name
 
 
@@ -200,7 +200,10 @@ def test_roles_without_training_are_small_quick_and_free_of_torch(tmp_path: Path
     assert len(samples) == len(set(samples))
 
 
-@pytest.mark.parametrize("module", ["cloud.agent", "institution.agent", "deploy.cli", "deploy.lab", "deploy.report"])
+@pytest.mark.parametrize(
+    "module",
+    ["cloud.agent", "institution.agent", "deploy.cli", "deploy.lab", "deploy.report", "deploy.watching.screens"],
+)
 def test_torch_is_not_imported(module: str) -> None:
     code = f"import sys, {module}; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", f"import json; {code}"], capture_output=True, check=True)
