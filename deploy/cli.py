@@ -22,7 +22,6 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import typer
 
-from common.errors import InvalidExperiment
 from deploy import data, inspection, logs
 from deploy.connecting import ConnectTimeout, PasswordFile, Username, run_connected
 from deploy.connecting import address as _address
