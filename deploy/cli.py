@@ -25,6 +25,7 @@ import typer
 from deploy import data, inspection, logs
 from deploy.connecting import ConnectTimeout, PasswordFile, Username, run_connected
 from deploy.connecting import address as _address
+from deploy.plan import plan, predict
 from deploy.reporting import reporting
 from deploy.serving import serve_metrics
 from deploy.watching.command import watch
@@ -46,6 +47,7 @@ app.add_typer(data.app, name="data")
 app.add_typer(inspection.app, name="runs")
 app.command()(inspection.report)
 app.command()(inspection.compare)
+app.command()(plan)
 app.command()(watch)
 
 ExperimentFile = Annotated[Path | None, typer.Argument(help="The experiment, a TOML file.", show_default=False)]
@@ -110,6 +112,9 @@ def run(
         bool, typer.Option("--no-delay", help="With --netns: leave out the links' delays, which need netem.")
     ] = False,
     metrics: MetricsAddress = METRICS,
+    foretell: Annotated[
+        bool, typer.Option("--plan", help="Predict it first, as `plan --one-host`, and keep that with the run.")
+    ] = False,
 ) -> None:
     """Run a whole lab on this machine: broker, cloud, institutions and devices as processes, or all in this one."""
     from deploy.lab import Lab
@@ -125,6 +130,8 @@ def run(
         raise typer.BadParameter("there is no network: give this or --netns", param_hint="--direct")
     if accelerator is not None and not direct:
         raise typer.BadParameter("it goes with --direct", param_hint="--accelerator")
+    if foretell and (direct or resume is not None):
+        raise typer.BadParameter("it goes with a new lab of processes", param_hint="--plan")
     network = partial(namespaces, one_broker=one_broker) if netns else one_host
     with reporting():
         chosen = _experiment(experiment, overrides, resume)
@@ -138,8 +145,15 @@ def run(
         if direct:
             _run_direct(chosen, runs=runs, resume=resume, json_lines=output == "json", accelerator=accelerator or "cpu")
             return
+        found = predict(chosen, one_host=True) if foretell else None
         code = Lab(
-            chosen, runs=runs, resume=resume, json_lines=output == "json", network=network, metrics=metrics
+            chosen,
+            runs=runs,
+            resume=resume,
+            json_lines=output == "json",
+            network=network,
+            metrics=metrics,
+            prediction=found,
         ).run()
     raise typer.Exit(code)
 

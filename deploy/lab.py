@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ from deploy.logs import options, tell, words_of
 from deploy.network import Network, Open, one_host
 from deploy.processes import interruptible, spawn, stop_all
 from deploy.progress import Observe, show
+from deploy.records import PREDICTION
 
 FAREWELL_S: Final = 20.0
 POLL_S: Final = 0.2
@@ -30,7 +32,7 @@ SPOOL: Final = ".spool"  # beside the runs' folders: what institutions need when
 
 
 class Lab:
-    """One run of an experiment with every role on this machine."""
+    """One run of an experiment with every role on this machine; a prediction of it is kept in its folder."""
 
     def __init__(
         self,
@@ -41,6 +43,7 @@ class Lab:
         json_lines: bool,
         network: Open = one_host,
         metrics: str,
+        prediction: Mapping[str, Any] | None = None,
     ) -> None:
         self._experiment = experiment
         self._network = network
@@ -48,6 +51,7 @@ class Lab:
         self._runs = runs
         self._resume = resume
         self._json_lines = json_lines
+        self._prediction = prediction
         self._roles: dict[str, subprocess.Popen[bytes]] = {}
         self._told: set[str] = set()
         self._events: queue.Queue[tuple[str, dict[str, object]] | None] = queue.Queue()
@@ -142,6 +146,8 @@ class Lab:
             event, facts = item
             if event == "run":
                 self._folder = Path(str(facts["folder"]))
+                if self._prediction is not None:
+                    (self._folder / PREDICTION).write_text(json.dumps(self._prediction, indent=2) + "\n")
             observe(event, facts)
 
     def _look_after(self, home: Path) -> None:

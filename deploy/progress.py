@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.logs import as_json, tell
+from deploy.tabular import size
 
 Observe = Callable[[str, dict[str, object]], None]
 TIERS = ("wan", "lan")
@@ -168,11 +169,3 @@ class RunView:
 
 def _both(row: Mapping[str, Any], tier: str) -> int:
     return int(row.get(f"{tier}_up_bytes", 0)) + int(row.get(f"{tier}_down_bytes", 0))
-
-
-def size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"

@@ -23,6 +23,7 @@ from common.errors import InvalidExperiment
 from common.spec import Topology, parse
 from deploy.records import (
     COUNTS,
+    PREDICTION,
     DeviceWork,
     Event,
     Link,
@@ -118,15 +119,15 @@ class Run:
     @cached_property
     def prediction(self) -> Prediction | None:
         """Return what was foretold, if it was."""
-        if not (self.path / "prediction.json").exists():
+        if not (self.path / PREDICTION).exists():
             return None
-        told = self._json("prediction.json")
+        told = self._json(PREDICTION)
         try:
             seconds, bytes_ = (
                 {str(key): number(value) for key, value in told.get(part, {}).items()} for part in ("seconds", "bytes")
             )
         except (ValueError, TypeError, AttributeError) as error:
-            raise self._damaged("prediction.json", str(error)) from None
+            raise self._damaged(PREDICTION, str(error)) from None
         return Prediction(seconds, bytes_)
 
     @cached_property

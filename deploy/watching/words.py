@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from common.wire.messages import ChildReport, NodeState
-from deploy.progress import size
+from deploy.tabular import size
 from deploy.watching.lab import Lab
 from deploy.watching.node import Node, Step
 
