@@ -6,16 +6,18 @@ import asyncio
 from pathlib import Path
 
 from cloud.evaluator import Evaluator
-from cloud.iterations import LABELS, Observe
+from cloud.iterations import LABELS, PHASES, Observe
 from cloud.results import RunFolder
 from cloud.run import CloudRun, tier_bytes
 from common.errors import FedstrataError
 from common.metrics import Metrics
 from common.net.link import BrokerAddress
+from common.node.exports import export_parent
 from common.node.identity import Identity, new_session
-from common.node.life import export_parent, live
+from common.node.life import live
 from common.node.parent import ParentFace
 from common.node.spool import Spool
+from common.node.targets import ADDRESS, discovery
 from common.spec import CLOUD
 from common.wire.messages import Announcement, NodeState
 
@@ -66,7 +68,15 @@ class CloudAgent:
         )
         export_parent(self._metrics, down, LABELS)
         facts = {"run": self._folder.run, "experiment": experiment.name, "digest": experiment.digest}
-        self._metrics.run.labels(*LABELS).info(facts)
+        facts["algorithm"] = experiment.cloud.aggregation.name
+        self._metrics.introduce(LABELS, facts, phases=PHASES)
+        devices = experiment.topology.children()
+
+        def targets(asked: str) -> list[dict[str, object]]:
+            here = asked if ADDRESS.fullmatch(asked) else self._metrics_address  # as Prometheus found us, so it will
+            return discovery(down.targets, devices, cloud=here, run=identity.run)
+
+        self._metrics.targets = targets
         evaluator = Evaluator(experiment, self._folder.path)
         try:
             model = await live(
@@ -74,6 +84,7 @@ class CloudAgent:
                 self._play(down, evaluator, spool),
                 connect_timeout_s=self._connect_timeout_s,
                 goodbye=lambda: down.farewells(timeout_s=FAREWELL_S),
+                last_look=self._metrics.last_look,
             )
             spool.close()
             return model

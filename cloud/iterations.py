@@ -19,11 +19,13 @@ from common.node.children import Children
 from common.node.offload import offload
 from common.node.round import Round, plans_of
 from common.randomness import Purpose, generator
+from common.rounds import timeline
 from common.rounds.draw import draw
 from common.spec import CLOUD, Experiment
 from common.wire.messages import Traffic
 
 LABELS: Final = ("cloud", "", "")
+PHASES: Final = ("record", *timeline.PHASES, "aggregate", "evaluate")
 BOOKS_S: Final = 5.0  # between two writings of links.csv where no checkpoint asks for one
 SPREAD_MOST: Final = 0.37  # seen on digits: up to 0.15 was healthy
 
@@ -67,6 +69,7 @@ class GlobalIterations:
     def resume(self, state: RunState) -> None:
         """Go on after the iterations of a checkpoint, whose model is in the row and whose rule has its state."""
         self._state = state
+        self._metrics.round.labels(*LABELS).set(state.iteration)
         written = self._folder.forget_after(state.iteration)
         self._folder.restore(self._down.ledger)
         self._wan, self._lan = self._totals()
@@ -115,6 +118,7 @@ class GlobalIterations:
         phases = {"record": started - self._mark} | played.timeline.phases()  # what the last iteration left to write
         phases["dispatch"] += played.timeline.opened - started
         phases |= {"aggregate": aggregated - closed, "evaluate": ended - aggregated}
+        phases = {phase: round(seconds, 6) for phase, seconds in phases.items()}  # the same in file and metrics
         elapsed_s = state.elapsed_s + ended - self._mark
         self._mark = ended
         self._state = RunState(state.run, state.digest, state.iteration + 1, elapsed_s, epochs)
@@ -176,7 +180,7 @@ class GlobalIterations:
             "mixed_accuracy": "",
             "mixed_loss": "",
             "train_loss": _short(outcome.loss),
-            **{f"{phase}_s": round(seconds, 6) for phase, seconds in phases.items()},
+            **{f"{phase}_s": seconds for phase, seconds in phases.items()},
             "sgd_steps": steps,
             "path_steps": max(result.path_steps for result in results.values()),
             "wan_up_bytes": wan_new.received,
@@ -192,7 +196,7 @@ class GlobalIterations:
         self._folder.add_round(row)
         self._observe("iteration", dict(row))
         metrics = self._metrics
-        metrics.round.labels(*LABELS).inc()
+        metrics.closed(LABELS, rounds=self._state.iteration)
         metrics.train_loss.labels(*LABELS).set(outcome.loss)
         metrics.steps.labels(*LABELS).inc(steps)
         for phase, seconds in phases.items():

@@ -1,131 +1,237 @@
 """What Prometheus may ask of a role. The only module that imports prometheus_client.
 
 Prefix `fedstrata_`, base units, `_total` on counters; never a round or message id as a label. Every metric has
-the labels `role`, `institution`, `device` of the node it speaks of (several agents may share a process). An
-institution has two connections: what is counted for each has a label that tells them apart, all else is their sum.
+the labels `role`, `institution`, `device` of the node it speaks of (several agents may share a process), but for
+those of the process and its host. An institution has two connections: what is counted for each has a label that tells
+them apart, all else is their sum.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
+import socket
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Final, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from socketserver import ThreadingMixIn
+from threading import Thread
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Info, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Info, disable_created_metrics, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 NODE: Final = ("role", "institution", "device")
 STATES: Final = ("absent", "init", "ready", "finished", "failed", "disconnected", "lost")
+DISCOVERY: Final = "/sd"
+LOOK_MOST_S: Final = 60.0
 
-Cells: TypeAlias = Iterable[tuple[str, str, str, int, int]]
-
-
-class Carried(NamedTuple):
-    """The kernel's counts of a connection; None = this kernel does not tell that one."""
-
-    sent: int
-    received: int
-    retransmitted: int | None
-    rtt_s: float
+Node: TypeAlias = tuple[str, str, str]
+Reading: TypeAlias = Iterable[tuple[tuple[str, ...], float]]
 
 
-class _Scraped:
+class Family(NamedTuple):
+    """A metric: its labels besides those of the node, `of` the node or not, and what it is."""
+
+    kind: Literal["counter", "gauge", "info"]
+    labels: tuple[str, ...]
+    text: str
+    of: tuple[str, ...] = NODE
+
+    def exposed(self, name: str) -> str:
+        """Return the name under which it is scraped."""
+        return f"fedstrata_{name}" + {"counter": "_total", "gauge": "", "info": "_info"}[self.kind]
+
+
+LINK: Final = ("peer", "direction", "kind")
+FAMILIES: Final[Mapping[str, Family]] = {
+    "run": Family("info", (), "Facts of the run, as labels"),
+    "round": Family("gauge", (), "Rounds closed by this node; at the cloud the iterations of the whole run"),
+    "round_timestamp_seconds": Family("gauge", (), "When the last round closed, by this host's clock, for annotations"),
+    "accuracy_ratio": Family("gauge", (), "Test accuracy of the global model"),
+    "test_loss": Family("gauge", (), "Test loss of the global model"),
+    "train_loss": Family("gauge", (), "Mean training loss of the last epoch"),
+    "epochs": Family("gauge", (), "Local epochs of the present round; at the cloud those of each institution"),
+    "sgd_steps": Family("counter", (), "SGD steps done by this node, or by those below it"),
+    "phase_seconds": Family("counter", ("phase",), "Seconds by phase of a round"),
+    "payload_bytes": Family("counter", LINK, "Blob bytes or control message bodies, by the other end of the link"),
+    "message_bytes": Family("counter", LINK, "Bytes of whole MQTT packets, by the other end of the link"),
+    "wire_bytes": Family("counter", ("peer", "direction"), "TCP bytes of the broker connection, by the kernel"),
+    "retransmitted_bytes": Family("counter", ("peer",), "TCP bytes that were sent again"),
+    "rtt_seconds": Family("gauge", ("peer",), "Round trip time to the broker's host, smoothed by the kernel"),
+    "link_declared_bytes_per_second": Family(
+        "gauge", ("peer", "direction"), "What the experiment declares for a link to a child"
+    ),
+    "link_measured_bytes_per_second": Family(
+        "gauge",
+        ("peer", "direction"),
+        "What a link to a child carried: before the run, then each model received from it in 8 chunks or more",
+    ),
+    "ignored_messages": Family("counter", (), "Messages that were none of ours"),
+    "reconnects": Family("counter", (), "Broken or failed connections to the broker"),
+    "chunks_published": Family("counter", (), "Chunks of models published"),
+    "chunks_repeated": Family("counter", (), "Chunks published again"),
+    "chunks_refused": Family("counter", (), "Chunks that were damaged or foreign"),
+    "refused_models": Family("counter", (), "Uploads that were not used"),
+    "late_results": Family("counter", (), "Results that came after their round had closed"),
+    "nodes": Family("gauge", ("state",), "Children of this node by presence"),
+    "child_up": Family("gauge", ("peer",), "Whether a child that came is there (1), or was lost or gave up (0)"),
+    "idle_seconds": Family("gauge", ("peer",), "How long a child that the open round waits for has made no progress"),
+    "idle_most_seconds": Family("gauge", (), "How long a child may make no progress before it is given up"),
+    "broker_heap_bytes": Family("gauge", ("broker",), "Memory that mosquitto says it has allocated"),
+    "broker_dropped_messages": Family("counter", ("broker",), "Messages that mosquitto says it has dropped"),
+    "process_cpu_seconds": Family("counter", (), "CPU time of a role's process and those it started", ()),
+    "process_resident_bytes": Family("gauge", (), "Resident memory of a role's process and those it started", ()),
+    "host_cpu_seconds": Family("counter", ("host", "mode"), "CPU time of the host, all cores", ()),
+    "host_memory_bytes": Family("gauge", ("host",), "Memory of the host", ()),
+    "host_memory_available_bytes": Family("gauge", ("host",), "Memory of the host that can be had", ()),
+    "host_temperature_celsius": Family("gauge", ("host", "sensor"), "Temperature of a thermal zone", ()),
+    "gpu_memory_bytes": Family("gauge", ("host", "gpu"), "Memory of a GPU", ()),
+    "gpu_memory_used_bytes": Family("gauge", ("host", "gpu"), "Memory of a GPU in use, by anybody", ()),
+    "gpu_busy_ratio": Family("gauge", ("host", "gpu"), "Share of the last moments in which a GPU had work", ()),
+    "gpu_temperature_celsius": Family("gauge", ("host", "gpu"), "Temperature of a GPU", ()),
+}
+
+
+class _Watched:
     """Numbers that other objects hold, read when Prometheus asks, so that counting costs nothing."""
 
     def __init__(self) -> None:
-        self.links: list[tuple[tuple[str, ...], Callable[[], Cells]]] = []
-        self.wires: list[tuple[tuple[str, ...], Callable[[], Carried | None]]] = []
-        self.totals: list[tuple[str, str, tuple[str, ...], Callable[[], int]]] = []
-        self.children: list[tuple[tuple[str, ...], Callable[[], Mapping[str, str]]]] = []
+        self.reads: dict[str, list[tuple[tuple[str, ...], Callable[[], Reading]]]] = {}
 
     def collect(self) -> Iterator[Metric]:
-        labels = [*NODE, "peer", "direction", "kind"]
-        payload = CounterMetricFamily("fedstrata_payload_bytes", "Blob bytes or control message bodies", labels=labels)
-        message = CounterMetricFamily("fedstrata_message_bytes", "Bytes of whole MQTT packets", labels=labels)
-        for node, cells in self.links:
-            for peer, direction, kind, payload_bytes, message_bytes in cells():
-                payload.add_metric([*node, peer, direction, kind], payload_bytes)
-                message.add_metric([*node, peer, direction, kind], message_bytes)
-        yield payload
-        yield message
-        yield from self._carried()
-        texts = {name: text for name, text, _, _ in self.totals}
-        for name, text in texts.items():
-            sums: dict[tuple[str, ...], int] = defaultdict(int)
-            for other, _, node, read in self.totals:
-                if other == name:
-                    sums[node] += read()
-            family = CounterMetricFamily(f"fedstrata_{name}", text, labels=NODE)
-            for node, count in sums.items():
-                family.add_metric(node, count)
-            yield family
-        nodes = GaugeMetricFamily("fedstrata_nodes", "Children of this node by presence", labels=[*NODE, "state"])
-        for node, states in self.children:
-            seen = list(states().values())
-            for state in STATES:
-                nodes.add_metric([*node, state], seen.count(state))
-        yield nodes
-
-    def _carried(self) -> Iterator[Metric]:
-        labels = [*NODE, "peer"]
-        wire = CounterMetricFamily(
-            "fedstrata_wire_bytes", "TCP bytes of the broker connection", labels=[*labels, "direction"]
-        )
-        again = CounterMetricFamily("fedstrata_retransmitted_bytes", "TCP bytes that were sent again", labels=labels)
-        rtt = GaugeMetricFamily(
-            "fedstrata_rtt_seconds", "Round trip time to the broker's host, smoothed", labels=labels
-        )
-        for node, read in self.wires:
-            carried = read()
-            if carried is not None:
-                wire.add_metric([*node, "sent"], carried.sent)
-                wire.add_metric([*node, "received"], carried.received)
-                if carried.retransmitted is not None:
-                    again.add_metric(node, carried.retransmitted)
-                if carried.rtt_s:
-                    rtt.add_metric(node, carried.rtt_s)
-        yield from (wire, again, rtt)
+        for name, reads in self.reads.items():
+            family = FAMILIES[name]
+            sums: dict[tuple[str, ...], float] = defaultdict(int)
+            for node, read in reads:
+                for labels, value in read():
+                    sums[*node, *labels] += value
+            kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+            metric = kind(f"fedstrata_{name}", family.text, labels=[*family.of, *family.labels])
+            for values, total in sums.items():
+                metric.add_metric(values, total)
+            yield metric
 
 
 class Metrics:
-    """The metrics of one process, in a registry of its own; `serve` answers /metrics."""
+    """The metrics of one process, in a registry of its own; `serve` answers /metrics, and /sd where it is told.
+
+    `targets(asked)` gives the scrape targets of the run for Prometheus, `asked` being the address at which it asks.
+    """
 
     def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series beside each counter
         registry = self._registry = CollectorRegistry()
-        self._scraped = _Scraped()
-        registry.register(self._scraped)
-        self.run: Final = Info("fedstrata_run", "Facts of the run", NODE, registry=registry)
-        self.round: Final = Gauge("fedstrata_round", "Rounds closed by this node", NODE, registry=registry)
-        self.accuracy: Final = Gauge(
-            "fedstrata_accuracy_ratio", "Test accuracy of the global model", NODE, registry=registry
-        )
-        self.test_loss: Final = Gauge("fedstrata_test_loss", "Test loss of the global model", NODE, registry=registry)
-        self.train_loss: Final = Gauge(
-            "fedstrata_train_loss", "Mean training loss of the last epoch", NODE, registry=registry
-        )
-        self.epochs: Final = Gauge("fedstrata_epochs", "Local epochs of the present round", NODE, registry=registry)
-        self.steps: Final = Counter("fedstrata_sgd_steps", "SGD steps done", NODE, registry=registry)
-        self.phase_seconds: Final = Counter(
-            "fedstrata_phase_seconds", "Seconds by phase of a round", (*NODE, "phase"), registry=registry
-        )
+        self._watched = _Watched()
+        registry.register(self._watched)
+        self.targets: Callable[[str], Sequence[Mapping[str, object]]] = lambda asked: ()
+        self._looks = Looks()
+        self.run: Final = Info("fedstrata_run", FAMILIES["run"].text, NODE, registry=registry)
+        self.round: Final = self._gauge("round")
+        self.round_timestamp_seconds: Final = self._gauge("round_timestamp_seconds")
+        self.accuracy: Final = self._gauge("accuracy_ratio")
+        self.test_loss: Final = self._gauge("test_loss")
+        self.train_loss: Final = self._gauge("train_loss")
+        self.epochs: Final = self._gauge("epochs")
+        self.steps: Final = self._counter("sgd_steps")
+        self.phase_seconds: Final = self._counter("phase_seconds")
 
-    def watch_bytes(self, node: tuple[str, str, str], cells: Callable[[], Cells]) -> None:
-        """Export a node's bytes: (peer, direction, kind, payload, message) for each cell of an account."""
-        self._scraped.links.append((node, cells))
+    def introduce(self, node: Node, facts: Mapping[str, str], *, phases: Iterable[str]) -> None:
+        """Begin a node's metrics: the facts of its run, and zeros, so that the first increment is seen as one."""
+        self.run.labels(*node).info(dict(facts))
+        self.round.labels(*node).set(0)
+        self.steps.labels(*node)
+        for phase in phases:
+            self.phase_seconds.labels(*node, phase)
 
-    def watch_wire(self, node: tuple[str, str, str], peer: str, read: Callable[[], Carried | None]) -> None:
-        """Export what a node's connection for `peer` carried, None where nobody tells."""
-        self._scraped.wires.append(((*node, peer), read))
+    def closed(self, node: Node, *, rounds: int | None = None) -> None:
+        """Count a round that a node closed; `rounds` where it is known how many there were."""
+        gauge = self.round.labels(*node)
+        gauge.inc() if rounds is None else gauge.set(rounds)
+        self.round_timestamp_seconds.labels(*node).set_to_current_time()
 
-    def watch_total(self, name: str, text: str, *, node: tuple[str, str, str], read: Callable[[], int]) -> None:
-        """Export a count that somebody else keeps, as `fedstrata_{name}_total`; those of one node are added up."""
-        self._scraped.totals.append((name, text, node, read))
+    def watch(self, name: str, node: tuple[str, ...], read: Callable[[], Reading]) -> None:
+        """Export numbers that somebody else keeps: rows of label values and a number, those alike are added up.
 
-    def watch_children(self, node: tuple[str, str, str], states: Callable[[], Mapping[str, str]]) -> None:
-        """Export how many of a node's children are in each state."""
-        self._scraped.children.append((node, states))
+        `node` is empty for what is no node's. `read` is called from the server's thread.
+        """
+        self._watched.reads.setdefault(name, []).append((node, read))
 
     def serve(self, host: str, port: int) -> int:
-        """Answer /metrics from a thread and return the port, a free one where 0 was given. Raises OSError."""
-        server, _ = start_http_server(port, addr=host, registry=self._registry)
+        """Answer HTTP from a thread and return the port, a free one where 0 was given. Raises OSError."""
+        scrape = make_wsgi_app(self._registry)
+
+        def answer(environ: Any, start_response: Any) -> Iterable[bytes]:
+            if environ["PATH_INFO"] == DISCOVERY:
+                start_response("200 OK", [("Content-Type", "application/json")])
+                return [json.dumps(self.targets(environ.get("HTTP_HOST", ""))).encode()]
+            return self._looks.look(lambda: scrape(environ, start_response))
+
+        server = make_server(host, port, answer, _Server6 if ":" in host else _Server, _Silent)
+        Thread(target=server.serve_forever, name="metrics", daemon=True).start()
         return int(server.server_port)
+
+    async def last_look(self) -> None:
+        """Wait for one scrape more, where somebody scrapes regularly, so that the last numbers are seen."""
+        await self._looks.another()
+
+    def _gauge(self, name: str) -> Gauge:
+        family = FAMILIES[name]
+        return Gauge(f"fedstrata_{name}", family.text, (*family.of, *family.labels), registry=self._registry)
+
+    def _counter(self, name: str) -> Counter:
+        family = FAMILIES[name]
+        return Counter(f"fedstrata_{name}", family.text, (*family.of, *family.labels), registry=self._registry)
+
+
+class Looks:
+    """When /metrics was looked at."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._last: tuple[float, float] | None = None
+        self._interval_s = 0.0
+        self._awaited: set[tuple[asyncio.AbstractEventLoop, asyncio.Event, float]] = set()
+
+    def look(self, answer: Callable[[], Iterable[bytes]]) -> Iterator[bytes]:
+        """Return the body of an answer, which is made now; the look counts once that has been sent."""
+        begun = self._now()
+        yield from answer()
+        if self._last is not None:
+            self._interval_s = begun - self._last[0]
+        self._last = begun, self._now()
+        for loop, seen, since in list(self._awaited):
+            if begun >= since:
+                loop.call_soon_threadsafe(seen.set)
+
+    def patience_s(self) -> float:
+        """Return how long the next look is worth waiting for: two intervals, if they still come."""
+        if self._last is None or self._now() - self._last[0] > 2 * self._interval_s:
+            return 0.0
+        return min(2 * self._interval_s, LOOK_MOST_S)
+
+    async def another(self) -> None:
+        """Wait for a look that begins from now on, as long as it is worth it."""
+        wanted = asyncio.get_running_loop(), asyncio.Event(), self._now()
+        self._awaited.add(wanted)
+        try:
+            async with asyncio.timeout(self.patience_s()):
+                await wanted[1].wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._awaited.discard(wanted)
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+class _Silent(WSGIRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""

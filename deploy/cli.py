@@ -22,16 +22,15 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import typer
 
-from common.errors import InvalidExperiment
 from deploy import data, inspection, logs
 from deploy.connecting import ConnectTimeout, PasswordFile, Username, run_connected
 from deploy.connecting import address as _address
 from deploy.plan import plan, predict
 from deploy.reporting import reporting
+from deploy.serving import serve_metrics
 from deploy.watching.command import watch
 
 if TYPE_CHECKING:
-    from common.metrics import Metrics
     from common.spec import Experiment
 
 SPOOL = "/var/tmp/fedstrata"  # kept over a restart of the machine, unlike /tmp
@@ -60,8 +59,10 @@ BrokerOption = Annotated[str, typer.Option(help="The MQTT broker, host[:port].",
 SpoolFolder = Annotated[
     str, typer.Option("--spool", help="Folder where models on their way outlive a crash; 'none' = memory.")
 ]
+METRICS = "127.0.0.1:0"
 MetricsAddress = Annotated[
-    str, typer.Option("--metrics", help="Where /metrics answers, host:port; port 0 = a free one.")
+    str,
+    typer.Option("--metrics", help="Where /metrics answers (the cloud's: /sd too), host:port; port 0 = a free one."),
 ]
 
 
@@ -110,6 +111,7 @@ def run(
     no_delay: Annotated[
         bool, typer.Option("--no-delay", help="With --netns: leave out the links' delays, which need netem.")
     ] = False,
+    metrics: MetricsAddress = METRICS,
     foretell: Annotated[
         bool, typer.Option("--plan", help="Predict it first, as `plan --one-host`, and keep that with the run.")
     ] = False,
@@ -122,6 +124,8 @@ def run(
     for given, option in ((one_broker, "--one-broker"), (no_delay, "--no-delay")):
         if given and not netns:
             raise typer.BadParameter("it goes with --netns", param_hint=option)
+    if metrics != METRICS and (direct or netns):
+        raise typer.BadParameter("nobody could ask there with --direct or --netns", param_hint="--metrics")
     if direct and netns:
         raise typer.BadParameter("there is no network: give this or --netns", param_hint="--direct")
     if accelerator is not None and not direct:
@@ -143,7 +147,13 @@ def run(
             return
         found = predict(chosen, one_host=True) if foretell else None
         code = Lab(
-            chosen, runs=runs, resume=resume, json_lines=output == "json", network=network, prediction=found
+            chosen,
+            runs=runs,
+            resume=resume,
+            json_lines=output == "json",
+            network=network,
+            metrics=metrics,
+            prediction=found,
         ).run()
     raise typer.Exit(code)
 
@@ -159,7 +169,7 @@ def cloud(
     username: Username = None,
     password_file: PasswordFile = None,
     connect_timeout: ConnectTimeout = 30.0,
-    metrics: MetricsAddress = "127.0.0.1:0",
+    metrics: MetricsAddress = METRICS,
     spool: SpoolFolder = SPOOL,
 ) -> None:
     """Start the cloud: it announces the experiment, runs the iterations and leaves the run's folder."""
@@ -169,12 +179,13 @@ def cloud(
 
     async def play() -> None:
         chosen = _experiment(experiment, overrides, resume)
-        registry, address = _metrics(metrics)
+        where = _address(broker, username, password_file)
+        registry, address = serve_metrics(metrics, broker=where)
         folder = RunFolder.reopen(resume) if resume else RunFolder.create(runs, chosen)
         with show(json_lines=output == "json") as observe:
             agent = CloudAgent(
                 folder,
-                broker=_address(broker, username, password_file),
+                broker=where,
                 resume=resume is not None,
                 connect_timeout_s=connect_timeout,
                 metrics=registry,
@@ -197,17 +208,18 @@ def institution(
     username: Username = None,
     password_file: PasswordFile = None,
     connect_timeout: ConnectTimeout = 30.0,
-    metrics: MetricsAddress = "127.0.0.1:0",
+    metrics: MetricsAddress = METRICS,
     spool: SpoolFolder = SPOOL,
 ) -> None:
     """Start an institution: it waits for the experiment and runs its rounds with its devices."""
     from institution.agent import InstitutionAgent
 
     async def take_part() -> None:
-        registry, address = _metrics(metrics)
+        upward = _address(broker, username, password_file)
+        registry, address = serve_metrics(metrics, broker=upward)
         agent = InstitutionAgent(
             name,
-            cloud_broker=_address(broker, username, password_file),
+            cloud_broker=upward,
             device_broker=_address(device_broker or broker, username, password_file),
             connect_timeout_s=connect_timeout,
             metrics=registry,
@@ -245,7 +257,7 @@ def device(
     username: Username = None,
     password_file: PasswordFile = None,
     connect_timeout: ConnectTimeout = 30.0,
-    metrics: MetricsAddress = "127.0.0.1:0",
+    metrics: MetricsAddress = METRICS,
     spool: SpoolFolder = "none",
 ) -> None:
     """Start one or more devices: they wait for the experiment and train what their institution wishes."""
@@ -265,7 +277,7 @@ def device(
         from device.agent import DeviceAgent
         from device.pool import Pool
 
-        registry, address = _metrics(metrics)
+        registry, address = serve_metrics(metrics, broker=_address(addresses[0], username, password_file))
         count = None if slots == "auto" else int(slots)
         try:
             async with (
@@ -349,17 +361,6 @@ def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lin
 
 def _folder(text: str) -> Path | None:
     return None if text == "none" else Path(text)
-
-
-def _metrics(address: str) -> tuple[Metrics, str]:
-    from common.metrics import Metrics
-
-    host, _, port = address.rpartition(":")
-    registry = Metrics()
-    try:
-        return registry, f"{host}:{registry.serve(host, int(port))}"
-    except (OSError, ValueError, OverflowError) as error:
-        raise InvalidExperiment("--metrics", address, str(error), "Use a free host:port, or port 0.") from None
 
 
 def _run_role(role: Callable[[], Coroutine[Any, Any, None]], node: str = "") -> None:

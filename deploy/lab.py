@@ -43,10 +43,12 @@ class Lab:
         resume: Path | None,
         json_lines: bool,
         network: Open = one_host,
+        metrics: str,
         prediction: Mapping[str, Any] | None = None,
     ) -> None:
         self._experiment = experiment
         self._network = network
+        self._metrics = metrics
         self._runs = runs
         self._resume = resume
         self._json_lines = json_lines
@@ -97,7 +99,7 @@ class Lab:
         what = ["--resume", str(self._resume)] if self._resume else [str(file)]
         memory = ["--spool", "none"]  # a lab that is killed is killed as a whole: no device would offer again
         runs = ["--broker", network.upward[CLOUD], "--runs", str(self._runs), "--format", "json"]
-        self._spawn(home, network, CLOUD, ["cloud", *what, *runs, *memory])
+        self._spawn(home, network, CLOUD, ["cloud", *what, *runs, *memory, "--metrics", self._metrics])
         keeps = remembers(self._experiment.institution.aggregation)
         home_of_runs = self._resume.resolve().parent if self._resume else self._runs
         states = ["--spool", str(home_of_runs / SPOOL)] if keeps else memory

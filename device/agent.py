@@ -14,8 +14,9 @@ from common.net.link import BrokerAddress
 from common.node.arriving import Arriving
 from common.node.child import Answer, ChildFace, Report
 from common.node.discovery import discover
+from common.node.exports import export_child
 from common.node.identity import Identity, new_session
-from common.node.life import export_child, live
+from common.node.life import live
 from common.node.spool import Spool
 from common.spec import Experiment, parse
 from common.wire.messages import NodeState, Phase, Task
@@ -24,6 +25,7 @@ from device.pool import Pool
 from device.work import answer_of, round_of
 
 FAREWELL_S = 3.0
+PHASES = ("train", "wait", "pause", "stack")
 WAITING_S = 1.0
 
 
@@ -75,12 +77,13 @@ class DeviceAgent:
             spool=spool,
         )
         export_child(self._metrics, up, self._labels)
-        self._metrics.run.labels(*self._labels).info({"run": run, "experiment": experiment.name})
+        self._metrics.introduce(self._labels, {"run": run, "experiment": experiment.name}, phases=PHASES)
         await live(
             (up.endpoint,),
             self._train_all(up, experiment, announcement.partition),
             connect_timeout_s=self._connect_timeout_s,
             goodbye=lambda: up.farewell((), timeout_s=FAREWELL_S),
+            last_look=self._metrics.last_look,
         )
         spool.close()
 
@@ -131,7 +134,7 @@ class DeviceAgent:
         finally:
             waiting.cancel()
         answer = answer_of(task, out, result)
-        self._metrics.round.labels(*self._labels).inc()
+        self._metrics.closed(self._labels)
         self._metrics.steps.labels(*self._labels).inc(answer.steps)
         self._metrics.train_loss.labels(*self._labels).set(answer.loss)
         self._metrics.epochs.labels(*self._labels).set(task.epochs)

@@ -11,10 +11,12 @@ from common.metrics import Metrics
 from common.net.link import BrokerAddress
 from common.node.child import ChildFace
 from common.node.discovery import discover
+from common.node.exports import export_child, export_parent
 from common.node.identity import Identity, new_session
-from common.node.life import export_child, export_parent, live
+from common.node.life import live
 from common.node.parent import ParentFace
 from common.node.spool import Spool
+from common.rounds.timeline import PHASES
 from common.spec import CLOUD, Experiment, parse
 from common.wire.messages import NodeState
 from institution.rounds import LocalRounds
@@ -76,7 +78,11 @@ class InstitutionAgent:
         down.set_layout(layout)
         down.endpoint.announce(announcement)
         labels = ("institution", self._name, "")
-        self._export(up, down, labels=labels, facts={"run": run, "experiment": experiment.name})
+        facts = {"run": run, "experiment": experiment.name, "algorithm": experiment.institution.aggregation.name}
+        self._metrics.introduce(labels, facts, phases=PHASES)
+        export_child(self._metrics, up, labels)
+        export_parent(self._metrics, down, labels)
+        down.targets.tell = up.endpoint.set_targets
         rounds = LocalRounds(self._name, experiment, layout=layout, spool=spool, down=down, metrics=self._metrics)
 
         async def work() -> None:
@@ -91,7 +97,13 @@ class InstitutionAgent:
             await up.farewell(rounds.reports(), timeout_s=FAREWELL_S)
 
         ends = (up.endpoint, down.endpoint)
-        await live(ends, work(), connect_timeout_s=self._connect_timeout_s, goodbye=goodbye)
+        await live(
+            ends,
+            work(),
+            connect_timeout_s=self._connect_timeout_s,
+            goodbye=goodbye,
+            last_look=self._metrics.last_look,
+        )
         spool.close()
 
     def _devices(self, experiment: Experiment) -> list[str]:
@@ -101,8 +113,3 @@ class InstitutionAgent:
                 "--name", self._name, "this experiment has no such institution", f"It has {', '.join(children)}."
             )
         return children[self._name]
-
-    def _export(self, up: ChildFace, down: ParentFace, *, labels: tuple[str, str, str], facts: dict[str, str]) -> None:
-        self._metrics.run.labels(*labels).info(facts)
-        export_child(self._metrics, up, labels)
-        export_parent(self._metrics, down, labels)

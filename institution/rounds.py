@@ -146,7 +146,7 @@ class LocalRounds:
                 path=result.path,
             )
         metrics, labels = self._metrics, self._labels
-        metrics.round.labels(*labels).inc()
+        metrics.closed(labels)
         metrics.epochs.labels(*labels).set(epochs)
         metrics.train_loss.labels(*labels).set(outcome.loss)
         metrics.steps.labels(*labels).inc(sum(result.steps for result in played.results.values()))

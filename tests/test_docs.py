@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from common.rules import RULES
 from common.spec import EpochControl, parse
+from deploy import metrics_table
 from deploy.drawing import PICTURES
 
 ROOT: Final = Path(__file__).parents[1]
@@ -79,6 +80,11 @@ def span(schema: dict[str, Any]) -> str:
 def test_pictures_are_what_the_code_draws(name: str) -> None:
     kept = (PICTURED / name).read_text(encoding="utf-8")
     assert kept == PICTURES[name](), "draw them anew: python -m deploy.drawing docs/algorithms"
+
+
+def test_the_table_of_metrics_is_what_the_code_has() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert page.endswith(f"\n\n{metrics_table.table()}"), "print it anew: python -m deploy.metrics_table"
 
 
 def test_no_picture_is_left_over() -> None:

@@ -1,11 +1,15 @@
-"""What a role's /metrics says."""
+"""What a role's /metrics says, and who may wait for it."""
 
 from __future__ import annotations
 
+import asyncio
 import urllib.request
 from collections import Counter
+from pathlib import Path
 
-from common.metrics import Carried, Metrics
+from common.host import machine
+from common.host.nvidia import Gpu, Gpus
+from common.metrics import FAMILIES, Looks, Metrics
 
 NODE = ("institution", "institution-0", "")
 LABELS = 'device="",institution="institution-0",role="institution"'
@@ -17,34 +21,148 @@ def scrape(metrics: Metrics) -> list[str]:
         return [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
 
 
-def test_each_connection_has_its_wire_bytes() -> None:
-    metrics = Metrics()
-    metrics.watch_wire(NODE, "cloud", lambda: Carried(1000, 2000, 30, 0.0125))
-    metrics.watch_wire(NODE, "broker", lambda: Carried(4000, 5000, None, 0.0))  # an old kernel, before its first answer
-    metrics.watch_wire(("device", "institution-0", "device-0"), "institution-0", lambda: None)
-    found = {line for line in scrape(metrics) if line.startswith(("fedstrata_wire", "fedstrata_retr", "fedstrata_rtt"))}
-    up, down = (LABELS.replace(",role", f',peer="{peer}",role') for peer in ("cloud", "broker"))
-    with_direction = {
-        f"fedstrata_wire_bytes_total{{{labels.replace('institution=', f'{word},institution=', 1)}}} {count}"
-        for labels, word, count in (
-            (up, 'direction="sent"', 1000.0),
-            (up, 'direction="received"', 2000.0),
-            (down, 'direction="sent"', 4000.0),
-            (down, 'direction="received"', 5000.0),
-        )
-    }
-    assert found == with_direction | {
-        f"fedstrata_retransmitted_bytes_total{{{up}}} 30.0",
-        f"fedstrata_rtt_seconds{{{up}}} 0.0125",
-    }
-
-
 def test_an_institution_has_one_total_of_its_two_connections() -> None:
     metrics = Metrics()
-    metrics.watch_total("reconnects", "Broken connections", node=NODE, read=lambda: 2)
-    metrics.watch_total("ignored_messages", "None of ours", node=NODE, read=lambda: 1)
-    metrics.watch_total("reconnects", "Broken connections", node=NODE, read=lambda: 3)
+    metrics.watch("reconnects", NODE, lambda: [((), 2)])
+    metrics.watch("ignored_messages", NODE, lambda: [((), 1)])
+    metrics.watch("reconnects", NODE, lambda: [((), 3)])
     lines = scrape(metrics)
     assert f"fedstrata_reconnects_total{{{LABELS}}} 5.0" in lines
     assert f"fedstrata_ignored_messages_total{{{LABELS}}} 1.0" in lines
     assert max(Counter(line.rpartition(" ")[0] for line in lines).values()) == 1  # else Prometheus refuses them
+
+
+def test_what_counts_begins_at_zero_and_what_is_not_known_is_absent() -> None:
+    metrics = Metrics()
+    metrics.introduce(NODE, {"run": "r1"}, phases=("train", "wait"))
+    metrics.watch("rtt_seconds", NODE, list)
+    phases = (LABELS.replace(",role", f',phase="{phase}",role') for phase in ("train", "wait"))
+    assert set(scrape(metrics)) == {
+        f'fedstrata_run_info{{{LABELS},run="r1"}} 1.0',
+        f"fedstrata_round{{{LABELS}}} 0.0",
+        f"fedstrata_sgd_steps_total{{{LABELS}}} 0.0",
+        *(f"fedstrata_phase_seconds_total{{{labels}}} 0.0" for labels in phases),
+    }
+
+
+def test_every_metric_has_a_text_a_unit_or_none_and_labels_without_bound_are_none_of_them() -> None:
+    for name, family in FAMILIES.items():
+        assert family.text[0].isupper(), name
+        assert not name.startswith("fedstrata_") and not name.endswith("_total"), name
+        assert not {"round", "iteration", "message", "run"} & {*family.labels, *family.of}, name
+        assert not {"ms", "mb", "kb", "mbit", "percent"} & {*name.split("_")}, name
+
+
+def test_the_last_look_is_waited_for_only_where_somebody_looks() -> None:
+    looks = Looks()
+    assert looks.patience_s() == 0
+    asyncio.run(looks.another())  # nobody ever came
+
+
+class Hand:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_patience_is_two_intervals_as_long_as_somebody_comes() -> None:
+    clock = Hand()
+    looks = Looks(clock)
+    for _ in range(2):
+        clock.now += 5
+        assert b"".join(looks.look(lambda: [b"text"])) == b"text"
+    assert looks.patience_s() == 10
+    clock.now += 10.1
+    assert looks.patience_s() == 0
+    for _ in range(2):
+        clock.now += 3600
+        list(looks.look(list))
+    assert looks.patience_s() == 60
+
+
+def test_a_look_that_began_before_the_end_is_not_the_last() -> None:
+    async def play() -> None:
+        clock = Hand()
+        looks = Looks(clock)
+        for _ in range(2):
+            clock.now += 5
+            list(looks.look(list))
+        early = looks.look(lambda: [b"a", b"b"])
+        next(early)
+        clock.now += 1
+        waiting = asyncio.create_task(looks.another())
+        await asyncio.sleep(0)
+        list(early)
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        list(looks.look(list))
+        async with asyncio.timeout(5):
+            await waiting
+
+    asyncio.run(play())
+
+
+def test_a_process_is_counted_with_those_it_started_and_never_goes_back(tmp_path: Path) -> None:
+    def process(pid: str, ticks: int, *, children: str = "") -> None:
+        task = tmp_path / pid / "task" / pid
+        task.mkdir(parents=True, exist_ok=True)
+        (task / "children").write_text(children)
+        (tmp_path / pid / "stat").write_text(f"1 (a name) of) S {'0 ' * 10}{ticks} 0 0 0 20 0")
+        (tmp_path / pid / "statm").write_text("100 7 0 0 0 0 0")
+
+    process("self", 100, children="41 ")
+    process("41", 50, children="42 43 ")
+    process("42", 8)  # 43 has just ended
+    (tmp_path / "stat").write_text("cpu  100 0 50 1000 5 0 1 0 0 0\ncpu0 1 2 3\n")
+    (tmp_path / "meminfo").write_text("MemTotal:        1000 kB\nMemFree:  1 kB\nMemAvailable:     400 kB\n")
+    zone = tmp_path / "class" / "thermal" / "thermal_zone0"
+    zone.mkdir(parents=True)
+    (zone / "type").write_text("cpu-thermal\n")
+    (zone / "temp").write_text("48312\n")
+    metrics = Metrics()
+    machine.export_machine(metrics, proc=tmp_path, sys=tmp_path)
+    tick = machine.os.sysconf("SC_CLK_TCK")
+    lines = {line.partition("{")[0].partition(" ")[0]: line for line in scrape(metrics)}
+    assert float(lines["fedstrata_process_cpu_seconds_total"].split()[1]) == 158 / tick
+    assert float(lines["fedstrata_process_resident_bytes"].split()[1]) == 3 * 7 * machine.os.sysconf("SC_PAGE_SIZE")
+    assert lines["fedstrata_host_memory_available_bytes"].endswith(" 409600.0")
+    assert 'sensor="cpu-thermal"' in lines["fedstrata_host_temperature_celsius"]
+    assert lines["fedstrata_host_temperature_celsius"].endswith(" 48.312")
+    process("42", 0)
+    assert [line for line in scrape(metrics) if line.startswith("fedstrata_process_cpu_seconds_total")] == [
+        lines["fedstrata_process_cpu_seconds_total"]
+    ]
+
+
+class Driver:
+    """NVML with one GPU that tells its memory and its use, and no temperature."""
+
+    def nvmlInit_v2(self) -> int:
+        return 0
+
+    def nvmlDeviceGetCount_v2(self, count: object) -> int:
+        count._obj.value = 1  # type: ignore[attr-defined]
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: int, handle: object) -> int:
+        handle._obj.value = 7  # type: ignore[attr-defined]
+        return 0
+
+    def nvmlDeviceGetMemoryInfo(self, handle: object, memory: object) -> int:
+        memory._obj.total, memory._obj.used = 80 << 30, 3 << 30  # type: ignore[attr-defined]
+        return 0
+
+    def nvmlDeviceGetUtilizationRates(self, handle: object, used: object) -> int:
+        used._obj.gpu = 25  # type: ignore[attr-defined]
+        return 0
+
+    def nvmlDeviceGetTemperature(self, handle: object, sensor: int, celsius: object) -> int:
+        return 3  # not supported
+
+
+def test_gpus_tell_what_they_know() -> None:
+    assert Gpus(Driver()).states() == [Gpu(0, 80 << 30, 3 << 30, 0.25, None)]

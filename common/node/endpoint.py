@@ -26,13 +26,14 @@ from common.net.packets import Place
 from common.node.arriving import Arriving
 from common.node.courier import Courier, inline_bytes, qos_of
 from common.node.face import Face
+from common.node.figures import Figures
 from common.node.herald import Herald
 from common.node.identity import Identity
 from common.spec import Transfer
 from common.transfer.incoming import Incoming, Landing
 from common.transfer.manifest import MIN_RATED_CHUNK, chunk_bytes_for, renamed
 from common.wire import packing, topics
-from common.wire.messages import Announcement, Ask, Gone, Manifest, Message, NodeState, Presence
+from common.wire.messages import Announcement, Ask, Gone, Manifest, Message, NodeState, Presence, Target
 
 PACKET_ROOM: Final = 1024  # for what goes with a chunk, or with a model inside its announcement
 OFFLINE_TICK_S: Final = 0.2
@@ -43,13 +44,22 @@ log = logging.getLogger("fedstrata.endpoint")
 class Endpoint:
     """A named node on one broker. `run` keeps it going until cancelled.
 
-    What goes to a peer is shaped; what the broker keeps for whoever comes (presence, announcement) is not.
+    What goes to a peer is shaped; what the broker keeps for whoever comes (presence, announcement) is not. `figures`
+    takes the broker's word on itself; without it that is not asked for.
     """
 
     def __init__(
-        self, address: BrokerAddress, identity: Identity, *, face: Face, transfer: Transfer, ways: Ways
+        self,
+        address: BrokerAddress,
+        identity: Identity,
+        *,
+        face: Face,
+        transfer: Transfer,
+        ways: Ways,
+        figures: Figures | None = None,
     ) -> None:
         self.identity = identity
+        self._figures = figures
         self.account = Account()
         self.ignored = 0
         self.incoming = Incoming(
@@ -96,6 +106,10 @@ class Endpoint:
     def set_state(self, state: NodeState, *, reason: str = "", samples: int = 0, invalid: bool = False) -> None:
         """Say how this node is, retained."""
         self._herald.set_state(state, reason=reason, samples=samples, invalid=invalid)
+
+    def set_targets(self, targets: tuple[Target, ...]) -> None:
+        """Say where the /metrics of this node's children are, retained."""
+        self._herald.set_targets(targets)
 
     def announce(self, announcement: Announcement) -> None:
         """Keep the experiment on the broker for this node's children."""
@@ -193,6 +207,8 @@ class Endpoint:
         self._wake.set()
 
     def _received(self, topic_text: str, body: bytes, retained: bool) -> None:
+        if self._figures is not None and self._figures.take(topic_text, body):
+            return
         try:
             topic = topics.parse(topic_text)
             if isinstance(topic, topics.ChunkTopic):
@@ -294,6 +310,8 @@ class Endpoint:
         self.link.subscribe([topics.inbox(identity.run, identity.name, peer) for peer in self._face.peers], qos=1)
         self._herald.connected()
         self._publish_announcement()
+        if self._figures is not None:
+            self.link.subscribe(list(self._figures.topics), qos=0)
         now = self.now()
         self.incoming.reconnected(now)
         self._face.reconnected(now)

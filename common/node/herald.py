@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from common.errors import DuplicateName
 from common.node.identity import Identity
-from common.wire.messages import NodeState, Presence
+from common.wire.messages import NodeState, Presence, Target
 
 
 class Herald:
@@ -31,6 +31,12 @@ class Herald:
         """Say how this node is."""
         self._presence = replace(self._presence, state=state, reason=reason, samples=samples, invalid=invalid)
         self._publish(self._presence)
+
+    def set_targets(self, targets: tuple[Target, ...]) -> None:
+        """Say where the /metrics of this node's children are."""
+        self._presence = replace(self._presence, targets=targets)
+        if not self.leaving:
+            self._publish(self._presence)
 
     def connected(self) -> None:
         """Say it on a new connection. The name is ours once the broker has sent it back."""

@@ -7,14 +7,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
 from common.errors import DuplicateName, FedstrataError, InvalidBelow, InvalidExperiment
-from common.metrics import Carried, Cells, Metrics
-from common.node.child import ChildFace
 from common.node.endpoint import Endpoint
-from common.node.parent import ParentFace
 from common.wire.messages import NodeState
 
 LAST_WORD_S: Final = 2.0
-BROKER: Final = "broker"
 
 _T = TypeVar("_T")
 
@@ -25,10 +21,12 @@ async def live(
     *,
     connect_timeout_s: float,
     goodbye: Callable[[], Awaitable[None]],
+    last_look: Callable[[], Awaitable[None]] | None = None,
 ) -> _T:
     """Keep the endpoints connected while `work` runs and return what it made.
 
-    At its end the state is FINISHED, `goodbye` runs, and what the node kept on the brokers is cleared. An error
+    At its end the state is FINISHED, `goodbye` runs, `last_look` gives others the time to read what they want of this
+    process, and what the node kept on the brokers is cleared. An error
     leaves the state FAILED with its reason, an interruption DISCONNECTED; under a name that is another's it is LOST,
     which concerns this process alone. Raises what `work` or an endpoint raised; of several errors the first of ours.
     """
@@ -43,6 +41,8 @@ async def live(
         for endpoint in endpoints:
             endpoint.set_state(NodeState.FINISHED)
         await goodbye()
+        if last_look is not None:
+            await last_look()
         for endpoint in endpoints:
             endpoint.release_name()
         for endpoint in endpoints:
@@ -73,46 +73,6 @@ def first_error(error: BaseException) -> FedstrataError | None:
     if isinstance(error, BaseExceptionGroup):
         return next((found for inner in error.exceptions if (found := first_error(inner))), None)
     return None
-
-
-def export_child(metrics: Metrics, child: ChildFace, node: tuple[str, str, str]) -> None:
-    """Put a child's endpoint among the metrics, with the labels (role, institution, device)."""
-    _export(metrics, child.endpoint, node, peer=child.peers[0])
-
-
-def export_parent(metrics: Metrics, parent: ParentFace, node: tuple[str, str, str]) -> None:
-    """Put a parent's endpoint, its children's states and what it did not use among the metrics."""
-    _export(metrics, parent.endpoint, node, peer=BROKER)
-    metrics.watch_children(node, parent.coordinator.states)
-    for name, text, read in (
-        ("refused_models", "Uploads that were not used", lambda: parent.refused_models),
-        ("late_results", "Results that came after their round had closed", lambda: parent.coordinator.late),
-    ):
-        metrics.watch_total(name, text, node=node, read=read)
-
-
-def _export(metrics: Metrics, endpoint: Endpoint, node: tuple[str, str, str], *, peer: str) -> None:
-    """Export an endpoint's counts; `peer` is whom its connection serves, a parent's all children of one broker."""
-
-    def cells() -> Cells:
-        for cell, tally in list(endpoint.account.cells.items()):
-            yield *cell, tally.payload, tally.message
-
-    def carried() -> Carried | None:
-        wire = endpoint.link.meter.sample()
-        again = None if wire.retransmitted_unknown else wire.retransmitted
-        return Carried(wire.sent, wire.received, again, wire.rtt_us / 1e6) if wire.measured else None
-
-    metrics.watch_bytes(node, cells)
-    metrics.watch_wire(node, peer, carried)
-    for name, text, read in (
-        ("ignored_messages", "Messages that were none of ours", lambda: endpoint.ignored),
-        ("reconnects", "Broken or failed connections to the broker", lambda: endpoint.link.reconnects),
-        ("chunks_published", "Chunks of models published", lambda: endpoint.outgoing.chunks_published),
-        ("chunks_repeated", "Chunks published again", lambda: endpoint.outgoing.chunks_repeated),
-        ("chunks_refused", "Chunks that were damaged or foreign", lambda: endpoint.incoming.chunks_refused),
-    ):
-        metrics.watch_total(name, text, node=node, read=read)
 
 
 async def _say(endpoints: Sequence[Endpoint], state: NodeState, reason: str, *, invalid: bool = False) -> None:

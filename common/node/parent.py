@@ -15,6 +15,7 @@ from common.links import Link, Links, Way, Ways
 from common.net.link import BrokerAddress
 from common.node.arriving import Arriving
 from common.node.endpoint import Endpoint
+from common.node.figures import Figures
 from common.node.identity import Identity
 from common.node.ledger import Ledger
 from common.node.models import Models
@@ -22,6 +23,7 @@ from common.node.offload import offload
 from common.node.probes import Probes, measure_all
 from common.node.round import COUNT_MOST, Round, check_report
 from common.node.spool import Spool
+from common.node.targets import STAYING, Targets
 from common.rounds.coordinator import Assignment, Closed, Coordinator, Offered, Restarted, Stalled
 from common.spec import PLAIN, Closing, Codecs, Transfer
 from common.transfer.incoming import Fetched, IncomingEvent
@@ -42,7 +44,7 @@ from common.wire.messages import (
 
 log = logging.getLogger("fedstrata.parent")
 
-STAYING: Final = (NodeState.INIT, NodeState.READY, NodeState.FINISHED)
+RATED_CHUNKS: Final = 8  # a model of fewer tells little of its link
 Observe: TypeAlias = Callable[[str, dict[str, object]], None]
 
 
@@ -66,15 +68,18 @@ class ParentFace:
         observe: Observe = lambda event, facts: None,
     ) -> None:
         self.peers = tuple(links)
-        self._transfer = transfer
+        self.transfer = transfer
         self.models = Models(sent=codecs.down, received=codecs.up)
-        self._ways = Ways(
+        self.ways = Ways(
             to={name: link.down for name, link in links.items()},
             from_={name: link.up for name, link in links.items()},
             shaped=shaped,
         )
-        self.endpoint = Endpoint(address, identity, face=self, transfer=transfer, ways=self._ways)
-        self.probes = Probes(self.endpoint, self._ways.to, transfer)
+        self.figures = Figures()
+        self.endpoint = Endpoint(address, identity, face=self, transfer=transfer, ways=self.ways, figures=self.figures)
+        self.targets = Targets()
+        self.rates: dict[str, float] = {}
+        self.probes = Probes(self.endpoint, self.ways.to, transfer)
         self.coordinator = Coordinator(self.peers, idle_s=transfer.idle_s)
         self.refused_models = 0
         self._layout: ModelLayout | None = None
@@ -124,7 +129,7 @@ class ParentFace:
         children = list(models)
         assignments = await self._offer(children, models, epochs)
         if self._uploads.array.shape != (len(children), layout.row_bytes):
-            resident = 1e6 * self._transfer.resident_mb
+            resident = 1e6 * self.transfer.resident_mb
             self._uploads = self._spool.rows("uploads", len(children), layout.row_bytes, resident_bytes=resident)
         self._places = {name: place for place, name in enumerate(children)}
         self._closed = asyncio.get_running_loop().create_future()
@@ -158,7 +163,7 @@ class ParentFace:
         """
         patience_s = closing.deadline_s if closing.rule == "quorum" else None
         try:
-            async with asyncio.timeout(patience_s or self._transfer.idle_s):
+            async with asyncio.timeout(patience_s or self.transfer.idle_s):
                 while self.samples.keys() | self._gave_up.keys() < set(self.peers):
                     self._check_present(closing)
                     self._changed.clear()
@@ -170,7 +175,7 @@ class ParentFace:
     async def measure(self, links: Links) -> None:
         """Measure the links to the children that are ready. Raises InvalidExperiment where one is not as declared."""
         ready = [name for name in self.peers if name in self.samples]
-        self.ledger.measured = await measure_all(self.probes, self._ways, links, ready)
+        self.ledger.measured = await measure_all(self.probes, self.ways, links, ready)
         for name, measured in self.ledger.measured.items():
             facts = {"node": name, "up_mbit": measured.up * 8e-6, "down_mbit": measured.down * 8e-6}
             self._observe("measured", {key: fact for key, fact in facts.items() if fact})
@@ -211,6 +216,7 @@ class ParentFace:
         """Take a child's state."""
         if not self.coordinator.presence(node, session, presence, now=now):
             return
+        self.targets.hear(node, presence)
         if presence is None or presence.state not in (NodeState.INIT, NodeState.READY):
             self.endpoint.outgoing.forget(node)
             self.endpoint.incoming.yield_slot(node, now=now)
@@ -250,6 +256,8 @@ class ParentFace:
             return
         key, manifest, row, buffer = pending
         if isinstance(event, Fetched):
+            if event.rate and manifest.chunks >= RATED_CHUNKS:
+                self.rates[event.owner] = event.rate
             checking = self._check_upload(event.owner, key, manifest, row, buffer)
             self._soon(checking, name=f"check {event.owner}")
         elif "no longer holds" in event.reason:
@@ -291,7 +299,7 @@ class ParentFace:
         layout = self._require_layout()
         groups: dict[tuple[int, Way], list[str]] = {}
         for name in children:
-            groups.setdefault((id(models[name]), self._ways.to[name]), []).append(name)
+            groups.setdefault((id(models[name]), self.ways.to[name]), []).append(name)
         assignments: dict[str, Assignment] = {}
         for receivers in groups.values():
             model, inline = models[receivers[0]], None

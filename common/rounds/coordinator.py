@@ -280,6 +280,11 @@ class Coordinator:
         """Return each child's presence, for the metrics; `absent` where none was seen."""
         return {name: str(child.presence or "absent") for name, child in self._children.items()}
 
+    def idle(self, now: float) -> dict[str, float]:
+        """Return how long each child has made no progress, in seconds; 0 for those that nobody waits for."""
+        waiting = {name: self._open and self._may_idle(child) for name, child in self._children.items()}
+        return {n: max(0.0, now - self._moved_at(c)) if waiting[n] else 0.0 for n, c in self._children.items()}
+
     def _is_offered(self, name: str, key: Key) -> bool:
         return self._open and key == self._key and self._children[name].state is ChildState.OFFERED
 

@@ -76,11 +76,20 @@ class NodeState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Target:
+    """Where a living child's /metrics answers, host:port."""
+
+    name: str
+    metrics: str
+
+
+@dataclass(frozen=True, slots=True)
 class Presence:
     """A node's retained state; its will says LOST. `answers` names the session of a second node of our name.
 
-    `samples`: a device's training samples, 0 where unknown; `metrics`: the address of its /metrics; `books`: names
-    the account of bytes that its children count for. `invalid`: it failed as its part in the experiment cannot work.
+    `samples`: a device's training samples, 0 where unknown; `metrics`: the address of its /metrics, `targets` those of
+    its own children; `books`: names the account of bytes that its children count for. `invalid`: it failed as its part
+    in the experiment cannot work.
     """
 
     state: NodeState
@@ -91,6 +100,7 @@ class Presence:
     answers: str = ""
     books: str = ""
     invalid: bool = False
+    targets: tuple[Target, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

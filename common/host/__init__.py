@@ -1,0 +1,1 @@
+"""What a role's process uses of its machine, and the machine itself: read when Prometheus asks."""

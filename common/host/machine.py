@@ -1,0 +1,112 @@
+"""CPU, memory and temperature from Linux's /proc and /sys; nothing where they are absent."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from operator import attrgetter
+from pathlib import Path
+from typing import Final
+
+from common.host import nvidia
+from common.host.nvidia import Gpu, Gpus
+from common.metrics import Metrics, Reading
+
+MODES: Final = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")  # of /proc/stat, in its order
+GPU: Final[Mapping[str, Callable[[Gpu], float | None]]] = {
+    "gpu_memory_bytes": attrgetter("memory_bytes"),
+    "gpu_memory_used_bytes": attrgetter("used_bytes"),
+    "gpu_busy_ratio": attrgetter("busy"),
+    "gpu_temperature_celsius": attrgetter("celsius"),
+}
+
+
+def export_machine(metrics: Metrics, *, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> None:
+    """Put this process, its host and the host's GPUs among the metrics, as far as this platform tells of them."""
+    if not (proc / "self" / "stat").exists():
+        return
+    host = platform.node()
+    metrics.watch("process_cpu_seconds", (), _CpuTime(proc).read)
+    metrics.watch("process_resident_bytes", (), lambda: [((), _resident_bytes(proc))])
+    metrics.watch("host_cpu_seconds", (host,), lambda: _host_cpu(proc))
+    metrics.watch("host_memory_bytes", (host,), lambda: _memory(proc, "MemTotal"))
+    metrics.watch("host_memory_available_bytes", (host,), lambda: _memory(proc, "MemAvailable"))
+    metrics.watch("host_temperature_celsius", (host,), lambda: _temperatures(sys))
+    if (gpus := nvidia.find()) is not None:
+        for name, told in GPU.items():
+            metrics.watch(name, (host,), partial(_of_gpus, gpus, told))
+
+
+def _processes(proc: Path) -> Iterator[Path]:
+    """Yield the folders of this process and of all below it; one that ends meanwhile is left out."""
+    left = [proc / "self"]
+    while left:
+        folder = left.pop()
+        yield folder
+        for task in _listed(folder / "task"):
+            left += [proc / pid for pid in _text(task / "children").split()]
+
+
+class _CpuTime:
+    """User and system time of all, with that of ended children."""
+
+    def __init__(self, proc: Path) -> None:
+        self._proc = proc
+        self._most = 0.0
+
+    def read(self) -> Reading:
+        """Return it in seconds, never less than before: a child may end between two looks at the files."""
+        ticks = 0
+        for folder in _processes(self._proc):
+            fields = _text(folder / "stat").rpartition(")")[2].split()  # a name may hold spaces and brackets
+            ticks += sum(map(int, fields[11:15]))
+        self._most = max(self._most, ticks / os.sysconf("SC_CLK_TCK"))
+        return [((), self._most)]
+
+
+def _resident_bytes(proc: Path) -> int:
+    pages = [_text(folder / "statm").split() for folder in _processes(proc)]
+    return sum(int(each[1]) for each in pages if each) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _host_cpu(proc: Path) -> Reading:
+    ticks = _text(proc / "stat").partition("\n")[0].split()[1:]
+    return [((mode,), int(count) / os.sysconf("SC_CLK_TCK")) for mode, count in zip(MODES, ticks, strict=False)]
+
+
+def _memory(proc: Path, key: str) -> Reading:
+    for line in _text(proc / "meminfo").splitlines():
+        name, _, amount = line.partition(":")
+        if name == key:
+            return [((), 1024 * int(amount.split()[0]))]
+    return []
+
+
+def _temperatures(sys: Path) -> Reading:
+    found: dict[tuple[str, ...], float] = {}
+    for zone in sorted(_listed(sys / "class" / "thermal"), key=str):
+        millidegrees = _text(zone / "temp").strip()
+        if zone.name.startswith("thermal_zone") and millidegrees.lstrip("-").isdecimal():
+            name = _text(zone / "type").strip() or zone.name
+            found[name if (name,) not in found else f"{name} {zone.name}",] = int(millidegrees) / 1000
+    return found.items()
+
+
+def _of_gpus(gpus: Gpus, told: Callable[[Gpu], float | None]) -> Reading:
+    return [((str(gpu.index),), value) for gpu in gpus.states() if (value := told(gpu)) is not None]
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

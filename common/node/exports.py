@@ -1,0 +1,110 @@
+"""What a node's faces put among the metrics: read from them when Prometheus asks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import product
+from typing import Final
+
+from common.metrics import STATES, Metrics, Node, Reading
+from common.node.child import ChildFace
+from common.node.endpoint import Endpoint
+from common.node.figures import DROPPED, HEAP
+from common.node.parent import ParentFace
+from common.wire.messages import Measured
+
+BROKER: Final = "broker"
+DIRECTIONS: Final = ("sent", "received")
+KINDS: Final = ("model", "control", "probe")
+# Of a child that never came, or left when all was done, there is nothing to say.
+UP: Final = {"init": 1, "ready": 1, "finished": 1, "failed": 0, "disconnected": 0, "lost": 0}
+
+
+def export_child(metrics: Metrics, child: ChildFace, node: Node) -> None:
+    """Put a child's endpoint among the metrics, with the labels (role, institution, device)."""
+    _export(metrics, child.endpoint, node, connection=child.peers[0], peers=child.peers)
+
+
+def export_parent(metrics: Metrics, parent: ParentFace, node: Node) -> None:
+    """Put a parent's endpoint, its children, their links, its broker and what it did not use among the metrics."""
+    endpoint, coordinator, ledger = parent.endpoint, parent.coordinator, parent.ledger
+    broker = str(endpoint.link.address)
+
+    def nodes() -> Reading:
+        seen = list(coordinator.states().values())
+        return [((state,), seen.count(state)) for state in STATES]
+
+    def declared() -> Reading:
+        for name in parent.peers:
+            for direction, way in (("sent", parent.ways.to[name]), ("received", parent.ways.from_[name])):
+                if way.rate is not None:
+                    yield (name, direction), way.rate
+
+    def measured() -> Reading:
+        for name in parent.peers:
+            before = ledger.measured.get(name, Measured())
+            for direction, rate in (("sent", before.down), ("received", parent.rates.get(name, before.up))):
+                if rate:
+                    yield (name, direction), rate
+
+    def up() -> Reading:
+        return [((name,), UP[state]) for name, state in coordinator.states().items() if state in UP]
+
+    def idle() -> Reading:
+        return [((name,), idle_s) for name, idle_s in coordinator.idle(parent.now()).items()]
+
+    def figure(topic: str) -> Reading:
+        return [((broker,), parent.figures.told[topic])] if topic in parent.figures.told else []
+
+    _export(metrics, endpoint, node, connection=BROKER, peers=parent.peers)
+    for name, read in (
+        ("nodes", nodes),
+        ("child_up", up),
+        ("idle_seconds", idle),
+        ("idle_most_seconds", lambda: [((), parent.transfer.idle_s)]),
+        ("link_declared_bytes_per_second", declared),
+        ("link_measured_bytes_per_second", measured),
+        ("refused_models", lambda: [((), parent.refused_models)]),
+        ("late_results", lambda: [((), coordinator.late)]),
+        ("broker_heap_bytes", partial(figure, HEAP)),
+        ("broker_dropped_messages", partial(figure, DROPPED)),
+    ):
+        metrics.watch(name, node, read)
+
+
+def _export(metrics: Metrics, endpoint: Endpoint, node: Node, *, connection: str, peers: Sequence[str]) -> None:
+    """Export an endpoint's counts; `connection` is whom it serves, at a parent all children of one broker."""
+    link, outgoing = endpoint.link, endpoint.outgoing
+
+    def tallies(part: str) -> Reading:
+        cells = dict.fromkeys(product(peers, DIRECTIONS, KINDS), 0)
+        return (cells | {cell: getattr(tally, part) for cell, tally in list(endpoint.account.cells.items())}).items()
+
+    def wire() -> Reading:
+        sample = link.meter.sample()
+        carried = (("sent", sample.sent), ("received", sample.received))
+        return [((connection, direction), count) for direction, count in carried] if sample.measured else []
+
+    def retransmitted() -> Reading:
+        sample = link.meter.sample()
+        known = sample.measured and not sample.retransmitted_unknown
+        return [((connection,), sample.retransmitted)] if known else []
+
+    def rtt() -> Reading:
+        sample = link.meter.sample()
+        return [((connection,), sample.rtt_us / 1e6)] if sample.measured and sample.rtt_us else []
+
+    for name, read in (
+        ("payload_bytes", partial(tallies, "payload")),
+        ("message_bytes", partial(tallies, "message")),
+        ("wire_bytes", wire),
+        ("retransmitted_bytes", retransmitted),
+        ("rtt_seconds", rtt),
+        ("ignored_messages", lambda: [((), endpoint.ignored)]),
+        ("reconnects", lambda: [((), link.reconnects)]),
+        ("chunks_published", lambda: [((), outgoing.chunks_published)]),
+        ("chunks_repeated", lambda: [((), outgoing.chunks_repeated)]),
+        ("chunks_refused", lambda: [((), endpoint.incoming.chunks_refused)]),
+    ):
+        metrics.watch(name, node, read)

@@ -1,0 +1,30 @@
+"""How a role answers Prometheus."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from common.errors import InvalidExperiment
+
+if TYPE_CHECKING:
+    from common.metrics import Metrics
+    from common.net.link import BrokerAddress
+
+
+def serve_metrics(address: str, *, broker: BrokerAddress) -> tuple[Metrics, str]:
+    """Answer /metrics at an address, host:port; return the registry, and the address at which others find it.
+
+    Where the host is all addresses that is the one from which the broker is reached. Raises InvalidExperiment.
+    """
+    from common.host.machine import export_machine
+    from common.metrics import Metrics
+    from common.node.targets import reachable
+
+    host, _, port = address.rpartition(":")
+    registry, host = Metrics(), host.strip("[]")
+    export_machine(registry)
+    try:
+        found = registry.serve(host, int(port))
+        return registry, f"{reachable(host, (broker.host, broker.port))}:{found}"
+    except (OSError, ValueError, OverflowError) as error:
+        raise InvalidExperiment("--metrics", address, str(error), "Use a free host:port, or port 0.") from None

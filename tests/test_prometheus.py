@@ -1,0 +1,334 @@
+"""A real Prometheus beside a real lab: it finds the roles by itself, and all that is shipped for it has data."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+import urllib.parse
+import urllib.request
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+
+from common.metrics import FAMILIES
+from deploy import broker
+from deploy.dashboards import DASHBOARDS, dashboard
+from deploy.processes import free_port
+
+ROOT: Final = Path(__file__).parents[1]
+DEMO: Final = ROOT / "deploy" / "experiments" / "demo.toml"
+SHIPPED: Final = ROOT / "deploy" / "prometheus"
+GRAFANA: Final = ROOT / "deploy" / "grafana"
+PATIENCE_S: Final = 90
+INTERVAL_S: Final = 2
+ITERATIONS: Final = 6
+HOME: Final = "institution-0"
+ABSENT: Final = ("fedstrata_host_temperature", "fedstrata_gpu_")  # not on every machine
+
+pytestmark = pytest.mark.timeout(300)
+needs_prometheus = pytest.mark.skipif(
+    not (shutil.which("prometheus") and shutil.which("promtool")), reason="prometheus is not installed"
+)
+
+Labels = Mapping[str, str]
+Row = tuple[Labels, float]
+
+
+class Prometheus:
+    """A running one, asked by HTTP."""
+
+    def __init__(self, port: int) -> None:
+        self._url = f"http://127.0.0.1:{port}"
+
+    def get(self, path: str, **query: str) -> Any:
+        """Return the data of an answer; what is wrong with a query is in the error."""
+        with urllib.request.urlopen(f"{self._url}{path}?{urllib.parse.urlencode(query)}", timeout=10) as answer:
+            return json.load(answer)["data"]
+
+    def query(self, expr: str) -> list[Row]:
+        """Return the series of an expression now."""
+        found = self.get("/api/v1/query", query=expr)
+        if found["resultType"] == "scalar":
+            return [({}, float(found["result"][1]))]
+        return [(row["metric"], float(row["value"][1])) for row in found["result"]]
+
+    def healthy(self) -> set[tuple[str, str, str]]:
+        """Return role, institution and device of each target that answers."""
+        targets = self.get("/api/v1/targets", state="active")["activeTargets"]
+        labels = [target["labels"] for target in targets if target["health"] == "up"]
+        return {(each["role"], each.get("institution", ""), each.get("device", "")) for each in labels}
+
+    def last(self) -> dict[str, list[Row]]:
+        """Return what was seen last, of roles that have ended too."""
+        names = {"round": "", "phase_seconds": "_total", "payload_bytes": "_total", "message_bytes": "_total"}
+        return {name: self.query(f"last_over_time(fedstrata_{name}{end}[10m])") for name, end in names.items()}
+
+    def answers(self) -> bool:
+        """Return whether it is ready."""
+        try:
+            with urllib.request.urlopen(f"{self._url}/-/ready", timeout=10):
+                return True
+        except OSError:
+            return False
+
+
+@dataclass
+class Story:
+    """What Prometheus saw of a lab, from its start to its end."""
+
+    found: list[set[tuple[str, str, str]]] = field(default_factory=list)
+    data: dict[str, list[Row]] = field(default_factory=dict)
+    last: dict[str, list[Row]] = field(default_factory=dict)
+    folder: Path = Path()
+
+
+def until(what: Callable[[], Any], *others: subprocess.Popen[bytes]) -> Any:
+    """Return the first true value of what is asked again and again; the other processes go on meanwhile."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (value := what()):
+        assert time.monotonic() < deadline, what
+        assert all(process.poll() is None for process in others)
+        time.sleep(0.1)
+    return value
+
+
+def expressions() -> dict[str, str]:
+    """Return every expression that is shipped, with the variables filled in, by where it stands.
+
+    Conditions of alerts and marks tell their truth in place of being empty while all is well.
+    """
+    found = {}
+    for file in ("rules.yml", "alerts.yml"):
+        for group in yaml.safe_load((SHIPPED / file).read_text())["groups"]:
+            for rule in group["rules"]:
+                name = rule.get("record") or rule["alert"]
+                found[f"{file}: {name}"] = truth(rule["expr"]) if "alert" in rule else rule["expr"]
+    for name in DASHBOARDS:
+        made = json.loads(dashboard(name))
+        for panel in made["panels"]:
+            for target in panel["targets"]:
+                found[f"{name}: {panel['id']} {panel['title']} {target['refId']}"] = target["expr"]
+        for mark in made["annotations"]["list"]:
+            found[f"{name}: {mark['name']}"] = truth(mark["expr"])
+        for variable in made["templating"]["list"]:
+            match = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["definition"])
+            assert match is not None, variable
+            found[f"{name}: ${variable['name']}"] = f"count by ({match[2]}) ({match[1]})"
+    return found
+
+
+def truth(condition: str) -> str:
+    return re.sub(r" (==|<|>) ", r" \1 bool ", condition)
+
+
+def filled(expr: str, run: str) -> str:
+    """Return an expression with the variables of dashboards replaced, as Grafana does it."""
+    values = {"run": run, "run_a": run, "run_b": run, "institution": HOME, "device": "device-0"}
+    values |= {"__rate_interval": f"{4 * INTERVAL_S}s", "__range": "1m"}
+    return re.sub(r"\$(\w+)", lambda match: values[match[1]], expr)
+
+
+def configure(folder: Path, *, cloud: int) -> Path:
+    """Write what is shipped, for a cloud at another port and with shorter intervals."""
+    for file in ("rules.yml", "alerts.yml"):
+        shutil.copy(SHIPPED / file, folder / file)
+    config = folder / "prometheus.yml"
+    text = (SHIPPED / "prometheus.yml").read_text()
+    config.write_text(text.replace("127.0.0.1:9464", f"127.0.0.1:{cloud}").replace(": 5s", f": {INTERVAL_S}s"))
+    return config
+
+
+def start(stack: ExitStack, *words: str | Path) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(list(map(str, words)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    stack.enter_context(process)
+    stack.callback(process.kill)
+    return process
+
+
+def start_prometheus(stack: ExitStack, folder: Path, *, port: int, cloud: int) -> int:
+    start(
+        stack, "prometheus", f"--config.file={configure(folder, cloud=cloud)}",
+        f"--storage.tsdb.path={folder / 'tsdb'}", f"--web.listen-address=127.0.0.1:{port}", "--log.level=error",
+    )  # fmt: skip
+    return port
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    """Play a lab of 1 + 1 + 3; one device comes late, is killed in the midst, and comes again."""
+    home, told = tmp_path_factory.mktemp("story"), Story()
+    with ExitStack() as stack:
+        served = stack.enter_context(broker.start(directory=home))
+        port, cloud_port = free_port(), free_port()
+
+        def role(*words: str | Path) -> subprocess.Popen[bytes]:
+            return start(stack, sys.executable, "-m", "deploy.cli", *words, "--broker", f"{served.host}:{served.port}")
+
+        def device(*names: str) -> subprocess.Popen[bytes]:
+            return role("device", "--institution", HOME, *(word for name in names for word in ("--name", name)))
+
+        # Slow links, not slow devices, leave the time to kill one: an iteration takes a second on any machine.
+        sizes = ("topology.institutions=1", "topology.devices=3", f"iterations={ITERATIONS}", "institution.rounds=1",
+                 "links.wan.up_mbit=0.64", "links.wan.down_mbit=0.64")  # fmt: skip
+        lab = [
+            role("cloud", DEMO, "--runs", home / "runs", "--metrics", f"127.0.0.1:{cloud_port}",
+                 "--spool", "none", *(word for size in sizes for word in ("--set", size))),
+            role("institution", "--name", HOME, "--spool", "none"),
+            device("device-0", "device-1"),
+        ]  # fmt: skip
+        prometheus = Prometheus(start_prometheus(stack, home, port=port, cloud=cloud_port))
+        until(prometheus.answers, *lab)
+        shared = {("cloud", "", ""), ("institution", HOME, ""), ("device", HOME, "")}
+        until(lambda: prometheus.healthy() == shared, *lab)
+        told.found.append(prometheus.healthy())
+        late = device("device-2")
+        everybody = shared | {("device", HOME, "device-2")}
+        until(lambda: prometheus.healthy() == everybody, *lab)
+        (told.folder,) = (home / "runs").iterdir()
+        rounds = told.folder / "rounds.csv"
+        until(lambda: rounds.exists() and len(rounds.read_text().splitlines()) > 2, *lab)  # the first is evaluated
+        late.kill()
+        until(lambda: prometheus.healthy() == shared, *lab)
+        run = json.loads((told.folder / "manifest.json").read_text())["run"]
+        shipped = expressions()
+
+        def everything() -> bool:
+            for where, expr in shipped.items():
+                told.data[where] = told.data.get(where) or prometheus.query(filled(expr, run))
+            return all(told.data[w] for w, expr in shipped.items() if not any(name in expr for name in ABSENT))
+
+        deadline = time.monotonic() + 10
+        while not everything() and time.monotonic() < deadline:
+            time.sleep(0.2)  # rules are worked out at their own pace; what has no data fails in its own test
+        lab.append(device("device-2"))
+        until(lambda: prometheus.healthy() == everybody, *lab)
+        for process in lab:
+            _, errors = process.communicate(timeout=PATIENCE_S)
+            assert process.returncode == 0, errors.decode()
+        told.last = prometheus.last()
+        yield told
+
+
+@needs_prometheus
+def test_a_process_of_several_devices_is_one_target(story: Story) -> None:
+    assert story.found == [{("cloud", "", ""), ("institution", HOME, ""), ("device", HOME, "")}]
+    devices = {labels["device"] for labels, _ in story.last["round"] if labels["role"] == "device"}
+    assert devices == {"device-0", "device-1", "device-2"}
+
+
+@needs_prometheus
+def test_what_is_shipped_has_data(story: Story) -> None:
+    empty = {where: expr for where, expr in expressions().items() if not story.data[where]}
+    assert [where for where, expr in empty.items() if not any(name in expr for name in ABSENT)] == []
+
+
+def assert_same_seconds(folder: Path, seen: list[Row]) -> None:
+    """Compare the cloud's seconds by phase with rounds.csv, bit for bit."""
+    with (folder / "rounds.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = {labels["phase"]: value for labels, value in seen if labels["role"] == "cloud"}
+    written: dict[str, float] = defaultdict(float)
+    for row in rows:
+        for phase in found:
+            written[phase] += float(row[f"{phase}_s"])
+    assert rows and found == written
+    assert sum(found.values()) == pytest.approx(float(rows[-1]["elapsed_s"]), abs=1e-4)
+
+
+def assert_same_bytes(folder: Path, seen: Mapping[str, list[Row]], *, but: str = "") -> int:
+    """Compare both counts of bytes with links.csv, each where it arrived; return how many were compared."""
+    with (folder / "links.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["kind"] in ("model", "control") and row["to"] != but]
+    for count in ("payload_bytes", "message_bytes"):
+        found = {
+            (labels["peer"], labels.get("device") or labels.get("institution") or "cloud", labels["kind"]): value
+            for labels, value in seen[count]
+            if labels["direction"] == "received" and labels.get("device") != but
+        }
+        for row in rows:
+            assert found[row["from"], row["to"], row["kind"]] == int(row[count]), row
+    return len(rows)
+
+
+@needs_prometheus
+def test_seconds_and_bytes_are_those_of_the_runs_files(story: Story) -> None:
+    assert_same_seconds(story.folder, story.last["phase_seconds"])
+    # What a device had received when it was killed nobody could tell.
+    assert assert_same_bytes(story.folder, story.last, but="device-2") == 14
+
+
+@needs_prometheus
+@pytest.mark.slow
+def test_the_demo_is_found_whole_and_agrees_with_its_files(tmp_path: Path) -> None:
+    port, cloud = free_port(), free_port()
+    sizes = ("iterations=5", "links.wan.up_mbit=0.64", "links.wan.down_mbit=0.64")
+    with ExitStack() as stack:
+        words = ["run", DEMO, "--runs", tmp_path / "runs", "--metrics", f"127.0.0.1:{cloud}"]
+        words += [word for size in sizes for word in ("--set", size)]
+        prometheus = Prometheus(start_prometheus(stack, tmp_path, port=port, cloud=cloud))
+        lab = start(stack, sys.executable, "-m", "deploy.cli", *words)
+        until(prometheus.answers, lab)
+        until(lambda: len(prometheus.query('count by (device) (fedstrata_round{role="device"})')) == 12, lab)
+        homes = {("institution", f"institution-{i}", "") for i in range(3)}
+        until(lambda: homes <= prometheus.healthy(), lab)
+        _, errors = lab.communicate(timeout=PATIENCE_S)
+        assert lab.returncode == 0, errors.decode()
+        (folder,) = (tmp_path / "runs").glob("2*")
+        last = prometheus.last()
+        assert_same_seconds(folder, last["phase_seconds"])
+        assert assert_same_bytes(folder, last) == 60
+
+
+@needs_prometheus
+def test_alerts_fire_on_their_faults() -> None:
+    for words in (["check", "config", "prometheus.yml"], ["test", "rules", "alerts_test.yml"]):
+        done = subprocess.run(["promtool", *words], cwd=SHIPPED, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_metric_that_is_asked_for_exists() -> None:
+    exposed = {family.exposed(name) for name, family in FAMILIES.items()}
+    rules = [
+        rule
+        for file in ("rules.yml", "alerts.yml")
+        for group in yaml.safe_load((SHIPPED / file).read_text())["groups"]
+        for rule in group["rules"]
+    ]
+    recorded = {rule["record"] for rule in rules if "record" in rule}
+    for where, expr in expressions().items():
+        asked = set(re.findall(r"\b(?:\w+:)?fedstrata[_:][\w:]+", expr))
+        assert asked <= exposed | recorded, where
+        assert asked or re.search(r"ALERTS|up\{|vector", expr), where
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_dashboards_are_what_the_code_makes(name: str) -> None:
+    kept = (GRAFANA / "dashboards" / f"{name}.json").read_text(encoding="utf-8")
+    assert kept == dashboard(name), "write them anew: python -m deploy.dashboards deploy/grafana/dashboards"
+
+
+def test_panels_stand_beside_each_other_and_have_names_of_their_own() -> None:
+    assert {path.stem for path in (GRAFANA / "dashboards").glob("*.json")} == set(DASHBOARDS)
+    (source,) = yaml.safe_load((GRAFANA / "provisioning" / "datasources" / "prometheus.yml").read_text())["datasources"]
+    for name in DASHBOARDS:
+        made = json.loads(dashboard(name))
+        assert made["uid"] == f"fedstrata-{name}"
+        taken: set[tuple[int, int]] = set()
+        for panel in made["panels"]:
+            at = panel["gridPos"]
+            cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+            assert not cells & taken and at["x"] + at["w"] <= 24
+            taken |= cells
+            assert all(each["datasource"]["uid"] == source["uid"] for each in (panel, *panel["targets"]))
+        assert len({panel["id"] for panel in made["panels"]}) == len(made["panels"])

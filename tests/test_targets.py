@@ -1,0 +1,168 @@
+"""Where Prometheus is sent: what the cloud makes of its children's words."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import urllib.request
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from common.links import Link
+from common.metrics import Metrics
+from common.net.link import BrokerAddress
+from common.node.child import ChildFace
+from common.node.identity import Identity, new_session
+from common.node.parent import ParentFace
+from common.node.targets import TELL_S, Targets, discovery, reachable
+from common.spec import Transfer
+from common.wire.messages import NodeState, Presence, Target
+from deploy.broker import Broker, start
+
+DEVICES = {"i0": ("d0", "d1", "d2"), "i1": ("d3",)}
+
+
+def word(state: NodeState, metrics: str = "", *below: tuple[str, str]) -> Presence:
+    return Presence(state, "institution", metrics, targets=tuple(Target(*each) for each in below))
+
+
+def found(targets: Targets) -> dict[str, tuple[str, str, str]]:
+    """Return role, institution and device of each address."""
+    answer = discovery(targets, DEVICES, cloud="10.0.0.1:9464", run="r1")
+    labels = {str(each["targets"][0]): each["labels"] for each in answer}  # type: ignore[index]
+    assert len(labels) == len(answer)  # an address twice would be scraped twice
+    assert all(each["run"] == "r1" for each in labels.values())  # type: ignore[index]
+    return {a: (each["role"], each["institution"], each["device"]) for a, each in labels.items()}  # type: ignore[index]
+
+
+def hear(targets: Targets, child: str, presence: Presence | None) -> None:
+    async def inside() -> None:
+        targets.hear(child, presence)
+
+    asyncio.run(inside())
+
+
+def test_devices_of_one_process_are_one_target_with_the_labels_that_they_share() -> None:
+    targets = Targets()
+    assert found(targets) == {"10.0.0.1:9464": ("cloud", "", "")}
+    hear(targets, "i0", word(NodeState.READY, "h0:1", ("d0", "h1:1"), ("d1", "h1:1"), ("d2", "h2:1")))
+    hear(targets, "i1", word(NodeState.INIT, "", ("d3", "h2:1")))  # its own is not told
+    assert found(targets) == {
+        "10.0.0.1:9464": ("cloud", "", ""),
+        "h0:1": ("institution", "i0", ""),
+        "h1:1": ("device", "i0", ""),
+        "h2:1": ("device", "", ""),
+    }
+
+
+@pytest.mark.parametrize("state", NodeState)
+def test_who_is_gone_is_no_target_and_devices_wait_for_an_institution_that_is_away(state: NodeState) -> None:
+    targets = Targets()
+    hear(targets, "i0", word(NodeState.READY, "h0:1", ("d0", "h1:1")))
+    said = word(state) if state is NodeState.LOST else word(state, "h0:1", ("d0", "h1:1"))  # a will knows nothing
+    hear(targets, "i0", said)
+    here = {NodeState.INIT, NodeState.READY, NodeState.FINISHED}
+    assert ("h0:1" in found(targets)) is (state in here)
+    assert ("h1:1" in found(targets)) is (state is not NodeState.FAILED)
+    hear(targets, "i0", None)
+    assert len(found(targets)) == 1
+
+
+def test_nobody_speaks_for_others_and_what_is_no_address_is_none() -> None:
+    targets = Targets()
+    lies = (
+        ("d3", "h1:1"),
+        ("cloud", "h1:2"),
+        ("d0", "http://h1"),
+        ("d1", "h1:1/x"),
+        ("d2", "h" * 300 + ":1"),
+        ("d0", ""),
+    )
+    hear(targets, "i0", word(NodeState.READY, "no address", *lies))
+    assert found(targets) == {"10.0.0.1:9464": ("cloud", "", "")}
+
+
+def test_many_that_come_together_are_told_at_once() -> None:
+    told: list[tuple[Target, ...]] = []
+
+    async def play() -> None:
+        loop, targets = asyncio.get_running_loop(), Targets()
+        targets.tell = told.append
+        for i in range(100):
+            targets.hear(f"d{i:02}", Presence(NodeState.INIT, "device", f"h{i}:1"))
+        targets.hear("d07", Presence(NodeState.LOST, "device"))
+        targets.hear("d08", Presence(NodeState.READY, "device", "h8:1"))
+        (due,) = {handle for handle in (targets._due,) if handle is not None}
+        assert due.when() - loop.time() <= TELL_S
+        due.cancel()
+        targets._speak()
+        targets.hear("d08", Presence(NodeState.READY, "device", "h8:1"))
+        assert targets._due is None  # nothing new
+
+    asyncio.run(play())
+    ((*once,),) = told
+    assert [target.name for target in once] == [f"d{i:02}" for i in range(100) if i != 7]
+
+
+def test_the_answer_is_json_also_before_there_is_anything_to_tell() -> None:
+    metrics = Metrics()
+    port = metrics.serve("127.0.0.1", 0)
+
+    def ask() -> object:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/sd", timeout=10) as answer:
+            assert answer.status == 200 and answer.headers["Content-Type"] == "application/json"
+            return json.load(answer)
+
+    assert ask() == []
+    metrics.targets = lambda asked: [{"targets": [asked], "labels": {"role": "cloud"}}]
+    assert ask() == [{"targets": [f"127.0.0.1:{port}"], "labels": {"role": "cloud"}}]
+
+
+def test_a_server_on_all_addresses_is_found_where_its_broker_is_reached_from() -> None:
+    assert reachable("192.0.2.7", ("127.0.0.1", 1883)) == "192.0.2.7"
+    assert reachable("::1", ("127.0.0.1", 1883)) == "[::1]"
+    assert reachable("0.0.0.0", ("127.0.0.1", 1883)) == "127.0.0.1"
+    assert reachable("", ("broker.invalid", 1883)) == socket.gethostname()
+
+
+def test_devices_on_a_broker_of_their_own_are_found_lost_and_found_again(tmp_path: Path) -> None:
+    async def play(wan: Broker, lan: Broker) -> None:
+        at = {broker.port: BrokerAddress(broker.host, broker.port) for broker in (wan, lan)}
+
+        def identity(name: str, role: str) -> Identity:
+            return Identity("r1", name, role, new_session(), f"{name}.lab:1")
+
+        def device() -> ChildFace:
+            return ChildFace(at[lan.port], identity("d0", "device"), parent="i0", transfer=Transfer(), link=Link())
+
+        async def until(*wanted: str) -> None:
+            while set(found(cloud.targets)) != {"10.0.0.1:9464", *wanted}:  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.01)
+
+        cloud = ParentFace(at[wan.port], identity("cloud", "cloud"), links={"i0": Link()}, transfer=Transfer())
+        middle = identity("i0", "institution")
+        up = ChildFace(at[wan.port], middle, parent="cloud", transfer=Transfer(), link=Link())
+        down = ParentFace(at[lan.port], middle, links={"d0": Link()}, transfer=Transfer())
+        down.targets.tell = up.endpoint.set_targets
+        first, second = device(), device()
+        async with asyncio.timeout(30):
+            serving = [asyncio.create_task(f.endpoint.run(connect_timeout_s=9)) for f in (cloud, up, down, first)]
+            await until("i0.lab:1", "d0.lab:1")
+            first.endpoint.set_state(NodeState.DISCONNECTED)
+            await until("i0.lab:1")
+            serving.append(asyncio.create_task(second.endpoint.run(connect_timeout_s=9)))
+            await until("i0.lab:1", "d0.lab:1")
+            up.endpoint.set_state(NodeState.LOST)  # as its will says it
+            await until("d0.lab:1")
+        for task in serving:
+            task.cancel()
+        await asyncio.wait(serving)
+
+    with ExitStack() as stack:
+        for name in ("wan", "lan"):
+            (tmp_path / name).mkdir()
+        wan, lan = (stack.enter_context(start(directory=tmp_path / name)) for name in ("wan", "lan"))
+        asyncio.run(play(wan, lan))
