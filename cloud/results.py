@@ -9,11 +9,13 @@ checkpoints/     the last two                    model.safetensors  the final mo
 from __future__ import annotations
 
 import csv
+import fcntl
 import io
 import json
 import os
 import platform
 import secrets
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -31,13 +33,20 @@ DEVICE_FIELDS: Final = (
     "round", "institution", "device", "samples", "local_rounds", "epochs", "sgd_steps", "loss", "train_s", "wait_s",
 )  # fmt: skip
 LEDGER: Final = "ledger.json"
+HELD: Final = "experiment.toml"  # the file that is locked: it is never replaced
 DIRECT: Final = "direct"  # in manifest.json: what is different in a run without a network
 
 
 class RunFolder:
-    """One run's folder. `run` is its id on the brokers."""
+    """One run's folder. `run` is its id on the brokers.
+
+    As long as this lives its process holds the folder (`held`): by a lock, so that the kernel lets go for a killed one.
+    """
 
     def __init__(self, path: Path, run: str, experiment: Experiment) -> None:
+        held = os.open(path / HELD, os.O_RDONLY)
+        weakref.finalize(self, os.close, held)
+        _try_lock(held, fcntl.LOCK_SH)
         self.path = path
         self.run = run
         self.experiment = experiment
@@ -53,8 +62,8 @@ class RunFolder:
             path.mkdir(parents=True)
         except OSError as error:
             raise InvalidExperiment("--runs", str(root), error.strerror or str(error), "Name another folder.") from None
-        folder = cls(path, f"{utc}-{token}", experiment)
         (path / "experiment.toml").write_text(to_toml(experiment), encoding="utf-8")
+        folder = cls(path, f"{utc}-{token}", experiment)
         folder._write_manifest(utc)
         return folder
 
@@ -189,6 +198,29 @@ class RunFolder:
         nodes = [*topology.institution_names(), *topology.device_names()]
         links = {name: experiment.link(name).model_dump() for name in nodes}
         return {"enforce": experiment.links.enforce, "of": links}
+
+
+def held(path: Path) -> bool:
+    """Return whether a living process writes this run's folder; False where the file system has no locks."""
+    try:
+        file = os.open(path / HELD, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return not _try_lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(file)
+
+
+def _try_lock(file: int, kind: int) -> bool:
+    """Return False where another process's lock is in the way; a file system without locks is in nobody's way."""
+    try:
+        fcntl.flock(file, kind)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _replace(path: Path, text: str) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from common.errors import ConnectionFailed
+from deploy.logs import tell
 from deploy.processes import free_port, spawn, stop
 
 Kind = Literal["mosquitto", "embedded"]
@@ -138,7 +139,7 @@ def run_foreground(
             start(directory=Path(directory), host=host, port=port, kind=kind, password_file=password_file) as broker,
         ):
             slow = " (slow, not for measurements: apt install mosquitto)" if broker.kind == "embedded" else ""
-            print(f"broker: {broker.kind} listens on {host}:{broker.port}{slow}", file=sys.stderr, flush=True)
+            tell(f"broker: {broker.kind} listens on {host}:{broker.port}{slow}")
             code = broker.process.wait()
             raise ConnectionFailed(f"{broker.kind} ended with code {code}:{_last_words(broker.log)}")
     except KeyboardInterrupt:

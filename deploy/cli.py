@@ -12,7 +12,6 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 from collections.abc import Callable, Coroutine
 from functools import partial
 from importlib.metadata import version
@@ -25,7 +24,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import typer
 
 from common.errors import InvalidExperiment
-from deploy import data
+from deploy import data, inspection, logs
 from deploy.reporting import reporting
 
 if TYPE_CHECKING:
@@ -44,6 +43,9 @@ app = typer.Typer(
 )
 
 app.add_typer(data.app, name="data")
+app.add_typer(inspection.app, name="runs")
+app.command()(inspection.report)
+app.command()(inspection.compare)
 
 ExperimentFile = Annotated[Path | None, typer.Argument(help="The experiment, a TOML file.", show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set training.epochs=2.")]
@@ -73,14 +75,18 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _root(
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.", envvar="FEDSTRATA_LOG")] = "warning",
+    log_format: Annotated[
+        Literal["text", "json"],
+        typer.Option(help="Standard error: words, or a JSON object a line.", envvar="FEDSTRATA_LOG_FORMAT"),
+    ] = "text",
     _: Annotated[
         bool, typer.Option("--version", help="Print the version and end.", is_eager=True, callback=_version)
     ] = False,
 ) -> None:
-    level = getattr(logging, log_level.upper(), None)
-    if not isinstance(level, int):
-        raise typer.BadParameter(f"{log_level!r}: use debug, info, warning or error", param_hint="--log-level")
-    logging.basicConfig(level=level, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+    try:
+        logs.begin(log_level, json_lines=log_format == "json")
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--log-level") from None
 
 
 @app.command()
@@ -126,7 +132,7 @@ def run(
         if dry_run:
             from common.spec import to_toml
 
-            typer.echo(to_toml(chosen), nl=False)
+            typer.echo(f"{chosen.to_json()}\n" if output == "json" else to_toml(chosen), nl=False)
             return
         if direct:
             _run_direct(chosen, runs=runs, resume=resume, json_lines=output == "json", accelerator=accelerator or "cpu")
@@ -171,7 +177,7 @@ def cloud(
             )
             await agent.run()
 
-    _run_role(play)
+    _run_role(play, "cloud")
 
 
 @app.command()
@@ -203,7 +209,7 @@ def institution(
         )
         await agent.run()
 
-    _run_role(take_part)
+    _run_role(take_part, name)
 
 
 @app.command()
@@ -259,6 +265,7 @@ def device(
         try:
             async with asyncio.TaskGroup() as group:
                 for each, agent in zip(name, agents, strict=True):
+                    logs.NODE.set(each)  # a task keeps what is set when it is made
                     group.create_task(agent.run(), name=each)
         except BaseExceptionGroup as errors:
             known = first_error(errors)
@@ -308,13 +315,13 @@ def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lin
 
     keep_large_buffers()
     if resume is None and chosen.links != Links():
-        typer.echo("--direct: the links' rates and delays are not kept", err=True)
+        logs.tell("--direct: the links' rates and delays are not kept", level=logging.WARNING)
     folder = RunFolder.reopen(resume, direct=True) if resume else RunFolder.create(runs, chosen)
     try:
         with show(json_lines=json_lines) as observe:
             play(folder, resume=resume is not None, accelerator=accelerator, observe=observe)
     except KeyboardInterrupt:
-        typer.echo(f"\ngo on with: fedstrata run --direct --resume {folder.path}", err=True)
+        logs.tell(f"\ngo on with: fedstrata run --direct --resume {folder.path}")
         raise
 
 
@@ -350,7 +357,7 @@ def _metrics(address: str) -> tuple[Metrics, str]:
         raise InvalidExperiment("--metrics", address, str(error), "Use a free host:port, or port 0.") from None
 
 
-def _run_role(role: Callable[[], Coroutine[Any, Any, None]]) -> None:
+def _run_role(role: Callable[[], Coroutine[Any, Any, None]], node: str = "") -> None:
     async def interruptible() -> None:
         task = asyncio.current_task()
         loop = asyncio.get_running_loop()
@@ -362,6 +369,7 @@ def _run_role(role: Callable[[], Coroutine[Any, Any, None]]) -> None:
     from common.node.memory import keep_large_buffers
 
     keep_large_buffers()
+    logs.NODE.set(node)
     with reporting():
         asyncio.run(interruptible())
 

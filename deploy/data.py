@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from common.errors import InvalidExperiment
+from deploy.logs import tell
 from deploy.reporting import reporting
 
 if TYPE_CHECKING:
@@ -61,7 +63,7 @@ def check(
                 found = datasets.load(parse({"data": {"dataset": name, "root": str(root)}}).data)
             except InvalidExperiment as error:
                 if failed is not None:
-                    typer.echo(f"fedstrata: {failed}", err=True)
+                    tell(f"fedstrata: {failed}", level=logging.ERROR)
                 failed = error
                 continue
             facts = _describe(name, found)
@@ -93,7 +95,7 @@ def partition(
         for name, device in facts["devices"].items():
             held = sum(count > 0 for count in device["by_class"])
             typer.echo(f"{name}\t{device['institution']}\t{device['samples']}\t{held}")
-        typer.echo(f"digest {facts['digest']}, in {out}", err=True)
+        tell(f"digest {facts['digest']}, in {out}")
 
 
 def write_partition(experiment: Experiment, out: Path) -> dict[str, Any]:
@@ -101,7 +103,7 @@ def write_partition(experiment: Experiment, out: Path) -> dict[str, Any]:
     import numpy as np
 
     from common.learning import datasets, partitions
-    from deploy.partition_picture import draw
+    from deploy.partition_picture import figure
 
     if experiment.data.dataset == "folder":
         raise InvalidExperiment(
@@ -128,10 +130,7 @@ def write_partition(experiment: Experiment, out: Path) -> dict[str, Any]:
         out.mkdir(parents=True, exist_ok=True)
         np.savez_compressed(out / "partition.npz", **by_name)  # type: ignore[arg-type]
         (out / "partition.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-        ordered = [(home, name) for home, names in experiment.topology.children().items() for name in names]
-        title = f"{experiment.data.dataset}, {experiment.data.partition}, seed {experiment.seed}: {facts['digest']}"
-        picture = draw(np.stack([counts[name] for _, name in ordered]), rows=ordered, title=title)
-        (out / "partition.svg").write_text(picture, encoding="utf-8")
+        (out / "partition.svg").write_text(figure(facts).file(), encoding="utf-8")
     except OSError as error:
         raise InvalidExperiment("--out", str(out), error.strerror or str(error), "Name a folder to write to.") from None
     return facts

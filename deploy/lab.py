@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import queue
 import shutil
@@ -17,6 +18,7 @@ from typing import Any, Final
 from common.errors import RunFailed
 from common.rules import remembers
 from common.spec import CLOUD, Experiment, to_toml
+from deploy.logs import options, tell, words_of
 from deploy.network import Network, Open, one_host
 from deploy.processes import interruptible, spawn, stop_all
 from deploy.progress import Observe, show
@@ -64,7 +66,7 @@ class Lab:
                 self._tell_how_to_go_on(network)
                 raise RunFailed(f"the cloud was killed by signal {-code}")
             if code:
-                print(_last_words(home / "cloud.log"), file=sys.stderr)
+                tell(_last_words(home / "cloud.log"), level=logging.ERROR)
             else:
                 self._see_off()
             return code
@@ -76,7 +78,7 @@ class Lab:
 
     def _tell_how_to_go_on(self, network: Network) -> None:
         if self._folder is not None:
-            print(f"\ngo on with: fedstrata run --resume {self._folder}{network.flags}", file=sys.stderr)
+            tell(f"\ngo on with: fedstrata run --resume {self._folder}{network.flags}")
 
     def _start(self, home: Path, network: Network) -> None:
         file = home / "experiment.toml"
@@ -103,7 +105,7 @@ class Lab:
         threading.Thread(target=self._read_events, daemon=True).start()
 
     def _spawn(self, home: Path, network: Network, process: str, arguments: list[str]) -> None:
-        command = [sys.executable, "-m", "deploy.cli", *arguments]
+        command = [sys.executable, "-m", "deploy.cli", *options(), *arguments]
         with network.inside(process):
             self._roles[process] = spawn(command, log=home / f"{process}.log", read_output=process == CLOUD)
 
@@ -146,7 +148,7 @@ class Lab:
                 if self._roles["cloud"].poll() is None:
                     raise RunFailed(f"{role} ended with code {code}: {_last_words(home / f'{role}.log')}")
             else:
-                print(f"{role} was killed by signal {-code}; the run goes on without it", file=sys.stderr)
+                tell(f"{role} was killed by signal {-code}; the run goes on without it", level=logging.WARNING)
 
     def _see_off(self) -> None:
         deadline = time.monotonic() + FAREWELL_S
@@ -166,4 +168,4 @@ class Lab:
 
 def _last_words(log: Path) -> str:
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+    return words_of(lines[-1]) if lines else "it said nothing"

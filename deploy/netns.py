@@ -14,7 +14,6 @@ the WAN up and down again, and what an institution sends its N devices crosses i
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from typing import Final
 from common.errors import InvalidExperiment
 from common.spec import CLOUD, Experiment
 from deploy import broker
+from deploy.logs import tell
 from deploy.namespaces import Wire, joined
 from deploy.network import Network
 
@@ -113,7 +113,7 @@ def namespaces(experiment: Experiment, home: Path, *, one_broker: bool) -> Itera
             for institution in institutions:
                 spaces[institution].forward()
         where = "at the cloud" if one_broker else "at the cloud and at each institution"
-        print(f"{len(spaces)} network namespaces; broker: {served.kind} {where}", file=sys.stderr, flush=True)
+        tell(f"{len(spaces)} network namespaces; broker: {served.kind} {where}")
         yield Network(
             upward=upward,
             downward={name: f"127.0.0.1:{ports[name]}" if name in ports else upward[name] for name in institutions},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import TypeAlias
 from common.errors import InvalidExperiment
 from common.spec import CLOUD, Experiment
 from deploy import broker
+from deploy.logs import tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def one_host(experiment: Experiment, home: Path) -> Iterator[Network]:
     processes = min(len(devices), os.cpu_count() or 1)
     with broker.start(directory=home) as served:
         address = f"{served.host}:{served.port}"
-        print(f"broker: {served.kind} on {address}", file=sys.stderr, flush=True)
+        tell(f"broker: {served.kind} on {address}")
         yield Network(
             upward=dict.fromkeys((CLOUD, *children, *devices), address),
             downward=dict.fromkeys(children, address),

@@ -2,48 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+from deploy.figures import LETTER, Figure, rect, text
+from deploy.tabular import Column, Table
 
-CELL, LEFT, TOP, GAP = 14, 190, 46, 6  # pixels
-INK = "#1f5a99"
+CELL, TOP, GAP = 14, 52.0, 6  # pixels
 
 
-def draw(counts: npt.NDArray[np.int64], *, rows: Sequence[tuple[str, str]], title: str) -> str:
-    """Return an SVG of samples per device and class, int64 [devices, classes].
+def figure(facts: Mapping[str, Any], *, name: str = "partition") -> Figure:
+    """Return the picture of what partition.json says.
 
-    `rows` are (institution, device) in the order of `counts`, an institution's devices together. The area of a cell
-    is its share of the fullest one; its title tells the number.
+    The area of a cell is its share of the fullest one; its title tells the number.
     """
-    classes = counts.shape[1]
-    most = max(int(counts.max(initial=0)), 1)
-    step = max(1, -(-classes // 20))
-    shapes = [f'<text x="8" y="18" font-size="13">{escape(title)}</text>']
-    shapes += [
-        f'<text x="{LEFT + CELL * label + CELL / 2:.0f}" y="{TOP - 6}" text-anchor="middle">{label}</text>'
-        for label in range(0, classes, step)
-    ]
-    y, home = float(TOP), rows[0][0] if rows else ""
-    for (institution, device), held in zip(rows, counts, strict=True):
-        if institution != home:
-            y, home = y + GAP, institution
-        name = escape(f"{institution} / {device}")
-        shapes.append(f'<text x="{LEFT - 8}" y="{y + 11:.0f}" text-anchor="end">{name}</text>')
-        for label in np.flatnonzero(held):
-            side = max(1.0, (CELL - 2) * float(np.sqrt(held[label] / most)))
-            x_cell, y_cell = LEFT + CELL * label + (CELL - side) / 2, y + (CELL - side) / 2
-            shapes.append(
-                f'<rect x="{x_cell:.1f}" y="{y_cell:.1f}" width="{side:.1f}" height="{side:.1f}" fill="{INK}">'
-                f"<title>{name}, class {label}: {held[label]}</title></rect>"
-            )
-        shapes.append(f'<text x="{LEFT + CELL * classes + 8}" y="{y + 11:.0f}">{held.sum()}</text>')
+    devices = facts["devices"]
+    data = facts.get("data", {})
+    split = f"{data.get('dataset', '')}, {data.get('partition', '')}"
+    homes: dict[str, list[str]] = {}
+    for device, held in devices.items():
+        homes.setdefault(str(held["institution"]), []).append(device)
+    counts = {device: [int(count) for count in held["by_class"]] for device, held in devices.items()}
+    classes = max(map(len, counts.values()), default=0)
+    most = max((count for held in counts.values() for count in held), default=0) or 1
+    rows = [(home, device) for home, members in homes.items() for device in members]
+    left = 12 + LETTER * max((len(f"{home} / {device}") for home, device in rows), default=0)
+    elements = [text(2, 16, f"{split}, seed {facts.get('seed', '')}: {facts.get('digest', '')}")]
+    for label in range(0, classes, max(1, -(-classes // 20))):
+        elements.append(text(left + CELL * (label + 0.5), TOP - 6, str(label), anchor="middle", kind="soft"))
+    y, before = TOP, rows[0][0] if rows else ""
+    for home, device in rows:
+        y, before = y + GAP * (home != before), home
+        named = f"{home} / {device}"
+        elements.append(text(left - 8, y + 11, named, anchor="end"))
+        for label, count in enumerate(counts[device]):
+            if count:
+                side = max(1.0, (CELL - 2) * (count / most) ** 0.5)
+                corner = (left + CELL * label + (CELL - side) / 2, y + (CELL - side) / 2)
+                elements.append(rect(*corner, side, side, "weight", title=f"{named}, class {label}: {count}"))
+        elements.append(text(left + CELL * classes + 8, y + 11, str(sum(counts[device]))))
         y += CELL
-    width, height = max(LEFT + CELL * classes + 70, 16 + 8 * len(title)), y + 10
-    frame = f'<rect x="{LEFT}" y="{TOP}" width="{CELL * classes}" height="{y - TOP:.0f}" fill="none" stroke="#999"/>'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height:.0f}" font-family="sans-serif" '
-        f'font-size="10"><rect width="100%" height="100%" fill="white"/>\n' + "\n".join([*shapes, frame]) + "\n</svg>\n"
+    elements.append(rect(left, TOP, CELL * classes, y - TOP, "grid"))
+    columns = [Column("institution", text=True), Column("device", text=True), *(Column(str(c)) for c in range(classes))]
+    table = Table(
+        name, "Samples by device and class", columns, [(*row, *_padded(counts[row[1]], classes)) for row in rows]
     )
+    size = (max(left + CELL * classes + 70, 470.0), y + 10)
+    return Figure(name, "Samples by device and class", split, size, elements, table)
+
+
+def _padded(counts: Sequence[int], classes: int) -> list[int]:
+    return [*counts, *[0] * (classes - len(counts))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +12,8 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+
+from deploy.logs import as_json, tell
 
 Observe = Callable[[str, dict[str, object]], None]
 TIERS = ("wan", "lan")
@@ -26,14 +27,14 @@ def show(*, json_lines: bool) -> Iterator[Observe]:
         return
     errors = Console(stderr=True)
     view = RunView()
-    if not errors.is_terminal:
+    if not errors.is_terminal or as_json():
 
-        def tell(event: str, facts: dict[str, object]) -> None:
+        def say(event: str, facts: dict[str, object]) -> None:
             view.take(event, facts)
             if (line := view.line(event, facts)) is not None:
-                print(line, file=sys.stderr, flush=True)
+                tell(line)
 
-        yield tell
+        yield say
     else:
         with Live(console=errors, refresh_per_second=4, transient=True) as live:
 

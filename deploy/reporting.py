@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import typer
 
 from common.errors import FedstrataError
+from deploy.logs import tell
 
 INTERRUPTED = 130
 
@@ -19,8 +21,8 @@ def reporting() -> Iterator[None]:
     try:
         yield
     except FedstrataError as error:
-        typer.echo(f"fedstrata: {error}", err=True)
+        tell(f"fedstrata: {error}", level=logging.ERROR)
         raise typer.Exit(error.exit_code) from None
     except (KeyboardInterrupt, asyncio.CancelledError):
-        typer.echo("fedstrata: interrupted", err=True)
+        tell("fedstrata: interrupted", level=logging.ERROR)
         raise typer.Exit(INTERRUPTED) from None

@@ -1,0 +1,177 @@
+"""A table once, and its forms: aligned text, CSV, LaTeX (booktabs), HTML.
+
+Text, LaTeX and HTML round numbers for the eye; CSV has them whole.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from statistics import mean, stdev
+from typing import Final, TypeAlias
+
+THIN: Final = "\u202f"  # between thousands, never broken
+_BLANKS: Final = str.maketrans("\t\r\n", "   ")
+_LATEX: Final = {
+    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "%": r"\%", "_": r"\_",
+    "^": r"\textasciicircum{}", "~": r"\textasciitilde{}", "<": r"\textless{}", ">": r"\textgreater{}",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A mean and the sample deviation around it, None where one value has none."""
+
+    mean: float
+    deviation: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread | None:
+        """Return the mean and deviation (n - 1) of some values, None of none."""
+        if not values:
+            return None
+        return cls(mean(values), stdev(values) if len(values) > 1 else None)
+
+
+Cell: TypeAlias = str | int | float | Spread | None
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column's head, its unit, and how many digits follow a float's point."""
+
+    name: str
+    unit: str = ""
+    digits: int = 1
+    text: bool = False
+
+    @property
+    def head(self) -> str:
+        """Return the name with its unit."""
+        return f"{self.name}, {self.unit}" if self.unit else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of cells under columns; `name` is a file's, `title` a reader's."""
+
+    name: str
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Cell]]
+
+    def aligned(self) -> str:
+        """Return lines of text: words at the left, numbers at the right."""
+        lines = [[column.head for column in self.columns], *self._shown(" ± ", "-")]
+        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+        return "".join(
+            "  ".join(
+                cell.ljust(width) if column.text else cell.rjust(width)
+                for cell, width, column in zip(line, widths, self.columns, strict=True)
+            ).rstrip()
+            + "\n"
+            for line in lines
+        )
+
+    def csv(self) -> str:
+        """Return CSV, numbers whole; a mean has a column of its own for the deviation."""
+        spread = [any(isinstance(row[i], Spread) for row in self.rows) for i in range(len(self.columns))]
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        heads = [
+            [_plain(column)] + [f"{_plain(column)}_sd"] * two for column, two in zip(self.columns, spread, strict=True)
+        ]
+        writer.writerow([head for pair in heads for head in pair])
+        for row in self.rows:
+            cells: list[object] = []
+            for cell, two in zip(row, spread, strict=True):
+                if isinstance(cell, Spread):
+                    cells += [cell.mean, "" if cell.deviation is None else cell.deviation]
+                else:
+                    cells += ["" if cell is None else clean(cell) if isinstance(cell, str) else cell, *[""] * two]
+            writer.writerow(cells)
+        return text.getvalue()
+
+    def latex(self) -> str:
+        """Return a `tabular` of booktabs' rules."""
+        heads = " & ".join(tex(column.head) for column in self.columns)
+        rows = (" & ".join(cells) + r" \\" for cells in self._shown(r" \pm ", "--", _tex_cell))
+        frame = [rf"\begin{{tabular}}{{{''.join('l' if c.text else 'r' for c in self.columns)}}}", r"\toprule"]
+        return "\n".join([*frame, heads + r" \\", r"\midrule", *rows, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+    def html(self) -> str:
+        """Return a `table`; the first cell of a row is its head."""
+        heads = "".join(f'<th scope="col"{_side(column)}>{html(column.head)}</th>' for column in self.columns)
+        lines = []
+        for cells in self._shown(" ± ", "-"):
+            first, *rest = zip(cells, self.columns, strict=True)
+            row = f'<th scope="row"{_side(first[1])}>{html(first[0])}</th>'
+            lines.append(f"<tr>{row}{''.join(f'<td{_side(column)}>{html(cell)}</td>' for cell, column in rest)}</tr>")
+        body = "\n".join(lines)
+        return (
+            f'<div class="scroll" tabindex="0" role="region" aria-label="{html(self.title)}"><table>'
+            f"<caption>{html(self.title)}</caption>\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"
+        )
+
+    def _shown(
+        self, between: str, nothing: str, write: Callable[[str, Cell], str] = lambda shown, cell: shown
+    ) -> Iterator[list[str]]:
+        for row in self.rows:
+            cells = zip(row, self.columns, strict=True)
+            yield [write(show(cell, column.digits, between, nothing), cell) for cell, column in cells]
+
+
+def show(cell: Cell, digits: int = 1, between: str = " ± ", nothing: str = "-") -> str:
+    """Return a cell as a reader sees it."""
+    if cell is None:
+        return nothing
+    if isinstance(cell, str):
+        return cell
+    if isinstance(cell, int):
+        return f"{cell:,}".replace(",", THIN)
+    if isinstance(cell, float):
+        return f"{cell:,.{digits}f}".replace(",", THIN)
+    shown = show(float(cell.mean), digits)
+    return shown if cell.deviation is None else f"{shown}{between}{show(float(cell.deviation), digits)}"
+
+
+def size(count: float) -> str:
+    """Return bytes in a unit that leaves few digits."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def html(text: str) -> str:
+    """Return text that is safe in HTML, SVG and UTF-8: no control character, no half of a surrogate pair."""
+    return escape(clean(text))
+
+
+def clean(text: str) -> str:
+    """Return text without control characters, surrogates, and marks that turn the direction of writing."""
+    return "".join(letter if letter.isprintable() or letter == THIN else "\ufffd" for letter in text.translate(_BLANKS))
+
+
+def tex(text: str) -> str:
+    """Return text that LaTeX prints as it is."""
+    return "".join(_LATEX.get(letter, letter) for letter in clean(text))
+
+
+def _tex_cell(shown: str, cell: Cell) -> str:
+    if isinstance(cell, str):
+        return tex(shown)
+    return shown if cell is None else f"${shown.replace(THIN, chr(92) + ',')}$"
+
+
+def _plain(column: Column) -> str:
+    unit = {"%": "percent"}.get(column.unit, column.unit)
+    return "_".join(f"{column.name} {unit}".lower().replace("/", " per ").split())
+
+
+def _side(column: Column) -> str:
+    return ' class="words"' if column.text else ""
