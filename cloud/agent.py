@@ -67,7 +67,7 @@ class CloudAgent:
         export_parent(self._metrics, down, LABELS)
         facts = {"run": self._folder.run, "experiment": experiment.name, "digest": experiment.digest}
         self._metrics.run.labels(*LABELS).info(facts)
-        evaluator = Evaluator(experiment)
+        evaluator = Evaluator(experiment, self._folder.path)
         try:
             model = await live(
                 (down.endpoint,),
@@ -86,12 +86,14 @@ class CloudAgent:
 
     async def _play(self, down: ParentFace, evaluator: Evaluator, spool: Spool) -> Path:
         experiment = self._folder.experiment
-        layout, row = await evaluator.start()
+        beginning = await evaluator.start()
+        layout = beginning.layout
         down.set_layout(layout)
         run = CloudRun(
             self._folder,
             layout=layout,
-            row=row,
+            row=beginning.row,
+            partition=beginning.partition,
             spool=spool,
             down=down,
             evaluate=evaluator.evaluate,
@@ -99,7 +101,7 @@ class CloudAgent:
             observe=self._observe,
             resume=self._resume,
         )
-        down.endpoint.announce(Announcement(experiment.to_json(), layout.to_json()))
+        down.endpoint.announce(Announcement(experiment.to_json(), layout.to_json(), beginning.partition))
         down.endpoint.set_state(NodeState.READY)
         run.introduce(metrics_address=self._metrics_address)
         await down.gather(experiment.cloud.closing)

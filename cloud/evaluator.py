@@ -8,6 +8,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,16 +27,26 @@ class Accuracy:
     loss: float
 
 
-class Evaluator:
-    """One evaluator process; requests are served one after another."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Beginning:
+    """What a run begins with: the first model, uint8 [row_bytes], and the digest of the split of the data."""
 
-    def __init__(self, experiment: Experiment) -> None:
+    layout: ModelLayout
+    row: Row
+    partition: str
+
+
+class Evaluator:
+    """One evaluator process; requests are served one after another. It leaves the split of the data in the folder."""
+
+    def __init__(self, experiment: Experiment, folder: Path) -> None:
         self._experiment = experiment
+        self._folder = folder
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="evaluator")
         self._process: subprocess.Popen[bytes] | None = None
 
-    async def start(self) -> tuple[ModelLayout, Row]:
-        """Start the process and return the model's layout and the initial row. Raises RunFailed."""
+    async def start(self) -> Beginning:
+        """Start the process and return what it found. Raises RunFailed, InvalidExperiment."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._start)
 
     async def evaluate(self, iteration: int, row: Row) -> Accuracy:
@@ -52,16 +63,15 @@ class Evaluator:
                     pipe.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _start(self) -> tuple[ModelLayout, Row]:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "cloud.evaluator_process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+    def _start(self) -> Beginning:
+        command = [sys.executable, "-m", "cloud.evaluator_process", str(self._folder)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         head = self._ask(self._experiment.to_json().encode() + b"\n")
         row = np.empty(int(head["bytes"]), np.uint8)
         stdout = self._process.stdout
         if stdout is None or stdout.readinto(row.data) != row.size:  # type: ignore[attr-defined]
             raise self._died()
-        return ModelLayout.from_json(head["layout"]), row
+        return Beginning(ModelLayout.from_json(head["layout"]), row, head["partition"])
 
     def _evaluate(self, iteration: int, row: Row) -> Accuracy:
         answer = self._ask(json.dumps({"iteration": iteration}).encode() + b"\n", row.data)

@@ -1,16 +1,20 @@
 """The evaluator: a process of its own, so that torch never enters the cloud agent and accuracy is off the clock.
 
-It speaks over its standard input and output: a line of JSON each way, followed by `bytes` raw bytes of a row.
+It speaks over its standard input and output: a line of JSON each way, followed by `bytes` raw bytes of a row. Its one
+argument is the run's folder, where it leaves the split of the data.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
+from pathlib import Path
 from typing import BinaryIO
 
 from common.errors import InvalidExperiment
 from common.layout import Row
+from common.learning import splits
 from common.learning.evaluation import Examiner
 from common.spec import parse
 
@@ -23,12 +27,13 @@ def main() -> None:
     try:
         experiment = parse(requests.readline())
         try:
+            partition = splits.keep(experiment, Path(sys.argv[1]))
             examiner = Examiner(experiment)
         except InvalidExperiment as error:
             _answer(answers, {"invalid": error.parts})
             return
         layout, row = examiner.layout, examiner.first
-        _answer(answers, {"layout": layout.to_json(), "bytes": layout.row_bytes}, row)
+        _answer(answers, {"layout": layout.to_json(), "bytes": layout.row_bytes, "partition": partition}, row)
         while line := requests.readline():
             if requests.readinto(row.data) != layout.row_bytes:
                 return

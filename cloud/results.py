@@ -4,6 +4,7 @@ experiment.toml  the effective experiment        rounds.csv   a row for each glo
 manifest.json    versions, hosts, links, digest  links.csv    bytes by link and direction
 events.jsonl     what happened, one per line     devices.csv  work of each device in each iteration
 checkpoints/     the last two                    model.safetensors  the final model
+partition.npz    each device's samples           partition.json     their digest, and how many of each class
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from common.wire.messages import ChildReport
 PACKAGES: Final = ("fedstrata", "aiomqtt", "paho-mqtt", "numpy", "msgpack", "torch")
 DEVICE_FIELDS: Final = (
     "round", "institution", "device", "samples", "local_rounds", "epochs", "sgd_steps", "loss", "train_s", "wait_s",
+    "pause_s",
 )  # fmt: skip
 LEDGER: Final = "ledger.json"
 HELD: Final = "experiment.toml"  # the file that is locked: it is never replaced
@@ -120,7 +122,7 @@ class RunFolder:
         rows = []
         for r in reports:
             work = (iteration, institution, r.name, r.samples, r.rounds, r.epochs, r.steps)
-            costs = (f"{value:.6g}" for value in (r.loss, r.train_s, r.wait_s))
+            costs = (f"{value:.6g}" for value in (r.loss, r.train_s, r.wait_s, r.pause_s))
             rows.append(dict(zip(DEVICE_FIELDS, (*work, *costs), strict=True)))
         self._append("devices.csv", DEVICE_FIELDS, rows)
 
@@ -178,12 +180,14 @@ class RunFolder:
         os.replace(partial, path)
 
     def _write_manifest(self, utc: str) -> None:
+        experiment = self.experiment
         manifest = {
             "run": self.run,
             "started": utc,
-            "experiment_digest": self.experiment.digest,
+            "experiment_digest": experiment.digest,
             "links": self._links(),
-            "codecs": {t: getattr(self.experiment.transfer, t).model_dump() for t in ("wan", "lan")},
+            "hardware": {name: experiment.machine(name).model_dump() for name in experiment.topology.device_names()},
+            "codecs": {t: getattr(experiment.transfer, t).model_dump() for t in ("wan", "lan")},
             "host": platform.node(),
             "platform": platform.platform(),
             "cpus": os.cpu_count(),
@@ -230,9 +234,10 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _read(path: Path) -> tuple[Sequence[str], list[dict[str, str]]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        return reader.fieldnames or (), list(reader)
+    """Return a table's fields and rows; a last one that a kill cut short is left out."""
+    text = path.read_bytes().decode()
+    reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
+    return reader.fieldnames or (), list(reader)
 
 
 def _version(package: str) -> str | None:

@@ -20,7 +20,10 @@ from common.spec import CLOUD
 
 
 class CloudRun:
-    """One run; `row` is its first model. Raises InvalidExperiment where it cannot be resumed."""
+    """One run; `row` is its first model, `partition` the digest of the split of its data.
+
+    Raises InvalidExperiment where it cannot be resumed.
+    """
 
     def __init__(
         self,
@@ -28,6 +31,7 @@ class CloudRun:
         *,
         layout: ModelLayout,
         row: Row,
+        partition: str,
         spool: Spool,
         down: Children,
         evaluate: Evaluate,
@@ -40,7 +44,8 @@ class CloudRun:
         self._layout = layout
         self._down = down
         self._observe = observe
-        folder.note(model_bytes=layout.row_bytes)  # of a model as fp32: beside links.csv it shows what codecs save
+        # The bytes of a model as fp32: beside links.csv they show what codecs save.
+        folder.note(model_bytes=layout.row_bytes, partition=partition)
         rule = aggregator.build(
             experiment.cloud.aggregation,
             layout=layout,

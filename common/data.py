@@ -6,9 +6,10 @@ The formulas and their sources are in `common/learning/`: `datasets.py`, `partit
 from __future__ import annotations
 
 import re
-from typing import Annotated, Final, Literal
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from common.errors import InvalidExperiment
 from common.tables import Count, Positive, Table, proposal
@@ -31,7 +32,8 @@ OWN_MODEL: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 class Data(Table):
     """The data set and how it is split over the devices (sources: `common/learning/partitions.py`).
 
-    In `root` the word {node} stands for the name of the node that reads it, `cloud` where a model is evaluated.
+    In `root` the word {node} stands for the name of the node that reads it, `cloud` where a model is evaluated. Keys
+    that do nothing with this data set and this partition are not written out, and giving one is an error (`check`).
     """
 
     dataset: DatasetName = "digits"
@@ -53,6 +55,53 @@ class Data(Table):
     within_concentration: Positive = 1.0
     min_samples: Annotated[int, Field(ge=0)] = 10  # of each device under a Dirichlet split
     partition_size: Count = 600  # of each device under dirichlet_overlap
+
+    @model_serializer(mode="wrap")
+    def _in_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in dump(self).items() if key not in _USES or _USES[key].counts(self)}
+
+
+class _Use(NamedTuple):
+    """Where a key belongs, and whether it counts in an experiment's data."""
+
+    belongs: str
+    counts: Callable[[Data], bool]
+
+
+def _made(data: Data) -> bool:
+    return data.dataset == "synthetic"
+
+
+def _within(data: Data, kind: str) -> bool:
+    return data.partition.startswith("institution_") and data.within == kind
+
+
+_SHAPED: Final = _Use("data.dataset folder and synthetic", lambda data: data.dataset in ("folder", "synthetic"))
+_USES: Final = {
+    "labels": _Use("data.dataset cifar100", lambda data: data.dataset == "cifar100"),
+    "classes": _SHAPED,
+    "image_shape": _SHAPED,
+    "samples": _Use("data.dataset synthetic", _made),
+    "test_samples": _Use("data.dataset synthetic", _made),
+    "concentration": _Use(
+        "data.partition dirichlet, dirichlet_overlap and institution_dirichlet",
+        lambda data: data.partition in ("dirichlet", "dirichlet_overlap", "institution_dirichlet"),
+    ),
+    "shards": _Use(
+        "data.partition shards and institution_shards and data.within shards",
+        lambda data: data.partition in ("shards", "institution_shards") or _within(data, "shards"),
+    ),
+    "within": _Use(
+        "data.partition institution_dirichlet and institution_shards",
+        lambda data: data.partition.startswith("institution_"),
+    ),
+    "within_concentration": _Use("data.within dirichlet", lambda data: _within(data, "dirichlet")),
+    "min_samples": _Use(
+        "data.partition dirichlet and institution_dirichlet and data.within dirichlet",
+        lambda data: data.partition in ("dirichlet", "institution_dirichlet") or _within(data, "dirichlet"),
+    ),
+    "partition_size": _Use("data.partition dirichlet_overlap", lambda data: data.partition == "dirichlet_overlap"),
+}
 
 
 class Model(Table):
@@ -93,3 +142,32 @@ def check(data: Data, model: Model) -> None:
         )
     if data.dataset == "synthetic" and not isinstance(data.classes, int):
         raise InvalidExperiment("data.classes", data.classes, "synthetic takes a number", "Write for instance 10.")
+    for key in sorted(data.model_fields_set & _USES.keys()):
+        if not _USES[key].counts(data):
+            problem = f"it does nothing with data.dataset {data.dataset} and data.partition {data.partition}"
+            remedy = f"Leave it out; it belongs to {_USES[key].belongs}."
+            raise InvalidExperiment(f"data.{key}", getattr(data, key), problem, remedy)
+
+
+def permit(model: Model, allowed: Iterable[str]) -> None:
+    """Check that a model of one's own is below a package, or in a module, or is the very one, that this host allows.
+
+    Raises InvalidExperiment.
+    """
+    name = model.name
+    if ":" in name and not any(name == prefix or name.startswith((f"{prefix}.", f"{prefix}:")) for prefix in allowed):
+        package = name.partition(":")[0].partition(".")[0]
+        problem = "this host imports no model that an experiment names, unless its user allows it"
+        remedy = f"Start its devices with --allow-models {package}, or set FEDSTRATA_ALLOW_MODELS."
+        raise InvalidExperiment("model.name", name, problem, remedy)
+
+
+def check_alike(data: Data, node: str, *, partition: str, clouds: str) -> None:
+    """Compare the digests of a node's and the cloud's split, empty where nothing is split. Raises InvalidExperiment."""
+    if partition != clouds:
+        raise InvalidExperiment(
+            "data.root",
+            data.root,
+            f"{node} splits these data into other parts than the cloud: digest {partition} instead of {clouds}",
+            "Give all nodes the same files (see `fedstrata data check`) and the same release of fedstrata and numpy.",
+        )

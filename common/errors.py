@@ -5,7 +5,8 @@ FedstrataError                 every error of ours; carries the exit code of the
 ├── ConnectionFailed      (3)  broker unreachable, login refused
 │   └── DuplicateName     (3)  another living node has this name on this broker
 ├── RunFailed             (1)  the run cannot go on
-│   └── NoProgress        (5)  nothing moved for `idle_s`
+│   ├── NoProgress        (5)  nothing moved for `idle_s`
+│   └── InvalidBelow      (4)  a node below cannot take part in the experiment as it is
 ├── WireError                  bytes from the network that are no message of ours; counted, never fatal
 └── RefusedModel               an upload that is not used: wrong digest, layout, or not finite
 """
@@ -47,6 +48,12 @@ class NoProgress(RunFailed):
     """No byte and no training step moved for `idle_s` seconds."""
 
     exit_code = 5
+
+
+class InvalidBelow(RunFailed):
+    """A node below cannot take part: its own InvalidExperiment, in its words."""
+
+    exit_code = 4
 
 
 class WireError(FedstrataError):

@@ -16,8 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from common.errors import InvalidExperiment
-from common.tables import Name, Positive, Table, proposal
+from common.tables import Name, Positive, Table, named
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,24 +93,11 @@ def resolve(tree: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(links, Mapping):
         return resolved
     profiles = {**shipped(), **(own if isinstance(own, Mapping) else {})}
-    tiers = {key: _numbers(f"links.{key}", links[key], profiles) for key in ("wan", "lan") if key in links}
+    tiers = {key: named(f"links.{key}", links[key], profiles) for key in ("wan", "lan") if key in links}
     resolved["links"] = {**links, **tiers}
     if isinstance(of := links.get("of"), Mapping):
-        resolved["links"]["of"] = {child: _numbers(f"links.of.{child}", said, profiles) for child, said in of.items()}
+        resolved["links"]["of"] = {child: named(f"links.of.{child}", said, profiles) for child, said in of.items()}
     return resolved
-
-
-def _numbers(key: str, said: Any, profiles: Mapping[str, Any]) -> Any:
-    if isinstance(said, str):
-        said = {"profile": said}
-    name = said.get("profile") if isinstance(said, Mapping) else None
-    if not isinstance(name, str):
-        return said
-    if name not in profiles:
-        remedy = proposal(name, profiles, what="There are")
-        raise InvalidExperiment(key, name, "no profile has this name", remedy)
-    base = profiles[name] if isinstance(profiles[name], Mapping) else {}
-    return {**base, **{part: value for part, value in said.items() if value is not None}}
 
 
 def _bytes_s(mbit: float | None) -> float | None:

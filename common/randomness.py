@@ -27,6 +27,7 @@ class Purpose(IntEnum):
     PARTITION = 10
     NOISE = 11
     EPOCHS = 12
+    HARDWARE = 13
 
 
 def _entropy(seed: int, purpose: Purpose, node: str, round_: int) -> list[int]:

@@ -1,8 +1,8 @@
 """The experiment as typed data: what a TOML file under `deploy/experiments/` may say.
 
-Every key has its default here (of links, data, models and rules: in `links.py`, `data.py`, `rules.py`) and nowhere
-else. An unknown key, a value of the wrong type and a lab that cannot work are errors that name the key, the value and
-the remedy (`InvalidExperiment`, exit code 4).
+Every key has its default here (of links, data, models, rules and hardware: in `links.py`, `data.py`, `rules.py`,
+`hardware.py`) and nowhere else. An unknown key, a value of the wrong type and a lab that cannot work are errors that
+name the key, the value and the remedy (`InvalidExperiment`, exit code 4).
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from typing import Annotated, Any, Final, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from common import codec_names, rules
+from common import codec_names, hardware, links, rules
 from common.data import Data, Model
 from common.data import check as check_data
 from common.errors import InvalidExperiment
-from common.links import Link, Links, Profile, resolve
+from common.hardware import Hardware, Machine
+from common.links import Link, Links, Profile
 from common.rules import RULES, Aggregation, FedAvg
 from common.tables import Count, Fraction, Name, Positive, proposal, write
 from common.tables import Table as _Table
@@ -162,11 +163,12 @@ class Experiment(_Table):
     profiles: dict[Name, Profile] = Field(default_factory=dict)
     links: Links = Links()
     transfer: Transfer = Transfer()
+    hardware: Hardware = Hardware()
 
     @model_validator(mode="before")
     @classmethod
     def _with_profiles(cls, tree: Any) -> Any:
-        return resolve(tree) if isinstance(tree, dict) else tree
+        return hardware.resolve(links.resolve(tree)) if isinstance(tree, dict) else tree
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -185,6 +187,8 @@ class Experiment(_Table):
         rules.check("institution.aggregation", self.institution.aggregation, max(drawn))
         for child in self.links.of:
             _check_child("links.of", child, self.topology)
+        for device in self.hardware.of:
+            _check_device("hardware.of", device, self.topology)
         for key, codecs in (("transfer.wan", self.transfer.wan), ("transfer.lan", self.transfer.lan)):
             codec_names.check_name(f"{key}.up", codecs.up, codec_names.UP)
             codec_names.check_name(f"{key}.down", codecs.down, codec_names.DOWN)
@@ -195,6 +199,11 @@ class Experiment(_Table):
         _check_child("topology", child, self.topology)
         tier = self.links.wan if child in self.topology.institution_names() else self.links.lan
         return self.links.of.get(child, tier)
+
+    def machine(self, device: str) -> Machine:
+        """Return the machine that a device plays. Raises InvalidExperiment."""
+        _check_device("topology", device, self.topology)
+        return self.hardware.machine(device, seed=self.seed)
 
     def to_json(self) -> str:
         """Return the effective experiment as canonical JSON, the form that travels to the nodes."""
@@ -235,7 +244,7 @@ def parse(tree: Mapping[str, Any] | str | bytes) -> Experiment:
 
 
 def to_toml(experiment: Experiment) -> str:
-    """Return the experiment as TOML, every key written out."""
+    """Return the experiment as TOML, every key that counts written out."""
     return write(experiment.model_dump(mode="json", exclude_none=True))
 
 
@@ -295,6 +304,12 @@ def _check_child(key: str, child: str, topology: Topology) -> None:
     if child not in names:
         remedy = proposal(child, names, what="There are")
         raise InvalidExperiment(key, child, "no institution or device has this name", remedy)
+
+
+def _check_device(key: str, device: str, topology: Topology) -> None:
+    names = topology.device_names()
+    if device not in names:
+        raise InvalidExperiment(key, device, "no device has this name", proposal(device, names, what="There are"))
 
 
 def _check_closing(key: str, closing: Closing, children: int) -> None:

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from common.errors import InvalidExperiment
+
 LISTED_MOST: Final = 20
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
@@ -30,6 +32,23 @@ def proposal(word: str, known: Iterable[str], *, what: str) -> str:
     if close:
         return f"Did you mean {close[0]!r}?"
     return f"{what}: {', '.join(words[:LISTED_MOST])}{', ...' if len(words) > LISTED_MOST else ''}."
+
+
+def named(key: str, said: Any, profiles: Mapping[str, Any]) -> Any:
+    """Return a table with the values of the profile that it names, or that it is the name of; its own go before those.
+
+    Values of a wrong type are left for the tables' own check. Raises InvalidExperiment where no profile has the name.
+    """
+    if isinstance(said, str):
+        said = {"profile": said}
+    name = said.get("profile") if isinstance(said, Mapping) else None
+    if not isinstance(name, str):
+        return said
+    if name not in profiles:
+        remedy = proposal(name, profiles, what="There are")
+        raise InvalidExperiment(key, name, "no profile has this name", remedy)
+    base = profiles[name] if isinstance(profiles[name], Mapping) else {}
+    return {**base, **{part: value for part, value in said.items() if value is not None}}
 
 
 def write(tree: Mapping[str, Any]) -> str:

@@ -158,7 +158,7 @@ def columns(
             if tall > 0:
                 told = f"{x} {label}, {words}: {show(axis.factor * value, 3)} {axis.unit}"
                 elements.append(rect(left + wide * i + gap / 2, at, min(wide - gap, 40), tall, kind, title=told))
-        if i % math.ceil(len(means) / 15) == 0:
+        if i % math.ceil(len(means) / 9) == 0:
             middle = left + wide * i + gap / 2 + min(wide - gap, 40) / 2
             elements.append(text(middle, top + height + 16, str(first), anchor="middle"))
     elements.append(text(left + width / 2, top + height + 34, x, anchor="middle", kind="soft"))
@@ -171,14 +171,14 @@ def columns(
 def ticks(low: float, high: float, *, wanted: int = 5) -> list[float]:
     """Return round numbers, evenly apart, from at most `low` to at least `high`."""
     span = high - low
-    if not span > 0 or not math.isfinite(span):
-        low, span = (low, abs(low) or 1.0) if math.isfinite(low) else (0.0, 1.0)
+    if not span > 1e-9 * max(abs(low), abs(high), 1e-9):  # all points are one
+        span = abs(low) or 1.0
         high = low + span
     rough = span / wanted
     size = 10.0 ** math.floor(math.log10(rough))
     step = size * next(factor for factor in (1, 2, 5, 10) if factor * size >= rough * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(step * i, 12) for i in range(first, last + 1)]
+    return [float(f"{step * i:.12g}") for i in range(first, last + 1)]
 
 
 def _tick(value: float) -> str:

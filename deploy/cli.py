@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 from collections.abc import Callable, Coroutine
 from functools import partial
 from importlib.metadata import version
@@ -25,11 +24,14 @@ import typer
 
 from common.errors import InvalidExperiment
 from deploy import data, inspection, logs
+from deploy.connecting import ConnectTimeout, PasswordFile, Username, run_connected
+from deploy.connecting import address as _address
+from deploy.plan import plan, predict
 from deploy.reporting import reporting
+from deploy.watching.command import watch
 
 if TYPE_CHECKING:
     from common.metrics import Metrics
-    from common.net.link import BrokerAddress
     from common.spec import Experiment
 
 SPOOL = "/var/tmp/fedstrata"  # kept over a restart of the machine, unlike /tmp
@@ -46,6 +48,8 @@ app.add_typer(data.app, name="data")
 app.add_typer(inspection.app, name="runs")
 app.command()(inspection.report)
 app.command()(inspection.compare)
+app.command()(plan)
+app.command()(watch)
 
 ExperimentFile = Annotated[Path | None, typer.Argument(help="The experiment, a TOML file.", show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set training.epochs=2.")]
@@ -53,11 +57,6 @@ Runs = Annotated[Path, typer.Option(help="Where runs leave their folders.", envv
 Resume = Annotated[Path | None, typer.Option(help="Go on with the run of this folder.", show_default=False)]
 Output = Annotated[Literal["table", "json"], typer.Option("--format", help="Standard output: table or JSON lines.")]
 BrokerOption = Annotated[str, typer.Option(help="The MQTT broker, host[:port].", envvar="FEDSTRATA_BROKER_ADDRESS")]
-Username = Annotated[str | None, typer.Option(help="Login at the broker.", envvar="FEDSTRATA_USERNAME")]
-PasswordFile = Annotated[
-    Path | None, typer.Option(help="File with the password; else FEDSTRATA_PASSWORD.", envvar="FEDSTRATA_PASSWORD_FILE")
-]
-ConnectTimeout = Annotated[float, typer.Option(min=0.1, help="Seconds to reach the broker at the start.")]
 SpoolFolder = Annotated[
     str, typer.Option("--spool", help="Folder where models on their way outlive a crash; 'none' = memory.")
 ]
@@ -111,6 +110,9 @@ def run(
     no_delay: Annotated[
         bool, typer.Option("--no-delay", help="With --netns: leave out the links' delays, which need netem.")
     ] = False,
+    foretell: Annotated[
+        bool, typer.Option("--plan", help="Predict it first, as `plan --one-host`, and keep that with the run.")
+    ] = False,
 ) -> None:
     """Run a whole lab on this machine: broker, cloud, institutions and devices as processes, or all in this one."""
     from deploy.lab import Lab
@@ -124,6 +126,8 @@ def run(
         raise typer.BadParameter("there is no network: give this or --netns", param_hint="--direct")
     if accelerator is not None and not direct:
         raise typer.BadParameter("it goes with --direct", param_hint="--accelerator")
+    if foretell and (direct or resume is not None):
+        raise typer.BadParameter("it goes with a new lab of processes", param_hint="--plan")
     network = partial(namespaces, one_broker=one_broker) if netns else one_host
     with reporting():
         chosen = _experiment(experiment, overrides, resume)
@@ -137,7 +141,10 @@ def run(
         if direct:
             _run_direct(chosen, runs=runs, resume=resume, json_lines=output == "json", accelerator=accelerator or "cpu")
             return
-        code = Lab(chosen, runs=runs, resume=resume, json_lines=output == "json", network=network).run()
+        found = predict(chosen, one_host=True) if foretell else None
+        code = Lab(
+            chosen, runs=runs, resume=resume, json_lines=output == "json", network=network, prediction=found
+        ).run()
     raise typer.Exit(code)
 
 
@@ -225,6 +232,14 @@ def device(
     ] = None,
     accelerator: Annotated[str, typer.Option(help="cpu, cuda, cuda:N or auto.")] = "auto",
     slots: Annotated[int, typer.Option(min=1, help="Trainings at once in this process.")] = 1,
+    allow_models: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A package whose models an experiment may name; without it only those of fedstrata.",
+            envvar="FEDSTRATA_ALLOW_MODELS",
+            show_default=False,
+        ),
+    ] = None,
     username: Username = None,
     password_file: PasswordFile = None,
     connect_timeout: ConnectTimeout = 30.0,
@@ -259,6 +274,7 @@ def device(
                 metrics=registry,
                 metrics_address=address,
                 spool=_folder(spool),
+                allow_models=allow_models or (),
             )
             for each, home, where in zip(name, homes, addresses, strict=True)
         ]
@@ -308,6 +324,7 @@ def _experiment(path: Path | None, overrides: list[str] | None, resume: Path | N
 
 def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lines: bool, accelerator: str) -> None:
     from cloud.results import RunFolder
+    from common.hardware import Hardware
     from common.links import Links
     from common.node.memory import keep_large_buffers
     from deploy.direct import play
@@ -316,6 +333,8 @@ def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lin
     keep_large_buffers()
     if resume is None and chosen.links != Links():
         logs.tell("--direct: the links' rates and delays are not kept", level=logging.WARNING)
+    if resume is None and chosen.hardware != Hardware():
+        logs.tell("--direct: slower hardware is not played", level=logging.WARNING)
     folder = RunFolder.reopen(resume, direct=True) if resume else RunFolder.create(runs, chosen)
     try:
         with show(json_lines=json_lines) as observe:
@@ -323,23 +342,6 @@ def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lin
     except KeyboardInterrupt:
         logs.tell(f"\ngo on with: fedstrata run --direct --resume {folder.path}")
         raise
-
-
-def _address(text: str, username: str | None, password_file: Path | None) -> BrokerAddress:
-    from common.net.link import BrokerAddress
-
-    host, _, port = text.partition(":")
-    if not host or (port and not (port.isdecimal() and 0 < int(port) < 65_536)):
-        raise InvalidExperiment("--broker", text, "no address", "Write host or host:port.")
-    password = os.environ.get("FEDSTRATA_PASSWORD")
-    if password_file is not None:
-        try:
-            password = password_file.read_text(encoding="utf-8").strip()
-        except OSError as error:
-            raise InvalidExperiment(
-                "--password-file", str(password_file), error.strerror or str(error), "Name a readable file."
-            ) from None
-    return BrokerAddress(host, int(port or 1883), username, password)
 
 
 def _folder(text: str) -> Path | None:
@@ -358,20 +360,11 @@ def _metrics(address: str) -> tuple[Metrics, str]:
 
 
 def _run_role(role: Callable[[], Coroutine[Any, Any, None]], node: str = "") -> None:
-    async def interruptible() -> None:
-        task = asyncio.current_task()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if task is not None:
-                loop.add_signal_handler(number, task.cancel)
-        await role()
-
     from common.node.memory import keep_large_buffers
 
     keep_large_buffers()
     logs.NODE.set(node)
-    with reporting():
-        asyncio.run(interruptible())
+    run_connected(role)
 
 
 if __name__ == "__main__":

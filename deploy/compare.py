@@ -19,7 +19,7 @@ from deploy.tabular import Column, Spread, Table
 FIGURES: Final = ("rounds", "seconds", *COUNTS, "sgd_steps", "path_steps")
 KINDS: Final = ("links", "hardware", "data")  # what runs that are compared must have in common
 _NAMING: Final = frozenset({"seed", "data.root"})  # where the files lie is no part of an experiment
-_HARDWARE: Final = ("hardware", "host", "cpus")
+_HOST: Final = ("host", "cpus")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +81,8 @@ def group(runs: Sequence[Run], target: float, labels: Sequence[str] = ()) -> lis
     Raises InvalidExperiment where the names are not as many as the groups.
     """
     trees = [{key: value for key, value in flat(run.tree).items() if key not in _NAMING} for run in runs]
+    for run, tree in zip(runs, trees, strict=True):  # where these may differ, they are not averaged
+        tree |= {"direct": run.direct, **{key: run.manifest.get(key) for key in _HOST}}
     kinds: list[dict[str, Any]] = []
     members: list[list[Reached]] = []
     for run, tree in zip(runs, trees, strict=True):
@@ -208,7 +210,13 @@ def _differs(kind: str, one: Run, other: Run) -> str:
     if kind == "data":
         mine, theirs = ({**run.tree.get("data", {}), "root": ""} for run in (one, other))
         return _first(kind, mine, theirs)
-    return _first(kind, *({key: run.manifest.get(key) for key in _HARDWARE} for run in (one, other)))
+    return _first(kind, *(_hardware(run) for run in (one, other)))
+
+
+def _hardware(run: Run) -> dict[str, Any]:
+    """Return the cloud's host and what machines the devices play, as declared: the draw of them is the seed's."""
+    played = {key: value for key, value in flat(run.tree.get("hardware", {})).items() if "profile" not in key}
+    return {key: run.manifest.get(key) for key in _HOST} | played
 
 
 def _links(run: Run) -> dict[str, Any]:

@@ -100,36 +100,13 @@ def partition(
 
 def write_partition(experiment: Experiment, out: Path) -> dict[str, Any]:
     """Write the three files into a folder and return what partition.json says. Raises InvalidExperiment."""
-    import numpy as np
-
-    from common.learning import datasets, partitions
+    from common.learning import splits
     from deploy.partition_picture import figure
 
-    if experiment.data.dataset == "folder":
-        raise InvalidExperiment(
-            "data.dataset", "folder", "every device has its own images, nothing is split", "Use another data.dataset."
-        )
-    dataset = datasets.load(experiment.data)
-    labels = dataset.train_labels.numpy()
-    parts = partitions.split(
-        labels, data=experiment.data, topology=experiment.topology, seed=experiment.seed, owners=dataset.owners
-    )
-    by_name = dict(zip(experiment.topology.device_names(), parts, strict=True))
-    homes = {name: home for home, names in experiment.topology.children().items() for name in names}
-    counts = {name: np.bincount(labels[part], minlength=dataset.classes) for name, part in by_name.items()}
-    facts: dict[str, Any] = {
-        "digest": partitions.digest(parts),
-        "seed": experiment.seed,
-        "data": experiment.data.model_dump(mode="json"),
-        "devices": {
-            name: {"institution": homes[name], "samples": len(part), "by_class": counts[name].tolist()}
-            for name, part in by_name.items()
-        },
-    }
+    split = splits.split_of(experiment)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        np.savez_compressed(out / "partition.npz", **by_name)  # type: ignore[arg-type]
-        (out / "partition.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        facts = splits.write(experiment, split, out)
         (out / "partition.svg").write_text(figure(facts).file(), encoding="utf-8")
     except OSError as error:
         raise InvalidExperiment("--out", str(out), error.strerror or str(error), "Name a folder to write to.") from None

@@ -18,8 +18,10 @@ from cloud.evaluator import Accuracy
 from cloud.iterations import Observe
 from cloud.results import DIRECT, RunFolder
 from cloud.run import CloudRun
+from common.data import check_alike
 from common.errors import FedstrataError
 from common.layout import Row
+from common.learning import splits
 from common.learning.evaluation import Examiner
 from common.metrics import Metrics
 from common.node.arriving import Arriving
@@ -38,6 +40,7 @@ WITHOUT_A_NETWORK: Final = {
     "bytes": "payload of whole models; nothing was sent, and message bytes repeat it",
     "seconds": "computing time of this machine, where one device trained after another",
     "links": "declared, not kept",
+    "hardware": "declared, not played",
 }
 
 
@@ -57,6 +60,7 @@ async def _play(folder: RunFolder, *, resume: bool, accelerator: str, observe: O
         observe(event, facts)
 
     clock, metrics = Clock(), Metrics()
+    partition = splits.keep(experiment, folder.path)
     examiner = Examiner(experiment)
 
     async def evaluate(iteration: int, row: Row) -> Accuracy:
@@ -70,7 +74,7 @@ async def _play(folder: RunFolder, *, resume: bool, accelerator: str, observe: O
     institutions: dict[str, Work] = {}
     for name, devices in experiment.topology.children().items():
         spool = _spool(folder, name)
-        trainers = {device: _trainer(experiment, device, accelerator) for device in devices}
+        trainers = {device: _trainer(experiment, device, accelerator, partition=partition) for device in devices}
         below[name] = calls(
             {device: _device(trainer, experiment) for device, trainer in trainers.items()},
             samples={device: trainer.samples for device, trainer in trainers.items()},
@@ -93,6 +97,7 @@ async def _play(folder: RunFolder, *, resume: bool, accelerator: str, observe: O
             folder,
             layout=layout,
             row=examiner.first,
+            partition=partition,
             spool=spool,
             down=down,
             evaluate=evaluate,
@@ -118,9 +123,10 @@ def _spool(folder: RunFolder, node: str) -> Spool:
     return Spool(path)
 
 
-def _trainer(experiment: Experiment, name: str, accelerator: str) -> Trainer:
+def _trainer(experiment: Experiment, name: str, accelerator: str, *, partition: str) -> Trainer:
     trainer = Trainer(experiment, node=name, accelerator=accelerator, slots=Slots())
     trainer.prepare()
+    check_alike(experiment.data, name, partition=trainer.partition, clouds=partition)
     return trainer
 
 

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ from deploy.logs import options, tell, words_of
 from deploy.network import Network, Open, one_host
 from deploy.processes import interruptible, spawn, stop_all
 from deploy.progress import Observe, show
+from deploy.records import PREDICTION
 
 FAREWELL_S: Final = 20.0
 POLL_S: Final = 0.2
@@ -30,16 +32,24 @@ SPOOL: Final = ".spool"  # beside the runs' folders: what institutions need when
 
 
 class Lab:
-    """One run of an experiment with every role on this machine."""
+    """One run of an experiment with every role on this machine; a prediction of it is kept in its folder."""
 
     def __init__(
-        self, experiment: Experiment, *, runs: Path, resume: Path | None, json_lines: bool, network: Open = one_host
+        self,
+        experiment: Experiment,
+        *,
+        runs: Path,
+        resume: Path | None,
+        json_lines: bool,
+        network: Open = one_host,
+        prediction: Mapping[str, Any] | None = None,
     ) -> None:
         self._experiment = experiment
         self._network = network
         self._runs = runs
         self._resume = resume
         self._json_lines = json_lines
+        self._prediction = prediction
         self._roles: dict[str, subprocess.Popen[bytes]] = {}
         self._told: set[str] = set()
         self._events: queue.Queue[tuple[str, dict[str, object]] | None] = queue.Queue()
@@ -95,13 +105,15 @@ class Lab:
             homes.update(dict.fromkeys(members, name))
             brokers = ["--broker", network.upward[name], "--device-broker", network.downward[name]]
             self._spawn(home, network, name, ["institution", "--name", name, *brokers, *states])
+        model = self._experiment.model.name
+        own = ["--allow-models", model] if ":" in model else []  # whoever starts the lab named it
         for process, devices in network.groups.items():
             who = [
                 word
                 for device in devices
                 for word in ("--name", device, "--institution", homes[device], "--broker", network.upward[device])
             ]
-            self._spawn(home, network, process, ["device", *who])
+            self._spawn(home, network, process, ["device", *who, *own])
         threading.Thread(target=self._read_events, daemon=True).start()
 
     def _spawn(self, home: Path, network: Network, process: str, arguments: list[str]) -> None:
@@ -132,6 +144,8 @@ class Lab:
             event, facts = item
             if event == "run":
                 self._folder = Path(str(facts["folder"]))
+                if self._prediction is not None:
+                    (self._folder / PREDICTION).write_text(json.dumps(self._prediction, indent=2) + "\n")
             observe(event, facts)
 
     def _look_after(self, home: Path) -> None:

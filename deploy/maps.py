@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ def epochs(key: str, rows: Mapping[str, Sequence[int | None]]) -> Figure:
     wide = min(30.0, 640.0 / max(count, 1))
     title = "Epochs of each institution"
     elements = [text(2, 16, title)]
-    for i in range(0, count, max(1, -(-count // 20))):
+    for i in range(0, count, math.ceil(30 / wide)):
         elements.append(text(left + wide * (i + 0.5), top - 8, str(i + 1), anchor="middle", kind="soft"))
     for line, (name, cells) in enumerate(rows.items()):
         y = top + ROW * line

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.logs import as_json, tell
+from deploy.tabular import size
 
 Observe = Callable[[str, dict[str, object]], None]
 TIERS = ("wan", "lan")
@@ -86,11 +87,11 @@ class RunView:
         match event:
             case "run":
                 lab = f"{len(facts['institutions'])} institutions, {sum(facts['institutions'].values())} devices"
-                model = f"{facts['model']} ({_size(facts['model_bytes'])})"
+                model = f"{facts['model']} ({size(facts['model_bytes'])})"
                 return f"run {facts['run']}: {facts['experiment']}, {lab}, {model}, in {facts['folder']}"
             case "evaluated":
                 row = self._row
-                traffic = ", ".join(f"{tier} {_size(_both(row, tier))}" for tier in TIERS)
+                traffic = ", ".join(f"{tier} {size(_both(row, tier))}" for tier in TIERS)
                 return (
                     f"iteration {facts['round']}/{self._run.get('iterations', '?')}  "
                     f"accuracy {facts['accuracy']:.4f}  loss {facts['loss']:.4f}  "
@@ -124,8 +125,8 @@ class RunView:
         for tier in TIERS:
             up, down = f"{tier}_up_bytes", f"{tier}_down_bytes"
             seen, rates = self._progress, self._rates
-            sizes = (_size(seen.get(up, 0)), _size(seen.get(down, 0)))
-            links.add_row(tier.upper(), *sizes, f"{_size(rates.get(up, 0))}/s", f"{_size(rates.get(down, 0))}/s")
+            sizes = (size(seen.get(up, 0)), size(seen.get(down, 0)))
+            links.add_row(tier.upper(), *sizes, f"{size(rates.get(up, 0))}/s", f"{size(rates.get(down, 0))}/s")
         notes = [Text(note, style="yellow") for note in self._notes[-3:]]
         return Group(head, nodes, links, *notes)
 
@@ -147,7 +148,7 @@ class RunView:
         return table
 
     def _sizes(self, tier: str) -> str:
-        return f"{_size(self.finished[f'{tier}_up_bytes'])} / {_size(self.finished[f'{tier}_down_bytes'])}"
+        return f"{size(self.finished[f'{tier}_up_bytes'])} / {size(self.finished[f'{tier}_down_bytes'])}"
 
     def _measure(self, facts: Mapping[str, Any]) -> None:
         now = time.monotonic()
@@ -168,11 +169,3 @@ class RunView:
 
 def _both(row: Mapping[str, Any], tier: str) -> int:
     return int(row.get(f"{tier}_up_bytes", 0)) + int(row.get(f"{tier}_down_bytes", 0))
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"

@@ -1,4 +1,4 @@
-"""A figure as PNG, drawn by pillow from the elements of its SVG, four times as fine and then reduced.
+"""A figure as PNG, drawn by pillow from the elements of its SVG, three times as fine and then reduced.
 
 pillow has a font of its own, so the picture is the same on a host without any; matplotlib or a browser would be a
 hundred times its size for rectangles, lines and words. Colours are those of a light page.
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from PIL import ImageDraw
 
 SCALE: Final = 2  # pixels of the file for one of the SVG
-FINE: Final = 4  # pixels that are drawn for one of the file, along each side
+FINE: Final = 3  # pixels that are drawn for one of the file, along each side
 _FILLS: Final = {"ground": "ground", "weight": "s0", "node": "ground"}
 _STROKES: Final = {"grid": "grid", "line": "line", "node": "line", "target": "soft"}
 

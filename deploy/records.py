@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from common.rounds.timeline import PHASES as ROUND_PHASES
 
+PREDICTION: Final = "prediction.json"  # in a run's folder, where one was made
 PHASES: Final = ("record", *ROUND_PHASES, "aggregate", "evaluate")  # in their order; they add up to an iteration
 TIERS: Final = ("wan", "lan")
 COUNTS: Final = tuple(f"{tier}_{way}_bytes" for tier in TIERS for way in ("up", "down"))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deploy import sections
+from deploy import link_sections, sections
 from deploy.figures import STYLE, Figure
 from deploy.runs import Run, State
 from deploy.tabular import Table, html, show, size
@@ -112,17 +112,15 @@ def compose(runs: Sequence[Run]) -> tuple[Page, str]:
 
 def _one(page: Page, run: Run, level: int) -> None:
     """Add what is told of each run by itself."""
-    if run.direct:
-        page.say(sections.DIRECT)
     if run.links:
         page.head(level, "Bytes")
-        page.say(sections.BYTES)
-        page.draw([sections.traffic(run)], kind="curves")
-        page.tell(sections.tiers(run))
-        page.tell(sections.links(run), folded=len(run.links) > sections.FOLD)
+        page.say(link_sections.DIRECT if run.direct else link_sections.BYTES)
+        page.draw([link_sections.traffic(run)], kind="curves")
+        page.tell(link_sections.tiers(run))
+        page.tell(link_sections.links(run), folded=len(run.links) > link_sections.FOLD)
     page.head(level, "Topology")
-    page.say(sections.TOPOLOGY)
-    page.draw([sections.topology(run)])
+    page.say(link_sections.TOPOLOGY)
+    page.draw([link_sections.topology(run)])
     if run.rounds:
         page.head(level, "Epochs and work")
         page.say(sections.EPOCHS)
@@ -151,7 +149,6 @@ def _first_numbers(run: Run) -> Iterator[tuple[str, str]]:
     yield "time", f"{show(run.seconds)} s"
     for tier in ("wan", "lan"):
         yield f"{tier.upper()} up / down", f"{size(totals[f'{tier}_up_bytes'])} / {size(totals[f'{tier}_down_bytes'])}"
-    yield "seed", str(run.seed)
 
 
 def _unfinished(run: Run) -> str:

@@ -23,6 +23,7 @@ from common.errors import InvalidExperiment
 from common.spec import Topology, parse
 from deploy.records import (
     COUNTS,
+    PREDICTION,
     DeviceWork,
     Event,
     Link,
@@ -102,21 +103,31 @@ class Run:
 
     @cached_property
     def partition(self) -> Mapping[str, Any] | None:
-        """Return what partition.json says, if it is there."""
-        return self._json("partition.json") if (self.path / "partition.json").exists() else None
+        """Return what partition.json says, if it is there: of each of `devices` its `institution` and `by_class`."""
+        if not (self.path / "partition.json").exists():
+            return None
+        told = self._json("partition.json")
+        try:
+            for held in told["devices"].values():
+                if not all(isinstance(count, int) and count >= 0 for count in held["by_class"]):
+                    raise ValueError(held["by_class"])
+                str(held["institution"])
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise self._damaged("partition.json", repr(error)) from None
+        return told
 
     @cached_property
     def prediction(self) -> Prediction | None:
         """Return what was foretold, if it was."""
-        if not (self.path / "prediction.json").exists():
+        if not (self.path / PREDICTION).exists():
             return None
-        told = self._json("prediction.json")
+        told = self._json(PREDICTION)
         try:
             seconds, bytes_ = (
                 {str(key): number(value) for key, value in told.get(part, {}).items()} for part in ("seconds", "bytes")
             )
         except (ValueError, TypeError, AttributeError) as error:
-            raise self._damaged("prediction.json", str(error)) from None
+            raise self._damaged(PREDICTION, str(error)) from None
         return Prediction(seconds, bytes_)
 
     @cached_property
@@ -197,7 +208,7 @@ class Run:
 
     def _text(self, name: str) -> str:
         try:
-            return (self.path / name).read_text(encoding="utf-8", errors="replace")
+            return (self.path / name).read_bytes().decode(errors="replace")
         except FileNotFoundError:
             return ""
         except OSError as error:
@@ -216,7 +227,7 @@ def find(text: str, root: Path) -> Path:
         return Path(text)
     matching = [
         path
-        for path in folders(root)
+        for path in (folders(root) if root.is_dir() else ())
         for words in [path.name.split("-")]
         if text and any(name.startswith(text) for name in (path.name, f"{words[0]}-{words[-1]}", words[-1]))
     ]

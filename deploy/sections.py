@@ -10,13 +10,12 @@ from deploy import charts, maps
 from deploy.charts import Axis
 from deploy.compare import flat, tell_apart
 from deploy.figures import Figure
-from deploy.maps import Rates
+from deploy.link_sections import bytes_axis, file_name
 from deploy.partition_picture import figure as partition_figure
-from deploy.records import BROKER, PHASES, TIERS, Event, Link
+from deploy.records import PHASES, TIERS, Event
 from deploy.runs import Run
-from deploy.tabular import Cell, Column, Table
+from deploy.tabular import Column, Table
 
-FOLD: Final = 60  # rows of links.csv beyond which the table is folded
 EVENTS_MOST: Final = 200
 PERCENT: Final = Axis("test accuracy", "%", 100.0)
 SECONDS_AXIS: Final = Axis("time", "s")
@@ -31,19 +30,9 @@ SECONDS: Final = (
     "the model. train: until the first result. wait: for the last result. collect: its upload. aggregate. evaluate: "
     "waiting for the last evaluation where it takes longer than an iteration. The phases add up to the iteration."
 )
-BYTES: Final = (
-    "Payload and MQTT packets are counted where they arrive. The TCP stream is the kernel's count for the child's own "
-    "broker connection (TCP_INFO), which has logins, acknowledgements and pings too; the noise that measured the rate "
-    "before the run is left out. It is as of the child's last word. Headers of TCP and IP are in no count."
-)
-DIRECT: Final = (
-    "This run had no network: bytes are whole models' payload, seconds are one machine's computing time where one "
-    "device trained after another, links are declared and not kept."
-)
-TOPOLOGY: Final = "Rates are declared in the experiment and were measured before the run where it says so."
 EPOCHS: Final = (
     "Epochs that each institution's devices trained in each local round, and each device's work: seconds of training "
-    "and of waiting for a slot on its host, measured there."
+    "and of waiting for a slot on its host, measured there; and by how many seconds it was slowed to play a slower one."
 )
 DATA: Final = (
     "Training samples of each device (rows) by class (columns): the area of a square is its share of the fullest one, "
@@ -88,7 +77,7 @@ def accuracy(runs: Sequence[Run], names: Sequence[str]) -> list[Figure]:
     targets = {run.tree.get("target_accuracy") for run in runs}
     target = targets.pop() if len(targets) == 1 else None
     axes = {"rounds": Axis("iteration"), "seconds": SECONDS_AXIS}
-    axes |= {tier: _bytes_axis(f"{tier.upper()} bytes", over[tier]) for tier in TIERS}
+    axes |= {tier: bytes_axis(f"{tier.upper()} bytes", over[tier]) for tier in TIERS}
     titles = {"rounds": "Accuracy over iterations", "seconds": "Accuracy over time"}
     titles |= {tier: f"Accuracy over {tier.upper()} bytes" for tier in TIERS}
     return [
@@ -112,7 +101,7 @@ def budget(runs: Sequence[Run], names: Sequence[str]) -> Figure:
 def budgets(run: Run) -> Figure:
     """Return the budget of each iteration."""
     values = [[row.phases[phase] for phase in PHASES] for row in run.rounds]
-    name, title = _of("iterations", run), f"Seconds of each iteration, {run.id.rpartition('-')[2]}"
+    name, title = file_name("iterations", run), f"Seconds of each iteration, {run.id.rpartition('-')[2]}"
     return charts.columns(name, title, _PHASE_PARTS, values, x="iteration", axis=Axis("seconds", "s"))
 
 
@@ -138,76 +127,10 @@ def phases(runs: Sequence[Run], names: Sequence[str]) -> Table:
     return Table("phases", "Seconds by phase" if len(runs) == 1 else "Seconds of an iteration, mean", columns, rows)
 
 
-def traffic(run: Run) -> Figure:
-    """Return each tier's bytes by what they were."""
-    rows = {}
-    for (tier, way), found in _ways(run).items():
-        models = sum(link.payload or 0 for link in found if link.kind == "model")
-        control = sum(link.payload or 0 for link in found if link.kind == "control")
-        whole = [link for link in found if link.kind == "all"]
-        message = sum(link.message or 0 for link in whole)
-        wire = _carried(whole)
-        rest = 0 if wire is None else max(0, wire - message)
-        rows[f"{tier.upper()} {way}"] = [models, control, message - models - control, rest]
-    axis = _bytes_axis("bytes", {"": [(sum(values), 0.0) for values in rows.values()]})
-    return charts.bars(_of("bytes", run), "Bytes of the run", _BYTE_PARTS, rows, axis=axis)
-
-
-def tiers(run: Run) -> Table:
-    """Return the three counts of each tier and direction, and what was foretold of an iteration."""
-    count, told = max(len(run.rounds), 1), run.prediction
-    columns = [
-        Column("tier", text=True),
-        Column("direction", text=True),
-        *_THREE,
-        Column("MQTT an iteration", digits=0),
-    ]
-    columns += [Column("predicted", digits=0)] * (told is not None)
-    rows: list[list[Cell]] = []
-    for (tier, way), found in _ways(run).items():
-        whole = [link for link in found if link.kind == "all"]
-        message = sum(link.message or 0 for link in whole)
-        line: list[Cell] = [tier.upper(), way, sum(link.payload or 0 for link in whole), message, _carried(whole)]
-        line.append(message / count)
-        if told is not None:
-            foretold = [told.bytes_[link.goes] for link in whole if link.goes in told.bytes_]
-            line.append(sum(foretold) if foretold else None)
-        rows.append(line)
-    return Table(_of("tiers", run), "Bytes by tier and direction", columns, rows)
-
-
-def links(run: Run) -> Table:
-    """Return the rows of links.csv, exactly."""
-    columns = [Column("tier", text=True), Column("from", text=True), Column("to", text=True), Column("kind", text=True),
-               Column("payload"), Column("MQTT"), Column("TCP, noise included"), Column("noise before the run"),
-               Column("over payload", "%", 2), Column("sent again"), Column("round trip", "ms", 2),
-               Column("least", "ms", 3), Column("declared", "Mbit/s"), Column("measured", "Mbit/s", 2)]  # fmt: skip
-    rows: list[list[Cell]] = []
-    for link in run.links:
-        declared = _declared(run, link) if link.kind == "all" else None
-        rows.append([link.tier, link.source, link.target, link.kind, link.payload, link.message, link.wire, link.probe,
-                     link.overhead_percent, link.retransmitted, link.rtt_ms, link.rtt_min_ms, declared,
-                     link.measured_mbit])  # fmt: skip
-    return Table(_of("links", run), "Bytes of each link", columns, rows)
-
-
-def topology(run: Run) -> Figure:
-    """Return the lab as a drawing."""
-    measured = {link.goes: link.measured_mbit for link in run.links if link.kind == "all"}
-    homes = {device: name for name, devices in run.children.items() for device in devices}
-    rates = {}
-    for name, link in _declared_links(run).items():
-        parent = homes.get(name, "cloud")
-        declared = (_rate(link.get("down_mbit")), _rate(link.get("up_mbit")))
-        seen = (measured.get(f"{parent} {name}"), measured.get(f"{name} {parent}"))
-        rates[name] = Rates(declared, _rate(link.get("delay_ms")) or 0.0, seen)
-    return maps.topology(_of("topology", run), run.children, rates)
-
-
 def epochs(run: Run) -> Figure:
     """Return tau_c of each institution in each iteration."""
     return maps.epochs(
-        _of("epochs", run), {name: [row.epochs.get(name) for row in run.rounds] for name in run.children}
+        file_name("epochs", run), {name: [row.epochs.get(name) for row in run.rounds] for name in run.children}
     )
 
 
@@ -226,12 +149,12 @@ def work(run: Run) -> Table:
         sums[7] = each.path
     columns += [Column("slowed by", "s", 3)] * pauses + [Column("path", text=True)] * paths
     rows = [[*names, *sums[:6], *sums[6:7] * pauses, *sums[7:] * paths] for names, sums in found.items()]
-    return Table(_of("devices", run), "Work of each device", columns, rows)
+    return Table(file_name("devices", run), "Work of each device", columns, rows)
 
 
 def partition(run: Run) -> Figure | None:
     """Return samples by device and class, if the run kept its split."""
-    return None if run.partition is None else partition_figure(run.partition, name=_of("partition", run))
+    return None if run.partition is None else partition_figure(run.partition, name=file_name("partition", run))
 
 
 def events(run: Run) -> tuple[Table, int]:
@@ -239,7 +162,7 @@ def events(run: Run) -> tuple[Table, int]:
     told = [event for event in run.events if _worth_telling(event)]
     rows = [(event.time[:19].replace("T", " "), event.name, _words(event)) for event in told[-EVENTS_MOST:]]
     columns = [Column("time (UTC)", text=True), Column("event", text=True), Column("what", text=True)]
-    return Table(_of("events", run), "What happened", columns, rows), max(0, len(told) - EVENTS_MOST)
+    return Table(file_name("events", run), "What happened", columns, rows), max(0, len(told) - EVENTS_MOST)
 
 
 def plans(run: Run) -> Table:
@@ -253,7 +176,7 @@ def plans(run: Run) -> Table:
     columns = [Column("node", text=True), Column("fact", text=True), Column("plans"), Column("first", text=True),
                Column("last", text=True)]  # fmt: skip
     rows = [(*names, len(facts), _brief(facts[0]), _brief(facts[-1])) for names, facts in found.items()]
-    return Table(_of("plans", run), "What the rules decided", columns, rows)
+    return Table(file_name("plans", run), "What the rules decided", columns, rows)
 
 
 def iterations(run: Run) -> Table:
@@ -267,7 +190,7 @@ def iterations(run: Run) -> Table:
          *r.bytes_.values(), " ".join((*r.missing, *r.refused)))
         for r in run.rounds
     ]  # fmt: skip
-    return Table(_of("rounds", run), "Each iteration", columns, rows)
+    return Table(file_name("rounds", run), "Each iteration", columns, rows)
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
@@ -286,60 +209,6 @@ _TOLD: Final = {"run": ("done", "iterations"), "finished": ("round", "elapsed_s"
 _BYTE_NAMES: Final = ("WAN up", "WAN down", "LAN up", "LAN down")
 _SUM, _ELAPSED = "sum of the phases", "elapsed"
 _PHASE_PARTS: Final = [(f"fill-{phase}", phase) for phase in PHASES]
-_BYTE_PARTS: Final = [
-    ("fill-s0", "models"),
-    ("fill-s2", "control"),
-    ("fill-s4", "MQTT's own"),
-    ("fill-s1", "rest of TCP"),
-]
-_THREE: Final = (Column("payload"), Column("MQTT packets"), Column("TCP stream"))
-
-
-def _of(name: str, run: Run) -> str:
-    """Return a file's name that other runs' figures do not have."""
-    return f"{name}-{run.id.rpartition('-')[2]}"
-
-
-def _ways(run: Run) -> dict[tuple[str, str], list[Link]]:
-    """Return the links' rows by tier and direction."""
-    found: dict[tuple[str, str], list[Link]] = {(tier, way): [] for tier in TIERS for way in ("down", "up")}
-    for link in run.links:
-        parents = ("cloud",) if link.tier == "wan" else run.children
-        if link.kind != BROKER and link.tier in TIERS:
-            found[link.tier, "down" if link.source in parents else "up"].append(link)
-    return found
-
-
-def _carried(whole: Sequence[Link]) -> int | None:
-    """Return the TCP stream's bytes without the noise before the run, None where a child has not told."""
-    wires = [link.wire - link.probe for link in whole if link.wire is not None]
-    return sum(wires) if whole and len(wires) == len(whole) else None
-
-
-def _declared_links(run: Run) -> dict[str, Mapping[str, Any]]:
-    links = run.manifest.get("links")
-    of = links.get("of") if isinstance(links, Mapping) else None
-    return (
-        {str(name): link for name, link in of.items() if isinstance(link, Mapping)} if isinstance(of, Mapping) else {}
-    )
-
-
-def _declared(run: Run, link: Link) -> float | None:
-    of = _declared_links(run)
-    up, down = of.get(link.source), of.get(link.target)
-    if link.tier == "lan" and link.source in run.children:
-        up = None
-    return _rate(up.get("up_mbit") if up is not None else (down or {}).get("down_mbit"))
-
-
-def _rate(value: object) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
-def _bytes_axis(name: str, lines: Mapping[str, Sequence[charts.Point]]) -> Axis:
-    most = max((x for line in lines.values() for x, _ in line), default=0.0)
-    unit, factor = next(((u, f) for u, f in (("GB", 1e-9), ("MB", 1e-6), ("kB", 1e-3)) if most * f >= 1), ("B", 1.0))
-    return Axis(name, unit, factor)
 
 
 def _worth_telling(event: Event) -> bool:

@@ -129,7 +129,7 @@ def show(cell: Cell, digits: int = 1, between: str = " ± ", nothing: str = "-")
     if cell is None:
         return nothing
     if isinstance(cell, str):
-        return cell
+        return clean(cell)
     if isinstance(cell, int):
         return f"{cell:,}".replace(",", THIN)
     if isinstance(cell, float):

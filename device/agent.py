@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from common.data import check_alike, permit
 from common.errors import InvalidExperiment
 from common.layout import Row
 from common.metrics import Metrics
@@ -21,6 +23,7 @@ from common.node.offload import offload
 from common.node.spool import Spool
 from common.spec import Experiment, parse
 from common.wire.messages import NodeState, Phase, Task
+from device.pace import keep
 from device.slots import Slots
 from device.trainer import Trainer
 from device.work import LocalWork
@@ -30,7 +33,10 @@ WAITING_S = 1.0
 
 
 class DeviceAgent:
-    """One device. It is told only its broker, its name and its institution."""
+    """One device. It is told only its broker, its name and its institution.
+
+    `allow_models`: the packages whose models an experiment may name.
+    """
 
     def __init__(
         self,
@@ -44,6 +50,7 @@ class DeviceAgent:
         metrics: Metrics,
         metrics_address: str = "",
         spool: Path | None = None,
+        allow_models: Sequence[str] = (),
     ) -> None:
         self._name = name
         self._institution = institution
@@ -54,6 +61,7 @@ class DeviceAgent:
         self._metrics = metrics
         self._metrics_address = metrics_address
         self._spool = spool
+        self._allow_models = allow_models
         self._labels = ("device", institution, name)
         # Not asyncio's pool: a training that waits for its slot must not keep others from hashing a model.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
@@ -79,20 +87,27 @@ class DeviceAgent:
         self._metrics.run.labels(*self._labels).info({"run": run, "experiment": experiment.name})
         await live(
             (up.endpoint,),
-            self._train_all(up, experiment),
+            self._train_all(up, experiment, announcement.partition),
             connect_timeout_s=self._connect_timeout_s,
             goodbye=lambda: up.farewell((), timeout_s=FAREWELL_S),
         )
         spool.close()
 
-    async def _train_all(self, up: ChildFace, experiment: Experiment) -> None:
+    async def _train_all(self, up: ChildFace, experiment: Experiment, partition: str) -> None:
+        permit(experiment.model, self._allow_models)
         trainer = Trainer(experiment, node=self._name, accelerator=self._accelerator, slots=self._slots)
         await offload(trainer.prepare, executor=self._thread)
+        check_alike(experiment.data, self._name, partition=trainer.partition, clouds=partition)
         up.endpoint.set_state(NodeState.READY, samples=trainer.samples)
         local = LocalWork(trainer, rounds=experiment.institution.rounds)
+        machine = experiment.machine(self._name)
 
         async def work(task: Task, model: Arriving, report: Report) -> Answer:
-            return await self._train(local, task, row=await model.whole(), report=report)
+            row, since = await model.whole(), up.endpoint.now()
+            answer = await self._train(local, task, row=row, report=report)
+            answer = await keep(machine, answer, since=since, report=report)
+            self._metrics.phase_seconds.labels(*self._labels, "pause").inc(answer.pause_s)
+            return answer
 
         await up.serve(trainer.layout, work)
 

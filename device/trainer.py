@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +19,9 @@ from torch.optim.sgd import sgd
 from common import spec
 from common.errors import InvalidExperiment, RunFailed
 from common.layout import ModelLayout, Row
-from common.learning import datasets, models, partitions
+from common.learning import datasets, models, splits
 from common.learning.nets.layers import reseed
 from common.randomness import Purpose, generator, torch_seed
-from common.spec import CLOUD
 from device.slots import Cancelled, Slots
 
 __all__ = ["Cancelled", "LocalResult", "Slots", "Trainer", "resolve_accelerator"]
@@ -57,7 +55,10 @@ class _Prepared:
 
 
 class Trainer:
-    """Trains one device's model; `prepare` first, then `train` any number of times, one at a time."""
+    """Trains one device's model; `prepare` first, then `train` any number of times, one at a time.
+
+    `partition`: once prepared, the digest of the whole split of the data, empty where nothing is split.
+    """
 
     def __init__(self, experiment: spec.Experiment, *, node: str, accelerator: str, slots: Slots) -> None:
         """Check the node and the accelerator ('cpu', 'cuda', 'cuda:N', 'auto'). Raises InvalidExperiment."""
@@ -72,6 +73,7 @@ class Trainer:
         self._accelerator = resolve_accelerator(accelerator)
         self._slots = slots
         self._made: _Prepared | None = None
+        self.partition = ""
 
     def prepare(self) -> None:
         """Load the data, find this device's part and build the model. Takes seconds. Raises InvalidExperiment."""
@@ -80,8 +82,8 @@ class Trainer:
         dataset = datasets.load(experiment.data, node=self._node)
         samples = torch.arange(len(dataset.train_labels))
         if experiment.data.dataset != "folder":  # whose images are the device's own, every one
-            home = self._node if "{node}" in experiment.data.root else CLOUD  # whose files: all devices share the split
-            samples = torch.from_numpy(_parts(experiment.to_json(), home)[self._place])
+            split = splits.split_of(experiment, node=self._node)
+            samples, self.partition = torch.from_numpy(split.parts[self._place]), split.digest
         images, labels = dataset.train_images, dataset.train_labels
         if accelerator.type != "cpu":
             images, labels = images[samples].to(accelerator), labels[samples].to(accelerator)
@@ -239,27 +241,6 @@ def resolve_accelerator(name: str) -> torch.device:
             "--accelerator", name, "this machine has no such accelerator", f"It has {', '.join(there)}; or say auto."
         )
     return chosen
-
-
-_PARTITIONING = threading.Lock()
-
-
-def _parts(experiment_json: str, node: str) -> list[partitions.Indices]:
-    with _PARTITIONING:  # one of a process's many devices splits, the others take it from the cache
-        return _split(experiment_json, node)
-
-
-@lru_cache(maxsize=1)
-def _split(experiment_json: str, node: str) -> list[partitions.Indices]:
-    experiment = spec.parse(experiment_json)
-    dataset = datasets.load(experiment.data, node=node)
-    return partitions.split(
-        dataset.train_labels.numpy(),
-        data=experiment.data,
-        topology=experiment.topology,
-        seed=experiment.seed,
-        owners=dataset.owners,
-    )
 
 
 def _use_one_thread(accelerator: torch.device) -> None:

@@ -74,7 +74,7 @@ class LocalRounds:
         """
         settings, seed, down = self._experiment.institution, self._experiment.seed, self._down
         self._did = {}
-        train_s = wait_s = 0.0
+        train_s = wait_s = pause_s = 0.0
         path_steps = 0
         plans: list[dict[str, object]] = []
         down.moved_hook = lambda: report(Phase.TRAINING, down.moves, 0)
@@ -97,6 +97,7 @@ class LocalRounds:
                 outcome = await offload(partial(rule.aggregate, r, played.uploads))
                 train_s += max(result.train_s for result in played.results.values())
                 wait_s += max(result.wait_s for result in played.results.values())
+                pause_s += max(result.pause_s for result in played.results.values())
                 path_steps += max(result.path_steps for result in played.results.values())
                 plans.append(self._count(played, outcome, epochs=task.epochs))
             await offload(partial(self._memory.after, task.key.iteration))
@@ -105,7 +106,7 @@ class LocalRounds:
         samples = sum(down.samples.values())  # n_m counts all devices, also those not drawn
         steps = sum(report.steps for report in self._did.values())
         return Answer(
-            rule.model, samples, outcome.loss, task.epochs, steps, train_s, wait_s,
+            rule.model, samples, outcome.loss, task.epochs, steps, train_s, wait_s, pause_s,
             path_steps=path_steps, children=self.reports(), plans=plans,
         )  # fmt: skip
 
@@ -141,6 +142,7 @@ class LocalRounds:
                 loss=result.loss,
                 train_s=before.train_s + result.train_s,
                 wait_s=before.wait_s + result.wait_s,
+                pause_s=before.pause_s + result.pause_s,
             )
         metrics, labels = self._metrics, self._labels
         metrics.round.labels(*labels).inc()

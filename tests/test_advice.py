@@ -122,7 +122,7 @@ def test_the_experiments_that_ship_are_sound(path: Path) -> None:
         ),
         (
             {"model": {"name": "resnet18_cifar"}, "data": {"partition": "dirichlet", "concentration": 0.5}},
-            {"model": {"name": "resnet18_cifar"}, "data": {"concentration": 0.5}},
+            {"model": {"name": "resnet18_cifar"}, "data": {"partition": "iid"}},
             "model.name = 'resnet18_cifar': batch norm",
         ),
         (

@@ -20,7 +20,7 @@ import pytest
 from paho.mqtt import client as mqtt
 
 from common.errors import WireError
-from common.spec import load
+from common.spec import load, parse
 from common.wire import packing
 from common.wire.messages import NodeState, Presence
 from deploy import broker
@@ -41,7 +41,7 @@ def fedstrata(*arguments: str | Path, env: dict[str, str] | None = None) -> subp
 def test_version_and_help() -> None:
     assert fedstrata("--version").stdout.strip() == version("fedstrata")
     text = fedstrata("--help").stdout
-    for name in ("run", "cloud", "institution", "device", "broker", "data"):
+    for name in ("run", "cloud", "institution", "device", "broker", "watch", "data", "report", "compare", "runs"):
         assert re.search(rf"^\s+{name}\s", text, re.MULTILINE), name
 
 
@@ -52,6 +52,11 @@ def test_dry_run_prints_the_effective_experiment(file: Path, tmp_path: Path) -> 
     effective = tmp_path / "effective.toml"
     effective.write_text(done.stdout)
     assert load(effective) == load(file, ["seed=7"])
+
+
+def test_dry_run_prints_json_too() -> None:
+    done = fedstrata("run", DEMO, "--dry-run", "--format", "json")
+    assert parse(done.stdout) == load(DEMO)
 
 
 def test_the_paper_setting_is_the_papers() -> None:
@@ -195,7 +200,10 @@ def test_roles_without_training_are_small_quick_and_free_of_torch(tmp_path: Path
     assert len(samples) == len(set(samples))
 
 
-@pytest.mark.parametrize("module", ["cloud.agent", "institution.agent", "deploy.cli", "deploy.lab"])
+@pytest.mark.parametrize(
+    "module",
+    ["cloud.agent", "institution.agent", "deploy.cli", "deploy.lab", "deploy.report", "deploy.watching.screens"],
+)
 def test_torch_is_not_imported(module: str) -> None:
     code = f"import sys, {module}; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", f"import json; {code}"], capture_output=True, check=True)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from common.learning import datasets, partitions
 from common.spec import load
 from deploy.cli import app
-from deploy.partition_picture import draw
+from deploy.partition_picture import figure
 
 EXPERIMENT = """
 seed = 3
@@ -84,7 +84,7 @@ def test_a_split_is_written_as_the_devices_would_have_it(tmp_path: Path) -> None
     with np.load(out / "partition.npz") as arrays:
         parts = [arrays[name] for name in experiment.topology.device_names()]
         assert len(arrays) == 6
-    assert facts["digest"] == partitions.digest(parts) == partitions.digest(wanted)
+    assert facts["digest"] == partitions.digest(parts, labels=labels) == partitions.digest(wanted, labels=labels)
     for name, part in zip(experiment.topology.device_names(), parts, strict=True):
         device = facts["devices"][name]
         assert device["samples"] == len(part) and device["by_class"] == np.bincount(labels[part], minlength=10).tolist()
@@ -96,8 +96,9 @@ def test_a_split_is_written_as_the_devices_would_have_it(tmp_path: Path) -> None
 
 
 def test_the_picture_has_a_cell_for_each_class_that_a_device_has() -> None:
-    counts = np.array([[5, 0, 20], [0, 80, 0]])
-    picture = ElementTree.fromstring(draw(counts, rows=[("a", "<x>"), ("b", "y")], title="a & b"))
+    devices = {"<x>": {"institution": "a", "by_class": [5, 0, 20]}, "y": {"institution": "b", "by_class": [0, 80, 0]}}
+    facts = {"digest": "&", "seed": 1, "data": {"dataset": "d", "partition": "iid"}, "devices": devices}
+    picture = ElementTree.fromstring(figure(facts).file())
     cells = [cell for cell in picture.iter(f"{SVG}rect") if cell.find(f"{SVG}title") is not None]
     titles = [cell.findtext(f"{SVG}title") for cell in cells]
     assert titles == ["a / <x>, class 0: 5", "a / <x>, class 2: 20", "b / y, class 1: 80"]

@@ -118,7 +118,7 @@ def test_a_run_leaves_its_folder(tmp_path: Path) -> None:
     folder = run_direct(tmp_path, {"cloud": {"aggregation": CROSS}, "topology": {"institutions": 3, "devices": 6}})
     assert {path.name for path in folder.iterdir()} == {
         "experiment.toml", "manifest.json", "rounds.csv", "links.csv", "devices.csv", "events.jsonl", "checkpoints",
-        "model.safetensors", "ledger.json",
+        "model.safetensors", "ledger.json", "partition.npz", "partition.json",
     }  # fmt: skip
     assert "nothing was sent" in json.loads((folder / "manifest.json").read_text())["direct"]["bytes"]
     size = sum(entry.nbytes for entry in model_of(folder).values())

@@ -29,7 +29,7 @@ from cloud.evaluator import Accuracy
 from cloud.iterations import GlobalIterations
 from cloud.results import RunFolder
 from common.aggregation import aggregator
-from common.errors import InvalidExperiment, RunFailed, WireError
+from common.errors import InvalidBelow, InvalidExperiment, WireError
 from common.layout import ModelLayout, Row, Section
 from common.metrics import Metrics
 from common.net.accounting import Account
@@ -577,8 +577,9 @@ def test_a_device_that_waits_in_vain_says_for_whom_and_who_is_there(
     scenario(run())
 
 
+@pytest.mark.parametrize("closing", [Closing(), Closing(rule="quorum", quorum=1, deadline_s=600.0)])
 def test_a_device_without_its_data_ends_the_run_at_once_with_the_reason(
-    address: BrokerAddress, monkeypatch: pytest.MonkeyPatch
+    closing: Closing, address: BrokerAddress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remedy = InvalidExperiment("data.root", "/no/where", "no MNIST there", "Fetch it.")
 
@@ -597,14 +598,33 @@ def test_a_device_without_its_data_ends_the_run_at_once_with_the_reason(
         async with announcing(address, "cloud", experiment, children=["institution-0"]) as cloud:
             tasks = [asyncio.create_task(role) for role in roles]
             reason = r"institution-0 gave up: .*device-. gave up: data.root = '/no/where'.*Fetch it"
-            with pytest.raises(RunFailed, match=reason):
-                await cloud.gather(Closing())
+            with pytest.raises(InvalidBelow, match=reason) as told:
+                await cloud.gather(closing)
+            assert told.value.exit_code == 4
             await asyncio.wait(tasks)
         first, *others = [task.exception() for task in tasks]
-        assert isinstance(first, RunFailed)
+        assert isinstance(first, InvalidBelow)
         assert remedy in others
 
     monkeypatch.setattr(Trainer, "prepare", prepare)
+    scenario(run())
+
+
+def test_a_device_imports_no_model_that_its_host_did_not_allow(
+    address: BrokerAddress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "announced.py").write_text("raise SystemExit('imported')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    async def run() -> None:
+        experiment = parse(SMALL | {"model": {"name": "announced:build"}})
+        async with announcing(address, "institution-0", experiment, children=["device-0"]) as institution:
+            refusing = asyncio.create_task(device(address, "device-0", "institution-0").run())
+            with pytest.raises(InvalidBelow, match=r"device-0 gave up: .*--allow-models announced"):
+                await institution.gather(Closing())
+            await asyncio.wait((refusing,))
+        assert isinstance(refusing.exception(), InvalidExperiment) and "announced" not in sys.modules
+
     scenario(run())
 
 

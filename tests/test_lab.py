@@ -196,7 +196,7 @@ def test_a_run_leaves_its_folder(reference: Path) -> None:
     names = {path.name for path in reference.iterdir()}
     assert names >= {
         "experiment.toml", "manifest.json", "rounds.csv", "links.csv", "devices.csv", "events.jsonl", "checkpoints",
-        "model.safetensors", "logs",
+        "model.safetensors", "logs", "partition.npz", "partition.json",
     }  # fmt: skip
     experiment = load(reference / "experiment.toml")
     assert experiment == load(DEMO, SMALL)
@@ -204,6 +204,7 @@ def test_a_run_leaves_its_folder(reference: Path) -> None:
     assert manifest["experiment_digest"] == experiment.digest
     assert manifest["packages"]["aiomqtt"]
     assert manifest["links"]["enforce"] == "bucket"
+    assert manifest["partition"] == json.loads((reference / "partition.json").read_text())["digest"]
     nodes = ["institution-0", "institution-1", *(f"device-{i}" for i in range(4))]
     assert manifest["links"]["of"] == {name: experiment.link(name).model_dump() for name in nodes}
     with (reference / "rounds.csv").open(newline="") as file:
@@ -265,3 +266,17 @@ def test_links_csv_shows_what_the_kernels_carried(reference: Path) -> None:
 
 def _tier(parent: str) -> str:
     return "wan" if parent == "cloud" else "lan"
+
+
+def test_a_device_that_plays_a_slower_machine_pauses(tmp_path: Path) -> None:
+    small = ("topology.institutions=1", "topology.devices=2", "iterations=1", "institution.rounds=2")
+    folder = run_lab(tmp_path, *small, "hardware.of.device-1={ slowdown = 2.0, think_s = 0.4 }")
+    with (folder / "devices.csv").open(newline="") as file:
+        quick, slow = csv.DictReader(file)
+    assert float(quick["pause_s"]) == 0.0
+    # Two rounds; a wait for the process's one slot is part of the slower machine's time.
+    least = 2 * 0.4 + float(slow["train_s"]) - float(slow["wait_s"])
+    assert float(slow["pause_s"]) >= least - 0.2
+    with (folder / "rounds.csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert float(row["elapsed_s"]) >= 2 * (0.4 + float(slow["train_s"]))

@@ -269,7 +269,7 @@ def strangers(layout: ModelLayout) -> list[Message]:
     """Return sound messages of every kind, models of terabytes among them, for a sender that may not send them."""
     huge = Manifest("f" * 16, 4_000_000 * 1000, 4_000_000, bytes(8000), "fp32", layout.digest)
     key = Key(0, 0, 0)
-    result = Result(key, huge, None, MANY, float("nan"), 1, 1, 1, 0.0, 0.0, (), "[")
+    result = Result(key, huge, None, MANY, float("nan"), 1, 1, 1, 0.0, 0.0, 0.0, (), "[")
     progress = Progress(key, Phase.TRAINING, MANY, MANY, EVERYTHING, EVERYTHING)
     return [
         Task(key, MANY, huge, b"x"), result, progress, Receipt(key, "no"), Gone("f" * 16),
@@ -415,6 +415,7 @@ def lies(layout: ModelLayout) -> dict[str, tuple[Change, str]]:
         "samples": (lambda result: replace(result, samples=MANY), f"{MANY} samples"),
         "steps": (lambda result: replace(result, steps=MANY), f"{MANY} steps"),
         "seconds": (lambda result: replace(result, train_s=float("inf")), "inf s of training"),
+        "pause": (lambda result: replace(result, pause_s=float("nan")), "a pause of nan s"),
         "empty": (lambda result: replace(result, samples=0), "no samples"),
     }
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from common.data import Model, permit
 from common.errors import InvalidExperiment
 from common.learning import models
 from common.learning.inputs import Inputs
@@ -97,6 +98,29 @@ def test_what_is_wrong_is_said(name: str, problem: str) -> None:
     with pytest.raises(InvalidExperiment, match=rf"(?s)^model\.name = '{name}': .*{problem}") as caught:
         models.build(name, 1, inputs=GREY)
     assert caught.value.exit_code == 4
+
+
+@pytest.mark.parametrize(
+    ("allowed", "may"),
+    [
+        ([], False),
+        (["mynets"], True),
+        (["mynets.small"], True),
+        (["other", "mynets.small:build"], True),
+        (["mynet"], False),
+        (["mynets.sma"], False),
+        (["mynets.small:buil"], False),
+        ([""], False),
+    ],
+)
+def test_a_device_builds_only_what_its_host_allows(allowed: list[str], may: bool) -> None:
+    permit(Model(), [])  # one of ours
+    if may:
+        permit(Model(name="mynets.small:build"), allowed)
+        return
+    with pytest.raises(InvalidExperiment, match="--allow-models mynets,") as told:
+        permit(Model(name="mynets.small:build"), allowed)
+    assert told.value.exit_code == 4
 
 
 @pytest.mark.parametrize("name", ["a:", ":b", "a:b:c", "a b:c", "a.b:c()", "../a:b"])

@@ -42,7 +42,7 @@ def manifest_of(number: int) -> Manifest:
 
 
 def result_of(key: Key, number: int = 77) -> Result:
-    return Result(key, manifest_of(number), None, 10, 0.5, 1, 10, 10, 1.0, 0.0, (), "")
+    return Result(key, manifest_of(number), None, 10, 0.5, 1, 10, 10, 1.0, 0.0, 0.0, (), "")
 
 
 def progress_of(key: Key, phase: Phase = Phase.TRAINING, done: int = 0, *, traffic: Traffic | None = None) -> Progress:

@@ -89,7 +89,11 @@ def experiments(draw: st.DrawFn) -> Experiment:
             "seed": draw(st.integers(0, 2**63 - 1)),
             "target_accuracy": draw(st.none() | st.floats(0.01, 1.0)),
             "topology": topology,
-            "data": {"root": draw(st.text()), "concentration": draw(st.floats(1e-300, 1e300))},
+            "data": {
+                "root": draw(st.text()),
+                "partition": "dirichlet",
+                "concentration": draw(st.floats(1e-300, 1e300)),
+            },
             "training": {"learning_rate": draw(st.floats(1e-12, 1e6)), "momentum": draw(st.floats(0, 0.999))},
             "cloud": {
                 "aggregation": draw(rule),
@@ -127,8 +131,9 @@ def test_every_key_is_written_out(tmp_path: Path) -> None:
 
     given_ = {
         "target_accuracy": 0.5,
-        "data": {"classes": 2},
+        "data": {"dataset": "synthetic", "classes": 2},
         "links": {tier: {"profile": "lte"} for tier in ("wan", "lan")},
+        "hardware": {"default": "raspberry-pi-5"},
         "cloud": {"closing": {"quorum": 1, "deadline_s": 1}},
         "institution": {"closing": {"quorum": 1, "deadline_s": 1}},
         "topology": {"members": {"institution-0": ["device-0"]}},
@@ -160,11 +165,22 @@ def test_names_with_dots_are_one_key(tmp_path: Path) -> None:
 CHANGES: list[dict[str, Any]] = [
     {"name": "other"}, {"seed": 2}, {"iterations": 11}, {"target_accuracy": 0.9}, {"topology": {"devices": 2}},
     {"topology": {"institutions": ["a"]}}, {"topology": {"devices": ["a"]}}, {"data": {"dataset": "mnist"}},
-    {"data": {"root": "elsewhere"}}, {"data": {"partition": "dirichlet"}}, {"data": {"concentration": 0.1}},
-    {"data": {"min_samples": 0}}, {"data": {"partition_size": 601}}, {"model": {"name": "lenet5"}},
-    {"data": {"labels": "coarse"}}, {"data": {"classes": 2}}, {"data": {"classes": ["a"]}},
-    {"data": {"image_shape": [1, 8, 8]}}, {"data": {"samples": 1}}, {"data": {"test_samples": 1}},
-    {"data": {"shards": 3}}, {"data": {"within": "shards"}}, {"data": {"within_concentration": 0.1}},
+    {"data": {"root": "elsewhere"}}, {"model": {"name": "lenet5"}},
+    *({"data": {"dataset": "cifar100"} | more} for more in ({}, {"labels": "coarse"})),
+    *({"data": {"dataset": "folder", "partition": "natural", "classes": names}} for names in (["a"], ["b"])),
+    *(
+        {"data": {"dataset": "synthetic", "classes": 2} | more}
+        for more in ({}, {"classes": 3}, {"image_shape": [1, 8, 8]}, {"samples": 1}, {"test_samples": 1})
+    ),
+    *(
+        {"data": {"partition": "dirichlet"} | more} for more in ({}, {"concentration": 0.1}, {"min_samples": 0})
+    ),
+    *({"data": {"partition": "dirichlet_overlap"} | more} for more in ({}, {"partition_size": 601})),
+    *({"data": {"partition": "shards"} | more} for more in ({}, {"shards": 3})),
+    *(
+        {"data": {"partition": "institution_shards"} | more}
+        for more in ({}, {"within": "shards"}, *({"within": "dirichlet", "within_concentration": a} for a in (1, 2)))
+    ),
     {"training": {"epochs": 2}}, {"training": {"batch_size": 11}}, {"training": {"learning_rate": 0.02}},
     {"training": {"momentum": 0}}, {"training": {"weight_decay": 1e-9}}, {"cloud": {"evaluate_every": 2}},
     {"cloud": {"checkpoint_every": 2}}, {"cloud": {"aggregation": {"weights": "uniform"}}},
@@ -180,6 +196,9 @@ CHANGES: list[dict[str, Any]] = [
     {"links": {"enforce": "kernel"}}, {"links": {"enforce": "none"}}, {"transfer": {"keepalive_s": 31}},
     {"transfer": {"inline_bytes": 0}}, {"transfer": {"chunk_bytes": 40_000}}, {"transfer": {"window": 9}},
     {"transfer": {"upload_slots": 3}}, {"transfer": {"idle_s": 1}},
+    {"hardware": {"default": {"slowdown": 2}}}, {"hardware": {"default": {"think_s": 1}}},
+    {"hardware": {"spread": 0.5}}, {"hardware": {"of": {"device-0": "raspberry-pi-5"}}},
+    {"hardware": {"profiles": {"mine": {}}}},
 ]  # fmt: skip
 
 
@@ -188,6 +207,55 @@ def test_the_digest_changes_with_any_value() -> None:
     assert len(set(digests)) == len(digests) and all(len(digest) == 16 for digest in digests)
     assert parse({"seed": 1, "iterations": 10}).digest == Experiment().digest  # defaults, said or not
     assert parse({"training": {"momentum": 0}}).digest == parse({"training": {"momentum": 0.0}}).digest
+
+
+# Keys of the data that do nothing
+
+USED: dict[str, list[dict[str, Any]]] = {
+    "labels": [{"dataset": "cifar100"}],
+    "classes": [{"dataset": "synthetic"}, {"dataset": "folder", "partition": "natural"}],
+    "image_shape": [{"dataset": "synthetic", "classes": 2}],
+    "samples": [{"dataset": "synthetic", "classes": 2}],
+    "test_samples": [{"dataset": "synthetic", "classes": 2}],
+    "concentration": [{"partition": name} for name in ("dirichlet", "dirichlet_overlap", "institution_dirichlet")],
+    "shards": [{"partition": "shards"}, {"partition": "institution_shards"},
+               {"partition": "institution_dirichlet", "within": "shards"}],
+    "within": [{"partition": "institution_shards"}, {"partition": "institution_dirichlet"}],
+    "within_concentration": [{"partition": "institution_shards", "within": "dirichlet"}],
+    "min_samples": [{"partition": "dirichlet"}, {"partition": "institution_dirichlet"},
+                    {"partition": "institution_shards", "within": "dirichlet"}],
+    "partition_size": [{"partition": "dirichlet_overlap"}],
+}  # fmt: skip
+GIVEN: dict[str, Any] = {
+    "labels": "fine", "classes": 2, "image_shape": [3, 8, 8], "concentration": 1.0, "within": "iid",
+    "within_concentration": 1.0,
+}  # fmt: skip
+UNUSED: dict[str, list[dict[str, Any]]] = {
+    key: [{}, {"partition": "shards", "within": "dirichlet"}] for key in ("within", "within_concentration")
+} | {
+    "shards": [{}, {"partition": "institution_dirichlet", "within": "iid"}],
+    "min_samples": [{"partition": "shards"}, {"partition": "institution_shards", "within": "shards"}],
+    "samples": [{"dataset": "mnist"}, {"dataset": "folder", "partition": "natural", "classes": ["a"]}],
+}
+
+
+@pytest.mark.parametrize("key", USED)
+def test_a_key_of_the_data_that_does_nothing_is_refused_even_with_its_default(key: str) -> None:
+    value = GIVEN.get(key, 2)
+    for tree in USED[key]:
+        data = tree | {key: ["a"] if tree.get("dataset") == "folder" else value}
+        experiment = parse({"data": data})
+        written = json.loads(experiment.to_json())["data"]
+        assert key in written and parse(experiment.to_json()) == experiment
+    for tree in UNUSED.get(key, [{}]):
+        error = refusal({"data": {key: value, **tree}})
+        assert str(error).startswith(f"data.{key} = ") or key in ("within", "within_concentration")
+        assert "does nothing" in str(error) and "it belongs to data." in str(error) and error.exit_code == 4
+
+
+def test_keys_of_the_data_that_do_nothing_are_not_written_out() -> None:
+    written = json.loads(Experiment().to_json())["data"]
+    assert written == {"dataset": "digits", "root": "data", "noise": 0.0, "partition": "iid"}
 
 
 # Keys and values that are wrong

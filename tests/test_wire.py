@@ -214,7 +214,7 @@ def test_an_unknown_kind_is_refused(kind: Any) -> None:
 
 def test_an_error_names_the_field() -> None:
     assert refusal(msgpack.packb([1, SESSION, 5, [0, 0, -1], ""])).startswith("Receipt.key: Key.round: -1 is no count")
-    assert refusal(msgpack.packb([1, SESSION, 0, "dozing", "device", "", 0, "", "", ""])) == (
+    assert refusal(msgpack.packb([1, SESSION, 0, "dozing", "device", "", 0, "", "", "", False])) == (
         "Presence.state: 'dozing' is no NodeState"
     )
 
@@ -242,7 +242,7 @@ def test_long_lists_and_texts_are_refused() -> None:
 
 def test_a_diverged_loss_is_heard() -> None:
     manifest = Manifest("0" * 16, 1, 1024, b"d" * 8, "fp32", "l")
-    result = messages.Result(Key(0, 0, 0), manifest, None, 1, math.nan, 1, 1, 1, math.inf, 0.0, (), "")
+    result = messages.Result(Key(0, 0, 0), manifest, None, 1, math.nan, 1, 1, 1, math.inf, 0.0, 0.0, (), "")
     decoded = survives(packing.encode(result, SESSION))
     assert isinstance(decoded, messages.Result) and math.isnan(decoded.loss) and decoded.train_s == math.inf
 
@@ -326,7 +326,7 @@ def test_the_chunks_of_a_manifest_tile_the_blob(manifest: Manifest) -> None:
 def test_a_presence_wish_and_progress_by_hand() -> None:
     """The bytes that another release must still read."""
     assert packing.encode(Presence(NodeState.READY, "device", samples=7), "s") == (
-        b"\x9a\x01\xa1s\x00\xa5ready\xa6device\xa0\x07\xa0\xa0\xa0"
+        b"\x9b\x01\xa1s\x00\xa5ready\xa6device\xa0\x07\xa0\xa0\xa0\xc2"
     )
     task = Task(Key(1, 2, 3), 4, replace(GOOD, size=1, digests=b"d" * 8), None)
     assert packing.encode(task, "s") == (

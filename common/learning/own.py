@@ -6,8 +6,10 @@ an `nn.Module` of float32 that gives logits [B, classes]:
     def build(*, shape: tuple[int, int, int], classes: int) -> nn.Module: ...
 
 What it draws from torch's global generator is seeded by the experiment. The module must be importable wherever the
-model is trained or evaluated: on the devices and at the cloud. The experiment names code to run: a host trusts
-whoever may announce experiments on its broker with every package on its path but Python's own library.
+model is trained or evaluated: on the devices and at the cloud. So the experiment names code to run. The cloud is given
+its experiment by its user; a device takes it from a broker, and imports only what its own user has allowed by
+`fedstrata device --allow-models PACKAGE` (`common.data.permit`), and nothing of Python's own library. `fedstrata run`
+allows its devices the model of the experiment that its user named.
 """
 
 from __future__ import annotations

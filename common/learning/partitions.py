@@ -49,12 +49,12 @@ def split(
     return [np.sort(part) for part in parts]
 
 
-def digest(parts: Sequence[Indices]) -> str:
-    """Return 16 hexadecimal digits over the parts, in order."""
+def digest(parts: Sequence[Indices], *, labels: Indices) -> str:
+    """Return 16 hexadecimal digits over the labels, int64 [N], and the parts, in order."""
     total = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        total.update(len(part).to_bytes(8, "little"))
-        total.update(np.ascontiguousarray(part, "<i8").tobytes())
+    for places in (labels, *parts):
+        total.update(len(places).to_bytes(8, "little"))
+        total.update(np.ascontiguousarray(places, "<i8").tobytes())
     return total.hexdigest()
 
 

@@ -13,12 +13,13 @@ import logging
 import math
 import random
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
 import aiomqtt
+from paho.mqtt.reasoncodes import ReasonCode
 
 from common.errors import ConnectionFailed
 from common.net.bulk import Body, BulkClient, usable
@@ -27,6 +28,7 @@ from common.net.packets import FindPlace, Place
 
 BACKOFF_S: Final = 0.1
 BACKOFF_MOST_S: Final = 5.0
+REFUSED: Final = 0x80  # of a SUBACK
 PENDING_CALLS_MOST: Final = 1000  # aiomqtt warns above; a parent tells all its children at once
 SOCKET_OPTIONS: Final = ((socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),)
 
@@ -146,10 +148,13 @@ class Link:
         else:
             self._call(client.publish(topic, bytes(body.view), qos=0, timeout=math.inf), left)
 
-    def subscribe(self, topics: list[str], *, qos: int) -> None:
-        """Subscribe without waiting: a later publish follows it on the same connection, so nothing is missed."""
+    def subscribe(self, topics: list[str], *, qos: int, refused: Callable[[str], None] = lambda topic: None) -> None:
+        """Subscribe without waiting: a later publish follows it on the same connection, so nothing is missed.
+
+        `refused` is called for each topic that this login may not read, as far as the broker says so.
+        """
         if self._client is not None and topics:
-            self._call(self._client.subscribe([(topic, qos) for topic in topics], timeout=math.inf))
+            self._call(_subscribe(self._client, topics, qos, refused))
 
     def unsubscribe(self, topics: list[str]) -> None:
         """Unsubscribe without waiting."""
@@ -229,3 +234,10 @@ class Link:
         for left in list(self._leaving):
             left()
         self._lost()
+
+
+async def _subscribe(client: aiomqtt.Client, topics: list[str], qos: int, refused: Callable[[str], None]) -> None:
+    codes: Sequence[int | ReasonCode] = await client.subscribe([(topic, qos) for topic in topics], timeout=math.inf)
+    for topic, code in zip(topics, codes, strict=False):
+        if (code if isinstance(code, int) else code.value) >= REFUSED:
+            refused(topic)

@@ -58,6 +58,7 @@ class Answer:
     steps: int
     train_s: float
     wait_s: float
+    pause_s: float = 0.0
     path_steps: int | None = None
     children: tuple[ChildReport, ...] = ()
     plans: Sequence[Mapping[str, object]] = ()
@@ -67,7 +68,8 @@ class Answer:
         return Result(
             task.key, model, inline, self.samples, float(self.loss), self.epochs, self.steps,
             self.steps if self.path_steps is None else self.path_steps,
-            float(self.train_s), float(self.wait_s), self.children, json.dumps(self.plans) if self.plans else "",
+            float(self.train_s), float(self.wait_s), float(self.pause_s), self.children,
+            json.dumps(self.plans) if self.plans else "",
         )  # fmt: skip
 
 

@@ -93,9 +93,9 @@ class Endpoint:
         """Let the pump look at the cores again; call it after any change, from the event loop."""
         self._wake.set()
 
-    def set_state(self, state: NodeState, *, reason: str = "", samples: int = 0) -> None:
+    def set_state(self, state: NodeState, *, reason: str = "", samples: int = 0, invalid: bool = False) -> None:
         """Say how this node is, retained."""
-        self._herald.set_state(state, reason=reason, samples=samples)
+        self._herald.set_state(state, reason=reason, samples=samples, invalid=invalid)
 
     def announce(self, announcement: Announcement) -> None:
         """Keep the experiment on the broker for this node's children."""

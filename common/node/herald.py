@@ -27,9 +27,9 @@ class Herald:
         self._established = False
         self.leaving = False
 
-    def set_state(self, state: NodeState, *, reason: str, samples: int) -> None:
+    def set_state(self, state: NodeState, *, reason: str, samples: int, invalid: bool) -> None:
         """Say how this node is."""
-        self._presence = replace(self._presence, state=state, reason=reason, samples=samples)
+        self._presence = replace(self._presence, state=state, reason=reason, samples=samples, invalid=invalid)
         self._publish(self._presence)
 
     def connected(self) -> None:

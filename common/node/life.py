@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
-from common.errors import DuplicateName, FedstrataError
+from common.errors import DuplicateName, FedstrataError, InvalidBelow, InvalidExperiment
 from common.metrics import Carried, Cells, Metrics
 from common.node.child import ChildFace
 from common.node.endpoint import Endpoint
@@ -57,7 +57,8 @@ async def live(
             if not end.done():  # work may fail before anybody could hear of it
                 await endpoint.introduced(timeout_s=LAST_WORD_S)
         state = NodeState.LOST if isinstance(known, DuplicateName) else NodeState.FAILED
-        await _say(endpoints, state, str(known or repr(error)))
+        invalid = isinstance(known, InvalidExperiment | InvalidBelow)
+        await _say(endpoints, state, str(known or repr(error)), invalid=invalid)
         if known is None:
             raise
         raise known from None
@@ -114,9 +115,9 @@ def _export(metrics: Metrics, endpoint: Endpoint, node: tuple[str, str, str], *,
         metrics.watch_total(name, text, node=node, read=read)
 
 
-async def _say(endpoints: Sequence[Endpoint], state: NodeState, reason: str) -> None:
+async def _say(endpoints: Sequence[Endpoint], state: NodeState, reason: str, *, invalid: bool = False) -> None:
     for endpoint in endpoints:
-        endpoint.set_state(state, reason=reason)
+        endpoint.set_state(state, reason=reason, invalid=invalid)
     for endpoint in endpoints:
         await endpoint.flush(timeout_s=LAST_WORD_S)
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Final, TypeAlias
 
 from common.aggregation.uploads import Uploads
-from common.errors import FedstrataError, NoProgress, RefusedModel, RunFailed, WireError
+from common.errors import FedstrataError, InvalidBelow, NoProgress, RefusedModel, RunFailed, WireError
 from common.layout import ModelLayout, Row
 from common.links import Link, Links, Way, Ways
 from common.net.link import BrokerAddress
@@ -90,7 +90,7 @@ class ParentFace:
         self.samples: dict[str, int] = {}
         self._farewells: set[str] = set()
         self._last_state: dict[str, str] = {}
-        self._gave_up: dict[str, str] = {}
+        self._gave_up: dict[str, Presence] = {}
         self._changed = asyncio.Event()
         self._observe = observe
         self.moved_hook: Callable[[], None] = lambda: None
@@ -153,7 +153,8 @@ class ParentFace:
         """Wait until every child is ready and has told how many samples it has.
 
         So the clock starts with a lab that stands. Where a round may close without some, they are waited for as
-        long as a round would; else `idle_s`: the first round then says who is missing. Raises RunFailed.
+        long as a round would; else `idle_s`: the first round then says who is missing. Raises RunFailed where one that
+        is needed gave up, and where any cannot take part in the experiment as it is.
         """
         patience_s = closing.deadline_s if closing.rule == "quorum" else None
         try:
@@ -219,7 +220,7 @@ class ParentFace:
             self.samples[node] = presence.samples
         if presence is not None and presence.state is NodeState.FAILED:
             if self._last_state.get(node) in STAYING:  # else it is what an earlier life of this run left behind
-                self._gave_up[node] = presence.reason
+                self._gave_up[node] = presence
         else:
             self._gave_up.pop(node, None)
         self._changed.set()
@@ -269,7 +270,7 @@ class ParentFace:
             elif self._closed is None or self._closed.done():
                 continue
             elif isinstance(event, Stalled):
-                self._closed.set_exception((NoProgress if event.idle else RunFailed)(event.reason))
+                self._closed.set_exception(NoProgress(event.reason) if event.idle else self._failure(event.reason))
             else:
                 self._closed.set_result(event)
 
@@ -367,8 +368,13 @@ class ParentFace:
         self.moved_hook()
 
     def _check_present(self, closing: Closing) -> None:
-        if self._gave_up and closing.rule == "all":
-            raise RunFailed("; ".join(f"{name} gave up: {reason}" for name, reason in self._gave_up.items()))
+        failure = self._failure("; ".join(f"{name} gave up: {last.reason}" for name, last in self._gave_up.items()))
+        if self._gave_up and (closing.rule == "all" or isinstance(failure, InvalidBelow)):
+            raise failure
+
+    def _failure(self, reason: str) -> RunFailed:
+        invalid = any(last.invalid for last in self._gave_up.values())
+        return InvalidBelow(reason) if invalid else RunFailed(reason)
 
     def _require_layout(self) -> ModelLayout:
         if self._layout is None:

@@ -53,8 +53,9 @@ def check_report(result: Result) -> None:
     for what, count in counts:
         if count > COUNT_MOST:
             raise RefusedModel(f"it reports {count} {what}")
-    if not (0 <= result.train_s < np.inf and 0 <= result.wait_s < np.inf):
-        raise RefusedModel(f"it reports {result.train_s} s of training after {result.wait_s} s of waiting")
+    seconds = (result.train_s, result.wait_s, result.pause_s)
+    if not all(0 <= value < np.inf for value in seconds):
+        raise RefusedModel("it reports {} s of training, {} s of waiting and a pause of {} s".format(*seconds))
     plans_of(result)
 
 

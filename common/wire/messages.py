@@ -80,7 +80,7 @@ class Presence:
     """A node's retained state; its will says LOST. `answers` names the session of a second node of our name.
 
     `samples`: a device's training samples, 0 where unknown; `metrics`: the address of its /metrics; `books`: names
-    the account of bytes that its children count for.
+    the account of bytes that its children count for. `invalid`: it failed as its part in the experiment cannot work.
     """
 
     state: NodeState
@@ -90,14 +90,19 @@ class Presence:
     reason: str = ""
     answers: str = ""
     books: str = ""
+    invalid: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """The experiment, retained by a parent for its children; the layout serves nodes without torch."""
+    """The experiment, retained by a parent for its children; the layout serves nodes without torch.
+
+    `partition`: the digest of the cloud's split of the data, empty where nothing is split.
+    """
 
     experiment: str
     layout: str
+    partition: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +210,8 @@ class Measured:
 class ChildReport:
     """What one device did in an iteration, its link as measured before the run, and the link's bytes since.
 
-    `up` and `down` are each counted where they arrive: `up` at the parent, `down` at the child.
+    `up` and `down` are each counted where they arrive: `up` at the parent, `down` at the child. The seconds are
+    those of `Result`, summed over the rounds.
     """
 
     name: str
@@ -216,6 +222,7 @@ class ChildReport:
     loss: float = 0.0
     train_s: float = 0.0
     wait_s: float = 0.0
+    pause_s: float = 0.0
     measured: Measured = Measured()
     traffic: Traffic = Traffic()
 
@@ -261,6 +268,8 @@ class Result:
 
     `path_steps`: the steps of SGD that no device could have taken beside others, of each local round the slowest
     device's. `plans`: what the child's own aggregation decided in each of its rounds, as JSON, a list of objects.
+    `train_s`: of the trainings; `wait_s`: for a slot before them; `pause_s`: after them, where the child plays a slower
+    machine (`common/hardware.py`). An institution's are sums over its rounds, of each the largest of its devices'.
     `traffic` and `below` as in Progress, at the time of the offer.
     """
 
@@ -274,6 +283,7 @@ class Result:
     path_steps: int
     train_s: float
     wait_s: float
+    pause_s: float
     children: tuple[ChildReport, ...]
     plans: str
     traffic: Traffic = Traffic()

@@ -1,0 +1,82 @@
+"""How fast an experiment's devices are: a factor on the seconds of their training, and a while to think.
+
+A lab on one machine plays devices that are slower than it, each in its own way. An answer leaves no sooner than
+`slowdown` times the device's own training seconds, and `think_s` on top, after the model had arrived; a wait for a slot
+of this machine counts as part of that time, as the device that is played would not have waited. `hardware.toml` beside
+this file has the profiles that ship.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from math import exp
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from common.randomness import Purpose, generator
+from common.tables import Name, Table, named
+
+
+class Pace(Table):
+    """How many times as long a device trains as the host that plays it, and what each answer takes besides."""
+
+    slowdown: Annotated[float, Field(ge=1)] = 1.0
+    think_s: Annotated[float, Field(ge=0)] = 0.0
+
+    def answer_s(self, train_s: float) -> float:
+        """Return the seconds from a model's arrival to the answer, of which the host trained for `train_s`."""
+        return self.slowdown * train_s + self.think_s
+
+
+class Machine(Pace):
+    """One device's pace, and the profile from which it comes, if any."""
+
+    profile: Name | None = None
+
+
+class Hardware(Table):
+    """All devices' machine, and `of`: single devices whose machine is another.
+
+    `spread` draws the slowdown of each device that `of` does not name: log-normal, its median the default's slowdown,
+    `spread` the deviation of its logarithm; never below 1.
+    """
+
+    default: Machine = Machine()
+    spread: Annotated[float, Field(ge=0, le=3)] = 0.0
+    of: dict[Name, Machine] = Field(default_factory=dict)
+    profiles: dict[Name, Pace] = Field(default_factory=dict)
+
+    def machine(self, device: str, *, seed: int) -> Machine:
+        """Return the machine that a device plays in the runs of a seed."""
+        if device in self.of or not self.spread:
+            return self.of.get(device, self.default)
+        z = float(generator(seed, Purpose.HARDWARE, device).standard_normal())
+        return self.default.model_copy(update={"slowdown": max(1.0, self.default.slowdown * exp(self.spread * z))})
+
+
+@cache
+def shipped() -> Mapping[str, Mapping[str, Any]]:
+    """Return the profiles that ship, by name."""
+    return tomllib.loads(Path(__file__).with_name("hardware.toml").read_text(encoding="utf-8"))
+
+
+def resolve(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an experiment's tree whose machines have the numbers of the profiles that they name.
+
+    Values of a wrong type are left for the tables' own check. Raises InvalidExperiment where no profile has the name.
+    """
+    hardware = tree.get("hardware")
+    if not isinstance(hardware, Mapping):
+        return dict(tree)
+    own, of = hardware.get("profiles"), hardware.get("of")
+    profiles = {**shipped(), **(own if isinstance(own, Mapping) else {})}
+    resolved = dict(hardware)
+    if "default" in hardware:
+        resolved["default"] = named("hardware.default", hardware["default"], profiles)
+    if isinstance(of, Mapping):
+        resolved["of"] = {device: named(f"hardware.of.{device}", said, profiles) for device, said in of.items()}
+    return {**tree, "hardware": resolved}

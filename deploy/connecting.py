@@ -1,0 +1,57 @@
+"""How a command reaches a broker, and how one that lives on a connection runs and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from common.errors import InvalidExperiment
+from deploy.reporting import reporting
+
+if TYPE_CHECKING:
+    from common.net.link import BrokerAddress
+
+Username = Annotated[str | None, typer.Option(help="Login at the broker.", envvar="FEDSTRATA_USERNAME")]
+PasswordFile = Annotated[
+    Path | None, typer.Option(help="File with the password; else FEDSTRATA_PASSWORD.", envvar="FEDSTRATA_PASSWORD_FILE")
+]
+ConnectTimeout = Annotated[float, typer.Option(min=0.1, help="Seconds to reach the broker at the start.")]
+
+
+def address(text: str, username: str | None, password_file: Path | None) -> BrokerAddress:
+    """Return the broker that host[:port] names, with its login. Raises InvalidExperiment."""
+    from common.net.link import BrokerAddress
+
+    host, _, port = text.partition(":")
+    if not host or (port and not (port.isdecimal() and 0 < int(port) < 65_536)):
+        raise InvalidExperiment("--broker", text, "no address", "Write host or host:port.")
+    password = os.environ.get("FEDSTRATA_PASSWORD")
+    if password_file is not None:
+        try:
+            password = password_file.read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise InvalidExperiment(
+                "--password-file", str(password_file), error.strerror or str(error), "Name a readable file."
+            ) from None
+    return BrokerAddress(host, int(port or 1883), username, password)
+
+
+def run_connected(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run a command's coroutine to its end; SIGINT and SIGTERM cancel it, and errors of ours end the command."""
+
+    async def interruptible() -> None:
+        task = asyncio.current_task()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if task is not None:
+                loop.add_signal_handler(number, task.cancel)
+        await work()
+
+    with reporting():
+        asyncio.run(interruptible())

@@ -1,0 +1,150 @@
+"""How fast this machine trains, evaluates, mixes and passes models on: measured in a few seconds, before a run.
+
+Training and evaluation are the experiment's own. What a round costs besides was measured once (`REFERENCE`); two small
+loops that do likewise, packing messages, and copying and hashing a model, tell how this machine compares.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import mean
+from typing import Final
+
+import numpy as np
+
+from common.spec import Experiment, parse
+from common.transfer.manifest import chunk_digest
+from common.wire import packing
+from common.wire.messages import Key, Manifest, Task
+from deploy.planning.prediction import Speeds
+
+TRAINING_S: Final = 2.0
+EVALUATED: Final = 400
+MIXED: Final = 3.0  # passes over the uploads at a copy's speed that a rule takes (tests/bench/aggregation.py)
+NOISE_BYTES: Final = 8_000_000
+REPEATS: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Seconds of one core of a two-core virtual machine: of a round with a child, and of the two loops."""
+
+    message_s: float = 4e-3
+    byte_s: float = 1.4e-9
+    packing_s: float = 1.26e-5
+    copying_s: float = 1.1e-10
+
+
+REFERENCE: Final = Reference()
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """Seconds of one core: a step of SGD, a training besides its steps, and the whole test set."""
+
+    step_s: float
+    training_s: float
+    evaluation_s: float
+
+
+def measure(experiment: Experiment, *, cores: int, together: bool, row_bytes: int) -> Speeds:
+    """Measure this machine with an experiment of one device, whose data are here.
+
+    `together`: all cores train at once, as they will where all roles share this host.
+    """
+    jobs = cores if together else 1
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        found = [job.result() for job in [pool.submit(train, experiment.to_json()) for _ in range(jobs)]]
+    copy_s = _best(_copying()) / NOISE_BYTES
+    return Speeds(
+        step_s=mean(one.step_s for one in found),
+        training_s=mean(one.training_s for one in found),
+        evaluation_s=mean(one.evaluation_s for one in found),
+        message_s=REFERENCE.message_s * _best(_packing) / REFERENCE.packing_s,
+        byte_s=REFERENCE.byte_s * copy_s / REFERENCE.copying_s,
+        mix_byte_s=MIXED * copy_s,
+        record_s=_writing(row_bytes),
+        cores=cores,
+    )
+
+
+def train(experiment_json: str) -> Training:
+    """Train the device of an experiment for some seconds on one core, and evaluate its first model."""
+    from common.learning import datasets, models
+    from common.learning.evaluation import evaluate
+    from device.slots import Cancelled, Slots
+    from device.trainer import Trainer
+
+    experiment = parse(experiment_json)
+    data = datasets.load(experiment.data)
+    module = models.build(experiment.model.name, experiment.seed, inputs=data.inputs)
+    trainer = Trainer(experiment, node=experiment.topology.device_names()[0], accelerator="cpu", slots=Slots())
+    trainer.prepare()
+    row, out = trainer.layout.empty(), trainer.layout.empty()
+    models.write_row(module, trainer.layout, row)
+    epochs, steps, spent_s = 1, 0, 0.0
+    enough, start = threading.Event(), 0.0
+
+    def progress(done: int, _: int) -> None:
+        nonlocal steps, spent_s
+        steps, spent_s = done, time.monotonic() - start
+        if spent_s >= TRAINING_S:
+            enough.set()
+
+    while not enough.is_set():
+        start = time.monotonic()
+        try:
+            trainer.train(row, out, epochs=epochs, round_=0, progress=progress, cancelled=enough)
+        except Cancelled:
+            break
+        epochs *= 2  # the first trainings warm up; the last one counts
+    nothing = threading.Event()
+    overhead = [
+        trainer.train(row, out, epochs=0, round_=0, progress=lambda *_: None, cancelled=nothing).train_s
+        for _ in range(5)
+    ]
+    images, labels = data.test_images[:EVALUATED], data.test_labels[:EVALUATED]
+    start = time.monotonic()
+    evaluate(module, images, labels=labels, normalise=data.normaliser())
+    evaluation_s = (time.monotonic() - start) * len(data.test_labels) / max(1, len(labels))
+    return Training(spent_s / steps, min(overhead), evaluation_s)
+
+
+def _best(loop: Callable[[], None]) -> float:
+    seconds = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        loop()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def _packing() -> None:
+    manifest = Manifest("b" * 16, 1_000_000, 1_000_000, b"digest-8", "fp32", "l" * 16)
+    packing.decode(packing.encode(Task(Key(1, 2, 3), 2, manifest, None), "session"))
+
+
+def _copying() -> Callable[[], None]:
+    source = np.random.default_rng(0).integers(0, 256, NOISE_BYTES, np.uint8)
+    target = np.zeros_like(source)
+
+    def copy() -> None:
+        np.copyto(target, source)
+        chunk_digest(target.data)
+
+    return copy
+
+
+def _writing(nbytes: int) -> float:
+    """Return what writing a checkpoint of so many bytes takes, and the tables beside it."""
+    with tempfile.TemporaryDirectory(prefix="fedstrata-") as home:
+        start = time.perf_counter()
+        (Path(home) / "model").write_bytes(bytes(nbytes))
+        return time.perf_counter() - start + REFERENCE.message_s

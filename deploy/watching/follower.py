@@ -1,0 +1,175 @@
+"""Joins the core of a watch to its brokers: connections that read, and that come back by themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, Final, Protocol
+
+from common.errors import ConnectionFailed, NoProgress
+from common.net.link import BrokerAddress, Link
+from common.rounds.participant import HEARTBEAT_S
+from common.spec import CLOUD
+from common.wire import topics
+from deploy.watching.lab import Lab
+from deploy.watching.runs import FILTERS, Runs
+
+DRAW_S: Final = 0.5
+LOOK_S: Final = HEARTBEAT_S + 0.5  # whoever is at work has said a word by then
+UNHEARD: Final = "nothing is announced there, or this login may not read it"
+KEEPALIVE_S: Final = 10  # short: a broker keeps all for a watch that was stopped, until it takes it for dead
+
+
+class Screen(Protocol):
+    """Where a watch is shown."""
+
+    def waiting(self, runs: Runs, brokers: str) -> None:
+        """Show that there is no run yet."""
+
+    def event(self, lab: Lab, event: str, facts: dict[str, object], now: float) -> None:
+        """Show what has happened."""
+
+    def draw(self, lab: Lab, now: float) -> None:
+        """Show the present state."""
+
+
+class Follower:
+    """Follows one run on one or several brokers, the cloud's first. It publishes nothing."""
+
+    def __init__(
+        self, addresses: Sequence[BrokerAddress], *, run: str | None, light: bool, connect_timeout_s: float
+    ) -> None:
+        self._names = [str(address) for address in addresses]
+        self._light = light
+        self._connect_timeout_s = connect_timeout_s
+        self._runs = Runs(run)
+        self._lab: Lab | None = None
+        self._screen: Screen | None = None
+        self._loop = asyncio.get_running_loop()
+        self._refused: asyncio.Future[None] = self._loop.create_future()
+        self._links = [self._link(place, address) for place, address in enumerate(addresses)]
+
+    async def follow(self, screen: Screen) -> None:
+        """Show the run until it ends.
+
+        Raises ConnectionFailed where a broker cannot be reached or lets us read nothing, RunFailed, NoProgress where
+        the cloud stays away, as its nodes would.
+        """
+
+        async def play() -> None:
+            self._screen = screen
+            lab = await self._found(screen)
+            while not lab.ended:
+                lab.tick(self._loop.time())
+                self._tell()
+                screen.draw(lab, self._loop.time())
+                await asyncio.sleep(DRAW_S)
+            if lab.end is not None:
+                raise lab.end
+
+        await self._connected(play())
+
+    async def look(self, show: Callable[[Lab, float], None], *, timeout_s: float) -> None:
+        """Show the run once, as it stands. Raises NoProgress where there is none within `timeout_s`."""
+
+        async def play() -> None:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    lab = await self._found(None)
+            except TimeoutError:
+                others = ", ".join(self._runs.names()[:3])
+                there = f"--run NAME shows one that has ended: {others}" if others else UNHEARD
+                raise NoProgress(f"no living run on broker {self._all()} within {timeout_s:g} s; {there}") from None
+            await asyncio.sleep(LOOK_S)
+            show(lab, self._loop.time())
+
+        await self._connected(play())
+
+    async def _connected(self, playing: Coroutine[Any, Any, None]) -> None:
+        keeping = [
+            asyncio.create_task(link.run(connect_timeout_s=self._connect_timeout_s), name=f"link {name}")
+            for name, link in zip(self._names, self._links, strict=True)
+        ]
+        work = asyncio.create_task(playing, name="watch")
+        try:
+            await asyncio.wait((work, self._refused, *keeping), return_when=asyncio.FIRST_COMPLETED)
+            for end in (self._refused, *keeping):
+                if end.done():
+                    end.result()
+            await work
+        finally:
+            for task in (work, *keeping):
+                task.cancel()
+            await asyncio.wait((work, *keeping))
+
+    async def _found(self, screen: Screen | None) -> Lab:
+        while (chosen := self._runs.choose(self._loop.time())) is None:
+            if screen is not None:
+                screen.waiting(self._runs, self._all())
+            await asyncio.sleep(DRAW_S / 2)
+        run, experiment = chosen
+        self._lab = lab = Lab(run, experiment, brokers=self._names, now=self._loop.time())
+        for place, link in enumerate(self._links):
+            if link.up:
+                link.unsubscribe(list(FILTERS))
+                self._subscribe(place, link, lab)
+            else:
+                lab.disconnected(place, self._loop.time())
+        return lab
+
+    def _link(self, place: int, address: BrokerAddress) -> Link:
+        async def connected() -> None:
+            if self._lab is None:
+                link.subscribe(list(FILTERS), qos=1, refused=partial(self._refuse, address))
+            else:
+                self._lab.connected(place, self._loop.time())
+                self._subscribe(place, link, self._lab)
+                self._tell()
+
+        link = Link(
+            address,
+            client_id=f"watch-{secrets.token_hex(8)}",
+            keepalive_s=KEEPALIVE_S,
+            received=partial(self._received, place),
+            connected=connected,
+            lost=partial(self._lost, place),
+        )
+        return link
+
+    def _subscribe(self, place: int, link: Link, lab: Lab) -> None:
+        """Listen to a run; control by QoS 0, as all of it is said again and a broker should keep none of it for us."""
+        refused = partial(self._refuse, link.address)
+        everybody = [topics.inbox(lab.run, "+", "+")]
+        cloud = [topics.inbox(lab.run, CLOUD, "+"), topics.inbox(lab.run, "+", CLOUD)]
+        link.subscribe([topics.state(lab.run, "+")], qos=1, refused=refused)
+        link.subscribe(cloud if self._light else everybody, qos=0, refused=refused)
+
+    def _received(self, place: int, topic: str, body: bytes, _retained: bool) -> None:
+        now = self._loop.time()
+        if self._lab is None:
+            self._runs.receive(topic, body, now)
+        else:
+            self._lab.receive(place, topic, body, now)
+            self._tell()
+
+    def _lost(self, place: int) -> None:
+        if self._lab is not None and not self._lab.ended:
+            self._lab.disconnected(place, self._loop.time())
+            self._tell()
+
+    def _refuse(self, address: BrokerAddress, topic: str) -> None:
+        if not self._refused.done():
+            who = f"login {address.username!r}" if address.username else "a client without a login"
+            words = f"broker {address} does not let {who} read {topic}. Watch with a login that may read fs1/#."
+            self._refused.set_exception(ConnectionFailed(words))
+
+    def _tell(self) -> None:
+        lab, screen = self._lab, self._screen
+        while lab is not None and (event := lab.next_event()) is not None:
+            if screen is not None:
+                screen.event(lab, *event, self._loop.time())
+
+    def _all(self) -> str:
+        return ", ".join(self._names)

@@ -1,0 +1,104 @@
+"""Which run to watch, of those that a broker keeps announcements of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from common.errors import InvalidExperiment, WireError
+from common.spec import CLOUD, Experiment, parse
+from common.wire import packing, topics
+from common.wire.messages import Announcement, NodeState, Presence
+
+FILTERS: Final = (topics.spec("+", "+"), topics.state("+", "+"))
+SETTLE_S: Final = 0.5  # what a broker has kept comes at once, but in any order
+DEVICES_MOST: Final = 100_000
+HELD_MOST: Final = 64_000_000  # characters
+ALIVE: Final = (NodeState.INIT, NodeState.READY)
+
+
+@dataclass(slots=True)
+class _Run:
+    announced: dict[str, str] = field(default_factory=dict)  # who has the experiment, and its text
+    alive: dict[str, str] = field(default_factory=dict)
+
+
+class Runs:
+    """The runs on the brokers so far heard; sans-IO. `wanted`: one run, dead or alive, else the newest living one."""
+
+    def __init__(self, wanted: str | None) -> None:
+        self._wanted = wanted
+        self._runs: dict[str, _Run] = {}
+        self._held = 0
+        self._settled_at: float | None = None
+        self.ignored = 0
+
+    def receive(self, topic_text: str, body: bytes, now: float) -> None:
+        """Take a message of the topics in FILTERS, whatever its bytes."""
+        try:
+            self._take(topic_text, body)
+        except WireError:
+            self.ignored += 1
+        if self._settled_at is None and self._candidates():
+            self._settled_at = now + SETTLE_S
+
+    def choose(self, now: float) -> tuple[str, Experiment] | None:
+        """Return the run to watch, None where there is none yet.
+
+        It has an experiment that can be read, and somebody who announced it lives. The newest has the greatest name:
+        runs are named by their start.
+        """
+        if self._settled_at is None or now < self._settled_at:
+            return None
+        for name in self._candidates():
+            announced = self._runs[name].announced
+            for node in sorted(announced, key=lambda node: node != CLOUD):
+                try:
+                    return name, _read(announced[node])
+                except InvalidExperiment:
+                    self.ignored += 1
+                    self._held -= _cost(topics.spec(name, node), announced.pop(node))
+        self._settled_at = None
+        return None
+
+    def names(self) -> list[str]:
+        """Return the runs that somebody announced, the newest first."""
+        return sorted((name for name, run in self._runs.items() if run.announced), reverse=True)
+
+    def _candidates(self) -> list[str]:
+        if self._wanted is not None:
+            return [name for name in self.names() if name == self._wanted]
+        return [name for name in self.names() if self._runs[name].announced.keys() & self._runs[name].alive.keys()]
+
+    def _take(self, topic_text: str, body: bytes) -> None:
+        topic = topics.parse(topic_text)
+        message = packing.decode(body)[1] if body else None
+        run = self._runs.setdefault(topic.run, _Run())
+        said: dict[str, str] = run.announced if isinstance(topic, topics.SpecTopic) else run.alive
+        self._held -= _cost(topic_text, said.pop(topic.node, None))
+        if isinstance(topic, topics.SpecTopic) and isinstance(message, Announcement):
+            text = message.experiment
+        elif isinstance(topic, topics.StateTopic) and isinstance(message, Presence) and message.state in ALIVE:
+            text = ""
+        else:
+            if not (run.announced or run.alive):
+                del self._runs[topic.run]
+            return
+        if self._held + _cost(topic_text, text) > HELD_MOST:
+            raise WireError("more announcements than can be")
+        self._held += _cost(topic_text, text)
+        said[topic.node] = text
+
+
+def _read(text: str) -> Experiment:
+    """Return the experiment. Raises InvalidExperiment, also where a node for each name would fill the memory."""
+    experiment = parse(text)
+    devices = experiment.topology.devices
+    count = devices if isinstance(devices, int) else len(devices)
+    if count > DEVICES_MOST:
+        raise InvalidExperiment("topology.devices", count, "too many to watch", f"Have at most {DEVICES_MOST}.")
+    return experiment
+
+
+def _cost(topic: str, text: str | None) -> int:
+    return 0 if text is None else len(topic) + len(text)

@@ -1,0 +1,174 @@
+"""A watched lab on a terminal: lines laid out by hand, as a table of 200 rows takes long to lay out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from rich.cells import set_cell_size
+from rich.text import Text
+
+from common.wire.messages import NodeState
+from deploy.tabular import size
+from deploy.watching.lab import Flow, Lab
+from deploy.watching.node import Node, Step
+from deploy.watching.words import GONE, counts, seconds, step, word
+
+# Okabe and Ito's colours, which nearly everybody can tell apart; whatever they say stands there in words too.
+GREEN, ORANGE, SKY, RED = "#009e73", "#e69f00", "#56b4e9", "#d55e00"
+STYLES: Final[Mapping[str, str]] = {
+    **dict.fromkeys(GONE, f"bold {RED}"), "refused": f"bold {RED}", "done": GREEN, NodeState.FINISHED: GREEN,
+    "training": ORANGE, "fetching": SKY, "offering": SKY, "measuring": SKY, "absent": "dim", "left": "dim",
+}  # fmt: skip
+NOTES: Final = 3
+WIDE: Final = 90
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column: its width on a narrow terminal and on a wide one, and from which width on it is shown."""
+
+    title: str
+    narrow: int
+    wide: int
+    from_width: int = 0
+
+
+NAME = Column("node", 18, 22)
+STATE = Column("state", 8, 12)
+ROUND = Column("round", 6, 8)
+UP = Column("up", 11, 11, WIDE)
+DOWN = Column("down", 11, 11, WIDE)
+LOSS = Column("loss", 8, 8, 110)
+EPOCHS = Column("epochs", 6, 6, 120)
+COLUMNS: Final = (NAME, STATE, ROUND, UP, DOWN, LOSS, EPOCHS)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How to draw: `devices` one by one, as counts, or (None) as there is room; `plain`: in ASCII alone."""
+
+    width: int
+    height: int
+    devices: bool | None = None
+    plain: bool = False
+
+    def picture(self, lab: Lab, now: float, notes: list[str]) -> list[Text]:
+        """Return the lines of the present state; `notes`: what has happened, of which the last ones are shown."""
+        head = self._head(lab, now)
+        told = [Text(note, style=RED) for note in notes[-NOTES:]]
+        each = self.devices
+        if each is None:
+            each = len(head) + 2 + len(lab.nodes) + NOTES < self.height
+        rows = [self._row(lab, lab.cloud, now, 0)]
+        for institution in lab.cloud.children.values():
+            rows.append(self._row(lab, institution, now, 1))
+            if each:
+                rows += [self._row(lab, device, now, 2) for device in institution.children.values()]
+            else:
+                rows.append(Text(f"    {counts(institution)}", style="dim"))
+        titles = Text(style="dim")
+        self._cells(titles, {column: column.title for column in COLUMNS})
+        lines = [*head, Text(), titles, *rows, *told]
+        for line in lines:
+            line.truncate(self.width, overflow="crop" if self.plain else "ellipsis")
+            line.no_wrap = True
+        return lines
+
+    def _head(self, lab: Lab, now: float) -> list[Text]:
+        title = Text.assemble((lab.experiment.name, "bold"), f"  iteration {lab.iteration}/{lab.experiment.iterations}")
+        if lab.loss is not None:
+            title.append(f"  training loss {lab.loss:.4f}")
+        if lab.cloud.alive and (left_s := lab.left_s(now)) is not None:
+            title.append(f"  about {left_s:.0f} s left")
+        lines = [title, Text(lab.run, style="dim")]
+        for broker in lab.brokers:
+            if not broker.up:
+                lines.append(Text(f"broker {broker.address} away for {now - broker.since:.0f} s", f"bold {RED}"))
+        flows = lab.flows(now)
+        for tier in ("wan", "lan"):
+            up, down = flows[f"{tier}_up"], flows[f"{tier}_down"]
+            lines.append(Text(f"{tier.upper()}  up {_flow(up)}  down {_flow(down)}"))
+        return lines
+
+    def _row(self, lab: Lab, node: Node, now: float, depth: int) -> Text:
+        cells = {NAME: "  " * depth + node.name, STATE: node.state, ROUND: _round(lab, node)}
+        if node.up.told:
+            cells |= {UP: f"{size(node.up.rate(now))}/s", DOWN: f"{size(node.down.rate(now))}/s"}
+        last = node.result or node.report
+        if last is not None and last.epochs:
+            cells |= {LOSS: f"{last.loss:.4f}", EPOCHS: str(node.epochs or "")}
+        line = Text()
+        self._cells(line, cells)
+        self._part(line, lab, node)
+        return line
+
+    def _cells(self, line: Text, cells: Mapping[Column, str]) -> None:
+        for column in COLUMNS:
+            if self.width < column.from_width:
+                continue
+            width, text = column.wide if self.width >= WIDE else column.narrow, cells.get(column, "")
+            if column in (NAME, STATE):
+                line.append(set_cell_size(text, width) + " ", style=STYLES.get(text, "") if column is STATE else "")
+            else:
+                line.append(f"{text[:width]:>{width}} ")
+
+    def _part(self, line: Text, lab: Lab, node: Node) -> None:
+        """Add what the node does now: a bar where there is a measure of it, and words."""
+        children = list(node.children.values())
+        playing = [child for child in node.playing() if child.state not in GONE]
+        done = sum(child.step >= Step.DONE for child in playing)
+        if node is lab.cloud and playing:
+            self._bar(line, done / len(playing), "done" if done == len(playing) else "training")
+            line.append(f"{done}/{len(playing)} answers")
+        elif children and node.key is None:
+            line.append(f"{sum(child.alive for child in children)}/{len(children)} there")
+        elif node.step is Step.TRAINING and playing and word(node) == "training":
+            rounds = lab.experiment.institution.rounds
+            share = (_local_round(node) + done / len(playing)) / rounds
+            self._bar(line, share, "training")
+            line.append(f"{done}/{len(playing)} devices")
+        elif node.key is None and node.report is not None and node.report.rounds:
+            line.append(f"{seconds(node.report):.1f} s in its last iteration", style="dim")
+        elif node.key is not None or node.measuring:
+            name = word(node)
+            if node.step in (Step.FETCHING, Step.TRAINING, Step.OFFERING) and name == node.step.name.lower():
+                self._bar(line, node.done, name)
+            line.append(step(node), style=STYLES.get(name, ""))
+            self._size(line, node)
+
+    def _size(self, line: Text, node: Node) -> None:
+        """Add how much of a model is here, where its manifest was heard and there is room."""
+        transfer = {Step.FETCHING: node.fetch, Step.OFFERING: node.upload}.get(node.step)
+        if transfer is None or not transfer.size or word(node) != node.step.name.lower():
+            return
+        text = f"  {size(transfer.share * transfer.size)} of {size(transfer.size)}"
+        if line.cell_len + len(text) <= self.width:
+            line.append(text, style="dim")
+
+    def _bar(self, line: Text, share: float, name: str) -> None:
+        width = 20 if self.width >= 140 else 8
+        full, empty = ("#", ".") if self.plain else ("\u2588", "\u2591")
+        filled = round(min(1.0, share) * width)
+        line.append(full * filled, style=STYLES.get(name, "")).append(empty * (width - filled) + " ", style="dim")
+
+
+def _round(lab: Lab, node: Node) -> str:
+    if node is lab.cloud:
+        return f"{lab.iteration}/{lab.experiment.iterations}"
+    if node.role == "institution":
+        return f"{_local_round(node) + 1}/{lab.experiment.institution.rounds}" if node.playing() else ""
+    return f"{node.key.iteration + 1}.{node.key.round + 1}" if node.key is not None else ""
+
+
+def _local_round(node: Node) -> int:
+    """Return the round that an institution's devices play, from 0; before the first of its iteration, 0."""
+    key = node.round_key
+    if key is None or (node.key is not None and key.iteration != node.key.iteration):
+        return 0
+    return key.round
+
+
+def _flow(flow: Flow) -> str:
+    return f"{size(flow.total):>9} {size(flow.rate) + '/s':>11}"

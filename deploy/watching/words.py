@@ -1,0 +1,120 @@
+"""A watched lab in words: a log's lines, and the same as data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Final
+
+from common.wire.messages import ChildReport, NodeState
+from deploy.tabular import size
+from deploy.watching.lab import Lab
+from deploy.watching.node import Node, Step
+
+GONE: Final = (NodeState.LOST, NodeState.FAILED, NodeState.DISCONNECTED)
+
+
+def line(lab: Lab, event: str, facts: Mapping[str, Any], now: float) -> str | None:
+    """Return the line of a log for an event, None where it is not worth one."""
+    reason = f" ({facts['reason']})" if "reason" in facts else ""
+    told: str | None = None
+    match event:
+        case "run":
+            sizes = facts["institutions"]
+            nodes = f"{len(sizes)} institutions, {sum(sizes.values())} devices"
+            told = f"run {facts['run']}: {facts['experiment']}, {nodes}, {facts['iterations']} iterations"
+        case "iteration":
+            loss = "" if lab.loss is None else f"  loss {lab.loss:.4f}"
+            flows = lab.flows(now)
+            sizes = {tier: flows[f"{tier}_up"].total + flows[f"{tier}_down"].total for tier in ("wan", "lan")}
+            traffic = ", ".join(f"{tier} {size(total)}" for tier, total in sizes.items())
+            told = f"iteration {facts['iteration']}/{lab.experiment.iterations}{loss}  {traffic}"
+        case "state" if facts["state"] not in (NodeState.INIT, "left"):
+            told = f"{facts['node']}: {facts['state']}{reason}"
+        case "warning":
+            told = f"warning: {facts['reason']}"
+        case "restarted" | "refused":
+            told = f"{facts['node']}: {event}{reason}"
+        case "broker":
+            told = f"broker {facts['broker']}: {facts['state']}"
+        case "end":
+            told = f"the run has {facts['state']}{reason}"
+    return told
+
+
+def facts_of(lab: Lab, event: str, facts: Mapping[str, Any], now: float) -> dict[str, object]:
+    """Return an event's JSON line; `at_s` since the watch began. With an iteration goes what is known as it begins."""
+    told: dict[str, object] = {"event": event, "at_s": round(now - lab.began, 3), **facts}
+    return told | sums(lab, now) if event in ("iteration", "end") else told
+
+
+def sums(lab: Lab, now: float) -> dict[str, object]:
+    """Return the training loss, and the bytes of the tiers."""
+    return {"loss": lab.loss, **{f"{name}_bytes": flow.total for name, flow in lab.flows(now).items()}}
+
+
+def tree(lab: Lab, now: float) -> dict[str, object]:
+    """Return all that is known of a run, as JSON can tell it."""
+    facts = {"run": lab.run, "experiment": lab.experiment.name, "iterations": lab.experiment.iterations}
+    brokers = {broker.address: "connected" if broker.up else "away" for broker in lab.brokers}
+    nodes = {lab.cloud.name: branch(lab.cloud, now)}
+    return {**facts, "iteration": lab.iteration, **sums(lab, now), "brokers": brokers, "nodes": nodes}
+
+
+def branch(node: Node, now: float) -> dict[str, object]:
+    """Return what is known of a node and those below it."""
+    facts: dict[str, object] = {"role": node.role, "state": node.state}
+    if node.key is not None:
+        facts |= {"iteration": node.key.iteration + 1, "round": node.key.round + 1, "epochs": node.epochs}
+        facts |= {"step": node.step.name.lower(), "done": round(node.done, 4)}
+    if node.up.told:
+        facts |= {"up_bytes": node.up.total, "down_bytes": node.down.total}
+        facts |= {"up_bytes_s": round(node.up.rate(now)), "down_bytes_s": round(node.down.rate(now))}
+    if node.children:
+        facts["children"] = {name: branch(child, now) for name, child in node.children.items()}
+    return facts
+
+
+def word(node: Node) -> str:
+    """Return in a word what a node does, or that it is gone."""
+    if node.state in GONE or (node.key is None and not node.measuring):
+        return node.state
+    if node.measuring:
+        return "measuring"
+    parent = node.parent
+    playing = parent is not None and node.key == parent.round_key
+    return node.step.name.lower() if playing else node.state
+
+
+def counts(node: Node) -> str:
+    """Return how many of a node's children do what, the gone first, and who of those at work is the slowest."""
+    children = list(node.children.values())
+    found = Counter(map(word, children))
+    order = [*GONE, "absent", *(step.name.lower() for step in Step)]
+    parts = sorted(found, key=lambda name: (order.index(name) if name in order else len(order), name))
+    text = ", ".join(f"{found[name]} {name}" for name in parts)
+    working = [child for child in node.playing() if child.step < Step.DONE and child.state not in GONE]
+    if working:
+        first, *others = sorted(working, key=_way)
+        alone = not others or _way(others[0]) > _way(first)
+        return f"{text}; slowest {first.name}, {step(first)}" if alone else text
+    reports = [child.report for child in children if child.report is not None]
+    if reports and not node.playing():
+        slow = max(reports, key=seconds)
+        return f"{text}; slowest {slow.name}, {seconds(slow):.1f} s in its last iteration"
+    return text
+
+
+def _way(child: Node) -> tuple[Step, float]:
+    return child.step, child.done
+
+
+def seconds(report: ChildReport) -> float:
+    """Return what a device's part in an iteration took, transfers left out."""
+    return report.train_s + report.wait_s + report.pause_s
+
+
+def step(node: Node) -> str:
+    """Return a node's step, and how far it is in it."""
+    measured = node.step in (Step.FETCHING, Step.TRAINING, Step.OFFERING)
+    return word(node) + (f" {100 * node.done:.0f} %" if measured and word(node) == node.step.name.lower() else "")

@@ -1,0 +1,33 @@
+"""The pause that makes an answer as late as that of the machine which the device plays."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from itertools import count
+from typing import Final
+
+from common.hardware import Pace
+from common.node.child import Answer, Report
+from common.wire.messages import Phase
+
+TELL_S: Final = 1.0
+
+
+async def keep(pace: Pace, answer: Answer, *, since: float, report: Report) -> Answer:
+    """Return the answer, no sooner than a machine of this pace has it that got its model at `since`, loop seconds.
+
+    No slot is held meanwhile, and a count that grows with the seconds tells the parent that this device is alive.
+    """
+    loop = asyncio.get_running_loop()
+    begun = loop.time()
+    due = since + pace.answer_s(answer.train_s)
+    if due <= begun:
+        return answer
+    for told in count(1):
+        left_s = due - loop.time()
+        if left_s <= 0:
+            break
+        report(Phase.WAITING, told, 0)
+        await asyncio.sleep(min(TELL_S, left_s))
+    return replace(answer, pause_s=loop.time() - begun)

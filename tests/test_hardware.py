@@ -1,0 +1,185 @@
+"""Devices that play slower machines: what the experiment says of them, and answers that leave no sooner than theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cloud.results import RunFolder
+from common import hardware
+from common.errors import InvalidExperiment
+from common.hardware import Machine, Pace, shipped
+from common.node.child import Answer
+from common.spec import load, parse, to_toml
+from common.wire.messages import Phase
+from device import pace
+
+# What the experiment says
+
+
+def test_a_device_has_the_machine_that_is_said_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "experiment.toml"
+    path.write_text(
+        """
+        topology = { devices = 5 }
+        [hardware]
+        default = "raspberry-pi-5"
+        [hardware.of]
+        device-1 = { slowdown = 4.0, think_s = 0.5 }
+        device-2 = { profile = "raspberry-pi-4", think_s = 2 }
+        device-3 = "mine"
+        device-4 = {}
+        [hardware.profiles.mine]
+        slowdown = 30
+        """
+    )
+    experiment = load(path)
+    machines = [experiment.machine(f"device-{i}") for i in range(5)]
+    assert machines == [
+        Machine(profile="raspberry-pi-5", slowdown=shipped()["raspberry-pi-5"]["slowdown"]),
+        Machine(slowdown=4.0, think_s=0.5),
+        Machine(profile="raspberry-pi-4", slowdown=shipped()["raspberry-pi-4"]["slowdown"], think_s=2.0),
+        Machine(profile="mine", slowdown=30.0),
+        Machine(),
+    ]
+    assert parse(tomllib.loads(to_toml(experiment))) == experiment == parse(experiment.to_json())
+    manifest = json.loads((RunFolder.create(tmp_path / "runs", experiment).path / "manifest.json").read_text())
+    assert manifest["hardware"] == {f"device-{i}": machine.model_dump() for i, machine in enumerate(machines)}
+
+
+def test_the_profiles_that_ship_are_paces() -> None:
+    for name in shipped():
+        assert Pace.model_validate(dict(shipped()[name])).slowdown > 1
+        assert parse({"hardware": {"default": name}}).machine("device-0").profile == name
+    slowdowns = [shipped()[f"raspberry-pi-{i}"]["slowdown"] for i in (5, 4, 3)]
+    assert slowdowns == sorted(slowdowns)
+
+
+def test_a_machine_keeps_its_numbers_when_a_later_release_changes_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = parse({"hardware": {"default": "raspberry-pi-4"}})
+    monkeypatch.setattr(hardware, "shipped", lambda: {"raspberry-pi-4": {"slowdown": 2.0}})
+    assert parse(experiment.to_json()) == experiment != parse({"hardware": {"default": "raspberry-pi-4"}})
+
+
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        (
+            {"default": "raspberry-pi-9"},
+            r"hardware\.default = 'raspberry-pi-9': no profile has this name.*raspberry-pi-",
+        ),
+        ({"of": {"device-0": "mein"}}, r"hardware\.of\.device-0 = 'mein'.*Did you mean 'mine'"),
+        ({"of": {"device-9": "mine"}}, r"hardware\.of = 'device-9': no device has this name.*Did you mean 'device-0'"),
+        ({"of": {"institution-0": "mine"}}, "no device has this name"),
+        ({"default": {"slowdown": 0.5}}, r"hardware\.default\.slowdown = 0\.5: .*greater than or equal to 1"),
+        ({"default": {"think_s": -1}}, r"hardware\.default\.think_s = -1"),
+        ({"default": {"slow": 2}}, r"hardware\.default\.slow = 2: unknown key.*Did you mean 'slowdown'"),
+        ({"profiles": {"mine": {"slow": 2}}}, r"hardware\.profiles\.mine\.slow = 2: unknown key"),
+        ({"spread": -0.1}, r"hardware\.spread = -0\.1"),
+        ({"default": 3}, r"hardware\.default = 3"),
+    ],
+)
+def test_what_is_wrong_is_named(said: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidExperiment, match=problem):
+        parse({"hardware": {"profiles": {"mine": {}}} | said})
+
+
+def test_a_spread_draws_each_devices_slowdown_from_the_seed() -> None:
+    tree: dict[str, Any] = {
+        "topology": {"devices": 400},
+        "hardware": {
+            "default": {"slowdown": 20.0, "think_s": 1.0},
+            "spread": 0.5,
+            "of": {"device-7": {"slowdown": 3.0}},
+        },
+    }
+    experiment, other = parse(tree), parse(tree | {"seed": 2})
+    machines = [experiment.machine(f"device-{i}") for i in range(400)]
+    assert machines == [parse(experiment.to_json()).machine(f"device-{i}") for i in range(400)]
+    assert machines[7] == Machine(slowdown=3.0) and {machine.think_s for machine in machines} == {0.0, 1.0}
+    logs = np.log([machine.slowdown for i, machine in enumerate(machines) if i != 7])
+    assert np.median(logs) == pytest.approx(np.log(20.0), abs=0.1) and logs.std() == pytest.approx(0.5, abs=0.05)
+    assert machines != [other.machine(f"device-{i}") for i in range(400)]
+    low = parse({"hardware": {"spread": 3.0}, "topology": {"devices": 50}})
+    slowdowns = [low.machine(f"device-{i}").slowdown for i in range(50)]
+    assert min(slowdowns) == 1.0 and max(slowdowns) > 10
+
+
+# Answers that leave in time
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """A loop whose clock jumps to what is due next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now = 1000.0
+
+    def time(self) -> float:
+        return self._now
+
+    def _run_once(self) -> None:
+        ready, scheduled = self._ready, self._scheduled  # type: ignore[attr-defined]
+        if not ready and scheduled:
+            self._now = max(self._now, scheduled[0].when())
+        super()._run_once()  # type: ignore[misc]
+
+
+def at_a_pace(
+    machine: Pace, *, train_s: float, since: float, cancel_after_s: float | None = None
+) -> tuple[Answer | None, float, list[tuple[Phase, int, int]]]:
+    """Return the answer, when it left after its training had ended, and what was told meanwhile."""
+    told: list[tuple[Phase, int, int]] = []
+    answer = Answer(np.empty(0, np.uint8), 1, 0.0, 1, 1, train_s, 0.0)
+
+    async def play() -> tuple[Answer | None, float]:
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        keeping = asyncio.create_task(
+            pace.keep(machine, answer, since=start + since, report=lambda *words: told.append(words))
+        )
+        if cancel_after_s is not None:
+            await asyncio.sleep(cancel_after_s)
+            keeping.cancel()
+        done, _ = await asyncio.wait((keeping,))
+        assert done
+        return None if keeping.cancelled() else keeping.result(), loop.time() - start
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        kept, left_s = runner.run(play())
+    return kept, left_s, told
+
+
+@given(slowdown=st.floats(1, 50), think_s=st.floats(0, 20), train_s=st.floats(0, 30), queued_s=st.floats(0, 100))
+def test_an_answer_leaves_no_sooner_than_the_slower_machines(
+    slowdown: float, think_s: float, train_s: float, queued_s: float
+) -> None:
+    # The model came, waited in the queue for a slot, and was trained until now.
+    machine = Pace(slowdown=slowdown, think_s=think_s)
+    since = -(queued_s + train_s)
+    answer, left_s, told = at_a_pace(machine, train_s=train_s, since=since)
+    wanted = max(0.0, slowdown * train_s + think_s + since)
+    assert answer is not None and left_s == pytest.approx(wanted, abs=1e-6)
+    assert answer.pause_s == pytest.approx(left_s, abs=1e-6) and answer.train_s == train_s
+    # A growing count, at least once a second, so that nobody gives the device up.
+    assert [phase for phase, _, _ in told] == [Phase.WAITING] * len(told)
+    assert [done for _, done, _ in told] == list(range(1, len(told) + 1))
+    assert len(told) >= int(wanted - 1e-6)
+
+
+def test_a_device_of_this_hosts_pace_tells_nothing_and_waits_for_nothing() -> None:
+    answer, left_s, told = at_a_pace(Machine(), train_s=3.0, since=-3.0)
+    assert answer is not None and (answer.pause_s, left_s, told) == (0.0, 0.0, [])
+
+
+def test_a_pause_ends_at_once_with_its_wish() -> None:
+    answer, left_s, _ = at_a_pace(Pace(think_s=3600.0), train_s=1.0, since=-1.0, cancel_after_s=0.25)
+    assert answer is None and left_s == 0.25

@@ -1,0 +1,100 @@
+"""What roles say on standard error, as JSON: an object a line, whoever says it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deploy import logs
+from deploy.processes import free_port
+
+DEMO = Path(__file__).parents[1] / "deploy" / "experiments" / "demo.toml"
+
+
+@pytest.fixture
+def as_json() -> Iterator[None]:
+    """Give the root logger a handler of JSON lines."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logs.JsonLines())
+    logging.getLogger().addHandler(handler)
+    yield
+    logging.getLogger().removeHandler(handler)
+
+
+def record(words: str, *arguments: object) -> logging.LogRecord:
+    return logging.LogRecord("fedstrata.x", logging.WARNING, "", 0, words, arguments, None)
+
+
+def test_a_record_is_one_line_of_json() -> None:
+    line = logs.JsonLines().format(record('two\nlines, "%s"', "\ud800"))
+    facts = json.loads(line)
+    assert "\n" not in line and line.isascii()
+    assert (facts["level"], facts["logger"], facts["message"]) == ("warning", "fedstrata.x", 'two\nlines, "\ud800"')
+    assert facts["time"].endswith("+00:00") and "node" not in facts and "exception" not in facts
+
+
+def test_an_exception_is_told() -> None:
+    try:
+        raise ValueError("why")
+    except ValueError:
+        told = logging.LogRecord("x", logging.ERROR, "", 0, "oh", (), sys.exc_info())
+    assert "ValueError: why" in json.loads(logs.JsonLines().format(told))["exception"]
+
+
+def test_each_task_has_its_node() -> None:
+    async def agent() -> str:
+        await asyncio.sleep(0)
+        return str(json.loads(logs.JsonLines().format(record("here")))["node"])
+
+    async def process() -> list[str]:
+        tasks = []
+        for name in ("a", "b"):
+            logs.NODE.set(name)
+            tasks.append(asyncio.create_task(agent()))
+        return await asyncio.gather(*tasks)
+
+    assert asyncio.run(process()) == ["a", "b"]
+
+
+def test_what_is_told_to_people_has_the_same_form(as_json: None, capsys: pytest.CaptureFixture[str]) -> None:
+    logs.tell("\ngo on", level=logging.ERROR)
+    facts = json.loads(capsys.readouterr().err)
+    assert (facts["message"], facts["level"]) == ("go on", "error")
+    assert logs.options()[2:] == ["--log-format", "json"] and logs.as_json()
+
+
+def test_words_of_either_form() -> None:
+    line = logs.JsonLines().format(record("the reason"))
+    assert logs.words_of(line) == "the reason"
+    assert [logs.words_of(other) for other in ("plain", "3", "{}", "[]")] == ["plain", "3", "{}", "[]"]
+
+
+@pytest.mark.parametrize(
+    "role",
+    [["cloud", str(DEMO)], ["institution", "--name", "institution-0"], ["device", "--name", "d", "--institution", "i"]],
+    ids=lambda role: role[0],
+)
+def test_every_role_logs_as_json(role: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "deploy.cli", "--log-level", "debug", "--log-format", "json", *role]
+    runs = ["--runs", str(tmp_path)] if role[0] == "cloud" else []
+    where = ["--broker", f"127.0.0.1:{free_port()}", "--connect-timeout", "0.3"]
+    done = subprocess.run([*command, *where, *runs], capture_output=True, text=True, timeout=60, check=False)
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert done.returncode == 3 and lines[-1]["level"] == "error" and "127.0.0.1" in lines[-1]["message"]
+    assert any(line["logger"] == "fedstrata.link" for line in lines)
+    names = {"cloud": "cloud", "institution": "institution-0", "device": "d"}
+    assert all(line["node"] == names[role[0]] for line in lines if line["logger"] == "fedstrata.link")
+
+
+def test_an_unforeseen_error_is_a_line_too() -> None:
+    code = "from deploy import logs; logs.begin('info', json_lines=True); import warnings; warnings.warn('w'); 1 / 0"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    warning, error = map(json.loads, done.stderr.splitlines())
+    assert warning["logger"] == "py.warnings" and "ZeroDivisionError" in error["exception"]

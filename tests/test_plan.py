@@ -1,0 +1,215 @@
+"""What a run will cost: the simulation against sums by hand, and the command."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from common.links import Way
+from common.spec import Transfer, parse
+from deploy.cli import app
+from deploy.planning import footprint, workload
+from deploy.planning.prediction import Branch, Device, Lab, Sizes, Speeds, seconds
+from deploy.planning.stage import Host, Process, Stage
+
+FREE = Way()
+MB = 1_000_000
+FAST = Speeds(0.0, 0.0, 0.0, message_s=0.0, byte_s=0.0, mix_byte_s=0.0, record_s=0.0, cores=2)
+BIG = Sizes(10 * MB, 10 * MB, 10 * MB, 10 * MB, 10 * MB)
+
+
+def lab(*branches: Branch, rounds: int = 1, one_host: bool = False, interface: float = 1e18) -> Lab:
+    return Lab(branches, rounds, BIG, Transfer(), one_host, interface)
+
+
+def way(mb_s: float, delay_s: float = 0.0) -> Way:
+    return Way(mb_s * MB, delay_s)
+
+
+def device(count: int = 1, *, down: Way = FREE, up: Way = FREE, train_s: float = 0.0) -> Device:
+    return Device(count, down, up, train_s)
+
+
+def total(found: dict[str, float]) -> float:
+    return sum(found.values())
+
+
+def test_processes_wait_compute_and_meet() -> None:
+    stage, host, ended = Stage(), Host(2), []
+
+    def job(seconds: float) -> Process:
+        yield host, seconds
+        ended.append((stage.now, seconds))
+
+    def all_jobs() -> Process:
+        yield 1.0
+        yield [job(3.0), job(1.0), job(1.5), job(0.5)]
+        ended.append((stage.now, -1.0))
+        yield []
+        ended.append((stage.now, -2.0))
+
+    stage.play(all_jobs())
+    # Two cores from 1 s on: 3 and 1, then 1.5 from 2 s, 0.5 from 3.5 s.
+    assert ended == [(2.0, 1.0), (3.5, 1.5), (4.0, 3.0), (4.0, 0.5), (4.0, -1.0), (4.0, -2.0)]
+
+
+def test_links_pass_a_model_on_as_it_comes() -> None:
+    found = seconds(lab(Branch(1, way(1.0), way(2.0), (device(down=way(4.0), up=way(5.0), train_s=3.0),))), FAST)
+    # Down: 10 s of WAN and the last chunk's 0.25 s of LAN; 3 s of training; up: 2 s of LAN, 5 s of WAN.
+    assert found["dispatch"] == pytest.approx(10.0)
+    assert found["train"] == pytest.approx(0.25 + 3.0 + 2.0)
+    assert (found["wait"], found["collect"]) == pytest.approx((0.0, 5.0))
+
+
+def test_a_slow_lan_is_filled_from_the_first_chunk_on() -> None:
+    found = seconds(lab(Branch(1, way(10.0), FREE, (device(down=way(1.0)),))), FAST)
+    assert total(found) == pytest.approx(0.1 + 10.0)
+
+
+def test_later_rounds_need_no_wan() -> None:
+    one, three = (
+        total(seconds(lab(Branch(1, way(1.0), FREE, (device(down=way(5.0), up=way(2.0)),)), rounds=n), FAST))
+        for n in (1, 3)
+    )
+    assert three - one == pytest.approx(2 * (2.0 + 5.0))
+
+
+def test_each_message_is_late_by_the_delay() -> None:
+    delayed = lab(Branch(1, Way(None, 0.1), FREE, (device(up=Way(None, 0.2)),)))
+    assert total(seconds(delayed, FAST)) == pytest.approx(3 * 0.1 + 3 * 0.2)
+    inline = replace(delayed, sizes=Sizes(1000, 1000, 1000, 1000, 1000))
+    assert total(seconds(inline, FAST)) == pytest.approx(0.1 + 0.2)
+
+
+def test_the_slowest_institution_is_waited_for() -> None:
+    branches = (Branch(1, FREE, FREE, (device(train_s=1.0),)), Branch(2, FREE, FREE, (device(train_s=4.0),)))
+    found = seconds(lab(*branches), FAST)
+    assert (found["train"], found["wait"]) == pytest.approx((1.0, 3.0))
+
+
+def test_uploads_share_what_a_parent_takes_at_once() -> None:
+    slow, fast = way(1.25), way(62.5)
+    assert total(seconds(lab(Branch(1, FREE, FREE, (device(10, up=slow),))), FAST)) == pytest.approx(8.0)
+    # Beyond 250 Mbit/s a link takes a whole slot: ten through four at a time.
+    assert total(seconds(lab(Branch(1, FREE, FREE, (device(10, up=fast),))), FAST)) == pytest.approx(100 / 250)
+    one_interface = lab(Branch(1, FREE, FREE, (device(10),)), interface=20.0 * MB)
+    # The institution's first chunk, ten copies of the model one after another, ten uploads, and the mean.
+    assert total(seconds(one_interface, FAST)) == pytest.approx(0.05 + 100 / 20 + 100 / 20 + 10 / 20)
+
+
+def test_one_host_trains_as_many_at_once_as_it_has_cores() -> None:
+    branches = (Branch(2, FREE, FREE, (device(3, train_s=1.0), device(1, train_s=2.0))),)
+    # 1 1 1 2 1 1 1 2 in this order on two cores: the last one begins after 4 s.
+    assert total(seconds(lab(*branches, one_host=True), FAST)) == pytest.approx(6.0)
+    assert total(seconds(lab(*branches), FAST)) == pytest.approx(2.0)
+
+
+def test_a_long_evaluation_holds_the_iteration_up() -> None:
+    found = seconds(lab(Branch(1, FREE, FREE, (device(train_s=1.0),))), replace(FAST, evaluation_s=3.0))
+    assert found["evaluate"] == pytest.approx(2.0) and total(found) == pytest.approx(3.0)
+
+
+@given(
+    rates=st.lists(st.floats(0.5, 50.0), min_size=4, max_size=4),
+    trains=st.lists(st.floats(0.0, 3.0), min_size=1, max_size=4),
+    rounds=st.integers(1, 3),
+    more=st.floats(1.0, 2.0),
+)
+def test_nothing_is_faster_on_slower_links(rates: list[float], trains: list[float], rounds: int, more: float) -> None:
+    def build(factor: float) -> Lab:
+        wan_down, wan_up, down, up = (way(rate / factor) for rate in rates)
+        devices = tuple(device(down=down, up=up, train_s=train_s * factor) for train_s in trains)
+        return lab(Branch(2, wan_down, wan_up, devices), rounds=rounds)
+
+    found, slower = seconds(build(1.0), FAST), seconds(build(more), FAST)
+    assert all(length >= 0 for length in found.values())
+    assert total(found) - 1e-9 <= total(slower) <= more * total(found) + 1e-9
+    least = 10 / rates[0] + rounds * max(trains) + rounds * 10 / rates[3] + 10 / rates[1]
+    assert total(found) >= least - 1e-9
+
+
+def test_bytes_are_those_of_all_models() -> None:
+    found = footprint.tiers_of(lab(Branch(3, FREE, FREE, (device(4),)), rounds=2))
+    assert found["wan_down"] == pytest.approx(30 * MB, rel=1e-3)
+    assert found["lan_up"] == pytest.approx(2 * 120 * MB, rel=1e-3)
+    assert all(nbytes > 3 * 10 * MB * (1 if name.startswith("wan") else 8) for name, nbytes in found.items())
+
+
+def test_links_add_up_to_their_tiers() -> None:
+    tree = {"topology": {"institutions": 2, "devices": 7}, "institution": {"rounds": 3, "participation": 0.5}}
+    work = workload.workload(parse(tree))
+    workload.rehearse(work, FAST)
+    links = footprint.links_of(work.experiment, work.sizes)
+    tiers = footprint.tiers_of(workload.lab(work, FAST, one_host=False, interface_mbit=1000))
+    assert len(links) == 2 * (2 + 7)
+    assert sum(links.values()) == pytest.approx(sum(tiers.values()))
+    assert links["cloud institution-1"] + links["cloud institution-0"] == tiers["wan_down"]
+
+
+def test_memory_is_bound_by_what_may_stay_resident() -> None:
+    many = footprint.memory_of(lab(Branch(1, FREE, FREE, (device(1000),))), data_bytes=MB, devices=2)
+    assert many["institution"] == footprint.AGENT_BYTES + 512 * MB + 20 * MB
+    assert many["device"] == footprint.TORCH_BYTES + MB + 2 * 50 * MB
+    assert many["device_broker"] == footprint.BROKER_BYTES + 5 * 8 * MB
+
+
+def test_ten_million_devices_on_paper() -> None:
+    tree = {
+        "topology": {"institutions": 10_000, "devices": 10_000_000},
+        "links": {"wan": "wan-50mbit"},
+        "institution": {"rounds": 4, "participation": 0.1},
+    }
+    start = time.monotonic()
+    work = workload.workload(parse(tree))
+    workload.rehearse(work, FAST)
+    played = workload.lab(work, replace(FAST, step_s=0.001), one_host=False, interface_mbit=10_000)
+    assert sum(branch.count for branch in played.branches) == 10_000 and len(played.branches) == 1
+    assert played.branches[0].devices[0].count == 100
+    assert total(seconds(played, FAST)) > 10_000 * work.sizes.wan_up / 1.25e9
+    assert footprint.tiers_of(played)["lan_up"] > 4_000_000 * work.sizes.lan_up
+    assert time.monotonic() - start < 60  # against lists of ten million names
+    assert "alike" in work.assumed[0]
+
+
+def test_devices_are_told_apart_by_their_samples_and_links() -> None:
+    tree = {
+        "topology": {"institutions": 2, "devices": 6},
+        "data": {"partition": "dirichlet", "concentration": 0.3},
+        "links": {"lan": {"up_mbit": 10}, "of": {"device-0": {"up_mbit": 1}}},
+        "training": {"epochs": 3},
+    }
+    experiment = parse(tree)
+    work = workload.workload(experiment)
+    workload.rehearse(work, FAST)
+    assert isinstance(work.samples, dict) and sum(work.samples.values()) == 1438
+    played = workload.lab(work, replace(FAST, step_s=1.0), one_host=False, interface_mbit=1000)
+    devices = [kind for branch in played.branches for kind in branch.devices for _ in range(kind.count)]
+    assert sorted(kind.train_s for kind in devices) == sorted(3 * -(-n // 10) for n in work.samples.values())
+    assert sorted(kind.up.rate for kind in devices) == [125_000.0] + [1_250_000.0] * 5
+
+
+def test_what_is_not_here_is_made_up() -> None:
+    work = workload.workload(parse({"data": {"dataset": "mnist", "root": "/nowhere"}, "model": {"name": "lenet5"}}))
+    assert work.samples == {"device-0": 60_000} and "mnist is not here" in work.assumed[0]
+    assert work.single.data.dataset == "synthetic" and work.sizes.row == 4 * 61_706
+
+
+def test_the_command_tells_seconds_bytes_and_memory(tmp_path: Path) -> None:
+    file = tmp_path / "lab.toml"
+    file.write_text('[topology]\ninstitutions = 2\ndevices = 4\n[cloud]\nepoch_control = { name = "tempo" }\n')
+    out = tmp_path / "prediction.json"
+    result = CliRunner().invoke(app, ["plan", str(file), "--one-host", "--format", "json", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found == json.loads(out.read_text()) and found["one_host"] is True
+    assert found["iteration_s"] == pytest.approx(sum(found["seconds"].values())) and found["speeds"]["step_s"] > 0
+    assert set(found["epochs"]) == {"institution-0", "institution-1"} and "Tempo" in found["assumed"][0]
+    refused = CliRunner().invoke(app, ["plan", str(file), "--set", "topology.devices=1"])
+    assert refused.exit_code == 4 and "no device" in refused.output

@@ -1,0 +1,342 @@
+"""The report: what it says is what the files say, nothing in it runs or asks a network, and it can be read."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
+
+from cloud.results import RunFolder
+from common.spec import parse
+from deploy import charts, direct
+from deploy.cli import app
+from deploy.figures import COLOURS
+from deploy.maps import Rates, epochs, topology
+from deploy.raster import png
+from deploy.records import COUNTS, PHASES
+from deploy.report import compose
+from deploy.runs import Run
+from deploy.tabular import THIN, html
+
+MakeRun = Callable[..., Path]
+LAB: dict[str, Any] = {
+    "name": "tiny", "iterations": 3, "target_accuracy": 0.99,
+    "topology": {"institutions": 2, "devices": 4},
+    "data": {"dataset": "synthetic", "classes": 3, "image_shape": [1, 8, 8], "samples": 120,
+             "test_samples": 40},
+    "model": {"name": "mlp_digits"},
+    "links": {"wan": {"up_mbit": 10.0, "down_mbit": 20.0}, "lan": "lan-100mbit"},
+}  # fmt: skip
+HOSTILE = "</style><script>alert(1)</script><img src=x onerror=alert(1)>\x00\u202e]]>&amp;'\""
+VOID = {"meta"}
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+def fedstrata(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [*map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Return the folders of four tiny runs without a network: two seeds, with fixed epochs and under Tempo."""
+    root = tmp_path_factory.mktemp("runs")
+    paths = []
+    for control in ("fixed", "tempo"):
+        for seed in (1, 2):
+            tree = {**LAB, "seed": seed, "cloud": {"epoch_control": {"name": control}}}
+            folder = RunFolder.create(root, parse(tree))
+            direct.play(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
+            paths.append(folder.path)
+    return paths
+
+
+@dataclass
+class Tree(HTMLParser):
+    """Tags that open and close in order, the tables' cells, and all attributes."""
+
+    open: list[str] = field(default_factory=list)
+    seen: list[str] = field(default_factory=list)
+    attributes: list[tuple[str, str | None]] = field(default_factory=list)
+    tables: dict[str, list[list[str]]] = field(default_factory=dict)
+    words: str = ""
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._rows: list[list[str]] = []
+        self._caption = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "table":
+            self._rows, self._caption = [], ""
+        if tag == "tr":
+            self._rows.append([])
+        if tag in ("td", "th"):
+            self._rows[-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+        if tag == "table":
+            self.tables[self._caption] = self._rows
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+        if "caption" in self.open:
+            self._caption += data
+        elif self.open and self.open[-1] in ("td", "th"):
+            self._rows[-1][-1] += data
+
+
+def read(text: str) -> Tree:
+    tree = Tree()
+    tree.feed(text)
+    tree.close()
+    assert tree.open == []
+    return tree
+
+
+def number(cell: str) -> float:
+    return float(cell.replace(THIN, ""))
+
+
+def test_bytes_in_the_report_are_those_of_the_files(played: list[Path]) -> None:
+    run = Run(played[2])
+    tree = read(compose([run])[0].html("t"))
+    with (run.path / "links.csv").open(newline="") as file:
+        wanted = list(csv.DictReader(file))
+    heads, *rows = tree.tables["Bytes of each link"]
+    assert heads[:6] == ["tier", "from", "to", "kind", "payload", "MQTT"] and len(rows) == len(wanted)
+    for row, line in zip(rows, wanted, strict=True):
+        assert row[:4] == [line["tier"], line["from"], line["to"], line["kind"]]
+        for cell, name in zip(row[4:7], ("payload_bytes", "message_bytes", "wire_bytes"), strict=True):
+            assert cell.replace(THIN, "") == (line[name] or "-")
+    tiers = {(row[0].lower(), row[1]): row for row in tree.tables["Bytes by tier and direction"][1:]}
+    for (tier, way), row in tiers.items():
+        parents = {"cloud"} if tier == "wan" else set(run.children)
+        mine = [
+            x for x in wanted if x["tier"] == tier and x["kind"] == "all" and (x["from"] in parents) == (way == "down")
+        ]
+        assert number(row[2]) == sum(int(x["payload_bytes"]) for x in mine) > 0
+        assert number(row[3]) == sum(int(x["message_bytes"]) for x in mine)
+        assert number(row[3]) == run.totals[f"{tier}_{way}_bytes"]  # rounds.csv counts the same
+    iterations = tree.tables["Each iteration"]
+    with (run.path / "rounds.csv").open(newline="") as file:
+        for row, line in zip(iterations[1:], csv.DictReader(file), strict=True):
+            assert [number(cell) for cell in row[-5:-1]] == [int(line[name]) for name in COUNTS]
+            assert number(row[2]) == pytest.approx(float(line["accuracy"]), abs=5e-5)
+
+
+def test_phases_add_up_to_the_iterations(played: list[Path]) -> None:
+    for path in played:
+        run = Run(path)
+        for before, row in pairwise([None, *run.rounds]):
+            assert row is not None
+            passed = row.elapsed_s - (before.elapsed_s if before else 0)
+            assert row.seconds == pytest.approx(passed, rel=0.01)
+        rows = {row[0]: row for row in read(compose([run])[0].html("t")).tables["Seconds by phase"][1:]}
+        total = number(rows["sum of the phases"][1])
+        assert total == pytest.approx(sum(number(rows[phase][1]) for phase in PHASES), abs=0.004)
+        assert total == pytest.approx(number(rows["elapsed"][1]), rel=0.01)
+
+
+def test_nothing_is_asked_of_a_network_and_nothing_runs(played: list[Path]) -> None:
+    text = compose([Run(path) for path in played])[0].html("t")
+    tree = read(text)
+    assert not re.search(r"https?://|url\(|@import", text)
+    assert not {name for name, _ in tree.attributes} & {"src", "href", "action", "srcset", "style"}
+    assert not {"script", "img", "iframe", "object", "link", "form"} & set(tree.seen)
+    assert "default-src 'none'" in dict(tree.attributes).get("content", "") or any(
+        "default-src 'none'" in (value or "") for _, value in tree.attributes
+    )
+    ids = [value for name, value in tree.attributes if name == "id"]
+    assert len(ids) == len(set(ids)) > 0
+    labelled = [value for name, value in tree.attributes if name == "aria-labelledby"]
+    assert len(labelled) == text.count("<svg") and {key for value in labelled if value for key in value.split()} == set(
+        ids
+    )
+
+
+def hostile(path: Path) -> Path:
+    with (path / "events.jsonl").open("a") as file:
+        for name, facts in (("refused", {"node": HOSTILE, "reason": "\ud800"}), (HOSTILE, {HOSTILE: [HOSTILE]}),
+                            ("plan", {"node": HOSTILE, HOSTILE: {HOSTILE: 1.0}, "round": 1})):  # fmt: skip
+            file.write(json.dumps({"time": HOSTILE, "event": name, **facts}) + "\n")
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["links"]["of"][HOSTILE] = {"up_mbit": HOSTILE, "down_mbit": True}
+    (path / "manifest.json").write_text(json.dumps(manifest | {"host": HOSTILE, HOSTILE: HOSTILE}))
+    split = {"digest": HOSTILE, "seed": HOSTILE, "data": {"dataset": HOSTILE},
+             "devices": {HOSTILE: {"institution": HOSTILE, "by_class": [1, 0, 4]}}}  # fmt: skip
+    (path / "partition.json").write_text(json.dumps(split))
+    return path
+
+
+def test_what_files_say_is_text_never_markup(tmp_path: Path, make_run: MakeRun) -> None:
+    path = hostile(make_run(tmp_path, LAB, last=""))
+    (path / "experiment.toml").write_text(f"{(path / 'experiment.toml').read_text()}# {HOSTILE}\n".replace("\x00", ""))
+    done = fedstrata("report", path, "--figures", tmp_path / "figures")
+    assert done.exit_code == 0, done.output
+    text = (path / "report.html").read_text(encoding="utf-8")
+    tree = read(text)
+    assert not {"script", "img"} & set(tree.seen) and "<script" not in text and "alert(1)" in tree.words
+    assert "\x00" not in text and "\u202e" not in text and not any(name.startswith("on") for name, _ in tree.attributes)
+    for file in (tmp_path / "figures").glob("*.svg"):
+        ElementTree.fromstring(file.read_text(encoding="utf-8"))
+
+
+@given(words=st.text())
+def test_any_text_is_safe_in_html_and_xml(words: str) -> None:
+    safe = html(words)
+    assert ElementTree.fromstring(f"<a b='{safe}'>{safe}</a>").text in (ElementTree.fromstring(f"<a>{safe}</a>").text,)
+    assert not set(safe) & set("<>\"'\x00")
+    safe.encode()
+
+
+def test_a_run_under_way_or_killed_is_told_so_far(tmp_path: Path, make_run: MakeRun) -> None:
+    killed = make_run(tmp_path, LAB, accuracies=(0.5, None), last="")
+    text = compose([Run(killed)])[0].html("t")
+    assert "was interrupted or killed: 2 of 3 iterations are done" in text
+    folder = RunFolder.reopen(killed)
+    assert "is still going: 2 of 3" in compose([Run(killed)])[0].html("t")
+    del folder
+    failed = make_run(tmp_path, LAB, accuracies=(), last="failed")
+    tree = read(compose([Run(failed)])[0].html("t"))
+    assert "failed: so 0 of 3 iterations are done" in tree.words and "Seconds by phase" not in tree.tables
+    both = read(compose([Run(killed), Run(failed)])[0].html("t"))
+    assert [row[1] for row in both.tables["The runs, bytes as MQTT packets"][1:]] == ["interrupted", "failed"]
+
+
+def test_predictions_stand_beside_what_was_measured(played: list[Path], tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(played[0], path)
+    told = {"seconds": {"train": 2.0, "wait": 0.5}, "bytes": {f"cloud institution-{i}": 5000 for i in range(2)}}
+    (path / "prediction.json").write_text(json.dumps(told))
+    tree = read(compose([Run(path)])[0].html("t"))
+    rows = {row[0]: row[-1] for row in tree.tables["Seconds by phase"]}
+    assert (rows["phase"], rows["train"], rows["collect"]) == ("predicted, s", "2.0000", "-")
+    assert rows["sum of the phases"] == "2.5000"
+    tiers = {(row[0], row[1]): row[-1] for row in tree.tables["Bytes by tier and direction"]}
+    assert tiers["WAN", "down"] == f"10{THIN}000" and tiers["LAN", "down"] == "-"
+
+
+def test_several_runs_are_laid_over_each_other_and_compared(played: list[Path], tmp_path: Path) -> None:
+    done = fedstrata("report", *played, "--out", tmp_path / "all.html", "--figures", tmp_path, "--format", "json")
+    facts = json.loads(done.stdout)
+    assert facts["report"] == str(tmp_path / "all.html") and all(Path(file).is_file() for file in facts["files"])
+    assert len(set(facts["files"])) == len(facts["files"])
+    with (tmp_path / "accuracy-rounds.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len({row["run"] for row in rows}) == 4 and len(rows) == 12
+    table = fedstrata("compare", *played, "--target", "0.05").stdout.splitlines()
+    assert table[0].split()[:2] == ["experiment", "reached"]
+    assert [line.split()[0] for line in table[1:]] == [
+        f"cloud.epoch_control.name={name}" for name in ("fixed", "tempo")
+    ]
+    assert all("2/2" in line for line in table[1:])
+    never = fedstrata("compare", *played)  # the experiments' own target
+    assert never.exit_code == 0
+
+
+def test_figures_are_files_too(played: list[Path], tmp_path: Path) -> None:
+    from PIL import Image
+
+    assert fedstrata("report", played[0], "--figures", tmp_path, "--out", tmp_path / "r.html").exit_code == 0
+    for file in tmp_path.glob("*.svg"):
+        svg = ElementTree.fromstring(file.read_text(encoding="utf-8"))
+        with Image.open(file.with_suffix(".png")) as picture:
+            assert picture.size == tuple(-(-2 * float(svg.attrib[side]) // 1) for side in ("width", "height"))
+            assert picture.getpixel((0, 0)) == (255, 255, 255) and len(picture.getcolors(1 << 20) or ()) > 5
+    latex = (tmp_path / "phases.tex").read_text()
+    assert latex.startswith("\\begin{tabular}") and "train & $" in latex
+
+
+def test_a_figures_png_has_its_colours() -> None:
+    from io import BytesIO
+
+    from PIL import Image, ImageColor
+
+    lines = {"a": [(0.0, 0.0), (1.0, 1.0)], **{f"r{i}": [(0.0, i / 9), (1.0, i / 9)] for i in range(9)}}
+    axis = charts.Axis("x")
+    with Image.open(BytesIO(png(charts.curves("n", "t", lines, x=axis, y=axis, target=0.5)))) as picture:
+        colours = {colour for _, colour in picture.getcolors(1 << 20) or ()}
+    assert {ImageColor.getrgb(COLOURS[f"s{i}"][0]) for i in range(7)} <= colours
+
+
+@given(low=st.floats(-1e9, 1e9), span=st.floats(0, 1e9))
+def test_ticks_are_few_round_and_hold_the_range(low: float, span: float) -> None:
+    found = charts.ticks(low, low + span)
+    step = found[1] - found[0]
+    assert 2 <= len(found) <= 9
+    slack = 1e-6 * step + 1e-9 * abs(low)
+    assert found[0] <= low + slack and found[-1] >= low + span - slack
+
+
+def test_many_iterations_are_joined_to_means() -> None:
+    parts = [("fill-train", "train"), ("fill-wait", "wait")]
+    figure = charts.columns("n", "t", parts, [[1.0, 2.0]] * 150, x="iteration", axis=charts.Axis("s", "s"))
+    assert sum("<rect" in e and "iteration" in e for e in figure.elements) == 2 * 50
+    assert figure.table is not None and len(figure.table.rows) == 150 and "3 iterations" in figure.text
+
+
+def test_epochs_of_a_long_run_are_told_in_stretches() -> None:
+    figure = epochs("epochs", {"i": [2] * 400 + [None] + [4] * 100})
+    titles = [title for e in figure.elements for title in re.findall("<title>(.*?)</title>", e)]
+    assert titles == ["i, iteration 1 to 400: 2 epochs", "i, iteration 402 to 501: 4 epochs"]
+
+
+def test_devices_of_like_links_are_one_box() -> None:
+    slow, fast = Rates((1.0, 0.5), 30.0, (0.9, None)), Rates((None, None), 0.0, (None, None))
+    figure = topology("t", {"i": ["a", "b", "c"]}, {"i": fast, "a": slow, "b": fast, "c": slow})
+    words = re.findall(r">([^<>]+)</text>", "".join(figure.elements))
+    assert {"2 devices", "b", "1 / 0.5 Mbit/s, 30 ms", "measured 0.9 / -", "not limited"} <= set(words)
+
+
+def requests(log: str) -> list[str]:
+    """Return what a page asked of a network, by a browser's log: what the browser asks itself has no origin."""
+    asked = [event.get("params", {}) for event in json.loads(log)["events"]]
+    return [params["url"] for params in asked if params.get("initiator", "not an origin") != "not an origin"]
+
+
+def browse(page: Path, home: Path) -> tuple[str, str, list[str]]:
+    """Return a page's document, what a browser said of it, and what it asked of a network."""
+    log = home / "net.json"
+    done = subprocess.run(
+        [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+         f"--user-data-dir={home / 'profile'}", "--enable-logging=stderr", f"--log-net-log={log}",
+         "--window-size=390,800", "--dump-dom", f"file://{page}"],
+        capture_output=True, text=True, timeout=100, check=True,
+    )  # fmt: skip
+    return done.stdout, done.stderr, requests(log.read_text(encoding="utf-8"))
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+def test_a_browser_shows_it_without_an_error_or_a_request(tmp_path: Path, make_run: MakeRun) -> None:
+    path = hostile(make_run(tmp_path, LAB))
+    assert fedstrata("report", path).exit_code == 0
+    document, said, asked = browse(path / "report.html", tmp_path)
+    assert "CONSOLE" not in said and asked == []
+    assert document.count("<svg") == document.count("</svg>") > 5 and "<script" not in document
+    loud = tmp_path / "loud.html"  # the test would see it
+    loud.write_text('<script>console.error("x")</script><img src="http://127.0.0.1:9/x">')
+    _, said, asked = browse(loud, tmp_path)
+    assert "CONSOLE" in said and asked == ["http://127.0.0.1:9/x"]

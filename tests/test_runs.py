@@ -1,0 +1,175 @@
+"""A run's folder, read: whole, under way, cut, damaged; and the commands that list and show runs."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from cloud.results import RunFolder, held
+from common.errors import InvalidExperiment
+from common.spec import parse
+from deploy.cli import app
+from deploy.records import COUNTS, PHASES
+from deploy.runs import Run, State, find, folders
+
+MakeRun = Callable[..., Path]
+
+
+def fedstrata(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [*map(str, arguments)])
+
+
+def test_a_run_is_read_as_it_was_written(tmp_path: Path, make_run: MakeRun) -> None:
+    run = Run(make_run(tmp_path, {"name": "lab", "seed": 3, "iterations": 3}))
+    assert (run.name, run.seed, run.iterations, run.direct) == ("lab", 3, 3, False)
+    assert [row.accuracy for row in run.rounds] == [0.5, 0.75, 0.9] and run.accuracy == 0.9
+    assert run.totals == dict(zip(COUNTS, (3_000_009, 6_000_015, 90_000_021, 120_000_027), strict=True))
+    assert [row.epochs for row in run.rounds] == [{"institution-0": n} for n in (1, 2, 3)]
+    assert set(run.rounds[0].phases) == set(PHASES) and run.rounds[0].seconds == pytest.approx(1.58)
+    assert run.children == {"institution-0": ["device-0"]}
+    assert run.links == [] and run.devices == [] and run.partition is None and run.prediction is None
+
+
+def test_accuracies_not_known_yet_are_none(tmp_path: Path, make_run: MakeRun) -> None:
+    run = Run(make_run(tmp_path, {}, accuracies=(0.5, None)))
+    assert [row.accuracy for row in run.rounds] == [0.5, None] and run.accuracy == 0.5
+
+
+def test_states(tmp_path: Path, make_run: MakeRun) -> None:
+    assert Run(make_run(tmp_path, {}, last="finished")).state == State.FINISHED
+    assert Run(make_run(tmp_path, {}, last="failed")).state == State.FAILED
+    killed = make_run(tmp_path, {}, last="")
+    assert Run(killed).state == State.INTERRUPTED
+    folder = RunFolder.reopen(killed)
+    assert held(killed) and Run(killed).state == State.RUNNING
+    del folder
+    gc.collect()
+    assert not held(killed) and Run(killed).state == State.INTERRUPTED
+
+
+def test_a_resumed_run_is_no_longer_failed(tmp_path: Path, make_run: MakeRun) -> None:
+    path = make_run(tmp_path, {}, last="failed")
+    folder = RunFolder.reopen(path)
+    assert Run(path).state == State.RUNNING  # it waits for its nodes
+    folder.event("run", {})
+    del folder
+    gc.collect()
+    assert Run(path).state == State.INTERRUPTED
+
+
+def test_the_kernel_lets_go_of_a_killed_process_folder(tmp_path: Path, make_run: MakeRun) -> None:
+    path = make_run(tmp_path, {}, last="")
+    code = f"from cloud.results import RunFolder; f = RunFolder.reopen(__import__('pathlib').Path({str(path)!r})); "
+    process = subprocess.Popen([sys.executable, "-c", code + "print(1, flush=True); input()"], stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE)  # fmt: skip
+    with process:
+        assert process.stdout is not None and process.stdout.readline()
+        assert held(path)
+        process.kill()
+        process.wait()
+        assert not held(path)
+
+
+def test_a_table_cut_anywhere_has_whole_rows(tmp_path: Path, make_run: MakeRun) -> None:
+    path = make_run(tmp_path, {})
+    file = path / "rounds.csv"
+    whole, text = Run(path).rounds, file.read_bytes()
+    for end in range(len(text)):
+        file.write_bytes(text[:end])
+        assert Run(path).rounds == whole[: max(0, text[:end].count(b"\n") - 1)]
+
+
+def test_a_resumed_run_forgets_a_row_that_was_cut(tmp_path: Path, make_run: MakeRun) -> None:
+    path = make_run(tmp_path, {}, last="")
+    whole = (path / "rounds.csv").read_bytes()
+    (path / "rounds.csv").write_bytes(whole + b"1")  # of iteration 10 or more
+    assert [row["round"] for row in RunFolder.reopen(path).forget_after(3)] == ["1", "2", "3"]
+    assert (path / "rounds.csv").read_bytes() == whole
+
+
+def test_events_that_were_cut_are_left_out_also_in_the_middle(tmp_path: Path, make_run: MakeRun) -> None:
+    path = make_run(tmp_path, {}, last="")
+    with (path / "events.jsonl").open("a") as file:
+        file.write('{"time": "t", "event": "chi')  # killed here, resumed there
+        file.write('{"time": "t", "event": "run"}\n[1]\n{"event": "run"}\n{"time": "t", "event": "warning"}\n{"ti')
+    assert [event.name for event in Run(path).events] == ["run", "warning"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("rounds.csv", "round\n1\n2\n", "elapsed_s"),
+        ("rounds.csv", None, "row 1"),
+        ("links.csv", 'tier,from\n"wan,cloud\n', "row 1"),
+        ("manifest.json", "[]", "not an object"),
+        ("manifest.json", "{", "manifest.json"),
+        ("experiment.toml", "= 3", "experiment.toml"),
+        ("prediction.json", '{"seconds": {"train": "x"}}', "prediction.json"),
+        ("prediction.json", '{"seconds": 3}', "prediction.json"),
+        ("partition.json", '{"devices": {"d": {}}}', "partition.json"),
+    ],
+)
+def test_what_is_damaged_is_named(tmp_path: Path, make_run: MakeRun, name: str, text: str | None, words: str) -> None:
+    path = make_run(tmp_path, {})
+    damaged = text if text is not None else (path / name).read_text().replace("\n1,", "\none,", 1)
+    (path / name).write_text(damaged)
+
+    def everything() -> tuple[object, ...]:
+        run = Run(path)
+        return run.rounds, run.links, run.name, run.prediction, run.partition
+
+    with pytest.raises(InvalidExperiment, match=words) as raised:
+        everything()
+    assert name in str(raised.value)
+    done = fedstrata("report", path)
+    assert done.exit_code == 4 and name in done.stderr and not (path / "report.html").exists()
+
+
+def test_a_run_is_found_by_its_folder_or_the_beginning_of_its_id(tmp_path: Path, make_run: MakeRun) -> None:
+    paths = [make_run(tmp_path, {"name": name}) for name in ("a", "b-c")]
+    for path in paths:
+        run = Run(path)
+        for text in (str(path), path.name, run.id, run.id.rpartition("-")[2]):
+            assert find(text, tmp_path) == path
+    with pytest.raises(InvalidExperiment, match="2 runs begin so"):
+        find(paths[0].name[:6], tmp_path)
+    for text, root in (("", tmp_path), ("nothing", tmp_path), ("nothing", tmp_path / "absent")):
+        with pytest.raises(InvalidExperiment, match="no run's folder"):
+            find(text, root)
+    with pytest.raises(InvalidExperiment, match="--runs"):
+        folders(tmp_path / "absent")
+
+
+def test_runs_are_listed(tmp_path: Path, make_run: MakeRun) -> None:
+    first = make_run(tmp_path, {"name": "first", "iterations": 3})
+    make_run(tmp_path, {"name": "second", "iterations": 9}, accuracies=(0.25,), last="failed")
+    done = fedstrata("runs", "list", "--runs", tmp_path, "--format", "json")
+    rows = {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
+    assert rows["first"]["state"] == "finished" and rows["first"]["iterations_done"] == 3
+    assert (rows["second"]["state"], rows["second"]["iterations"], rows["second"]["accuracy"]) == ("failed", 9, 0.25)
+    assert rows["first"]["bytes"] == Run(first).totals and rows["first"]["seconds"] == pytest.approx(3 * 1.58)
+    lines = fedstrata("runs", "list", "--runs", tmp_path).stdout.splitlines()
+    assert lines[0].split()[:4] == ["run", "name", "started", "state"] and len(lines) == 3
+    assert {"failed", "1/9", "0.2500"} <= set(next(line for line in lines if "second" in line).split())
+
+
+def test_a_damaged_run_is_told_and_the_others_are_listed(tmp_path: Path, make_run: MakeRun) -> None:
+    bad, good = (make_run(tmp_path, {"name": name}) for name in ("bad", "good"))
+    (bad / "manifest.json").write_text("{")
+    done = fedstrata("runs", "list", "--runs", tmp_path)
+    assert done.exit_code == 0 and "good" in done.stdout and str(bad) in done.stderr and good.name[:8] in done.stdout
+
+
+def test_a_run_is_shown(tmp_path: Path, make_run: MakeRun) -> None:
+    path = make_run(tmp_path, {"name": "lab", "seed": 5})
+    shown = json.loads(fedstrata("runs", "show", path, "--format", "json").stdout)
+    assert shown["seed"] == 5 and shown["files"]["rounds.csv"] == (path / "rounds.csv").stat().st_size
+    assert parse(shown["experiment"]) == parse({"name": "lab", "seed": 5}) and "host" in shown["manifest"]
+    assert "rounds.csv" in fedstrata("runs", "show", path).stdout

@@ -1,0 +1,120 @@
+"""The split of a run's data: alike at every node or the run does not begin, and left in the run's folder."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cloud.evaluator import Beginning, Evaluator
+from common.data import check_alike
+from common.errors import InvalidExperiment
+from common.learning import splits
+from common.spec import Experiment, parse, to_toml
+from device.slots import Slots
+from device.trainer import Trainer
+
+PATIENCE_S = 90
+
+
+def experiment(*devices: str, **data: Any) -> Experiment:
+    tree: dict[str, Any] = {"topology": {"devices": list(devices) or ["device-0", "device-1"]}, "data": data}
+    return parse(tree | {"model": {"name": "lenet5"}} if data.get("dataset") == "mnist" else tree)
+
+
+def mnist(root: Path, *, labels: list[int]) -> None:
+    raw = root / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part in ("train", "t10k"):
+        count = len(labels)
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">BBBBI", 0, 0, 8, 1, count) + bytes(labels))
+        head = struct.pack(">BBBBIII", 0, 0, 8, 3, count, 28, 28)
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(head + bytes(count * 784))
+
+
+def copies(root: Path, *, other: str) -> Experiment:
+    """Give cloud and devices files of their own, whose labels are the same but for one node's last."""
+    for node in ("cloud", "device-0", "device-1"):
+        mnist(root / node, labels=[*range(9), *range(9), 9, 8 if node == other else 9])
+    return experiment(dataset="mnist", root=str(root / "{node}"))
+
+
+def test_nodes_that_share_their_files_share_the_split() -> None:
+    lab = experiment()
+    assert splits.split_of(lab, node="device-0") is splits.split_of(lab)
+    assert splits.split_of(lab).digest != splits.split_of(parse({"seed": 2, "topology": {"devices": 2}})).digest
+
+
+def test_a_node_with_other_labels_is_told_though_its_places_are_the_same(tmp_path: Path) -> None:
+    lab = copies(tmp_path, other="device-1")
+    mine, clouds = splits.split_of(lab, node="device-1"), splits.split_of(lab)
+    assert all(np.array_equal(one, other) for one, other in zip(mine.parts, clouds.parts, strict=True))
+    trainers = [Trainer(lab, node=f"device-{i}", accelerator="cpu", slots=Slots()) for i in range(2)]
+    for trainer in trainers:
+        trainer.prepare()
+    check_alike(lab.data, "device-0", partition=trainers[0].partition, clouds=clouds.digest)
+    with pytest.raises(InvalidExperiment) as told:
+        check_alike(lab.data, "device-1", partition=trainers[1].partition, clouds=clouds.digest)
+    for word in ("data.root", "device-1", mine.digest, clouds.digest, "the same files", "the same release"):
+        assert word in str(told.value)
+
+
+def test_a_runs_split_is_kept_and_a_resumed_run_must_have_the_same(tmp_path: Path) -> None:
+    lab = experiment("file", "device.1")  # names that are numpy's or a path's
+    digest = splits.keep(lab, tmp_path)
+    assert digest == splits.split_of(lab).digest == splits.keep(lab, tmp_path)
+    with np.load(tmp_path / "partition.npz") as arrays:
+        assert arrays["file"].dtype == np.int64
+        for name, part in zip(("file", "device.1"), splits.split_of(lab).parts, strict=True):
+            assert np.array_equal(arrays[name], part)
+    facts = json.loads((tmp_path / "partition.json").read_text())
+    assert facts["digest"] == digest and set(facts["devices"]) == {"file", "device.1"}
+    other = parse({"seed": 2, "topology": {"devices": ["file", "device.1"]}})
+    with pytest.raises(InvalidExperiment, match=rf"--resume.*{digest}.*Restore") as told:
+        splits.keep(other, tmp_path)
+    assert told.value.exit_code == 4
+
+
+def test_folders_have_no_split_and_nothing_to_compare(tmp_path: Path) -> None:
+    lab = experiment(dataset="folder", classes=["a"], partition="natural", root=str(tmp_path / "{node}"))
+    assert splits.keep(lab, tmp_path) == "" and not any(tmp_path.iterdir())
+    check_alike(lab.data, "device-0", partition="", clouds="")
+
+
+def begin(lab: Experiment, folder: Path) -> Beginning:
+    evaluator = Evaluator(lab, folder)
+    try:
+        return asyncio.run(evaluator.start())
+    finally:
+        evaluator.close()
+
+
+def test_the_evaluator_leaves_the_split_and_tells_its_digest(tmp_path: Path) -> None:
+    assert begin(experiment(), tmp_path).partition == splits.split_of(experiment()).digest
+    assert {path.name for path in tmp_path.iterdir()} == {"partition.npz", "partition.json"}
+
+
+def test_a_split_that_cannot_be_is_an_invalid_experiment_before_anybody_trains(tmp_path: Path) -> None:
+    with pytest.raises(InvalidExperiment, match=r"data\.min_samples = 10000"):
+        begin(experiment(partition="dirichlet", min_samples=10_000), tmp_path)
+
+
+def test_a_lab_with_a_device_of_other_data_ends_with_4_and_names_it(tmp_path: Path) -> None:
+    file = tmp_path / "lab.toml"
+    lab = copies(tmp_path / "data", other="device-1")
+    file.write_text(to_toml(lab))
+    words = [sys.executable, "-m", "deploy.cli", "run", str(file), "--runs", str(tmp_path / "runs")]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 4, done.stderr
+    mine, clouds = (splits.split_of(lab, node=node).digest for node in ("device-1", "cloud"))
+    said = done.stderr.strip().splitlines()[-1]
+    for word in ("device-1", mine, clouds, "the same files"):
+        assert word in said
+    assert "device-0" not in said
