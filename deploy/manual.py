@@ -36,6 +36,7 @@ EXAMPLES: Final[Mapping[str, str]] = {
     "data check": "fedstrata data check --root data",
     "data partition": "fedstrata data partition deploy/experiments/demo.toml --out partition",
 }
+TYPERS: Final = ("help", "install_completion", "show_completion")  # whose words change with its releases
 
 
 def manual() -> str:
@@ -58,7 +59,7 @@ def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[st
 
 
 def _options(command: Any) -> Iterator[str]:
-    rows = [_row(parameter) for parameter in command.params if parameter.name != "help"]
+    rows = [_row(parameter) for parameter in command.params if parameter.name not in TYPERS]
     if rows:
         yield "| option | default | meaning |\n|---|---|---|"
         yield from rows
