@@ -14,8 +14,9 @@ from pydantic import BaseModel
 
 from common.rules import RULES
 from common.spec import EpochControl, parse
-from deploy import metrics_table
+from deploy import metrics_table, sketches
 from deploy.drawing import PICTURES
+from deploy.manual import manual
 
 ROOT: Final = Path(__file__).parents[1]
 PICTURED: Final = ROOT / "docs" / "algorithms"
@@ -85,6 +86,29 @@ def test_pictures_are_what_the_code_draws(name: str) -> None:
 def test_the_table_of_metrics_is_what_the_code_has() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     assert page.endswith(f"\n\n{metrics_table.table()}"), "print it anew: python -m deploy.metrics_table"
+
+
+@pytest.mark.parametrize("name", sketches.PICTURES)
+def test_sketches_are_what_the_code_draws(name: str) -> None:
+    kept = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    assert kept == sketches.PICTURES[name](), "draw them anew: python -m deploy.sketches docs"
+
+
+def test_the_manual_is_what_the_commands_say() -> None:
+    kept = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    assert kept == manual(), "write it anew: python -m deploy.manual > docs/commands.md"
+
+
+def test_each_message_of_the_troubleshooting_is_in_the_code() -> None:
+    folders = ("cloud", "common", "deploy", "device", "institution")
+    code = "".join(path.read_text(encoding="utf-8") for name in folders for path in (ROOT / name).rglob("*.py"))
+    words = re.sub(r'"\s*\n\s*f?"', "", code)  # a message may stand in several lines
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    messages = re.findall(r"^### `(.*)`$", page, re.MULTILINE)
+    assert len(messages) > 10
+    for message in messages:
+        for part in (part.strip() for part in message.split("...")):
+            assert not part.strip(":;") or part in words, f"{part!r} of {message!r}"
 
 
 def test_no_picture_is_left_over() -> None:
