@@ -1275,6 +1275,28 @@ def test_a_child_that_gave_up_before_the_round_is_told_of_at_once(address: Broke
     scenario(run())
 
 
+def test_a_quorum_is_waited_for_before_the_clock_starts(address: BrokerAddress) -> None:
+    async def run() -> None:
+        parent = parent_of(address, ["device-0", "device-1"], layout=layout_of(4000))
+        gathering = asyncio.create_task(parent.gather(Closing(rule="quorum", quorum=1, deadline_s=0.01)))
+        done, _ = await asyncio.wait((gathering,), timeout=0.1)
+        assert not done, "the deadline is a round's: nobody is there yet"
+        parent.presence("device-1", "session", Presence(NodeState.READY, "device", samples=5), now=0.0)
+        await gathering
+        assert parent.samples == {"device-1": 5}
+
+    scenario(run())
+
+
+def test_nobody_is_waited_for_longer_than_idle(address: BrokerAddress) -> None:
+    async def run() -> None:
+        parent = parent_of(address, ["device-0"], layout=layout_of(4000), transfer=Transfer(idle_s=0.05))
+        await parent.gather(Closing(rule="quorum", quorum=1, deadline_s=0.01))
+        assert not parent.samples
+
+    scenario(run())
+
+
 def test_a_quorum_closes_by_its_deadline_and_late_results_are_answered(address: BrokerAddress) -> None:
     async def run() -> None:
         layout = layout_of(400_000)

@@ -157,19 +157,19 @@ class ParentFace:
     async def gather(self, closing: Closing) -> None:
         """Wait until every child is ready and has told how many samples it has.
 
-        So the clock starts with a lab that stands. Where a round may close without some, they are waited for as
-        long as a round would; else `idle_s`: the first round then says who is missing. Raises RunFailed where one that
-        is needed gave up, and where any cannot take part in the experiment as it is.
+        So the clock starts with a lab that stands. They are waited for `idle_s`, or where a round may close without
+        some as long as a round would, and then `idle_s` for a quorum; the first round says who is missing. Raises RunFailed where one that is needed gave up, or cannot take part in the experiment as it is.
         """
-        patience_s = closing.deadline_s if closing.rule == "quorum" else None
-        try:
-            async with asyncio.timeout(patience_s or self.transfer.idle_s):
-                while self.samples.keys() | self._gave_up.keys() < set(self.peers):
-                    self._check_present(closing)
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError:
-            log.warning("not there yet: %s", ", ".join(sorted(set(self.peers) - set(self.samples))))
+        few, soon_s = (closing.quorum or 0, closing.deadline_s) if closing.rule == "quorum" else (0, None)
+        for count, wait_s in ((len(self.peers), soon_s or self.transfer.idle_s), (few, self.transfer.idle_s)):
+            try:
+                async with asyncio.timeout(wait_s):
+                    while len(self.samples.keys() | self._gave_up.keys()) < count:
+                        self._check_present(closing)
+                        self._changed.clear()
+                        await self._changed.wait()
+            except TimeoutError:
+                log.warning("not there yet: %s", ", ".join(sorted(set(self.peers) - set(self.samples))))
         self._check_present(closing)
 
     async def measure(self, links: Links) -> None:
