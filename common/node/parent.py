@@ -158,7 +158,8 @@ class ParentFace:
         """Wait until every child is ready and has told how many samples it has.
 
         So the clock starts with a lab that stands. They are waited for `idle_s`, or where a round may close without
-        some as long as a round would, and then `idle_s` for a quorum; the first round says who is missing. Raises RunFailed where one that is needed gave up, or cannot take part in the experiment as it is.
+        some as long as a round would, and then `idle_s` for a quorum; the first round says who is missing. Raises
+        RunFailed where one that is needed gave up, and where any cannot take part in the experiment as it is.
         """
         few, soon_s = (closing.quorum or 0, closing.deadline_s) if closing.rule == "quorum" else (0, None)
         for count, wait_s in ((len(self.peers), soon_s or self.transfer.idle_s), (few, self.transfer.idle_s)):
