@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-aggregation bench-devices bench-kills bench-links bench-slow bench-tiers check clean broker
+.PHONY: help demo test bench bench-aggregation bench-devices bench-kills bench-links bench-slow bench-tiers bench-training check clean broker
 .DELETE_ON_ERROR:
 
 INSTALLED := .venv/.installed
@@ -24,6 +24,9 @@ bench-aggregation: $(INSTALLED) ## measure mixing, statistics and FedCDA on one 
 
 bench-devices: $(INSTALLED) ## measure many devices on one host: samples per second, memory
 	.venv/bin/python tests/bench/devices.py
+
+bench-training: $(INSTALLED) ## measure a device's training against a plain PyTorch loop, one core
+	.venv/bin/python tests/bench/training.py
 
 bench-kills: $(INSTALLED) broker ## kill broker, sender and receiver in mid-transfer, 10 times each
 	.venv/bin/python tests/bench/kills.py

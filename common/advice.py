@@ -11,6 +11,7 @@ from typing import Final
 from common.data import Data
 from common.rules import FedAdp, FedCDA, FedCross, FedMR, Independent, Rule, Several
 from common.spec import Experiment, participants
+from common.training import Schedule
 
 BATCH_NORM: Final = frozenset({"resnet18_cifar", "resnet20", "resnet20_b", "resnet20_preact", "vgg16_bn"})
 SKEWED: Final = 1.0  # Dirichlet's concentration from which label skew shows
@@ -33,6 +34,7 @@ def warnings(experiment: Experiment) -> list[str]:
         *_at_the_cloud(cloud.aggregation),
         *_at_an_institution(institution.aggregation, institution.rounds, institutions=len(sizes)),
         *_epochs(experiment),
+        *_schedule(experiment.training.schedule, iterations=experiment.iterations),
     ]
     if experiment.model.name in BATCH_NORM and _skew(experiment.data) <= SKEWED:
         found.append(
@@ -119,6 +121,18 @@ def _epochs(experiment: Experiment) -> Iterator[str]:
             yield "cloud.epoch_control.name = 'tempo': with one institution the epochs stay training.epochs."
     elif control.model_dump(exclude={"name"}) != type(control)().model_dump(exclude={"name"}):
         yield "cloud.epoch_control.name = 'fixed': its other settings are Tempo's."
+
+
+def _schedule(schedule: Schedule, *, iterations: int) -> Iterator[str]:
+    key = "training.schedule"
+    for part, owners in (("every", ["step"]), ("factor", ["step", "exponential"]), ("final", ["cosine"])):
+        value = getattr(schedule, part)
+        if schedule.name not in owners and value != Schedule.model_fields[part].default:
+            yield f"{key}.{part} = {value}: it is part of {' and '.join(owners)} alone, this is {schedule.name}."
+    if schedule.name == "step" and schedule.warmup + (schedule.every or 1) >= iterations:
+        yield f"{key}.every = {schedule.every}: the run ends before the first step."
+    elif schedule.name != "constant" and schedule.warmup >= iterations:
+        yield f"{key}.warmup = {schedule.warmup}: the run ends before it does, and {schedule.name} never begins."
 
 
 def _skew(data: Data) -> float:

@@ -1,8 +1,8 @@
 """The experiment as typed data: what a TOML file under `deploy/experiments/` may say.
 
-Every key has its default here (of links, data, models, rules and hardware: in `links.py`, `data.py`, `rules.py`,
-`hardware.py`) and nowhere else. An unknown key, a value of the wrong type and a lab that cannot work are errors that
-name the key, the value and the remedy (`InvalidExperiment`, exit code 4).
+Every key has its default here (of links, data, models, training, rules and hardware: in `links.py`, `data.py`,
+`training.py`, `rules.py`, `hardware.py`) and nowhere else. An unknown key, a value of the wrong type and a lab that
+cannot work are errors that name the key, the value and the remedy (`InvalidExperiment`, exit code 4).
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from common.links import Link, Links, Profile
 from common.rules import RULES, Aggregation, FedAvg
 from common.tables import Count, Fraction, Name, Positive, proposal, write
 from common.tables import Table as _Table
+from common.training import Training
+from common.training import check as check_training
 
 CLOUD: Final = "cloud"
 _FORMS: Final = frozenset({"int", "float", "constrained-int", "list[constrained-str]", "[key]"})  # pydantic's, not keys
@@ -67,16 +69,6 @@ class Topology(_Table):
     def _ends(self) -> list[int]:
         institutions, devices = _count(self.institutions), _count(self.devices)
         return [devices * (m + 1) // institutions for m in range(institutions)]
-
-
-class Training(_Table):
-    """One local round on a device: SGD with a fresh optimiser, shuffled batches, cross-entropy."""
-
-    epochs: Count = 1
-    batch_size: Count = 10
-    learning_rate: Positive = 0.01
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
 
 
 Share = Annotated[float, Field(le=1)]
@@ -174,6 +166,7 @@ class Experiment(_Table):
     def _possible(self) -> Self:
         _check_topology(self.topology)
         check_data(self.data, self.model)
+        check_training(self.training, self.data)
         sizes = self.topology.sizes()
         for key, share in (("cloud", self.cloud.participation), ("institution", self.institution.participation)):
             if share <= 0:

@@ -1,33 +1,46 @@
-"""Which accelerators a user's word means, given what a machine has."""
+"""Which accelerators this machine has, and how a process computes on one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Final
+import os
+
+import torch
 
 from common.errors import InvalidExperiment
+from common.training import Training
+from device.choice import choose
 
-# What drivers leave where torch may find a GPU: Nvidia's, AMD's, Windows' below WSL.
-_DRIVERS: Final = ("nvidia[0-9]*", "kfd", "dxg")
+
+def accelerators() -> list[str]:
+    """Return the names of this machine's accelerators, the CPU first."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return ["cpu", *(f"cuda:{i}" for i in range(gpus))]
 
 
-def choose(name: str, there: Sequence[str]) -> tuple[str, ...]:
-    """Return what 'cpu', 'cuda', 'cuda:N' or 'auto' means where `there` is: 'cuda' all GPUs, 'auto' these or the CPU.
+def resolve_accelerator(name: str) -> torch.device:
+    """Return the first device that 'cpu', 'cuda', 'cuda:N' or 'auto' means here. Raises InvalidExperiment."""
+    return torch.device(choose(name, accelerators())[0])
 
-    Raises InvalidExperiment.
+
+def use_one_thread(accelerator: torch.device) -> None:
+    """Make this thread compute alone: sums then never depend on how many cores there are.
+
+    The setting is each thread's own once the thread has computed, so it is looked at before every training.
     """
-    gpus = tuple(each for each in there if each != "cpu")
-    if name == "auto":
-        return gpus or ("cpu",)
-    chosen = gpus if name == "cuda" else tuple(each for each in there if each == name)
-    if not chosen:
-        raise InvalidExperiment(
-            "--accelerator", name, "this machine has no such accelerator", f"It has {', '.join(there)}; or say auto."
-        )
-    return chosen
+    if accelerator.type == "cpu" and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
 
 
-def may_have_gpu(devices: Path = Path("/dev")) -> bool:
-    """Return whether it is worth asking torch for GPUs, which takes seconds."""
-    return any(found for driver in _DRIVERS for found in devices.glob(driver))
+def set_up(accelerator: torch.device, training: Training) -> None:
+    """Let this process compute as the experiment says, before it first does. Raises InvalidExperiment."""
+    use_one_thread(accelerator)
+    if accelerator.type != "cuda":
+        return
+    if training.precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        name = torch.cuda.get_device_name(accelerator)
+        raise InvalidExperiment("training.precision", "bf16", f"{name} does not compute in it", "Use fp32.")
+    if training.deterministic:
+        # cuBLAS reads it when it is first used; without it torch refuses matrix products.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(training.deterministic)
+    torch.backends.cudnn.deterministic = training.deterministic

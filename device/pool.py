@@ -17,7 +17,7 @@ from typing import Any, Final, Self
 
 from common.layout import Row
 from common.spec import Experiment
-from device.accelerators import choose, may_have_gpu
+from device.choice import choose, may_have_gpu
 from device.jobs import Device, Job, LocalResult, Order, Prepared, Progress, Wish
 from device.lanes import Lane, Thread
 from device.workers import Worker

@@ -156,6 +156,31 @@ def test_the_experiments_that_ship_are_sound(path: Path) -> None:
             {"cloud": {"epoch_control": {"name": "tempo", "variant": "plato"}}},
             "cloud.epoch_control.name = 'fixed': its other settings",
         ),
+        (
+            {"training": {"schedule": {"factor": 0.5}}},
+            {"training": {"schedule": {"name": "exponential", "factor": 0.5}}},
+            "training.schedule.factor = 0.5: it is part of step and exponential alone, this is constant",
+        ),
+        (
+            {"training": {"schedule": {"name": "exponential", "factor": 0.5, "every": 3}}},
+            {"training": {"schedule": {"name": "step", "factor": 0.5, "every": 3}}},
+            "training.schedule.every = 3: it is part of step alone",
+        ),
+        (
+            {"training": {"schedule": {"final": 0.1, "warmup": 2}}},
+            {"training": {"schedule": {"name": "cosine", "final": 0.1, "warmup": 2}}},
+            "training.schedule.final = 0.1: it is part of cosine alone",
+        ),
+        (
+            {"iterations": 5, "training": {"schedule": {"name": "step", "factor": 0.5, "every": 3, "warmup": 2}}},
+            {"iterations": 6, "training": {"schedule": {"name": "step", "factor": 0.5, "every": 3, "warmup": 2}}},
+            "training.schedule.every = 3: the run ends before the first step",
+        ),
+        (
+            {"iterations": 5, "training": {"schedule": {"name": "cosine", "warmup": 5}}},
+            {"iterations": 5, "training": {"schedule": {"name": "cosine", "warmup": 4}}},
+            "training.schedule.warmup = 5: the run ends before it does",
+        ),
     ],
 )
 def test_a_setting_has_its_line(bad: dict[str, Any], good: dict[str, Any], start: str) -> None:

@@ -133,3 +133,84 @@ def test_the_form_of_the_name_is_checked_with_the_experiment(name: str) -> None:
 def test_a_mistyped_model_has_a_proposal() -> None:
     with pytest.raises(InvalidExperiment, match=r"no such model.*Did you mean 'lenet5'"):
         parse({"model": {"name": "lenet"}})
+
+
+RANDOM = """
+import torch
+from torch import nn
+from torch.nn import functional
+
+class Net(nn.Module):
+    def __init__(self, middle):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(1)
+        self.middle = middle
+        self.last = nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.last(self.middle(self.norm(x)).flatten(1))
+
+class Noise(nn.Module):
+    def forward(self, x):
+        return functional.dropout(x, 0.5, self.training)
+
+class Rows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8, 2, batch_first=True, dropout=0.5)
+
+    def forward(self, x):
+        return self.lstm(x.squeeze(1))[0]
+
+def whole(*, shape, classes): return Net(nn.Dropout2d(0.25))
+def plain(*, shape, classes): return Net(nn.Identity())
+def alpha(*, shape, classes): return Net(nn.AlphaDropout())
+def rrelu(*, shape, classes): return Net(nn.Sequential(nn.ReLU(), nn.RReLU()))
+def inline(*, shape, classes): return Net(Noise())
+def rows(*, shape, classes): return Net(Rows())
+"""
+
+
+@pytest.fixture
+def random_nets(tmp_path: Path) -> None:
+    (tmp_path / "mynets" / "random.py").write_text(RANDOM)
+
+
+@pytest.mark.usefixtures("random_nets")
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("alpha", r"middle \(AlphaDropout\)"),
+        ("rrelu", r"middle\.1 \(RReLU\)"),
+        ("inline", r"middle \(Noise\)"),
+        ("rows", r"middle\.lstm \(LSTM\)"),
+    ],
+)
+def test_a_layer_that_draws_from_the_global_generator_is_refused_by_name(name: str, layer: str) -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    with pytest.raises(InvalidExperiment, match=rf"{layer} draws from torch's global generator.*Use nn\.Dropout"):
+        models.build(f"mynets.random:{name}", 1, inputs=GREY)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.usefixtures("random_nets")
+def test_the_trial_in_training_mode_leaves_no_trace() -> None:
+    module = models.build("mynets.random:plain", 1, inputs=GREY)
+    assert module.training and not module._forward_hooks and not module._forward_pre_hooks
+    state = module.state_dict()
+    assert state["norm.num_batches_tracked"] == 0 and state["norm.running_var"] == 1
+
+
+@pytest.mark.usefixtures("random_nets")
+def test_dropout_of_whole_channels_is_ours() -> None:
+    drop = models.build("mynets.random:whole", 1, inputs=GREY).get_submodule("middle")
+    assert isinstance(drop, Dropout) and drop.whole and drop.p == 0.25
+    drop.source = torch.Generator().manual_seed(1)
+    out = drop(torch.ones(50, 40, 3, 2))
+    channels = out.flatten(2)
+    assert torch.equal(channels.amin(2), channels.amax(2))
+    kept = channels[..., 0]
+    assert kept.unique().tolist() == pytest.approx([0, 1 / 0.75])
+    assert 0.7 < float((kept > 0).float().mean()) < 0.8
+    assert torch.equal(drop.eval()(torch.ones(2, 3)), torch.ones(2, 3))

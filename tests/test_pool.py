@@ -21,7 +21,7 @@ from common.errors import InvalidExperiment, RunFailed
 from common.layout import ModelLayout, Row, Section
 from common.learning import datasets, models
 from common.wire.messages import TrainingPath
-from device.accelerators import choose, may_have_gpu
+from device.choice import choose, may_have_gpu
 from device.jobs import Device, Job, LocalResult, Prepared
 from device.lanes import Thread
 from device.pool import Member, Pool

@@ -132,6 +132,7 @@ def test_every_key_is_written_out(tmp_path: Path) -> None:
     given_ = {
         "target_accuracy": 0.5,
         "data": {"dataset": "synthetic", "classes": 2},
+        "training": {"clip_norm": 1, "schedule": {"every": 1, "factor": 0.5}},
         "links": {tier: {"profile": "lte"} for tier in ("wan", "lan")},
         "hardware": {"default": "raspberry-pi-5"},
         "cloud": {"closing": {"quorum": 1, "deadline_s": 1}},

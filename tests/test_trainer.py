@@ -25,6 +25,7 @@ from common.learning.evaluation import evaluate
 from common.learning.inputs import Inputs
 from common.learning.nets.layers import Dropout
 from common.randomness import Purpose, generator
+from device import descent
 from device import trainer as trainer_module
 from device.slots import Cancelled, Slots
 from device.trainer import LocalResult, Trainer, resolve_accelerator
@@ -80,7 +81,11 @@ def plain_loop(lab: spec.Experiment, *, epochs: int, round_: int) -> tuple[nn.Mo
     module = models.build(lab.model.name, lab.seed, inputs=datasets.load(lab.data).inputs)
     training = lab.training
     optimiser = torch.optim.SGD(
-        module.parameters(), training.learning_rate, training.momentum, weight_decay=training.weight_decay
+        module.parameters(),
+        training.learning_rate,
+        training.momentum,
+        weight_decay=training.weight_decay,
+        nesterov=training.nesterov,
     )
     for _ in range(epochs):
         total = 0.0
@@ -88,6 +93,8 @@ def plain_loop(lab: spec.Experiment, *, epochs: int, round_: int) -> tuple[nn.Mo
             optimiser.zero_grad()
             loss = functional.cross_entropy(module(some_images), some_labels)
             torch.autograd.backward(loss)
+            if training.clip_norm:
+                nn.utils.clip_grad_norm_(module.parameters(), training.clip_norm)
             optimiser.step()
             total += loss.item() * len(some_labels)
     return module, total / len(part)
@@ -99,6 +106,8 @@ def plain_loop(lab: spec.Experiment, *, epochs: int, round_: int) -> tuple[nn.Mo
         {"momentum": 0.9, "batch_size": 32},
         {"momentum": 0.0, "batch_size": 32},
         {"momentum": 0.5, "weight_decay": 0.01, "batch_size": 50},
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01, "batch_size": 32},
+        {"momentum": 0.9, "clip_norm": 0.5, "weight_decay": 0.01, "batch_size": 32},
     ],
 )
 @pytest.mark.parametrize("model", ["cnn_digits", "mlp_digits"])
@@ -194,7 +203,7 @@ def test_bits_do_not_depend_on_who_trains_at_the_same_time() -> None:
 def test_devices_share_the_images() -> None:
     lab = experiment()
     first, second = make(lab), make(lab, "device-1")
-    assert first._prepared.images.data_ptr() == second._prepared.images.data_ptr()
+    assert first._prepared.part.images.data_ptr() == second._prepared.part.images.data_ptr()
 
 
 def test_compute_threads_are_one() -> None:
@@ -354,7 +363,7 @@ def test_exhausted_memory_fails_the_run_and_spares_the_trainer(monkeypatch: pyte
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer_module, "sgd", exhausted)
+        patch.setattr(descent, "sgd", exhausted)
         with pytest.raises(RunFailed, match=r"training\.batch_size = 10.*smaller") as caught:
             run(trainer, initial(lab))
     assert caught.value.__context__ is None
@@ -448,7 +457,102 @@ def test_devices_with_copies_of_one_set_split_it_alike(tmp_path: Path) -> None:
         for root in (tmp_path / "cloud", tmp_path / "{node}")
     )
     for node in ("device-0", "device-1"):
-        assert torch.equal(make(shared, node)._prepared.samples, make(own, node)._prepared.samples)
+        assert torch.equal(make(shared, node)._prepared.part.samples, make(own, node)._prepared.part.samples)
+
+
+@pytest.mark.slow
+def test_compiled_it_is_nearly_the_same() -> None:
+    lab, compiled = experiment(), experiment(compile=True)
+    row = initial(lab)
+    wanted, result = run(make(lab), row)
+    trainer = make(compiled)
+    out, by_compiler = run(trainer, row)
+    assert by_compiler.loss == pytest.approx(result.loss, rel=1e-4)
+    np.testing.assert_allclose(trainer.layout.floats(out), trainer.layout.floats(wanted), rtol=0, atol=1e-4)
+
+
+def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def compiled(module: nn.Module, *, dynamic: bool) -> Any:
+        def forward(inputs: torch.Tensor) -> torch.Tensor:
+            sizes.append(len(inputs))
+            if broken:
+                raise RuntimeError("InvalidCxxCompiler: No working C++ compiler found in (None, 'g++')\n\nand so on")
+            logits: torch.Tensor = module(inputs)
+            return logits
+
+        assert dynamic is False
+        return forward
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    lab = experiment(compile=True, batch_size=50)
+    broken = True
+    with pytest.raises(InvalidExperiment, match=r"^training\.compile = True: .*No working C\+\+ compiler.*g\+\+\), on"):
+        make(lab)
+    broken = False
+    sizes.clear()
+    trainer = make(lab)
+    assert sorted(sizes) == [10, 50]  # 360 samples: both sizes are compiled before the first round
+    assert np.array_equal(run(trainer, initial(lab))[0], run(make(experiment(batch_size=50)), initial(lab))[0])
+
+
+def test_an_operation_without_a_deterministic_form_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = experiment(deterministic=True)
+    trainer = make(lab)
+
+    def refused(*_: object, **__: object) -> None:
+        raise RuntimeError("adaptive_avg_pool2d_backward_cuda does not have a deterministic implementation, but you")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(descent, "sgd", refused)
+        with pytest.raises(InvalidExperiment, match=r"^training\.deterministic = True: adaptive.*cuda has no.*false"):
+            run(trainer, initial(lab))
+        patch.setattr(descent, "sgd", lambda *_, **__: torch.zeros(2) @ torch.zeros(3))
+        with pytest.raises(RuntimeError, match="size"):
+            run(trainer, initial(lab))
+    assert np.array_equal(run(trainer, initial(lab))[0], run(make(experiment()), initial(lab))[0])
+
+
+def test_an_iterations_rounds_have_its_learning_rate() -> None:
+    schedule = {"name": "step", "warmup": 1, "every": 1, "factor": 0.5}
+    tree = {"topology": {"devices": 4}, "institution": {"rounds": 3}, "iterations": 4}
+    lab = spec.parse({**tree, "training": {"learning_rate": 0.04, "schedule": schedule}})
+    row = initial(lab)
+    for round_, rate in ((0, 0.02), (2, 0.02), (3, 0.04), (6, 0.02), (11, 0.01)):
+        constant = spec.parse({**tree, "training": {"learning_rate": rate}})
+        wanted, _ = run(make(constant), row, round_=round_)
+        assert np.array_equal(run(make(lab), row, round_=round_)[0], wanted)
+
+
+@pytest.mark.parametrize(("model", "batch_size"), [("cnn_digits", 10), ("cnn_digits", 20), ("mlp_digits", 20)])
+def test_bf16_is_near_to_fp32_and_the_same_again(model: str, batch_size: int) -> None:
+    lab, low = (experiment(model=model, batch_size=batch_size, precision=precision) for precision in ("fp32", "bf16"))
+    row = initial(lab)
+    wanted, result = run(make(lab), row)
+    trainer = make(low)
+    out, in_low = run(trainer, row)
+    assert np.array_equal(out, run(make(low), row)[0])
+    apart = np.abs(trainer.layout.floats(out) - trainer.layout.floats(wanted))
+    moved = np.abs(trainer.layout.floats(wanted) - trainer.layout.floats(row))
+    assert 0 < np.linalg.norm(apart) < 0.1 * np.linalg.norm(moved)
+    assert in_low.loss == pytest.approx(result.loss, rel=2e-2) and in_low.loss != result.loss
+
+
+def test_on_a_cpu_linear_layers_stay_fp32_in_small_batches() -> None:
+    lab = experiment(model="mlp_digits", batch_size=10)
+    low = experiment(model="mlp_digits", batch_size=10, precision="bf16")
+    assert np.array_equal(run(make(lab), initial(lab))[0], run(make(low), initial(lab))[0])
+
+
+@pytest.mark.parametrize("augmentation", [{"flip": True}, {"crop": 1}, {"flip": True, "crop": 2}])
+def test_augmentation_is_of_the_seed_the_node_and_the_round(augmentation: dict[str, Any]) -> None:
+    lab = experiment(augmentation=augmentation)
+    row = initial(lab)
+    trainer = make(lab)
+    first, again, later = (run(trainer, row, round_=round_)[0] for round_ in (0, 0, 1))
+    assert np.array_equal(first, again) and not np.array_equal(first, later)
+    assert not np.array_equal(first, run(make(experiment()), row)[0])
 
 
 @pytest.mark.gpu
@@ -464,3 +568,32 @@ def test_on_a_gpu_nearly_the_same_and_nothing_left_behind() -> None:
     assert torch.cuda.memory_allocated() == before
     assert on_gpu.loss == pytest.approx(result.loss, rel=1e-2)
     np.testing.assert_allclose(trainer.layout.floats(out), trainer.layout.floats(wanted), rtol=0, atol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@pytest.mark.parametrize("model", ["cnn_digits", "mlp_digits"])
+@pytest.mark.parametrize("training", [{}, {"precision": "bf16"}, {"augmentation": {"flip": True, "crop": 1}}])
+def test_on_a_gpu_deterministic_training_gives_the_same_bits(model: str, training: dict[str, Any]) -> None:
+    lab = experiment(model=model, deterministic=True, **training)
+    row = initial(lab)
+    try:
+        first, again = (run(make(lab, accelerator="cuda"), row, epochs=2)[0] for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.deterministic = False
+    assert np.array_equal(first, again)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+def test_on_a_gpu_bf16_is_near_to_fp32() -> None:
+    lab = experiment()
+    row = initial(lab)
+    wanted, result = run(make(lab, accelerator="cuda"), row)
+    trainer = make(experiment(precision="bf16"), accelerator="cuda")
+    out, in_low = run(trainer, row)
+    apart = np.abs(trainer.layout.floats(out) - trainer.layout.floats(wanted))
+    moved = np.abs(trainer.layout.floats(wanted) - trainer.layout.floats(row))
+    assert 0 < np.linalg.norm(apart) < 0.1 * np.linalg.norm(moved)
+    assert in_low.loss == pytest.approx(result.loss, rel=2e-2)

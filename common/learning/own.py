@@ -5,11 +5,12 @@ an `nn.Module` of float32 that gives logits [B, classes]:
 
     def build(*, shape: tuple[int, int, int], classes: int) -> nn.Module: ...
 
-What it draws from torch's global generator is seeded by the experiment. The module must be importable wherever the
-model is trained or evaluated: on the devices and at the cloud. So the experiment names code to run. The cloud is given
-its experiment by its user; a device takes it from a broker, and imports only what its own user has allowed by
-`fedstrata device --allow-models PACKAGE` (`common.data.permit`), and nothing of Python's own library. `fedstrata run`
-allows its devices the model of the experiment that its user named.
+What it draws from torch's global generator as it is made is seeded by the experiment. In training only dropout may be
+random, as layers of its own (`nn.Dropout`, `Dropout1d`, `2d`, `3d`; not `nn.LSTM(dropout=...)`). The module must be
+importable wherever the model is trained or evaluated: on the devices and at the cloud. So the experiment names code to
+run. The cloud is given its experiment by its user; a device takes it from a broker, and imports only what its own user
+has allowed by `fedstrata device --allow-models PACKAGE` (`common.data.permit`), and nothing of Python's own library.
+`fedstrata run` allows its devices the model of the experiment that its user named.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import nn
 
 from common.errors import InvalidExperiment
 from common.learning.inputs import Inputs
-from common.learning.nets.layers import own_dropout
+from common.learning.nets.layers import draws_globally, own_dropout, reseed
 
 _SEEDING = threading.Lock()  # torch's global generator is one for all threads
 
@@ -78,6 +79,14 @@ def _try(name: str, module: nn.Module, inputs: Inputs) -> None:
         shape = list(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
         _refuse(name, f"gives {shape} for two samples, not logits of [2, {inputs.classes}]", "Return logits.")
     module.train()
+    reseed(module, 0, samples.device)  # or our own dropout would draw from it
+    layer = draws_globally(module, samples)
+    if layer is not None:
+        _refuse(
+            name,
+            f"its layer {layer} draws from torch's global generator, which all devices of a process share",
+            "Use nn.Dropout, Dropout1d, 2d or 3d, each as a layer of its own: they get a generator of their own.",
+        )
 
 
 def _short(error: Exception) -> str:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+Enter = Callable[[nn.Module, object], None]
+Leave = Callable[[nn.Module, object, object], None]
 
 
 def sequence(layers: Iterable[tuple[str, nn.Module]]) -> nn.Sequential:
@@ -16,17 +20,22 @@ def sequence(layers: Iterable[tuple[str, nn.Module]]) -> nn.Sequential:
 
 
 class Dropout(nn.Module):
-    """Dropout whose draws come from `source`, set for each training; torch's layer shares one among all threads."""
+    """Dropout whose draws come from `source`, set for each training; torch's layer shares one among all threads.
 
-    def __init__(self, p: float = 0.5) -> None:
+    With `whole` channels [B, C, ...] are dropped as one, as torch's Dropout1d, 2d and 3d do.
+    """
+
+    def __init__(self, p: float = 0.5, *, whole: bool = False) -> None:
         super().__init__()
         self.p = p
+        self.whole = whole
         self.source: torch.Generator | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or not self.p:
             return x
-        keep = torch.empty_like(x).bernoulli_(1 - self.p, generator=self.source)
+        like = x.new_empty((*x.shape[:2], *(1 for _ in x.shape[2:]))) if self.whole else torch.empty_like(x)
+        keep = like.bernoulli_(1 - self.p, generator=self.source)
         return x * keep / (1 - self.p)
 
 
@@ -36,6 +45,38 @@ def own_dropout(module: nn.Module) -> None:
         for name, child in parent.named_children():
             if type(child) is nn.Dropout:
                 setattr(parent, name, Dropout(child.p))
+            elif type(child) is nn.Dropout1d or type(child) is nn.Dropout2d or type(child) is nn.Dropout3d:
+                setattr(parent, name, Dropout(child.p, whole=True))
+
+
+def draws_globally(module: nn.Module, samples: Tensor) -> str | None:
+    """Return the name of the innermost layer that moves torch's global generator in training, if one does.
+
+    The module is run on the samples in training mode; its state, its mode and the generator are left as they were.
+    """
+    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    names = {layer: name for name, layer in module.named_modules()}
+    before: dict[nn.Module, Tensor] = {}
+    found: list[str] = []
+
+    def enter(layer: nn.Module, _: object) -> None:
+        before[layer] = torch.get_rng_state()
+
+    def leave(layer: nn.Module, _: object, __: object) -> None:
+        if not torch.equal(before[layer], torch.get_rng_state()):
+            found.append(f"{names[layer] or 'the model'} ({type(layer).__name__})")
+
+    hooks = [hook for layer in names for hook in _hooked(layer, enter, leave)]
+    mode = module.training
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            module.train()(samples)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        module.train(mode)
+        module.load_state_dict(state)
+    return found[0] if found else None
 
 
 def reseed(module: nn.Module, seed: int, device: torch.device) -> None:
@@ -76,6 +117,10 @@ def draw_by_fan_out(module: nn.Module, source: torch.Generator) -> None:
             nn.init.normal_(layer.weight, 0.0, math.sqrt(2 / outputs), generator=source)
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
+
+
+def _hooked(layer: nn.Module, enter: Enter, leave: Leave) -> tuple[RemovableHandle, RemovableHandle]:
+    return layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave)
 
 
 def _uniform(tensor: Tensor, bound: float, source: torch.Generator) -> None:

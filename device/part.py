@@ -1,0 +1,72 @@
+"""What one device trains on: its part of the data, and the batches of a local round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import repeat
+
+import torch
+from torch import Tensor
+
+from common import spec
+from common.learning import datasets, splits
+from common.learning.inputs import Inputs
+from common.randomness import Purpose, generator
+from device import augmentation
+
+BLOCK_BYTES = 1 << 20  # of samples gathered, changed and normalised at once: they stay in a core's cache
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """`samples` int64 [n] are this device's places in `images` and `labels`, on the accelerator.
+
+    `partition` is the digest of the whole split, empty where nothing is split.
+    """
+
+    inputs: Inputs
+    images: Tensor
+    labels: Tensor
+    samples: Tensor
+    normalise: datasets.Normalise
+    partition: str
+
+
+def load_part(experiment: spec.Experiment, node: str, *, accelerator: torch.device) -> Part:
+    """Load the data and find the device's part. Takes seconds. Raises InvalidExperiment."""
+    dataset = datasets.load(experiment.data, node=node)
+    samples, partition = torch.arange(len(dataset.train_labels)), ""
+    if experiment.data.dataset != "folder":  # whose images are the device's own, every one
+        split = splits.split_of(experiment, node=node)
+        place = experiment.topology.device_names().index(node)
+        samples, partition = torch.from_numpy(split.parts[place]), split.digest
+    images, labels = dataset.train_images, dataset.train_labels
+    if accelerator.type != "cpu":
+        images, labels = images[samples].to(accelerator), labels[samples].to(accelerator)
+        samples = torch.arange(len(samples), device=accelerator)
+    return Part(dataset.inputs, images, labels, samples, dataset.normaliser(accelerator), partition)
+
+
+def batches(
+    part: Part, experiment: spec.Experiment, *, node: str, epochs: int, round_: int
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield each step's (epoch, inputs [b, ...], labels int64 [b]): a new order each epoch, the last batch kept."""
+    training, device, count = experiment.training, part.samples.device, len(part.samples)
+    order = generator(experiment.seed, Purpose.BATCHES, node, round_)
+    source = generator(experiment.seed, Purpose.AUGMENTATION, node, round_)
+    changing = training.augmentation.flip or training.augmentation.crop > 0
+    # Whole batches; what is computed of a sample depends on no other, so the size of a block is not seen in it.
+    batch_bytes = 4 * training.batch_size * part.images[0].numel()
+    block = training.batch_size * max(1, BLOCK_BYTES // batch_bytes)
+    for epoch in range(epochs):
+        places = part.samples[torch.from_numpy(order.permutation(count)).to(device)]
+        changes = augmentation.draw(training.augmentation, count, source=source, device=device) if changing else None
+        for start in range(0, count, block):
+            some = slice(start, start + block)
+            images = part.images.index_select(0, places[some])
+            if changes is not None:
+                images = augmentation.change(images, changes[some], crop=training.augmentation.crop)
+            inputs, labels = part.normalise(images), part.labels.index_select(0, places[some])
+            size = training.batch_size
+            yield from zip(repeat(epoch), torch.split(inputs, size), torch.split(labels, size))

@@ -1,0 +1,238 @@
+"""A local round's settings: learning rates as PyTorch's schedulers give them, steps as torch.optim.SGD takes them, and
+images changed as a loop over pixels changes them."""
+
+from __future__ import annotations
+
+import warnings
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+from torch.optim import lr_scheduler
+
+from common.errors import InvalidExperiment
+from common.learning import datasets
+from common.spec import Experiment, parse
+from common.training import Augmentation, Schedule, Training, learning_rate
+from device import augmentation, part
+from device.descent import descend
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Let nothing so small wait for a second thread, which a busy machine gives late."""
+    torch.set_num_threads(1)
+
+
+def rates(schedule: Schedule, iterations: int, *, start: float = 0.1) -> list[float]:
+    training = Training(learning_rate=start, schedule=schedule)
+    return [learning_rate(training, iteration=t, iterations=iterations) for t in range(iterations)]
+
+
+def by_pytorch(schedule: Schedule, iterations: int, *, start: float = 0.1) -> list[float]:
+    optimiser = torch.optim.SGD([torch.zeros(1)], start)
+    after: lr_scheduler.LRScheduler
+    if schedule.name == "step":
+        assert schedule.every and schedule.factor
+        after = lr_scheduler.StepLR(optimiser, schedule.every, schedule.factor)
+    elif schedule.name == "exponential":
+        assert schedule.factor
+        after = lr_scheduler.ExponentialLR(optimiser, schedule.factor)
+    elif schedule.name == "cosine":
+        length = iterations - schedule.warmup
+        after = lr_scheduler.CosineAnnealingLR(optimiser, length, start * schedule.final)
+    else:
+        after = lr_scheduler.ConstantLR(optimiser, 1.0)
+    found = [start * (t + 1) / (schedule.warmup + 1) for t in range(min(schedule.warmup, iterations))]
+    with warnings.catch_warnings(action="ignore"):  # of schedulers without steps
+        while len(found) < iterations:
+            found.append(optimiser.param_groups[0]["lr"])
+            after.step()
+    return found
+
+
+@given(
+    name=st.sampled_from(["constant", "step", "exponential", "cosine"]),
+    warmup=st.integers(0, 12),
+    every=st.integers(1, 9),
+    factor=st.floats(0.1, 1),
+    final=st.floats(0, 1),
+    iterations=st.integers(1, 30),
+)
+def test_schedules_are_pytorchs(
+    name: Any, warmup: int, every: int, factor: float, final: float, iterations: int
+) -> None:
+    schedule = Schedule(name=name, warmup=warmup, every=every, factor=factor, final=final)
+    found = rates(schedule, iterations)
+    np.testing.assert_allclose(found, by_pytorch(schedule, iterations), rtol=1e-9, atol=1e-15)
+    assert all(rate > 0 for rate in found)
+    rising, falling = found[: warmup + 1], found[warmup:]
+    assert rising == sorted(rising) and all(a >= b * (1 - 1e-12) for a, b in pairwise(falling))
+
+
+def test_rates_written_out() -> None:
+    assert rates(Schedule(), 3) == [0.1, 0.1, 0.1]
+    assert rates(Schedule(warmup=3), 5) == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1])
+    assert rates(Schedule(name="step", every=2, factor=0.5), 5) == [0.1, 0.1, 0.05, 0.05, 0.025]
+    assert rates(Schedule(name="exponential", factor=0.5, warmup=1), 4) == [0.05, 0.1, 0.05, 0.025]
+    assert rates(Schedule(name="cosine", final=0.2), 4) == pytest.approx([0.1, 0.08828427, 0.06, 0.03171573])
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"nesterov": True, "momentum": 0.0}, r"training\.nesterov = True: .*momentum above 0"),
+        ({"schedule": {"name": "step", "factor": 0.5}}, r"training\.schedule\.every = None: .*'step' needs it.*Set"),
+        ({"schedule": {"name": "step", "every": 2}}, r"training\.schedule\.factor = None: .*'step' needs it.*Set"),
+        ({"schedule": {"name": "exponential"}}, r"training\.schedule\.factor = None: .*'exponential' needs it"),
+        ({"schedule": {"name": "linear"}}, r"training\.schedule\.name = 'linear': .*'cosine'"),
+        ({"schedule": {"warm_up": 3}}, r"training\.schedule\.warm_up = 3: unknown key.*'warmup'"),
+        ({"schedule": {"final": 1.5}}, r"training\.schedule\.final = 1\.5: .*less than or equal to 1"),
+        ({"augmentation": {"crop": -1}}, r"training\.augmentation\.crop = -1: .*greater than or equal to 0"),
+        ({"clip_norm": 0.0}, r"training\.clip_norm = 0\.0: .*greater than 0"),
+        ({"precision": "fp16"}, r"training\.precision = 'fp16': .*'bf16'"),
+    ],
+)
+def test_what_cannot_be_is_refused(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidExperiment, match=problem):
+        parse({"training": settings})
+
+
+def test_text_is_not_flipped() -> None:
+    tree: dict[str, Any] = {"data": {"dataset": "shakespeare"}, "model": {"name": "char_lstm"}}
+    for key, value in (("flip", True), ("crop", 2)):
+        with pytest.raises(InvalidExperiment, match=rf"training\.augmentation\.{key} = {value}: shakespeare is text"):
+            parse({**tree, "training": {"augmentation": {key: value}}})
+    parse({**tree, "training": {"augmentation": {"flip": False, "crop": 0}}})
+
+
+def small_net() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+@given(
+    momentum=st.sampled_from([0.0, 0.5, 0.9]),
+    nesterov=st.booleans(),
+    weight_decay=st.sampled_from([0.0, 0.05]),
+    clip_norm=st.sampled_from([None, 0.3, 1e6]),
+    rate=st.floats(1e-3, 0.5),
+)
+def test_a_descent_is_that_of_torchs_optimiser(
+    momentum: float, nesterov: bool, weight_decay: float, clip_norm: float | None, rate: float
+) -> None:
+    ours, theirs = small_net(), small_net()
+    source = torch.Generator().manual_seed(1)
+    batches = [
+        (epoch, torch.randn(size, 6, generator=source, dtype=torch.float64), torch.arange(size) % 3)
+        for epoch, size in ((0, 5), (0, 2), (1, 5), (1, 2))
+    ]
+    nesterov = nesterov and momentum > 0
+    training = Training(momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, clip_norm=clip_norm)
+    seen: list[int] = []
+    losses, steps = descend(
+        ours,
+        list(ours.parameters()),
+        batches,
+        training=training,
+        learning_rate=rate,
+        last_epoch=1,
+        watch=seen.append,
+    )
+    optimiser = torch.optim.SGD(theirs.parameters(), rate, momentum, weight_decay=weight_decay, nesterov=nesterov)
+    last = 0.0
+    for epoch, inputs, labels in batches:
+        optimiser.zero_grad()
+        loss = functional.cross_entropy(theirs(inputs), labels)
+        torch.autograd.backward(loss)
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(theirs.parameters(), clip_norm)
+        optimiser.step()
+        last += loss.item() * len(labels) if epoch == 1 else 0.0
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+    assert float(losses) == pytest.approx(last, rel=1e-12) and steps == 4 and seen == [0, 1, 2, 3]
+
+
+def changed_by_hand(image: np.ndarray, *, flip: bool, shift: tuple[int, int], crop: int) -> np.ndarray:
+    channels, height, width = image.shape
+    out = np.zeros_like(image)
+    for c in range(channels):
+        for i in range(height):
+            for j in range(width):
+                row, column = i + shift[0] - crop, (width - 1 - j if flip else j) + shift[1] - crop
+                if 0 <= row < height and 0 <= column < width:
+                    out[c, i, j] = image[c, row, column]
+    return out
+
+
+@given(
+    shape=st.tuples(st.integers(0, 4), st.integers(1, 3), st.integers(1, 5), st.integers(1, 5)),
+    flip=st.booleans(),
+    crop=st.integers(0, 3),
+    dtype=st.sampled_from([np.uint8, np.float32]),
+)
+def test_images_change_as_in_a_loop_over_pixels(
+    shape: tuple[int, int, int, int], flip: bool, crop: int, dtype: Any
+) -> None:
+    images = np.random.default_rng(1).integers(1, 256, shape).astype(dtype)
+    settings = Augmentation(flip=flip, crop=crop)
+    changes = augmentation.draw(settings, len(images), source=np.random.default_rng(2), device=CPU)
+    found = augmentation.change(torch.from_numpy(images), changes, crop=crop)
+    assert found.shape == images.shape and found.is_contiguous()
+    for i, image in enumerate(images):
+        y, x = changes.shifts[i].tolist()
+        wanted = changed_by_hand(image, flip=bool(changes.flips[i]), shift=(y, x), crop=crop)
+        np.testing.assert_array_equal(found[i].numpy(), wanted)
+
+
+def test_half_are_flipped_and_all_windows_alike_likely() -> None:
+    def draw(**settings: Any) -> augmentation.Changes:
+        return augmentation.draw(Augmentation(**settings), 9000, source=np.random.default_rng(1), device=CPU)
+
+    both = draw(flip=True, crop=1)
+    assert abs(float(both.flips.float().mean()) - 0.5) < 0.02
+    counts = torch.bincount(3 * both.shifts[:, 0] + both.shifts[:, 1])
+    assert len(counts) == 9 and int(counts.min()) > 850 and int(counts.max()) < 1150
+    assert not draw(crop=4).flips.any() and int(draw(crop=4).shifts.max()) == 8
+    assert not draw(flip=True).shifts.any()
+
+
+def lab_of(**settings: Any) -> Experiment:
+    return parse({"training": {"augmentation": settings, "batch_size": 7}})
+
+
+def rounds_inputs(lab: Experiment, *, node: str = "device-0", round_: int = 0, epochs: int = 2) -> list[torch.Tensor]:
+    device = part.load_part(parse({"topology": {"devices": 1}}), "device-0", accelerator=CPU)
+    return [inputs for _, inputs, _ in part.batches(device, lab, node=node, epochs=epochs, round_=round_)]
+
+
+def test_a_rounds_images_depend_on_seed_node_and_round_and_not_on_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = lab_of(flip=True, crop=1)
+    first = torch.cat(rounds_inputs(lab))
+    assert torch.equal(torch.cat(rounds_inputs(lab)), first)
+    assert not torch.equal(torch.cat(rounds_inputs(lab, round_=1)), first)
+    assert not torch.equal(torch.cat(rounds_inputs(lab, node="device-1")), first)
+    monkeypatch.setattr(part, "BLOCK_BYTES", 1)
+    assert torch.equal(torch.cat(rounds_inputs(lab)), first)
+
+
+def test_the_order_is_as_without_augmentation_and_each_epoch_changes_images_anew() -> None:
+    plain, flipped = rounds_inputs(lab_of()), rounds_inputs(lab_of(flip=True))
+    count = len(datasets.load(lab_of().data).train_labels)
+    assert [len(batch) for batch in flipped] == [len(batch) for batch in plain]
+    straight, turned = torch.cat(plain), torch.cat(flipped)
+    as_it_was = (turned == straight).flatten(1).all(1)
+    mirrored = (turned == straight.flip(3)).flatten(1).all(1)
+    assert (as_it_was | mirrored).all() and len(turned) == 2 * count
+    for epoch in (as_it_was[:count], as_it_was[count:]):
+        assert 0.45 < float(epoch.float().mean()) < 0.55
+    assert not torch.equal(as_it_was[:count], as_it_was[count:])
