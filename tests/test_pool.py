@@ -46,7 +46,7 @@ class Moody(nn.Module):
         self.work = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
 
     def forward(self, x):
-        if self.training:
+        if self.training and torch.is_grad_enabled():  # not where a host only tries it
             for path in HERE.glob("do-*"):
                 count = int(path.read_text()) - 1
                 path.unlink() if count == 0 else path.write_text(str(count))
@@ -430,17 +430,19 @@ def test_a_training_that_kills_two_workers_fails_and_spares_the_others(lab: Lab,
 def test_exhausted_memory_fails_the_training_and_spares_the_worker(lab: Lab, moody: spec.Experiment) -> None:
     lab.do(train_moody(lab, moody, initial(moody)))
     before = lab.pids()
+    row = initial(moody)
     lab.order("exhaust")
     with pytest.raises(RunFailed, match=r"training\.batch_size = 10.*smaller"):
-        lab.do(train_moody(lab, moody, initial(moody)))
+        lab.do(train_moody(lab, moody, row))
     lab.do(train_moody(lab, moody, initial(moody)))
     assert lab.pids() == before
 
 
 def test_a_worker_that_fails_is_told_with_its_code(lab: Lab, moody: spec.Experiment) -> None:
+    row = initial(moody)
     lab.order("fail")
     with pytest.raises(RunFailed, match="trains device-0 ended with code 1; its message is above"):
-        lab.do(train_moody(lab, moody, initial(moody)))
+        lab.do(train_moody(lab, moody, row))
     lab.do(train_moody(lab, moody, initial(moody)))
 
 
