@@ -89,7 +89,7 @@ class Thread:
         return self._made
 
     def _start(self) -> Sequence[str]:
-        from device.trainer import accelerators  # torch: seconds, and 250 MB
+        from device.computing import accelerators  # torch: seconds, and 250 MB
         from device.trainers import Trainers
 
         self._made = Trainers()

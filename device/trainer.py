@@ -21,13 +21,13 @@ from common.learning import models
 from common.learning.nets.layers import reseed
 from common.randomness import Purpose, torch_seed
 from common.training import learning_rate
-from device.computing import accelerators, resolve_accelerator, set_up, use_one_thread
+from device.computing import resolve_accelerator, set_up, use_one_thread
 from device.descent import Forward, descend, forward_of
 from device.jobs import LocalResult, Progress
 from device.part import Part, batches, load_part
 from device.slots import Cancelled, Slots
 
-__all__ = ["Cancelled", "LocalResult", "Progress", "Slots", "Trainer", "accelerators", "resolve_accelerator"]
+__all__ = ["Cancelled", "LocalResult", "Progress", "Slots", "Trainer", "resolve_accelerator"]
 
 PROGRESS_S = 0.5
 

@@ -80,7 +80,7 @@ def main() -> None:
     keep_large_buffers()
     desk = Desk()
     threading.Thread(target=desk.listen, daemon=True).start()
-    from device.trainer import accelerators  # torch: seconds
+    from device.computing import accelerators  # torch: seconds
     from device.trainers import Trainers
 
     trainers, rows = Trainers(), SharedRows(int(sys.argv[1]))
