@@ -31,7 +31,6 @@ from common.spec import CLOUD, Experiment
 from common.wire.messages import Phase, Task
 from deploy.calls import Calls, Clock
 from deploy.processes import interruptible
-from device.slots import Slots
 from device.trainer import Trainer
 from device.work import LocalWork
 from institution.rounds import LocalRounds
@@ -124,7 +123,7 @@ def _spool(folder: RunFolder, node: str) -> Spool:
 
 
 def _trainer(experiment: Experiment, name: str, accelerator: str, *, partition: str) -> Trainer:
-    trainer = Trainer(experiment, node=name, accelerator=accelerator, slots=Slots())
+    trainer = Trainer(experiment, node=name, accelerator=accelerator)
     trainer.prepare()
     check_alike(experiment.data, name, partition=trainer.partition, clouds=partition)
     return trainer

@@ -12,9 +12,12 @@ from common.errors import FedstrataError
 from common.layout import ModelLayout, Row
 from common.spec import Experiment
 from common.wire.messages import TrainingPath
-from device.slots import Cancelled
 
 Progress: TypeAlias = Callable[[int, int], None]
+
+
+class Cancelled(Exception):
+    """The training was called off: its result is no longer wanted."""
 
 
 @dataclass(frozen=True, slots=True)

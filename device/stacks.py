@@ -19,10 +19,9 @@ from common.wire.messages import TrainingPath
 from device.augmentation import Changes
 from device.computing import set_up, use_one_thread
 from device.gathering import Stacking
-from device.jobs import Device, Ending, LocalResult, Order
+from device.jobs import Cancelled, Device, Ending, LocalResult, Order
 from device.part import Part, load_part, orders
 from device.paths import Speeds, measure, most_in_memory, problem_of
-from device.slots import Cancelled
 from device.stacked import Recipe
 from device.stacking import Load, plan
 from device.together import Outcome, Turn, Visits, train

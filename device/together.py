@@ -16,8 +16,7 @@ from torch import Tensor
 from common.errors import RunFailed
 from common.layout import Row
 from device.augmentation import Changes
-from device.jobs import Progress
-from device.slots import Cancelled
+from device.jobs import Cancelled, Progress
 from device.stacked import Batch, Recipe, Stack
 from device.stacking import Integers, Load, Plan, plan
 

@@ -23,11 +23,10 @@ from common.randomness import Purpose, torch_seed
 from common.training import learning_rate
 from device.computing import resolve_accelerator, set_up, use_one_thread
 from device.descent import Forward, descend, forward_of
-from device.jobs import LocalResult, Progress
+from device.jobs import Cancelled, LocalResult, Progress
 from device.part import Part, batches, load_part
-from device.slots import Cancelled, Slots
 
-__all__ = ["Cancelled", "LocalResult", "Progress", "Slots", "Trainer", "resolve_accelerator"]
+__all__ = ["Cancelled", "LocalResult", "Progress", "Trainer", "resolve_accelerator"]
 
 PROGRESS_S = 0.5
 
@@ -43,7 +42,7 @@ class _Prepared:
 class Trainer:
     """Trains one device's model; `prepare` first, then `train` any number of times, one at a time."""
 
-    def __init__(self, experiment: spec.Experiment, *, node: str, accelerator: str, slots: Slots) -> None:
+    def __init__(self, experiment: spec.Experiment, *, node: str, accelerator: str) -> None:
         """Check the node and the accelerator ('cpu', 'cuda', 'cuda:N', 'auto'). Raises InvalidExperiment."""
         names = experiment.topology.device_names()
         if node not in names:
@@ -53,7 +52,6 @@ class Trainer:
         self._experiment = experiment
         self._node = node
         self._accelerator = resolve_accelerator(accelerator)
-        self._slots = slots
         self._made: _Prepared | None = None
 
     def prepare(self) -> None:
@@ -97,27 +95,26 @@ class Trainer:
         """
         made = self._prepared
         exhausted = False
-        with self._slots.acquire(cancelled) as wait_s:
-            start = time.monotonic()
-            try:
-                models.read_row(made.module, made.layout, row)
-                self._move_to(self._accelerator)
-                reseed(made.module, self._dropout_seed(round_), self._accelerator)
-                loss, steps = self._descend(epochs=epochs, round_=round_, progress=progress, cancelled=cancelled)
-                self._move_to("cpu")
-                models.write_row(made.module, made.layout, out)
-            except torch.OutOfMemoryError:
-                exhausted = True  # raised below: this exception's traceback holds the tensors that must go
-            except RuntimeError as error:
-                if self._experiment.training.deterministic and "deterministic" in str(error):
-                    raise _undetermined(error) from None
-                raise
-            finally:
-                self._release()
-            train_s = time.monotonic() - start
+        start = time.monotonic()
+        try:
+            models.read_row(made.module, made.layout, row)
+            self._move_to(self._accelerator)
+            reseed(made.module, self._dropout_seed(round_), self._accelerator)
+            loss, steps = self._descend(epochs=epochs, round_=round_, progress=progress, cancelled=cancelled)
+            self._move_to("cpu")
+            models.write_row(made.module, made.layout, out)
+        except torch.OutOfMemoryError:
+            exhausted = True  # raised below: this exception's traceback holds the tensors that must go
+        except RuntimeError as error:
+            if self._experiment.training.deterministic and "deterministic" in str(error):
+                raise _undetermined(error) from None
+            raise
+        finally:
+            self._release()
+        train_s = time.monotonic() - start
         if exhausted:
             raise self._exhausted()
-        return LocalResult(self.samples, loss, steps, train_s, wait_s)
+        return LocalResult(self.samples, loss, steps, train_s, wait_s=0.0)
 
     @property
     def _prepared(self) -> _Prepared:

@@ -9,8 +9,7 @@ from typing import Final
 from common.errors import FedstrataError
 from device.computing import resolve_accelerator
 from device.gathering import most_together, stacking
-from device.jobs import Device, Prepared
-from device.slots import Cancelled, Slots
+from device.jobs import Cancelled, Device, Prepared
 from device.stacks import Done, Stacks, Work
 from device.trainer import Trainer
 
@@ -63,7 +62,7 @@ class Trainers:
         key = device.digest, device.node, accelerator
         trainer = self._made.get(key)
         if trainer is None:
-            trainer = Trainer(device.experiment, node=device.node, accelerator=accelerator, slots=Slots())
+            trainer = Trainer(device.experiment, node=device.node, accelerator=accelerator)
             trainer.prepare()
             self._made[key] = trainer
         self._made.move_to_end(key)

@@ -30,9 +30,8 @@ import numpy.typing as npt
 from common.errors import FedstrataError, InvalidExperiment
 from common.node.memory import keep_large_buffers
 from common.spec import Experiment, parse
-from device.jobs import Device, Ending, LocalResult, Order
+from device.jobs import Cancelled, Device, Ending, LocalResult, Order
 from device.shared import SharedRows
-from device.slots import Cancelled
 
 if TYPE_CHECKING:
     from device.trainers import Trainers

@@ -22,9 +22,8 @@ from common.layout import ModelLayout
 from common.node.offload import offload
 from common.wire.messages import TrainingPath
 from device.gathering import most_together
-from device.jobs import Device, Job, LocalResult, Prepared
+from device.jobs import Cancelled, Device, Job, LocalResult, Prepared
 from device.shared import SharedRows, open_memory
-from device.slots import Cancelled
 
 LINE_BYTES: Final = 1 << 24  # of an answer at most: a layout, the longest, has some 60 for each tensor
 LAST_BREATH_S: Final = 5.0

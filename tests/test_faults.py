@@ -46,7 +46,7 @@ from common.wire.messages import Announcement, Message, NodeState, Phase, Progre
 from deploy import broker
 from deploy.broker import Broker
 from device.agent import DeviceAgent
-from device.slots import Slots
+from device.pool import Pool
 from device.trainer import Trainer
 from institution.agent import InstitutionAgent
 
@@ -490,8 +490,8 @@ async def true(condition: Callable[[], object]) -> None:
 
 def device(address: BrokerAddress, name: str, institution: str) -> DeviceAgent:
     return DeviceAgent(
-        name, institution=institution, broker=address, accelerator="cpu", slots=Slots(), connect_timeout_s=10.0,
-        metrics=Metrics(),
+        name, institution=institution, broker=address, pool=Pool(accelerator="cpu", slots=1, devices=1),
+        connect_timeout_s=10.0, metrics=Metrics(),
     )  # fmt: skip
 
 

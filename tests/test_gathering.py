@@ -19,11 +19,10 @@ from common.randomness import Purpose, generator
 from common.wire.messages import TrainingPath
 from device import gathering, stacks
 from device.gathering import VARIABLE, Stacking, gather, most_together, stacking
-from device.jobs import Device, Ending, Job, LocalResult, Order, Prepared
+from device.jobs import Cancelled, Device, Ending, Job, LocalResult, Order, Prepared
 from device.lanes import Lane, Thread
 from device.paths import Speeds
 from device.pool import Pool
-from device.slots import Cancelled, Slots
 from device.together import train as train_together
 from device.trainer import Trainer
 from device.trainers import Trainers
@@ -56,7 +55,7 @@ def rows_of(lab: spec.Experiment) -> tuple[ModelLayout, list[Row]]:
 
 
 def alone(lab: spec.Experiment, k: int, row: Row, *, epochs: int, round_: int) -> tuple[Row, LocalResult]:
-    trainer = Trainer(lab, node=f"device-{k}", accelerator="cpu", slots=Slots())
+    trainer = Trainer(lab, node=f"device-{k}", accelerator="cpu")
     trainer.prepare()
     out, never = trainer.layout.empty(), threading.Event()
     return out, trainer.train(row, out, epochs=epochs, round_=round_, progress=lambda *_: None, cancelled=never)

@@ -21,7 +21,6 @@ from common.layout import Row
 from common.learning import datasets, models
 from common.learning.evaluation import evaluate
 from common.learning.nets.layers import Dropout
-from device.slots import Slots
 from device.trainer import LocalResult, Trainer
 
 GPU = "cuda"
@@ -57,7 +56,7 @@ def text_lab(root: Path, **training: Any) -> spec.Experiment:
 
 
 def make(lab: spec.Experiment, node: str = "device-0", *, accelerator: str = GPU) -> Trainer:
-    trainer = Trainer(lab, node=node, accelerator=accelerator, slots=Slots())
+    trainer = Trainer(lab, node=node, accelerator=accelerator)
     trainer.prepare()
     return trainer
 

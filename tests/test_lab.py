@@ -22,7 +22,6 @@ from common.learning.inputs import Inputs
 from common.spec import Experiment, load
 from common.wire.codecs import codec_of
 from deploy import broker
-from device.slots import Slots
 from device.trainer import Trainer
 
 DEMO = Path(__file__).parents[1] / "deploy" / "experiments" / "demo.toml"
@@ -166,7 +165,7 @@ def two_layer_fedavg(experiment: Experiment) -> npt.NDArray[np.float64]:
     models.write_row(module, layout, row)
     trainers = []
     for name in experiment.topology.device_names():
-        trainers.append(Trainer(experiment, node=name, accelerator="cpu", slots=Slots()))
+        trainers.append(Trainer(experiment, node=name, accelerator="cpu"))
         trainers[-1].prepare()
     for iteration in range(experiment.iterations):
         total = np.zeros(layout.columns)

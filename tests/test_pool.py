@@ -22,10 +22,9 @@ from common.layout import ModelLayout, Row, Section
 from common.learning import datasets, models
 from common.wire.messages import TrainingPath
 from device.accelerators import choose, may_have_gpu
-from device.jobs import Device, Job, LocalResult, Prepared
+from device.jobs import Cancelled, Device, Job, LocalResult, Prepared
 from device.lanes import Thread
 from device.pool import Member, Pool
-from device.slots import Cancelled, Slots
 from device.trainer import Trainer
 from device.workers import Worker
 
@@ -76,7 +75,7 @@ def initial(lab: spec.Experiment) -> Row:
 
 
 def alone(lab: spec.Experiment, node: str, row: Row, *, epochs: int, round_: int) -> tuple[Row, LocalResult]:
-    trainer = Trainer(lab, node=node, accelerator="cpu", slots=Slots())
+    trainer = Trainer(lab, node=node, accelerator="cpu")
     trainer.prepare()
     out = trainer.layout.empty()
     never = threading.Event()

@@ -18,7 +18,6 @@ from common.data import check_alike
 from common.errors import InvalidExperiment
 from common.learning import splits
 from common.spec import Experiment, parse, to_toml
-from device.slots import Slots
 from device.trainer import Trainer
 
 PATIENCE_S = 90
@@ -56,7 +55,7 @@ def test_a_node_with_other_labels_is_told_though_its_places_are_the_same(tmp_pat
     lab = copies(tmp_path, other="device-1")
     mine, clouds = splits.split_of(lab, node="device-1"), splits.split_of(lab)
     assert all(np.array_equal(one, other) for one, other in zip(mine.parts, clouds.parts, strict=True))
-    trainers = [Trainer(lab, node=f"device-{i}", accelerator="cpu", slots=Slots()) for i in range(2)]
+    trainers = [Trainer(lab, node=f"device-{i}", accelerator="cpu") for i in range(2)]
     for trainer in trainers:
         trainer.prepare()
     check_alike(lab.data, "device-0", partition=trainers[0].partition, clouds=clouds.digest)

@@ -22,8 +22,8 @@ from common.training import Training
 from device import paths, together
 from device.augmentation import Changes, change, draw
 from device.descent import descend, forward_of
+from device.jobs import Cancelled
 from device.paths import Speeds, measure, most_in_memory, problem_of
-from device.slots import Cancelled
 from device.stacked import Recipe, Stack
 from device.stacking import Load, plan
 from device.together import Outcome, Turn, Visits

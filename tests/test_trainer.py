@@ -27,7 +27,7 @@ from common.learning.nets.layers import Dropout
 from common.randomness import Purpose, generator
 from device import descent
 from device import trainer as trainer_module
-from device.slots import Cancelled, Slots
+from device.jobs import Cancelled
 from device.trainer import LocalResult, Trainer, resolve_accelerator
 
 
@@ -35,8 +35,8 @@ def experiment(*, model: str = "cnn_digits", devices: int = 4, **training: Any) 
     return spec.parse({"model": {"name": model}, "topology": {"devices": devices}, "training": training})
 
 
-def make(lab: spec.Experiment, node: str = "device-0", accelerator: str = "cpu", slots: Slots | None = None) -> Trainer:
-    trainer = Trainer(lab, node=node, accelerator=accelerator, slots=slots or Slots())
+def make(lab: spec.Experiment, node: str = "device-0", accelerator: str = "cpu") -> Trainer:
+    trainer = Trainer(lab, node=node, accelerator=accelerator)
     trainer.prepare()
     return trainer
 
@@ -192,7 +192,7 @@ def test_bits_do_not_depend_on_who_trains_at_the_same_time() -> None:
     lab = experiment(batch_size=20)
     row = initial(lab)
     row.flags.writeable = False
-    trainers = [make(lab, f"device-{i}", slots=Slots(4)) for i in range(4)]
+    trainers = [make(lab, f"device-{i}") for i in range(4)]
     alone = [run(trainer, row, epochs=2)[0] for trainer in trainers]
     with ThreadPoolExecutor(4) as pool:
         together = [out for out, _ in pool.map(lambda trainer: run(trainer, row, epochs=2), trainers)]
@@ -305,52 +305,16 @@ def test_cancelled_between_steps_then_trained_again(monkeypatch: pytest.MonkeyPa
     assert np.array_equal(run(trainer, row)[0], wanted)
 
 
-def test_cancelled_while_waiting_for_a_slot() -> None:
-    slots = Slots(1)
-    lab = experiment()
-    trainer = make(lab, slots=slots)
-    cancelled = threading.Event()
-    cancelled.set()
-    with slots.acquire(threading.Event()), pytest.raises(Cancelled):
-        trainer.train(
-            initial(lab), trainer.layout.empty(), epochs=1, round_=0, progress=lambda *_: None, cancelled=cancelled
-        )
-    assert run(trainer, initial(lab))[1].wait_s < 10
-
-
-def test_slots_are_given_in_order() -> None:
-    slots = Slots(1)
-    order: list[int] = []
-
-    def work(i: int) -> None:
-        with slots.acquire(threading.Event()) as waited_s:
-            order.append(i)
-            assert waited_s >= 0
-
-    threads = []
-    with slots.acquire(threading.Event()):
-        for i in range(4):
-            thread = threading.Thread(target=work, args=(i,))
-            thread.start()
-            threads.append(thread)
-            while len(slots._waiting) <= i:
-                threading.Event().wait(0.001)
-        assert order == []
-    for thread in threads:
-        thread.join()
-    assert order == [0, 1, 2, 3]
-
-
 def test_unknown_accelerator_lists_what_is_there() -> None:
     for name in ("tpu", "cuda:99", "cuda:-1", "CPU"):
         with pytest.raises(InvalidExperiment, match=rf"--accelerator = '{name}'.*It has cpu"):
-            Trainer(experiment(), node="device-0", accelerator=name, slots=Slots())
+            Trainer(experiment(), node="device-0", accelerator=name)
     assert resolve_accelerator("auto").type in ("cpu", "cuda")
 
 
 def test_unknown_node_and_model_that_does_not_fit() -> None:
     with pytest.raises(InvalidExperiment, match="device-9"):
-        Trainer(experiment(), node="device-9", accelerator="cpu", slots=Slots())
+        Trainer(experiment(), node="device-9", accelerator="cpu")
     with pytest.raises(InvalidExperiment, match="lenet5"):
         make(experiment(model="lenet5"))
 

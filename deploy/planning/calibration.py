@@ -79,13 +79,13 @@ def train(experiment_json: str) -> Training:
     """Train the device of an experiment for some seconds on one core, and evaluate its first model."""
     from common.learning import datasets, models
     from common.learning.evaluation import evaluate
-    from device.slots import Cancelled, Slots
+    from device.jobs import Cancelled
     from device.trainer import Trainer
 
     experiment = parse(experiment_json)
     data = datasets.load(experiment.data)
     module = models.build(experiment.model.name, experiment.seed, inputs=data.inputs)
-    trainer = Trainer(experiment, node=experiment.topology.device_names()[0], accelerator="cpu", slots=Slots())
+    trainer = Trainer(experiment, node=experiment.topology.device_names()[0], accelerator="cpu")
     trainer.prepare()
     row, out = trainer.layout.empty(), trainer.layout.empty()
     models.write_row(module, trainer.layout, row)

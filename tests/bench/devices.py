@@ -72,11 +72,10 @@ async def held_up(most: list[float]) -> None:
 async def speed(workers: int) -> None:
     import numpy as np
 
-    from device.slots import Slots
     from device.trainer import Trainer
 
     lab = experiment("lenet5", 600 * DEVICES, [1, 28, 28])
-    lone = Trainer(lab, node="device-0", accelerator="cpu", slots=Slots())
+    lone = Trainer(lab, node="device-0", accelerator="cpu")
     lone.prepare()
 
     def alone(row: Any, out: Any) -> tuple[float, float]:

@@ -33,7 +33,6 @@ from common import spec
 from common.learning import datasets, models
 from common.node.memory import keep_large_buffers
 from common.randomness import Purpose, generator
-from device.slots import Slots
 from device.trainer import Trainer
 
 DEVICE = "device-0"
@@ -115,7 +114,7 @@ def plain(lab: spec.Experiment) -> Callable[[], float]:
 
 def ours(lab: spec.Experiment) -> Callable[[], float]:
     """Return a device's local round, which gives its loss."""
-    trainer = Trainer(lab, node=DEVICE, accelerator="cpu", slots=Slots())
+    trainer = Trainer(lab, node=DEVICE, accelerator="cpu")
     trainer.prepare()
     row, out = trainer.layout.empty(), trainer.layout.empty()
     models.write_row(models.build(lab.model.name, lab.seed, inputs=datasets.load(lab.data).inputs), trainer.layout, row)
