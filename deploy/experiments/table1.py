@@ -1,0 +1,63 @@
+"""Measure Tempo's Table 1 in miniature: time and cost to an accuracy, Tempo against fixed epochs, on digits.
+
+    python deploy/experiments/table1.py [--seeds 3] [--target 0.9] [--runs runs/table1] [--format latex]
+
+Each run is a lab of processes on this machine, over links shaped to 20 and 100 Mbit/s, which ends when it has the
+accuracy; a run that is finished already is not played again. Then `fedstrata compare` tells what they cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+from common.spec import load
+from deploy.lab import Lab
+from deploy.runs import Run, State, folders
+
+DEMO: Final = Path(__file__).with_name("demo.toml")
+C: Final = 6  # the paper's
+FIXED: Final = (4, 6, 8)
+
+
+def main() -> int:
+    """Play what is missing, compare all, and return compare's exit code."""
+    arguments = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    arguments.add_argument("--seeds", type=int, default=3)
+    arguments.add_argument("--target", type=float, default=0.9)
+    arguments.add_argument("--runs", type=Path, default=Path("runs/table1"))
+    arguments.add_argument("--format", default="table", choices=("table", "json", "csv", "latex"))
+    given = arguments.parse_args()
+    found = []
+    for epochs, control in [*((epochs, "fixed") for epochs in FIXED), (C, "tempo")]:
+        for seed in range(1, given.seeds + 1):
+            keys = {"name": f"{control}-{epochs}", "seed": seed, "iterations": 40, "target_accuracy": given.target}
+            keys |= {"training.epochs": epochs, "cloud.epoch_control.name": control, "links.check": "off"}
+            experiment = load(DEMO, [f"{key}={value}" for key, value in keys.items()])
+            done = _finished(given.runs, experiment.digest)
+            if done is None:
+                print(f"{experiment.name}, seed {seed}", file=sys.stderr)
+                if Lab(experiment, runs=given.runs, resume=None, json_lines=True, metrics="127.0.0.1:0").run():
+                    return 1
+                done = _finished(given.runs, experiment.digest)
+            if done is not None:
+                found.append(str(done))
+    labels = [word for epochs in FIXED for word in ("--label", f"{epochs} epochs")] + ["--label", f"Tempo, c = {C}"]
+    compare = [sys.executable, "-m", "deploy.cli", "compare", *found, "--format", given.format, *labels]
+    return subprocess.run([*compare, "--target", str(given.target)], check=False).returncode
+
+
+def _finished(root: Path, digest: str) -> Path | None:
+    """Return the finished run of an experiment, if there is one."""
+    for path in folders(root) if root.is_dir() else ():
+        run = Run(path)
+        if run.state is State.FINISHED and run.manifest["experiment_digest"] == digest:
+            return path
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
