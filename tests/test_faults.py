@@ -488,11 +488,13 @@ async def true(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.01)
 
 
-def device(address: BrokerAddress, name: str, institution: str) -> DeviceAgent:
-    return DeviceAgent(
-        name, institution=institution, broker=address, pool=Pool(accelerator="cpu", slots=1, devices=1),
-        connect_timeout_s=10.0, metrics=Metrics(),
-    )  # fmt: skip
+async def device(address: BrokerAddress, name: str, institution: str) -> None:
+    """Run a device that trains in this process."""
+    async with Pool(accelerator="cpu", slots=1, devices=1) as pool:
+        agent = DeviceAgent(
+            name, institution=institution, broker=address, pool=pool, connect_timeout_s=10.0, metrics=Metrics()
+        )
+        await agent.run()
 
 
 @pytest.fixture
@@ -513,7 +515,7 @@ def test_a_device_of_another_institution_ends_with_4_and_disturbs_nobody(
     async def run() -> None:
         async with announcing(address, "institution-0", parse(SMALL), children=["device-0"]):
             with overhearing_states(address) as said, pytest.raises(InvalidExperiment) as told:
-                await device(address, name, "institution-0").run()
+                await device(address, name, "institution-0")
         assert told.value.exit_code == 4
         for word in ["--institution = 'institution-0'", *words]:
             assert word in str(told.value)
@@ -565,7 +567,7 @@ def test_a_device_that_waits_in_vain_says_for_whom_and_who_is_there(
         there = announcing(address, "institution-0", parse(SMALL), children=["device-0"])
         with caplog.at_level(logging.WARNING):
             async with there:
-                waiting = asyncio.create_task(device(address, "device-0", "instituion-0").run())
+                waiting = asyncio.create_task(device(address, "device-0", "instituion-0"))
                 await true(lambda: caplog.messages)
                 waiting.cancel()
                 await asyncio.wait((waiting,))
@@ -592,7 +594,7 @@ def test_a_device_without_its_data_ends_the_run_at_once_with_the_reason(
         )
         roles = [
             institution.run(),
-            *(device(address, name, "institution-0").run() for name in ("device-0", "device-1")),
+            *(device(address, name, "institution-0") for name in ("device-0", "device-1")),
         ]
         experiment = parse(SMALL | {"topology": {"institutions": 1, "devices": 2}})
         async with announcing(address, "cloud", experiment, children=["institution-0"]) as cloud:
@@ -619,7 +621,7 @@ def test_a_device_imports_no_model_that_its_host_did_not_allow(
     async def run() -> None:
         experiment = parse(SMALL | {"model": {"name": "announced:build"}})
         async with announcing(address, "institution-0", experiment, children=["device-0"]) as institution:
-            refusing = asyncio.create_task(device(address, "device-0", "institution-0").run())
+            refusing = asyncio.create_task(device(address, "device-0", "institution-0"))
             with pytest.raises(InvalidBelow, match=r"device-0 gave up: .*--allow-models announced"):
                 await institution.gather(Closing())
             await asyncio.wait((refusing,))
