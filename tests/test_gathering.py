@@ -205,8 +205,8 @@ class _Lane:
     async def start(self) -> Sequence[str]:
         return ["cpu", "cuda:0"]
 
-    async def prepare(self, device: Device, partition: str) -> Prepared:
-        return Prepared(ModelLayout.build([("w", (2,), Section.PARAMETER)]), 7)
+    async def prepare(self, device: Device) -> Prepared:
+        return Prepared(ModelLayout.build([("w", (2,), Section.PARAMETER)]), 7, "")
 
     async def train(self, jobs: Sequence[Job]) -> None:
         self.begun.append([job.device.node for job in jobs])
