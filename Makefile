@@ -1,6 +1,6 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-aggregation bench-devices bench-kills bench-links bench-slow bench-stacked bench-tiers bench-training \
-    check clean broker
+.PHONY: help demo test bench bench-aggregation bench-devices bench-kills bench-links bench-plan bench-slow bench-stacked bench-tiers bench-training \
+    check clean broker table1 test-slow
 .DELETE_ON_ERROR:
 
 INSTALLED := .venv/.installed
@@ -14,6 +14,9 @@ demo: $(INSTALLED) broker ## run a small experiment with all roles on this machi
 test: $(INSTALLED) broker ## run the tests
 	.venv/bin/python -m pytest -q
 
+test-slow: $(INSTALLED) broker ## run the tests that take minutes, too
+	.venv/bin/python -m pytest -q -m slow
+
 bench: $(INSTALLED) broker ## measure against plain TCP
 	.venv/bin/python tests/bench/run.py
 
@@ -25,6 +28,9 @@ bench-aggregation: $(INSTALLED) ## measure mixing, statistics and FedCDA on one 
 
 bench-devices: $(INSTALLED) ## measure many devices on one host: samples per second, memory
 	.venv/bin/python tests/bench/devices.py
+
+bench-plan: $(INSTALLED) broker ## compare what `fedstrata plan` foretells with what is measured
+	.venv/bin/python tests/bench/plan.py
 
 bench-training: $(INSTALLED) ## measure a device's training against a plain PyTorch loop, one core
 	.venv/bin/python tests/bench/training.py
@@ -40,6 +46,9 @@ bench-stacked: $(INSTALLED) ## measure devices trained as a stack, on a GPU if t
 
 bench-links: $(INSTALLED) broker ## measure over links that the kernel keeps, as root
 	.venv/bin/python tests/bench/links.py
+
+table1: $(INSTALLED) broker ## measure Tempo's Table 1 in miniature: time to an accuracy against fixed epochs
+	.venv/bin/python deploy/experiments/table1.py
 
 check: $(INSTALLED) ## lint, format, types, import rules
 	.venv/bin/ruff check

@@ -1,0 +1,83 @@
+"""What `fedstrata plan` foretells beside what is measured: `make bench-plan`.
+
+Each lab is predicted and then run on this machine by `fedstrata run --plan`; the first iteration, in which caches fill
+and Tempo has not yet decided, is left out of the measured mean.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import mean
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+
+from deploy.runs import Run, folders
+
+ROOT: Final = Path(__file__).parents[2]
+IMAGES: Final = '[data]\ndataset = "synthetic"\nclasses = 10\nimage_shape = [3, 32, 32]\ntest_samples = 50\n'
+LABS: Final = {
+    "the demo": (ROOT / "deploy" / "experiments" / "demo.toml").read_text(encoding="utf-8"),
+    "10 x 45 MB, 50 Mbit/s": f"""
+iterations = 4
+{IMAGES}samples = 200
+[topology]
+devices = 10
+[model]
+name = "resnet18_cifar"
+[links]
+lan = "wan-50mbit"
+check = "off"
+""",
+    "3 x 8 devices, mixed links": f"""
+iterations = 5
+{IMAGES}samples = 2400
+[topology]
+institutions = 3
+devices = 24
+[model]
+name = "resnet20"
+[institution]
+rounds = 2
+[links]
+wan = {{ up_mbit = 20, down_mbit = 20, delay_ms = 10 }}
+lan = {{ up_mbit = 40, down_mbit = 100, delay_ms = 1 }}
+check = "off"
+[links.of]
+institution-1 = {{ up_mbit = 5, down_mbit = 50, delay_ms = 20 }}
+device-3 = {{ up_mbit = 2, down_mbit = 8, delay_ms = 30 }}
+device-17 = {{ up_mbit = 10, down_mbit = 10, delay_ms = 5 }}
+""",
+}
+
+
+def main() -> None:
+    """Play each lab and print a table."""
+    table = Table("lab", "foretold", "measured", "ratio", "phases foretold / measured")
+    for name, text in LABS.items():
+        with tempfile.TemporaryDirectory() as home:
+            file = Path(home) / "lab.toml"
+            file.write_text(text, encoding="utf-8")
+            command = [sys.executable, "-m", "deploy.cli", "run", str(file), "--plan", "--runs", f"{home}/runs"]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            (folder,) = folders(Path(home) / "runs")
+            run = Run(folder)
+            told = run.prediction
+            rounds = run.rounds[1:]
+        assert told is not None
+        foretold, measured = sum(told.seconds.values()), mean(sum(r.phases.values()) for r in rounds)
+        phases = ", ".join(
+            f"{phase} {seconds:.2f}/{mean(r.phases[phase] for r in rounds):.2f}"
+            for phase, seconds in told.seconds.items()
+            if seconds > 0.005
+        )
+        table.add_row(name, f"{foretold:.2f} s", f"{measured:.2f} s", f"{foretold / measured:.2f}", phases)
+    Console(width=150).print(table)
+
+
+if __name__ == "__main__":
+    main()
