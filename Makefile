@@ -6,7 +6,7 @@
 INSTALLED := .venv/.installed
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile | while IFS=: read -r target text; do printf '  make %-19s%s\n' "$$target" "$$text"; done
+	@sed -n 's/^\([a-z0-9-]*\):.*## /\1: /p' Makefile | while IFS=: read -r target text; do printf '  make %-19s%s\n' "$$target" "$$text"; done
 
 demo: $(INSTALLED) broker ## run a small experiment with all roles on this machine
 	.venv/bin/fedstrata run deploy/experiments/demo.toml
