@@ -172,7 +172,7 @@ def ticks(low: float, high: float, *, wanted: int = 5) -> list[float]:
     """Return round numbers, evenly apart, from at most `low` to at least `high`."""
     span = high - low
     if not span > 1e-9 * max(abs(low), abs(high), 1e-9):  # all points are one
-        span = abs(low) or 1.0
+        span = abs(low) if abs(low) > 1e-9 else 1.0
         high = low + span
     rough = span / wanted
     size = 10.0 ** math.floor(math.log10(rough))

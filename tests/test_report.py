@@ -16,7 +16,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
@@ -282,6 +282,7 @@ def test_a_figures_png_has_its_colours() -> None:
     assert {ImageColor.getrgb(COLOURS[f"s{i}"][0]) for i in range(7)} <= colours
 
 
+@example(low=5e-324, span=0.0)
 @given(low=st.floats(-1e9, 1e9), span=st.floats(0, 1e9))
 def test_ticks_are_few_round_and_hold_the_range(low: float, span: float) -> None:
     found = charts.ticks(low, low + span)
