@@ -18,7 +18,7 @@ from common.node.parent import ParentFace
 from common.node.spool import Spool
 from common.rounds.timeline import PHASES
 from common.spec import CLOUD, Experiment, parse
-from common.wire.messages import NodeState
+from common.wire.messages import NodeState, Target
 from institution.rounds import LocalRounds
 
 FAREWELL_S = 5.0
@@ -82,7 +82,12 @@ class InstitutionAgent:
         self._metrics.introduce(labels, facts, phases=PHASES)
         export_child(self._metrics, up, labels)
         export_parent(self._metrics, down, labels)
-        down.targets.tell = up.endpoint.set_targets
+
+        def tell(targets: tuple[Target, ...]) -> None:
+            for face in (up, down):  # where both have one broker, the last word of either is the node's
+                face.endpoint.set_targets(targets)
+
+        down.targets.tell = tell
         rounds = LocalRounds(self._name, experiment, layout=layout, spool=spool, down=down, metrics=self._metrics)
 
         async def work() -> None:

@@ -272,7 +272,7 @@ def test_seconds_and_bytes_are_those_of_the_runs_files(story: Story) -> None:
 @pytest.mark.slow
 def test_the_demo_is_found_whole_and_agrees_with_its_files(tmp_path: Path) -> None:
     port, cloud = free_port(), free_port()
-    sizes = ("iterations=5", "links.wan.up_mbit=0.64", "links.wan.down_mbit=0.64")
+    sizes = ("iterations=20", "links.wan.up_mbit=0.64", "links.wan.down_mbit=0.64")
     with ExitStack() as stack:
         words = ["run", DEMO, "--runs", tmp_path / "runs", "--metrics", f"127.0.0.1:{cloud}"]
         words += [word for size in sizes for word in ("--set", size)]
