@@ -93,7 +93,11 @@ def command_run(root: Path, tree: Tree, *flags: str) -> Path:
 @pytest.mark.parametrize(
     "change",
     [
-        pytest.param({"cloud": {"epoch_control": {"name": "tempo"}}, "transfer": LOSSY}, id="fedavg, lossy codecs"),
+        pytest.param(
+            {"cloud": {"epoch_control": {"name": "tempo"}}, "transfer": LOSSY},
+            id="fedavg, lossy codecs",
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"cloud": {"aggregation": CROSS}, "institution": {"aggregation": CROSS}}, id="fedcross"),
     ],
 )

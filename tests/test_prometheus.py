@@ -32,7 +32,7 @@ SHIPPED: Final = ROOT / "deploy" / "prometheus"
 GRAFANA: Final = ROOT / "deploy" / "grafana"
 PATIENCE_S: Final = 90
 INTERVAL_S: Final = 2
-ITERATIONS: Final = 6
+ITERATIONS: Final = 12  # half of them after a device came back, which takes it four seconds to be found again
 HOME: Final = "institution-0"
 ABSENT: Final = ("fedstrata_host_temperature", "fedstrata_gpu_")  # not on every machine
 
