@@ -6,7 +6,6 @@ listed, they are all alike.
 
 from __future__ import annotations
 
-import csv
 import math
 import tempfile
 from collections import Counter
@@ -20,12 +19,14 @@ import numpy as np
 
 from common.errors import InvalidExperiment
 from common.layout import ModelLayout, Row
-from common.learning import datasets, models, splits
+from common.learning import datasets, splits
 from common.learning.datasets import Dataset
+from common.learning.evaluation import Examiner
 from common.rounds.draw import draw
 from common.spec import CLOUD, Experiment, parse, participants
 from common.wire.codecs import codec_of
 from deploy.planning.prediction import Branch, Device, Lab, Sizes, Speeds
+from deploy.runs import Run
 
 MOST_LISTED: Final = 20_000  # devices; beyond them all are alike
 REHEARSED: Final = 3  # iterations: by then Tempo's epochs have found their way
@@ -56,15 +57,15 @@ KNOWN: Final = MappingProxyType(
 class Workload:
     """An experiment's work. `single` is it with one device, to calibrate with; `epochs` are each institution's.
 
-    `samples`: each device's, or one number for all. `assumed` says in words what was not known.
+    `samples`: each device's, or one number for all; `here`: the data are. `assumed` says in words what was not known.
     """
 
     experiment: Experiment
     single: Experiment
-    layout: ModelLayout
     sizes: Sizes
     samples: int | Mapping[str, int]
     data_bytes: int
+    here: bool
     epochs: Mapping[str, int] = field(default_factory=dict)
     assumed: list[str] = field(default_factory=list)
 
@@ -88,10 +89,7 @@ def workload(experiment: Experiment) -> Workload:
         here = _made_up(experiment, error)
         dataset = datasets.load(here.data)
         assumed.append(f"{experiment.data.dataset} is not here: made-up images of its shape")
-    module = models.build(experiment.model.name, experiment.seed, inputs=dataset.inputs)
-    layout = models.layout_of(module)
-    row = layout.empty()
-    models.write_row(module, layout, row)
+    examiner = Examiner(here)
     count = sum(experiment.topology.sizes())
     mean = _mean_samples(experiment, dataset, count)
     samples: int | dict[str, int] = mean
@@ -106,7 +104,8 @@ def workload(experiment: Experiment) -> Workload:
     alone = {"topology": {"institutions": 1, "devices": 1}, "cloud": {}, "institution": {}, "links": {}}
     single = parse(here.model_dump(mode="json") | alone)
     nbytes = dataset.train_images.nbytes + dataset.test_images.nbytes
-    return Workload(experiment, single, layout, _sizes(experiment, layout, row), samples, nbytes, assumed=assumed)
+    sizes = _sizes(experiment, examiner.layout, examiner.first)
+    return Workload(experiment, single, sizes, samples, nbytes, here=here is experiment, assumed=assumed)
 
 
 def rehearse(work: Workload, speeds: Speeds) -> None:
@@ -116,7 +115,7 @@ def rehearse(work: Workload, speeds: Speeds) -> None:
     work.epochs = dict.fromkeys(names, experiment.training.epochs)
     if experiment.cloud.epoch_control.name == "fixed":
         return
-    if isinstance(work.samples, Mapping) and not any("not here" in word for word in work.assumed):
+    if isinstance(work.samples, Mapping) and work.here:
         steps = sum(work.steps(samples, experiment.training.epochs) for samples in work.samples.values())
         cost_s = REHEARSED * (experiment.institution.rounds * steps * speeds.step_s * 1.5 + speeds.evaluation_s)
         if cost_s <= REHEARSAL_S:
@@ -203,7 +202,5 @@ def _play(experiment: Experiment) -> dict[str, int]:
         short = parse(experiment.model_dump(mode="json") | {"iterations": REHEARSED, "target_accuracy": None})
         folder = RunFolder.create(Path(home), short)
         direct.play(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
-        with (folder.path / "rounds.csv").open(newline="", encoding="utf-8") as file:
-            *_, last = csv.DictReader(file)
-    names = experiment.topology.institution_names()
-    return {name: int(last[f"epochs_{name}"] or experiment.training.epochs) for name in names}
+        epochs = Run(folder.path).rounds[-1].epochs
+    return {name: epochs.get(name, experiment.training.epochs) for name in experiment.topology.institution_names()}
