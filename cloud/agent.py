@@ -12,14 +12,14 @@ from cloud.run import CloudRun, tier_bytes
 from common.errors import FedstrataError
 from common.metrics import Metrics
 from common.net.link import BrokerAddress
-from common.node.exports import export_parent
-from common.node.identity import Identity, new_session
-from common.node.life import live
-from common.node.parent import ParentFace
-from common.node.spool import Spool
-from common.node.targets import ADDRESS, discovery
+from common.protocol.identity import Identity, new_session
+from common.protocol.messages import Announcement, NodeState
+from common.runtime.exports import export_parent
+from common.runtime.lifecycle import live
+from common.runtime.parent_endpoint import ParentFace
+from common.runtime.targets import ADDRESS, discovery
 from common.spec import CLOUD
-from common.wire.messages import Announcement, NodeState
+from common.storage.spool import Spool
 
 FAREWELL_S = 10.0
 PROGRESS_S = 0.5

@@ -12,17 +12,17 @@ from cloud.checkpoint import RunState
 from cloud.evaluator import Accuracy
 from cloud.results import RunFolder
 from common.aggregation.aggregator import Aggregator, Outcome
+from common.aggregation.selection import draw
 from common.aggregation.statistics import tensor_distances
+from common.host.offload import offload
 from common.layout import ModelLayout, Row
 from common.metrics import Metrics
-from common.node.children import Children
-from common.node.offload import offload
-from common.node.round import Round, plans_of
+from common.protocol import timeline
+from common.protocol.messages import Traffic
 from common.randomness import Purpose, generator
-from common.rounds import timeline
-from common.rounds.draw import draw
+from common.runtime.children import Children
+from common.runtime.round import Round, plans_of
 from common.spec import CLOUD, Experiment
-from common.wire.messages import Traffic
 
 LABELS: Final = ("cloud", "", "")
 PHASES: Final = ("record", *timeline.PHASES, "aggregate", "evaluate")

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple, TypeAlias
 
-from common.node.ledger import Ledger
+from common.protocol.ledger import Ledger
+from common.protocol.messages import Measured, Traffic, Wire
 from common.spec import CLOUD
-from common.wire.messages import Measured, Traffic, Wire
 
 FIELDS: Final = (
     "tier", "from", "to", "kind", "payload_bytes", "message_bytes", "wire_bytes", "overhead_percent", "segments",

@@ -25,9 +25,9 @@ from typing import Final
 
 from cloud import links
 from common.errors import InvalidExperiment
-from common.node.ledger import Ledger
+from common.protocol.ledger import Ledger
+from common.protocol.messages import ChildReport
 from common.spec import Experiment, load, to_toml
-from common.wire.messages import ChildReport
 
 PACKAGES: Final = ("fedstrata", "aiomqtt", "paho-mqtt", "numpy", "msgpack", "torch")
 DEVICE_FIELDS: Final = (

@@ -13,10 +13,10 @@ from common.aggregation import aggregator
 from common.errors import InvalidExperiment
 from common.layout import ModelLayout, Row
 from common.metrics import Metrics
-from common.node.children import Children
-from common.node.ledger import Ledger
-from common.node.spool import Spool
+from common.protocol.ledger import Ledger
+from common.runtime.children import Children
 from common.spec import CLOUD
+from common.storage.spool import Spool
 
 
 class CloudRun:

@@ -1,4 +1,4 @@
-"""Children in this process, called one after another: what `common.node.parent` is where there is a network.
+"""Children in this process, called one after another, where `common.runtime.parent_endpoint` has a network.
 
 Each child gets a copy of its model, written and read again as the tier's codecs do it, so that every number is that of
 a lab of processes; and the bytes of these blobs are counted. Nothing is late or missing here.
@@ -15,20 +15,20 @@ import numpy as np
 from common.aggregation.uploads import Uploads
 from common.errors import RefusedModel, RunFailed
 from common.layout import ModelLayout, Row
-from common.net.accounting import Account
-from common.node.arriving import Arriving
-from common.node.child import Work
-from common.node.identity import new_session
-from common.node.ledger import Ledger
-from common.node.parent import Observe
-from common.node.round import Round, check_report
-from common.node.spool import Spool
-from common.rounds.closing import Standing, Verdict, judge
-from common.rounds.timeline import Timeline
+from common.protocol.closing import Standing, Verdict, judge
+from common.protocol.counters import Account
+from common.protocol.identity import new_session
+from common.protocol.ledger import Ledger
+from common.protocol.manifest import describe
+from common.protocol.messages import Key, Phase, Result, Task, Traffic
+from common.protocol.timeline import Timeline
+from common.runtime.arriving import Arriving
+from common.runtime.child_endpoint import Work
+from common.runtime.parent_endpoint import Observe
+from common.runtime.round import Round, check_report
 from common.spec import Closing, Codecs
-from common.transfer.manifest import describe
+from common.storage.spool import Spool
 from common.wire.codecs import Codec, codec_of
-from common.wire.messages import Key, Phase, Result, Task, Traffic
 
 
 class Clock:

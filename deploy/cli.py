@@ -273,7 +273,7 @@ def device(
     addresses = brokers * len(name) if len(brokers) == 1 else brokers
 
     async def take_part() -> None:
-        from common.node.life import first_error
+        from common.runtime.lifecycle import first_error
         from device.agent import DeviceAgent
         from device.pool import Pool
 
@@ -340,8 +340,8 @@ def _experiment(path: Path | None, overrides: list[str] | None, resume: Path | N
 def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lines: bool, accelerator: str) -> None:
     from cloud.results import RunFolder
     from common.hardware import Hardware
+    from common.host.memory import keep_large_buffers
     from common.links import Links
-    from common.node.memory import keep_large_buffers
     from deploy.direct import play
     from deploy.progress import show
 
@@ -364,7 +364,7 @@ def _folder(text: str) -> Path | None:
 
 
 def _run_role(role: Callable[[], Coroutine[Any, Any, None]], node: str = "") -> None:
-    from common.node.memory import keep_large_buffers
+    from common.host.memory import keep_large_buffers
 
     keep_large_buffers()
     logs.NODE.set(node)

@@ -24,11 +24,11 @@ from common.layout import Row
 from common.learning import splits
 from common.learning.evaluation import Examiner
 from common.metrics import Metrics
-from common.node.arriving import Arriving
-from common.node.child import Answer, Report, Work
-from common.node.spool import Spool
+from common.protocol.messages import Phase, Task
+from common.runtime.arriving import Arriving
+from common.runtime.child_endpoint import Answer, Report, Work
 from common.spec import CLOUD, Experiment
-from common.wire.messages import Phase, Task
+from common.storage.spool import Spool
 from deploy.calls import Calls, Clock
 from deploy.processes import interruptible
 from device.trainer import Trainer

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from common.rounds.timeline import PHASES as ROUND_PHASES
+from common.protocol.timeline import PHASES as ROUND_PHASES
 
 PREDICTION: Final = "prediction.json"  # in a run's folder, where one was made
 PHASES: Final = ("record", *ROUND_PHASES, "aggregate", "evaluate")  # in their order; they add up to an iteration

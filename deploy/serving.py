@@ -18,7 +18,7 @@ def serve_metrics(address: str, *, broker: BrokerAddress) -> tuple[Metrics, str]
     """
     from common.host.machine import export_machine
     from common.metrics import Metrics
-    from common.node.targets import reachable
+    from common.runtime.targets import reachable
 
     host, _, port = address.rpartition(":")
     registry, host = Metrics(), host.strip("[]")

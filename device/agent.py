@@ -11,15 +11,15 @@ from common.errors import InvalidExperiment
 from common.layout import Row
 from common.metrics import Metrics
 from common.net.link import BrokerAddress
-from common.node.arriving import Arriving
-from common.node.child import Answer, ChildFace, Report
-from common.node.discovery import discover
-from common.node.exports import export_child
-from common.node.identity import Identity, new_session
-from common.node.life import live
-from common.node.spool import Spool
+from common.protocol.identity import Identity, new_session
+from common.protocol.messages import NodeState, Phase, Task
+from common.runtime.arriving import Arriving
+from common.runtime.child_endpoint import Answer, ChildFace, Report
+from common.runtime.discovery import discover
+from common.runtime.exports import export_child
+from common.runtime.lifecycle import live
 from common.spec import Experiment, parse
-from common.wire.messages import NodeState, Phase, Task
+from common.storage.spool import Spool
 from device.pace import keep
 from device.pool import Pool
 from device.work import answer_of, round_of

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 
 from common.errors import FedstrataError
 from common.layout import ModelLayout, Row
+from common.protocol.messages import TrainingPath
 from common.spec import Experiment
-from common.wire.messages import TrainingPath
 
 Progress: TypeAlias = Callable[[int, int], None]
 

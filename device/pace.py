@@ -8,8 +8,8 @@ from itertools import count
 from typing import Final
 
 from common.hardware import Pace
-from common.node.child import Answer, Report
-from common.wire.messages import Phase
+from common.protocol.messages import Phase
+from common.runtime.child_endpoint import Answer, Report
 
 TELL_S: Final = 1.0
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from common.errors import RunFailed
 from common.learning import datasets, models
+from common.protocol.messages import TrainingPath
 from common.spec import Experiment
 from common.training import learning_rate
-from common.wire.messages import TrainingPath
 from device.augmentation import Changes
 from device.computing import set_up, use_one_thread
 from device.gathering import Stacking

@@ -6,8 +6,8 @@ import threading
 from typing import TYPE_CHECKING
 
 from common.layout import Row
-from common.node.child import Answer
-from common.wire.messages import Task
+from common.protocol.messages import Task
+from common.runtime.child_endpoint import Answer
 from device.jobs import LocalResult, Progress
 
 if TYPE_CHECKING:

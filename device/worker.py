@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.errors import FedstrataError, InvalidExperiment
-from common.node.memory import keep_large_buffers
+from common.host.memory import keep_large_buffers
 from common.spec import Experiment, parse
 from device.jobs import Cancelled, Device, Ending, LocalResult, Order
 from device.shared import SharedRows

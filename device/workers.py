@@ -18,9 +18,9 @@ from typing import Any, Final, TypeVar
 import numpy as np
 
 from common.errors import InvalidExperiment, RunFailed
+from common.host.offload import offload
 from common.layout import ModelLayout
-from common.node.offload import offload
-from common.wire.messages import TrainingPath
+from common.protocol.messages import TrainingPath
 from device.gathering import most_together
 from device.jobs import Cancelled, Device, Job, LocalResult, Prepared
 from device.shared import SharedRows, open_memory

@@ -9,16 +9,16 @@ from common.errors import InvalidExperiment
 from common.layout import ModelLayout
 from common.metrics import Metrics
 from common.net.link import BrokerAddress
-from common.node.child import ChildFace
-from common.node.discovery import discover
-from common.node.exports import export_child, export_parent
-from common.node.identity import Identity, new_session
-from common.node.life import live
-from common.node.parent import ParentFace
-from common.node.spool import Spool
-from common.rounds.timeline import PHASES
+from common.protocol.identity import Identity, new_session
+from common.protocol.messages import NodeState, Target
+from common.protocol.timeline import PHASES
+from common.runtime.child_endpoint import ChildFace
+from common.runtime.discovery import discover
+from common.runtime.exports import export_child, export_parent
+from common.runtime.lifecycle import live
+from common.runtime.parent_endpoint import ParentFace
 from common.spec import CLOUD, Experiment, parse
-from common.wire.messages import NodeState, Target
+from common.storage.spool import Spool
 from institution.rounds import LocalRounds
 
 FAREWELL_S = 5.0

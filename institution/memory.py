@@ -12,7 +12,7 @@ from pathlib import Path
 
 from common.aggregation.aggregator import Aggregator
 from common.errors import RunFailed
-from common.node import states
+from common.storage import states
 
 log = logging.getLogger("fedstrata.institution")
 

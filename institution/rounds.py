@@ -12,18 +12,18 @@ from functools import partial
 
 from common.aggregation import aggregator
 from common.aggregation.aggregator import Outcome
+from common.aggregation.selection import draw
+from common.host.offload import offload
 from common.layout import ModelLayout, Row
 from common.metrics import Metrics
-from common.node.arriving import Arriving
-from common.node.child import Answer, Report
-from common.node.children import Children
-from common.node.offload import offload
-from common.node.round import Round
-from common.node.spool import Spool
-from common.rounds.draw import draw
+from common.protocol.messages import ChildReport, Measured, Phase, Task
 from common.rules import remembers
+from common.runtime.arriving import Arriving
+from common.runtime.child_endpoint import Answer, Report
+from common.runtime.children import Children
+from common.runtime.round import Round
 from common.spec import Experiment
-from common.wire.messages import ChildReport, Measured, Phase, Task
+from common.storage.spool import Spool
 from institution.memory import Memory
 
 

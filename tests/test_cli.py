@@ -20,9 +20,9 @@ import pytest
 from paho.mqtt import client as mqtt
 
 from common.errors import WireError
+from common.protocol import serialization
+from common.protocol.messages import NodeState, Presence
 from common.spec import load, parse
-from common.wire import packing
-from common.wire.messages import NodeState, Presence
 from deploy import broker
 from deploy.processes import free_port
 
@@ -135,7 +135,7 @@ class Presences:
 
     def take(self, message: mqtt.MQTTMessage) -> None:
         with suppress(WireError), self._changed:
-            said = packing.decode(message.payload)[1]
+            said = serialization.decode(message.payload)[1]
             if isinstance(said, Presence):
                 self._seen.setdefault((message.topic.split("/")[2], said.state), (time.monotonic(), said))
             self._changed.notify_all()

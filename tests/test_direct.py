@@ -20,11 +20,11 @@ from typer.testing import CliRunner
 from cloud.results import RunFolder
 from common.errors import InvalidExperiment, RunFailed
 from common.layout import ModelLayout, Section
-from common.node.arriving import Arriving
-from common.node.child import Answer, Report, Work
-from common.node.spool import Spool
+from common.protocol.messages import Task
+from common.runtime.arriving import Arriving
+from common.runtime.child_endpoint import Answer, Report, Work
 from common.spec import Closing, Codecs, parse, to_toml
-from common.wire.messages import Task
+from common.storage.spool import Spool
 from deploy.calls import Calls, Clock
 from deploy.cli import app
 from deploy.direct import play

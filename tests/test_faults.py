@@ -32,17 +32,17 @@ from common.aggregation import aggregator
 from common.errors import InvalidBelow, InvalidExperiment, WireError
 from common.layout import ModelLayout, Row, Section
 from common.metrics import Metrics
-from common.net.accounting import Account
 from common.net.link import BrokerAddress
-from common.node import discovery
-from common.node.identity import Identity, new_session
-from common.node.ledger import Ledger
-from common.node.life import live
-from common.node.parent import ParentFace
+from common.protocol import serialization, topics
+from common.protocol.counters import Account
+from common.protocol.identity import Identity, new_session
+from common.protocol.ledger import Ledger
+from common.protocol.messages import Announcement, Message, NodeState, Phase, Progress, Task
 from common.rules import FedAvg
+from common.runtime import discovery
+from common.runtime.lifecycle import live
+from common.runtime.parent_endpoint import ParentFace
 from common.spec import Closing, Experiment, parse, to_toml
-from common.wire import packing, topics
-from common.wire.messages import Announcement, Message, NodeState, Phase, Progress, Task
 from deploy import broker
 from deploy.broker import Broker
 from device.agent import DeviceAgent
@@ -193,7 +193,7 @@ class Overheard:
 
     def _on_message(self, _client: object, _data: object, message: mqtt.MQTTMessage) -> None:
         try:
-            said = topics.parse(message.topic), packing.decode(message.payload)[1]
+            said = topics.parse(message.topic), serialization.decode(message.payload)[1]
         except WireError:
             return
         with self._changed:

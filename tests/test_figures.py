@@ -9,11 +9,11 @@ import pytest
 
 from common.links import Link
 from common.net.link import BrokerAddress
-from common.node.figures import DROPPED, HEAP, Figures
-from common.node.identity import Identity, new_session
-from common.node.parent import ParentFace
+from common.protocol.identity import Identity, new_session
+from common.protocol.messages import NodeState
+from common.runtime.broker_statistics import DROPPED, HEAP, Figures
+from common.runtime.parent_endpoint import ParentFace
 from common.spec import Transfer
-from common.wire.messages import NodeState
 from deploy import broker
 
 

@@ -15,8 +15,8 @@ from common import spec
 from common.errors import InvalidExperiment
 from common.layout import ModelLayout, Row, Section
 from common.learning import datasets, models
+from common.protocol.messages import TrainingPath
 from common.randomness import Purpose, generator
-from common.wire.messages import TrainingPath
 from device import gathering, stacks
 from device.gathering import VARIABLE, Stacking, gather, most_together, stacking
 from device.jobs import Cancelled, Device, Ending, Job, LocalResult, Order, Prepared

@@ -17,9 +17,9 @@ from cloud.results import RunFolder
 from common import hardware
 from common.errors import InvalidExperiment
 from common.hardware import Machine, Pace, shipped
-from common.node.child import Answer
+from common.protocol.messages import Phase
+from common.runtime.child_endpoint import Answer
 from common.spec import load, parse, to_toml
-from common.wire.messages import Phase
 from device import pace
 
 # What the experiment says

@@ -23,19 +23,19 @@ from cloud import links
 from cloud.results import RunFolder
 from common.layout import ModelLayout, Section
 from common.links import Link
-from common.net.accounting import Account
 from common.net.kernel import WireMeter, tcp_info
 from common.net.link import BrokerAddress
-from common.node.arriving import Arriving
-from common.node.child import Answer, ChildFace, Report
-from common.node.endpoint import Endpoint
-from common.node.identity import Identity, new_session
-from common.node.ledger import Ledger
-from common.node.life import live
-from common.node.parent import ParentFace
-from common.rounds.participant import ParticipantState
+from common.protocol.counters import Account
+from common.protocol.identity import Identity, new_session
+from common.protocol.ledger import Ledger
+from common.protocol.messages import ChildReport, Gone, Measured, NodeState, Task, Traffic, Wire
+from common.protocol.participant import ParticipantState
+from common.runtime.arriving import Arriving
+from common.runtime.child_endpoint import Answer, ChildFace, Report
+from common.runtime.endpoint import Endpoint
+from common.runtime.lifecycle import live
+from common.runtime.parent_endpoint import ParentFace
 from common.spec import Closing, Experiment, Transfer
-from common.wire.messages import ChildReport, Gone, Measured, NodeState, Task, Traffic, Wire
 from deploy import broker
 from deploy.broker import Broker
 
@@ -312,7 +312,7 @@ def nobody_asks_for_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     async def unlimited(address: BrokerAddress) -> None:
         pass
 
-    monkeypatch.setattr("common.node.endpoint.packet_limit", unlimited)
+    monkeypatch.setattr("common.runtime.endpoint.packet_limit", unlimited)
 
 
 LAYOUT = ModelLayout.build([("weight", (50_000,), Section.PARAMETER)])

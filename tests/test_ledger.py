@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import WireError
-from common.net.accounting import Account
-from common.node.ledger import BYTES_MOST, Ledger
-from common.wire.messages import ChildReport, Traffic, Wire
+from common.protocol.counters import Account
+from common.protocol.ledger import BYTES_MOST, Ledger
+from common.protocol.messages import ChildReport, Traffic, Wire
 
 
 def down(count: int) -> Traffic:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from common.errors import RunFailed
-from common.node import states
+from common.storage import states
 from institution.memory import Memory
 
 

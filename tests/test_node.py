@@ -24,21 +24,11 @@ from common.errors import DuplicateName, NoProgress, RunFailed, WireError
 from common.layout import ModelLayout, Row, Section
 from common.links import Link
 from common.net.link import BrokerAddress
-from common.node.arriving import Arriving
-from common.node.child import Answer, ChildFace, Report
-from common.node.endpoint import Endpoint
-from common.node.identity import Identity, new_session
-from common.node.life import live
-from common.node.parent import ParentFace
-from common.node.round import Round
-from common.node.spool import Spool
-from common.spec import PLAIN, Closing, Codecs, Transfer
-from common.transfer import incoming
-from common.transfer.manifest import describe
-from common.transfer.outgoing import Publication
-from common.wire import packing, topics
-from common.wire.codecs import codec_of
-from common.wire.messages import (
+from common.protocol import receiver as incoming
+from common.protocol import serialization, topics
+from common.protocol.identity import Identity, new_session
+from common.protocol.manifest import describe
+from common.protocol.messages import (
     Announcement,
     Ask,
     Farewell,
@@ -56,6 +46,16 @@ from common.wire.messages import (
     Traffic,
     Wire,
 )
+from common.protocol.sender import Publication
+from common.runtime.arriving import Arriving
+from common.runtime.child_endpoint import Answer, ChildFace, Report
+from common.runtime.endpoint import Endpoint
+from common.runtime.lifecycle import live
+from common.runtime.parent_endpoint import ParentFace
+from common.runtime.round import Round
+from common.spec import PLAIN, Closing, Codecs, Transfer
+from common.storage.spool import Spool
+from common.wire.codecs import codec_of
 from deploy import broker
 from deploy.broker import Broker, Kind
 
@@ -240,7 +240,7 @@ def assert_models(played: Round, row: Row, *, layout: ModelLayout, places: Mappi
 
 def rubbish(draw: random.Random) -> list[bytes]:
     """Return bytes that are no message: random ones, cut ones, deep ones, wrong versions, kinds, fields."""
-    whole = packing.encode(Ask("0" * 16, b"\xff", 1, 1, 8, False), "s")
+    whole = serialization.encode(Ask("0" * 16, b"\xff", 1, 1, 8, False), "s")
     return [
         *(draw.randbytes(draw.randrange(1, 300)) for _ in range(6)),
         whole[:-2],
@@ -311,7 +311,7 @@ class Intruder:
         async for message in client.messages:
             topic = topics.parse(message.topic.value)
             try:
-                said = packing.decode(bytes(message.payload))[1]
+                said = serialization.decode(bytes(message.payload))[1]
             except WireError:
                 continue
             if isinstance(topic, topics.InboxTopic) and isinstance(said, (Task, Result)):
@@ -332,14 +332,14 @@ class Intruder:
             for body in [*rubbish(draw), b""]:
                 yield topics.inbox(RUN, node, sender), body, draw.random() < 0.2
             for message in misfits(draw, sorted(self._blobs[node])):
-                yield topics.inbox(RUN, node, sender), packing.encode(message, "intruder"), False
+                yield topics.inbox(RUN, node, sender), serialization.encode(message, "intruder"), False
         for message in strangers(self._layout):
-            yield topics.inbox(RUN, node, "intruder"), packing.encode(message, "intruder"), False
+            yield topics.inbox(RUN, node, "intruder"), serialization.encode(message, "intruder"), False
             # What a child says is none of a child's business, and the other way round.
             wrong = (Task, Receipt, Presence) if node == PARENT else (Result, Progress, Farewell, Presence)
             if isinstance(message, wrong):
                 for sender in self._names:
-                    yield topics.inbox(RUN, node, sender), packing.encode(message, "intruder"), False
+                    yield topics.inbox(RUN, node, sender), serialization.encode(message, "intruder"), False
 
     def _lanes(self, node: str, draw: random.Random) -> Iterator[tuple[str, bytes, bool]]:
         foreign = f"{draw.getrandbits(64):016x}"
@@ -501,7 +501,7 @@ def test_absurd_counts_of_bytes_do_not_travel_on(address: BrokerAddress) -> None
             row = drawn(layout, 1)
             await play(parent, row)
             total = Farewell(parent.ledger.total(), parent.ledger.below())
-            assert packing.decode(packing.encode(total, "s"))[1] == total
+            assert serialization.decode(serialization.encode(total, "s"))[1] == total
 
     scenario(run())
 
@@ -797,7 +797,7 @@ async def _hear(site: BrokerAddress, name: str, said: list[NodeState]) -> None:
     async with aiomqtt.Client(site.host, site.port) as client:
         await client.subscribe(topics.state(RUN, name), qos=1)
         async for message in client.messages:
-            presence = packing.decode(bytes(message.payload))[1]
+            presence = serialization.decode(bytes(message.payload))[1]
             assert isinstance(presence, Presence)
             said.append(presence.state)
 
@@ -1426,7 +1426,8 @@ def test_the_last_word_waits_for_a_slow_link(address: BrokerAddress) -> None:
 def earlier_life(address: BrokerAddress, name: str) -> socket.socket:
     """Return a connection of a node's earlier life, as a loss of power leaves it: once it is closed, its will goes."""
     ready, lost = (
-        packing.encode(Presence(state, "device", samples=1), "earlier") for state in (NodeState.READY, NodeState.LOST)
+        serialization.encode(Presence(state, "device", samples=1), "earlier")
+        for state in (NodeState.READY, NodeState.LOST)
     )
     topic = topics.state(RUN, name).encode()
     fields = [b"earlier-" + name.encode(), topic, lost]

@@ -20,7 +20,7 @@ from common import spec
 from common.errors import InvalidExperiment, RunFailed
 from common.layout import ModelLayout, Row, Section
 from common.learning import datasets, models
-from common.wire.messages import TrainingPath
+from common.protocol.messages import TrainingPath
 from device.accelerators import choose, may_have_gpu
 from device.jobs import Cancelled, Device, Job, LocalResult, Prepared
 from device.lanes import Thread

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from common.errors import InvalidExperiment
 from common.links import Link, Links, Way, Ways
 from common.net.link import BrokerAddress
-from common.node import probes as probing
-from common.node.child import ChildFace
-from common.node.identity import Identity, new_session
-from common.node.life import live
-from common.node.parent import ParentFace
-from common.node.probes import TOGETHER_BYTES_S, TOGETHER_MOST, Probes, measure_all
+from common.runtime import calibration as probing
+from common.protocol.identity import Identity, new_session
+from common.protocol.messages import Measured, NodeState, Probe, Probed
+from common.runtime.calibration import TOGETHER_BYTES_S, TOGETHER_MOST, Probes, measure_all
+from common.runtime.child_endpoint import ChildFace
+from common.runtime.lifecycle import live
+from common.runtime.parent_endpoint import ParentFace
 from common.spec import Closing, Transfer
-from common.wire.messages import Measured, NodeState, Probe, Probed
 from deploy import broker
 from deploy.broker import Broker
 

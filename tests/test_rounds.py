@@ -13,12 +13,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from common.rounds.closing import Standing, Verdict, judge
-from common.rounds.coordinator import Assignment, Closed, Coordinator, Offered, Restarted, Stalled
-from common.rounds.participant import Answered, Begin, Participant, ParticipantState
-from common.rounds.timeline import Timeline
-from common.spec import Closing
-from common.wire.messages import (
+from common.protocol.closing import Standing, Verdict, judge
+from common.protocol.coordinator import Assignment, Closed, Coordinator, Offered, Restarted, Stalled
+from common.protocol.messages import (
     Key,
     Manifest,
     NodeState,
@@ -31,6 +28,9 @@ from common.wire.messages import (
     Traffic,
     Wire,
 )
+from common.protocol.participant import Answered, Begin, Participant, ParticipantState
+from common.protocol.timeline import Timeline
+from common.spec import Closing
 
 ALL = Closing()
 IDLE_S = 60.0

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from paho.mqtt import client as paho
 
 from common.links import Way
-from common.net.accounting import Account, packet_bytes
-from common.net.shaping import CREDIT_S, EARLY_S, LEAD_S, Departures, Shaper
-from common.wire import topics
-from common.wire.messages import Traffic, Wire
+from common.protocol import topics
+from common.protocol.counters import Account, packet_bytes
+from common.protocol.messages import Traffic, Wire
+from common.protocol.shaping import CREDIT_S, EARLY_S, LEAD_S, Departures, Shaper
 
 
 def shaper_of(rate: float | None, *peers: str, delay_s: float = 0.0) -> Shaper:

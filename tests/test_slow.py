@@ -21,15 +21,15 @@ from common.errors import ConnectionFailed
 from common.layout import ModelLayout, Row, Section
 from common.links import Link
 from common.net.link import BrokerAddress
-from common.node.arriving import Arriving
-from common.node.child import Answer, ChildFace, Report
-from common.node.identity import Identity, new_session
-from common.node.life import live
-from common.node.parent import ParentFace, Round
+from common.protocol import serialization, topics
+from common.protocol.identity import Identity, new_session
+from common.protocol.messages import NodeState, Task
+from common.protocol.sender import Publication
+from common.runtime.arriving import Arriving
+from common.runtime.child_endpoint import Answer, ChildFace, Report
+from common.runtime.lifecycle import live
+from common.runtime.parent_endpoint import ParentFace, Round
 from common.spec import Closing, Transfer
-from common.transfer.outgoing import Publication
-from common.wire import packing, topics
-from common.wire.messages import NodeState, Task
 from deploy import broker
 from deploy.broker import Broker
 
@@ -308,7 +308,7 @@ def test_a_thousand_hostile_chunks_by_a_broker_spoil_nothing(forge: Callable[...
             async for message in client.messages:
                 topic = topics.parse(message.topic.value)
                 if isinstance(topic, topics.InboxTopic):
-                    said = packing.decode(bytes(message.payload))[1]
+                    said = serialization.decode(bytes(message.payload))[1]
                     manifest = said.model if isinstance(said, Task) else manifest
                 if manifest is None or not isinstance(topic, topics.ChunkTopic) or expected["all"] == 1000:
                     continue

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import InvalidExperiment
-from common.node.spool import KEPT_S, Spool
-from common.transfer.manifest import describe, missing
+from common.protocol.manifest import describe, missing
+from common.storage.spool import KEPT_S, Spool
 
 
 def test_what_a_process_left_is_found_by_the_next(tmp_path: Path) -> None:

@@ -14,12 +14,12 @@ import pytest
 from common.links import Link
 from common.metrics import Metrics
 from common.net.link import BrokerAddress
-from common.node.child import ChildFace
-from common.node.identity import Identity, new_session
-from common.node.parent import ParentFace
-from common.node.targets import TELL_S, Targets, discovery, reachable
+from common.protocol.identity import Identity, new_session
+from common.protocol.messages import NodeState, Presence, Target
+from common.runtime.child_endpoint import ChildFace
+from common.runtime.parent_endpoint import ParentFace
+from common.runtime.targets import TELL_S, Targets, discovery, reachable
 from common.spec import Transfer
-from common.wire.messages import NodeState, Presence, Target
 from deploy.broker import Broker, start
 
 DEVICES = {"i0": ("d0", "d1", "d2"), "i1": ("d3",)}

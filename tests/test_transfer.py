@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from common.errors import RefusedModel
 from common.links import Way
-from common.net.shaping import Shaper
-from common.transfer.incoming import (
+from common.protocol.manifest import check, chunk_bytes_for, chunk_digest, describe, window_for
+from common.protocol.messages import Ask, Gone, Manifest
+from common.protocol.receiver import (
     PATIENCE_MOST_S,
     PATIENCE_S,
     REPAIR_S,
@@ -27,10 +28,9 @@ from common.transfer.incoming import (
     Incoming,
     IncomingEvent,
 )
-from common.transfer.manifest import check, chunk_bytes_for, chunk_digest, describe, window_for
-from common.transfer.outgoing import Outgoing, Publication
-from common.wire.messages import Ask, Gone, Manifest
-from common.wire.topics import ALL
+from common.protocol.sender import Outgoing, Publication
+from common.protocol.shaping import Shaper
+from common.protocol.topics import ALL
 
 OWNER = "cloud"
 CHUNK = 1024

@@ -24,10 +24,9 @@ from rich.console import Console
 
 from common.errors import ConnectionFailed, NoProgress, RunFailed
 from common.net.link import BrokerAddress
-from common.spec import Experiment, parse
-from common.transfer.manifest import describe
-from common.wire import packing, topics
-from common.wire.messages import (
+from common.protocol import serialization, topics
+from common.protocol.manifest import describe
+from common.protocol.messages import (
     Announcement,
     Ask,
     ChildReport,
@@ -49,6 +48,7 @@ from common.wire.messages import (
     Traffic,
     Wire,
 )
+from common.spec import Experiment, parse
 from deploy import broker
 from deploy.processes import free_port
 from deploy.watching import words
@@ -123,11 +123,11 @@ class Watched:
         role: str = "device",
     ) -> None:
         presence = None if state is None else Presence(state, role, reason=reason)
-        body = b"" if presence is None else packing.encode(presence, session or self.session(name))
+        body = b"" if presence is None else serialization.encode(presence, session or self.session(name))
         self.lab.receive(at, topics.state(RUN, name), body, self.now)
 
     def say(self, sender: str, receiver: str, message: Message, *, session: str = "") -> None:
-        body = packing.encode(message, session or self.session(sender))
+        body = serialization.encode(message, session or self.session(sender))
         self.lab.receive(0, topics.inbox(RUN, receiver, sender), body, self.now)
 
     def events(self) -> list[Event]:
@@ -468,7 +468,7 @@ MESSAGES = st.one_of(
     st.builds(Announcement, st.just("{"), st.just("[")),
 )  # fmt: skip
 BODIES = st.one_of(
-    st.binary(max_size=40), st.builds(packing.encode, MESSAGES, st.sampled_from(["a", "b", "c"])), st.just(b"")
+    st.binary(max_size=40), st.builds(serialization.encode, MESSAGES, st.sampled_from(["a", "b", "c"])), st.just(b"")
 )
 TOPICS = st.one_of(
     st.builds(topics.state, st.sampled_from([RUN, "other"]), st.sampled_from(NAMES)),
@@ -505,7 +505,7 @@ def test_strangers_and_rubbish_are_counted() -> None:
     watched.say("stranger", "cloud", progress(key, Phase.TRAINING, 1, 2))
     watched.state("stranger", NodeState.READY)
     watched.lab.receive(0, topics.state(RUN, "cloud"), b"\xff", 0.0)
-    watched.lab.receive(0, topics.state(RUN, "cloud"), packing.encode(Receipt(key, ""), "s"), 0.0)
+    watched.lab.receive(0, topics.state(RUN, "cloud"), serialization.encode(Receipt(key, ""), "s"), 0.0)
     watched.lab.receive(0, "nonsense", b"", 0.0)
     assert watched.lab.ignored == 6
     watched.lab.receive(0, topics.state("other", "cloud"), b"\xff", 0.0)  # no affair of ours
@@ -517,11 +517,11 @@ def test_strangers_and_rubbish_are_counted() -> None:
 
 def announce(runs: Runs, run: str, *, node: str = "cloud", text: str | None = None, now: float = 0.0) -> None:
     announcement = Announcement(experiment_of().to_json() if text is None else text, "[]")
-    runs.receive(topics.spec(run, node), packing.encode(announcement, "s"), now)
+    runs.receive(topics.spec(run, node), serialization.encode(announcement, "s"), now)
 
 
 def live(runs: Runs, run: str, *, node: str = "cloud", state: NodeState = NodeState.READY) -> None:
-    runs.receive(topics.state(run, node), packing.encode(Presence(state, "cloud"), "s"), 0.0)
+    runs.receive(topics.state(run, node), serialization.encode(Presence(state, "cloud"), "s"), 0.0)
 
 
 def test_the_newest_living_run_is_watched() -> None:
@@ -782,7 +782,7 @@ def scenario(play: Coroutine[Any, Any, None]) -> None:
 
 async def keep(address: BrokerAddress, name: str, message: Message | None) -> None:
     """Leave a retained message of the cloud's, or clear it."""
-    body = b"" if message is None else packing.encode(message, "cloud-1")
+    body = b"" if message is None else serialization.encode(message, "cloud-1")
     async with aiomqtt.Client(address.host, address.port) as client:
         await client.publish(f"fs1/{RUN}/cloud/{name}", body, qos=1, retain=True)
 
@@ -824,9 +824,9 @@ def test_a_light_watch_does_not_hear_devices_and_no_watch_hears_chunks(address: 
         async with aiomqtt.Client(address.host, address.port) as client:
             said: list[tuple[str, bytes]] = [
                 (topics.chunk(RUN, "cloud", "all", MODEL.blob, 0, 0), bytes(1000)),
-                (topics.inbox(RUN, "device-0", "institution-0"), packing.encode(task(key), "i")),
-                (topics.inbox(RUN, "institution-0", "cloud"), packing.encode(task(key), "cloud-1")),
-                (topics.state(RUN, "cloud"), packing.encode(Presence(NodeState.FINISHED, "cloud"), "cloud-1")),
+                (topics.inbox(RUN, "device-0", "institution-0"), serialization.encode(task(key), "i")),
+                (topics.inbox(RUN, "institution-0", "cloud"), serialization.encode(task(key), "cloud-1")),
+                (topics.state(RUN, "cloud"), serialization.encode(Presence(NodeState.FINISHED, "cloud"), "cloud-1")),
                 (topics.state(RUN, "cloud"), b""),
             ]
             for topic, body in said:

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import WireError
-from common.wire import messages, packing, topics
+from common.protocol import messages, serialization, topics
+from common.protocol.messages import Key, Manifest, NodeState, Phase, Presence, Progress, Task, Traffic, Wire
 from common.wire.codecs import CODECS, codec_of
-from common.wire.messages import Key, Manifest, NodeState, Phase, Presence, Progress, Task, Traffic, Wire
 
 SESSION = "c0ffee"
-COUNTS = st.integers(0, packing.MAX_INT)
+COUNTS = st.integers(0, serialization.MAX_INT)
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", fullmatch=True)
 
 
@@ -59,7 +59,7 @@ def strategy(hint: Any) -> st.SearchStrategy[Any]:
     return st.tuples(*(strategy(hints[name]) for name in names)).map(lambda values: hint(*values))
 
 
-MESSAGES = {kind: strategy(kind) for kind in packing.KINDS}
+MESSAGES = {kind: strategy(kind) for kind in serialization.KINDS}
 ANY_MESSAGE = st.one_of(*MESSAGES.values())
 ANY_VALUE = st.recursive(
     st.one_of(
@@ -85,40 +85,40 @@ def same(one: Any, other: Any) -> bool:
 def survives(data: bytes) -> messages.Message | None:
     """Return the record, or None where it was refused as it should be."""
     try:
-        session, message = packing.decode(data)
+        session, message = serialization.decode(data)
     except WireError:
         return None
-    assert session and type(message) in packing.KINDS
+    assert session and type(message) in serialization.KINDS
     return message
 
 
 def refusal(data: bytes) -> str:
     with pytest.raises(WireError) as caught:
-        packing.decode(data)
+        serialization.decode(data)
     return str(caught.value)
 
 
 def tree_of(message: messages.Message) -> list[Any]:
-    tree: list[Any] = msgpack.unpackb(packing.encode(message, SESSION), use_list=True, strict_map_key=False)
+    tree: list[Any] = msgpack.unpackb(serialization.encode(message, SESSION), use_list=True, strict_map_key=False)
     return tree
 
 
 # Messages
 
 
-@pytest.mark.parametrize("kind", packing.KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", serialization.KINDS, ids=lambda kind: kind.__name__)
 @settings(max_examples=40)
 @given(data=st.data())
 def test_every_kind_survives_the_way(kind: type[messages.Message], data: st.DataObject) -> None:
     message = data.draw(MESSAGES[kind])
-    encoded = packing.encode(message, SESSION)
+    encoded = serialization.encode(message, SESSION)
     for form in (encoded, bytearray(encoded), memoryview(encoded)):
-        session, decoded = packing.decode(form)
+        session, decoded = serialization.decode(form)
         assert session == SESSION and same(message, decoded)
 
 
 def test_every_kind_that_may_travel_has_a_code() -> None:
-    assert set(packing.KINDS) == set(get_args(messages.Message))
+    assert set(serialization.KINDS) == set(get_args(messages.Message))
 
 
 @settings(max_examples=300)
@@ -142,7 +142,7 @@ def test_any_msgpack_gives_a_record_or_a_wire_error(tree: Any) -> None:
 def test_mutated_bytes_give_a_record_or_a_wire_error(
     message: messages.Message, flips: list[tuple[int, int]], cut: int | None
 ) -> None:
-    data = bytearray(packing.encode(message, SESSION))
+    data = bytearray(serialization.encode(message, SESSION))
     for place, mask in flips:
         data[place % len(data)] ^= mask
     survives(bytes(data if cut is None else data[: cut % len(data)]))
@@ -150,7 +150,7 @@ def test_mutated_bytes_give_a_record_or_a_wire_error(
 
 @given(message=ANY_MESSAGE, tail=st.binary(min_size=1, max_size=4), cut=st.integers(0, 2**31))
 def test_truncated_and_prolonged_messages_are_refused(message: messages.Message, tail: bytes, cut: int) -> None:
-    data = packing.encode(message, SESSION)
+    data = serialization.encode(message, SESSION)
     assert survives(data[: cut % len(data)]) is None
     assert survives(data + tail) is None
 
@@ -177,7 +177,7 @@ def test_a_field_of_any_value_gives_a_record_or_a_wire_error(
     inner[last] = value
     decoded = survives(msgpack.packb(tree))
     if decoded is not None:  # whatever is taken is a record that can be said again
-        assert same(packing.decode(packing.encode(decoded, SESSION))[1], decoded)
+        assert same(serialization.decode(serialization.encode(decoded, SESSION))[1], decoded)
 
 
 @given(message=ANY_MESSAGE, change=st.sampled_from(["less", "more"]))
@@ -230,20 +230,20 @@ def test_an_error_is_short_whatever_it_quotes() -> None:
 
 
 def test_numbers_at_the_caps_pass_and_above_are_refused() -> None:
-    key = Key(packing.MAX_INT, 0, packing.MAX_INT)
-    assert survives(packing.encode(messages.Receipt(key, ""), SESSION)) == messages.Receipt(key, "")
-    assert survives(msgpack.packb([1, SESSION, 5, [packing.MAX_INT + 1, 0, 0], ""])) is None
+    key = Key(serialization.MAX_INT, 0, serialization.MAX_INT)
+    assert survives(serialization.encode(messages.Receipt(key, ""), SESSION)) == messages.Receipt(key, "")
+    assert survives(msgpack.packb([1, SESSION, 5, [serialization.MAX_INT + 1, 0, 0], ""])) is None
 
 
 def test_long_lists_and_texts_are_refused() -> None:
-    assert survives(msgpack.packb([1, SESSION, 8, [0] * 8, [0] * 8, [None] * (packing.MAX_ITEMS + 1)])) is None
-    assert survives(msgpack.packb([1, SESSION, 5, [0, 0, 0], "x" * (packing.MAX_TEXT + 1)])) is None
+    assert survives(msgpack.packb([1, SESSION, 8, [0] * 8, [0] * 8, [None] * (serialization.MAX_ITEMS + 1)])) is None
+    assert survives(msgpack.packb([1, SESSION, 5, [0, 0, 0], "x" * (serialization.MAX_TEXT + 1)])) is None
 
 
 def test_a_diverged_loss_is_heard() -> None:
     manifest = Manifest("0" * 16, 1, 1024, b"d" * 8, "fp32", "l")
     result = messages.Result(Key(0, 0, 0), manifest, None, 1, math.nan, 1, 1, 1, math.inf, 0.0, 0.0, (), "")
-    decoded = survives(packing.encode(result, SESSION))
+    decoded = survives(serialization.encode(result, SESSION))
     assert isinstance(decoded, messages.Result) and math.isnan(decoded.loss) and decoded.train_s == math.inf
 
 
@@ -305,7 +305,7 @@ GOOD = Manifest("0123456789abcdef", 2500, 1024, b"d" * 24, "fp32", "layout")
         ({"digests": b"d" * 23}, "23 digest bytes for 3 chunks"),
         ({"digests": b"d" * 32}, "32 digest bytes for 3 chunks"),
         ({"digests": b""}, "0 digest bytes for 3 chunks"),
-        ({"size": packing.MAX_INT, "chunk_bytes": messages.MAX_CHUNK_BYTES}, "digest bytes for"),
+        ({"size": serialization.MAX_INT, "chunk_bytes": messages.MAX_CHUNK_BYTES}, "digest bytes for"),
     ],
 )
 def test_a_manifest_beyond_its_caps_is_refused(lie: dict[str, Any], says: str) -> None:
@@ -325,16 +325,16 @@ def test_the_chunks_of_a_manifest_tile_the_blob(manifest: Manifest) -> None:
 
 def test_a_presence_wish_and_progress_by_hand() -> None:
     """The bytes that another release must still read."""
-    assert packing.encode(Presence(NodeState.READY, "device", samples=7), "s") == (
+    assert serialization.encode(Presence(NodeState.READY, "device", samples=7), "s") == (
         b"\x9c\x01\xa1s\x00\xa5ready\xa6device\xa0\x07\xa0\xa0\xa0\xc2\x90"
     )
     task = Task(Key(1, 2, 3), 4, replace(GOOD, size=1, digests=b"d" * 8), None)
-    assert packing.encode(task, "s") == (
+    assert serialization.encode(task, "s") == (
         b"\x97\x01\xa1s\x02\x93\x01\x02\x03\x04\x97\xb00123456789abcdef\x01\xcd\x04\x00\xc4\x08ddddddddd"[:-1]
         + b"\xa4fp32\xa6layout\xa0\xc0"
     )
     progress = Progress(Key(0, 0, 0), Phase.TRAINING, 1, 2, Traffic(), Traffic())
-    assert packing.encode(progress, "s") == (
+    assert serialization.encode(progress, "s") == (
         b"\x99\x01\xa1s\x03\x93\x00\x00\x00\xa8training\x01\x02" + 2 * (b"\x99" + bytes(8) + b"\x9b" + bytes(11))
     )
 

@@ -160,6 +160,6 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _give_back() -> None:
-    """Return to the kernel what the making took; malloc would keep it (see `common.node.memory`)."""
+    """Return to the kernel what the making took; malloc would keep it (see `common.host.memory`)."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)

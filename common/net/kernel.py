@@ -16,7 +16,7 @@ import struct
 import sys
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from common.wire.messages import Wire
+from common.protocol.messages import Wire
 
 if TYPE_CHECKING:
     import paho.mqtt.client as mqtt

@@ -1,1 +1,1 @@
-"""What travels: typed records, topics, and the bytes of a model."""
+"""The bytes of a model as they travel."""

@@ -19,10 +19,10 @@ from typing import Final
 
 import numpy as np
 
+from common.protocol import serialization
+from common.protocol.manifest import chunk_digest
+from common.protocol.messages import Key, Manifest, Task
 from common.spec import Experiment, parse
-from common.transfer.manifest import chunk_digest
-from common.wire import packing
-from common.wire.messages import Key, Manifest, Task
 from deploy.planning.prediction import Speeds
 
 TRAINING_S: Final = 2.0
@@ -128,7 +128,7 @@ def _best(loop: Callable[[], None]) -> float:
 
 def _packing() -> None:
     manifest = Manifest("b" * 16, 1_000_000, 1_000_000, b"digest-8", "fp32", "l" * 16)
-    packing.decode(packing.encode(Task(Key(1, 2, 3), 2, manifest, None), "session"))
+    serialization.decode(serialization.encode(Task(Key(1, 2, 3), 2, manifest, None), "session"))
 
 
 def _copying() -> Callable[[], None]:

@@ -17,12 +17,12 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from common.aggregation.selection import draw
 from common.errors import InvalidExperiment
 from common.layout import ModelLayout, Row
 from common.learning import datasets, splits
 from common.learning.datasets import Dataset
 from common.learning.evaluation import Examiner
-from common.rounds.draw import draw
 from common.spec import CLOUD, Experiment, parse, participants
 from common.wire.codecs import codec_of
 from deploy.planning.prediction import Branch, Device, Lab, Sizes, Speeds

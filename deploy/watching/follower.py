@@ -10,9 +10,9 @@ from typing import Any, Final, Protocol
 
 from common.errors import ConnectionFailed, NoProgress
 from common.net.link import BrokerAddress, Link
-from common.rounds.participant import HEARTBEAT_S
+from common.protocol import topics
+from common.protocol.participant import HEARTBEAT_S
 from common.spec import CLOUD
-from common.wire import topics
 from deploy.watching.lab import Lab
 from deploy.watching.runs import FILTERS, Runs
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from common.errors import FedstrataError, NoProgress, RunFailed, WireError
-from common.spec import CLOUD, Experiment
-from common.wire import packing, topics
-from common.wire.messages import (
+from common.protocol import serialization, topics
+from common.protocol.messages import (
     Ask,
     Farewell,
     Message,
@@ -29,6 +28,7 @@ from common.wire.messages import (
     Result,
     Task,
 )
+from common.spec import CLOUD, Experiment
 from deploy.watching.meter import Meter
 from deploy.watching.node import Node
 
@@ -188,7 +188,7 @@ class Lab:
 
     def _state(self, broker: int, name: str, body: bytes) -> None:
         node = self._node(name)
-        session, message = packing.decode(body) if body else ("", None)
+        session, message = serialization.decode(body) if body else ("", None)
         if not (message is None or isinstance(message, Presence)):
             raise WireError("no presence on a state topic")
         before = node.session
@@ -206,7 +206,7 @@ class Lab:
         sender, receiver = self._node(topic.sender), self._node(topic.node)
         if sender.parent is not receiver and receiver.parent is not sender:
             raise WireError("no parent and child")
-        session, message = packing.decode(body)
+        session, message = serialization.decode(body)
         before = sender.session
         if not sender.met(session):
             return

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final
 
-from common.wire.messages import (
+from common.protocol.messages import (
     Ask,
     ChildReport,
     Key,

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from common.errors import InvalidExperiment, WireError
+from common.protocol import serialization, topics
+from common.protocol.messages import Announcement, NodeState, Presence
 from common.spec import CLOUD, Experiment, parse
-from common.wire import packing, topics
-from common.wire.messages import Announcement, NodeState, Presence
 
 FILTERS: Final = (topics.spec("+", "+"), topics.state("+", "+"))
 SETTLE_S: Final = 0.5  # what a broker has kept comes at once, but in any order
@@ -72,7 +72,7 @@ class Runs:
 
     def _take(self, topic_text: str, body: bytes) -> None:
         topic = topics.parse(topic_text)
-        message = packing.decode(body)[1] if body else None
+        message = serialization.decode(body)[1] if body else None
         run = self._runs.setdefault(topic.run, _Run())
         said: dict[str, str] = run.announced if isinstance(topic, topics.SpecTopic) else run.alive
         self._held -= _cost(topic_text, said.pop(topic.node, None))

@@ -9,7 +9,7 @@ from typing import Final
 from rich.cells import set_cell_size
 from rich.text import Text
 
-from common.wire.messages import NodeState
+from common.protocol.messages import NodeState
 from deploy.tabular import size
 from deploy.watching.lab import Flow, Lab
 from deploy.watching.node import Node, Step

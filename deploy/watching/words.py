@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Final
 
-from common.wire.messages import ChildReport, NodeState
+from common.protocol.messages import ChildReport, NodeState
 from deploy.tabular import size
 from deploy.watching.lab import Lab
 from deploy.watching.node import Node, Step

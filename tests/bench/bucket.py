@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from common.links import Way
-from common.net.shaping import Departures, Shaper
+from common.protocol.manifest import chunk_bytes_for
+from common.protocol.shaping import Departures, Shaper
 from common.spec import Transfer
-from common.transfer.manifest import chunk_bytes_for
 
 RATES_MBIT = (0.25, 1, 10, 100, 1000)
 PEER = "peer"

@@ -22,10 +22,10 @@ from rich.table import Table
 from common.layout import ModelLayout, Row
 from common.learning import models
 from common.learning.inputs import Inputs
+from common.protocol.manifest import chunk_digest, describe
+from common.protocol.messages import Manifest
 from common.spec import Transfer
-from common.transfer.manifest import chunk_digest, describe
 from common.wire.codecs import CODECS, Codec
-from common.wire.messages import Manifest
 
 REPEATS = 9
 MOVED = 0.024

@@ -27,7 +27,7 @@ from typing import Any
 import psutil
 
 from common import spec
-from common.node.memory import keep_large_buffers
+from common.host.memory import keep_large_buffers
 from device.pool import Member, Pool, cores
 
 DEVICES = 40

@@ -31,16 +31,16 @@ from rounds import layout_of
 
 from common.errors import ConnectionFailed, InvalidExperiment, RunFailed
 from common.links import Link
-from common.net.accounting import Account, Direction
 from common.net.link import BrokerAddress
-from common.node.arriving import Arriving
-from common.node.child import Answer, ChildFace, Report
-from common.node.endpoint import Endpoint
-from common.node.identity import Identity, new_session
-from common.node.life import live
-from common.node.parent import ParentFace
+from common.protocol.counters import Account, Direction
+from common.protocol.identity import Identity, new_session
+from common.protocol.messages import NodeState, Task, Wire
+from common.runtime.arriving import Arriving
+from common.runtime.child_endpoint import Answer, ChildFace, Report
+from common.runtime.endpoint import Endpoint
+from common.runtime.lifecycle import live
+from common.runtime.parent_endpoint import ParentFace
 from common.spec import Closing, Transfer
-from common.wire.messages import NodeState, Task, Wire
 from deploy import broker, namespaces
 from deploy.namespaces import FRAME_BYTES, Namespace, joined
 

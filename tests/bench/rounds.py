@@ -22,19 +22,19 @@ from typing import Literal, Self
 import numpy as np
 
 from common.aggregation import aggregator
+from common.host.memory import keep_large_buffers
 from common.layout import ModelLayout, Section
 from common.links import Link
 from common.net.link import BrokerAddress
-from common.node.arriving import Arriving
-from common.node.child import Answer, ChildFace, Report
-from common.node.identity import Identity, new_session
-from common.node.life import live
-from common.node.memory import keep_large_buffers
-from common.node.parent import ParentFace
-from common.node.spool import Spool
+from common.protocol.identity import Identity, new_session
+from common.protocol.messages import NodeState, Task
 from common.rules import FedAvg
+from common.runtime.arriving import Arriving
+from common.runtime.child_endpoint import Answer, ChildFace, Report
+from common.runtime.lifecycle import live
+from common.runtime.parent_endpoint import ParentFace
 from common.spec import Closing, Transfer
-from common.wire.messages import NodeState, Task
+from common.storage.spool import Spool
 from deploy import broker
 
 RUN = "bench"

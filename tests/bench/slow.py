@@ -28,16 +28,16 @@ from rich.console import Console
 from rich.table import Table
 from rounds import end, layout_of, peak_bytes
 
+from common.host.memory import keep_large_buffers
 from common.links import Link
 from common.net.link import BrokerAddress
-from common.node.arriving import Arriving
-from common.node.child import Answer, ChildFace, Report
-from common.node.identity import Identity, new_session
-from common.node.life import live
-from common.node.memory import keep_large_buffers
-from common.node.parent import ParentFace
+from common.protocol.identity import Identity, new_session
+from common.protocol.messages import NodeState, Task
+from common.runtime.arriving import Arriving
+from common.runtime.child_endpoint import Answer, ChildFace, Report
+from common.runtime.lifecycle import live
+from common.runtime.parent_endpoint import ParentFace
 from common.spec import Closing, Transfer
-from common.wire.messages import NodeState, Task
 from deploy import broker
 
 RUN: Final = "slow"

@@ -30,8 +30,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from common import spec
+from common.host.memory import keep_large_buffers
 from common.learning import datasets, models
-from common.node.memory import keep_large_buffers
 from common.randomness import Purpose, generator
 from device.trainer import Trainer
 

@@ -19,21 +19,21 @@ from typing import Final
 
 from common.errors import ConnectionFailed, NoProgress, WireError
 from common.links import Ways
-from common.net.accounting import Account, packet_bytes
 from common.net.limits import packet_limit
 from common.net.link import BrokerAddress, Link
 from common.net.packets import Place
-from common.node.arriving import Arriving
-from common.node.courier import Courier, inline_bytes, qos_of
-from common.node.face import Face
-from common.node.figures import Figures
-from common.node.herald import Herald
-from common.node.identity import Identity
+from common.protocol import serialization, topics
+from common.protocol.counters import Account, packet_bytes
+from common.protocol.identity import Identity
+from common.protocol.manifest import MIN_RATED_CHUNK, chunk_bytes_for, renamed
+from common.protocol.messages import Announcement, Ask, Gone, Manifest, Message, NodeState, Presence, Target
+from common.protocol.presence import Herald
+from common.protocol.receiver import Incoming, Landing
+from common.runtime.arriving import Arriving
+from common.runtime.broker_statistics import Figures
+from common.runtime.face import Face
+from common.runtime.outbox import Courier, inline_bytes, qos_of
 from common.spec import Transfer
-from common.transfer.incoming import Incoming, Landing
-from common.transfer.manifest import MIN_RATED_CHUNK, chunk_bytes_for, renamed
-from common.wire import packing, topics
-from common.wire.messages import Announcement, Ask, Gone, Manifest, Message, NodeState, Presence, Target
 
 PACKET_ROOM: Final = 1024  # for what goes with a chunk, or with a model inside its announcement
 OFFLINE_TICK_S: Final = 0.2
@@ -80,7 +80,7 @@ class Endpoint:
         self._herald = Herald(identity, self._publish_presence, broker=str(address))
         self._announcement: bytes | None = None
         self._loop = asyncio.get_running_loop()
-        will = packing.encode(Presence(NodeState.LOST, identity.role, reason="connection lost"), identity.session)
+        will = serialization.encode(Presence(NodeState.LOST, identity.role, reason="connection lost"), identity.session)
         self.link = Link(
             address,
             client_id=f"{identity.name}-{identity.session[:8]}-{secrets.token_hex(2)}",
@@ -113,7 +113,7 @@ class Endpoint:
 
     def announce(self, announcement: Announcement) -> None:
         """Keep the experiment on the broker for this node's children."""
-        self._announcement = packing.encode(announcement, self.identity.session)
+        self._announcement = serialization.encode(announcement, self.identity.session)
         self._publish_announcement()
 
     async def run(self, *, connect_timeout_s: float) -> None:
@@ -237,7 +237,7 @@ class Endpoint:
         if topic.sender not in self._face.peers:
             raise WireError(f"a stranger: {topic.sender}")
         try:
-            session, message = packing.decode(body)
+            session, message = serialization.decode(body)
         except WireError:
             size = packet_bytes(text, len(body), qos=1)
             self.account.add(topic.sender, "received", message=size, control=len(body))
@@ -259,7 +259,7 @@ class Endpoint:
             self._face.received(topic.sender, session, message, now)
 
     def _state(self, topic: topics.StateTopic, body: bytes, retained: bool) -> None:
-        session, message = packing.decode(body) if body else ("", None)
+        session, message = serialization.decode(body) if body else ("", None)
         if not (message is None or isinstance(message, Presence)):
             raise WireError("no presence on a state topic")
         if topic.node == self.identity.name:
@@ -346,7 +346,7 @@ class Endpoint:
 
     def _publish_presence(self, presence: Presence) -> None:
         topic = topics.state(self.identity.run, self.identity.name)
-        self.link.publish(topic, packing.encode(presence, self.identity.session), qos=1, retain=True)
+        self.link.publish(topic, serialization.encode(presence, self.identity.session), qos=1, retain=True)
 
     def _publish_announcement(self) -> None:
         if self._announcement is not None:

@@ -9,9 +9,9 @@ from typing import Final
 
 from common.errors import WireError
 from common.net.link import BrokerAddress, Link
+from common.protocol import serialization, topics
+from common.protocol.messages import Announcement, NodeState, Presence
 from common.spec import Transfer
-from common.wire import packing, topics
-from common.wire.messages import Announcement, NodeState, Presence
 
 PATIENCE_S: Final = 5.0
 
@@ -32,7 +32,7 @@ async def discover(address: BrokerAddress, parent: str, *, connect_timeout_s: fl
     def received(topic_text: str, body: bytes, retained: bool) -> None:
         try:
             topic = topics.parse(topic_text)
-            message = packing.decode(body)[1] if body else None
+            message = serialization.decode(body)[1] if body else None
         except WireError:
             return
         if topic.node != parent:

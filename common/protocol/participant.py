@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final, TypeAlias
 
-from common.wire.messages import Key, Phase, Progress, Receipt, Result, Task, Traffic
+from common.protocol.messages import Key, Phase, Progress, Receipt, Result, Task, Traffic
 
 HEARTBEAT_S: Final = 2.0
 PROGRESS_S: Final = 0.5

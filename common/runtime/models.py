@@ -10,12 +10,12 @@ from typing import Final, TypeVar
 import numpy as np
 
 from common.errors import RefusedModel, WireError
+from common.host.offload import offload
 from common.layout import ModelLayout, Row
-from common.node.arriving import Arriving
-from common.node.offload import offload
-from common.transfer.manifest import check, describe
+from common.protocol.manifest import check, describe
+from common.protocol.messages import Manifest
+from common.runtime.arriving import Arriving
 from common.wire.codecs import Codec, codec_of
-from common.wire.messages import Manifest
 
 SMALL_BYTES: Final = 500_000  # some 0.1 ms of digests, or of sums
 

@@ -14,8 +14,8 @@ from operator import attrgetter
 from typing import Any, Final
 
 from common.errors import WireError
-from common.net.accounting import Account
-from common.wire.messages import ChildReport, Measured, Traffic, TrainingPath, Wire
+from common.protocol.counters import Account
+from common.protocol.messages import ChildReport, Measured, Traffic, TrainingPath, Wire
 
 BYTES_MOST: Final = 2**50
 NOTHING: Final = Traffic()

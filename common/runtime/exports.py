@@ -8,11 +8,11 @@ from itertools import product
 from typing import Final
 
 from common.metrics import STATES, Metrics, Node, Reading
-from common.node.child import ChildFace
-from common.node.endpoint import Endpoint
-from common.node.figures import DROPPED, HEAP
-from common.node.parent import ParentFace
-from common.wire.messages import Measured
+from common.protocol.messages import Measured
+from common.runtime.broker_statistics import DROPPED, HEAP
+from common.runtime.child_endpoint import ChildFace
+from common.runtime.endpoint import Endpoint
+from common.runtime.parent_endpoint import ParentFace
 
 BROKER: Final = "broker"
 DIRECTIONS: Final = ("sent", "received")

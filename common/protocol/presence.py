@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from common.errors import DuplicateName
-from common.node.identity import Identity
-from common.wire.messages import NodeState, Presence, Target
+from common.protocol.identity import Identity
+from common.protocol.messages import NodeState, Presence, Target
 
 
 class Herald:

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
 from common.errors import DuplicateName, FedstrataError, InvalidBelow, InvalidExperiment
-from common.node.endpoint import Endpoint
-from common.wire.messages import NodeState
+from common.protocol.messages import NodeState
+from common.runtime.endpoint import Endpoint
 
 LAST_WORD_S: Final = 2.0
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.layout import Row
-from common.wire.messages import Manifest
+from common.protocol.messages import Manifest
 
 
 class NotHad(Exception):

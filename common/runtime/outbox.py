@@ -9,14 +9,14 @@ from functools import partial
 from typing import Final
 
 from common.links import Ways
-from common.net.accounting import Account, packet_bytes
 from common.net.bulk import Body
 from common.net.link import Link
-from common.net.shaping import Departures, Shaper
-from common.node.identity import Identity
-from common.transfer.outgoing import Outgoing, Publication
-from common.wire import packing, topics
-from common.wire.messages import Ask, Message, Progress, Receipt, Result, Task
+from common.protocol import serialization, topics
+from common.protocol.counters import Account, packet_bytes
+from common.protocol.identity import Identity
+from common.protocol.messages import Ask, Message, Progress, Receipt, Result, Task
+from common.protocol.sender import Outgoing, Publication
+from common.protocol.shaping import Departures, Shaper
 
 PUBLISHING_MOST: Final = 4
 
@@ -41,7 +41,7 @@ class Courier:
     def send(self, peer: str, message: Message, now: float) -> None:
         """Send a control message to a peer's inbox."""
         topic = topics.inbox(self._identity.run, peer, self._identity.name)
-        body = packing.encode(message, self._identity.session)
+        body = serialization.encode(message, self._identity.session)
         model = inline_bytes(message)
         qos = qos_of(message)
         size = packet_bytes(topic, len(body), qos=qos)

@@ -13,21 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from common.errors import NoProgress, RefusedModel, RunFailed, WireError
+from common.host.offload import offload
 from common.layout import ModelLayout, Row
 from common.links import Link, Ways
 from common.net.link import BrokerAddress
-from common.node.arriving import Arriving, NotHad
-from common.node.endpoint import Endpoint
-from common.node.identity import Identity
-from common.node.models import Models, Reference
-from common.node.offload import offload
-from common.node.probes import Probes
-from common.node.spool import Spool
-from common.rounds.participant import Answered, Begin, Participant
-from common.spec import PLAIN, Codecs, Transfer
-from common.transfer.incoming import Fetched, IncomingEvent
-from common.transfer.manifest import missing, shared
-from common.wire.messages import (
+from common.protocol.identity import Identity
+from common.protocol.manifest import missing, shared
+from common.protocol.messages import (
     ChildReport,
     Farewell,
     Manifest,
@@ -43,6 +35,14 @@ from common.wire.messages import (
     Traffic,
     TrainingPath,
 )
+from common.protocol.participant import Answered, Begin, Participant
+from common.protocol.receiver import Fetched, IncomingEvent
+from common.runtime.arriving import Arriving, NotHad
+from common.runtime.calibration import Probes
+from common.runtime.endpoint import Endpoint
+from common.runtime.models import Models, Reference
+from common.spec import PLAIN, Codecs, Transfer
+from common.storage.spool import Spool
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from common.metrics import NODE, Node
-from common.wire.messages import NodeState, Presence, Target
+from common.protocol.messages import NodeState, Presence, Target
 
 STAYING: Final = (NodeState.INIT, NodeState.READY, NodeState.FINISHED)
 AWAITED: Final = (NodeState.LOST, NodeState.DISCONNECTED)

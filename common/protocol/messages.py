@@ -1,6 +1,6 @@
 """The control messages of fedstrata, as typed records. Both tiers speak the same ones.
 
-How they become bytes is `common.wire.packing`.
+How they become bytes is `common.protocol.serialization`.
 """
 
 from __future__ import annotations

@@ -10,25 +10,15 @@ from typing import Any, Final, TypeAlias
 
 from common.aggregation.uploads import Uploads
 from common.errors import FedstrataError, InvalidBelow, NoProgress, RefusedModel, RunFailed, WireError
+from common.host.offload import offload
 from common.layout import ModelLayout, Row
 from common.links import Link, Links, Way, Ways
 from common.net.link import BrokerAddress
-from common.node.arriving import Arriving
-from common.node.endpoint import Endpoint
-from common.node.figures import Figures
-from common.node.identity import Identity
-from common.node.ledger import Ledger
-from common.node.models import Models
-from common.node.offload import offload
-from common.node.probes import Probes, measure_all
-from common.node.round import COUNT_MOST, Round, check_report
-from common.node.spool import Spool
-from common.node.targets import STAYING, Targets
-from common.rounds.coordinator import Assignment, Closed, Coordinator, Offered, Restarted, Stalled
-from common.spec import PLAIN, Closing, Codecs, Transfer
-from common.transfer.incoming import Fetched, IncomingEvent
-from common.transfer.manifest import missing
-from common.wire.messages import (
+from common.protocol.coordinator import Assignment, Closed, Coordinator, Offered, Restarted, Stalled
+from common.protocol.identity import Identity
+from common.protocol.ledger import Ledger
+from common.protocol.manifest import missing
+from common.protocol.messages import (
     Farewell,
     Key,
     Manifest,
@@ -41,6 +31,16 @@ from common.wire.messages import (
     Result,
     Traffic,
 )
+from common.protocol.receiver import Fetched, IncomingEvent
+from common.runtime.arriving import Arriving
+from common.runtime.broker_statistics import Figures
+from common.runtime.calibration import Probes, measure_all
+from common.runtime.endpoint import Endpoint
+from common.runtime.models import Models
+from common.runtime.round import COUNT_MOST, Round, check_report
+from common.runtime.targets import STAYING, Targets
+from common.spec import PLAIN, Closing, Codecs, Transfer
+from common.storage.spool import Spool
 
 log = logging.getLogger("fedstrata.parent")
 

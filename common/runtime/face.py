@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from common.transfer.incoming import IncomingEvent
-from common.wire.messages import Message, Presence
+from common.protocol.messages import Message, Presence
+from common.protocol.receiver import IncomingEvent
 
 
 class Face(Protocol):

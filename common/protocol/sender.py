@@ -17,9 +17,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from common.transfer.manifest import WINDOW_MOST
-from common.wire.messages import Ask, Gone, Manifest
-from common.wire.topics import ALL
+from common.protocol.manifest import WINDOW_MOST
+from common.protocol.messages import Ask, Gone, Manifest
+from common.protocol.topics import ALL
 
 GATHER_S: Final = 0.1
 

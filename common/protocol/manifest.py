@@ -13,7 +13,7 @@ import xxhash
 
 from common.errors import RefusedModel
 from common.links import Way
-from common.wire.messages import Manifest
+from common.protocol.messages import Manifest
 
 MIN_RATED_CHUNK: Final = 32_768
 WINDOW_MOST: Final = 64

@@ -19,10 +19,10 @@ from enum import Enum
 from math import inf
 from typing import Final, TypeAlias
 
-from common.rounds.closing import Standing, Verdict, judge
-from common.rounds.timeline import Timeline
+from common.protocol.closing import Standing, Verdict, judge
+from common.protocol.messages import Key, Manifest, NodeState, Phase, Presence, Progress, Receipt, Result, Task
+from common.protocol.timeline import Timeline
 from common.spec import Closing
-from common.wire.messages import Key, Manifest, NodeState, Phase, Presence, Progress, Receipt, Result, Task
 
 REPEAT_S: Final = 1.0
 REPEAT_MOST_S: Final = 5.0

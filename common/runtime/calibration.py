@@ -20,11 +20,11 @@ import numpy as np
 
 from common.errors import InvalidExperiment, RefusedModel
 from common.links import Links, Way, Ways
-from common.node.endpoint import Endpoint
+from common.protocol.manifest import describe
+from common.protocol.messages import Manifest, Measured, Probe, Probed
+from common.protocol.receiver import Fetched, IncomingEvent
+from common.runtime.endpoint import Endpoint
 from common.spec import Transfer
-from common.transfer.incoming import Fetched, IncomingEvent
-from common.transfer.manifest import describe
-from common.wire.messages import Manifest, Measured, Probe, Probed
 
 PROBE_S: Final = 0.25  # what a probe takes on a link of a declared rate, or eight chunks if that is more
 CHUNK_LEAST: Final = 8192

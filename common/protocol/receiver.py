@@ -24,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from common.links import Way
-from common.transfer.manifest import chunk_digest, window_for
-from common.wire.messages import Ask, Manifest
-from common.wire.topics import ALL
+from common.protocol.manifest import chunk_digest, window_for
+from common.protocol.messages import Ask, Manifest
+from common.protocol.topics import ALL
 
 REPAIR_S: Final = 2.0
 CHUNKS_OF_SILENCE: Final = 3.0

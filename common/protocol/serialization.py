@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
 import msgpack
 
 from common.errors import WireError
-from common.wire.messages import (
+from common.protocol.messages import (
     Announcement,
     Ask,
     Farewell,

@@ -12,8 +12,8 @@ import numpy as np
 from common.aggregation.uploads import Uploads
 from common.errors import RefusedModel
 from common.layout import Row
-from common.rounds.timeline import Timeline
-from common.wire.messages import Result
+from common.protocol.messages import Result
+from common.protocol.timeline import Timeline
 
 COUNT_MOST: Final = 10**12
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from common.layout import Row
-from common.node.arriving import Arriving
-from common.node.ledger import Ledger
-from common.node.round import Round
+from common.protocol.ledger import Ledger
+from common.runtime.arriving import Arriving
+from common.runtime.round import Round
 from common.spec import Closing
 
 
 class Children(Protocol):
-    """The children on a broker (`common.node.parent`) or in this process (`deploy.calls`).
+    """The children on a broker (`common.runtime.parent_endpoint`) or in this process (`deploy.calls`).
 
     `samples`: those of each child that told; `ledger`: the bytes of the links to them; `moves` grows while anything
     moves below, and `moved_hook` is called then.

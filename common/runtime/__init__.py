@@ -1,0 +1,1 @@
+"""The asyncio shell of the protocol: broker connections, one pump for each, and the work beside it."""

@@ -1,0 +1,1 @@
+"""What outlives a process: models in files, and the state of aggregation rules."""
