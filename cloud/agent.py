@@ -3,30 +3,53 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
-from cloud.evaluator import Evaluator
+from cloud.evaluator import Accuracy, Beginning, Evaluator
 from cloud.iterations import LABELS, PHASES, Observe
 from cloud.results import RunFolder
 from cloud.run import CloudRun, tier_bytes
 from common.errors import FedstrataError
+from common.layout import Row
 from common.metrics import Metrics
 from common.net.link import BrokerAddress
-from common.protocol.identity import Identity, new_session
+from common.protocol.identity import Identity
 from common.protocol.messages import Announcement, NodeState
+from common.protocol.targets import ADDRESS
+from common.protocol.topics import DEFAULT_LAB, check_lab
 from common.runtime.exports import export_parent
 from common.runtime.lifecycle import live
-from common.runtime.parent_endpoint import ParentFace
-from common.runtime.targets import ADDRESS, discovery
-from common.spec import CLOUD
+from common.runtime.parent_endpoint import ParentEndpoint
+from common.runtime.targets import discovery
+from common.runtime.world import REAL, World, new_session
+from common.spec import CLOUD, Experiment
 from common.storage.spool import Spool
 
 FAREWELL_S = 10.0
 PROGRESS_S = 0.5
 
 
+class ModelEvaluator(Protocol):
+    """What a cloud agent asks of an evaluator; see `cloud.evaluator.Evaluator`."""
+
+    async def start(self) -> Beginning:
+        """Return the first model. Raises FedstrataError."""
+
+    async def evaluate(self, iteration: int, row: Row) -> Accuracy:
+        """Return the accuracy and loss of a model, uint8 [row_bytes]. Raises FedstrataError."""
+
+    def close(self) -> None:
+        """Release what `start` took."""
+
+
 class CloudAgent:
-    """One run's cloud. `observe` gets every event as it happens: a name and JSON-able facts."""
+    """One run's cloud, in a lab of its broker.
+
+    `observe` gets every event as it happens: a name and JSON-able facts. `evaluator` makes what evaluates models, from
+    the experiment and the run's folder.
+    """
 
     def __init__(
         self,
@@ -37,8 +60,11 @@ class CloudAgent:
         connect_timeout_s: float,
         metrics: Metrics,
         metrics_address: str = "",
+        lab: str = DEFAULT_LAB,
         observe: Observe,
         spool: Path | None = None,
+        evaluator: Callable[[Experiment, Path], ModelEvaluator] = Evaluator,
+        world: World = REAL,
     ) -> None:
         self._folder = folder
         self._broker = broker
@@ -48,23 +74,27 @@ class CloudAgent:
         self._metrics_address = metrics_address
         self._show = observe
         self._spool = spool
+        self._lab = check_lab(lab)
+        self._new_evaluator = evaluator
+        self._world = world
 
     async def run(self) -> Path:
         """Play the run to its end and return the final model's path. Raises FedstrataError."""
         experiment = self._folder.experiment
-        identity = Identity(
-            self._folder.run, CLOUD, "cloud", new_session(), self._metrics_address, books=self._folder.run
-        )
+        run, session = self._folder.run, new_session(self._world)
+        identity = Identity(run, CLOUD, "cloud", session, self._metrics_address, books=run, lab=self._lab)
         spool = Spool.open(self._spool, run=identity.run, node=identity.name)
-        down = ParentFace(
+        down = ParentEndpoint(
             self._broker,
             identity,
             links={name: experiment.link(name) for name in experiment.topology.institution_names()},
             transfer=experiment.transfer,
             shaped=experiment.links.enforce == "bucket",
             codecs=experiment.transfer.wan,
+            below=experiment.topology.children(),
             spool=spool,
             observe=self._observe,
+            world=self._world,
         )
         export_parent(self._metrics, down, LABELS)
         facts = {"run": self._folder.run, "experiment": experiment.name, "digest": experiment.digest}
@@ -74,13 +104,13 @@ class CloudAgent:
 
         def targets(asked: str) -> list[dict[str, object]]:
             here = asked if ADDRESS.fullmatch(asked) else self._metrics_address  # as Prometheus found us, so it will
-            return discovery(down.targets, devices, cloud=here, run=identity.run)
+            return discovery(down.session.targets, devices, cloud=here, run=identity.run)
 
-        self._metrics.targets = targets
-        evaluator = Evaluator(experiment, self._folder.path)
+        self._metrics.serve_targets(targets)
+        evaluator = self._new_evaluator(experiment, self._folder.path)
         try:
             model = await live(
-                (down.endpoint,),
+                (down,),
                 self._play(down, evaluator, spool),
                 connect_timeout_s=self._connect_timeout_s,
                 goodbye=lambda: down.farewells(timeout_s=FAREWELL_S),
@@ -95,7 +125,7 @@ class CloudAgent:
             evaluator.close()
             self._folder.write_links(down.ledger)
 
-    async def _play(self, down: ParentFace, evaluator: Evaluator, spool: Spool) -> Path:
+    async def _play(self, down: ParentEndpoint, evaluator: ModelEvaluator, spool: Spool) -> Path:
         experiment = self._folder.experiment
         beginning = await evaluator.start()
         layout = beginning.layout
@@ -112,8 +142,8 @@ class CloudAgent:
             observe=self._observe,
             resume=self._resume,
         )
-        down.endpoint.announce(Announcement(experiment.to_json(), layout.to_json(), beginning.partition))
-        down.endpoint.set_state(NodeState.READY)
+        down.announce(Announcement(experiment.to_json(), layout.to_json(), beginning.partition))
+        down.set_state(NodeState.READY)
         run.introduce(metrics_address=self._metrics_address)
         await down.gather(experiment.cloud.closing)
         await down.measure(experiment.links)
@@ -123,10 +153,10 @@ class CloudAgent:
         finally:
             showing.cancel()
 
-    async def _show_progress(self, down: ParentFace) -> None:
+    async def _show_progress(self, down: ParentEndpoint) -> None:
         while True:
             await asyncio.sleep(PROGRESS_S)
-            self._show("progress", {"states": down.coordinator.progress(), **tier_bytes(down.ledger)})
+            self._show("progress", {"states": down.session.coordinator.progress(), **tier_bytes(down.ledger)})
 
     def _observe(self, event: str, facts: dict[str, object]) -> None:
         self._folder.event(event, facts)

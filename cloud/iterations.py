@@ -21,7 +21,8 @@ from common.protocol import timeline
 from common.protocol.messages import Traffic
 from common.randomness import Purpose, generator
 from common.runtime.children import Children
-from common.runtime.round import Round, plans_of
+from common.protocol.reports import plans_of
+from common.runtime.round import Round
 from common.spec import CLOUD, Experiment
 
 LABELS: Final = ("cloud", "", "")

@@ -115,17 +115,14 @@ class _Watched:
 
 
 class Metrics:
-    """The metrics of one process, in a registry of its own; `serve` answers /metrics, and /sd where it is told.
-
-    `targets(asked)` gives the scrape targets of the run for Prometheus, `asked` being the address at which it asks.
-    """
+    """The metrics of one process, in a registry of its own; `serve` answers /metrics, and /sd where it has targets."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series beside each counter
         registry = self._registry = CollectorRegistry()
         self._watched = _Watched()
         registry.register(self._watched)
-        self.targets: Callable[[str], Sequence[Mapping[str, object]]] = lambda asked: ()
+        self._targets: Callable[[str], Sequence[Mapping[str, object]]] = lambda asked: ()
         self._looks = Looks()
         self.run: Final = Info("fedstrata_run", FAMILIES["run"].text, NODE, registry=registry)
         self.round: Final = self._gauge("round")
@@ -136,6 +133,10 @@ class Metrics:
         self.epochs: Final = self._gauge("epochs")
         self.steps: Final = self._counter("sgd_steps")
         self.phase_seconds: Final = self._counter("phase_seconds")
+
+    def serve_targets(self, targets: Callable[[str], Sequence[Mapping[str, object]]]) -> None:
+        """Serve the run's scrape targets; `targets` gets the address at which Prometheus asks for them."""
+        self._targets = targets
 
     def introduce(self, node: Node, facts: Mapping[str, str], *, phases: Iterable[str]) -> None:
         """Begin a node's metrics: the facts of its run, and zeros, so that the first increment is seen as one."""
@@ -165,7 +166,7 @@ class Metrics:
         def answer(environ: Any, start_response: Any) -> Iterable[bytes]:
             if environ["PATH_INFO"] == DISCOVERY:
                 start_response("200 OK", [("Content-Type", "application/json")])
-                return [json.dumps(self.targets(environ.get("HTTP_HOST", ""))).encode()]
+                return [json.dumps(self._targets(environ.get("HTTP_HOST", ""))).encode()]
             return self._looks.look(lambda: scrape(environ, start_response))
 
         server = make_server(host, port, answer, _Server6 if ":" in host else _Server, _Silent)

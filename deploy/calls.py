@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 
@@ -17,15 +18,17 @@ from common.errors import RefusedModel, RunFailed
 from common.layout import ModelLayout, Row
 from common.protocol.closing import Standing, Verdict, judge
 from common.protocol.counters import Account
-from common.protocol.identity import new_session
 from common.protocol.ledger import Ledger
 from common.protocol.manifest import describe
 from common.protocol.messages import Key, Phase, Result, Task, Traffic
+from common.protocol.reports import check_report
 from common.protocol.timeline import Timeline
 from common.runtime.arriving import Arriving
-from common.runtime.child_endpoint import Work
+from common.runtime.endpoint import nothing
 from common.runtime.parent_endpoint import Observe
-from common.runtime.round import Round, check_report
+from common.runtime.round import Round
+from common.runtime.work import Work
+from common.runtime.world import new_session
 from common.spec import Closing, Codecs
 from common.storage.spool import Spool
 from common.wire.codecs import Codec, codec_of
@@ -70,7 +73,6 @@ class Calls:
         self.peers = tuple(children)
         self.samples = dict(samples)
         self.moves = 0
-        self.moved_hook: Callable[[], None] = lambda: None
         self._account = Account()
         self.ledger = Ledger(self.peers, self._account)
         self.now = clock.now
@@ -97,6 +99,7 @@ class Calls:
         models: Mapping[str, Row | Arriving],
         epochs: Mapping[str, int],
         closing: Closing,
+        on_progress: Callable[[], None] = nothing,
     ) -> Round:
         """Call each child with a copy of its model, and return what they made. Raises RunFailed, RefusedModel."""
         children = list(models)
@@ -113,7 +116,7 @@ class Calls:
             row, nbytes = self._carry(self._down, await model.whole() if isinstance(model, Arriving) else model)
             self._sent[name] += nbytes
             task = Task(Key(1, iteration, round_), epochs[name], self._manifest, None)
-            answer = await self._children[name](task, self._here(row), self._moved)
+            answer = await self._children[name](task, self._here(row), partial(self._moved, on_progress))
             try:
                 result = answer.result(task, self._manifest)
                 check_report(result)
@@ -128,7 +131,7 @@ class Calls:
             self._enter(name, result)
             timeline.last_result = self.now()
             timeline.first_result = timeline.first_result or timeline.last_result
-        if judge(closing, Standing(len(results), len(refused), 0, 0), elapsed_s=0.0) is not Verdict.CLOSE:
+        if judge(closing, Standing(len(results), len(refused), 0, 0), overdue=False) is not Verdict.CLOSE:
             raise RunFailed("; ".join(f"{name}'s model was refused: {reason}" for name, reason in refused.items()))
         timeline.closed = self.now()
         reports = tuple(results.get(name) for name in children)
@@ -157,6 +160,6 @@ class Calls:
         self.ledger.enter(child, self._session, link=link, below=self._below(child))
         self.ledger.enter_reports(child, self._session, result.children)
 
-    def _moved(self, phase: Phase, done: int, total: int) -> None:
+    def _moved(self, on_progress: Callable[[], None], phase: Phase, done: int, total: int) -> None:
         self.moves += 1
-        self.moved_hook()
+        on_progress()

@@ -26,7 +26,7 @@ from common.learning.evaluation import Examiner
 from common.metrics import Metrics
 from common.protocol.messages import Phase, Task
 from common.runtime.arriving import Arriving
-from common.runtime.child_endpoint import Answer, Report, Work
+from common.runtime.work import Answer, Report, Work
 from common.spec import CLOUD, Experiment
 from common.storage.spool import Spool
 from deploy.calls import Calls, Clock

@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from common.data import check_alike, permit
 from common.errors import InvalidExperiment
-from common.layout import Row
+from common.layout import ModelLayout, Row
 from common.metrics import Metrics
 from common.net.link import BrokerAddress
-from common.protocol.identity import Identity, new_session
-from common.protocol.messages import NodeState, Phase, Task
+from common.protocol.identity import Identity
+from common.protocol.messages import Announcement, NodeState, Phase, Task
+from common.protocol.topics import DEFAULT_LAB, check_lab
 from common.runtime.arriving import Arriving
-from common.runtime.child_endpoint import Answer, ChildFace, Report
-from common.runtime.discovery import discover
+from common.runtime.child_endpoint import ChildEndpoint
+from common.runtime.discovery import Found, Moved, discover
 from common.runtime.exports import export_child
 from common.runtime.lifecycle import live
+from common.runtime.work import Answer, Report
+from common.runtime.world import REAL, World, new_session
 from common.spec import Experiment, parse
 from common.storage.spool import Spool
+from device.jobs import Prepared, TrainingPool
 from device.pace import keep
-from device.pool import Pool
 from device.work import answer_of, round_of
 
 FAREWELL_S = 3.0
 PHASES = ("train", "wait", "pause", "stack")
 WAITING_S = 1.0
+
+log = logging.getLogger("fedstrata.device")
 
 
 class DeviceAgent:
@@ -41,12 +47,14 @@ class DeviceAgent:
         *,
         institution: str,
         broker: BrokerAddress,
-        pool: Pool,
+        pool: TrainingPool,
         connect_timeout_s: float,
         metrics: Metrics,
         metrics_address: str = "",
+        lab: str = DEFAULT_LAB,
         spool: Path | None = None,
         allow_models: Sequence[str] = (),
+        world: World = REAL,
     ) -> None:
         self._name = name
         self._institution = institution
@@ -57,52 +65,100 @@ class DeviceAgent:
         self._metrics_address = metrics_address
         self._spool = spool
         self._allow_models = allow_models
+        self._lab = check_lab(lab)
+        self._world = world
         self._labels = ("device", institution, name)
 
     async def run(self) -> None:
-        """Take part in one run, to its end. Raises FedstrataError."""
-        run, announcement = await discover(self._broker, self._institution, connect_timeout_s=self._connect_timeout_s)
-        experiment = parse(announcement.experiment)
-        self._check_home(experiment)  # before anybody hears of this name
-        identity = Identity(run, self._name, "device", new_session(), self._metrics_address)
+        """Take part in one run, to its end; in another one where its institution went on to that.
+
+        Raises FedstrataError.
+        """
+        found = await discover(
+            self._broker,
+            self._name,
+            self._institution,
+            lab=self._lab,
+            connect_timeout_s=self._connect_timeout_s,
+            world=self._world,
+        )
+        while True:
+            try:
+                await self._take_part(found)
+            except Moved as moved:
+                log.warning("%s leaves run %s: %s", self._name, found.run, moved)
+                found = moved.found
+            else:
+                return
+
+    async def _take_part(self, found: Found) -> None:
+        run = found.run
+        experiment = parse(found.announcement.experiment)
+        self._check_home(experiment)  # before anybody knows this name
+        session = new_session(self._world)
+        identity = Identity(run, self._name, "device", session, self._metrics_address, lab=self._lab)
         spool = Spool.open(self._spool, run=run, node=self._name)
-        up = ChildFace(
+        up = ChildEndpoint(
             self._broker,
             identity,
             parent=self._institution,
+            parent_session=found.parent_session,
             transfer=experiment.transfer,
             link=experiment.link(self._name),
             shaped=experiment.links.enforce == "bucket",
             codecs=experiment.transfer.lan,
             spool=spool,
+            world=self._world,
         )
         export_child(self._metrics, up, self._labels)
         self._metrics.introduce(self._labels, {"run": run, "experiment": experiment.name}, phases=PHASES)
         await live(
-            (up.endpoint,),
-            self._train_all(up, experiment, announcement.partition),
+            (up,),
+            self._train_all(up, experiment, found.announcement),
             connect_timeout_s=self._connect_timeout_s,
             goodbye=lambda: up.farewell((), timeout_s=FAREWELL_S),
             last_look=self._metrics.last_look,
         )
         spool.close()
 
-    async def _train_all(self, up: ChildFace, experiment: Experiment, partition: str) -> None:
+    async def _train_all(self, up: ChildEndpoint, experiment: Experiment, announcement: Announcement) -> None:
         permit(experiment.model, self._allow_models)
-        prepared = await self._training.prepare(experiment)
-        check_alike(experiment.data, self._name, partition=prepared.partition, clouds=partition)
-        up.endpoint.set_state(NodeState.READY, samples=prepared.samples)
+        prepared = await self._prepare(up, experiment)
+        check_alike(experiment.data, self._name, partition=prepared.partition, clouds=announcement.partition)
+        theirs = ModelLayout.from_json(announcement.layout)
+        if prepared.layout.digest != theirs.digest:
+            raise InvalidExperiment(
+                "model.name",
+                experiment.model.name,
+                f"this host makes another model of it than the cloud ({prepared.layout.digest}, {theirs.digest})",
+                "Run one release of fedstrata, and of the model's package, everywhere.",
+            )
+        up.set_state(NodeState.READY, samples=prepared.samples)
         out, rounds = prepared.layout.empty(), experiment.institution.rounds
         machine = experiment.machine(self._name)
 
         async def work(task: Task, model: Arriving, report: Report) -> Answer:
-            row, since = await model.whole(), up.endpoint.now()
+            row, since = await model.whole(), up.now()
             answer = await self._train(task, row, out, rounds=rounds, report=report)
             answer = await keep(machine, answer, since=since, report=report)
             self._metrics.phase_seconds.labels(*self._labels, "pause").inc(answer.pause_s)
             return answer
 
         await up.serve(prepared.layout, work)
+
+    async def _prepare(self, up: ChildEndpoint, experiment: Experiment) -> Prepared:
+        """Prepare, and report meanwhile how far this process's preparations are."""
+
+        async def report() -> None:
+            while True:
+                up.preparing(self._training.moves)
+                await asyncio.sleep(WAITING_S)
+
+        reporting = asyncio.create_task(report(), name=f"{self._name} prepares")
+        try:
+            return await self._training.prepare(experiment)
+        finally:
+            reporting.cancel()
 
     def _check_home(self, experiment: Experiment) -> None:
         children = experiment.topology.children()

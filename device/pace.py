@@ -9,7 +9,7 @@ from typing import Final
 
 from common.hardware import Pace
 from common.protocol.messages import Phase
-from common.runtime.child_endpoint import Answer, Report
+from common.runtime.work import Answer, Report
 
 TELL_S: Final = 1.0
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from common.layout import Row
 from common.protocol.messages import Task
-from common.runtime.child_endpoint import Answer
+from common.runtime.work import Answer
 from device.jobs import LocalResult, Progress
 
 if TYPE_CHECKING:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,19 +11,23 @@ from common.errors import InvalidExperiment
 from common.layout import ModelLayout
 from common.metrics import Metrics
 from common.net.link import BrokerAddress
-from common.protocol.identity import Identity, new_session
-from common.protocol.messages import NodeState, Target
+from common.protocol.identity import Identity
+from common.protocol.messages import NodeState
 from common.protocol.timeline import PHASES
-from common.runtime.child_endpoint import ChildFace
-from common.runtime.discovery import discover
+from common.protocol.topics import DEFAULT_LAB, check_lab
+from common.runtime.child_endpoint import ChildEndpoint
+from common.runtime.discovery import Found, Moved, discover
 from common.runtime.exports import export_child, export_parent
 from common.runtime.lifecycle import live
-from common.runtime.parent_endpoint import ParentFace
+from common.runtime.parent_endpoint import ParentEndpoint
+from common.runtime.world import REAL, World, new_session
 from common.spec import CLOUD, Experiment, parse
 from common.storage.spool import Spool
 from institution.rounds import LocalRounds
 
 FAREWELL_S = 5.0
+
+log = logging.getLogger("fedstrata.institution")
 
 
 class InstitutionAgent:
@@ -36,7 +42,9 @@ class InstitutionAgent:
         connect_timeout_s: float,
         metrics: Metrics,
         metrics_address: str = "",
+        lab: str = DEFAULT_LAB,
         spool: Path | None = None,
+        world: World = REAL,
     ) -> None:
         self._name = name
         self._cloud_broker = cloud_broker
@@ -44,28 +52,39 @@ class InstitutionAgent:
         self._connect_timeout_s = connect_timeout_s
         self._metrics = metrics
         self._metrics_address = metrics_address
+        self._lab = check_lab(lab)
         self._spool = spool
+        self._world = world
 
     async def run(self) -> None:
-        """Take part in one run, to its end. Raises FedstrataError."""
-        run, announcement = await discover(self._cloud_broker, CLOUD, connect_timeout_s=self._connect_timeout_s)
+        """Take part in one run, to its end; in another one where the cloud went on to that. Raises FedstrataError."""
+        found = await discover(
+            self._cloud_broker,
+            self._name,
+            CLOUD,
+            lab=self._lab,
+            connect_timeout_s=self._connect_timeout_s,
+            world=self._world,
+        )
+        while True:
+            try:
+                await self._take_part(found)
+            except Moved as moved:
+                log.warning("%s leaves run %s: %s", self._name, found.run, moved)
+                found = moved.found
+            else:
+                return
+
+    async def _take_part(self, found: Found) -> None:
+        run, announcement = found.run, found.announcement
         experiment = parse(announcement.experiment)
         layout = ModelLayout.from_json(announcement.layout)
         devices = self._devices(experiment)
-        identity = Identity(run, self._name, "institution", new_session(), self._metrics_address)
+        session = new_session(self._world)
+        identity = Identity(run, self._name, "institution", session, self._metrics_address, lab=self._lab)
         spool = Spool.open(self._spool, run=run, node=self._name)
         shaped = experiment.links.enforce == "bucket"
-        up = ChildFace(
-            self._cloud_broker,
-            identity,
-            parent=CLOUD,
-            transfer=experiment.transfer,
-            link=experiment.link(self._name),
-            shaped=shaped,
-            codecs=experiment.transfer.wan,
-            spool=spool,
-        )
-        down = ParentFace(
+        down = ParentEndpoint(
             self._device_broker,
             identity,
             links={name: experiment.link(name) for name in devices},
@@ -73,43 +92,68 @@ class InstitutionAgent:
             shaped=shaped,
             codecs=experiment.transfer.lan,
             spool=spool,
+            world=self._world,
         )
-        up.below = lambda: replace(down.ledger.total(), wire=down.ledger.broker())
+        up = ChildEndpoint(
+            self._cloud_broker,
+            identity,
+            parent=CLOUD,
+            parent_session=found.parent_session,
+            transfer=experiment.transfer,
+            link=experiment.link(self._name),
+            shaped=shaped,
+            below=lambda: replace(down.ledger.total(), wire=down.ledger.broker()),
+            codecs=experiment.transfer.wan,
+            spool=spool,
+            world=self._world,
+        )
         down.set_layout(layout)
-        down.endpoint.announce(announcement)
+        down.announce(announcement)
         labels = ("institution", self._name, "")
         facts = {"run": run, "experiment": experiment.name, "algorithm": experiment.institution.aggregation.name}
         self._metrics.introduce(labels, facts, phases=PHASES)
         export_child(self._metrics, up, labels)
         export_parent(self._metrics, down, labels)
-
-        def tell(targets: tuple[Target, ...]) -> None:
-            for face in (up, down):  # where both have one broker, the last word of either is the node's
-                face.endpoint.set_targets(targets)
-
-        down.targets.tell = tell
         rounds = LocalRounds(self._name, experiment, layout=layout, spool=spool, down=down, metrics=self._metrics)
 
+        def waiting(text: str) -> None:
+            up.preparing(down.moves, waits_for=text)
+
         async def work() -> None:
-            await down.gather(experiment.institution.closing)
-            await down.measure(experiment.links)
-            for face in (up, down):
-                face.endpoint.set_state(NodeState.READY, samples=sum(down.samples.values()))
-            await up.serve(layout, rounds.work)
+            passing_on = asyncio.create_task(self._pass_targets_on(up, down), name="targets")
+            try:
+                await down.gather(experiment.institution.closing, waiting=waiting)
+                await down.measure(experiment.links)
+                for endpoint in (up, down):
+                    endpoint.set_state(NodeState.READY, samples=sum(down.samples.values()))
+                await up.serve(layout, rounds.work)
+            finally:
+                passing_on.cancel()
 
         async def goodbye() -> None:
             await down.farewells(timeout_s=FAREWELL_S)
             await up.farewell(rounds.reports(), timeout_s=FAREWELL_S)
 
-        ends = (up.endpoint, down.endpoint)
         await live(
-            ends,
+            (up, down),
             work(),
             connect_timeout_s=self._connect_timeout_s,
             goodbye=goodbye,
             last_look=self._metrics.last_look,
         )
         spool.close()
+
+    @staticmethod
+    async def _pass_targets_on(up: ChildEndpoint, down: ParentEndpoint) -> None:
+        """Publish the devices' /metrics addresses with this node's presence, on both brokers.
+
+        Where both are one broker, the last presence of either is the node's.
+        """
+        while True:
+            targets = await down.targets_changed()
+            for endpoint in (up, down):
+                endpoint.session.set_targets(targets)
+                endpoint.wake()
 
     def _devices(self, experiment: Experiment) -> list[str]:
         children = experiment.topology.children()

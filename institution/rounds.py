@@ -19,9 +19,9 @@ from common.metrics import Metrics
 from common.protocol.messages import ChildReport, Measured, Phase, Task
 from common.rules import remembers
 from common.runtime.arriving import Arriving
-from common.runtime.child_endpoint import Answer, Report
 from common.runtime.children import Children
 from common.runtime.round import Round
+from common.runtime.work import Answer, Report
 from common.spec import Experiment
 from common.storage.spool import Spool
 from institution.memory import Memory
@@ -77,32 +77,29 @@ class LocalRounds:
         train_s = wait_s = pause_s = 0.0
         path_steps = 0
         plans: list[dict[str, object]] = []
-        down.moved_hook = lambda: report(Phase.TRAINING, down.moves, 0)
-        try:
-            rule = await offload(partial(self._memory.before, task.key.iteration))
-            if rule.reads_start:
-                await model.whole()
-            await offload(partial(rule.begin, model.row))
-            for i in range(settings.rounds):
-                r = task.key.iteration * settings.rounds + i
-                drawn = draw(down.peers, settings.participation, seed=seed, node=self._name, r=r)
-                played = await down.round(
-                    iteration=task.key.iteration,
-                    round_=i,
-                    models=self._models(rule.dispatch(r, drawn), model),
-                    epochs=dict.fromkeys(down.peers, task.epochs),
-                    closing=settings.closing,
-                )
-                await model.whole()  # our devices may have been faster with it
-                outcome = await offload(partial(rule.aggregate, r, played.uploads))
-                train_s += max(result.train_s for result in played.results.values())
-                wait_s += max(result.wait_s for result in played.results.values())
-                pause_s += max(result.pause_s for result in played.results.values())
-                path_steps += max(result.path_steps for result in played.results.values())
-                plans.append(self._count(played, outcome, epochs=task.epochs))
-            await offload(partial(self._memory.after, task.key.iteration))
-        finally:
-            down.moved_hook = lambda: None
+        rule = await offload(partial(self._memory.before, task.key.iteration))
+        if rule.reads_start:
+            await model.whole()
+        await offload(partial(rule.begin, model.row))
+        for i in range(settings.rounds):
+            r = task.key.iteration * settings.rounds + i
+            drawn = draw(down.peers, settings.participation, seed=seed, node=self._name, r=r)
+            played = await down.round(
+                iteration=task.key.iteration,
+                round_=i,
+                models=self._models(rule.dispatch(r, drawn), model),
+                epochs=dict.fromkeys(down.peers, task.epochs),
+                closing=settings.closing,
+                on_progress=lambda: report(Phase.TRAINING, down.moves, 0),
+            )
+            await model.whole()  # our devices may have been faster with it
+            outcome = await offload(partial(rule.aggregate, r, played.uploads))
+            train_s += max(result.train_s for result in played.results.values())
+            wait_s += max(result.wait_s for result in played.results.values())
+            pause_s += max(result.pause_s for result in played.results.values())
+            path_steps += max(result.path_steps for result in played.results.values())
+            plans.append(self._count(played, outcome, epochs=task.epochs))
+        await offload(partial(self._memory.after, task.key.iteration))
         samples = sum(down.samples.values())  # n_m counts all devices, also those not drawn
         steps = sum(report.steps for report in self._did.values())
         return Answer(

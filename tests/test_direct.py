@@ -22,7 +22,7 @@ from common.errors import InvalidExperiment, RunFailed
 from common.layout import ModelLayout, Section
 from common.protocol.messages import Task
 from common.runtime.arriving import Arriving
-from common.runtime.child_endpoint import Answer, Report, Work
+from common.runtime.work import Answer, Report, Work
 from common.spec import Closing, Codecs, parse, to_toml
 from common.storage.spool import Spool
 from deploy.calls import Calls, Clock

@@ -41,7 +41,7 @@ from common.protocol.messages import Announcement, Message, NodeState, Phase, Pr
 from common.rules import FedAvg
 from common.runtime import discovery
 from common.runtime.lifecycle import live
-from common.runtime.parent_endpoint import ParentFace
+from common.runtime.parent_endpoint import ParentEndpoint
 from common.spec import Closing, Experiment, parse, to_toml
 from deploy import broker
 from deploy.broker import Broker
@@ -446,7 +446,7 @@ def test_a_resumed_run_evaluates_what_its_end_cut_off(tmp_path: Path) -> None:
 @asynccontextmanager
 async def announcing(
     address: BrokerAddress, name: str, experiment: Experiment, *, children: list[str]
-) -> AsyncIterator[ParentFace]:
+) -> AsyncIterator[ParentEndpoint]:
     """Keep a parent on the broker that announces an experiment."""
 
     async def nothing() -> None:
@@ -454,7 +454,7 @@ async def announcing(
 
     layout = ModelLayout.build([("weight", (100,), Section.PARAMETER)])
     identity = Identity(f"run-{secrets.token_hex(4)}", name, "institution", new_session())
-    face = ParentFace(
+    face = ParentEndpoint(
         address, identity, links={name: experiment.link(name) for name in children}, transfer=experiment.transfer
     )
     face.set_layout(layout)

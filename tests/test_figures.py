@@ -12,7 +12,7 @@ from common.net.link import BrokerAddress
 from common.protocol.identity import Identity, new_session
 from common.protocol.messages import NodeState
 from common.runtime.broker_statistics import DROPPED, HEAP, Figures
-from common.runtime.parent_endpoint import ParentFace
+from common.runtime.parent_endpoint import ParentEndpoint
 from common.spec import Transfer
 from deploy import broker
 
@@ -27,7 +27,7 @@ def test_mosquitto_tells_where_it_may(tmp_path: Path, open_: bool) -> None:
 
     async def play(address: BrokerAddress) -> None:
         identity = Identity("r1", "cloud", "cloud", new_session())
-        parent = ParentFace(address, identity, links={"i0": Link()}, transfer=Transfer())
+        parent = ParentEndpoint(address, identity, links={"i0": Link()}, transfer=Transfer())
         told = parent.figures.told
         async with asyncio.timeout(30):
             serving = asyncio.create_task(parent.endpoint.run(connect_timeout_s=9))

@@ -18,7 +18,7 @@ from common import hardware
 from common.errors import InvalidExperiment
 from common.hardware import Machine, Pace, shipped
 from common.protocol.messages import Phase
-from common.runtime.child_endpoint import Answer
+from common.runtime.work import Answer
 from common.spec import load, parse, to_toml
 from device import pace
 

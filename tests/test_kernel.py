@@ -31,10 +31,11 @@ from common.protocol.ledger import Ledger
 from common.protocol.messages import ChildReport, Gone, Measured, NodeState, Task, Traffic, Wire
 from common.protocol.participant import ParticipantState
 from common.runtime.arriving import Arriving
-from common.runtime.child_endpoint import Answer, ChildFace, Report
+from common.runtime.child_endpoint import ChildEndpoint
+from common.runtime.work import Answer, Report
 from common.runtime.endpoint import Endpoint
 from common.runtime.lifecycle import live
-from common.runtime.parent_endpoint import ParentFace
+from common.runtime.parent_endpoint import ParentEndpoint
 from common.spec import Closing, Experiment, Transfer
 from deploy import broker
 from deploy.broker import Broker
@@ -325,10 +326,10 @@ class Pair:
         self.relay = relay
         here = BrokerAddress(served.host, served.port)
         identity = Identity("run-1", PARENT, "institution", new_session())
-        self.parent = ParentFace(here, identity, links={CHILD: Link()}, transfer=TRANSFER)
+        self.parent = ParentEndpoint(here, identity, links={CHILD: Link()}, transfer=TRANSFER)
         self.parent.set_layout(LAYOUT)
         self.parent.endpoint.set_state(NodeState.READY)
-        self.child = ChildFace(
+        self.child = ChildEndpoint(
             child_at, Identity("run-1", CHILD, "device", new_session()), parent=PARENT, transfer=TRANSFER, link=Link()
         )
         self.child.endpoint.set_state(NodeState.READY, samples=1)
@@ -483,7 +484,7 @@ def test_refused_logins_are_counted_too() -> None:
         server = await asyncio.start_server(refuse, "127.0.0.1", 0)
         identity = Identity("run-1", CHILD, "device", new_session())
         address = BrokerAddress(*server.sockets[0].getsockname())
-        child = ChildFace(address, identity, parent=PARENT, transfer=TRANSFER, link=Link())
+        child = ChildEndpoint(address, identity, parent=PARENT, transfer=TRANSFER, link=Link())
         running = asyncio.create_task(child.endpoint.run(connect_timeout_s=PATIENCE_S))
         await until(lambda: child.endpoint.link.reconnects > 2 and len(asked) == 2)
         running.cancel()

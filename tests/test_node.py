@@ -40,7 +40,7 @@ from common.protocol.messages import (
     Phase,
     Presence,
     Progress,
-    Receipt,
+    Acknowledgement,
     Result,
     Task,
     Traffic,
@@ -48,10 +48,11 @@ from common.protocol.messages import (
 )
 from common.protocol.sender import Publication
 from common.runtime.arriving import Arriving
-from common.runtime.child_endpoint import Answer, ChildFace, Report
+from common.runtime.child_endpoint import ChildEndpoint
+from common.runtime.work import Answer, Report
 from common.runtime.endpoint import Endpoint
 from common.runtime.lifecycle import live
-from common.runtime.parent_endpoint import ParentFace
+from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.round import Round
 from common.spec import PLAIN, Closing, Codecs, Transfer
 from common.storage.spool import Spool
@@ -134,9 +135,9 @@ def parent_of(
     codecs: Codecs = PLAIN,
     spool: Spool | None = None,
     observed: list[Facts] | None = None,
-) -> ParentFace:
+) -> ParentEndpoint:
     seen = [] if observed is None else observed
-    face = ParentFace(
+    face = ParentEndpoint(
         address,
         Identity(run, name, "institution", new_session()),
         links=links or dict.fromkeys(children, link or Link()),
@@ -161,9 +162,9 @@ def child_of(
     shaped: bool = True,
     codecs: Codecs = PLAIN,
     spool: Spool | None = None,
-) -> ChildFace:
+) -> ChildEndpoint:
     identity = Identity(RUN, name, "device", new_session())
-    face = ChildFace(
+    face = ChildEndpoint(
         address,
         identity,
         parent=parent,
@@ -188,7 +189,7 @@ def living(endpoints: list[Endpoint], work: Coroutine[Any, Any, Any] | None = No
 
 
 def serving(
-    face: ChildFace, layout: ModelLayout, place: int, before: Callable[[], Awaitable[object]] = nothing
+    face: ChildEndpoint, layout: ModelLayout, place: int, before: Callable[[], Awaitable[object]] = nothing
 ) -> asyncio.Task[Any]:
     """Let a child serve: it waits for `before`, then adds 1 + place to each number."""
     out = layout.empty()
@@ -218,7 +219,7 @@ async def together(*tasks: asyncio.Task[Any]) -> AsyncIterator[None]:
 
 
 def play(
-    face: ParentFace, row: Row, *, iteration: int = 0, closing: Closing | None = None
+    face: ParentEndpoint, row: Row, *, iteration: int = 0, closing: Closing | None = None
 ) -> Coroutine[Any, Any, Round]:
     return face.round(
         iteration=iteration,
@@ -272,7 +273,7 @@ def strangers(layout: ModelLayout) -> list[Message]:
     result = Result(key, huge, None, MANY, float("nan"), 1, 1, 1, 0.0, 0.0, 0.0, (), "[")
     progress = Progress(key, Phase.TRAINING, MANY, MANY, EVERYTHING, EVERYTHING)
     return [
-        Task(key, MANY, huge, b"x"), result, progress, Receipt(key, "no"), Gone("f" * 16),
+        Task(key, MANY, huge, b"x"), result, progress, Acknowledgement(key, "no"), Gone("f" * 16),
         Farewell(Traffic(), Traffic()), Presence(NodeState.LOST, "device"),
     ]  # fmt: skip
 
@@ -336,7 +337,7 @@ class Intruder:
         for message in strangers(self._layout):
             yield topics.inbox(RUN, node, "intruder"), serialization.encode(message, "intruder"), False
             # What a child says is none of a child's business, and the other way round.
-            wrong = (Task, Receipt, Presence) if node == PARENT else (Result, Progress, Farewell, Presence)
+            wrong = (Task, Acknowledgement, Presence) if node == PARENT else (Result, Progress, Farewell, Presence)
             if isinstance(message, wrong):
                 for sender in self._names:
                     yield topics.inbox(RUN, node, sender), serialization.encode(message, "intruder"), False
@@ -420,14 +421,14 @@ def lies(layout: ModelLayout) -> dict[str, tuple[Change, str]]:
     }
 
 
-def lying(face: ChildFace, layout: ModelLayout, change: Change) -> asyncio.Task[Any]:
+def lying(face: ChildEndpoint, layout: ModelLayout, change: Change) -> asyncio.Task[Any]:
     """Let a child serve as the others do, and change its result."""
     honest = face.participant.finish
     face.participant.finish = lambda result, *, now: honest(change(result), now=now)  # type: ignore[method-assign]
     return serving(face, layout, 0)
 
 
-def spoilt(face: ChildFace, layout: ModelLayout, value: float) -> asyncio.Task[Any]:
+def spoilt(face: ChildEndpoint, layout: ModelLayout, value: float) -> asyncio.Task[Any]:
     """Let a child serve a model with one entry that is no number."""
     out = layout.empty()
 
@@ -547,9 +548,9 @@ class Middle:
     ) -> None:
         self.identity = Identity(RUN, PARENT, "institution", new_session())
         self.layout = layout
-        self.up = ChildFace(address, self.identity, parent="cloud", transfer=Transfer(), link=Link(), codecs=codecs)
+        self.up = ChildEndpoint(address, self.identity, parent="cloud", transfer=Transfer(), link=Link(), codecs=codecs)
         links = dict.fromkeys(children, Link())
-        self.down = ParentFace(address, self.identity, links=links, transfer=Transfer(), codecs=codecs)
+        self.down = ParentEndpoint(address, self.identity, links=links, transfer=Transfer(), codecs=codecs)
         self.down.set_layout(layout)
         for face in (self.up, self.down):
             face.endpoint.set_state(NodeState.READY)
@@ -577,7 +578,7 @@ def test_a_parent_that_crashed_in_mid_upload_goes_on_with_what_its_files_hold(
         layout, fine, link = layout_of(2_000_000), Transfer(chunk_bytes=32_768), Link(up_mbit=32.0)
         row, trained = drawn(layout, 1), []
 
-        def parent() -> ParentFace:
+        def parent() -> ParentEndpoint:
             files = Spool.open(tmp_path, run=RUN, node=PARENT)
             return parent_of(address, ["device-0"], layout=layout, transfer=fine, link=link, spool=files)
 
@@ -605,11 +606,11 @@ def test_a_child_that_crashed_in_mid_fetch_goes_on_with_what_its_file_holds(
     async def run() -> None:
         layout, fine, link = layout_of(2_000_000), Transfer(chunk_bytes=32_768), Link(down_mbit=32.0)
 
-        def child() -> ChildFace:
+        def child() -> ChildEndpoint:
             files = Spool.open(tmp_path, run=RUN, node="device-0")
             return child_of(address, "device-0", transfer=fine, link=link, spool=files)
 
-        def got(face: ChildFace) -> int:
+        def got(face: ChildEndpoint) -> int:
             return face.endpoint.account.traffic(PARENT).received_model_payload
 
         parent, first = parent_of(address, ["device-0"], layout=layout, transfer=fine, link=link), child()
@@ -651,7 +652,7 @@ def test_devices_get_chunks_before_their_institution_has_the_model(address: Brok
         devices = [child_of(address, f"device-{i}") for i in range(2)]
         publish, sent = cloud.endpoint.outgoing.next_publication, 0
 
-        def got_some(device: ChildFace) -> bool:
+        def got_some(device: ChildEndpoint) -> bool:
             return device.endpoint.account.traffic(PARENT).received_model_payload > 0
 
         def held_back(now: float, ready: Callable[[Iterable[str]], bool]) -> Publication | None:
@@ -777,8 +778,8 @@ def test_who_lost_a_name_leaves_no_last_word_that_ends_the_other(address: Broker
         first = child_of(address, PARENT, parent="cloud")
         async with together(serving(first, layout, 0), asyncio.create_task(_hear(site, PARENT, said))):
             identity = Identity(RUN, PARENT, "institution", new_session())
-            up = ChildFace(address, identity, parent="cloud", transfer=Transfer(), link=Link())
-            down = ParentFace(site, identity, links={"device-0": Link()}, transfer=Transfer())
+            up = ChildEndpoint(address, identity, parent="cloud", transfer=Transfer(), link=Link())
+            down = ParentEndpoint(site, identity, links={"device-0": Link()}, transfer=Transfer())
             starting = living([down.endpoint])
             await until(lambda: said)
             starting.cancel()
@@ -1476,7 +1477,7 @@ def test_a_parent_that_begins_a_new_life_finds_its_child_with_what_it_had(addres
         watched = Watched(child.endpoint)
         row = drawn(layout, 1)
 
-        def parent() -> ParentFace:
+        def parent() -> ParentEndpoint:
             return parent_of(address, ["device-0"], layout=layout, transfer=transfer, link=link)
 
         async with together(serving(child, layout, 0)):
@@ -1512,7 +1513,7 @@ def test_a_parent_that_comes_back_is_told_at_once_what_is_offered(address: Broke
         parent = parent_of(address, ["device-0"], layout=layout)
         child = child_of(address, "device-0")
         receipt = parent.endpoint.send
-        parent.endpoint.send = lambda peer, said: None if isinstance(said, Receipt) else receipt(peer, said)  # type: ignore[method-assign]
+        parent.endpoint.send = lambda peer, said: None if isinstance(said, Acknowledgement) else receipt(peer, said)  # type: ignore[method-assign]
         async with together(living([parent.endpoint]), serving(child, layout, 0)):
             await play(parent, drawn(layout, 1))
             now = child.endpoint.now()

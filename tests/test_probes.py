@@ -18,9 +18,9 @@ from common.runtime import calibration as probing
 from common.protocol.identity import Identity, new_session
 from common.protocol.messages import Measured, NodeState, Probe, Probed
 from common.runtime.calibration import TOGETHER_BYTES_S, TOGETHER_MOST, Probes, measure_all
-from common.runtime.child_endpoint import ChildFace
+from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.lifecycle import live
-from common.runtime.parent_endpoint import ParentFace
+from common.runtime.parent_endpoint import ParentEndpoint
 from common.spec import Closing, Transfer
 from deploy import broker
 from deploy.broker import Broker
@@ -47,21 +47,21 @@ def scenario(coroutine: Coroutine[Any, Any, None]) -> None:
     asyncio.run(bounded())
 
 
-def parent_of(served: Broker, links: dict[str, Link]) -> ParentFace:
+def parent_of(served: Broker, links: dict[str, Link]) -> ParentEndpoint:
     address = BrokerAddress(served.host, served.port)
-    face = ParentFace(address, Identity("run", PARENT, "institution", new_session()), links=links, transfer=Transfer())
+    face = ParentEndpoint(address, Identity("run", PARENT, "institution", new_session()), links=links, transfer=Transfer())
     face.endpoint.set_state(NodeState.READY)
     return face
 
 
-def child_of(served: Broker, name: str, link: Link) -> ChildFace:
+def child_of(served: Broker, name: str, link: Link) -> ChildEndpoint:
     address, identity = BrokerAddress(served.host, served.port), Identity("run", name, "device", new_session())
-    face = ChildFace(address, identity, parent=PARENT, transfer=Transfer(), link=link)
+    face = ChildEndpoint(address, identity, parent=PARENT, transfer=Transfer(), link=link)
     face.endpoint.set_state(NodeState.READY, samples=1)
     return face
 
 
-def living(face: ParentFace | ChildFace) -> asyncio.Task[Any]:
+def living(face: ParentEndpoint | ChildEndpoint) -> asyncio.Task[Any]:
     forever = asyncio.Event().wait()
     return asyncio.create_task(live([face.endpoint], forever, connect_timeout_s=PATIENCE_S, goodbye=nothing))
 

@@ -22,7 +22,7 @@ from common.protocol.messages import (
     Phase,
     Presence,
     Progress,
-    Receipt,
+    Acknowledgement,
     Result,
     Task,
     Traffic,
@@ -303,7 +303,7 @@ class Lab:
 
         self.after(0.5, done)
 
-    def _hear(self, name: str, session: str, message: Task | Receipt) -> None:
+    def _hear(self, name: str, session: str, message: Task | Acknowledgement) -> None:
         child = self.children[name]
         if session != self.parent_session and self.now > self._parent_since + 0.3:
             return  # a broker keeps the order of two processes: the successor has spoken by now
@@ -512,8 +512,8 @@ class Desk:
     def tasks(self, now: float) -> list[tuple[str, Task]]:
         return [(name, message) for name, message in self.coordinator.to_send(now) if isinstance(message, Task)]
 
-    def receipts(self, now: float) -> list[tuple[str, Receipt]]:
-        return [(name, message) for name, message in self.coordinator.to_send(now) if isinstance(message, Receipt)]
+    def receipts(self, now: float) -> list[tuple[str, Acknowledgement]]:
+        return [(name, message) for name, message in self.coordinator.to_send(now) if isinstance(message, Acknowledgement)]
 
 
 def test_a_small_model_travels_with_the_first_wish_only() -> None:
@@ -568,9 +568,9 @@ def test_a_refused_result_leaves_the_round_to_the_others() -> None:
         desk.say(name, result_of(desk.key), 1.0)
     assert [event.child for event in desk.events() if isinstance(event, Offered)] == desk.names
     desk.coordinator.refuse("device-1", desk.key, reason="holds NaN", now=2.0)
-    assert ("device-1", Receipt(desk.key, "holds NaN")) in desk.receipts(2.0)
+    assert ("device-1", Acknowledgement(desk.key, "holds NaN")) in desk.receipts(2.0)
     desk.say("device-1", result_of(desk.key), 3.0)  # its receipt was lost
-    assert desk.receipts(3.0) == [("device-1", Receipt(desk.key, "holds NaN"))]
+    assert desk.receipts(3.0) == [("device-1", Acknowledgement(desk.key, "holds NaN"))]
     desk.coordinator.accept("device-1", desk.key, now=3.0)  # too late to change its mind
     desk.coordinator.accept("device-0", desk.key, now=3.0)
     assert desk.events() == []
@@ -616,11 +616,11 @@ def test_a_late_result_has_a_receipt_and_is_counted_once() -> None:
     late = result_of(desk.key)
     for now in (6.0, 7.0):  # its repeat, too
         desk.say("device-2", late, now)
-        assert desk.receipts(now) == [("device-2", Receipt(desk.key, "the round has closed"))]
+        assert desk.receipts(now) == [("device-2", Acknowledgement(desk.key, "the round has closed"))]
     desk.open(round_=1, now=8.0)
     desk.coordinator.to_send(8.0)
     desk.say("device-2", late, 9.0)
-    assert ("device-2", Receipt(desk.key, "the round has closed")) in desk.coordinator.to_send(9.0)
+    assert ("device-2", Acknowledgement(desk.key, "the round has closed")) in desk.coordinator.to_send(9.0)
     assert desk.coordinator.late == 1
 
 
@@ -630,11 +630,11 @@ def test_a_result_that_was_taken_is_never_called_late() -> None:
     desk.answer("device-0", 1.0)
     desk.coordinator.to_send(1.0)
     desk.say("device-0", result_of(desk.key), 2.0)
-    assert desk.receipts(2.0) == [("device-0", Receipt(desk.key, ""))]
+    assert desk.receipts(2.0) == [("device-0", Acknowledgement(desk.key, ""))]
     desk.open(round_=1, now=3.0)
     desk.coordinator.to_send(3.0)
     desk.say("device-0", result_of(desk.key), 3.5)
-    assert ("device-0", Receipt(desk.key, "")) in desk.coordinator.to_send(3.5)
+    assert ("device-0", Acknowledgement(desk.key, "")) in desk.coordinator.to_send(3.5)
     assert desk.coordinator.late == 0
 
 
@@ -835,7 +835,7 @@ def test_words_about_another_round_or_from_strangers_change_nothing() -> None:
         desk.coordinator.accept("device-0", key, now=1.0)
         desk.coordinator.refuse("device-0", key, reason="no", now=1.0)
     assert desk.events() == []
-    assert desk.receipts(1.0) == [("device-0", Receipt(Key(0, 2, 0), "the round has closed"))]
+    assert desk.receipts(1.0) == [("device-0", Acknowledgement(Key(0, 2, 0), "the round has closed"))]
 
 
 def test_a_deadline_that_passed_is_no_reason_to_wake() -> None:
@@ -1031,7 +1031,7 @@ class Pupil:
     def __init__(self) -> None:
         self.participant = Participant()
 
-    def hear(self, message: Task | Receipt, now: float = 0.0, *, session: str = "p") -> list[object]:
+    def hear(self, message: Task | Acknowledgement, now: float = 0.0, *, session: str = "p") -> list[object]:
         self.participant.receive(session, message, now=now)
         return list(iter(self.participant.next_event, None))
 
@@ -1063,9 +1063,9 @@ def test_an_answer_is_offered_until_its_receipt() -> None:
         assert pupil.say(due) == [offer_of(OLD)]
         times.append(due)
     assert times == [0.0, 1.0, 3.0, 7.0, 12.0, 17.0, 22.0, 27.0]
-    assert pupil.hear(Receipt(Key(0, 0, 1), "")) == []
-    assert pupil.hear(Receipt(OLD, "holds NaN")) == [Answered(OLD, "holds NaN")]
-    assert pupil.hear(Receipt(OLD, "holds NaN")) == [] and pupil.participant.next_deadline() is None
+    assert pupil.hear(Acknowledgement(Key(0, 0, 1), "")) == []
+    assert pupil.hear(Acknowledgement(OLD, "holds NaN")) == [Answered(OLD, "holds NaN")]
+    assert pupil.hear(Acknowledgement(OLD, "holds NaN")) == [] and pupil.participant.next_deadline() is None
     assert pupil.say(100.0) == []
 
 
@@ -1080,12 +1080,12 @@ def test_a_small_answer_travels_with_the_first_offer_only() -> None:
 def test_a_wish_that_was_answered_has_the_same_answer() -> None:
     pupil = Pupil()
     pupil.work(OLD)
-    pupil.hear(Receipt(OLD, ""))
+    pupil.hear(Acknowledgement(OLD, ""))
     again = replace(task_of(OLD), key=Key(1, 0, 0))
     for session, wish in (("p", task_of(OLD)), ("p", again), ("new parent", task_of(OLD))):
         assert pupil.hear(wish, 5.0, session=session) == []
         assert pupil.say(5.0) == [offer_of(wish.key)]
-        pupil.hear(Receipt(wish.key, ""), session=session)
+        pupil.hear(Acknowledgement(wish.key, ""), session=session)
 
 
 @pytest.mark.parametrize("change", [{"epochs": 2}, {"model": 2}])
@@ -1107,7 +1107,7 @@ def test_a_wish_of_an_earlier_round_is_ignored() -> None:
 
 
 def test_a_parent_that_restarted_may_go_back() -> None:
-    for first in (None, Receipt(Key(0, 5, 0), "the round has closed")):  # whatever its first word is
+    for first in (None, Acknowledgement(Key(0, 5, 0), "the round has closed")):  # whatever its first word is
         pupil = Pupil()
         pupil.work(Key(0, 5, 0))
         if first is not None:
@@ -1115,7 +1115,7 @@ def test_a_parent_that_restarted_may_go_back() -> None:
         task = task_of(Key(0, 4, 0), model=4)
         assert pupil.hear(task, session="new") == [Begin(task)]
         assert pupil.hear(task_of(Key(0, 5, 0))) == []  # the old parent's last words
-        assert pupil.hear(Receipt(Key(0, 4, 0), "")) == []
+        assert pupil.hear(Acknowledgement(Key(0, 4, 0), "")) == []
 
 
 def test_the_answer_to_a_superseded_wish_is_dropped() -> None:

@@ -26,9 +26,10 @@ from common.protocol.identity import Identity, new_session
 from common.protocol.messages import NodeState, Task
 from common.protocol.sender import Publication
 from common.runtime.arriving import Arriving
-from common.runtime.child_endpoint import Answer, ChildFace, Report
+from common.runtime.child_endpoint import ChildEndpoint
+from common.runtime.work import Answer, Report
 from common.runtime.lifecycle import live
-from common.runtime.parent_endpoint import ParentFace, Round
+from common.runtime.parent_endpoint import ParentEndpoint, Round
 from common.spec import Closing, Transfer
 from deploy import broker
 from deploy.broker import Broker
@@ -81,7 +82,7 @@ class Sender:
     """
 
     def __init__(self, served: Broker, names: Sequence[str], layout: ModelLayout, *, transfer: Transfer = FINE) -> None:
-        self.face = ParentFace(
+        self.face = ParentEndpoint(
             BrokerAddress(served.host, served.port),
             Identity(RUN, PARENT, "institution", new_session()),
             links=dict.fromkeys(names, Link()),
@@ -140,13 +141,13 @@ async def receiver(
     *,
     got: Callable[[], object] = lambda: None,
     per_chunk: Callable[[], object] = lambda: None,
-    made: Callable[[ChildFace], object] = lambda face: None,
+    made: Callable[[ChildEndpoint], object] = lambda face: None,
     transfer: Transfer = FINE,
 ) -> None:
     """Serve until the run is over: return each model as it is, having called `got`, and `per_chunk` for each chunk."""
     identity = Identity(RUN, name, "device", new_session())
     address = BrokerAddress(served.host, served.port)
-    face = ChildFace(address, identity, parent=PARENT, transfer=transfer, link=Link())
+    face = ChildEndpoint(address, identity, parent=PARENT, transfer=transfer, link=Link())
     out = layout.empty()
     receive = face.endpoint.incoming.receive_chunk
 
@@ -327,7 +328,7 @@ def test_a_thousand_hostile_chunks_by_a_broker_spoil_nothing(forge: Callable[...
     async def run(served: Broker) -> None:
         sender = Sender(served, ["device-0"], layout)
         expected: Counter[str] = Counter()
-        faces: list[ChildFace] = []
+        faces: list[ChildEndpoint] = []
 
         def all_came() -> bool:
             incoming = faces[0].endpoint.incoming

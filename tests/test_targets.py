@@ -16,8 +16,8 @@ from common.metrics import Metrics
 from common.net.link import BrokerAddress
 from common.protocol.identity import Identity, new_session
 from common.protocol.messages import NodeState, Presence, Target
-from common.runtime.child_endpoint import ChildFace
-from common.runtime.parent_endpoint import ParentFace
+from common.runtime.child_endpoint import ChildEndpoint
+from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.targets import TELL_S, Targets, discovery, reachable
 from common.spec import Transfer
 from deploy.broker import Broker, start
@@ -135,17 +135,17 @@ def test_devices_on_a_broker_of_their_own_are_found_lost_and_found_again(tmp_pat
         def identity(name: str, role: str) -> Identity:
             return Identity("r1", name, role, new_session(), f"{name}.lab:1")
 
-        def device() -> ChildFace:
-            return ChildFace(at[lan.port], identity("d0", "device"), parent="i0", transfer=Transfer(), link=Link())
+        def device() -> ChildEndpoint:
+            return ChildEndpoint(at[lan.port], identity("d0", "device"), parent="i0", transfer=Transfer(), link=Link())
 
         async def until(*wanted: str) -> None:
             while set(found(cloud.targets)) != {"10.0.0.1:9464", *wanted}:  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(0.01)
 
-        cloud = ParentFace(at[wan.port], identity("cloud", "cloud"), links={"i0": Link()}, transfer=Transfer())
+        cloud = ParentEndpoint(at[wan.port], identity("cloud", "cloud"), links={"i0": Link()}, transfer=Transfer())
         middle = identity("i0", "institution")
-        up = ChildFace(at[wan.port], middle, parent="cloud", transfer=Transfer(), link=Link())
-        down = ParentFace(at[lan.port], middle, links={"d0": Link()}, transfer=Transfer())
+        up = ChildEndpoint(at[wan.port], middle, parent="cloud", transfer=Transfer(), link=Link())
+        down = ParentEndpoint(at[lan.port], middle, links={"d0": Link()}, transfer=Transfer())
         down.targets.tell = up.endpoint.set_targets
         first, second = device(), device()
         async with asyncio.timeout(30):

@@ -41,7 +41,7 @@ from common.protocol.messages import (
     Probe,
     Probed,
     Progress,
-    Receipt,
+    Acknowledgement,
     Reports,
     Result,
     Task,
@@ -185,7 +185,7 @@ def test_a_child_goes_through_its_round() -> None:
     assert device.done == 0.75
     watched.say(home, "device-0", Ask(ANSWER.blob, b"", 0, 0, 8, False))
     assert device.done == 1.0
-    watched.say(home, "device-0", Receipt(key, ""))
+    watched.say(home, "device-0", Acknowledgement(key, ""))
     assert device.step is Step.DONE
     names = [name for name, _ in watched.events()]
     assert names == ["round", "result"]
@@ -219,7 +219,7 @@ def test_a_refused_answer_is_told_with_its_reason() -> None:
     watched.say("institution-0", "device-0", task(key))
     watched.say("device-0", "institution-0", result(key, loss=float("nan")))
     for _ in range(2):  # receipts may come twice
-        watched.say("institution-0", "device-0", Receipt(key, "its training loss is nan"))
+        watched.say("institution-0", "device-0", Acknowledgement(key, "its training loss is nan"))
     assert watched["device-0"].step is Step.REFUSED
     *_, (first, facts), (second, why) = watched.events()
     assert (first, facts["loss"], second, why["reason"]) == ("result", None, "refused", "its training loss is nan")
@@ -458,7 +458,7 @@ MESSAGES = st.one_of(
               TRAFFICS),
     st.builds(Result, KEYS, MODELS, st.none(), st.just(MANY), LOSSES, *[st.just(1)] * 3, *[LOSSES] * 3, REPORTS,
               st.just("["), TRAFFICS, TRAFFICS),
-    st.builds(Receipt, KEYS, st.sampled_from(["", "no"])),
+    st.builds(Acknowledgement, KEYS, st.sampled_from(["", "no"])),
     st.builds(Ask, st.sampled_from([MODEL.blob, ANSWER.blob, "0" * 16]), st.binary(max_size=9), st.just(0), st.just(0),
               st.just(MANY), st.booleans()),
     st.builds(Probe, MODELS),
@@ -505,7 +505,7 @@ def test_strangers_and_rubbish_are_counted() -> None:
     watched.say("stranger", "cloud", progress(key, Phase.TRAINING, 1, 2))
     watched.state("stranger", NodeState.READY)
     watched.lab.receive(0, topics.state(RUN, "cloud"), b"\xff", 0.0)
-    watched.lab.receive(0, topics.state(RUN, "cloud"), serialization.encode(Receipt(key, ""), "s"), 0.0)
+    watched.lab.receive(0, topics.state(RUN, "cloud"), serialization.encode(Acknowledgement(key, ""), "s"), 0.0)
     watched.lab.receive(0, "nonsense", b"", 0.0)
     assert watched.lab.ignored == 6
     watched.lab.receive(0, topics.state("other", "cloud"), b"\xff", 0.0)  # no affair of ours

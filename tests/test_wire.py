@@ -190,7 +190,7 @@ def test_a_wrong_number_of_fields_is_refused(message: messages.Message, change: 
 def test_deep_nesting_is_a_wire_error(depth: int) -> None:
     nested = b"\x91" * depth + b"\xc0"
     assert survives(nested) is None
-    for place in range(5):  # version, session, kind, and the two fields of a Receipt
+    for place in range(5):  # version, session, kind, and the two fields of a Acknowledgement
         parts = [b"\x01", b"\xa1s", b"\x05", b"\x93\x00\x00\x00", b"\xa0"]
         parts[place] = nested
         assert survives(b"\x95" + b"".join(parts)) is None
@@ -213,7 +213,7 @@ def test_an_unknown_kind_is_refused(kind: Any) -> None:
 
 
 def test_an_error_names_the_field() -> None:
-    assert refusal(msgpack.packb([1, SESSION, 5, [0, 0, -1], ""])).startswith("Receipt.key: Key.round: -1 is no count")
+    assert refusal(msgpack.packb([1, SESSION, 5, [0, 0, -1], ""])).startswith("Acknowledgement.key: Key.round: -1 is no count")
     assert refusal(msgpack.packb([1, SESSION, 0, "dozing", "device", "", 0, "", "", "", False, []])) == (
         "Presence.state: 'dozing' is no NodeState"
     )
@@ -231,7 +231,7 @@ def test_an_error_is_short_whatever_it_quotes() -> None:
 
 def test_numbers_at_the_caps_pass_and_above_are_refused() -> None:
     key = Key(serialization.MAX_INT, 0, serialization.MAX_INT)
-    assert survives(serialization.encode(messages.Receipt(key, ""), SESSION)) == messages.Receipt(key, "")
+    assert survives(serialization.encode(messages.Acknowledgement(key, ""), SESSION)) == messages.Acknowledgement(key, "")
     assert survives(msgpack.packb([1, SESSION, 5, [serialization.MAX_INT + 1, 0, 0], ""])) is None
 
 

@@ -1,118 +1,47 @@
-"""The parent's side of a round: says its wish until it is answered, and closes by progress, not by time-outs.
+"""The parent's side of a round: resends each task until it is answered, and closes by progress, not by time-outs.
 
-    a child in an open round:
-
-        ASSIGNED --word of this round--> WORKING --Result--> OFFERED --accept--> ACCEPTED
-           ^                                |                   |----refuse--> REFUSED
-           +-------- a new session ---------+-------------------+
-
-The wish (`Task`) is repeated while a child is ASSIGNED and present, and whenever a child falls silent, so a
-lost message costs a repeat and nothing else. A child is given up only after `idle_s` without progress.
+The `Task` is repeated while a child is ASSIGNED and present, and whenever a child falls silent, so a lost message costs
+a repeat and nothing else. A child is given up only after `idle_s` without progress, while it prepares too. The states
+of a child, and what changes them, are in `common.protocol.round_state`; who speaks for a child is decided by its
+presence alone (`common.protocol.presence`), not here.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from enum import Enum
 from math import inf
-from typing import Final, TypeAlias
+from typing import Final
 
 from common.protocol.closing import Standing, Verdict, judge
-from common.protocol.messages import Key, Manifest, NodeState, Phase, Presence, Progress, Receipt, Result, Task
+from common.protocol.messages import Acknowledgement, Key, NodeState, Phase, Presence, Progress, Result, Task
+from common.protocol.round_state import (
+    LIVING,
+    REPEAT_S,
+    UNFINISHED,
+    Assignment,
+    ChildCause,
+    ChildInRound,
+    ChildState,
+    Closed,
+    CoordinatorEvent,
+    Offered,
+    Restarted,
+    Stalled,
+)
 from common.protocol.timeline import Timeline
 from common.spec import Closing
 
-REPEAT_S: Final = 1.0
 REPEAT_MOST_S: Final = 5.0
+CHUNKS_CARRIED: Final = 2
 CARRIED_BYTES: Final = 16_384  # of a chunk on its way; acknowledgements and pings need an hour for as much
-
-
-class ChildState(Enum):
-    """Where a child stands in the open round."""
-
-    ASSIGNED = "assigned"
-    WORKING = "working"
-    OFFERED = "offered"
-    ACCEPTED = "accepted"
-    REFUSED = "refused"
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """What one child is to train; `inline` carries a small model with the wish."""
-
-    model: Manifest
-    epochs: int
-    inline: bytes | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Offered:
-    """A child announces its result: fetch and check it, then `accept` or `refuse`."""
-
-    child: str
-    result: Result
-
-
-@dataclass(frozen=True, slots=True)
-class Restarted:
-    """A child came back as a new process: whatever was under way with the old one is void."""
-
-    child: str
-
-
-@dataclass(frozen=True, slots=True)
-class Closed:
-    """The round is over. `missing` did not answer, `refused` answered with what cannot be used."""
-
-    key: Key
-    results: Mapping[str, Result]
-    missing: tuple[str, ...]
-    refused: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Stalled:
-    """The round can never close; `reason` says who did what, `idle` whether somebody just fell silent."""
-
-    reason: str
-    idle: bool
-
-
-CoordinatorEvent: TypeAlias = Offered | Restarted | Closed | Stalled
-
-
-@dataclass(slots=True)
-class _Child:
-    session: str = ""
-    retired: set[str] = field(default_factory=set)
-    presence: NodeState | None = None
-    assignment: Assignment | None = None
-    state: ChildState = ChildState.ACCEPTED
-    result: Result | None = None
-    refusal: str = ""
-    reason: str = ""
-    moved: float = 0.0
-    repeat_at: float = 0.0
-    repeat_s: float = REPEAT_S
-    told: bool = False
-    mark: tuple[Phase, int] | None = None
-    carried: int = 0
-    answered: tuple[Key, str] | None = None
-    has_model: bool = False
-
-    @property
-    def present(self) -> bool:
-        return self.presence in (NodeState.INIT, NodeState.READY)
 
 
 class Coordinator:
     """One parent's rounds over its children, one round open at a time."""
 
     def __init__(self, children: Iterable[str], *, idle_s: float) -> None:
-        self._children = {name: _Child() for name in children}
+        self._children = {name: ChildInRound() for name in children}
         self._idle_s = idle_s
         self._key: Key | None = None
         self._closing = Closing()
@@ -121,9 +50,9 @@ class Coordinator:
         self._quiet_until = -inf  # nothing becomes due earlier: most looks at a round find nothing to do
         self._collected = -inf
         self._events: deque[CoordinatorEvent] = deque()
-        self._receipts: deque[tuple[str, Receipt]] = deque()
+        self._acknowledgements: deque[tuple[str, Acknowledgement]] = deque()
         self.timeline = Timeline(0.0)
-        self.late = 0
+        self.late = self.refused = 0
 
     def open(
         self, *, iteration: int, round_: int, assignments: Mapping[str, Assignment], closing: Closing, now: float
@@ -140,79 +69,87 @@ class Coordinator:
         self.timeline = Timeline(now)
         for name, child in self._children.items():
             child.assignment = assignments.get(name)
-            child.result, child.refusal, child.mark, child.has_model = None, "", None, False
+            child.result, child.refusal, child.declined, child.mark, child.has_model = None, "", "", None, False
+            child.absent = not child.present
             child.moved = now - self._idle_s if child.presence is NodeState.FAILED else now
-            self._assign(child, now)
+            child.state = ChildState.IDLE if child.assignment is None else ChildState.ASSIGNED
+            self._send_task(child, now)
         return self._key
 
-    def receive(self, name: str, session: str, message: Progress | Result, *, now: float) -> None:
-        """Take a child's word; whatever does not fit the open round is answered or ignored."""
-        child = self._children.get(name)
-        if child is None or session in child.retired:
-            return
-        if message.key == self._key:
-            child.repeat_at = now + REPEAT_MOST_S  # it has the wish: say it again only after silence
-        self._meet(name, child, session, now)
+    def receive(self, name: str, message: Progress | Result, *, now: float) -> None:
+        """Take a message of a child's present session; what does not fit the open round is answered or ignored."""
+        child = self._children[name]
         if message.key != self._key or not self._open or child.assignment is None:
             if isinstance(message, Result):
                 self._answer_old(name, child, message)
             return
-        if child.state is ChildState.ASSIGNED:
-            child.state = ChildState.WORKING
-            child.moved = now
-        mark = (message.phase, message.done) if isinstance(message, Progress) else (Phase.OFFERING, 0)
-        carried = message.traffic.carried_models
-        if child.mark != mark or carried >= child.carried + CARRIED_BYTES:
-            child.mark, child.carried, child.moved = mark, carried, now
+        child.repeat_at = now + REPEAT_MOST_S  # it has the task: send it again only after silence
+        if child.go(ChildCause.MESSAGE):
+            child.moved, child.declined = now, ""
+        self._note_progress(child, message, now)
         if isinstance(message, Progress):
             if message.phase is not Phase.FETCHING:
                 self._received_model(child, now)
-        elif child.state is ChildState.WORKING:
+        elif child.go(ChildCause.RESULT):
             self._received_model(child, now)
-            child.state, child.result, child.moved = ChildState.OFFERED, message, now
+            child.result, child.moved = message, now
+            child.carried_most = child.carried + CHUNKS_CARRIED * message.model.chunk_bytes
             first = self.timeline.first_result
             self.timeline.first_result = now if first is None else first
             if all(c.result for c in self._taking_part()):
                 self.timeline.last_result = now
             self._events.append(Offered(name, message))
         elif child.state is ChildState.ACCEPTED:
-            self._receipts.append((name, Receipt(message.key, "")))
+            self._acknowledgements.append((name, Acknowledgement(message.key, "")))
         elif child.state is ChildState.REFUSED:
-            self._receipts.append((name, Receipt(message.key, child.refusal)))
+            self._acknowledgements.append((name, Acknowledgement(message.key, child.refusal)))
+
+    def declined(self, name: str, key: Key, reason: str) -> None:
+        """Note why a child declined its task; it is sent again, and named where the child gets nowhere."""
+        if self._open and key == self._key and self._children[name].state is ChildState.ASSIGNED:
+            self._children[name].declined = reason
+
+    def preparing(self, name: str, done: int, *, waits: bool, now: float) -> None:
+        """Note progress of a child that is not ready; one that waits for its own children is not idle."""
+        child = self._children[name]
+        if waits or done != child.prepared:
+            child.prepared, child.moved = done, now
+
+    def hanging(self, now: float) -> list[str]:
+        """Return the children that have prepared for `idle_s` without progress."""
+        preparing = ((n, c) for n, c in self._children.items() if c.presence is NodeState.INIT)
+        return [name for name, child in preparing if now >= child.moved + self._idle_s]
 
     def presence(self, name: str, session: str, presence: Presence | None, *, now: float) -> bool:
-        """Take a child's retained state; None = it left.
+        """Take a child's proven presence; None = it left.
 
-        Return False for what says nothing of the child: the last word of a process that has a successor (a will may
-        come a minute late), or of a second one of its name.
+        Return False for the last message of a process that has a successor: a will may come a minute late.
         """
-        child = self._children.get(name)
-        if child is None:
-            return False
+        child = self._children[name]
         if presence is None:
             child.presence = None
             return True
-        if presence.state not in (NodeState.INIT, NodeState.READY) and child.session not in ("", session):
+        if presence.state not in LIVING and child.session not in ("", session):
             return False
-        child.presence, child.reason = presence.state, presence.reason
+        child.presence, child.reason, child.failure = presence.state, presence.reason, presence.failure
         self._judged = self._quiet_until = -inf
         if presence.state is NodeState.FAILED:
-            child.moved = now - self._idle_s  # it said itself that it will not come back
+            child.moved = now - self._idle_s  # it has reported itself that it will not come back
         if child.present:
-            child.retired.discard(session)  # the broker's order decides who holds the name
+            child.absent = False
             self._meet(name, child, session, now)
             if presence.state is NodeState.READY and child.state is ChildState.ASSIGNED:
                 child.repeat_at = now
         return True
 
     def moved(self, name: str, *, now: float) -> None:
-        """Note that bytes of a model moved between us and a child: that is progress."""
-        child = self._children.get(name)
-        if child is None:
-            return
+        """Note that chunks of a model moved between us and a child: that is progress."""
+        child = self._children[name]
         child.moved = now
         if child.state is ChildState.OFFERED:
             self._collected = now
+            if child.result is not None:
+                child.carried_most = child.carried + CHUNKS_CARRIED * child.result.model.chunk_bytes
 
     def reconnected(self, now: float) -> None:
         """Note that our own connection is new: while it was away, no child could move."""
@@ -222,44 +159,41 @@ class Coordinator:
 
     def accept(self, name: str, key: Key, *, now: float) -> None:
         """Take the result that a child offered under `key`: its model is here, whole and sound."""
-        if self._is_offered(name, key):
-            self._children[name].state, self._children[name].moved = ChildState.ACCEPTED, now
-            self._children[name].answered = key, ""
-            self._receipts.append((name, Receipt(key, "")))
-            self._judge(now)
+        if self.is_offered(name, key) and self._children[name].go(ChildCause.ACCEPT):
+            self._children[name].moved = now
+            self._acknowledge(name, key, "", now)
 
     def refuse(self, name: str, key: Key, *, reason: str, now: float) -> None:
         """Refuse that result for good; the round goes on with the others."""
-        if self._is_offered(name, key):
-            self._children[name].state, self._children[name].refusal = ChildState.REFUSED, reason
-            self._children[name].answered = key, reason
-            self._receipts.append((name, Receipt(key, reason)))
-            self._judge(now)
+        if self.is_offered(name, key) and self._children[name].go(ChildCause.REFUSE):
+            self._children[name].refusal = reason
+            self.refused += 1
+            self._acknowledge(name, key, reason, now)
 
-    def ask_again(self, name: str, key: Key, *, now: float) -> None:
+    def retry(self, name: str, key: Key, *, now: float) -> None:
         """Wait for that result again: the child no longer holds the model that it offered."""
-        if self._is_offered(name, key):
+        if self.is_offered(name, key) and self._children[name].go(ChildCause.RETRY):
             self._children[name].result = None
-            self._assign(self._children[name], now)
+            self._send_task(self._children[name], now)
 
     def tick(self, now: float) -> None:
         """Judge the round by the time."""
         if self._open and now >= self._quiet_until:
             self._judge(now)
 
-    def to_send(self, now: float) -> list[tuple[str, Task | Receipt]]:
+    def to_send(self, now: float) -> list[tuple[str, Task | Acknowledgement]]:
         """Return the messages that are due, each with its child."""
-        due: list[tuple[str, Task | Receipt]] = list(self._receipts)
-        self._receipts.clear()
+        due: list[tuple[str, Task | Acknowledgement]] = list(self._acknowledgements)
+        self._acknowledgements.clear()
         if not self._open or self._key is None or now < self._quiet_until:
             return due
         for name, child in self._children.items():
-            wish = child.assignment
-            if wish is None or not self._to_be_told(child) or now < child.repeat_at:
+            given = child.assignment
+            if given is None or not self._needs_task(child) or now < child.repeat_at:
                 continue
-            # Repeats leave an inline model out: one that did not get it pulls it.
-            due.append((name, Task(self._key, wish.epochs, wish.model, None if child.told else wish.inline)))
-            child.told = True
+            # Repeats leave an inline model out: a child that did not get it pulls it.
+            due.append((name, Task(self._key, given.epochs, given.model, None if child.sent else given.inline)))
+            child.sent = True
             child.repeat_s = min(2 * child.repeat_s, REPEAT_MOST_S)
             child.repeat_at = now + child.repeat_s
         self._quiet_until = self._earliest()
@@ -282,10 +216,12 @@ class Coordinator:
 
     def idle(self, now: float) -> dict[str, float]:
         """Return how long each child has made no progress, in seconds; 0 for those that nobody waits for."""
-        waiting = {name: self._open and self._may_idle(child) for name, child in self._children.items()}
-        return {n: max(0.0, now - self._moved_at(c)) if waiting[n] else 0.0 for n, c in self._children.items()}
+        waiting = {name: self._open and child.state in UNFINISHED for name, child in self._children.items()}
+        since = {name: self._idle_at(child) - self._idle_s for name, child in self._children.items()}
+        return {name: max(0.0, now - since[name]) if waiting[name] else 0.0 for name in since}
 
-    def _is_offered(self, name: str, key: Key) -> bool:
+    def is_offered(self, name: str, key: Key) -> bool:
+        """Return whether a child's result under this key waits to be accepted or refused."""
         return self._open and key == self._key and self._children[name].state is ChildState.OFFERED
 
     def progress(self) -> dict[str, dict[str, object]]:
@@ -302,75 +238,103 @@ class Coordinator:
 
     def _earliest(self) -> float:
         """Return when a message or a judgement becomes due as things stand; later events only delay it."""
-        times = [child.repeat_at for child in self._taking_part() if self._to_be_told(child)]
+        times = [child.repeat_at for child in self._taking_part() if self._needs_task(child)]
         # What has been judged is no reason to wake: one that is given up must not keep the event loop spinning.
-        idle = (self._moved_at(c) + self._idle_s for c in self._taking_part() if self._may_idle(c))
+        idle = (self._idle_at(child) for child in self._taking_part() if child.state in UNFINISHED)
         times += [at for at in idle if at > self._judged]
-        deadline_s = self._closing.deadline_s
-        if deadline_s is not None and self._judged - self.timeline.opened < deadline_s:
-            times.append(self.timeline.opened + deadline_s)
+        deadline_at = self._deadline_at()
+        if deadline_at > self._judged:
+            times.append(deadline_at)
         return min(times, default=inf)
 
-    def _moved_at(self, child: _Child) -> float:
-        """Return when a child last made progress; one whose upload waits for a slot moves with the others' uploads."""
-        return max(child.moved, self._collected) if child.state is ChildState.OFFERED else child.moved
+    def _deadline_at(self) -> float:
+        deadline_s = self._closing.deadline_s
+        return inf if deadline_s is None else self.timeline.opened + deadline_s
 
-    def _taking_part(self) -> list[_Child]:
+    def _idle_at(self, child: ChildInRound) -> float:
+        """Return when a child will have been idle for too long, as things stand.
+
+        One whose upload waits for a slot moves with the others' uploads.
+        """
+        moved = max(child.moved, self._collected) if child.state is ChildState.OFFERED else child.moved
+        return moved + self._idle_s
+
+    def _taking_part(self) -> list[ChildInRound]:
         return [child for child in self._children.values() if child.assignment is not None]
 
-    def _assign(self, child: _Child, now: float) -> None:
-        child.state = ChildState.ASSIGNED if child.assignment is not None else ChildState.ACCEPTED
-        child.repeat_at, child.repeat_s, child.told = now, REPEAT_S / 2, False
+    def _send_task(self, child: ChildInRound, now: float) -> None:
+        child.repeat_at, child.repeat_s, child.sent = now, REPEAT_S / 2, False
         self._quiet_until = -inf
 
-    def _meet(self, name: str, child: _Child, session: str, now: float) -> None:
+    def _meet(self, name: str, child: ChildInRound, session: str, now: float) -> None:
         if session == child.session:
             return
         if child.session:
-            child.retired.add(child.session)
             self._events.append(Restarted(name))
-        child.session, child.moved, child.mark, child.carried = session, now, None, 0
-        if self._open and child.state in (ChildState.ASSIGNED, ChildState.WORKING, ChildState.OFFERED):
+        child.session, child.moved, child.mark, child.prepared = session, now, None, -1
+        child.carried = child.carried_most = 0
+        if self._open and child.go(ChildCause.RESTART):
             child.result = None
-            self._assign(child, now)
+            self._send_task(child, now)
 
-    def _answer_old(self, name: str, child: _Child, result: Result) -> None:
+    def _note_progress(self, child: ChildInRound, message: Progress | Result, now: float) -> None:
+        """Take what moved at a child for progress.
+
+        The bytes of models that it has sent and received count as far as two chunks beyond what has arrived: on a slow
+        link a chunk takes minutes. More of them without a chunk that arrives are repeats that get nowhere.
+        """
+        mark = (message.phase, message.done) if isinstance(message, Progress) else (Phase.OFFERING, 0)
+        carried = message.traffic.carried_models
+        if child.mark != mark:
+            child.mark, child.carried = mark, carried
+            if child.state is not ChildState.OFFERED:
+                child.moved = now
+                if child.assignment is not None:
+                    child.carried_most = carried + CHUNKS_CARRIED * child.assignment.model.chunk_bytes
+        elif carried >= child.carried + CARRIED_BYTES:
+            if carried <= child.carried_most:
+                child.moved = now
+            child.carried = carried
+
+    def _acknowledge(self, name: str, key: Key, reason: str, now: float) -> None:
+        self._children[name].answered = key, reason
+        self._acknowledgements.append((name, Acknowledgement(key, reason)))
+        self._judge(now)
+
+    def _answer_old(self, name: str, child: ChildInRound, result: Result) -> None:
         if self._key is None or (self._open and result.key >= self._key):
             return
         if child.answered is None or child.answered[0] != result.key:
             self.late += 1
             child.answered = result.key, "the round has closed"
-        self._receipts.append((name, Receipt(*child.answered)))
+        self._acknowledgements.append((name, Acknowledgement(*child.answered)))
 
-    def _received_model(self, child: _Child, now: float) -> None:
+    def _received_model(self, child: ChildInRound, now: float) -> None:
         child.has_model = True
         if self.timeline.dispatched is None and all(c.has_model for c in self._taking_part()):
             self.timeline.dispatched = now
 
-    def _to_be_told(self, child: _Child) -> bool:
+    @staticmethod
+    def _needs_task(child: ChildInRound) -> bool:
         return child.present and child.state in (ChildState.ASSIGNED, ChildState.WORKING)
-
-    def _may_idle(self, child: _Child) -> bool:
-        waiting = child.state in (ChildState.ASSIGNED, ChildState.WORKING, ChildState.OFFERED)
-        return waiting and child.presence is not NodeState.INIT
-
-    def _accepted(self) -> int:
-        return sum(child.state is ChildState.ACCEPTED for child in self._taking_part())
 
     def _judge(self, now: float) -> None:
         self._judged = now
         part = [(n, c) for n, c in self._children.items() if c.assignment is not None]
-        idle = [n for n, c in part if self._may_idle(c) and now >= self._moved_at(c) + self._idle_s]
-        accepted = self._accepted()
+        idle = [n for n, c in part if c.state in UNFINISHED and now >= self._idle_at(c)]
+        absent = sum(c.absent and c.state in UNFINISHED and n not in idle for n, c in part)
+        accepted = sum(c.state is ChildState.ACCEPTED for _, c in part)
         refused = sum(c.state is ChildState.REFUSED for _, c in part)
-        standing = Standing(accepted, refused, len(idle), len(part) - accepted - refused - len(idle))
-        verdict = judge(self._closing, standing, elapsed_s=now - self.timeline.opened)
+        waiting = len(part) - accepted - refused - len(idle) - absent
+        standing = Standing(accepted, refused, len(idle), waiting, absent)
+        verdict = judge(self._closing, standing, overdue=now >= self._deadline_at())
         if verdict is Verdict.CLOSE and self._key is not None:
             self._close(self._key, now)
         elif verdict is Verdict.IMPOSSIBLE:
             self._open = False
             silent = any(self._children[name].presence is not NodeState.FAILED for name in idle)
-            self._events.append(Stalled(self._blame(idle), silent))
+            failures = frozenset(self._children[name].failure for name in idle)
+            self._events.append(Stalled(self._blame(idle), silent, failures))
 
     def _close(self, key: Key, now: float) -> None:
         self._open = False
@@ -384,13 +348,14 @@ class Coordinator:
         self._events.append(Closed(key, results, missing, refused))
 
     def _blame(self, idle: list[str]) -> str:
-        words = []
+        reasons = []
         for name in idle:
             child = self._children[name]
             if child.presence is NodeState.FAILED:
-                words.append(f"{name} gave up: {child.reason}")
+                reasons.append(f"{name} gave up: {child.reason}")
             else:
                 state = f"its state is {child.presence}" if child.session else "it never came"
-                words.append(f"{name} made no progress for {self._idle_s:g} s ({state})")
-        words += [f"{n}'s model was refused: {c.refusal}" for n, c in self._children.items() if c.refusal]
-        return "; ".join(words) or "no child is left"
+                why = f"; it declined its task: {child.declined}" if child.declined else ""
+                reasons.append(f"{name} made no progress for {self._idle_s:g} s ({state}{why})")
+        reasons += [f"{n}'s model was refused: {c.refusal}" for n, c in self._children.items() if c.refusal]
+        return "; ".join(reasons) or "no child is left"

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass, field
 
-
-def new_session() -> str:
-    """Return an id for this process's life."""
-    return secrets.token_hex(8)
+from common.protocol.topics import DEFAULT_LAB
 
 
 @dataclass(slots=True)
@@ -21,8 +17,9 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who a node is in a run. `session` and `claim` are shared by its endpoints; `metrics` is its /metrics address.
+    """Who a node is in a run of a lab.
 
+    `session` and `claim` are shared by its endpoints; `metrics` is its /metrics address.
     `books`: the account of bytes that its children count for, the session where it is not kept over restarts.
     """
 
@@ -32,4 +29,5 @@ class Identity:
     session: str
     metrics: str = ""
     books: str = ""
+    lab: str = DEFAULT_LAB
     claim: Claim = field(default_factory=Claim, compare=False)

@@ -8,7 +8,7 @@ them and no byte is lost or counted twice. What a killed child had counted since
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import astuple, dataclass, field, fields, replace
 from operator import attrgetter
 from typing import Any, Final
@@ -46,10 +46,21 @@ class _Page:
 
 
 class Ledger:
-    """What each child counted on its own link and below it, and what arrived here, over all processes of both."""
+    """What each child counted on its own link and below it, and what arrived here, over all processes of both.
 
-    def __init__(self, children: Iterable[str], account: Account, *, wire: Callable[[], Wire] = Wire) -> None:
+    `below`: the names of each child's own children, the only ones on which it may report.
+    """
+
+    def __init__(
+        self,
+        children: Iterable[str],
+        account: Account,
+        *,
+        wire: Callable[[], Wire] = Wire,
+        below: Mapping[str, Collection[str]] | None = None,
+    ) -> None:
         self._account = account
+        self._below = below or {}
         self._wire = wire
         self._wire_before = Wire()
         self.measured: dict[str, Measured] = {}
@@ -64,10 +75,13 @@ class Ledger:
         page.link, page.below = link, below
 
     def enter_reports(self, child: str, session: str, reports: Iterable[ChildReport]) -> None:
-        """Take a child's reports on its own children, whose bytes grow within the child's session."""
-        page = self._pages[child]
+        """Take a child's reports on its own children, whose bytes grow within the child's session.
+
+        Others than those that the experiment puts below it are left out.
+        """
+        page, known = self._pages[child], self._below.get(child, ())
         page.turn(session)
-        page.reports = {report.name: report for report in reports}
+        page.reports = {report.name: report for report in reports if report.name in known}
 
     def links(self) -> dict[str, Traffic]:
         """Return each child's link: `received_*` as it arrived here (up), `sent_*` as it arrived there (down).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -79,18 +79,28 @@ def window_for(way: Way, chunk_bytes: int, usual: int, keepalive_s: float) -> in
     return max(2, int(min(wanted, keepalive_s / 3 * way.rate / chunk_bytes)))
 
 
-def check(
-    manifest: Manifest, *, size: int, layout: str, codecs: frozenset[str], exact: bool = True, reference: str = ""
-) -> None:
-    """Refuse a manifest that is not a model of this run: of `size` bytes, or at most that if not `exact`.
+@dataclass(frozen=True, slots=True)
+class ModelForm:
+    """What the blobs of a run's models must be: of `size` bytes, or at most that if not `exact`, in one codec.
 
-    Raises RefusedModel.
+    `layout`: the model layout's digest; `delta`: each is against a model that its receiver holds.
     """
-    if manifest.layout != layout:
-        raise RefusedModel(f"wrong layout {manifest.layout[:32]!r}, this run's is {layout!r}")
-    if manifest.codec not in codecs:
-        raise RefusedModel(f"codec {manifest.codec[:32]!r} is not used here: {', '.join(sorted(codecs))}")
-    if manifest.size > size or (exact and manifest.size < size):
-        raise RefusedModel(f"{manifest.size} bytes, a model of this run has {'' if exact else 'at most '}{size}")
-    if manifest.reference != reference:
-        raise RefusedModel(f"it is against model {manifest.reference!r}, not against {reference!r}")
+
+    layout: str
+    codec: str
+    size: int
+    exact: bool
+    delta: bool
+
+    def check(self, manifest: Manifest, *, reference: str = "") -> None:
+        """Refuse a manifest that is no model of this run. Raises RefusedModel."""
+        against = reference if self.delta else ""
+        if manifest.layout != self.layout:
+            raise RefusedModel(f"wrong layout {manifest.layout[:32]!r}, this run's is {self.layout!r}")
+        if manifest.codec != self.codec:
+            raise RefusedModel(f"codec {manifest.codec[:32]!r} is not used here: {self.codec}")
+        if manifest.size > self.size or (self.exact and manifest.size < self.size):
+            at_most = "" if self.exact else "at most "
+            raise RefusedModel(f"{manifest.size} bytes, a model of this run has {at_most}{self.size}")
+        if manifest.reference != against:
+            raise RefusedModel(f"it is against model {manifest.reference!r}, not against {against!r}")

@@ -75,6 +75,14 @@ class NodeState(StrEnum):
     LOST = "lost"
 
 
+class Failure(StrEnum):
+    """Why a node gave up, as far as it decides how its parent ends."""
+
+    NONE = ""
+    INVALID = "invalid"
+    STALLED = "stalled"
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """Where a living child's /metrics answers, host:port."""
@@ -99,7 +107,7 @@ class Presence:
     reason: str = ""
     answers: str = ""
     books: str = ""
-    invalid: bool = False
+    failure: Failure = Failure.NONE
     targets: tuple[Target, ...] = ()
 
 
@@ -113,6 +121,26 @@ class Announcement:
     experiment: str
     layout: str
     partition: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WhoIsThere:
+    """A question for proof of life, repeated until it is answered: a retained presence alone proves nothing.
+
+    `run`: the run in which the asking node is, empty where it seeks one.
+    """
+
+    nonce: str
+    run: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """The answer to `WhoIsThere` with its nonce. A parent adds its experiment for a child that is not in its run."""
+
+    nonce: str
+    presence: Presence
+    announcement: Announcement | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,8 +340,27 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Receipt:
-    """A parent's word on a result: taken where `reason` is empty, else refused or late, and why."""
+class Preparing:
+    """A child's progress before it can take part: `done` grows as anything moves.
+
+    `waits_for`: who is absent or failed below it, and why, where it waits for its own children; empty while it works.
+    """
+
+    done: int
+    waits_for: str
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """A child's refusal of a task that does not fit, and why; the task has changed nothing at the child."""
+
+    key: Key
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledgement:
+    """A parent's answer to a result: accepted where `reason` is empty, else refused or late, and why."""
 
     key: Key
     reason: str
@@ -360,19 +407,28 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """An institution's last word on its devices."""
+    """An institution's final reports on its devices."""
 
     children: tuple[ChildReport, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Farewell:
-    """A child's last message, small, as it cannot count itself: the final bytes, as in `Progress`."""
+    """A child's last message, small, as it cannot count itself: the final bytes, as in `Progress`.
+
+    It is repeated until the parent answers `Goodbye`.
+    """
 
     traffic: Traffic
     below: Traffic
 
 
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    """A parent's answer to `Farewell`: the child may leave."""
+
+
 Message: TypeAlias = (
-    Presence | Announcement | Probe | Probed | Task | Progress | Result | Receipt | Ask | Gone | Reports | Farewell
-)
+    Presence | Announcement | Probe | Probed | Task | Progress | Result | Acknowledgement | Ask | Gone | Reports
+    | Farewell | WhoIsThere | Alive | Preparing | Declined | Goodbye
+)  # fmt: skip

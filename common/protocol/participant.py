@@ -1,23 +1,27 @@
-"""The child's side of a round: takes a wish, says how it goes, offers its answer until it has a receipt.
+"""The child's side of a round: takes a task, reports its progress, announces its result until that is acknowledged.
 
-    IDLE --Task--> FETCHING --model here--> WORKING --finish--> OFFERING --Receipt--> DONE
+    IDLE --new task--> FETCHING --model here--> WORKING --finish--> OFFERING --Acknowledgement--> DONE
+                          ^                                            ^                            |
+                          +-- a new task, from any state               +---- the same task again ---+
 
-A wish that is already being served is not begun twice; one that was answered gets the same answer again,
-without training. A wish of a newer round, or of a parent that restarted, supersedes what is under way.
+`TRANSITIONS` is this picture. A task that is already being served is not begun twice; one that was answered gets the
+same result again, without training. A task of a newer round, or of a parent that restarted, supersedes what is under
+way.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final, TypeAlias
 
-from common.protocol.messages import Key, Phase, Progress, Receipt, Result, Task, Traffic
+from common.protocol.messages import Acknowledgement, Key, Phase, Progress, Result, Task, Traffic
 
 HEARTBEAT_S: Final = 2.0
 PROGRESS_S: Final = 0.5
-ACKNOWLEDGE_S: Final = 0.2  # before the wish is said again; a small model is here sooner, which says the same
+FIRST_PROGRESS_S: Final = 0.2  # before the task is sent again; a small model is here sooner, which says the same
 OFFER_S: Final = 1.0
 OFFER_MOST_S: Final = 5.0
 
@@ -32,6 +36,28 @@ class ParticipantState(Enum):
     DONE = "done"
 
 
+class ParticipantCause(Enum):
+    """What may move the child from one state to another."""
+
+    NEW_TASK = "new task"
+    SAME_TASK = "the same task again"
+    MODEL = "model here"
+    FINISH = "finish"
+    ACKNOWLEDGE = "acknowledgement"
+    ABANDON = "abandon"
+
+
+_S: TypeAlias = ParticipantState
+TRANSITIONS: Final[Mapping[ParticipantCause, Mapping[ParticipantState, ParticipantState]]] = {
+    ParticipantCause.NEW_TASK: dict.fromkeys(ParticipantState, _S.FETCHING),
+    ParticipantCause.SAME_TASK: {_S.OFFERING: _S.OFFERING, _S.DONE: _S.OFFERING},
+    ParticipantCause.MODEL: {_S.FETCHING: _S.WORKING},
+    ParticipantCause.FINISH: {_S.FETCHING: _S.OFFERING, _S.WORKING: _S.OFFERING},
+    ParticipantCause.ACKNOWLEDGE: {_S.OFFERING: _S.DONE},
+    ParticipantCause.ABANDON: dict.fromkeys(ParticipantState, _S.IDLE),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Begin:
     """Get the task's model, then train it; whatever was under way before is void."""
@@ -41,7 +67,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The parent has said its word on the result; `reason` is empty where it was taken."""
+    """The parent has answered the result; `reason` is empty where it was accepted."""
 
     key: Key
     reason: str
@@ -55,116 +81,114 @@ class Participant:
 
     def __init__(self) -> None:
         self.state = ParticipantState.IDLE
-        self._session = ""
-        self._retired: set[str] = set()
         self._task: Task | None = None
-        self._task_session = ""
+        self._new_parent = False
         self._begun: Key | None = None
         self._result: Result | None = None
         self._phase = Phase.FETCHING
         self._done = self._total = 0
-        self._say_at = 0.0
+        self._send_at = 0.0
         self._offer_s = OFFER_S
         self._events: deque[ParticipantEvent] = deque()
 
-    def receive(self, session: str, message: Task | Receipt, *, now: float) -> None:
-        """Take the parent's word."""
-        if session in self._retired:
-            return
-        if session != self._session:
-            if self._session:
-                self._retired.add(self._session)
-            self._session = session
-        if isinstance(message, Receipt):
-            self._receipt(message)
-        elif self._task is None or session != self._task_session or message.key >= self._task.key:
-            self._task_session = session
-            self._wish(message, now)
+    def receive(self, message: Task | Acknowledgement, *, now: float) -> None:
+        """Take a message of the parent's present session."""
+        if isinstance(message, Acknowledgement):
+            if self._task is not None and message.key == self._task.key and self._go(ParticipantCause.ACKNOWLEDGE):
+                self._events.append(Answered(message.key, message.reason))
+        elif self._task is None or self._new_parent or message.key >= self._task.key:
+            self._new_parent = False
+            self._take(message, now)
+
+    def parent_restarted(self, now: float) -> None:
+        """Note that the parent has a new session, whose keys may be smaller; send again what it has not received."""
+        self._new_parent = True
+        self.reconnected(now)
 
     def begin_work(self, phase: Phase, *, now: float) -> None:
         """Note that the model is here and the work has begun."""
-        if self.state is ParticipantState.FETCHING:
-            self.state = ParticipantState.WORKING
+        self._go(ParticipantCause.MODEL)
         self.progress(phase, 0, self._total, now=now)
 
     def progress(self, phase: Phase, done: int, total: int, *, now: float) -> None:
-        """Note how far the work is; it is said at most twice a second, and every two seconds anyhow."""
+        """Note how far the work is; it is sent at most twice a second, and every two seconds anyhow."""
         if self.state not in (ParticipantState.FETCHING, ParticipantState.WORKING):
-            return  # a word of work that is over
+            return  # of work that is over
         if phase is not self._phase:
-            self._say_at = now
+            self._send_at = now
         elif done != self._done:
-            self._say_at = min(self._say_at, now + PROGRESS_S)
+            self._send_at = min(self._send_at, now + PROGRESS_S)
         self._phase, self._done, self._total = phase, done, total
 
     def finish(self, result: Result, *, now: float) -> None:
-        """Offer the answer to the wish that was begun under its key, from now until the receipt.
+        """Offer the result of the task that was begun under its key, from now until it is acknowledged.
 
-        The key is set anew here, as a wish that is said again may have another. An answer to a wish that was
+        The key is set anew here, as a task that is sent again may have another. The result of a task that was
         superseded is dropped.
         """
-        if self._task is None or self.state not in (ParticipantState.FETCHING, ParticipantState.WORKING):
-            return
-        if result.key != self._begun:
+        if self._task is None or result.key != self._begun or not self._go(ParticipantCause.FINISH):
             return
         self._result = replace(result, key=self._task.key)
         self._offer(now)
 
     def abandon(self) -> None:
-        """Give up the wish, its model could not be had; the parent, hearing nothing, says it again."""
-        self.state, self._task = ParticipantState.IDLE, None
+        """Give up the task, whose model could not be had; the parent sends it again."""
+        self._go(ParticipantCause.ABANDON)
+        self._task = None
 
     def reconnected(self, now: float) -> None:
-        """Say again what the lost connection may have swallowed."""
-        self._say_at = now
+        """Send again what the lost connection may have swallowed."""
+        self._send_at = now
 
     def to_send(self, now: float, traffic: Traffic, below: Traffic) -> list[Progress | Result]:
         """Return what is due to the parent."""
-        if self._task is None or self.state in (ParticipantState.IDLE, ParticipantState.DONE) or now < self._say_at:
+        due = self.next_deadline()
+        if self._task is None or due is None or now < due:
             return []
         if self.state is ParticipantState.OFFERING and self._result is not None:
-            self._say_at = now + self._offer_s
+            self._send_at = now + self._offer_s
             self._offer_s = min(2 * self._offer_s, OFFER_MOST_S)
             # A repeat leaves the model out; a parent that did not get it pulls it.
             offer, self._result = self._result, replace(self._result, inline=None)
             return [replace(offer, traffic=traffic, below=below)]
-        self._say_at = now + HEARTBEAT_S
+        self._send_at = now + HEARTBEAT_S
         return [Progress(self._task.key, self._phase, self._done, self._total, traffic, below)]
 
     def next_deadline(self) -> float | None:
-        """Return when `to_send` next has something to say."""
+        """Return when `to_send` next has something to send."""
         if self._task is None or self.state in (ParticipantState.IDLE, ParticipantState.DONE):
             return None
-        return self._say_at
+        return self._send_at
 
     def next_event(self) -> ParticipantEvent | None:
         """Return the next event."""
         return self._events.popleft() if self._events else None
 
-    def _wish(self, task: Task, now: float) -> None:
-        mine = self._task
-        self._task = task
+    def _go(self, cause: ParticipantCause) -> bool:
+        """Move as the table says; return whether it does."""
+        after = TRANSITIONS[cause].get(self.state)
+        if after is not None:
+            self.state = after
+        return after is not None
+
+    def _take(self, task: Task, now: float) -> None:
+        mine, self._task = self._task, task
         same = mine is not None and (
             (mine.key.iteration, mine.key.round, mine.model.blob, mine.epochs)
             == (task.key.iteration, task.key.round, task.model.blob, task.epochs)
         )
-        if same and self.state in (ParticipantState.OFFERING, ParticipantState.DONE) and self._result is not None:
+        if same and self._result is not None and self._go(ParticipantCause.SAME_TASK):
             self._result = replace(self._result, key=task.key)
             self._offer(now)
         elif same and self.state in (ParticipantState.FETCHING, ParticipantState.WORKING):
-            self._say_at = now
+            self._send_at = now
         else:
-            self.state, self._result = ParticipantState.FETCHING, None
+            self._go(ParticipantCause.NEW_TASK)
+            self._result = None
             self._phase, self._done, self._total = Phase.FETCHING, 0, 0
-            self._say_at = now + ACKNOWLEDGE_S
+            self._send_at = now + FIRST_PROGRESS_S
             self._begun = task.key
             self._events.append(Begin(task))
 
-    def _receipt(self, receipt: Receipt) -> None:
-        if self._task is not None and receipt.key == self._task.key and self.state is ParticipantState.OFFERING:
-            self.state = ParticipantState.DONE
-            self._events.append(Answered(receipt.key, receipt.reason))
-
     def _offer(self, now: float) -> None:
-        self.state = ParticipantState.OFFERING
-        self._say_at, self._offer_s = now, OFFER_S
+        self._send_at, self._offer_s = now, OFFER_S

@@ -1,66 +1,253 @@
-"""A node's word on itself, retained on the broker, and the defence of its name.
+"""Who is there: a node's own retained presence, and the proof that its peers' are of the living.
 
-There is no timer in it: a living node answers a second one's birth under its name, and the broker's order of messages
-decides which of the two that is.
+A retained presence outlives its process: a broker that loses power comes back with that of the dead. So a peer counts
+as there only once its session has proved itself on the present connection, by `TRANSITIONS`:
+
+    UNKNOWN --retained--> CLAIMED --live--> PROVEN --reconnected--> DOUBTED --live--> PROVEN
+       +---------------------live-------------^                        +----retained----+ (asked for, not believed)
+
+*live* is a presence published while we listened, an answer to `WhoIsThere` with its nonce, or, where the session was
+proved before, any message of it. The broker's order of presences decides which session speaks for a name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from math import inf
+from typing import Final
 
-from common.errors import DuplicateName
 from common.protocol.identity import Identity
-from common.protocol.messages import NodeState, Presence, Target
+from common.protocol.messages import Alive, Failure, NodeState, Presence, Target, WhoIsThere
+from common.protocol.round_state import LIVING
+
+ASK_S: Final = 0.5
+ASK_MOST_S: Final = 5.0
+ASK_FIRST_S: Final = 0.2  # a presence of the living is on its way; only where none comes is it asked for
+FINAL: Final = (NodeState.FINISHED, NodeState.FAILED, NodeState.LOST, NodeState.DISCONNECTED)
 
 
-class Herald:
-    """One node's presence on one broker; `publish` puts it there."""
+class OwnPresence:
+    """One node's presence on one broker, and the defence of its name.
 
-    def __init__(self, identity: Identity, publish: Callable[[Presence], None], *, broker: str) -> None:
+    A living node answers a second one's birth under its name, and the broker's order of messages decides which of the
+    two that is; there is no timer in it.
+    """
+
+    def __init__(self, identity: Identity) -> None:
         self._identity = identity
-        self._publish = publish
-        self._broker = broker
-        self._presence = Presence(
+        self.presence = Presence(
             NodeState.INIT, identity.role, identity.metrics, books=identity.books or identity.session
         )
+        self._due: deque[Presence] = deque()
+        self._remains: deque[str] = deque()
         self._established = False
         self.leaving = False
+        self.taken = ""
 
-    def set_state(self, state: NodeState, *, reason: str, samples: int, invalid: bool) -> None:
-        """Say how this node is."""
-        self._presence = replace(self._presence, state=state, reason=reason, samples=samples, invalid=invalid)
-        self._publish(self._presence)
+    def set_state(self, state: NodeState, *, reason: str, samples: int, failure: Failure) -> None:
+        """Publish how this node is."""
+        self.presence = replace(self.presence, state=state, reason=reason, samples=samples, failure=failure)
+        self._due.append(self.presence)
 
     def set_targets(self, targets: tuple[Target, ...]) -> None:
-        """Say where the /metrics of this node's children are."""
-        self._presence = replace(self._presence, targets=targets)
+        """Publish where the /metrics of this node's children are."""
+        self.presence = replace(self.presence, targets=targets)
         if not self.leaving:
-            self._publish(self._presence)
+            self._due.append(self.presence)
 
     def connected(self) -> None:
-        """Say it on a new connection. The name is ours once the broker has sent it back."""
+        """Publish it on a new connection. The name is ours once the broker has sent it back."""
         self._established = False
-        self._publish(self._presence)
+        self._due.clear()
+        self._due.append(self.presence)
 
-    def hear(self, run: str, session: str, presence: Presence | None, *, retained: bool) -> None:
-        """Take what came on the state topic of our own name, in any run. Raises DuplicateName."""
+    def receive(self, run: str, session: str, presence: Presence | None, *, retained: bool) -> None:
+        """Take what came on the state topic of our own name, in any run; `taken` is set where the name is another's."""
         claim, mine = self._identity.claim, self._identity.session
         if session == mine:
-            if presence is not None and presence.state is NodeState.LOST is not self._presence.state:
-                self._publish(self._presence)  # the will of our own broken connection
+            if presence is not None and presence.state is NodeState.LOST is not self.presence.state:
+                self._due.append(self.presence)  # the will of our own broken connection
             else:
                 self._established = True
-        elif retained or self.leaving or claim.lost or (presence is None and run != self._identity.run):
+        elif retained:
+            if run != self._identity.run and presence is not None and presence.state in FINAL:
+                self._remains.append(run)  # of a run that is over; whoever holds the name now clears it
+        elif self.leaving or claim.lost or (presence is None and run != self._identity.run):
             return
         elif presence is not None and presence.answers == mine:
             if session in claim.told and session > mine:
-                return  # both came at once and told each other: one stays
+                return  # both came at once and answered each other: one stays
             claim.lost = True
-            raise DuplicateName(
-                f"{self._identity.name} is already alive on broker {self._broker} (run {run}). "
-                "Give this one another --name, or end the other."
-            )
+            self.taken = run
         elif self._established and (presence is None or not presence.answers):
             claim.told.add(session)
-            self._publish(replace(self._presence, answers=session))  # a second node of our name reads it and ends
+            self._due.append(replace(self.presence, answers=session))  # a second node of our name reads it and ends
+
+    def to_send(self) -> list[Presence]:
+        """Return the presences to publish, in order."""
+        due = list(self._due)
+        self._due.clear()
+        return due
+
+    def remains(self) -> list[str]:
+        """Return the other runs in which this name's retained state is to be cleared."""
+        due = list(self._remains)
+        self._remains.clear()
+        return due
+
+
+class Proof(Enum):
+    """How sure it is that a peer's session lives."""
+
+    UNKNOWN = "unknown"
+    CLAIMED = "claimed"
+    PROVEN = "proven"
+    DOUBTED = "doubted"
+
+
+class ProofCause(Enum):
+    """What changes that."""
+
+    LIVE = "live"
+    RETAINED = "retained"
+    RECONNECTED = "reconnected"
+
+
+TRANSITIONS: Final[Mapping[ProofCause, Mapping[Proof, Proof]]] = {
+    ProofCause.LIVE: dict.fromkeys(Proof, Proof.PROVEN),
+    ProofCause.RETAINED: {Proof.UNKNOWN: Proof.CLAIMED},
+    ProofCause.RECONNECTED: {Proof.PROVEN: Proof.DOUBTED, Proof.CLAIMED: Proof.UNKNOWN},
+}
+
+
+@dataclass(slots=True)
+class _Peer:
+    proof: Proof = Proof.UNKNOWN
+    session: str = ""
+    ask_at: float = inf
+    ask_s: float = ASK_S
+    silent_at: float = inf
+
+    def go(self, cause: ProofCause) -> None:
+        self.proof = TRANSITIONS[cause].get(self.proof, self.proof)
+
+
+class PeerProofs:
+    """The proofs of one session's peers.
+
+    `silent_s`: who lived before and does not prove itself for so long after a reconnection is taken for lost.
+    `persistent`: ask for ever, as a child asks for its parent; a parent asks a few times, since a child that comes
+    publishes its presence.
+    """
+
+    def __init__(self, peers: Iterable[str], identity: Identity, *, silent_s: float, persistent: bool) -> None:
+        self._of = {peer: _Peer() for peer in peers}
+        self._identity = identity
+        self._silent_s = silent_s
+        self._persistent = persistent
+        self._look_at = inf  # nothing is due earlier
+
+    @property
+    def nonce(self) -> str:
+        """Return what an answer to this process's questions must carry."""
+        return self._identity.session
+
+    def proof(self, peer: str) -> Proof:
+        """Return how sure it is that a peer lives."""
+        return self._of[peer].proof
+
+    def session(self, peer: str) -> str:
+        """Return the session that spoke last for a peer, empty where none has."""
+        return self._of[peer].session
+
+    def speaks(self, peer: str, session: str, now: float) -> bool:
+        """Return whether this session speaks for the peer; any message of it proves that it lives.
+
+        Another one is asked for its presence, which may be lost or on its way, not more often than each ASK_S.
+        """
+        known = self._of[peer]
+        if session == known.session:
+            self._live(known)
+            return True
+        if known.ask_at == inf:
+            self._ask(known, now + known.ask_s)
+        return False
+
+    def receive(self, peer: str, session: str, presence: Presence, *, retained: bool, now: float) -> bool:
+        """Take a presence; return whether it counts: it was published while we listened."""
+        known = self._of[peer]
+        if not retained:
+            if presence.state in LIVING:
+                known.session = session
+                self._live(known)
+            return presence.state in LIVING or known.session in ("", session)
+        if presence.state in LIVING:
+            known.go(ProofCause.RETAINED)
+            self._ask(known, now)
+            return False
+        return session == known.session != ""
+
+    def answered(self, peer: str, session: str, answer: Alive) -> bool:
+        """Take an answer; return whether it is one to our question."""
+        if answer.nonce != self.nonce:
+            return False
+        known = self._of[peer]
+        known.session = session
+        self._live(known)
+        return True
+
+    def know(self, peer: str, session: str) -> None:
+        """Take a session that proved itself elsewhere; it is to prove itself on this connection too."""
+        self._of[peer].session = session
+        self._of[peer].proof = Proof.DOUBTED
+
+    def reconnected(self, now: float) -> None:
+        """Doubt everybody: who lived before the broker was lost may be dead now."""
+        for known in self._of.values():
+            known.go(ProofCause.RECONNECTED)
+            known.ask_at, known.ask_s = now + ASK_FIRST_S, ASK_S
+            known.silent_at = now + self._silent_s if known.proof is Proof.DOUBTED else inf
+        self._look_at = now
+
+    def doubt(self, peer: str, now: float) -> None:
+        """Ask a peer that was lost or has left for proof of life."""
+        self._ask(self._of[peer], now + ASK_FIRST_S)
+
+    def questions(self, now: float) -> list[tuple[str, WhoIsThere]]:
+        """Return the questions that are due, each with its peer."""
+        if now < self._look_at:
+            return []
+        due = []
+        for peer, known in self._of.items():
+            if now >= known.ask_at:
+                due.append((peer, WhoIsThere(self.nonce, self._identity.run)))
+                again = self._persistent or known.ask_s < ASK_MOST_S
+                known.ask_s = min(2 * known.ask_s, ASK_MOST_S)
+                known.ask_at = now + known.ask_s if again else inf
+        self._look_at = min((min(known.ask_at, known.silent_at) for known in self._of.values()), default=inf)
+        return due
+
+    def silent(self, now: float) -> list[str]:
+        """Return the peers that lived before and have not proved themselves since we are connected, each once."""
+        if now < self._look_at:
+            return []
+        found = [peer for peer, known in self._of.items() if now >= known.silent_at]
+        for peer in found:
+            self._of[peer].silent_at = inf
+        return found
+
+    def next_deadline(self) -> float:
+        """Return when `questions` or `silent` has something, at the earliest."""
+        return self._look_at
+
+    def _ask(self, known: _Peer, at: float) -> None:
+        known.ask_at = min(known.ask_at, at)
+        self._look_at = min(self._look_at, known.ask_at)
+
+    @staticmethod
+    def _live(known: _Peer) -> None:
+        known.go(ProofCause.LIVE)
+        known.ask_at, known.ask_s, known.silent_at = inf, ASK_S, inf

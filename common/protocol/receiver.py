@@ -8,8 +8,11 @@ are no loss. Nor is a connection silent over which bytes flow, by the kernel's c
 chunk of 1 MB takes two minutes on a link of 64 kbit/s. A connection that others keep busy is never silent, so a fetch
 that got nothing for `PATIENCE_S` asks again by itself, unless all that the connection carries is for us.
 
-What is damaged or foreign is refused and changes nothing: while sound chunks come, a fetch goes on, whatever else is
+What is damaged or unknown is refused and changes nothing: while sound chunks come, a fetch goes on, whatever else is
 published under its owner's name. One that got damaged chunks alone for `SPOILT_S` has failed.
+
+No owner can hold a slot: a fetch that starves while others wait for a slot goes behind them. It keeps its chunks, and
+still takes those that arrive meanwhile, as on a slow link one may be minutes on its way.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from math import inf
 from typing import Final, TypeAlias
 
@@ -52,16 +56,24 @@ class Fetched:
     rate: float | None = None
 
 
+class FetchFailure(Enum):
+    """Why a blob cannot be had."""
+
+    GONE = "its owner no longer holds it"
+    DAMAGED = "wrong digests"
+
+
 @dataclass(frozen=True, slots=True)
 class FetchFailed:
     """The blob cannot be had from this owner."""
 
     owner: str
     blob: str
+    cause: FetchFailure
     reason: str
 
 
-IncomingEvent: TypeAlias = Fetched | FetchFailed
+ReceiverEvent: TypeAlias = Fetched | FetchFailed
 
 
 @dataclass(slots=True)
@@ -75,7 +87,7 @@ class _Fetch:
     pace_s: float = 0.0  # what a chunk takes on the owner's link, if its rate is declared
     share: float = 1.0  # of a slot
     seen: dict[str, int] = field(default_factory=dict)
-    trusted: set[str] = field(default_factory=set)  # lanes heard since the last restart: a stranger's number is undone
+    trusted: set[str] = field(default_factory=set)  # streams since the last restart: a stranger's number is undone
     since_ask: int = 0
     due: bool = True
     restart: bool = True
@@ -83,17 +95,13 @@ class _Fetch:
     spoilt_at: float = 0.0
     heard: float = 0.0
     patience_s: float = PATIENCE_S
+    starved: int = 0  # times since the last sound chunk
     first_at: float | None = None
     since_first: int = 0
 
     def rate(self, now: float) -> float | None:
         seconds = now - self.first_at if self.first_at is not None else 0.0
         return self.since_first / seconds if self.since_first and seconds > 0 else None
-
-    @property
-    def starves_at(self) -> float:
-        """Return when it is to ask again by itself, having got nothing sound."""
-        return self.heard + (SPOILT_S if self.damaged >= DAMAGED_MOST else self.patience_s)
 
 
 @dataclass(slots=True)
@@ -104,7 +112,7 @@ class Landing:
     view: memoryview | None
 
 
-class Incoming:
+class Receiver:
     """All fetches of one node over one connection, at most `slots` of them active at a time; slow links share slots.
 
     `window`: chunks under way at most; fewer where an owner's way to here would need too much of the keep-alive for
@@ -126,9 +134,10 @@ class Incoming:
         self._slots = slots
         self._exclusive = exclusive
         self._active: OrderedDict[tuple[str, str], _Fetch] = OrderedDict()
+        self._parked: dict[tuple[str, str], _Fetch] = {}  # those of the queue that were active before
         self._queued: deque[_Fetch] = deque()
         self._completed: deque[tuple[str, Ask]] = deque()
-        self._events: deque[IncomingEvent] = deque()
+        self._events: deque[ReceiverEvent] = deque()
         self._landing: Landing | None = None
         self._heard = 0.0
         self._arrived = 0.0
@@ -173,7 +182,8 @@ class Incoming:
             whole = whole and chunk_digest(view[manifest.span(index)]) == _digest(manifest, index)
         if not whole:
             self.chunks_refused += 1
-            self._events.append(FetchFailed(owner, manifest.blob, "wrong digest of an inline model"))
+            reason = "wrong digest of an inline model"
+            self._events.append(FetchFailed(owner, manifest.blob, FetchFailure.DAMAGED, reason))
             return
         buffer.cast("B")[:] = view
         self._events.append(Fetched(owner, manifest.blob))
@@ -183,39 +193,40 @@ class Incoming:
         landing = self._landing
         if landing is not None and landing.key[0] == owner and blob in (None, landing.key[1]):
             self._landing = landing.view = None
-        for key in [k for k in self._active if k[0] == owner and blob in (None, k[1])]:
-            del self._active[key]
+        for fetches in (self._active, self._parked):
+            for key in [k for k in fetches if k[0] == owner and blob in (None, k[1])]:
+                del fetches[key]
         self._queued = deque(f for f in self._queued if f.owner != owner or blob not in (None, f.manifest.blob))
         self._promote(now)
 
     def yield_slot(self, owner: str, *, now: float) -> None:
         """Put an owner's fetches behind those that wait for a slot; what they have, they keep."""
         for key in [k for k in self._active if k[0] == owner] if self._queued else []:
-            self._queued.append(self._active.pop(key))
+            self._park(key)
         self._promote(now)
 
     def ask_again(self, owner: str, *, now: float) -> None:
         """Ask an owner again whose connection is new: nothing of it is in flight."""
-        for (name, _), fetch in self._active.items():
-            if name == owner:
+        for fetch in (*self._active.values(), *self._parked.values()):
+            if fetch.owner == owner:
                 fetch.due = fetch.restart = True
                 fetch.heard = now
 
     def lacks(self, owner: str, blob: str) -> int:
         """Return how many chunks of a fetch are still to come, 0 where there is no such fetch."""
-        fetch = self._active.get((owner, blob))
+        fetch = self._begun((owner, blob))
         return fetch.left if fetch else 0
 
     def wanted(self) -> set[tuple[str, str]]:
-        """Return the (owner, blob) pairs whose lanes must be subscribed."""
-        return set(self._active)
+        """Return the (owner, blob) pairs whose streams must be subscribed."""
+        return self._active.keys() | self._parked.keys()
 
     def place(self, owner: str, blob: str, *, index: int, size: int) -> Landing | None:
         """Return where a chunk that begins to arrive may be written, None where it is not wanted.
 
         One at a time: a connection carries its messages one after another.
         """
-        fetch = self._active.get((owner, blob))
+        fetch = self._begun((owner, blob))
         if fetch is None or index >= fetch.manifest.chunks or not fetch.lacking[index]:
             return None
         span = fetch.manifest.span(index)
@@ -225,7 +236,7 @@ class Incoming:
         return self._landing
 
     def receive_chunk(
-        self, owner: str, blob: str, *, lane: str, index: int, number: int, data: bytes | memoryview, now: float
+        self, owner: str, blob: str, *, stream: str, index: int, number: int, data: bytes | memoryview, now: float
     ) -> bool:
         """Take one publication; return whether it brought something new. Never raises on foreign input.
 
@@ -233,7 +244,7 @@ class Incoming:
         """
         landing, self._landing = self._landing, None
         silent_s = now - self._arrived
-        fetch = self._active.get((owner, blob))
+        fetch = self._begun((owner, blob))
         if fetch is None or index >= fetch.manifest.chunks:
             self.heard(now)
             self.chunks_refused += 1
@@ -242,11 +253,11 @@ class Incoming:
         sound = len(data) == span.stop - span.start and chunk_digest(data) == _digest(fetch.manifest, index)
         if not sound:
             self._damaged(fetch, index, now)
-        self._count(fetch, ALL if lane == ALL else "own", number, silent_s, sound=sound)
+        self._count(fetch, ALL if stream == ALL else "own", number, silent_s, sound=sound)
         self.heard(now)
         if not sound:
             return False
-        fetch.heard, fetch.damaged = now, 0
+        fetch.heard, fetch.damaged, fetch.starved = now, 0, 0
         if not fetch.lacking[index]:
             self.chunks_duplicate += 1
             return False
@@ -264,8 +275,8 @@ class Incoming:
 
     def gone(self, owner: str, blob: str, *, now: float) -> None:
         """Hear from the owner that it does not hold the blob."""
-        if (owner, blob) in self._active:
-            self._fail(self._active[owner, blob], "its owner no longer holds it", now)
+        if (fetch := self._begun((owner, blob))) is not None:
+            self._fail(fetch, FetchFailure.GONE, FetchFailure.GONE.value, now)
 
     def heard(self, now: float) -> None:
         """Note that bytes arrived on the connection: it is not silent."""
@@ -276,7 +287,7 @@ class Incoming:
     def reconnected(self, now: float) -> None:
         """Ask again for everything: what was in flight died with the old connection."""
         self._listen(now)
-        for fetch in self._active.values():
+        for fetch in (*self._active.values(), *self._parked.values()):
             fetch.due = fetch.restart = True
             fetch.heard, fetch.damaged = now, 0
 
@@ -291,10 +302,14 @@ class Incoming:
         if due is not None and now >= due:
             self._look(carried, now)
         silent = now >= self._heard + self._repair_s
-        for fetch in self._active.values():
-            starved = now >= fetch.starves_at
+        for key, fetch in list(self._active.items()):
+            starved = now >= self._starves_at(fetch)
             if starved:
+                fetch.starved += 1
                 fetch.patience_s = min(2 * fetch.patience_s, PATIENCE_MOST_S)
+                if self._queued:
+                    self._park(key)
+                    continue
             if silent or starved:
                 self.chunks_asked_again += 1
                 fetch.due = fetch.restart = True
@@ -302,10 +317,11 @@ class Incoming:
         if silent:
             self._heard = now
             self._repair_s = max(self._repair_s, min(2 * self._repair_s, REPAIR_MOST_S))
+        self._promote(now)
 
     def next_deadline(self) -> float | None:
         """Return when `tick` has something to do."""
-        starved = (fetch.starves_at for fetch in self._active.values())
+        starved = (self._starves_at(fetch) for fetch in self._active.values())
         return min(self._heard + self._repair_s, *starved) if self._active else None
 
     def to_send(self) -> list[tuple[str, Ask]]:
@@ -321,7 +337,7 @@ class Incoming:
                 fetch.since_ask = 0
         return asks
 
-    def next_event(self) -> IncomingEvent | None:
+    def next_event(self) -> ReceiverEvent | None:
         """Return the next finished or failed fetch."""
         return self._events.popleft() if self._events else None
 
@@ -354,24 +370,41 @@ class Incoming:
             if not self._active:
                 self._listen(now)
             fetch = self._queued.popleft()
+            key = fetch.owner, fetch.manifest.blob
+            # What was parked may have chunks on their way: they are asked for again once it starved in two turns.
+            was_parked = self._parked.pop(key, None) is not None
+            fetch.restart = fetch.restart or not was_parked or fetch.starved > 1
             fetch.heard = now
-            fetch.due = fetch.restart = True
-            self._active[fetch.owner, fetch.manifest.blob] = fetch
+            fetch.due = True
+            self._active[key] = fetch
+
+    def _park(self, key: tuple[str, str]) -> None:
+        """Put an active fetch behind those that wait for a slot."""
+        fetch = self._parked[key] = self._active.pop(key)
+        self._queued.append(fetch)
+
+    def _begun(self, key: tuple[str, str]) -> _Fetch | None:
+        return self._active.get(key) or self._parked.get(key)
+
+    def _starves_at(self, fetch: _Fetch) -> float:
+        """Return when a fetch is to ask again by itself, or to make room, having got nothing sound."""
+        patience_s = PATIENCE_S if self._queued else fetch.patience_s
+        return fetch.heard + (SPOILT_S if fetch.damaged >= DAMAGED_MOST else max(patience_s, fetch.pace_s))
 
     def _ask(self, fetch: _Fetch) -> Ask:
         lacking = np.packbits(fetch.lacking).tobytes() if fetch.left else b""
         seen = fetch.seen
         return Ask(fetch.manifest.blob, lacking, seen.get(ALL, 0), seen.get("own", 0), fetch.window, fetch.restart)
 
-    def _count(self, fetch: _Fetch, lane: str, number: int, silent_s: float, *, sound: bool) -> None:
+    def _count(self, fetch: _Fetch, stream: str, number: int, silent_s: float, *, sound: bool) -> None:
         """Take a publication's number: what takes a place in the window must be reported, and a gap is a loss."""
-        last = fetch.seen.get(lane)
+        last = fetch.seen.get(stream)
         in_order = last is None or number == last + 1
         if not sound and (not in_order or fetch.damaged > DAMAGED_MOST):
             return  # a stranger's, for all we know, or an owner's that is not asked again for ever
         self._gap_s = max(silent_s if in_order else 0.0, self._gap_s / 2)
-        fetch.seen[lane] = max(number, last or 0) if lane in fetch.trusted else number
-        fetch.trusted.add(lane)
+        fetch.seen[stream] = max(number, last or 0) if stream in fetch.trusted else number
+        fetch.trusted.add(stream)
         fetch.since_ask += 1  # a duplicate too
         gap = last is not None and number > last + 1
         if gap or not sound or fetch.since_ask >= max(1, fetch.window // ASKS_PER_WINDOW):
@@ -389,10 +422,11 @@ class Incoming:
             if fetch.damaged == 1:
                 fetch.spoilt_at = now
             elif fetch.damaged > DAMAGED_MOST and now >= fetch.spoilt_at + SPOILT_S:
-                self._fail(fetch, f"wrong digests: {fetch.damaged} damaged chunks and no sound one", now)
+                reason = f"{FetchFailure.DAMAGED.value}: {fetch.damaged} damaged chunks and no sound one"
+                self._fail(fetch, FetchFailure.DAMAGED, reason, now)
 
-    def _fail(self, fetch: _Fetch, reason: str, now: float) -> None:
-        self._events.append(FetchFailed(fetch.owner, fetch.manifest.blob, reason))
+    def _fail(self, fetch: _Fetch, cause: FetchFailure, reason: str, now: float) -> None:
+        self._events.append(FetchFailed(fetch.owner, fetch.manifest.blob, cause, reason))
         self.drop(fetch.owner, blob=fetch.manifest.blob, now=now)
 
 

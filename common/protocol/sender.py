@@ -1,7 +1,7 @@
 """The owner's side: holds the blobs it announced and chooses what to publish next.
 
-For each blob a cursor walks once over its chunks on the lane of all, as long as most of those who asked lack
-the chunk; what a single receiver lost, or missed because it came late, goes on its own lane. So a broadcast
+For each blob a cursor walks once over its chunks on the stream of all, as long as most of those who asked lack
+the chunk; what a single receiver lost, or missed because it came late, goes on its own stream. So a broadcast
 model crosses each link once, and a slow receiver stops nobody: the fastest sets the pace.
 
 A chunk published with a number above the last one that a receiver saw is in flight; with a smaller number and
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import inf
 from typing import Final
 
 import numpy as np
@@ -22,13 +23,14 @@ from common.protocol.messages import Ask, Gone, Manifest
 from common.protocol.topics import ALL
 
 GATHER_S: Final = 0.1
+RESTART_S: Final = 1.0  # between two restarts of one receiver: a flood of them must not publish without end
 
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """One chunk to publish; `receivers` are those that lack it and get it by this lane."""
+    """One chunk to publish; `receivers` are those that lack it and get it by this stream."""
 
-    lane: str
+    stream: str
     blob: str
     index: int
     number: int
@@ -45,6 +47,7 @@ class _Asker:
     seen_all: int
     seen_own: int
     last_own: int
+    restarted_at: float
 
 
 class _Blob:
@@ -73,7 +76,7 @@ class _Blob:
         return self.to_come is None or not self.to_come[index]
 
 
-class Outgoing:
+class Sender:
     """All blobs that one node owns on one connection. `first_number`: from a clock, so that a restart only grows."""
 
     def __init__(self, *, first_number: int) -> None:
@@ -106,6 +109,10 @@ class Outgoing:
         """Stop serving a blob and release its memory."""
         self._blobs.pop(blob, None)
 
+    def holds(self, blob: str) -> bool:
+        """Return whether a blob is served."""
+        return blob in self._blobs
+
     def receive(self, receiver: str, ask: Ask, *, now: float) -> Gone | None:
         """Take an ask; return the answer to one for a blob that is not held."""
         blob = self._blobs.get(ask.blob)
@@ -127,18 +134,20 @@ class Outgoing:
         if asker is None:
             own = np.full(chunks, -1, np.int64)
             last_own = blob.last_own.get(receiver, blob.first)
-            asker = _Asker(lacking, np.zeros(chunks, np.bool_), own, 1, blob.last_all, last_own, last_own)
+            asker = _Asker(lacking, np.zeros(chunks, np.bool_), own, 1, blob.last_all, last_own, last_own, -inf)
             blob.askers[receiver] = asker
+        restart = ask.restart and now >= asker.restarted_at + RESTART_S
         self.chunks_delivered += max(0, int(asker.lacking.sum()) - int(lacking.sum()))
-        asker.lacking = lacking if ask.restart else lacking & asker.lacking  # a late ask must not undo a newer one
+        asker.lacking = lacking if restart else lacking & asker.lacking  # a late ask must not undo a newer one
         asker.window = min(max(ask.window, 1), WINDOW_MOST)
         asker.seen_all = max(asker.seen_all, min(ask.seen_all, blob.last_all))
         asker.seen_own = max(asker.seen_own, min(ask.seen_own, asker.last_own))
-        if ask.restart:
+        if restart:
+            asker.restarted_at = now
             asker.seen_all, asker.seen_own = blob.last_all, asker.last_own
         passed = np.arange(chunks) < blob.cursor
         in_flight = (blob.published > asker.seen_all) | (asker.own > asker.seen_own)
-        in_flight[[index for lane, index in blob.leaving if lane in (ALL, receiver)]] = True
+        in_flight[[index for stream, index in blob.leaving if stream in (ALL, receiver)]] = True
         asker.lost = asker.lacking & passed & ~in_flight
         return None
 
@@ -149,7 +158,7 @@ class Outgoing:
         """
         blob = self._blobs.get(publication.blob)
         if blob is not None:
-            blob.leaving.discard((publication.lane, publication.index))
+            blob.leaving.discard((publication.stream, publication.index))
 
     def forget(self, receiver: str) -> None:
         """Drop a receiver that died; when it comes back it asks again."""
@@ -193,7 +202,7 @@ class Outgoing:
                     return self._publish_all(blob, index, lacking)
                 if not any(asker.lacking[index:].any() and self._room(blob, asker) for asker in askers.values()):
                     return None
-            blob.cursor += 1  # few lack it, or none that has room: each gets it on its own lane, or by a repair
+            blob.cursor += 1  # few lack it, or none that has room: each gets it on its own stream, or by a repair
             for name in lacking:
                 askers[name].lost[index] = True
         return self._repair(blob, ready)

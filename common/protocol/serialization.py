@@ -18,19 +18,24 @@ import msgpack
 
 from common.errors import WireError
 from common.protocol.messages import (
+    Acknowledgement,
+    Alive,
     Announcement,
     Ask,
+    Declined,
     Farewell,
     Gone,
+    Goodbye,
     Message,
+    Preparing,
     Presence,
     Probe,
     Probed,
     Progress,
-    Receipt,
     Reports,
     Result,
     Task,
+    WhoIsThere,
 )
 
 VERSION: Final = 1
@@ -39,7 +44,8 @@ MAX_INT: Final = 2**63 - 1
 MAX_ITEMS: Final = 100_000
 
 KINDS: Final[tuple[type[Message], ...]] = (
-    Presence, Announcement, Task, Progress, Result, Receipt, Ask, Gone, Reports, Farewell, Probe, Probed,
+    Presence, Announcement, Task, Progress, Result, Acknowledgement, Ask, Gone, Reports, Farewell, Probe, Probed,
+    WhoIsThere, Alive, Preparing, Declined, Goodbye,
 )  # fmt: skip
 _CODES: Final = {kind: code for code, kind in enumerate(KINDS)}
 

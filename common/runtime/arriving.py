@@ -14,7 +14,7 @@ from common.protocol.messages import Manifest
 
 
 class NotHad(Exception):
-    """The model could not be had; the parent says its wish again."""
+    """The model could not be had; the parent sends the task again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -22,14 +22,14 @@ class Arriving:
     """A task's model. `row`, uint8 [row_bytes], holds it once `whole` returns.
 
     Before that `buffer`, the row or memory apart, fills up with the blob, chunk by chunk, each checked: `lacking`,
-    bool [chunks], says which are to come, and `watch` is called whenever one came.
+    bool [chunks], marks those that are to come; who passes them on asks by `on_chunk` to be called when one came.
     """
 
     manifest: Manifest
     row: Row
     buffer: memoryview
     lacking: npt.NDArray[np.bool_]
-    watch: Callable[[], None] = lambda: None
+    _watchers: list[Callable[[], None]] = field(default_factory=list)
     _whole: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     @property
@@ -53,12 +53,21 @@ class Arriving:
             self._whole.set_exception(error)
             self._whole.exception()  # nobody need be waiting
 
-    def on_failure(self, tell: Callable[[BaseException], None]) -> None:
-        """Call `tell` when it turns out that it cannot be had."""
+    def on_chunk(self, call: Callable[[], None]) -> None:
+        """Call this whenever a chunk came."""
+        self._watchers.append(call)
+
+    def chunk_came(self) -> None:
+        """Note that a chunk came."""
+        for call in self._watchers:
+            call()
+
+    def on_failure(self, call: Callable[[BaseException], None]) -> None:
+        """Call `call` when it turns out that it cannot be had."""
 
         def look(whole: asyncio.Future[None]) -> None:
             error = None if whole.cancelled() else whole.exception()
             if error is not None:
-                tell(error)
+                call(error)
 
         self._whole.add_done_callback(look)

@@ -1,7 +1,7 @@
 """Measuring links before a run: a little noise each way, pulled like a model and timed where it arrives.
 
     parent                       child
-      | --------- Probe ---------> |   the noise that it may pull; said again until answered
+      | --------- Probe ---------> |   the noise that it may pull; sent again until answered
       | <--- chunks, its asks ---> |
       | <-------- Probed --------- |   how fast it came, and noise to pull back
       | <--- asks, its chunks ---> |
@@ -13,18 +13,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Final
 
-import numpy as np
-
 from common.errors import InvalidExperiment, RefusedModel
-from common.links import Links, Way, Ways
+from common.links import Links, Ways
 from common.protocol.manifest import describe
 from common.protocol.messages import Manifest, Measured, Probe, Probed
-from common.protocol.receiver import Fetched, IncomingEvent
+from common.protocol.receiver import Fetched, ReceiverEvent
 from common.runtime.endpoint import Endpoint
-from common.spec import Transfer
+from common.runtime.world import World
 
 PROBE_S: Final = 0.25  # what a probe takes on a link of a declared rate, or eight chunks if that is more
 CHUNK_LEAST: Final = 8192
@@ -44,10 +42,9 @@ log = logging.getLogger("fedstrata.probes")
 class Probes:
     """One endpoint's probes, in either role."""
 
-    def __init__(self, endpoint: Endpoint, ways: Mapping[str, Way], transfer: Transfer) -> None:
+    def __init__(self, endpoint: Endpoint, world: World) -> None:
         self._endpoint = endpoint
-        self._ways = ways
-        self._transfer = transfer
+        self._world = world
         self._answers: dict[str, tuple[str, asyncio.Future[Probed]]] = {}
         self._fetches: dict[str, asyncio.Future[float]] = {}
         self._asked: Manifest | None = None
@@ -60,20 +57,20 @@ class Probes:
         answered: asyncio.Future[Probed] = asyncio.get_running_loop().create_future()
         self._answers[peer] = noise.blob, answered
         try:
-            async with asyncio.timeout(self._transfer.idle_s):
+            async with asyncio.timeout(self._endpoint.session.transfer.idle_s):
                 while not answered.done():
-                    self._endpoint.send(peer, Probe(noise))
+                    self._send(peer, Probe(noise))
                     await asyncio.wait((answered,), timeout=REPEAT_S)
                 answer = answered.result()
                 up = await self._fetch(peer, answer.model)
-                account = self._endpoint.account
-                return Measured(up, answer.rate, account.probed(peer, "received"), account.probed(peer, "sent"))
+                counters = self._endpoint.session.counters
+                return Measured(up, answer.rate, counters.probed(peer, "received"), counters.probed(peer, "sent"))
         finally:
             del self._answers[peer]
             self._endpoint.retire(noise.blob)
 
     def receive(self, peer: str, message: Probe | Probed) -> None:
-        """Take a peer's word on a probe."""
+        """Take a peer's probe, or its answer to one."""
         if isinstance(message, Probed):
             asked, answered = self._answers.get(peer, ("", None))
             if answered is not None and not answered.done() and message.asked == asked:
@@ -83,20 +80,17 @@ class Probes:
             self._asked = message.model
             self._answering = asyncio.create_task(self._respond(peer, message.model), name="answer a probe")
         elif self._answer is not None:
-            self._endpoint.send(peer, self._answer)
+            self._send(peer, self._answer)
 
-    def transferred(self, event: IncomingEvent) -> bool:
-        """Take a finished or failed fetch; return whether it was of noise."""
+    def transferred(self, event: ReceiverEvent) -> None:
+        """Take a finished or failed fetch of noise."""
         fetched = self._fetches.pop(event.blob, None)
-        if fetched is None:
-            return False
-        if fetched.done():
-            return True
+        if fetched is None or fetched.done():
+            return
         if isinstance(event, Fetched):
             fetched.set_result(event.rate or 0.0)
         else:
             fetched.set_exception(RefusedModel(event.reason))
-        return True
 
     def end(self) -> None:
         """Hold no answer any more: the run begins, or another probe."""
@@ -113,32 +107,36 @@ class Probes:
             self._asked = None  # it will be asked again
             return
         self._answer = Probed(noise.blob, rate, self._offer(peer))
-        self._endpoint.send(peer, self._answer)
+        self._send(peer, self._answer)
 
     async def _fetch(self, peer: str, noise: Manifest) -> float:
         if noise.codec != CODEC or noise.size > SIZE_MOST:
             raise RefusedModel(f"{peer} probes with {noise.size} bytes of {noise.codec[:32]!r}")
-        incoming, now = self._endpoint.incoming, self._endpoint.now
+        receiver, now = self._endpoint.session.receiver, self._endpoint.now
         fetched: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._fetches[noise.blob] = fetched
-        self._endpoint.courier.noise.add(noise.blob)
-        incoming.fetch(peer, noise, memoryview(bytearray(noise.size)), now=now())
+        self._endpoint.session.outbox.add_noise(noise.blob)
+        receiver.fetch(peer, noise, memoryview(bytearray(noise.size)), now=now())
         self._endpoint.wake()
         try:
             return await fetched
         finally:
             self._fetches.pop(noise.blob, None)
-            incoming.drop(peer, blob=noise.blob, now=now())
+            receiver.drop(peer, blob=noise.blob, now=now())
 
     def _offer(self, peer: str) -> Manifest:
-        rate = self._ways[peer].rate or UNDECLARED
-        chunk_bytes = int(min(max(rate * PROBE_S / CHUNKS_USUAL, CHUNK_LEAST), self._endpoint.chunk_most))
+        rate = self._endpoint.session.ways.to[peer].rate or UNDECLARED
+        chunk_bytes = int(min(max(rate * PROBE_S / CHUNKS_USUAL, CHUNK_LEAST), self._endpoint.session.chunk_most))
         chunks = int(min(max(rate * PROBE_S / chunk_bytes, CHUNKS_LEAST), CHUNKS_MOST))
-        data = memoryview(np.random.default_rng().bytes(chunk_bytes * chunks))
+        data = memoryview(self._world.noise(chunk_bytes * chunks))
         noise = describe(data, chunk_bytes=chunk_bytes, codec=CODEC, layout="")
-        self._endpoint.courier.noise.add(noise.blob)
-        self._endpoint.outgoing.offer(noise, data, (peer,))
+        self._endpoint.session.outbox.add_noise(noise.blob)
+        self._endpoint.session.sender.offer(noise, data, (peer,))
         return noise
+
+    def _send(self, peer: str, message: Probe | Probed) -> None:
+        self._endpoint.session.outbox.send(peer, message, self._endpoint.now())
+        self._endpoint.wake()
 
 
 async def measure_all(probes: Probes, ways: Ways, links: Links, peers: Iterable[str]) -> dict[str, Measured]:

@@ -8,21 +8,25 @@ from typing import Protocol
 from common.layout import Row
 from common.protocol.ledger import Ledger
 from common.runtime.arriving import Arriving
+from common.runtime.endpoint import nothing
 from common.runtime.round import Round
 from common.spec import Closing
 
 
 class Children(Protocol):
-    """The children on a broker (`common.runtime.parent_endpoint`) or in this process (`deploy.calls`).
+    """The children on a broker (`common.runtime.parent_endpoint`) or in this process (`deploy.calls`)."""
 
-    `samples`: those of each child that told; `ledger`: the bytes of the links to them; `moves` grows while anything
-    moves below, and `moved_hook` is called then.
-    """
+    @property
+    def samples(self) -> dict[str, int]:
+        """Return the training samples of each child that has reported them."""
 
-    samples: dict[str, int]
-    ledger: Ledger
-    moves: int
-    moved_hook: Callable[[], None]
+    @property
+    def ledger(self) -> Ledger:
+        """Return the bytes of the links to them."""
+
+    @property
+    def moves(self) -> int:
+        """Return what grows while anything moves below."""
 
     @property
     def peers(self) -> tuple[str, ...]:
@@ -39,5 +43,6 @@ class Children(Protocol):
         models: Mapping[str, Row | Arriving],
         epochs: Mapping[str, int],
         closing: Closing,
+        on_progress: Callable[[], None] = nothing,
     ) -> Round:
-        """Give each child its model and return what came back, see `ParentFace.round`."""
+        """Give each child its model and return what came back, see `ParentEndpoint.round`."""

@@ -1,79 +1,120 @@
-"""How a child that knows only its broker and its parent's name finds the run."""
+"""How a child that knows only its broker and its parent's name finds the run: it asks, and the living parent answers.
+
+What the broker retains decides nothing: a store may bring back the dead, or keep nothing at all.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
+from dataclasses import dataclass
 from typing import Final
 
-from common.errors import WireError
-from common.net.link import BrokerAddress, Link
+from common.errors import FedstrataError, WireError
+from common.net.link import BrokerAddress
 from common.protocol import serialization, topics
-from common.protocol.messages import Announcement, NodeState, Presence
+from common.protocol.messages import Alive, Announcement, WhoIsThere
+from common.runtime.world import REAL, World, new_session
 from common.spec import Transfer
 
-PATIENCE_S: Final = 5.0
+ASK_S: Final = 0.25
+ASK_MOST_S: Final = 2.0
+COMPLAIN_S: Final = 10.0
+COMPLAIN_MOST_S: Final = 600.0
+SETTLE_S: Final = 0.05  # a presence and the experiment come together
+OTHERS_KEPT: Final = 100
 
 log = logging.getLogger("fedstrata.discovery")
 
 
-async def discover(address: BrokerAddress, parent: str, *, connect_timeout_s: float) -> tuple[str, Announcement]:
-    """Wait for a run whose parent is alive; return its id and what the parent announced.
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A run whose parent is alive: its id, the parent's session, and what it announced."""
 
-    An experiment that a dead parent left on the broker is passed over. Where the parent does not come soon, a
-    warning tells who else is there: its name may be mistyped. Raises ConnectionFailed.
+    run: str
+    parent_session: str
+    announcement: Announcement
+
+
+class Moved(FedstrataError):
+    """The parent is alive in another run: leave this one and join that."""
+
+    def __init__(self, found: Found) -> None:
+        super().__init__(f"the parent went on to run {found.run}")
+        self.found = found
+
+
+async def discover(
+    address: BrokerAddress, name: str, parent: str, *, lab: str, connect_timeout_s: float, world: World = REAL
+) -> Found:
+    """Wait for a run whose parent is alive, and return it.
+
+    Where the parent does not answer soon, a warning names who else is there, as its name may be mistyped; it is
+    repeated, less and less often. Raises ConnectionFailed.
     """
-    found: asyncio.Future[tuple[str, Announcement]] = asyncio.get_running_loop().create_future()
-    announced: dict[str, Announcement] = {}
-    alive: set[str] = set()
+    found: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
     others: set[str] = set()
+    nonce = new_session(world)
+    changed = asyncio.Event()
 
     def received(topic_text: str, body: bytes, retained: bool) -> None:
         try:
             topic = topics.parse(topic_text)
-            message = serialization.decode(body)[1] if body else None
+            session, message = serialization.decode(body) if body else ("", None)
         except WireError:
             return
-        if topic.node != parent:
-            (others.add if message is not None else others.discard)(topic.node)
-        elif isinstance(message, Announcement):
-            announced[topic.run] = message
-        elif isinstance(message, Presence) and message.state in (NodeState.INIT, NodeState.READY):
-            alive.add(topic.run)
-        else:
-            announced.pop(topic.run, None) if isinstance(topic, topics.SpecTopic) else alive.discard(topic.run)
-        both = alive & set(announced)
-        if both and not found.done():
-            run = max(both)
-            found.set_result((run, announced[run]))
+        if isinstance(topic, topics.SpecTopic) and message is not None and len(others) < OTHERS_KEPT:
+            others.add(topic.node)
+        elif isinstance(topic, topics.StateTopic):
+            changed.set()  # the parent begins, or goes: ask at once
+        elif isinstance(topic, topics.InboxTopic) and isinstance(message, Alive):
+            if message.nonce == nonce and message.announcement is not None and not found.done():
+                found.set_result(Found(topic.run, session, message.announcement))
 
     async def connected() -> None:
-        link.subscribe([topics.spec("+", parent), topics.state("+", parent)], qos=1)
+        connection.subscribe([topics.inbox(lab, "+", name, parent), topics.state(lab, "+", parent)], qos=1)
+        changed.set()
+
+    async def ask() -> None:
+        pause_s = ASK_S
+        question = serialization.encode(WhoIsThere(nonce), nonce)
+        while True:
+            connection.publish(topics.seek(lab, parent, name), question, qos=0)
+            changed.clear()
+            try:
+                async with asyncio.timeout(pause_s):
+                    await changed.wait()
+                    pause_s = ASK_S
+                await asyncio.sleep(SETTLE_S)
+            except TimeoutError:
+                pause_s = min(2 * pause_s, ASK_MOST_S)
 
     async def complain() -> None:
-        await asyncio.sleep(PATIENCE_S)
-        link.subscribe([topics.spec("+", "+")], qos=1)
-        await asyncio.sleep(PATIENCE_S)
-        there = f"There are {', '.join(sorted(others))}." if others else "No other is there either."
-        log.warning("waiting for %s on broker %s. %s", parent, address, there)
+        pause_s = COMPLAIN_S
+        while True:
+            await asyncio.sleep(pause_s / 2)
+            connection.subscribe([topics.spec(lab, "+", "+")], qos=1)
+            await asyncio.sleep(pause_s / 2)
+            there = f"Others are: {', '.join(sorted(others))}." if others else "No other is there either."
+            log.warning("%s waits for %s on broker %s. %s", name, parent, address, there)
+            pause_s = min(2 * pause_s, COMPLAIN_MOST_S)
 
-    link = Link(
+    connection = world.connection(
         address,
-        client_id=f"seeker-{secrets.token_hex(8)}",
+        client_id=f"seeker-{world.token(8)}",
         keepalive_s=Transfer().keepalive_s,
         received=received,
         connected=connected,
         lost=lambda: None,
     )
-    keeping = asyncio.create_task(link.run(connect_timeout_s=connect_timeout_s), name="discovery")
-    complaining = asyncio.create_task(complain(), name="complaint")
+    keeping = asyncio.create_task(connection.run(connect_timeout_s=connect_timeout_s), name="discovery")
+    helpers = (keeping, asyncio.create_task(ask(), name="ask"), asyncio.create_task(complain(), name="complaint"))
     try:
         await asyncio.wait((keeping, found), return_when=asyncio.FIRST_COMPLETED)
         if not found.done():
             await keeping
         return await found
     finally:
-        for task in (keeping, complaining):
+        for task in helpers:
             task.cancel()
-        await asyncio.wait((keeping, complaining))
+        await asyncio.wait(helpers)

@@ -1,136 +1,108 @@
-"""One node's end of one broker connection: moves messages between the link and the sans-IO cores.
+"""One session's asyncio shell on one broker connection: one pump, one timer.
 
-    Link --bytes--> Endpoint --records--> face (parent or child) --> Coordinator / Participant
-                       |----chunks--> Incoming
-                       |----asks----> Outgoing
-
-One pump sends what the cores have due and sleeps until their next deadline. It sends nothing while the broker is
-away: all that the cores say is state, and they are told of the new connection.
+The connection's callbacks hand the session what arrives; the pump lets it judge by the time, acts on its events, hands
+the connection what it has to send, and sleeps until its next deadline. Whatever takes long (encoding, checking, files)
+runs beside it, in the subclasses.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from functools import partial
 from math import inf
 from typing import Final
 
-from common.errors import ConnectionFailed, NoProgress, WireError
-from common.links import Ways
-from common.net.limits import packet_limit
-from common.net.link import BrokerAddress, Link
+from common.errors import ConnectionFailed, DuplicateName, NoProgress
+from common.net.bulk import Body
+from common.net.link import BrokerAddress
 from common.net.packets import Place
 from common.protocol import serialization, topics
-from common.protocol.counters import Account, packet_bytes
 from common.protocol.identity import Identity
-from common.protocol.manifest import MIN_RATED_CHUNK, chunk_bytes_for, renamed
-from common.protocol.messages import Announcement, Ask, Gone, Manifest, Message, NodeState, Presence, Target
-from common.protocol.presence import Herald
-from common.protocol.receiver import Incoming, Landing
-from common.runtime.arriving import Arriving
-from common.runtime.broker_statistics import Figures
-from common.runtime.face import Face
-from common.runtime.outbox import Courier, inline_bytes, qos_of
+from common.protocol.manifest import MIN_RATED_CHUNK
+from common.protocol.messages import Failure, NodeState, Presence
+from common.protocol.outbox import Output, Publish, PublishChunk, Subscribe
+from common.protocol.receiver import Landing
+from common.protocol.refusals import MessageRefused
+from common.protocol.sender import Publication
+from common.protocol.session import BrokerAway, NameTaken, Session
+from common.runtime.broker_statistics import BrokerStatistics
+from common.runtime.world import World
 from common.spec import Transfer
 
 PACKET_ROOM: Final = 1024  # for what goes with a chunk, or with a model inside its announcement
-OFFLINE_TICK_S: Final = 0.2
 
 log = logging.getLogger("fedstrata.endpoint")
 
 
-class Endpoint:
+class Endpoint(ABC):
     """A named node on one broker. `run` keeps it going until cancelled.
 
-    What goes to a peer is shaped; what the broker keeps for whoever comes (presence, announcement) is not. `figures`
-    takes the broker's word on itself; without it that is not asked for.
+    `statistics` takes what the broker publishes of itself; without it that is not subscribed to.
     """
+
+    session: Session
 
     def __init__(
         self,
         address: BrokerAddress,
         identity: Identity,
         *,
-        face: Face,
         transfer: Transfer,
-        ways: Ways,
-        figures: Figures | None = None,
+        world: World,
+        statistics: BrokerStatistics | None = None,
     ) -> None:
         self.identity = identity
-        self._figures = figures
-        self.account = Account()
-        self.ignored = 0
-        self.incoming = Incoming(
-            window=transfer.window,
-            slots=transfer.upload_slots,
-            ways=ways.from_,
-            keepalive_s=transfer.keepalive_s,
-            exclusive=len(face.peers) == 1,
-        )
-        self._ways = ways
-        self._transfer = transfer
-        self.chunk_most, self._inline_most = transfer.chunk_bytes, transfer.inline_bytes
-        self._face = face
+        self._world = world
+        self._statistics = statistics
+        self._idle_s = transfer.idle_s
+        self._packet_most: float | None = None
+        self._bodies: dict[Body, str] = {}
         self._wake = asyncio.Event()
+        self._sent_all = asyncio.Event()
         self._connected_once = asyncio.Event()
-        self._away_since: float | None = None
-        self._subscribed: set[tuple[str, str]] = set()
-        self._herald = Herald(identity, self._publish_presence, broker=str(address))
-        self._announcement: bytes | None = None
         self._loop = asyncio.get_running_loop()
         will = serialization.encode(Presence(NodeState.LOST, identity.role, reason="connection lost"), identity.session)
-        self.link = Link(
+        self.connection = world.connection(
             address,
-            client_id=f"{identity.name}-{identity.session[:8]}-{secrets.token_hex(2)}",
+            client_id=f"{identity.name}-{identity.session[:8]}-{world.token(2)}",
             keepalive_s=transfer.keepalive_s,
             received=self._received,
             find_place=self._find_place,
             landed=self._landed,
             connected=self._connected,
             lost=self._lost,
-            will=(topics.state(identity.run, identity.name), will),
+            will=(topics.state(identity.lab, identity.run, identity.name), will),
         )
-        self.courier = Courier(identity, self.link, self.account, ways, wake=self.wake)
-        self.outgoing = self.courier.outgoing
 
     def now(self) -> float:
         """Return monotonic seconds."""
         return self._loop.time()
 
     def wake(self) -> None:
-        """Let the pump look at the cores again; call it after any change, from the event loop."""
+        """Let the pump look at the session again; call it after any change, from the event loop."""
         self._wake.set()
 
-    def set_state(self, state: NodeState, *, reason: str = "", samples: int = 0, invalid: bool = False) -> None:
-        """Say how this node is, retained."""
-        self._herald.set_state(state, reason=reason, samples=samples, invalid=invalid)
-
-    def set_targets(self, targets: tuple[Target, ...]) -> None:
-        """Say where the /metrics of this node's children are, retained."""
-        self._herald.set_targets(targets)
-
-    def announce(self, announcement: Announcement) -> None:
-        """Keep the experiment on the broker for this node's children."""
-        self._announcement = serialization.encode(announcement, self.identity.session)
-        self._publish_announcement()
+    def set_state(
+        self, state: NodeState, *, reason: str = "", samples: int = 0, failure: Failure = Failure.NONE
+    ) -> None:
+        """Publish how this node is, retained."""
+        self.session.set_state(state, reason=reason, samples=samples, failure=failure)
+        self.wake()
 
     async def run(self, *, connect_timeout_s: float) -> None:
         """Serve until cancelled.
 
-        Raises ConnectionFailed, DuplicateName, NoProgress when the broker stays away, and what the face raises.
+        Raises ConnectionFailed, DuplicateName, and NoProgress where the broker, or a child's parent, stays away.
         """
         async with asyncio.TaskGroup() as group:
-            group.create_task(self.link.run(connect_timeout_s=connect_timeout_s), name=f"link {self.identity.name}")
+            connecting = self.connection.run(connect_timeout_s=connect_timeout_s)
+            group.create_task(connecting, name=f"connection {self.identity.name}")
             group.create_task(self._pump(), name=f"pump {self.identity.name}")
 
-    def release_name(self) -> None:
-        """Stop answering others under this name: what follows on its state topic is our own clearing."""
-        self._herald.leaving = True
-
     async def introduced(self, *, timeout_s: float) -> None:
-        """Wait until the broker has been told that this node is there, at most `timeout_s`."""
+        """Wait until the broker knows that this node is there, at most `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._connected_once.wait()
@@ -139,151 +111,100 @@ class Endpoint:
 
     async def leave(self, *, timeout_s: float) -> None:
         """Clear what this node keeps on the broker, as far as the broker is there within `timeout_s`."""
-        run, name = self.identity.run, self.identity.name
-        self.link.publish(topics.state(run, name), b"", qos=1, retain=True)
-        if self._announcement is not None:
-            self.link.publish(topics.spec(run, name), b"", qos=1, retain=True)
+        await self.flush(timeout_s=timeout_s)
+        self.session.own.leaving = True  # what follows on its state topic is its own clearing
+        for output in self.session.leave(keep_state=self._someone_is_away()):
+            self._perform(output)
         await self.flush(timeout_s=timeout_s)
 
     async def flush(self, *, timeout_s: float) -> None:
-        """Wait until what was said has left for the broker."""
+        """Wait until all that was sent has left for the broker."""
+        self._sent_all.clear()
+        self.wake()
         try:
             async with asyncio.timeout(timeout_s):
-                await self.courier.empty()
-                await self.link.flush()
+                await self._sent_all.wait()
+                await self.connection.flush()
         except TimeoutError:
             pass  # the broker is away; its will speaks for us
 
-    def cut(self, receivers: Sequence[str]) -> tuple[int, str]:
-        """Return the chunk bytes and the salt of a blob for receivers whose links are alike."""
-        way = self._ways.to[receivers[0]]
-        return chunk_bytes_for(way.rate, self.chunk_most), str(way)
-
-    def offer(self, manifest: Manifest, blob: memoryview, receivers: Sequence[str]) -> bytes | None:
-        """Hold a model, which must stay unchanged until it is retired, for receivers whose links are alike.
-
-        Return its bytes where they are few enough to travel inside the announcement.
-        """
-        self.outgoing.offer(manifest, blob, receivers)
-        inline_most = min(self._inline_most, chunk_bytes_for(self._ways.to[receivers[0]].rate, self._inline_most))
-        return bytes(blob) if manifest.size <= inline_most else None
-
-    def forwards(self, model: Arriving, receivers: Sequence[str]) -> bool:
-        """Return whether to pass a model on before it is here: it is large, and cut finely enough for their links."""
-        way, manifest = self._ways.to[receivers[0]], model.manifest
-        fine = manifest.chunk_bytes <= chunk_bytes_for(way.rate, self.chunk_most)
-        return fine and not model.complete and manifest.size > self._inline_most
-
-    def forward(self, model: Arriving, receivers: Sequence[str]) -> Manifest:
-        """Pass a model on, as it comes, to receivers whose links are alike, until it is retired."""
-        manifest = renamed(model.manifest, salt=str(self._ways.to[receivers[0]]))
-        self.outgoing.offer(manifest, model.buffer, receivers, to_come=model.lacking)
-        model.watch = self.wake
-        return manifest
-
     def retire(self, blob: str) -> None:
         """Stop serving a blob; from now on its memory may be written."""
-        self.courier.retire(blob)
+        self.session.retire(blob)
+        self._detach()
 
-    def send(self, peer: str, message: Message) -> None:
-        """Send a control message to a peer's inbox."""
-        self.courier.send(peer, message, self.now())
+    def _detach(self) -> None:
+        """Take the memory of blobs that are no longer served from the chunks that the client still holds."""
+        for body, blob in self._bodies.items():
+            if not self.session.sender.holds(blob):
+                body.detach()
 
-    # Towards the cores
+    def _someone_is_away(self) -> bool:
+        """Return whether a peer may come back to read this node's last state."""
+        return False
 
-    def _find_place(self, topic_text: str, size: int) -> Landing | None:
-        try:
-            topic = topics.parse(topic_text)
-        except WireError:
-            return None
-        if not isinstance(topic, topics.ChunkTopic):
-            return None
-        return self.incoming.place(topic.node, topic.blob, index=topic.index, size=size)
+    def _after_pass(self) -> None:  # noqa: B027 - not every side has something to do then
+        """Act on what has moved since the last pass of the pump."""
 
-    def _landed(self, topic_text: str, place: Place) -> None:
-        topic = topics.parse(topic_text)
-        if isinstance(topic, topics.ChunkTopic) and place.view is not None:
-            self._chunk(topic, topic_text, place.view)
-        self._wake.set()
+    @abstractmethod
+    def _take(self, event: object) -> None:
+        """Act on an event of the session."""
 
-    def _received(self, topic_text: str, body: bytes, retained: bool) -> None:
-        if self._figures is not None and self._figures.take(topic_text, body):
+    # From the connection
+
+    def _find_place(self, topic: str, size: int) -> Landing | None:
+        return self.session.place(topic, size)
+
+    def _landed(self, topic: str, place: Place) -> None:
+        if isinstance(place, Landing):
+            self.session.landed(topic, place, self.now())
+        self.wake()
+
+    def _received(self, topic: str, body: bytes, retained: bool) -> None:
+        if self._statistics is not None and self._statistics.take(topic, body):
             return
-        try:
-            topic = topics.parse(topic_text)
-            if isinstance(topic, topics.ChunkTopic):
-                self._chunk(topic, topic_text, body)
-            elif isinstance(topic, topics.InboxTopic):
-                self._control(topic, topic_text, body)
-            elif isinstance(topic, topics.StateTopic):
-                self._state(topic, body, retained)
-        except WireError as error:
-            self.ignored += 1
-            log.debug("%s: ignored %d bytes on %.80s: %s", self.identity.name, len(body), topic_text, error)
-        self._wake.set()
+        self.session.receive(topic, body, retained=retained, now=self.now())
+        self.wake()
 
-    def _chunk(self, topic: topics.ChunkTopic, text: str, body: bytes | memoryview) -> None:
-        now = self.now()
-        kind = "probe" if topic.blob in self.courier.noise else "model"
-        self.account.add(topic.node, "received", message=packet_bytes(text, len(body), qos=0), **{kind: len(body)})
-        fresh = self.incoming.receive_chunk(
-            topic.node, topic.blob, lane=topic.lane, index=topic.index, number=topic.number, data=body, now=now
-        )
-        if fresh:
-            self._face.moved(topic.node, now)
+    async def _connected(self) -> None:
+        if self._packet_most is None:
+            limit = await self._world.packet_limit(self.connection.address)
+            self._packet_most = inf if limit is None else limit - PACKET_ROOM
+            if self._packet_most < MIN_RATED_CHUNK:
+                raise ConnectionFailed(
+                    f"broker {self.connection.address} takes packets of at most {limit} bytes, models need "
+                    f"{MIN_RATED_CHUNK + PACKET_ROOM}. Raise its max_packet_size."
+                )
+        self.session.connected(self.now(), packet_most=self._packet_most)
+        self._connected_once.set()
+        self.wake()
 
-    def _control(self, topic: topics.InboxTopic, text: str, body: bytes) -> None:
-        now = self.now()
-        if topic.sender not in self._face.peers:
-            raise WireError(f"a stranger: {topic.sender}")
-        try:
-            session, message = serialization.decode(body)
-        except WireError:
-            size = packet_bytes(text, len(body), qos=1)
-            self.account.add(topic.sender, "received", message=size, control=len(body))
-            raise
-        size = packet_bytes(text, len(body), qos=qos_of(message))
-        model = inline_bytes(message)
-        self.account.add(topic.sender, "received", message=size, model=model, control=len(body) - model)
-        self.incoming.heard(now)
-        if isinstance(message, Ask):
-            before = self.outgoing.chunks_delivered
-            answer = self.outgoing.receive(topic.sender, message, now=now)
-            if self.outgoing.chunks_delivered > before:
-                self._face.moved(topic.sender, now)
-            if answer is not None:
-                self.send(topic.sender, answer)
-        elif isinstance(message, Gone):
-            self.incoming.gone(topic.sender, message.blob, now=now)
-        else:
-            self._face.received(topic.sender, session, message, now)
+    def _lost(self) -> None:
+        if self._statistics is not None:
+            self._statistics.disconnected(self.now())
+        self.session.disconnected(self.now())
+        self.wake()
 
-    def _state(self, topic: topics.StateTopic, body: bytes, retained: bool) -> None:
-        session, message = serialization.decode(body) if body else ("", None)
-        if not (message is None or isinstance(message, Presence)):
-            raise WireError("no presence on a state topic")
-        if topic.node == self.identity.name:
-            self._herald.hear(topic.run, session, message, retained=retained)
-        elif topic.node in self._face.peers and topic.run == self.identity.run:
-            self._face.presence(topic.node, session, message, self.now())
+    def _subscribe_statistics(self) -> None:
+        if self._statistics is not None:
+            self.connection.subscribe(self._statistics.to_subscribe(self.now()), qos=0, optional=True)
 
-    # Towards the broker
+    # The pump
 
     async def _pump(self) -> None:
+        session = self.session
         while True:
             self._wake.clear()
             now = self.now()
-            while (event := self.incoming.next_event()) is not None:
-                self._face.transferred(event, now)
-            if self._away_since is not None and now - self._away_since > self._transfer.idle_s:
-                raise NoProgress(f"broker {self.link.address} was away for {self._transfer.idle_s:g} s")
-            self._face.tick(now)
-            if self.link.up:
-                self.incoming.tick(now, carried=self.link.meter.received())
-                due = [self._send_due(now), self.incoming.next_deadline(), self._face.next_deadline()]
-            else:
-                due = [now + OFFLINE_TICK_S]
-            await self._sleep(min((at for at in due if at is not None), default=None))
+            session.tick(now)
+            while (event := session.next_event()) is not None:
+                self._take_common(event)
+            for output in session.to_send(now):
+                self._perform(output)
+            if session.outbox.empty and self.connection.up:
+                self._sent_all.set()
+            self._after_pass()
+            await self._sleep(session.next_deadline(now))
 
     async def _sleep(self, due: float | None) -> None:
         timer = self._loop.call_at(due, self._wake.set) if due is not None else None
@@ -291,64 +212,41 @@ class Endpoint:
         if timer is not None:
             timer.cancel()
 
-    def _send_due(self, now: float) -> float | None:
-        for peer, message in self._face.to_send(now):
-            self.send(peer, message)
-        self._subscribe_lanes()  # before the asks: what they bring must find us subscribed
-        for owner, ask in self.incoming.to_send():
-            self.send(owner, ask)
-        return self.courier.publish_chunks(now)
-
-    async def _connected(self) -> None:
-        identity = self.identity
-        if not self._connected_once.is_set():
-            self._mind_limit(await packet_limit(self.link.address))
-        self._subscribed.clear()
-        self._away_since = None
-        self.link.subscribe([topics.state("+", identity.name)], qos=1)
-        self.link.subscribe([topics.state(identity.run, peer) for peer in self._face.peers], qos=1)
-        self.link.subscribe([topics.inbox(identity.run, identity.name, peer) for peer in self._face.peers], qos=1)
-        self._herald.connected()
-        self._publish_announcement()
-        if self._figures is not None:
-            self.link.subscribe(list(self._figures.topics), qos=0)
-        now = self.now()
-        self.incoming.reconnected(now)
-        self._face.reconnected(now)
-        self._connected_once.set()
-        self._wake.set()
-
-    def _mind_limit(self, limit: int | None) -> None:
-        """Cut what is offered from now on to packets that the broker takes."""
-        most = inf if limit is None else limit - PACKET_ROOM
-        if most < MIN_RATED_CHUNK:
-            raise ConnectionFailed(
-                f"broker {self.link.address} takes packets of at most {limit} bytes, models need "
-                f"{MIN_RATED_CHUNK + PACKET_ROOM}. Raise its max_packet_size."
+    def _take_common(self, event: object) -> None:
+        if isinstance(event, NameTaken):
+            raise DuplicateName(
+                f"{self.identity.name} is already alive on broker {self.connection.address} (run {event.run}). "
+                "Give this one another --name, or end the other."
             )
-        self.chunk_most = int(min(self._transfer.chunk_bytes, most))
-        self._inline_most = int(min(self._transfer.inline_bytes, most))
+        if isinstance(event, BrokerAway):
+            raise NoProgress(f"broker {self.connection.address} was away for {self._idle_s:g} s")
+        if isinstance(event, MessageRefused):
+            log.warning(
+                "%s: refused a message (%s) from %s: %.300s [%d so far]",
+                self.identity.name, event.refusal.value, event.sender or "?", event.reason, event.count,
+            )  # fmt: skip
+        else:
+            self._take(event)
 
-    def _lost(self) -> None:
-        self._away_since = self.now()
-        self._wake.set()
+    def _perform(self, output: Output) -> None:
+        connection = self.connection
+        if isinstance(output, Publish):
+            connection.publish(output.topic, output.body, qos=output.qos, retain=output.retain)
+        elif isinstance(output, PublishChunk):
+            body = Body(output.chunk.data)
+            self._bodies[body] = output.chunk.blob
+            connection.publish_body(output.topic, body, done=partial(self._left, body, output.chunk))
+        elif isinstance(output, Subscribe):
+            first = self._subscribe_statistics if output.first else nothing
+            connection.subscribe(list(output.topics), qos=output.qos, acknowledged=first)
+        else:
+            connection.unsubscribe(list(output.topics))
 
-    def _subscribe_lanes(self) -> None:
-        wanted = self.incoming.wanted()
-        run, me = self.identity.run, self.identity.name
-        self.link.unsubscribe(self._lanes(self._subscribed - wanted, run, me))
-        self.link.subscribe(self._lanes(wanted - self._subscribed, run, me), qos=0)
-        self._subscribed = wanted
+    def _left(self, body: Body, chunk: Publication) -> None:
+        del self._bodies[body]
+        self.session.sent(chunk)
+        self.wake()
 
-    @staticmethod
-    def _lanes(fetches: Iterable[tuple[str, str]], run: str, me: str) -> list[str]:
-        return [lane for owner, blob in sorted(fetches) for lane in topics.lanes(run, owner, me, blob)]
 
-    def _publish_presence(self, presence: Presence) -> None:
-        topic = topics.state(self.identity.run, self.identity.name)
-        self.link.publish(topic, serialization.encode(presence, self.identity.session), qos=1, retain=True)
-
-    def _publish_announcement(self) -> None:
-        if self._announcement is not None:
-            topic = topics.spec(self.identity.run, self.identity.name)
-            self.link.publish(topic, self._announcement, qos=1, retain=True)
+def nothing() -> None:
+    """Do nothing."""

@@ -10,9 +10,9 @@ from typing import Final
 from common.metrics import STATES, Metrics, Node, Reading
 from common.protocol.messages import Measured
 from common.runtime.broker_statistics import DROPPED, HEAP
-from common.runtime.child_endpoint import ChildFace
+from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.endpoint import Endpoint
-from common.runtime.parent_endpoint import ParentFace
+from common.runtime.parent_endpoint import ParentEndpoint
 
 BROKER: Final = "broker"
 DIRECTIONS: Final = ("sent", "received")
@@ -21,15 +21,16 @@ KINDS: Final = ("model", "control", "probe")
 UP: Final = {"init": 1, "ready": 1, "finished": 1, "failed": 0, "disconnected": 0, "lost": 0}
 
 
-def export_child(metrics: Metrics, child: ChildFace, node: Node) -> None:
+def export_child(metrics: Metrics, child: ChildEndpoint, node: Node) -> None:
     """Put a child's endpoint among the metrics, with the labels (role, institution, device)."""
-    _export(metrics, child.endpoint, node, connection=child.peers[0], peers=child.peers)
+    _export(metrics, child, node, connection=child.session.parent, peers=child.session.peers)
 
 
-def export_parent(metrics: Metrics, parent: ParentFace, node: Node) -> None:
+def export_parent(metrics: Metrics, parent: ParentEndpoint, node: Node) -> None:
     """Put a parent's endpoint, its children, their links, its broker and what it did not use among the metrics."""
-    endpoint, coordinator, ledger = parent.endpoint, parent.coordinator, parent.ledger
-    broker = str(endpoint.link.address)
+    session = parent.session
+    coordinator, ledger = session.coordinator, session.ledger
+    broker = str(parent.connection.address)
 
     def nodes() -> Reading:
         seen = list(coordinator.states().values())
@@ -37,14 +38,14 @@ def export_parent(metrics: Metrics, parent: ParentFace, node: Node) -> None:
 
     def declared() -> Reading:
         for name in parent.peers:
-            for direction, way in (("sent", parent.ways.to[name]), ("received", parent.ways.from_[name])):
+            for direction, way in (("sent", session.ways.to[name]), ("received", session.ways.from_[name])):
                 if way.rate is not None:
                     yield (name, direction), way.rate
 
     def measured() -> Reading:
         for name in parent.peers:
             before = ledger.measured.get(name, Measured())
-            for direction, rate in (("sent", before.down), ("received", parent.rates.get(name, before.up))):
+            for direction, rate in (("sent", before.down), ("received", session.rates.get(name, before.up))):
                 if rate:
                     yield (name, direction), rate
 
@@ -55,9 +56,9 @@ def export_parent(metrics: Metrics, parent: ParentFace, node: Node) -> None:
         return [((name,), idle_s) for name, idle_s in coordinator.idle(parent.now()).items()]
 
     def figure(topic: str) -> Reading:
-        return [((broker,), parent.figures.told[topic])] if topic in parent.figures.told else []
+        return [((broker,), parent.statistics.values[topic])] if topic in parent.statistics.values else []
 
-    _export(metrics, endpoint, node, connection=BROKER, peers=parent.peers)
+    _export(metrics, parent, node, connection=BROKER, peers=parent.peers)
     for name, read in (
         ("nodes", nodes),
         ("child_up", up),
@@ -65,7 +66,7 @@ def export_parent(metrics: Metrics, parent: ParentFace, node: Node) -> None:
         ("idle_most_seconds", lambda: [((), parent.transfer.idle_s)]),
         ("link_declared_bytes_per_second", declared),
         ("link_measured_bytes_per_second", measured),
-        ("refused_models", lambda: [((), parent.refused_models)]),
+        ("refused_models", lambda: [((), coordinator.refused)]),
         ("late_results", lambda: [((), coordinator.late)]),
         ("broker_heap_bytes", partial(figure, HEAP)),
         ("broker_dropped_messages", partial(figure, DROPPED)),
@@ -75,24 +76,24 @@ def export_parent(metrics: Metrics, parent: ParentFace, node: Node) -> None:
 
 def _export(metrics: Metrics, endpoint: Endpoint, node: Node, *, connection: str, peers: Sequence[str]) -> None:
     """Export an endpoint's counts; `connection` is whom it serves, at a parent all children of one broker."""
-    link, outgoing = endpoint.link, endpoint.outgoing
+    session, mqtt = endpoint.session, endpoint.connection
 
     def tallies(part: str) -> Reading:
         cells = dict.fromkeys(product(peers, DIRECTIONS, KINDS), 0)
-        return (cells | {cell: getattr(tally, part) for cell, tally in list(endpoint.account.cells.items())}).items()
+        return (cells | {cell: getattr(tally, part) for cell, tally in list(session.counters.cells.items())}).items()
 
     def wire() -> Reading:
-        sample = link.meter.sample()
+        sample = mqtt.meter.sample()
         carried = (("sent", sample.sent), ("received", sample.received))
         return [((connection, direction), count) for direction, count in carried] if sample.measured else []
 
     def retransmitted() -> Reading:
-        sample = link.meter.sample()
+        sample = mqtt.meter.sample()
         known = sample.measured and not sample.retransmitted_unknown
         return [((connection,), sample.retransmitted)] if known else []
 
     def rtt() -> Reading:
-        sample = link.meter.sample()
+        sample = mqtt.meter.sample()
         return [((connection,), sample.rtt_us / 1e6)] if sample.measured and sample.rtt_us else []
 
     for name, read in (
@@ -101,10 +102,10 @@ def _export(metrics: Metrics, endpoint: Endpoint, node: Node, *, connection: str
         ("wire_bytes", wire),
         ("retransmitted_bytes", retransmitted),
         ("rtt_seconds", rtt),
-        ("ignored_messages", lambda: [((), endpoint.ignored)]),
-        ("reconnects", lambda: [((), link.reconnects)]),
-        ("chunks_published", lambda: [((), outgoing.chunks_published)]),
-        ("chunks_repeated", lambda: [((), outgoing.chunks_repeated)]),
-        ("chunks_refused", lambda: [((), endpoint.incoming.chunks_refused)]),
+        ("ignored_messages", lambda: [((), session.refusals.total)]),
+        ("reconnects", lambda: [((), mqtt.reconnects)]),
+        ("chunks_published", lambda: [((), session.sender.chunks_published)]),
+        ("chunks_repeated", lambda: [((), session.sender.chunks_repeated)]),
+        ("chunks_refused", lambda: [((), session.receiver.chunks_refused)]),
     ):
         metrics.watch(name, node, read)

@@ -1,4 +1,4 @@
-"""The life of a node in a run: connected while it works, and a last word that says how it ended."""
+"""A node's lifecycle in a run: connected while it works, and a last state that reports how it ended."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
-from common.errors import DuplicateName, FedstrataError, InvalidBelow, InvalidExperiment
-from common.protocol.messages import NodeState
+from common.errors import DuplicateName, FedstrataError, InvalidBelow, InvalidExperiment, NoProgress
+from common.protocol.messages import Failure, NodeState
+from common.runtime.discovery import Moved
 from common.runtime.endpoint import Endpoint
 
-LAST_WORD_S: Final = 2.0
+LAST_STATE_S: Final = 2.0
 
 _T = TypeVar("_T")
 
@@ -44,21 +45,17 @@ async def live(
         if last_look is not None:
             await last_look()
         for endpoint in endpoints:
-            endpoint.release_name()
-        for endpoint in endpoints:
-            await endpoint.leave(timeout_s=LAST_WORD_S)
+            await endpoint.leave(timeout_s=LAST_STATE_S)
         return result
     except asyncio.CancelledError:
-        await _say(endpoints, NodeState.DISCONNECTED, "interrupted")
+        await _report(endpoints, NodeState.DISCONNECTED, "interrupted")
         raise
     except BaseException as error:
         known = first_error(error)
         for endpoint, end in zip(endpoints, serving, strict=True):
-            if not end.done():  # work may fail before anybody could hear of it
-                await endpoint.introduced(timeout_s=LAST_WORD_S)
-        state = NodeState.LOST if isinstance(known, DuplicateName) else NodeState.FAILED
-        invalid = isinstance(known, InvalidExperiment | InvalidBelow)
-        await _say(endpoints, state, str(known or repr(error)), invalid=invalid)
+            if not end.done():  # work may fail before the connection stands
+                await endpoint.introduced(timeout_s=LAST_STATE_S)
+        await _report(endpoints, _state(known), str(known or repr(error)), failure=_failure(known))
         if known is None:
             raise
         raise known from None
@@ -75,11 +72,25 @@ def first_error(error: BaseException) -> FedstrataError | None:
     return None
 
 
-async def _say(endpoints: Sequence[Endpoint], state: NodeState, reason: str, *, invalid: bool = False) -> None:
+def _state(error: FedstrataError | None) -> NodeState:
+    if isinstance(error, DuplicateName):
+        return NodeState.LOST
+    return NodeState.DISCONNECTED if isinstance(error, Moved) else NodeState.FAILED
+
+
+def _failure(error: FedstrataError | None) -> Failure:
+    if isinstance(error, InvalidExperiment | InvalidBelow):
+        return Failure.INVALID
+    return Failure.STALLED if isinstance(error, NoProgress) else Failure.NONE
+
+
+async def _report(
+    endpoints: Sequence[Endpoint], state: NodeState, reason: str, *, failure: Failure = Failure.NONE
+) -> None:
     for endpoint in endpoints:
-        endpoint.set_state(state, reason=reason, invalid=invalid)
+        endpoint.set_state(state, reason=reason, failure=failure)
     for endpoint in endpoints:
-        await endpoint.flush(timeout_s=LAST_WORD_S)
+        await endpoint.flush(timeout_s=LAST_STATE_S)
 
 
 async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from common.errors import RefusedModel, WireError
 from common.host.offload import offload
 from common.layout import ModelLayout, Row
-from common.protocol.manifest import check, describe
+from common.protocol.manifest import ModelForm, describe
 from common.protocol.messages import Manifest
 from common.runtime.arriving import Arriving
 from common.wire.codecs import Codec, codec_of
@@ -80,17 +80,19 @@ class Models:
         self._kept.pop(blob, None)
         self._spare += self._lent.pop(blob, ())
 
-    def check(self, manifest: Manifest, layout: ModelLayout, *, reference: str = "") -> None:
-        """Refuse a manifest that is no model of this layout, or not against this blob. Raises RefusedModel."""
+    def form(self, layout: ModelLayout) -> ModelForm:
+        """Return what the models that are fetched must be."""
         codec = self.received
-        check(
-            manifest,
-            size=codec.size(layout),
-            exact=codec.fixed,
-            layout=layout.digest,
-            codecs=frozenset({codec.name}),
-            reference=reference if codec.delta else "",
-        )
+        return ModelForm(layout.digest, codec.name, codec.size(layout), codec.fixed, codec.delta)
+
+    def decoder(
+        self, layout: ModelLayout, blob: memoryview, row: Row, *, reference: str = ""
+    ) -> Callable[[], None] | None:
+        """Return what does `decode`'s work at once, None where that takes so long that it belongs off the loop."""
+        kept = self._kept.get(reference)
+        if layout.row_bytes > SMALL_BYTES or isinstance(kept, Arriving):
+            return None
+        return partial(_read, self.received, layout, blob, row, kept)
 
     async def decode(self, layout: ModelLayout, blob: memoryview, row: Row, *, reference: str = "") -> None:
         """Make the row of an assembled blob, a delta against a blob that is kept.

@@ -15,6 +15,7 @@ from typing import Final, TypeAlias
 from common.errors import FedstrataError, NoProgress, RunFailed, WireError
 from common.protocol import serialization, topics
 from common.protocol.messages import (
+    Acknowledgement,
     Ask,
     Farewell,
     Message,
@@ -23,7 +24,6 @@ from common.protocol.messages import (
     Probe,
     Probed,
     Progress,
-    Receipt,
     Reports,
     Result,
     Task,
@@ -224,7 +224,7 @@ class Lab:
             child.fetched(message)
         elif isinstance(message, Probe):
             child.measuring = True
-        elif isinstance(message, Receipt) and child.answered(message):
+        elif isinstance(message, Acknowledgement) and child.answered(message):
             self._tell("refused", {**_round(child), "reason": message.reason})
 
     def _from_child(self, child: Node, message: Message, now: float) -> None:

@@ -8,6 +8,7 @@ from enum import IntEnum
 from typing import Final
 
 from common.protocol.messages import (
+    Acknowledgement,
     Ask,
     ChildReport,
     Key,
@@ -16,7 +17,6 @@ from common.protocol.messages import (
     Phase,
     Presence,
     Progress,
-    Receipt,
     Result,
     Task,
     Traffic,
@@ -202,7 +202,7 @@ class Node:
                 self.children[report.name].report = report
         return begins, first
 
-    def answered(self, receipt: Receipt) -> bool:
+    def answered(self, receipt: Acknowledgement) -> bool:
         """Take its parent's word on its answer; return whether it was refused just now."""
         if receipt.key != self.key or self.step in (Step.DONE, Step.REFUSED):
             return False

@@ -1,6 +1,6 @@
 """`make bench-kills`: kill the broker, the sender or the receiver at a random moment of a transfer; what does it cost?
 
-    sender (ParentFace, link of so many Mbit/s) --model--> mosquitto --model--> receiver (ChildFace)
+    sender (ParentEndpoint, link of so many Mbit/s) --model--> mosquitto --model--> receiver (ChildEndpoint)
 
 Each is a process of its own. One of them gets SIGKILL and is started again at once: the broker on its port, the sender
 with the same model (so the same blob), the receiver with nothing or, with --spool, with what it had put into its file.
@@ -40,10 +40,11 @@ from common.net.link import BrokerAddress
 from common.protocol.identity import Identity, new_session
 from common.protocol.messages import NodeState, Task
 from common.runtime.arriving import Arriving
-from common.runtime.child_endpoint import Answer, ChildFace, Report
+from common.runtime.child_endpoint import ChildEndpoint
+from common.runtime.work import Answer, Report
 from common.runtime.endpoint import Endpoint
 from common.runtime.lifecycle import live
-from common.runtime.parent_endpoint import ParentFace
+from common.runtime.parent_endpoint import ParentEndpoint
 from common.spec import Closing, Transfer
 from common.storage.spool import Spool
 from deploy import broker
@@ -230,7 +231,7 @@ def _sender(port: int, model_bytes: int, mbit: float, meter: Any, told: Connecti
     keep_large_buffers()
 
     async def run() -> None:
-        face = ParentFace(
+        face = ParentEndpoint(
             BrokerAddress("127.0.0.1", port),
             Identity(RUN, SENDER, "institution", new_session()),
             links={RECEIVER: Link(down_mbit=mbit)},
@@ -269,7 +270,7 @@ def _receiver(port: int, model_bytes: int, spool: Path | None, meter: Any, told:
 
     async def run() -> None:
         layout = layout_of(model_bytes)
-        face = ChildFace(
+        face = ChildEndpoint(
             BrokerAddress("127.0.0.1", port),
             Identity(RUN, RECEIVER, "device", new_session()),
             parent=SENDER,

@@ -36,10 +36,11 @@ from common.protocol.counters import Account, Direction
 from common.protocol.identity import Identity, new_session
 from common.protocol.messages import NodeState, Task, Wire
 from common.runtime.arriving import Arriving
-from common.runtime.child_endpoint import Answer, ChildFace, Report
+from common.runtime.child_endpoint import ChildEndpoint
+from common.runtime.work import Answer, Report
 from common.runtime.endpoint import Endpoint
 from common.runtime.lifecycle import live
-from common.runtime.parent_endpoint import ParentFace
+from common.runtime.parent_endpoint import ParentEndpoint
 from common.spec import Closing, Transfer
 from deploy import broker, namespaces
 from deploy.namespaces import FRAME_BYTES, Namespace, joined
@@ -166,7 +167,7 @@ async def run_parent(setting: Setting) -> tuple[Told, list[float], list[float]]:
     """Play the rounds as their parent; return its counts, and the seconds of each round's two ways."""
     layout = layout_of(setting.model_bytes)
     identity = Identity(RUN, PARENT, "institution", new_session())
-    face = ParentFace(
+    face = ParentEndpoint(
         BrokerAddress("127.0.0.1", PORT), identity, links={CHILD: setting.link}, transfer=setting.transfer, shaped=False
     )
     face.set_layout(layout)
@@ -199,7 +200,7 @@ def run_child(host: str, setting: Setting, told: Connection) -> None:
     async def run() -> Endpoint:
         layout = layout_of(setting.model_bytes)
         identity = Identity(RUN, CHILD, "device", new_session())
-        face = ChildFace(
+        face = ChildEndpoint(
             BrokerAddress(host, PORT),
             identity,
             parent=PARENT,

@@ -33,9 +33,10 @@ from common.net.link import BrokerAddress
 from common.protocol.identity import Identity, new_session
 from common.protocol.messages import NodeState, Task
 from common.runtime.arriving import Arriving
-from common.runtime.child_endpoint import Answer, ChildFace, Report
+from common.runtime.child_endpoint import ChildEndpoint
+from common.runtime.work import Answer, Report
 from common.runtime.lifecycle import live
-from common.runtime.parent_endpoint import ParentFace
+from common.runtime.parent_endpoint import ParentEndpoint
 from common.spec import Closing, Transfer
 from deploy import broker
 
@@ -105,7 +106,7 @@ async def _parent(
 ) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
     """Return the seconds and the CPU seconds of each way, once for each repeat and once before."""
     layout = layout_of(model_bytes)
-    face = ParentFace(
+    face = ParentEndpoint(
         BrokerAddress("127.0.0.1", port), Identity(RUN, PARENT, "institution", new_session()), links={CHILD: Link()},
         transfer=TRANSFER,
     )  # fmt: skip
@@ -149,7 +150,7 @@ def _child(port: int, model_bytes: int, arrivals: SimpleQueue[float]) -> None:
     layout = layout_of(model_bytes)
 
     async def run() -> None:
-        face = ChildFace(
+        face = ChildEndpoint(
             BrokerAddress("127.0.0.1", port), Identity(RUN, CHILD, "device", new_session()), parent=PARENT,
             transfer=TRANSFER, link=Link(),
         )  # fmt: skip

@@ -30,9 +30,10 @@ from common.protocol.identity import Identity, new_session
 from common.protocol.messages import NodeState, Task
 from common.rules import FedAvg
 from common.runtime.arriving import Arriving
-from common.runtime.child_endpoint import Answer, ChildFace, Report
+from common.runtime.child_endpoint import ChildEndpoint
+from common.runtime.work import Answer, Report
 from common.runtime.lifecycle import live
-from common.runtime.parent_endpoint import ParentFace
+from common.runtime.parent_endpoint import ParentEndpoint
 from common.spec import Closing, Transfer
 from common.storage.spool import Spool
 from deploy import broker
@@ -108,7 +109,7 @@ def _run_parent(port: int, names: list[str], model_bytes: int, pipe: Connection,
 async def _parent(port: int, names: list[str], model_bytes: int, pipe: Connection, home: str) -> None:
     layout = layout_of(model_bytes)
     identity = Identity(RUN, PARENT, "institution", new_session())
-    face = ParentFace(
+    face = ParentEndpoint(
         BrokerAddress("127.0.0.1", port),
         identity,
         links=dict.fromkeys(names, Link()),
@@ -160,7 +161,7 @@ def _devices(port: int, names: list[str], model_bytes: int) -> None:
 async def _device(port: int, name: str, model_bytes: int) -> None:
     layout = layout_of(model_bytes)
     identity = Identity(RUN, name, "device", new_session())
-    face = ChildFace(
+    face = ChildEndpoint(
         BrokerAddress("127.0.0.1", port), identity, parent=PARENT, transfer=Transfer(idle_s=30.0), link=Link()
     )
     out = layout.empty()

@@ -1,6 +1,6 @@
 """`make bench-slow`: what slow receivers cost the fast ones beside them, the sender, and the broker.
 
-    sender (ParentFace) --model--> mosquitto --model--> fast receivers (one process), slow ones (a process each)
+    sender (ParentEndpoint) --model--> mosquitto --model--> fast receivers (one process), slow ones (a process each)
 
 A slow receiver needs so many milliseconds for each message, in which it reads nothing: its link is as fast as the
 others', and nobody was told. The fast are timed alone and beside the slow, in turn, in one lab. Then one slow receiver
@@ -34,9 +34,10 @@ from common.net.link import BrokerAddress
 from common.protocol.identity import Identity, new_session
 from common.protocol.messages import NodeState, Task
 from common.runtime.arriving import Arriving
-from common.runtime.child_endpoint import Answer, ChildFace, Report
+from common.runtime.child_endpoint import ChildEndpoint
+from common.runtime.work import Answer, Report
 from common.runtime.lifecycle import live
-from common.runtime.parent_endpoint import ParentFace
+from common.runtime.parent_endpoint import ParentEndpoint
 from common.spec import Closing, Transfer
 from deploy import broker
 
@@ -105,7 +106,7 @@ async def _send(
 ) -> tuple[int, int]:
     layout = layout_of(model_bytes)
     identity = Identity(RUN, SENDER, "institution", new_session())
-    face = ParentFace(address, identity, links=dict.fromkeys(names, Link()), transfer=transfer)
+    face = ParentEndpoint(address, identity, links=dict.fromkeys(names, Link()), transfer=transfer)
     face.set_layout(layout)
     row = layout.empty()
     draw = np.random.default_rng(1)
@@ -154,7 +155,7 @@ async def _receiver(
     layout = layout_of(model_bytes)
     identity = Identity(RUN, name, "device", new_session())
     address = BrokerAddress("127.0.0.1", port)
-    face = ChildFace(address, identity, parent=SENDER, transfer=transfer, link=Link())
+    face = ChildEndpoint(address, identity, parent=SENDER, transfer=transfer, link=Link())
     out = layout.empty()
     receive = face.endpoint.incoming.receive_chunk
 

@@ -25,9 +25,10 @@ from common.net.link import BrokerAddress
 from common.protocol.identity import Identity, new_session
 from common.protocol.messages import NodeState, Task
 from common.runtime.arriving import Arriving
-from common.runtime.child_endpoint import Answer, ChildFace, Report
+from common.runtime.child_endpoint import ChildEndpoint
+from common.runtime.work import Answer, Report
 from common.runtime.lifecycle import live
-from common.runtime.parent_endpoint import ParentFace
+from common.runtime.parent_endpoint import ParentEndpoint
 from common.spec import CLOUD, Closing, Transfer
 from deploy import broker
 
@@ -66,7 +67,7 @@ async def _cloud(
     port: int, devices: int, model_bytes: int, wan_mbit: float, repeats: int, arrivals: SimpleQueue[float]
 ) -> list[float]:
     layout = layout_of(model_bytes)
-    face = ParentFace(
+    face = ParentEndpoint(
         BrokerAddress("127.0.0.1", port),
         Identity(RUN, CLOUD, "cloud", new_session()),
         links={INSTITUTION: Link(down_mbit=wan_mbit)},
@@ -101,8 +102,8 @@ def _institution(port: int, names: list[str], model_bytes: int, wan_mbit: float,
         layout = layout_of(model_bytes)
         identity = Identity(RUN, INSTITUTION, "institution", new_session())
         address = BrokerAddress("127.0.0.1", port)
-        up = ChildFace(address, identity, parent=CLOUD, transfer=TRANSFER, link=Link())
-        down = ParentFace(address, identity, links=dict.fromkeys(names, Link(down_mbit=lan_mbit)), transfer=TRANSFER)
+        up = ChildEndpoint(address, identity, parent=CLOUD, transfer=TRANSFER, link=Link())
+        down = ParentEndpoint(address, identity, links=dict.fromkeys(names, Link(down_mbit=lan_mbit)), transfer=TRANSFER)
         down.set_layout(layout)
 
         async def work(task: Task, model: Arriving, report: Report) -> Answer:
@@ -141,7 +142,7 @@ def _devices(port: int, names: list[str], model_bytes: int, arrivals: SimpleQueu
 
 async def _device(port: int, name: str, model_bytes: int, arrivals: SimpleQueue[float]) -> None:
     layout = layout_of(model_bytes)
-    face = ChildFace(
+    face = ChildEndpoint(
         BrokerAddress("127.0.0.1", port), Identity(RUN, name, "device", new_session()), parent=INSTITUTION,
         transfer=TRANSFER, link=Link(),
     )  # fmt: skip

@@ -1,0 +1,381 @@
+"""A child's session with its parent: tasks, results, and whether the parent is there, without I/O.
+
+For a task the shell has four entries besides the broker's: `TaskReceived` asks it for a buffer (`fetch`), after
+`ModelArrived` it reports that the work begins (`begin_work`), how it goes (`progress`), and what it made (`finish`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from common.errors import RefusedModel, WireError
+from common.links import Link, Ways
+from common.protocol import serialization, topics
+from common.protocol.identity import Identity
+from common.protocol.manifest import ModelForm
+from common.protocol.messages import (
+    Acknowledgement,
+    Alive,
+    Announcement,
+    ChildReport,
+    Declined,
+    Farewell,
+    Goodbye,
+    Message,
+    NodeState,
+    Phase,
+    Preparing,
+    Presence,
+    Reports,
+    Result,
+    Task,
+    Traffic,
+    WhoIsThere,
+)
+from common.protocol.outbox import Output, Publish
+from common.protocol.participant import HEARTBEAT_S, Answered, Participant
+from common.protocol.receiver import Fetched, FetchFailed, ReceiverEvent
+from common.protocol.refusals import Refusal
+from common.protocol.round_state import LIVING
+from common.protocol.session import Meter, Session, SessionEvent
+from common.spec import Transfer
+
+FAREWELL_S: Final = 1.0  # before it is sent again
+LEDGERS_KEPT: Final = 16  # of the parent's: one for each of its processes
+
+
+@dataclass(frozen=True, slots=True)
+class TaskReceived:
+    """A new task whose model fits: `fetch` it. Whatever was under way before is void."""
+
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
+class ModelArrived:
+    """The task's model lies complete in its buffer, every chunk checked."""
+
+    blob: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFailed:
+    """The task's model cannot be had."""
+
+    blob: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ResultRefused:
+    """The parent did not use a result, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunEnded:
+    """The parent has finished, or failed with a reason."""
+
+    state: NodeState
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ParentMoved:
+    """The parent is alive in another run, while it is not in this one."""
+
+    run: str
+    session: str
+    announcement: Announcement
+
+
+@dataclass(frozen=True, slots=True)
+class ParentGone:
+    """The parent has not been there for `idle_s`."""
+
+
+ChildEvent: TypeAlias = (
+    SessionEvent | TaskReceived | ModelArrived | ModelFailed | ResultRefused | RunEnded | ParentMoved | ParentGone
+)
+
+
+class ChildSession(Session):
+    """One child's session with its parent on one broker.
+
+    `parent_session`: the one that answered when the run was found, empty where none did. `below`: the bytes of this
+    node's own children's links. `form`: what the parent's models must be.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        parent: str,
+        parent_session: str = "",
+        link: Link,
+        transfer: Transfer,
+        shaped: bool,
+        meter: Meter,
+        first_number: int,
+        now: float,
+        form: ModelForm | None = None,
+        below: Callable[[], Traffic] = Traffic,
+    ) -> None:
+        ways = Ways(to={parent: link.up}, from_={parent: link.down}, shaped=shaped)
+        super().__init__(
+            identity,
+            peers=(parent,),
+            transfer=transfer,
+            ways=ways,
+            meter=meter,
+            first_number=first_number,
+            persistent=True,
+        )
+        self.parent = parent
+        self.participant = Participant()
+        self._form = form
+        self._below = below
+        self._books = ""
+        self._counted_before: dict[str, Traffic] = {}
+        self._fetching: Task | None = None
+        self._parent_session = parent_session
+        self._gone_since: float | None = now
+        self._lost = False
+        self._ended = False
+        self._declined: Declined | None = None
+        self._preparing: Preparing | None = None
+        self._prepare_at = inf
+        self._farewell: tuple[ChildReport, ...] | None = None
+        self._farewell_at = inf
+        if parent_session:
+            self.proofs.know(parent, parent_session)
+
+    # Before the rounds
+
+    def preparing(self, done: int, *, waits_for: str = "", now: float) -> None:
+        """Report that this node prepares; `done` grows with its progress, `waits_for` names whom it waits for."""
+        changed = self._preparing is None or waits_for != self._preparing.waits_for
+        self._preparing = Preparing(done, waits_for)
+        self._prepare_at = now if changed else min(self._prepare_at, now + HEARTBEAT_S)
+
+    def prepared(self) -> None:
+        """Stop reporting that this node prepares."""
+        self._preparing, self._prepare_at = None, inf
+
+    def set_form(self, form: ModelForm) -> None:
+        """Fix what the parent's models must be."""
+        self._form = form
+
+    # A task
+
+    def fetch(
+        self, task: Task, buffer: memoryview, now: float, *, lacking: npt.NDArray[np.bool_] | None = None
+    ) -> None:
+        """Get a task's model into `buffer`, uint8 [its size]; `lacking`, bool [chunks], where some lie there.
+
+        `lacking` is kept up to date, so that others may follow the fetch.
+        """
+        self._fetching = task
+        if task.inline is not None:
+            self.receiver.take(self.parent, task.model, buffer, task.inline)
+        else:
+            self.receiver.fetch(self.parent, task.model, buffer, lacking=lacking, now=now)
+
+    def begin_work(self, now: float) -> None:
+        """Note that the model is here, decoded, and the work begins."""
+        self.participant.begin_work(Phase.WAITING, now=now)
+
+    def progress(self, phase: Phase, done: int, total: int, now: float) -> None:
+        """Note how far the work is."""
+        self.participant.progress(phase, done, total, now=now)
+
+    def stop_fetching(self, task: Task, now: float) -> None:
+        """Forget a task's fetch, whose buffer is not written any more."""
+        if self._fetching is task:
+            self._fetching = None
+        self.receiver.drop(self.parent, blob=task.model.blob, now=now)
+
+    def finish(self, result: Result, now: float) -> None:
+        """Announce a result until it is acknowledged; its model must have been offered."""
+        self.participant.finish(result, now=now)
+
+    def abandon(self) -> None:
+        """Give up a task whose model could not be had; the parent sends it again."""
+        self.participant.abandon()
+
+    # The end
+
+    def say_goodbye(self, children: tuple[ChildReport, ...], now: float) -> None:
+        """Send the final reports and the final count of this link's bytes until the parent answers."""
+        self._farewell, self._farewell_at = children, now
+
+    @property
+    def goodbye_answered(self) -> bool:
+        """Return whether the parent has answered the goodbye, or none is to be said."""
+        return self._farewell is None
+
+    # What the session asks of its side
+
+    def _inboxes(self) -> Iterable[str]:
+        identity = self.identity  # in every run: a parent that went on to another one answers from there
+        return [topics.inbox(identity.lab, "+", identity.name, self.parent)]
+
+    def _reconnected(self, now: float) -> None:
+        """Send again what the old connection may have swallowed; the parent is to prove that it lives."""
+        self.participant.reconnected(now)
+        if self._gone_since is None:
+            self._gone_since = now
+        self._farewell_at = now if self._farewell is not None else inf
+
+    def _question(self, peer: str, question: WhoIsThere, now: float) -> list[Output]:
+        body = serialization.encode(question, self.identity.session)
+        return [Publish(topics.seek(self.identity.lab, peer, self.identity.name), body, qos=0)]
+
+    def _message(self, sender: str, session: str, message: Message, now: float) -> None:
+        if isinstance(message, Task):
+            self._take(message, now)
+        elif isinstance(message, Acknowledgement):
+            self.participant.receive(message, now=now)
+        elif isinstance(message, Goodbye):
+            self._farewell, self._farewell_at = None, inf
+        else:
+            raise WireError(f"a parent does not send a {type(message).__name__}")
+
+    def _take(self, task: Task, now: float) -> None:
+        try:
+            if self._form is not None:
+                self._form.check(task.model)
+        except RefusedModel as error:
+            self._declined = Declined(task.key, str(error))
+            self._refuse(Refusal.MISFIT, self.parent, f"a task: {error}")
+        else:
+            self.participant.receive(task, now=now)
+
+    def _presence(
+        self, peer: str, session: str, presence: Presence | None, now: float, *, published: bool = True
+    ) -> None:
+        if presence is not None and presence.state in LIVING:
+            self._begin_count(presence.books)
+            self._lives(peer, session, now)
+        elif presence is not None and self._parent_session not in ("", session):
+            return  # the last message of a process that has a successor: a will may come a minute late
+        else:
+            if self._gone_since is None:
+                self._gone_since = now
+            self._lost = True
+            self.proofs.doubt(peer, now)
+            self.sender.forget(peer)
+        if presence is not None and presence.state in (NodeState.FINISHED, NodeState.FAILED):
+            self._end(presence)
+
+    def _state_of_the_dead(self, peer: str, presence: Presence) -> None:
+        """Take the parent's retained state that was left for those who were away when the run ended."""
+        if presence.state is NodeState.FINISHED:
+            self._end(presence)
+
+    def _elsewhere(self, run: str, sender: str, session: str, message: Message) -> None:
+        if not isinstance(message, Alive) or message.nonce != self.proofs.nonce:
+            raise WireError("of another run")
+        if self._gone_since is not None and message.announcement is not None and not self._ended:
+            self._ended = True
+            self._events.append(ParentMoved(run, session, message.announcement))
+
+    def _moved(self, peer: str, now: float) -> None:
+        if (task := self._fetching) is not None:
+            done = task.model.chunks - self.receiver.lacks(peer, task.model.blob)
+            self.participant.progress(Phase.FETCHING, done, task.model.chunks, now=now)
+
+    def _transferred(self, event: ReceiverEvent, now: float) -> None:
+        if self._fetching is None or event.blob != self._fetching.model.blob:
+            return
+        self._fetching = None
+        if isinstance(event, Fetched):
+            self._events.append(ModelArrived(event.blob))
+        elif isinstance(event, FetchFailed):
+            self._events.append(ModelFailed(event.blob, event.reason))
+
+    def _silent(self, peer: str, now: float) -> None:
+        pass  # its absence is counted already
+
+    def _take_events(self, now: float) -> None:
+        while (event := self.participant.next_event()) is not None:
+            if isinstance(event, Answered):
+                if event.reason:
+                    self._events.append(ResultRefused(event.reason))
+            else:
+                self._events.append(TaskReceived(event.task))
+
+    def _tick(self, now: float) -> None:
+        if not self._connected and self._gone_since is None:
+            self._gone_since = now
+        elif self._gone_since is not None and now >= self._gone_since + self.transfer.idle_s and not self._ended:
+            self._ended = True
+            self._events.append(ParentGone())
+
+    def _due(self, now: float) -> Iterable[tuple[str, Message]]:
+        messages: list[Message] = []
+        if self._declined is not None:
+            messages.append(self._declined)
+            self._declined = None
+        if self._preparing is not None and now >= self._prepare_at:
+            messages.append(self._preparing)
+            self._prepare_at = inf
+        if self._farewell is not None and now >= self._farewell_at:
+            messages += [Reports(self._farewell)] if self._farewell else []
+            messages.append(Farewell(self._traffic(), self._below()))
+            self._farewell_at = now + FAREWELL_S
+        due = self.participant.next_deadline()
+        if due is not None and now >= due:  # the counts are summed up only when they are sent
+            messages += self.participant.to_send(now, self._traffic(), self._below())
+        return [(self.parent, message) for message in messages]
+
+    def _next_deadline(self) -> float | None:
+        due = self.participant.next_deadline()
+        declined = -inf if self._declined is not None else inf
+        times = (self._prepare_at, self._farewell_at, declined, self._gone_at(), inf if due is None else due)
+        return min(times) if min(times) < inf else None
+
+    def _next_deadline_away(self) -> float:
+        return self._gone_at()
+
+    def _gone_at(self) -> float:
+        gone = self._gone_since is not None and not self._ended
+        return (self._gone_since or 0.0) + self.transfer.idle_s if gone else inf
+
+    def _lives(self, peer: str, session: str, now: float) -> None:
+        self._gone_since = None
+        if session != self._parent_session or self._lost:
+            self.receiver.ask_again(peer, now=now)  # its connection is new
+        if session != self._parent_session:
+            self._parent_session = session
+            self.participant.parent_restarted(now)
+        elif self._lost:
+            self.participant.reconnected(now)
+        self._lost = False
+
+    def _end(self, presence: Presence) -> None:
+        if not self._ended:
+            self._ended = True
+            self._events.append(RunEnded(presence.state, presence.reason))
+
+    def _begin_count(self, books: str) -> None:
+        """Count from zero for a parent that begins a new ledger."""
+        if books != self._books:
+            before = self._counted() if self._books else Traffic()
+            self._counted_before.setdefault(books, before)
+            self._books = books
+            if len(self._counted_before) > LEDGERS_KEPT:
+                del self._counted_before[next(iter(self._counted_before))]
+
+    def _traffic(self) -> Traffic:
+        return self._counted() - self._counted_before.get(self._books, Traffic())
+
+    def _counted(self) -> Traffic:
+        return replace(self.counters.traffic(self.parent), wire=self.meter.sample())

@@ -1,0 +1,188 @@
+"""What leaves a node for its peers: control messages and chunks, each at its link's pace, counted as it leaves."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from common.links import Ways
+from common.protocol import serialization, topics
+from common.protocol.counters import Account, packet_bytes
+from common.protocol.identity import Identity
+from common.protocol.messages import (
+    Acknowledgement,
+    Alive,
+    Ask,
+    Message,
+    Preparing,
+    Progress,
+    Result,
+    Task,
+    WhoIsThere,
+)
+from common.protocol.sender import Publication, Sender
+from common.protocol.shaping import Shaper
+
+CHUNKS_IN_CLIENT: Final = 4
+NOISE_KEPT: Final = 4096  # two for each of 2,000 links
+EARLY_S: Final = 0.0005  # the event loop sleeps whole milliseconds: half of one too early is as good as too late
+QOS_0: Final = (Ask, Progress, Acknowledgement, WhoIsThere, Alive, Preparing)  # each is soon sent, or asked for, again
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Publish this message."""
+
+    topic: str
+    body: bytes
+    qos: int = 1
+    retain: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PublishChunk:
+    """Publish this chunk at QoS 0, uncopied, and report when it has left."""
+
+    topic: str
+    chunk: Publication
+
+
+@dataclass(frozen=True, slots=True)
+class Subscribe:
+    """Subscribe to these topics; `first` on a new connection."""
+
+    topics: tuple[str, ...]
+    qos: int
+    first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Unsubscribe:
+    """Unsubscribe from these topics."""
+
+    topics: tuple[str, ...]
+
+
+Output: TypeAlias = Publish | PublishChunk | Subscribe | Unsubscribe
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Departure:
+    output: Publish | PublishChunk
+    peer: str
+    size: int
+    model: int
+
+
+class Outbox:
+    """One session's way out. `noise` are blobs that are no models."""
+
+    def __init__(self, identity: Identity, *, sender: Sender, counters: Account, ways: Ways) -> None:
+        self._identity = identity
+        self._sender = sender
+        self._counters = counters
+        self._shaper = Shaper(ways.to if ways.shaped else {})
+        self._waiting: list[tuple[float, int, _Departure]] = []  # by time, then in order
+        self._number = 0
+        self._in_client = 0
+        self.noise: dict[str, None] = {}
+
+    def add_noise(self, blob: str) -> None:
+        """Count this blob's bytes as those of a measurement; the earliest of NOISE_KEPT is forgotten."""
+        self.noise[blob] = None
+        if len(self.noise) > NOISE_KEPT:
+            del self.noise[next(iter(self.noise))]
+
+    @property
+    def empty(self) -> bool:
+        """Return whether nothing waits for its link."""
+        return not self._waiting
+
+    def send(self, peer: str, message: Message, now: float) -> None:
+        """Send a control message to a peer's inbox."""
+        identity = self._identity
+        topic = topics.inbox(identity.lab, identity.run, peer, identity.name)
+        body = serialization.encode(message, identity.session)
+        qos = qos_of(message)
+        size = packet_bytes(topic, len(body), qos=qos)
+        due = self._shaper.reserve((peer,), size, now)
+        self._put(due, Publish(topic, body, qos), peer, size, inline_bytes(message))
+
+    def to_send(self, now: float) -> list[Output]:
+        """Return what is due, chunks that receivers lack and links have room for among it."""
+        out: list[Output] = []
+        self._release(now, out)
+        if self._in_client < CHUNKS_IN_CLIENT:
+            self._shaper.begin_pass()
+        while self._in_client < CHUNKS_IN_CLIENT:
+            chunk = self._sender.next_publication(now, lambda peers: self._shaper.ready(peers, now))
+            if chunk is None:
+                break
+            self._reserve(chunk, now)
+            self._release(now, out)
+        return out
+
+    def next_deadline(self, now: float) -> float | None:
+        """Return when `to_send` may have something."""
+        times = [self._waiting[0][0]] if self._waiting else []
+        if self._in_client < CHUNKS_IN_CLIENT:
+            more = (self._sender.next_deadline(now), self._shaper.next_ready(now))
+            times += [at for at in more if at is not None]
+        return min(times, default=None)
+
+    def sent(self, chunk: Publication) -> None:
+        """Note that a chunk has left the client, or died with its connection."""
+        self._in_client -= 1
+        self._sender.left(chunk)
+
+    def drop(self, blob: str) -> None:
+        """Drop a blob's chunks that wait for their link: from now on its memory may be written."""
+        outputs = ((entry, entry[2].output) for entry in self._waiting)
+        kept = [entry for entry, out in outputs if not (isinstance(out, PublishChunk) and out.chunk.blob == blob)]
+        if len(kept) < len(self._waiting):
+            heapq.heapify(kept)
+            self._waiting = kept
+
+    def clear(self) -> None:
+        """Drop all that waits: the connection is gone, and whatever still matters is sent again on the next."""
+        for _, _, departure in self._waiting:
+            if isinstance(departure.output, PublishChunk):
+                self._sender.left(departure.output.chunk)
+        self._waiting.clear()
+
+    def _reserve(self, chunk: Publication, now: float) -> None:
+        identity = self._identity
+        topic = topics.chunk(
+            identity.lab, identity.run, identity.name, chunk.stream, chunk.blob, chunk.index, chunk.number
+        )
+        size = packet_bytes(topic, len(chunk.data), qos=0)
+        peer = chunk.receivers[0] if len(chunk.receivers) == 1 else topics.ALL
+        due = self._shaper.reserve(chunk.receivers, size, now)
+        self._put(due, PublishChunk(topic, chunk), peer, size, len(chunk.data))
+
+    def _put(self, due: float, output: Publish | PublishChunk, peer: str, size: int, model: int) -> None:
+        self._number += 1
+        heapq.heappush(self._waiting, (due, self._number, _Departure(output, peer, size, model)))
+
+    def _release(self, now: float, out: list[Output]) -> None:
+        while self._waiting and self._waiting[0][0] <= now + EARLY_S:
+            departure = heapq.heappop(self._waiting)[2]
+            output, peer, size, model = departure.output, departure.peer, departure.size, departure.model
+            if isinstance(output, PublishChunk):
+                self._in_client += 1  # only now: what waits for a slow link must not keep others from theirs
+                kind = "probe" if output.chunk.blob in self.noise else "model"
+                self._counters.add(peer, "sent", message=size, **{kind: model})
+            else:
+                self._counters.add(peer, "sent", message=size, model=model, control=len(output.body) - model)
+            out.append(output)
+
+
+def qos_of(message: Message) -> int:
+    """Return 0 for what is sent again, or asked for again, soon: it spares four acknowledgements."""
+    return 0 if isinstance(message, QOS_0) else 1
+
+
+def inline_bytes(message: Message) -> int:
+    """Return how many bytes of a message are a model that travels inside it."""
+    return len(message.inline or b"") if isinstance(message, (Task, Result)) else 0

@@ -1,0 +1,369 @@
+"""A parent's session with its children: rounds, uploads, and who is there, without I/O.
+
+For an upload the shell has two entries besides the broker's: `UploadOffered` asks it for a buffer (`fetch`), and
+`UploadArrived` for a decision on what lies there (`accept`, `refuse`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from common.errors import RefusedModel, WireError
+from common.links import Link, Ways
+from common.protocol import topics
+from common.protocol.coordinator import Coordinator
+from common.protocol.identity import Identity
+from common.protocol.ledger import Ledger
+from common.protocol.manifest import ModelForm
+from common.protocol.messages import (
+    Declined,
+    Farewell,
+    Goodbye,
+    Key,
+    Message,
+    NodeState,
+    Preparing,
+    Presence,
+    Progress,
+    Reports,
+    Result,
+    Target,
+    Traffic,
+)
+from common.protocol.receiver import Fetched, FetchFailed, FetchFailure, ReceiverEvent
+from common.protocol.refusals import Refusal
+from common.protocol.reports import COUNT_MOST, check_report
+from common.protocol.round_state import LIVING, Assignment, Closed, Offered, Restarted, Stalled
+from common.protocol.session import Meter, Session, SessionEvent
+from common.protocol.targets import STAYING, Targets
+from common.spec import Closing, Transfer
+
+RATED_CHUNKS: Final = 8  # a model of fewer shows little of its link
+
+
+@dataclass(frozen=True, slots=True)
+class UploadOffered:
+    """A child offers a result whose description fits: `fetch` its model, or `refuse` it."""
+
+    child: str
+    result: Result
+
+
+@dataclass(frozen=True, slots=True)
+class UploadArrived:
+    """That model's blob lies complete in its buffer, every chunk checked: `accept` or `refuse` it."""
+
+    child: str
+    result: Result
+
+
+@dataclass(frozen=True, slots=True)
+class UploadRefused:
+    """A child's result was refused, and why."""
+
+    child: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerChanged:
+    """A child's presence changed: its state, or `left`; `reason` is its own."""
+
+    child: str
+    state: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GoodbyeSaid:
+    """A child has sent its final counts."""
+
+    child: str
+
+
+@dataclass(frozen=True, slots=True)
+class TargetsChanged:
+    """The children's /metrics addresses changed."""
+
+    targets: tuple[Target, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """Who may take part: `ready` children; `preparing` ones; `missing` ones, each with the reason.
+
+    Among the missing are the `failed` ones, and `hanging` ones that have prepared for `idle_s` without progress.
+    """
+
+    ready: frozenset[str]
+    preparing: frozenset[str]
+    missing: Mapping[str, str]
+    hanging: frozenset[str]
+    failed: frozenset[str]
+
+
+ParentEvent: TypeAlias = (
+    SessionEvent
+    | UploadOffered
+    | UploadArrived
+    | UploadRefused
+    | Closed
+    | Stalled
+    | PeerChanged
+    | GoodbyeSaid
+    | TargetsChanged
+)
+
+
+class ParentSession(Session):
+    """One parent's session with its children on one broker.
+
+    `links`: the children's names in order, each with its link; `shaped`: this end keeps their rates and delays.
+    `below`: the names of each child's own children.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        links: Mapping[str, Link],
+        transfer: Transfer,
+        shaped: bool,
+        meter: Meter,
+        first_number: int,
+        below: Mapping[str, Collection[str]] | None = None,
+    ) -> None:
+        ways = Ways(
+            to={name: link.down for name, link in links.items()},
+            from_={name: link.up for name, link in links.items()},
+            shaped=shaped,
+        )
+        super().__init__(
+            identity,
+            peers=tuple(links),
+            transfer=transfer,
+            ways=ways,
+            meter=meter,
+            first_number=first_number,
+            persistent=False,
+        )
+        self.coordinator = Coordinator(self.peers, idle_s=transfer.idle_s)
+        self.ledger = Ledger(self.peers, self.counters, wire=meter.sample, below=below)
+        self.targets = Targets()
+        self.samples: dict[str, int] = {}
+        self.rates: dict[str, float] = {}
+        self.moves = 0
+        self.farewells: set[str] = set()
+        self._form: ModelForm | None = None
+        self._pending: dict[tuple[str, str], Result] = {}
+        self._references: dict[str, str] = {}
+        self._last: dict[str, Presence | None] = {}
+        self._waits_for: dict[str, str] = {}
+
+    # Rounds
+
+    def set_form(self, form: ModelForm) -> None:
+        """Fix what uploads must be; it must be known before the first round."""
+        self._form = form
+
+    def open(
+        self, *, iteration: int, round_: int, assignments: Mapping[str, Assignment], closing: Closing, now: float
+    ) -> Key:
+        """Open a round, see `Coordinator.open`."""
+        self._references = {name: assignment.model.blob for name, assignment in assignments.items()}
+        return self.coordinator.open(
+            iteration=iteration, round_=round_, assignments=assignments, closing=closing, now=now
+        )
+
+    def fetch(
+        self, upload: UploadOffered, buffer: memoryview, now: float, *, lacking: npt.NDArray[np.bool_] | None = None
+    ) -> None:
+        """Get an offered model into `buffer`, uint8 [its size]; `lacking`, bool [chunks], where some lie there."""
+        child, result = upload.child, upload.result
+        if not self.coordinator.is_offered(child, result.key):
+            return  # its process ended, or the round closed, while the buffer was looked for
+        self._pending[child, result.model.blob] = result
+        if result.inline is not None:
+            self.receiver.take(child, result.model, buffer, result.inline)
+        else:
+            self.receiver.fetch(child, result.model, buffer, lacking=lacking, now=now)
+
+    def accept(self, upload: UploadArrived, now: float) -> None:
+        """Take an upload that is whole and sound."""
+        self.coordinator.accept(upload.child, upload.result.key, now=now)
+
+    def refuse(self, child: str, key: Key, reason: str, now: float) -> None:
+        """Refuse a result for good; the round goes on with the others."""
+        self.coordinator.refuse(child, key, reason=reason, now=now)
+        self._events.append(UploadRefused(child, reason))
+
+    def end_round(self, children: Iterable[str], now: float) -> None:
+        """Stop what is under way with these children: from now on the round's buffers may be written again."""
+        for blob in set(self._references.values()):
+            self.retire(blob)
+        for name in children:
+            self.receiver.drop(name, now=now)
+        self._pending.clear()
+
+    # Who is there
+
+    def readiness(self, now: float) -> Readiness:
+        """Return which children could take part now."""
+        ready, preparing, failed, missing = set(), set(), set(), {}
+        hanging = set(self.coordinator.hanging(now))
+        for name in self.peers:
+            last = self._last.get(name)
+            if last is not None and last.state is NodeState.READY and name in self.samples:
+                ready.add(name)
+            elif name in hanging:
+                missing[name] = f"no progress in preparing for {self.transfer.idle_s:g} s"
+            elif last is not None and last.state in LIVING:
+                preparing.add(name)
+                if self._waits_for.get(name):
+                    missing[name] = f"waits for {self._waits_for[name]}"
+            elif last is not None and last.state is NodeState.FAILED:
+                failed.add(name)
+                missing[name] = f"gave up: {last.reason}"
+            else:
+                missing[name] = "never came" if name not in self._last else "was lost, or left"
+        return Readiness(frozenset(ready), frozenset(preparing), missing, frozenset(hanging), frozenset(failed))
+
+    def present(self) -> list[str]:
+        """Return the children that are there."""
+        return [name for name, last in self._last.items() if last is not None and last.state in LIVING]
+
+    def staying(self) -> set[str]:
+        """Return the children that are there, or have just finished."""
+        return {name for name, last in self._last.items() if last is not None and last.state in STAYING}
+
+    # What the session asks of its side
+
+    def _inboxes(self) -> Iterable[str]:
+        lab, run, me = self.identity.lab, self.identity.run, self.identity.name
+        return [*(topics.inbox(lab, run, me, peer) for peer in self.peers), topics.seek(lab, me, "+")]
+
+    def _reconnected(self, now: float) -> None:
+        """Begin to count the children's silence anew: while the broker was away nothing of them could arrive."""
+        self.coordinator.reconnected(now)
+
+    def _message(self, sender: str, session: str, message: Message, now: float) -> None:
+        if isinstance(message, Progress):
+            self._count(sender, session, message.traffic, message.below)
+            self.coordinator.receive(sender, message, now=now)
+        elif isinstance(message, Result):
+            self.ledger.enter_reports(sender, session, message.children)
+            self.coordinator.receive(sender, message, now=now)
+            self._count(sender, session, message.traffic, message.below)  # last: its error must not cost the answer
+        elif isinstance(message, Preparing):
+            self._waits_for[sender] = message.waits_for
+            self.coordinator.preparing(sender, message.done, waits=bool(message.waits_for), now=now)
+            self.moves += 1
+        elif isinstance(message, Declined):
+            self.coordinator.declined(sender, message.key, message.reason)
+            self._refuse(Refusal.MISFIT, sender, f"it declined its task: {message.reason}")
+        elif isinstance(message, Reports):
+            self.ledger.enter_reports(sender, session, message.children)
+        elif isinstance(message, Farewell):
+            self.farewells.add(sender)
+            self.outbox.send(sender, Goodbye(), now)
+            self._events.append(GoodbyeSaid(sender))
+            self._count(sender, session, message.traffic, message.below)
+        else:
+            raise WireError(f"a child does not send a {type(message).__name__}")
+
+    def _presence(
+        self, peer: str, session: str, presence: Presence | None, now: float, *, published: bool = True
+    ) -> None:
+        if not self.coordinator.presence(peer, session, presence, now=now):
+            return
+        self.targets.receive(peer, presence, now=now)
+        before = self._last.get(peer)
+        if presence is None or presence.state not in LIVING:
+            self.sender.forget(peer)
+            self.receiver.yield_slot(peer, now=now)
+        elif published or before is None or before.state not in LIVING:  # its connection is new
+            self.receiver.ask_again(peer, now=now)
+        if presence is not None and 0 < presence.samples <= COUNT_MOST:
+            self.samples[peer] = presence.samples
+        self._last[peer] = presence
+        if presence is None or before is None or (before.state, before.reason) != (presence.state, presence.reason):
+            state, reason = ("left", "") if presence is None else (str(presence.state), presence.reason)
+            self._events.append(PeerChanged(peer, state, reason))
+
+    def _moved(self, peer: str, now: float) -> None:
+        self.coordinator.moved(peer, now=now)
+        self.moves += 1
+
+    def _transferred(self, event: ReceiverEvent, now: float) -> None:
+        result = self._pending.pop((event.owner, event.blob), None)
+        if result is None:
+            return
+        if isinstance(event, Fetched):
+            if event.rate and result.model.chunks >= RATED_CHUNKS:
+                self.rates[event.owner] = event.rate
+            self._events.append(UploadArrived(event.owner, result))
+        elif isinstance(event, FetchFailed) and event.cause is FetchFailure.GONE:
+            self.coordinator.retry(event.owner, result.key, now=now)
+        else:
+            self.refuse(event.owner, result.key, event.reason, now)
+
+    def _lives(self, peer: str, session: str, now: float) -> None:
+        pass  # progress is counted message by message
+
+    def _state_of_the_dead(self, peer: str, presence: Presence) -> None:
+        pass  # a child is absent until it comes
+
+    def _silent(self, peer: str, now: float) -> None:
+        session = self.proofs.session(peer)
+        lost = Presence(NodeState.LOST, "", reason="it does not answer since the broker came back")
+        self._presence(peer, session, lost, now)
+
+    def _tick(self, now: float) -> None:
+        if self._connected:
+            self.coordinator.tick(now)
+        targets = self.targets.changed(now)
+        if targets is not None:
+            self._events.append(TargetsChanged(targets))
+
+    def _take_events(self, now: float) -> None:
+        while (event := self.coordinator.next_event()) is not None:
+            if isinstance(event, Offered):
+                self._offered(event, now)
+            elif isinstance(event, Restarted):
+                self.receiver.drop(event.child, now=now)
+                self.sender.forget(event.child)
+                self._pending = {key: result for key, result in self._pending.items() if key[0] != event.child}
+            else:
+                self._events.append(event)
+
+    def _due(self, now: float) -> Iterable[tuple[str, Message]]:
+        return self.coordinator.to_send(now)
+
+    def _next_deadline(self) -> float | None:
+        at = min(self.targets.due, inf if (due := self.coordinator.next_deadline()) is None else due)
+        return at if at < inf else None
+
+    def _next_deadline_away(self) -> float:
+        return self.targets.due
+
+    def _offered(self, offer: Offered, now: float) -> None:
+        child, result = offer.child, offer.result
+        try:
+            if self._form is None:
+                raise RefusedModel("no model is expected yet")
+            self._form.check(result.model, reference=self._references[child])
+            check_report(result)
+        except RefusedModel as error:
+            self.refuse(child, result.key, str(error), now)
+        else:
+            self._events.append(UploadOffered(child, result))
+
+    def _count(self, child: str, session: str, traffic: Traffic, below: Traffic) -> None:
+        self.ledger.enter(child, session, link=traffic, below=below)
+        self.moves += 1

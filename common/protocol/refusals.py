@@ -1,0 +1,53 @@
+"""Messages that are refused: each has a reason and is counted, and changes nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Refusal(Enum):
+    """Why a message is refused."""
+
+    MALFORMED = "malformed"
+    STRANGER = "unknown sender"
+    SESSION = "unknown session"
+    MISPLACED = "unexpected kind"
+    MISFIT = "does not fit"
+    FLOOD = "too many"
+
+
+@dataclass(frozen=True, slots=True)
+class MessageRefused:
+    """One of `count` messages of a sender that were refused for this reason so far; reported at 1, 2, 4, 8 ..."""
+
+    refusal: Refusal
+    sender: str
+    reason: str
+    count: int
+
+
+class Refusals:
+    """The refused messages of one session, by sender; those that are no peer of it are counted together."""
+
+    def __init__(self, peers: Collection[str]) -> None:
+        self._peers = peers
+        self._counts: Counter[tuple[str, Refusal]] = Counter()
+
+    def add(self, refusal: Refusal, sender: str, reason: str) -> MessageRefused | None:
+        """Count one; return the event where it is worth a line in the log."""
+        known = sender if sender in self._peers else ""
+        self._counts[known, refusal] += 1
+        count = self._counts[known, refusal]
+        return MessageRefused(refusal, sender, reason, count) if count & (count - 1) == 0 else None
+
+    @property
+    def total(self) -> int:
+        """Return how many were refused."""
+        return self._counts.total()
+
+    def of(self, refusal: Refusal) -> int:
+        """Return how many were refused for this reason."""
+        return sum(count for (_, kind), count in self._counts.items() if kind is refusal)

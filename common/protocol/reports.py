@@ -1,0 +1,45 @@
+"""What a child may report of its work: numbers that can be, whose sums fit in a message."""
+
+from __future__ import annotations
+
+import json
+from math import inf, isfinite
+from typing import Final
+
+from common.errors import RefusedModel
+from common.protocol.messages import Result
+
+COUNT_MOST: Final = 10**12
+
+
+def check_report(result: Result) -> None:
+    """Refuse a result whose numbers cannot be, or whose sums would not fit in a message. Raises RefusedModel."""
+    if result.samples < 1:
+        raise RefusedModel("it reports no samples")
+    if not isfinite(result.loss):
+        raise RefusedModel(f"its training loss is {result.loss}")
+    counts = (
+        ("samples", result.samples),
+        ("epochs", result.epochs),
+        ("steps of SGD", max(result.steps, result.path_steps)),
+    )
+    for what, count in counts:
+        if count > COUNT_MOST:
+            raise RefusedModel(f"it reports {count} {what}")
+    seconds = (result.train_s, result.wait_s, result.pause_s)
+    if not all(0 <= value < inf for value in seconds):
+        raise RefusedModel("it reports {} s of training, {} s of waiting and a pause of {} s".format(*seconds))
+    plans_of(result)
+
+
+def plans_of(result: Result) -> list[dict[str, object]]:
+    """Return what the child's own aggregation decided in each of its rounds. Raises RefusedModel."""
+    try:
+        plans = json.loads(result.plans or "[]")
+    except (ValueError, RecursionError):
+        plans = None
+    if not isinstance(plans, list) or not all(isinstance(plan, dict) for plan in plans):
+        raise RefusedModel("its word on its own aggregation is no list of JSON objects")
+    if any(not isinstance(plan.get("spread", 0.0), float | int) for plan in plans):
+        raise RefusedModel("its models' spread is no number")
+    return plans

@@ -1,0 +1,142 @@
+"""What an open round is made of: each child's state and what may change it, and what the round reports.
+
+    ASSIGNED --message of this round--> WORKING --Result--> OFFERED --accept--> ACCEPTED
+       ^                                   |                   |----refuse--> REFUSED
+       +------- a new session, or its model is gone -----------+
+
+`TRANSITIONS` is this picture, and what `common.protocol.coordinator` goes by. A child without a task is IDLE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, TypeAlias
+
+from common.protocol.messages import Failure, Key, Manifest, NodeState, Phase, Result
+
+REPEAT_S: Final = 1.0
+LIVING: Final = (NodeState.INIT, NodeState.READY)
+
+
+class ChildState(Enum):
+    """Where a child stands in the open round."""
+
+    IDLE = "idle"
+    ASSIGNED = "assigned"
+    WORKING = "working"
+    OFFERED = "offered"
+    ACCEPTED = "accepted"
+    REFUSED = "refused"
+
+
+class ChildCause(Enum):
+    """What may move a child from one state to another."""
+
+    MESSAGE = "message of this round"
+    RESULT = "result"
+    ACCEPT = "accept"
+    REFUSE = "refuse"
+    RESTART = "new session"
+    RETRY = "its model is gone"
+
+
+TRANSITIONS: Final[Mapping[ChildCause, Mapping[ChildState, ChildState]]] = {
+    ChildCause.MESSAGE: {ChildState.ASSIGNED: ChildState.WORKING},
+    ChildCause.RESULT: {ChildState.WORKING: ChildState.OFFERED},
+    ChildCause.ACCEPT: {ChildState.OFFERED: ChildState.ACCEPTED},
+    ChildCause.REFUSE: {ChildState.OFFERED: ChildState.REFUSED},
+    ChildCause.RESTART: dict.fromkeys(
+        (ChildState.ASSIGNED, ChildState.WORKING, ChildState.OFFERED), ChildState.ASSIGNED
+    ),
+    ChildCause.RETRY: {ChildState.OFFERED: ChildState.ASSIGNED},
+}
+UNFINISHED: Final = (ChildState.ASSIGNED, ChildState.WORKING, ChildState.OFFERED)
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What one child is to train; `inline` carries a small model with the task."""
+
+    model: Manifest
+    epochs: int
+    inline: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """A child announces its result: fetch and check it, then `accept` or `refuse`."""
+
+    child: str
+    result: Result
+
+
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    """A child came back as a new process: whatever was under way with the old one is void."""
+
+    child: str
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The round is over. `missing` did not answer, `refused` answered with what cannot be used."""
+
+    key: Key
+    results: Mapping[str, Result]
+    missing: tuple[str, ...]
+    refused: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """The round can never close; `reason` names who did what, `idle`: somebody just fell silent.
+
+    `failures`: those of the children that gave up.
+    """
+
+    reason: str
+    idle: bool
+    failures: frozenset[Failure] = frozenset()
+
+
+CoordinatorEvent: TypeAlias = Offered | Restarted | Closed | Stalled
+
+
+@dataclass(slots=True)
+class ChildInRound:
+    """One child, as its parent's open round sees it."""
+
+    session: str = ""
+    presence: NodeState | None = None
+    assignment: Assignment | None = None
+    state: ChildState = ChildState.IDLE
+    result: Result | None = None
+    refusal: str = ""
+    reason: str = ""
+    failure: Failure = Failure.NONE
+    declined: str = ""
+    moved: float = 0.0
+    repeat_at: float = 0.0
+    repeat_s: float = REPEAT_S
+    sent: bool = False
+    absent: bool = False  # when the round opened, and since
+    mark: tuple[Phase, int] | None = None
+    carried: int = 0
+    carried_most: int = 0
+    prepared: int = -1
+    answered: tuple[Key, str] | None = None
+    has_model: bool = False
+
+    @property
+    def present(self) -> bool:
+        """Return whether it is there."""
+        return self.presence in LIVING
+
+    def go(self, cause: ChildCause) -> bool:
+        """Move as the table says; return whether it does."""
+        after = TRANSITIONS[cause].get(self.state)
+        if after is not None:
+            self.state = after
+        return after is not None

@@ -1,0 +1,514 @@
+"""One node's part in one broker connection, without I/O: the four cores' common half.
+
+    broker --receive, place, landed--> Session --to_send--> broker
+                                          |
+                        next_event, next_deadline, tick --> the shell (`common.runtime`)
+
+`ParentSession` and `ChildSession` add their side of the rounds. All that a session sends is state: it is sent again
+until it is answered, so nothing is sent while the broker is away and nothing need be kept for it. What does not fit is
+refused, counted and reported, and changes nothing else.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Final, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from common.errors import WireError
+from common.links import Ways
+from common.protocol import serialization, topics
+from common.protocol.counters import Account, packet_bytes
+from common.protocol.identity import Identity
+from common.protocol.manifest import chunk_bytes_for, renamed
+from common.protocol.messages import (
+    Alive,
+    Announcement,
+    Ask,
+    Failure,
+    Gone,
+    Manifest,
+    Message,
+    NodeState,
+    Presence,
+    Probe,
+    Probed,
+    Target,
+    WhoIsThere,
+    Wire,
+)
+from common.protocol.outbox import Outbox, Output, Publish, Subscribe, Unsubscribe, inline_bytes, qos_of
+from common.protocol.pending import PendingAnswers, PendingAsks
+from common.protocol.presence import OwnPresence, PeerProofs
+from common.protocol.receiver import Landing, Receiver, ReceiverEvent
+from common.protocol.refusals import MessageRefused, Refusal, Refusals
+from common.protocol.sender import Publication, Sender
+from common.spec import Transfer
+
+SILENT_MOST_S: Final = 30.0
+
+
+class Meter(Protocol):
+    """What the kernel has carried on the connection."""
+
+    def sample(self) -> Wire:
+        """Return the counts of all its sockets so far."""
+
+    def received(self) -> int:
+        """Return the bytes received on the present socket, -1 where nobody knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class NameTaken:
+    """Another living node has this node's name, in run `run`."""
+
+    run: str
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerAway:
+    """The broker has been away for `idle_s`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeReceived:
+    """A peer measures the link, or answers a measurement."""
+
+    peer: str
+    message: Probe | Probed
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseFetched:
+    """A fetch of noise has ended."""
+
+    result: ReceiverEvent
+
+
+SessionEvent: TypeAlias = NameTaken | BrokerAway | ProbeReceived | NoiseFetched | MessageRefused
+
+
+class Session(ABC):
+    """What both sides share. `persistent`: ask for a peer's proof of life for ever.
+
+    `first_number`: of the publications of chunks, from a clock, so that a restart only grows.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        peers: Sequence[str],
+        transfer: Transfer,
+        ways: Ways,
+        meter: Meter,
+        first_number: int,
+        persistent: bool,
+    ) -> None:
+        self.identity = identity
+        self.peers = tuple(peers)
+        self.transfer = transfer
+        self.ways = ways
+        self.meter = meter
+        self.counters = Account()
+        self.refusals = Refusals(frozenset(peers))
+        self.chunk_most, self._inline_most = transfer.chunk_bytes, transfer.inline_bytes
+        self.sender = Sender(first_number=first_number)
+        self.receiver = Receiver(
+            window=transfer.window,
+            slots=transfer.upload_slots,
+            ways=ways.from_,
+            keepalive_s=transfer.keepalive_s,
+            exclusive=len(self.peers) == 1,
+        )
+        self.outbox = Outbox(identity, sender=self.sender, counters=self.counters, ways=ways)
+        self.own = OwnPresence(identity)
+        silent_s = min(transfer.idle_s, SILENT_MOST_S)
+        self.proofs = PeerProofs(peers, identity, silent_s=silent_s, persistent=persistent)
+        self._known = frozenset(peers)
+        self._connected = False
+        self._away_since: float | None = None
+        self._first: list[Output] = []  # what a new connection begins with
+        self._streams: set[tuple[str, str]] = set()
+        self._announcement: Announcement | None = None
+        self._announce = self._left = False
+        self._asks = PendingAsks()
+        self._answers = PendingAnswers(self._known)
+        self._now = 0.0
+        self._events: deque[object] = deque()
+
+    # From the broker
+
+    def connected(self, now: float, *, packet_most: float = inf) -> None:
+        """Note a new connection to a broker that takes packets of at most `packet_most` bytes."""
+        lab, run, name = self.identity.lab, self.identity.run, self.identity.name
+        self._connected, self._away_since = True, None
+        self.chunk_most = int(min(self.transfer.chunk_bytes, packet_most))
+        self._inline_most = int(min(self.transfer.inline_bytes, packet_most))
+        self._streams = set()
+        states = [topics.state(lab, "+", name), *(topics.state(lab, run, peer) for peer in self.peers)]
+        self._first = [Subscribe((*states, *self._inboxes()), qos=1, first=True)]
+        self.own.connected()
+        self._announce = self._announcement is not None
+        self.receiver.reconnected(now)
+        self.proofs.reconnected(now)
+        self._reconnected(now)
+
+    def disconnected(self, now: float) -> None:
+        """Note that the connection is gone."""
+        if self._connected or self._away_since is None:
+            self._away_since = now
+        self._connected = False
+        self.outbox.clear()
+        self._asks.clear()
+
+    def place(self, topic_text: str, size: int) -> Landing | None:
+        """Return where a chunk that begins to arrive may be written, None where it is not wanted."""
+        try:
+            topic = topics.parse(topic_text)
+        except WireError:
+            return None
+        if not isinstance(topic, topics.ChunkTopic) or topic.run != self.identity.run:
+            return None
+        return self.receiver.place(topic.node, topic.blob, index=topic.index, size=size)
+
+    def landed(self, topic_text: str, landing: Landing, now: float) -> None:
+        """Take a chunk that was written to its place."""
+        topic = topics.parse(topic_text)
+        if isinstance(topic, topics.ChunkTopic) and landing.view is not None:
+            self._chunk(topic, topic_text, landing.view, now)
+
+    def receive(self, topic_text: str, body: bytes, *, retained: bool, now: float) -> None:
+        """Take a message, whatever it is."""
+        sender = ""
+        try:
+            topic = topics.parse(topic_text)
+            if isinstance(topic, topics.ChunkTopic):
+                self._chunk(topic, topic_text, body, now)
+            elif isinstance(topic, topics.InboxTopic):
+                sender = topic.sender
+                self._inbox(topic, topic_text, body, now)
+            elif isinstance(topic, topics.StateTopic):
+                sender = topic.node
+                self._state(topic, body, now, retained=retained)
+            elif isinstance(topic, topics.SeekTopic):
+                sender = topic.child
+                self._sought(topic, body, now)
+        except WireError as error:
+            self._refuse(Refusal.MALFORMED, sender, f"{len(body)} bytes on {topic_text[:80]}: {error}")
+
+    # To the broker
+
+    def to_send(self, now: float) -> list[Output]:
+        """Return what is due, in order; nothing while the broker is away."""
+        if not self._connected:
+            return []
+        out, self._first = self._first, []
+        lab, run, name = self.identity.lab, self.identity.run, self.identity.name
+        for presence in self.own.to_send():
+            body = serialization.encode(presence, self.identity.session)
+            out.append(Publish(topics.state(lab, run, name), body, retain=True))
+        for old in self.own.remains():
+            out += [Publish(topic(lab, old, name), b"", retain=True) for topic in (topics.state, topics.spec)]
+        if self._announce and self._announcement is not None:
+            self._announce = False
+            body = serialization.encode(self._announcement, self.identity.session)
+            out.append(Publish(topics.spec(lab, run, name), body, retain=True))
+        for peer, question in self.proofs.questions(now):
+            out += self._question(peer, question, now)
+        self._answer_questions(now)
+        for peer, message in self._due(now):
+            self.outbox.send(peer, message, now)
+        out += self._subscribe_streams()  # before the asks: what they bring must find us subscribed
+        for owner, ask in self.receiver.to_send():
+            self.outbox.send(owner, ask, now)
+        self._take_asks(now)
+        out += self.outbox.to_send(now)
+        return out
+
+    def sent(self, chunk: Publication) -> None:
+        """Note that a chunk has left, or died with its connection."""
+        self.outbox.sent(chunk)
+
+    # Time
+
+    def tick(self, now: float) -> None:
+        """Let the cores judge by the time."""
+        self._now = now
+        if self._connected:
+            self.receiver.tick(now, carried=self.meter.received())
+            for peer in self.proofs.silent(now):
+                self._silent(peer, now)
+        elif self._away_since is not None and now >= self._away_since + self.transfer.idle_s:
+            self._away_since = None
+            self._events.append(BrokerAway())
+        self._tick(now)
+        self._collect(now)
+
+    def next_event(self) -> object | None:
+        """Return the next event; what follows from an answer to one is an event of the same look."""
+        if not self._events:
+            self._collect(self._now)
+        return self._events.popleft() if self._events else None
+
+    def next_deadline(self, now: float) -> float | None:
+        """Return when `tick` or `to_send` next has something to do."""
+        if not self._connected:
+            away = inf if self._away_since is None else self._away_since + self.transfer.idle_s
+            at = min(away, self._next_deadline_away())
+            return at if at < inf else None
+        times = (self.receiver.next_deadline(), self._next_deadline(), self.outbox.next_deadline(now))
+        answers = (self.proofs.next_deadline(), self._answers.next_deadline())
+        at = min(*answers, *(time for time in times if time is not None))
+        return at if at < inf else None
+
+    # This node
+
+    def set_state(
+        self, state: NodeState, *, reason: str = "", samples: int = 0, failure: Failure = Failure.NONE
+    ) -> None:
+        """Publish how this node is, retained."""
+        self.own.set_state(state, reason=reason, samples=samples, failure=failure)
+
+    def set_targets(self, targets: tuple[Target, ...]) -> None:
+        """Publish where the /metrics of this node's children are, retained."""
+        self.own.set_targets(targets)
+
+    def announce(self, announcement: Announcement) -> None:
+        """Keep the experiment on the broker, and answer those that seek a run with it."""
+        self._announcement, self._announce = announcement, True
+
+    def leave(self, *, keep_state: bool) -> list[Output]:
+        """Return what clears this node's traces on the broker; its state stays for those that were away."""
+        lab, run, name = self.identity.lab, self.identity.run, self.identity.name
+        out: list[Output] = [] if keep_state else [Publish(topics.state(lab, run, name), b"", retain=True)]
+        if self._announcement is not None:
+            out.append(Publish(topics.spec(lab, run, name), b"", retain=True))
+            self._announcement = None
+        return out
+
+    # Models
+
+    def cut(self, receivers: Sequence[str]) -> tuple[int, str]:
+        """Return the chunk bytes and the salt of a blob for receivers whose links are alike."""
+        way = self.ways.to[receivers[0]]
+        return chunk_bytes_for(way.rate, self.chunk_most), str(way)
+
+    def offer(self, manifest: Manifest, blob: memoryview, receivers: Sequence[str]) -> bytes | None:
+        """Hold a model, which must stay unchanged until it is retired, for receivers whose links are alike.
+
+        Return its bytes where they are few enough to travel inside the announcement.
+        """
+        self.sender.offer(manifest, blob, receivers)
+        inline_most = min(self._inline_most, chunk_bytes_for(self.ways.to[receivers[0]].rate, self._inline_most))
+        return bytes(blob) if manifest.size <= inline_most else None
+
+    def forwards(self, manifest: Manifest, receivers: Sequence[str]) -> bool:
+        """Return whether to pass a model on before it is here: it is large, and cut finely enough for their links."""
+        fine = manifest.chunk_bytes <= chunk_bytes_for(self.ways.to[receivers[0]].rate, self.chunk_most)
+        return fine and manifest.size > self._inline_most
+
+    def forward(
+        self, manifest: Manifest, buffer: memoryview, receivers: Sequence[str], *, lacking: npt.NDArray[np.bool_]
+    ) -> Manifest:
+        """Pass a model on, as it comes, to receivers whose links are alike, until it is retired."""
+        passed = renamed(manifest, salt=str(self.ways.to[receivers[0]]))
+        self.sender.offer(passed, buffer, receivers, to_come=lacking)
+        return passed
+
+    def retire(self, blob: str) -> None:
+        """Stop serving a blob."""
+        self.sender.retire(blob)
+        self.outbox.drop(blob)
+
+    # Each side's own
+
+    @abstractmethod
+    def _inboxes(self) -> Iterable[str]:
+        """Return the further topics to subscribe to."""
+
+    @abstractmethod
+    def _reconnected(self, now: float) -> None:
+        """Note a new connection."""
+
+    @abstractmethod
+    def _message(self, sender: str, session: str, message: Message, now: float) -> None:
+        """Take a message of a peer's present session. Raises WireError where its kind does not fit."""
+
+    @abstractmethod
+    def _presence(
+        self, peer: str, session: str, presence: Presence | None, now: float, *, published: bool = True
+    ) -> None:
+        """Take a peer's proven presence; None = it left. `published` on its topic, or an answer to us."""
+
+    @abstractmethod
+    def _moved(self, peer: str, now: float) -> None:
+        """Note that chunks of a model moved to or from a peer."""
+
+    @abstractmethod
+    def _transferred(self, event: ReceiverEvent, now: float) -> None:
+        """Take a finished or failed fetch."""
+
+    @abstractmethod
+    def _silent(self, peer: str, now: float) -> None:
+        """Note that a peer that lived before the reconnection does not prove itself."""
+
+    @abstractmethod
+    def _tick(self, now: float) -> None:
+        """Judge by the time."""
+
+    @abstractmethod
+    def _take_events(self, now: float) -> None:
+        """Turn what the cores report into events."""
+
+    @abstractmethod
+    def _due(self, now: float) -> Iterable[tuple[str, Message]]:
+        """Return the messages that are due, each with its peer."""
+
+    @abstractmethod
+    def _next_deadline(self) -> float | None:
+        """Return when `_tick` or `_due` has something to do."""
+
+    def _next_deadline_away(self) -> float:
+        """Return when `_tick` has something to do while the broker is away."""
+        return inf
+
+    def _question(self, peer: str, question: WhoIsThere, now: float) -> list[Output]:
+        self.outbox.send(peer, question, now)
+        return []
+
+    def _elsewhere(self, run: str, sender: str, session: str, message: Message) -> None:
+        """Take a message that concerns another run."""
+        raise WireError("of another run")
+
+    @abstractmethod
+    def _lives(self, peer: str, session: str, now: float) -> None:
+        """Note a sign of life of a peer's present session."""
+
+    @abstractmethod
+    def _state_of_the_dead(self, peer: str, presence: Presence) -> None:
+        """Take a retained final state of a session that never proved itself here."""
+
+    # Taking what arrives
+
+    def _collect(self, now: float) -> None:
+        while (event := self.receiver.next_event()) is not None:
+            if event.blob in self.outbox.noise:
+                self._events.append(NoiseFetched(event))
+            else:
+                self._transferred(event, now)
+        self._take_events(now)
+
+    def _chunk(self, topic: topics.ChunkTopic, text: str, body: bytes | memoryview, now: float) -> None:
+        if topic.node not in self._known or topic.run != self.identity.run:
+            self._refuse(Refusal.STRANGER, topic.node, f"a chunk on {text[:80]}")
+            return
+        kind = "probe" if topic.blob in self.outbox.noise else "model"
+        self.counters.add(topic.node, "received", message=packet_bytes(text, len(body), qos=0), **{kind: len(body)})
+        fresh = self.receiver.receive_chunk(
+            topic.node, topic.blob, stream=topic.stream, index=topic.index, number=topic.number, data=body, now=now
+        )
+        if fresh:
+            self._moved(topic.node, now)
+
+    def _inbox(self, topic: topics.InboxTopic, text: str, body: bytes, now: float) -> None:
+        sender = topic.sender
+        if sender not in self._known:
+            self._refuse(Refusal.STRANGER, sender, f"a message of {len(body)} bytes")
+            return
+        session, message = serialization.decode(body)
+        if topic.run != self.identity.run:
+            self._elsewhere(topic.run, sender, session, message)
+            return
+        if isinstance(message, WhoIsThere):
+            self._ask_for_proof(sender, message, now)
+        elif isinstance(message, Alive):
+            if not self.proofs.answered(sender, session, message):
+                self._refuse(Refusal.MISFIT, sender, "an answer to nothing that was asked")
+                return
+            self._presence(sender, session, message.presence, now, published=False)
+        elif not self.proofs.speaks(sender, session, now):
+            self._refuse(Refusal.SESSION, sender, f"a {type(message).__name__} of session {session[:16]!r}")
+            return
+        else:
+            self._lives(sender, session, now)
+        size, model = packet_bytes(text, len(body), qos=qos_of(message)), inline_bytes(message)
+        self.counters.add(sender, "received", message=size, model=model, control=len(body) - model)
+        self.receiver.heard(now)
+        if isinstance(message, Ask):
+            if not self._asks.receive(sender, message):
+                self._refuse(Refusal.FLOOD, sender, "asks for too many blobs at once")
+        elif isinstance(message, Gone):
+            self.receiver.gone(sender, message.blob, now=now)
+        elif isinstance(message, Probe | Probed):
+            self._events.append(ProbeReceived(sender, message))
+        elif not isinstance(message, WhoIsThere | Alive):
+            self._message(sender, session, message, now)
+
+    def _state(self, topic: topics.StateTopic, body: bytes, now: float, *, retained: bool) -> None:
+        session, message = serialization.decode(body) if body else ("", None)
+        if not (message is None or isinstance(message, Presence)):
+            raise WireError("no presence on a state topic")
+        if topic.node == self.identity.name:
+            self.own.receive(topic.run, session, message, retained=retained)
+            if self.own.taken:
+                self._events.append(NameTaken(self.own.taken))
+        elif topic.node not in self._known or topic.run != self.identity.run:
+            self._refuse(Refusal.STRANGER, topic.node, "a presence")
+        elif message is None:
+            self._presence(topic.node, session, None, now)
+        elif self.proofs.receive(topic.node, session, message, retained=retained, now=now):
+            self._presence(topic.node, session, message, now)
+        elif retained:
+            self._state_of_the_dead(topic.node, message)
+
+    def _sought(self, topic: topics.SeekTopic, body: bytes, now: float) -> None:
+        _, message = serialization.decode(body)
+        if not isinstance(message, WhoIsThere):
+            raise WireError(f"a seeker does not send a {type(message).__name__}")
+        if topic.parent == self.identity.name:
+            self._ask_for_proof(topic.child, message, now)
+
+    def _ask_for_proof(self, asker: str, question: WhoIsThere, now: float) -> None:
+        if not self._answers.receive(asker, question, now=now):
+            self._refuse(Refusal.FLOOD, asker, "too many unknown nodes ask who is there")
+
+    def _answer_questions(self, now: float) -> None:
+        for peer, question in self._answers.due(now):
+            inside = question.run == self.identity.run
+            if inside or self._announcement is not None:  # else there is nothing to join yet; it asks again
+                announcement = None if inside else self._announcement
+                self.outbox.send(peer, Alive(question.nonce, self.own.presence, announcement), now)
+
+    def _take_asks(self, now: float) -> None:
+        for peer, ask in self._asks.take():
+            before = self.sender.chunks_delivered
+            answer = self.sender.receive(peer, ask, now=now)
+            if self.sender.chunks_delivered > before:
+                self._moved(peer, now)
+            if answer is not None:
+                self.outbox.send(peer, answer, now)
+
+    def _subscribe_streams(self) -> list[Output]:
+        wanted = self.receiver.wanted()
+        if wanted == self._streams:
+            return []
+        ended, begun = self._streams - wanted, wanted - self._streams
+        self._streams = wanted
+        out: list[Output] = [Unsubscribe(self._filters(ended))] if ended else []
+        return [*out, Subscribe(self._filters(begun), qos=0)] if begun else out
+
+    def _filters(self, fetches: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+        lab, run, me = self.identity.lab, self.identity.run, self.identity.name
+        return tuple(each for owner, blob in sorted(fetches) for each in topics.streams(lab, run, owner, me, blob))
+
+    def _refuse(self, refusal: Refusal, sender: str, reason: str) -> None:
+        event = self.refusals.add(refusal, sender, reason)
+        if event is not None:
+            self._events.append(event)

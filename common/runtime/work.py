@@ -1,0 +1,46 @@
+"""What a child makes of a task, and what it costs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from common.layout import Row
+from common.protocol.messages import ChildReport, Manifest, Phase, Result, Task, TrainingPath
+from common.runtime.arriving import Arriving
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a task's work made of a model: a row, uint8 [row_bytes], and what it cost. Seconds by this node's clock.
+
+    For `path_steps` (None: as `steps`), `plans` and `path` see the message Result.
+    """
+
+    row: Row
+    samples: int
+    loss: float
+    epochs: int
+    steps: int
+    train_s: float
+    wait_s: float
+    pause_s: float = 0.0
+    path_steps: int | None = None
+    children: tuple[ChildReport, ...] = ()
+    plans: Sequence[Mapping[str, object]] = ()
+    path: TrainingPath = TrainingPath.NONE
+
+    def result(self, task: Task, model: Manifest, inline: bytes | None = None) -> Result:
+        """Return the message that announces it, `model` being the blob of its row."""
+        return Result(
+            task.key, model, inline, self.samples, float(self.loss), self.epochs, self.steps,
+            self.steps if self.path_steps is None else self.path_steps,
+            float(self.train_s), float(self.wait_s), float(self.pause_s), self.children,
+            json.dumps(self.plans) if self.plans else "", path=self.path,
+        )  # fmt: skip
+
+
+Report: TypeAlias = Callable[[Phase, int, int], None]
+Work: TypeAlias = Callable[[Task, Arriving, Report], Awaitable[Answer]]
