@@ -29,7 +29,7 @@ from common.net.packets import PUBLISH_QOS0, FindPlace, NotMqtt, PacketReader, P
 _STAMPS: Final = {"2.1.0": "_last_msg_in", "2.2.0": "_last_bytes_received"}  # what feeds the keep-alive, by version
 _TURN_BYTES: Final = 4_000_000  # at most so much in one turn of the event loop
 
-log = logging.getLogger("fedstrata.link")
+log = logging.getLogger("fedstrata.connection")
 
 
 class Body:

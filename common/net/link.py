@@ -32,7 +32,7 @@ REFUSED: Final = 0x80  # of a SUBACK
 PENDING_CALLS_MOST: Final = 1000  # aiomqtt warns above; a parent tells all its children at once
 SOCKET_OPTIONS: Final = ((socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),)
 
-log = logging.getLogger("fedstrata.link")
+log = logging.getLogger("fedstrata.connection")
 # What the client says of a broken connection is dealt with here, and said here.
 logging.getLogger("fedstrata.mqtt").addFilter(lambda record: log.isEnabledFor(logging.INFO))
 
@@ -50,7 +50,7 @@ class BrokerAddress:
         return f"{self.host}:{self.port}"
 
 
-class Link:
+class BrokerConnection:
     """A connection that is kept up: `connected` runs after each connect, `received` at each message.
 
     `find_place(topic, bytes)` may give a QoS 0 message's payload a place where it is written as it arrives; then

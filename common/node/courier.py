@@ -11,7 +11,7 @@ from typing import Final
 from common.links import Ways
 from common.net.accounting import Account, packet_bytes
 from common.net.bulk import Body
-from common.net.link import Link
+from common.net.link import BrokerConnection
 from common.net.shaping import Departures, Shaper
 from common.node.identity import Identity
 from common.transfer.outgoing import Outgoing, Publication
@@ -25,7 +25,7 @@ class Courier:
     """One endpoint's way out. `wake` is called when there is room for more chunks; `noise` are blobs of no model."""
 
     def __init__(
-        self, identity: Identity, link: Link, account: Account, ways: Ways, *, wake: Callable[[], None]
+        self, identity: Identity, link: BrokerConnection, account: Account, ways: Ways, *, wake: Callable[[], None]
     ) -> None:
         self.outgoing = Outgoing(first_number=time.time_ns() // 1_000_000)
         self._identity = identity

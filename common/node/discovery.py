@@ -8,7 +8,7 @@ import secrets
 from typing import Final
 
 from common.errors import WireError
-from common.net.link import BrokerAddress, Link
+from common.net.link import BrokerAddress, BrokerConnection
 from common.spec import Transfer
 from common.wire import packing, topics
 from common.wire.messages import Announcement, NodeState, Presence
@@ -58,7 +58,7 @@ async def discover(address: BrokerAddress, parent: str, *, connect_timeout_s: fl
         there = f"There are {', '.join(sorted(others))}." if others else "No other is there either."
         log.warning("waiting for %s on broker %s. %s", parent, address, there)
 
-    link = Link(
+    link = BrokerConnection(
         address,
         client_id=f"seeker-{secrets.token_hex(8)}",
         keepalive_s=Transfer().keepalive_s,

@@ -1,8 +1,8 @@
-"""One node's end of one broker connection: moves messages between the link and the sans-IO cores.
+"""One node's end of one broker connection: moves messages between the connection and the sans-IO cores.
 
-    Link --bytes--> Endpoint --records--> face (parent or child) --> Coordinator / Participant
-                       |----chunks--> Incoming
-                       |----asks----> Outgoing
+    BrokerConnection --bytes--> Endpoint --records--> face (parent or child) --> Coordinator / Participant
+                                    |----chunks--> Incoming
+                                    |----asks----> Outgoing
 
 One pump sends what the cores have due and sleeps until their next deadline. It sends nothing while the broker is
 away: all that the cores say is state, and they are told of the new connection.
@@ -21,7 +21,7 @@ from common.errors import ConnectionFailed, NoProgress, WireError
 from common.links import Ways
 from common.net.accounting import Account, packet_bytes
 from common.net.limits import packet_limit
-from common.net.link import BrokerAddress, Link
+from common.net.link import BrokerAddress, BrokerConnection
 from common.net.packets import Place
 from common.node.arriving import Arriving
 from common.node.courier import Courier, inline_bytes, qos_of
@@ -81,7 +81,7 @@ class Endpoint:
         self._announcement: bytes | None = None
         self._loop = asyncio.get_running_loop()
         will = packing.encode(Presence(NodeState.LOST, identity.role, reason="connection lost"), identity.session)
-        self.link = Link(
+        self.link = BrokerConnection(
             address,
             client_id=f"{identity.name}-{identity.session[:8]}-{secrets.token_hex(2)}",
             keepalive_s=transfer.keepalive_s,
@@ -122,7 +122,7 @@ class Endpoint:
         Raises ConnectionFailed, DuplicateName, NoProgress when the broker stays away, and what the face raises.
         """
         async with asyncio.TaskGroup() as group:
-            group.create_task(self.link.run(connect_timeout_s=connect_timeout_s), name=f"link {self.identity.name}")
+            group.create_task(self.link.run(connect_timeout_s=connect_timeout_s), name=f"broker {self.identity.name}")
             group.create_task(self._pump(), name=f"pump {self.identity.name}")
 
     def release_name(self) -> None:
