@@ -1209,6 +1209,9 @@ def test_a_cancellation_that_came_with_the_connection_is_not_lost(address: Broke
             enter = client.__aenter__
 
             class Swallowing:
+                def __getattr__(self, name: str) -> Any:
+                    return getattr(client, name)
+
                 async def __aenter__(self) -> aiomqtt.Client:
                     await enter()
                     task.cancel()

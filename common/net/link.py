@@ -1,9 +1,13 @@
 """One MQTT connection that comes back by itself. The only module that imports aiomqtt.
 
-aiomqtt (asyncio-mqtt's present name) drives paho-mqtt from the event loop. Four of its habits are dealt with
-here: it leaves Nagle's algorithm on (stalls of 40 ms), its publish time-out strikes on slow links, a publish that
-waits when the connection dies would wait for ever, and after 20 messages without an acknowledgement, which on a slow
-link waits behind a chunk for minutes, nothing more would leave.
+aiomqtt (asyncio-mqtt's present name) drives paho-mqtt from the event loop. This module changes six of its habits:
+
+- it leaves Nagle's algorithm on (stalls of 40 ms);
+- its publish time-out ends publications on slow links;
+- a publication that waits when the connection ends would wait for ever;
+- after 20 messages without an acknowledgement, which on a slow link waits behind a chunk for minutes, it sends nothing;
+- it registers a socket for writing one turn of the event loop late, when the socket may be closed;
+- after a failed connect it leaves the socket open.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import logging
 import math
 import random
 import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -181,11 +186,18 @@ class BrokerConnection:
             await asyncio.wait((entering,))
             if entering.exception() is None:
                 await client.__aexit__(None, None, None)
+            _close(client)
+            raise
+        except aiomqtt.MqttError:
+            _close(client)
             raise
         try:
             yield client
         finally:
-            await client.__aexit__(None, None, None)
+            try:
+                await client.__aexit__(None, None, None)
+            finally:
+                _close(client)
 
     def _new_client(self) -> aiomqtt.Client:
         client = aiomqtt.Client(
@@ -202,6 +214,7 @@ class BrokerConnection:
             logger=logging.getLogger("fedstrata.mqtt"),
         )
         client.pending_calls_threshold = PENDING_CALLS_MOST
+        _write_while_open(client)
         if usable():
             BulkClient.adopt(client._client, find_place=self._find_place, landed=self._landed)
         self.meter.follow(client._client)
@@ -234,6 +247,42 @@ class BrokerConnection:
         for left in list(self._leaving):
             left()
         self._lost()
+
+
+def _write_while_open(client: aiomqtt.Client) -> None:
+    """Register an MQTT client's socket for writing at once.
+
+    aiomqtt passes the number of the file descriptor to the event loop's next turn. If the connection ends within this
+    turn, by then the number is nobody's, which asyncio logs as an error, or that of another connection's socket.
+    """
+    loop, loop_thread = asyncio.get_running_loop(), threading.get_ident()
+
+    def write() -> None:
+        try:
+            client._client.loop_write()
+        except Exception as error:  # noqa: BLE001 - as aiomqtt does: whatever it is, the connection is lost
+            if not client._disconnected.done():
+                client._disconnected.set_exception(error)
+
+    def register(sock: Any) -> None:
+        if sock.fileno() >= 0:
+            loop.add_writer(sock.fileno(), write)
+
+    def on_register(_client: object, _data: object, sock: Any) -> None:
+        if threading.get_ident() == loop_thread:
+            register(sock)
+        else:  # aiomqtt connects in a thread of its own, but only the loop's thread closes sockets
+            loop.call_soon_threadsafe(register, sock)
+
+    client._client.on_socket_register_write = on_register
+
+
+def _close(client: aiomqtt.Client) -> None:
+    """Close the socket of an MQTT client that is no longer used, which stops its callbacks too."""
+    client._client._sock_close()
+    for future in (client._connected, client._disconnected):
+        if future.done() and not future.cancelled():
+            future.exception()  # asyncio logs an exception that nobody retrieved
 
 
 async def _subscribe(client: aiomqtt.Client, topics: list[str], qos: int, refused: Callable[[str], None]) -> None:
