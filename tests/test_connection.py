@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import logging
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiomqtt
 import pytest
 
-from common.net.link import BrokerAddress, BrokerConnection
+from common.errors import ConnectionFailed
+from common.net import link
+from common.net.failures import FailureLog
+from common.net.link import BrokerAddress, BrokerConnection, pause_s
 from deploy import broker
 
 PATIENCE_S = 30.0
@@ -115,3 +121,244 @@ def test_a_broker_that_restarts_under_traffic_leaves_no_traceback(
     with caplog.at_level(logging.WARNING, "asyncio"):
         assert scenario(run()) == []
     assert [record for record in caplog.records if record.name == "asyncio"] == []
+
+
+# A broker that drops its clients
+
+
+CONNECT, PUBLISH, SUBSCRIBE = 1, 3, 8
+Answer = Callable[[int, bytes], bytes | None]
+
+
+def suback(body: bytes, code: int = 0) -> bytes:
+    """Return the acknowledgement of a SUBSCRIBE with one topic."""
+    return b"\x90\x03" + body[:2] + bytes([code])
+
+
+class FakeBroker:
+    """A TCP server that answers each MQTT packet by `answer(type, body)`; None closes the connection.
+
+    `times` are those of the connections, `packets` all that came: connection, type and body.
+    """
+
+    def __init__(self, answer: Answer, *, at_once: bool = False) -> None:
+        self._answer = answer
+        self._at_once = at_once
+        self._writers: list[asyncio.StreamWriter] = []
+        self.times: list[float] = []
+        self.packets: list[tuple[int, int, bytes]] = []
+
+    async def __aenter__(self) -> FakeBroker:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.address = BrokerAddress(*self._server.sockets[0].getsockname())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for writer in self._writers:
+            writer.close()
+        await self._server.wait_closed()
+
+    def subscriptions(self, topic: bytes) -> list[int]:
+        """Return the numbers of the connections on which a topic was subscribed to."""
+        return [number for number, kind, body in self.packets if kind == SUBSCRIBE and topic in body]
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.append(writer)
+        number = len(self.times)
+        self.times.append(asyncio.get_running_loop().time())
+        try:
+            while not self._at_once:
+                kind = (await reader.readexactly(1))[0] >> 4
+                length = shift = 0
+                while True:
+                    digit = (await reader.readexactly(1))[0]
+                    length |= (digit & 127) << shift
+                    shift += 7
+                    if digit < 128:
+                        break
+                body = await reader.readexactly(length)
+                self.packets.append((number, kind, body))
+                answer = b"\x20\x02\x00\x00" if kind == CONNECT else self._answer(kind, body)
+                if answer is None:
+                    break
+                writer.write(answer)
+        except (OSError, asyncio.IncompleteReadError):
+            pass
+        writer.close()
+
+
+def acknowledge(kind: int, body: bytes) -> bytes:
+    return suback(body) if kind == SUBSCRIBE else b""
+
+
+def close(_kind: int, _body: bytes) -> None:
+    return None
+
+
+@asynccontextmanager
+async def running(connection: BrokerConnection, *, connect_timeout_s: float = PATIENCE_S) -> AsyncIterator[None]:
+    task = asyncio.create_task(connection.run(connect_timeout_s=connect_timeout_s))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait((task,))
+    if not task.cancelled():
+        task.result()
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "fedstrata.connection"]
+
+
+def test_pauses_grow_to_a_limit_and_are_drawn() -> None:
+    drawn = [[pause_s(attempt) for _ in range(50)] for attempt in (0, 1, 3, 5, 6, 1000)]
+    assert [max(pauses) <= most for pauses, most in zip(drawn, (0.1, 0.2, 0.8, 3.2, 5, 5), strict=True)] == [True] * 6
+    assert all(max(before) <= min(after) for before, after in itertools.pairwise(drawn[:4]))
+    assert min(drawn[-1]) >= 2.5 and len(set(drawn[-1])) == 50
+
+
+@pytest.fixture
+def attempts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the numbers of the attempts to connect that failed; there are no pauses between them."""
+    failed: list[int] = []
+
+    def pause(attempt: int) -> float:
+        failed.append(attempt)
+        return 0.0
+
+    monkeypatch.setattr(link, "pause_s", pause)
+    return failed
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["before CONNACK", "after CONNACK"])
+def test_a_broker_that_drops_clients_is_asked_less_and_less_often(
+    attempts: list[int], caplog: pytest.LogCaptureFixture, at_once: bool
+) -> None:
+    async def run() -> None:
+        async with FakeBroker(close, at_once=at_once) as fake:
+
+            async def connected() -> None:
+                connection.subscribe(["a", "b", "c"], qos=1)
+
+            connection = connection_to(fake.address, connected=connected)
+            async with running(connection):
+                await until(lambda: len(attempts) >= 20)
+
+    with caplog.at_level(logging.INFO, "fedstrata"):
+        assert scenario(run()) == []
+    assert attempts == list(range(len(attempts)))
+    (line,) = logged(caplog)
+    reason = "closed by the broker before CONNACK" if at_once else "s after SUBSCRIBE to 3 topics (a, ...)"
+    assert reason in line and "127.0.0.1" in line
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["before CONNACK", "after CONNACK"])
+def test_a_broker_that_never_works_ends_the_attempts(at_once: bool) -> None:
+    async def run() -> None:
+        async with FakeBroker(close, at_once=at_once) as fake:
+
+            async def connected() -> None:
+                connection.subscribe(["a"], qos=1)
+
+            connection = connection_to(fake.address, connected=connected)
+            with pytest.raises(ConnectionFailed, match=r"closed by the broker (before CONNACK|.* SUBSCRIBE to a)"):
+                await connection.run(connect_timeout_s=0.3)
+
+    assert scenario(run()) == []
+
+
+def test_only_a_connection_that_has_worked_resets_the_pauses(attempts: list[int]) -> None:
+    async def run() -> None:
+        def answer(kind: int, body: bytes) -> bytes | None:
+            place = len(fake.times)
+            if place == 4:  # only one of two subscriptions is acknowledged
+                return None if b"second" in body else acknowledge(kind, body)
+            return None if kind == PUBLISH or place < 4 else acknowledge(kind, body)
+
+        async with FakeBroker(answer) as fake:
+
+            async def connected() -> None:
+                connection.subscribe(["first"], qos=1)
+                connection.subscribe(["second"], qos=1)
+
+            connection = connection_to(fake.address, connected=connected)
+            async with running(connection):
+                await until(lambda: connection._worked)
+                assert attempts == [0, 1, 2, 3]
+                connection.publish("drop", b"", qos=0)
+                await until(lambda: len(fake.times) == 6)
+                assert attempts == [0, 1, 2, 3, 0]
+
+    assert scenario(run()) == []
+
+
+def test_a_connection_that_lasts_has_worked(
+    attempts: list[int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "LIVED_S", 0.3)
+
+    async def run() -> None:
+        def answer(kind: int, _body: bytes) -> bytes | None:
+            return None if len(fake.times) < 4 else b""
+
+        async with FakeBroker(answer) as fake:
+
+            async def connected() -> None:
+                connection.publish("t", b"12345", qos=0)
+
+            connection = connection_to(fake.address, connected=connected)
+            async with running(connection):
+                await until(lambda: "connected, after 3 failures" in "".join(logged(caplog)))
+                assert connection._worked and attempts == [0, 1, 2]
+
+    with caplog.at_level(logging.INFO, "fedstrata"):
+        assert scenario(run()) == []
+    assert "PUBLISH of 5 bytes to t; trying again" in logged(caplog)[0]
+
+
+def test_a_connection_that_is_cancelled_while_the_broker_reads_nothing_ends() -> None:
+    async def run() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection = connection_to(BrokerAddress(*server.getsockname()))
+            make = connection._new_client
+
+            def hasty() -> aiomqtt.Client:
+                client = make()
+                client.timeout = 0.3
+                return client
+
+            connection._new_client = hasty  # type: ignore[method-assign]
+            task = asyncio.create_task(connection.run(connect_timeout_s=PATIENCE_S))
+            peer, _ = await asyncio.to_thread(server.accept)
+            with peer:
+                peer.sendall(b"\x20\x02\x00\x00")
+                await until(lambda: connection.up)
+                connection.publish("t", bytes(20_000_000), qos=0)
+                task.cancel()
+                await asyncio.wait((task,))
+            assert task.cancelled()
+
+    assert scenario(run()) == []
+
+
+def test_equal_failures_are_reported_once_a_minute_with_their_count() -> None:
+    failures = FailureLog()
+    assert failures.recovered(0.0) is None
+    assert failures.failed("closed", "closed after A", 10.0) == "closed after A"
+    assert [failures.failed("closed", "closed", 10.0 + i) for i in range(1, 60)] == [None] * 59
+    assert failures.failed("refused", "refused", 70.0) == "refused"
+    assert failures.failed("closed", "closed after B", 71.0) == "closed after B (60 times in 61 s)"
+    assert failures.failed("closed", "closed", 72.0) is None
+    assert failures.recovered(75.0) == "63 failures in 65 s"
+    assert failures.failed("closed", "closed", 76.0) == "closed"
+    assert failures.recovered(77.0) == "1 failure in 1 s"
+
+
+def test_kinds_of_failures_are_bounded() -> None:
+    failures = FailureLog()
+    for number in range(100):
+        assert failures.failed(str(number), "text", float(number)) == "text"
+    assert len(failures._kinds) <= 8
