@@ -12,11 +12,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiomqtt
 import pytest
 
 from common.errors import ConnectionFailed
 from common.net import link
+from common.net.client import MqttClient
 from common.net.failures import FailureLog
 from common.net.link import BrokerAddress, BrokerConnection, pause_s
 from deploy import broker
@@ -325,7 +325,7 @@ def test_a_connection_that_is_cancelled_while_the_broker_reads_nothing_ends() ->
             connection = connection_to(BrokerAddress(*server.getsockname()))
             make = connection._new_client
 
-            def hasty() -> aiomqtt.Client:
+            def hasty() -> MqttClient:
                 client = make()
                 client.timeout = 0.3
                 return client

@@ -1,14 +1,4 @@
-"""One MQTT connection that comes back by itself. The only module that imports aiomqtt.
-
-aiomqtt (asyncio-mqtt's present name) drives paho-mqtt from the event loop. This module changes six of its habits:
-
-- it leaves Nagle's algorithm on (stalls of 40 ms);
-- its publish time-out ends publications on slow links;
-- a publication that waits when the connection ends would wait for ever;
-- after 20 messages without an acknowledgement, which on a slow link waits behind a chunk for minutes, it sends nothing;
-- it registers a socket for writing one turn of the event loop late, when the socket may be closed;
-- after a failed connect it leaves the socket open.
-"""
+"""One MQTT connection that comes back by itself."""
 
 from __future__ import annotations
 
@@ -16,18 +6,16 @@ import asyncio
 import logging
 import math
 import random
-import socket
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-import aiomqtt
 from paho.mqtt.reasoncodes import ReasonCode
 
 from common.errors import ConnectionFailed
-from common.net.bulk import Body, BulkClient, usable
+from common.net.bulk import Body, BulkClient
+from common.net.client import MqttClient, MqttError
 from common.net.failures import FailureLog
 from common.net.kernel import WireMeter
 from common.net.packets import FindPlace, Place
@@ -36,12 +24,8 @@ BACKOFF_S: Final = 0.1
 BACKOFF_MOST_S: Final = 5.0
 LIVED_S: Final = 5.0  # a connection that lasts so long has worked
 REFUSED: Final = 0x80  # of a SUBACK
-PENDING_CALLS_MOST: Final = 1000  # aiomqtt warns above; a parent tells all its children at once
-SOCKET_OPTIONS: Final = ((socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),)
 
 log = logging.getLogger("fedstrata.connection")
-# What paho logs of a broken connection is in this module's own line.
-logging.getLogger("fedstrata.mqtt").addFilter(lambda record: log.isEnabledFor(logging.DEBUG))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +100,8 @@ class BrokerConnection:
         self._connected = connected
         self._lost = lost
         self._find_place, self._landed = find_place, landed
-        self._will = aiomqtt.Will(will[0], will[1], qos=1, retain=True) if will else None
-        self._client: aiomqtt.Client | None = None
+        self._will = will
+        self._client: MqttClient | None = None
         self._calls: set[asyncio.Task[None]] = set()
         self._unbegun: set[Coroutine[Any, Any, Any]] = set()
         self._leaving: set[Callable[[], None]] = set()
@@ -159,9 +143,9 @@ class BrokerConnection:
                     finally:
                         lived.cancel()
                         self._drop()
-            except aiomqtt.MqttError as error:
+            except MqttError as error:
                 now, sent = loop.time(), self._last_sent
-                reason = _reason(client, error)
+                reason = client.reason(error)
                 text = f"{reason} {sent.describe(now)}" if sent is not None else reason
                 if self._worked:
                     attempt, give_up = 0, math.inf
@@ -225,7 +209,7 @@ class BrokerConnection:
             await asyncio.wait(set(self._calls))
 
     @asynccontextmanager
-    async def _connection(self, client: aiomqtt.Client) -> AsyncIterator[None]:
+    async def _connection(self, client: MqttClient) -> AsyncIterator[None]:
         """Connect a client, and disconnect it.
 
         One that is cancelled while it connects is waited for: a thread of aiomqtt's opens the socket, and would leave
@@ -238,40 +222,30 @@ class BrokerConnection:
             await asyncio.wait((entering,))
             if entering.exception() is None:
                 await client.__aexit__(None, None, None)
-            _close(client)
+            client.close()
             raise
-        except aiomqtt.MqttError:
-            _close(client)
+        except MqttError:
+            client.close()
             raise
         try:
             yield
         finally:
             try:
                 await client.__aexit__(None, None, None)
-            except aiomqtt.MqttError as error:  # it must not take the place of a cancellation
+            except MqttError as error:  # it must not take the place of a cancellation
                 log.debug("broker %s: disconnecting: %s", self.address, error)
             finally:
-                _close(client)
+                client.close()
 
-    def _new_client(self) -> aiomqtt.Client:
-        client = aiomqtt.Client(
-            self.address.host,
-            self.address.port,
-            username=self.address.username,
-            password=self.address.password,
-            identifier=self._client_id,
+    def _new_client(self) -> MqttClient:
+        client = MqttClient(
+            self.address,
+            client_id=self._client_id,
+            keepalive_s=self._keepalive_s,
             will=self._will,
-            clean_session=True,
-            keepalive=self._keepalive_s,
-            socket_options=SOCKET_OPTIONS,
-            max_inflight_messages=PENDING_CALLS_MOST,
-            logger=logging.getLogger("fedstrata.mqtt"),
+            find_place=self._find_place,
+            landed=self._landed,
         )
-        client.pending_calls_threshold = PENDING_CALLS_MOST
-        _write_while_open(client)
-        _fail_connect_when_closed(client)
-        if usable():
-            BulkClient.adopt(client._client, find_place=self._find_place, landed=self._landed)
         self.meter.follow(client._client)
         return client
 
@@ -280,7 +254,7 @@ class BrokerConnection:
             self._unbegun.discard(call)
             try:
                 await call
-            except (aiomqtt.MqttError, ValueError) as error:
+            except (MqttError, ValueError) as error:
                 log.debug("broker %s: %s", self.address, error)  # the connection's own loop deals with it
 
         def ended(task: asyncio.Task[None]) -> None:
@@ -295,9 +269,7 @@ class BrokerConnection:
         self._calls.add(task)
         task.add_done_callback(ended)
 
-    async def _subscribe(
-        self, client: aiomqtt.Client, topics: list[str], qos: int, refused: Callable[[str], None]
-    ) -> None:
+    async def _subscribe(self, client: MqttClient, topics: list[str], qos: int, refused: Callable[[str], None]) -> None:
         codes: Sequence[int | ReasonCode] = await client.subscribe([(topic, qos) for topic in topics], timeout=math.inf)
         if client is not self._client:
             return  # that connection has ended meanwhile
@@ -322,62 +294,3 @@ class BrokerConnection:
         for left in list(self._leaving):
             left()
         self._lost()
-
-
-def _write_while_open(client: aiomqtt.Client) -> None:
-    """Register an MQTT client's socket for writing at once.
-
-    aiomqtt passes the number of the file descriptor to the event loop's next turn. If the connection ends within this
-    turn, by then the number is nobody's, which asyncio logs as an error, or that of another connection's socket.
-    """
-    loop, loop_thread = asyncio.get_running_loop(), threading.get_ident()
-
-    def write() -> None:
-        try:
-            client._client.loop_write()
-        except Exception as error:  # noqa: BLE001 - as aiomqtt does: whatever it is, the connection is lost
-            if not client._disconnected.done():
-                client._disconnected.set_exception(error)
-
-    def register(sock: Any) -> None:
-        if sock.fileno() >= 0:
-            loop.add_writer(sock.fileno(), write)
-
-    def on_register(_client: object, _data: object, sock: Any) -> None:
-        if threading.get_ident() == loop_thread:
-            register(sock)
-        else:  # aiomqtt connects in a thread of its own, but only the loop's thread closes sockets
-            loop.call_soon_threadsafe(register, sock)
-
-    client._client.on_socket_register_write = on_register
-
-
-def _close(client: aiomqtt.Client) -> None:
-    """Close the socket of an MQTT client that is no longer used, which stops its callbacks too."""
-    client._client._sock_close()
-    for future in (client._connected, client._disconnected):
-        if future.done() and not future.cancelled():
-            future.exception()  # asyncio logs an exception that nobody retrieved
-
-
-def _fail_connect_when_closed(client: aiomqtt.Client) -> None:
-    """Let a connect fail at once where the broker closes the connection before it answers.
-
-    aiomqtt would wait for the answer until its time-out, ten seconds.
-    """
-    disconnected: Any = client._client.on_disconnect
-
-    def on_disconnect(*arguments: Any) -> None:
-        if not client._connected.done():
-            client._connected.set_exception(aiomqtt.MqttError("closed before CONNACK"))
-        disconnected(*arguments)
-
-    client._client.on_disconnect = on_disconnect
-
-
-def _reason(client: aiomqtt.Client, error: aiomqtt.MqttError) -> str:
-    """Return why a connection ended, or could not be made."""
-    ended = client._client.ended if isinstance(client._client, BulkClient) else ""
-    if ended and not client._disconnected.done():
-        return f"{ended} before CONNACK"
-    return ended or str(error.__cause__ or error)
