@@ -15,10 +15,15 @@ from typing import Any
 import pytest
 
 from common.errors import ConnectionFailed
+from common.links import Link
 from common.net import link
 from common.net.client import MqttClient
 from common.net.failures import FailureLog
 from common.net.link import BrokerAddress, BrokerConnection, pause_s
+from common.node.identity import Identity, new_session
+from common.node.parent import ParentFace
+from common.spec import Transfer
+from common.wire.messages import NodeState
 from deploy import broker
 
 PATIENCE_S = 30.0
@@ -130,9 +135,21 @@ CONNECT, PUBLISH, SUBSCRIBE = 1, 3, 8
 Answer = Callable[[int, bytes], bytes | None]
 
 
-def suback(body: bytes, code: int = 0) -> bytes:
-    """Return the acknowledgement of a SUBSCRIBE with one topic."""
-    return b"\x90\x03" + body[:2] + bytes([code])
+def acknowledge(kind: int, body: bytes, *, code: int = 0) -> bytes:
+    """Return the answer to a packet: a SUBSCRIBE's has `code` for each topic, a PUBLISH is taken for one of QoS 1."""
+    if kind == PUBLISH:
+        mid = 2 + int.from_bytes(body[:2], "big")
+        return b"\x40\x02" + body[mid : mid + 2]
+    if kind != SUBSCRIBE:
+        return b""
+    at, count = 2, 0
+    while at < len(body):
+        at, count = at + 3 + int.from_bytes(body[at : at + 2], "big"), count + 1
+    return bytes([0x90, 2 + count]) + body[:2] + bytes([code]) * count
+
+
+def close(_kind: int, _body: bytes) -> None:
+    return None
 
 
 class FakeBroker:
@@ -159,9 +176,9 @@ class FakeBroker:
             writer.close()
         await self._server.wait_closed()
 
-    def subscriptions(self, topic: bytes) -> list[int]:
-        """Return the numbers of the connections on which a topic was subscribed to."""
-        return [number for number, kind, body in self.packets if kind == SUBSCRIBE and topic in body]
+    def subscriptions(self, topic: bytes, start: int = 0) -> list[int]:
+        """Return the numbers of the connections on which a topic was subscribed to, from a packet on."""
+        return [number for number, kind, body in self.packets[start:] if kind == SUBSCRIBE and topic in body]
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.append(writer)
@@ -186,14 +203,6 @@ class FakeBroker:
         except (OSError, asyncio.IncompleteReadError):
             pass
         writer.close()
-
-
-def acknowledge(kind: int, body: bytes) -> bytes:
-    return suback(body) if kind == SUBSCRIBE else b""
-
-
-def close(_kind: int, _body: bytes) -> None:
-    return None
 
 
 @asynccontextmanager
@@ -362,3 +371,90 @@ def test_kinds_of_failures_are_bounded() -> None:
     for number in range(100):
         assert failures.failed(str(number), "text", float(number)) == "text"
     assert len(failures._kinds) <= 8
+
+
+# A broker that refuses its statistics
+
+
+def answering_statistics(answer: Answer) -> Answer:
+    """Return an answer that acknowledges everything but subscriptions to $SYS."""
+    return lambda kind, body: (answer if kind == SUBSCRIBE and b"$SYS" in body else acknowledge)(kind, body)
+
+
+@asynccontextmanager
+async def parent_at(address: BrokerAddress) -> AsyncIterator[BrokerConnection]:
+    """Run a parent with one child; yield its connection."""
+    identity = Identity("r1", "cloud", "cloud", new_session())
+    face = ParentFace(address, identity, links={"i0": Link()}, transfer=Transfer())
+    serving = asyncio.create_task(face.endpoint.run(connect_timeout_s=PATIENCE_S))
+    try:
+        yield face.endpoint.link
+        face.endpoint.set_state(NodeState.READY)
+        async with asyncio.timeout(PATIENCE_S / 3):
+            await face.endpoint.link.flush()
+    finally:
+        serving.cancel()
+        await asyncio.wait((serving,))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [lambda kind, body: acknowledge(kind, body, code=0x80), lambda kind, body: b""],
+    ids=["refuses", "does not answer"],
+)
+def test_a_broker_that_gives_no_statistics_is_usable(answer: Answer) -> None:
+    async def run() -> None:
+        async with FakeBroker(answering_statistics(answer)) as fake, parent_at(fake.address) as connection:
+            await until(lambda: fake.subscriptions(b"$SYS"))
+            subscriptions = [b"$SYS" in body for _, kind, body in fake.packets if kind == SUBSCRIBE]
+            assert subscriptions == [False, False, False, True]
+            assert connection.up and connection.reconnects == 0
+
+    assert scenario(run()) == []
+
+
+def test_a_broker_that_closes_at_its_statistics_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        async with FakeBroker(answering_statistics(close)) as fake:
+            async with parent_at(fake.address) as connection:
+                await until(lambda: connection.reconnects == 1 and connection.up and connection._worked)
+            async with parent_at(fake.address) as connection:
+                await until(lambda: connection._worked)
+                assert connection.reconnects == 0
+            assert len(fake.subscriptions(b"$SYS")) == 1
+
+    with caplog.at_level(logging.INFO, "fedstrata"):
+        assert scenario(run()) == []
+    (line,) = (record for record in caplog.records if record.name == "fedstrata.broker_statistics")
+    assert line.levelname == "INFO" and "no broker statistics" in line.getMessage()
+    (drop,) = logged(caplog)
+    assert "after SUBSCRIBE to 2 topics ($SYS/" in drop
+
+
+def test_statistics_are_asked_for_only_where_subscriptions_are_acknowledged() -> None:
+    async def run() -> None:
+        async with FakeBroker(lambda kind, body: b"") as fake:
+            asked = []
+
+            async def connected() -> None:
+                connection.subscribe(["a"], qos=1, acknowledged=lambda: asked.append(True))
+                connection.publish("b", b"", qos=0)
+
+            connection = connection_to(fake.address, connected=connected)
+            async with running(connection):
+                await until(lambda: any(kind == PUBLISH for _, kind, _ in fake.packets))
+            assert not asked
+
+    assert scenario(run()) == []
+
+
+def test_a_cancelled_connection_is_not_lost() -> None:
+    async def run() -> None:
+        async with FakeBroker(acknowledge) as fake:
+            lost: list[bool] = []
+            connection = connection_to(fake.address, lost=lambda: lost.append(True))
+            async with running(connection):
+                await until(lambda: connection.up)
+            assert not lost and not connection.up
+
+    assert scenario(run()) == []

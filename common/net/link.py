@@ -22,6 +22,7 @@ from common.net.packets import FindPlace, Place
 
 BACKOFF_S: Final = 0.1
 BACKOFF_MOST_S: Final = 5.0
+OPTIONAL_S: Final = 10.0  # how long the answer to an optional subscription is waited for
 LIVED_S: Final = 5.0  # a connection that lasts so long has worked
 REFUSED: Final = 0x80  # of a SUBACK
 
@@ -74,7 +75,8 @@ class BrokerConnection:
     """A connection that is kept up: `connected` runs after each connect, `received` at each message.
 
     A connection *has worked* once the broker acknowledged its subscriptions, or it lasted for `LIVED_S`. Only that
-    resets the pauses between attempts: a broker that drops a client at once is not overrun.
+    resets the pauses between attempts: a broker that drops a client at once is not overrun. `lost` runs when the
+    connection is lost, not when `run` is cancelled.
 
     `find_place(topic, bytes)` may give a QoS 0 message's payload a place where it is written as it arrives; then
     `landed(topic, place)` is called in place of `received`.
@@ -103,6 +105,7 @@ class BrokerConnection:
         self._will = will
         self._client: MqttClient | None = None
         self._calls: set[asyncio.Task[None]] = set()
+        self._optional: set[asyncio.Task[None]] = set()
         self._unbegun: set[Coroutine[Any, Any, Any]] = set()
         self._leaving: set[Callable[[], None]] = set()
         self._failures = FailureLog()
@@ -145,6 +148,8 @@ class BrokerConnection:
                         self._drop()
             except MqttError as error:
                 now, sent = loop.time(), self._last_sent
+                if sent is not None:
+                    self._lost()
                 reason = client.reason(error)
                 text = f"{reason} {sent.describe(now)}" if sent is not None else reason
                 if self._worked:
@@ -187,15 +192,26 @@ class BrokerConnection:
         else:
             self._call(client.publish(topic, bytes(body.view), qos=0, timeout=math.inf), left)
 
-    def subscribe(self, topics: list[str], *, qos: int, refused: Callable[[str], None] = lambda topic: None) -> None:
+    def subscribe(
+        self,
+        topics: list[str],
+        *,
+        qos: int,
+        refused: Callable[[str], None] = lambda topic: None,
+        acknowledged: Callable[[], None] = lambda: None,
+        optional: bool = False,
+    ) -> None:
         """Subscribe without waiting: a later publish follows it on the same connection, so nothing is missed.
 
-        `refused` is called for each topic that this login may not read, as far as the broker reports it.
+        Once the broker has acknowledged it, `refused` is called for each topic that this login may not read, as far as
+        the broker reports it, and then `acknowledged`. Neither is called if the connection ends before. An `optional`
+        subscription may stay unanswered: the connection works without it, and `flush` does not wait for it.
         """
         if self._client is not None and topics:
             self._sent("SUBSCRIBE", topics[0], len(topics))
-            self._unacknowledged += 1
-            self._call(self._subscribe(self._client, topics, qos, refused))
+            self._unacknowledged += not optional
+            call = self._subscribe(self._client, topics, qos, refused, acknowledged, optional=optional)
+            self._call(call, optional=optional)
 
     def unsubscribe(self, topics: list[str]) -> None:
         """Unsubscribe without waiting."""
@@ -249,7 +265,11 @@ class BrokerConnection:
         self.meter.follow(client._client)
         return client
 
-    def _call(self, call: Coroutine[Any, Any, Any], done: Callable[[], None] | None = None) -> None:
+    def _call(
+        self, call: Coroutine[Any, Any, Any], done: Callable[[], None] | None = None, *, optional: bool = False
+    ) -> None:
+        tasks = self._optional if optional else self._calls
+
         async def run() -> None:
             self._unbegun.discard(call)
             try:
@@ -260,24 +280,37 @@ class BrokerConnection:
         def ended(task: asyncio.Task[None]) -> None:
             call.close()  # one that was cancelled before it began
             self._unbegun.discard(call)
-            self._calls.discard(task)
+            tasks.discard(task)
             if done is not None:
                 done()
 
         self._unbegun.add(call)
         task = asyncio.create_task(run(), name="mqtt-call")
-        self._calls.add(task)
+        tasks.add(task)
         task.add_done_callback(ended)
 
-    async def _subscribe(self, client: MqttClient, topics: list[str], qos: int, refused: Callable[[str], None]) -> None:
-        codes: Sequence[int | ReasonCode] = await client.subscribe([(topic, qos) for topic in topics], timeout=math.inf)
+    async def _subscribe(
+        self,
+        client: MqttClient,
+        topics: list[str],
+        qos: int,
+        refused: Callable[[str], None],
+        acknowledged: Callable[[], None],
+        *,
+        optional: bool,
+    ) -> None:
+        codes: Sequence[int | ReasonCode] = await client.subscribe(
+            [(topic, qos) for topic in topics], timeout=OPTIONAL_S if optional else math.inf
+        )
         if client is not self._client:
             return  # that connection has ended meanwhile
-        self._unacknowledged -= 1
-        self._worked = self._worked or self._unacknowledged == 0
+        if not optional:
+            self._unacknowledged -= 1
+            self._worked = self._worked or self._unacknowledged == 0
         for topic, code in zip(topics, codes, strict=False):
             if (code if isinstance(code, int) else code.value) >= REFUSED:
                 refused(topic)
+        acknowledged()
 
     def _sent(self, packet: str, topic: str = "", size: int = 0) -> None:
         self._last_sent = _Sent(packet, topic, size, asyncio.get_running_loop().time())
@@ -289,8 +322,7 @@ class BrokerConnection:
 
     def _drop(self) -> None:
         self._client = None
-        for task in self._calls:
+        for task in self._calls | self._optional:
             task.cancel()
         for left in list(self._leaving):
             left()
-        self._lost()

@@ -24,9 +24,9 @@ from common.net.limits import packet_limit
 from common.net.link import BrokerAddress, BrokerConnection
 from common.net.packets import Place
 from common.node.arriving import Arriving
+from common.node.broker_statistics import BrokerStatistics
 from common.node.courier import Courier, inline_bytes, qos_of
 from common.node.face import Face
-from common.node.figures import Figures
 from common.node.herald import Herald
 from common.node.identity import Identity
 from common.spec import Transfer
@@ -44,8 +44,8 @@ log = logging.getLogger("fedstrata.endpoint")
 class Endpoint:
     """A named node on one broker. `run` keeps it going until cancelled.
 
-    What goes to a peer is shaped; what the broker keeps for whoever comes (presence, announcement) is not. `figures`
-    takes the broker's word on itself; without it that is not asked for.
+    What goes to a peer is shaped; what the broker keeps for whoever comes (presence, announcement) is not. `statistics`
+    takes what the broker publishes about itself; without it the node does not subscribe to that.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class Endpoint:
         face: Face,
         transfer: Transfer,
         ways: Ways,
-        figures: Figures | None = None,
+        statistics: BrokerStatistics | None = None,
     ) -> None:
         self.identity = identity
-        self._figures = figures
+        self._statistics = statistics
         self.account = Account()
         self.ignored = 0
         self.incoming = Incoming(
@@ -207,7 +207,7 @@ class Endpoint:
         self._wake.set()
 
     def _received(self, topic_text: str, body: bytes, retained: bool) -> None:
-        if self._figures is not None and self._figures.take(topic_text, body):
+        if self._statistics is not None and self._statistics.take(topic_text, body):
             return
         try:
             topic = topics.parse(topic_text)
@@ -307,11 +307,10 @@ class Endpoint:
         self._away_since = None
         self.link.subscribe([topics.state("+", identity.name)], qos=1)
         self.link.subscribe([topics.state(identity.run, peer) for peer in self._face.peers], qos=1)
-        self.link.subscribe([topics.inbox(identity.run, identity.name, peer) for peer in self._face.peers], qos=1)
+        inboxes = [topics.inbox(identity.run, identity.name, peer) for peer in self._face.peers]
+        self.link.subscribe(inboxes, qos=1, acknowledged=self._subscribe_statistics)
         self._herald.connected()
         self._publish_announcement()
-        if self._figures is not None:
-            self.link.subscribe(list(self._figures.topics), qos=0)
         now = self.now()
         self.incoming.reconnected(now)
         self._face.reconnected(now)
@@ -331,7 +330,13 @@ class Endpoint:
 
     def _lost(self) -> None:
         self._away_since = self.now()
+        if self._statistics is not None:
+            self._statistics.disconnected(self._away_since)
         self._wake.set()
+
+    def _subscribe_statistics(self) -> None:
+        if self._statistics is not None:
+            self.link.subscribe(self._statistics.to_subscribe(self.now()), qos=0, optional=True)
 
     def _subscribe_lanes(self) -> None:
         wanted = self.incoming.wanted()

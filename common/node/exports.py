@@ -8,9 +8,9 @@ from itertools import product
 from typing import Final
 
 from common.metrics import STATES, Metrics, Node, Reading
+from common.node.broker_statistics import DROPPED, HEAP
 from common.node.child import ChildFace
 from common.node.endpoint import Endpoint
-from common.node.figures import DROPPED, HEAP
 from common.node.parent import ParentFace
 from common.wire.messages import Measured
 
@@ -54,8 +54,8 @@ def export_parent(metrics: Metrics, parent: ParentFace, node: Node) -> None:
     def idle() -> Reading:
         return [((name,), idle_s) for name, idle_s in coordinator.idle(parent.now()).items()]
 
-    def figure(topic: str) -> Reading:
-        return [((broker,), parent.figures.told[topic])] if topic in parent.figures.told else []
+    def statistic(topic: str) -> Reading:
+        return [((broker,), parent.statistics.values[topic])] if topic in parent.statistics.values else []
 
     _export(metrics, endpoint, node, connection=BROKER, peers=parent.peers)
     for name, read in (
@@ -67,8 +67,8 @@ def export_parent(metrics: Metrics, parent: ParentFace, node: Node) -> None:
         ("link_measured_bytes_per_second", measured),
         ("refused_models", lambda: [((), parent.refused_models)]),
         ("late_results", lambda: [((), coordinator.late)]),
-        ("broker_heap_bytes", partial(figure, HEAP)),
-        ("broker_dropped_messages", partial(figure, DROPPED)),
+        ("broker_heap_bytes", partial(statistic, HEAP)),
+        ("broker_dropped_messages", partial(statistic, DROPPED)),
     ):
         metrics.watch(name, node, read)
 

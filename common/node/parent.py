@@ -14,8 +14,8 @@ from common.layout import ModelLayout, Row
 from common.links import Link, Links, Way, Ways
 from common.net.link import BrokerAddress
 from common.node.arriving import Arriving
+from common.node.broker_statistics import BrokerStatistics
 from common.node.endpoint import Endpoint
-from common.node.figures import Figures
 from common.node.identity import Identity
 from common.node.ledger import Ledger
 from common.node.models import Models
@@ -75,8 +75,10 @@ class ParentFace:
             from_={name: link.up for name, link in links.items()},
             shaped=shaped,
         )
-        self.figures = Figures()
-        self.endpoint = Endpoint(address, identity, face=self, transfer=transfer, ways=self.ways, figures=self.figures)
+        self.statistics = BrokerStatistics(str(address))
+        self.endpoint = Endpoint(
+            address, identity, face=self, transfer=transfer, ways=self.ways, statistics=self.statistics
+        )
         self.targets = Targets()
         self.rates: dict[str, float] = {}
         self.probes = Probes(self.endpoint, self.ways.to, transfer)

@@ -1,0 +1,50 @@
+"""Statistics that a broker publishes about itself, on mosquitto's topics below `$SYS`.
+
+Other brokers publish other ones or none. They are optional: a broker may refuse the subscription, leave it unanswered,
+or close the connection at it.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import ClassVar, Final
+
+HEAP: Final = "$SYS/broker/heap/current"
+DROPPED: Final = "$SYS/broker/publish/messages/dropped"
+CLOSES_WITHIN_S: Final = 2.0
+
+log = logging.getLogger("fedstrata.broker_statistics")
+
+
+class BrokerStatistics:
+    """The values that a broker published last (mosquitto: every ten seconds), by topic; empty where it does not."""
+
+    topics = (HEAP, DROPPED)
+    _closing: ClassVar[set[str]] = set()  # brokers that closed a connection at the subscription, in this process
+
+    def __init__(self, broker: str) -> None:
+        self.values: dict[str, int] = {}
+        self._broker = broker
+        self._subscribed_at: float | None = None
+
+    def to_subscribe(self, now: float) -> list[str]:
+        """Return the topics to subscribe to on a new connection, once the node's own are acknowledged."""
+        if self._broker in self._closing:
+            return []
+        self._subscribed_at = now
+        return list(self.topics)
+
+    def disconnected(self, now: float) -> None:
+        """Note the loss of a connection: if it followed the subscription at once, do not subscribe again."""
+        if self._subscribed_at is not None and now - self._subscribed_at <= CLOSES_WITHIN_S:
+            self._closing.add(self._broker)
+            log.info("broker %s closed the connection at a subscription to $SYS: no broker statistics", self._broker)
+        self._subscribed_at = None
+
+    def take(self, topic: str, body: bytes) -> bool:
+        """Return whether this was a value of the broker, not a message of a node."""
+        if topic not in self.topics:
+            return False
+        if len(body) <= 19 and body.isdigit():
+            self.values[topic] = int(body)
+        return True
