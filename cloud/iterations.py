@@ -19,9 +19,9 @@ from common.layout import ModelLayout, Row
 from common.metrics import Metrics
 from common.protocol import timeline
 from common.protocol.messages import Traffic
+from common.protocol.reports import plans_of
 from common.randomness import Purpose, generator
 from common.runtime.children import Children
-from common.protocol.reports import plans_of
 from common.runtime.round import Round
 from common.spec import CLOUD, Experiment
 

@@ -35,7 +35,8 @@ from common.metrics import Metrics
 from common.net.link import BrokerAddress
 from common.protocol import serialization, topics
 from common.protocol.counters import Account
-from common.protocol.identity import Identity, new_session
+from common.protocol.identity import Identity
+from common.runtime.world import new_session
 from common.protocol.ledger import Ledger
 from common.protocol.messages import Announcement, Message, NodeState, Phase, Progress, Task
 from common.rules import FedAvg

@@ -28,7 +28,7 @@ def test_imports_run_strictly_downward() -> None:
 @pytest.mark.parametrize(
     ("library", "home"),
     [
-        ("aiomqtt", {"common/net/link.py"}),
+        ("aiomqtt", {"common/net/client.py"}),
         ("prometheus_client", {"common/metrics.py"}),
         ("zstandard", {"common/wire/codecs.py"}),
         ("torch", {"common/learning", "device/"}),

@@ -26,7 +26,8 @@ from common.links import Link
 from common.net.kernel import WireMeter, tcp_info
 from common.net.link import BrokerAddress
 from common.protocol.counters import Account
-from common.protocol.identity import Identity, new_session
+from common.protocol.identity import Identity
+from common.runtime.world import new_session
 from common.protocol.ledger import Ledger
 from common.protocol.messages import ChildReport, Gone, Measured, NodeState, Task, Traffic, Wire
 from common.protocol.participant import ParticipantState

@@ -88,9 +88,9 @@ def test_every_role_logs_as_json(role: list[str], tmp_path: Path) -> None:
     done = subprocess.run([*command, *where, *runs], capture_output=True, text=True, timeout=60, check=False)
     lines = [json.loads(line) for line in done.stderr.splitlines()]
     assert done.returncode == 3 and lines[-1]["level"] == "error" and "127.0.0.1" in lines[-1]["message"]
-    assert any(line["logger"] == "fedstrata.link" for line in lines)
+    assert any(line["logger"] == "fedstrata.connection" for line in lines)
     names = {"cloud": "cloud", "institution": "institution-0", "device": "d"}
-    assert all(line["node"] == names[role[0]] for line in lines if line["logger"] == "fedstrata.link")
+    assert all(line["node"] == names[role[0]] for line in lines if line["logger"] == "fedstrata.connection")
 
 
 def test_an_unforeseen_error_is_a_line_too() -> None:

@@ -26,7 +26,8 @@ from common.links import Link
 from common.net.link import BrokerAddress
 from common.protocol import receiver as incoming
 from common.protocol import serialization, topics
-from common.protocol.identity import Identity, new_session
+from common.protocol.identity import Identity
+from common.runtime.world import new_session
 from common.protocol.manifest import describe
 from common.protocol.messages import (
     Announcement,
@@ -1210,6 +1211,9 @@ def test_a_cancellation_that_came_with_the_connection_is_not_lost(address: Broke
             enter = client.__aenter__
 
             class Swallowing:
+                def __getattr__(self, name: str) -> Any:
+                    return getattr(client, name)
+
                 async def __aenter__(self) -> aiomqtt.Client:
                     await enter()
                     task.cancel()

@@ -14,7 +14,7 @@ from paho.mqtt.enums import CallbackAPIVersion
 
 from common.net import bulk
 from common.net.bulk import Body, BulkClient
-from common.net.link import BrokerAddress, Link
+from common.net.link import BrokerAddress, BrokerConnection
 from common.net.packets import HEAD_BYTES, PUBLISH_QOS0, NotMqtt, PacketReader
 
 
@@ -184,7 +184,7 @@ def test_what_is_said_after_a_subscription_does_not_overtake_it() -> None:
         with ours, theirs:
             ours.setblocking(False)
             theirs.setblocking(False)
-            link = Link(
+            link = BrokerConnection(
                 BrokerAddress("nowhere"), client_id="c", keepalive_s=30, received=lambda *_: None,
                 connected=nothing, lost=lambda: None,
             )  # fmt: skip

@@ -15,7 +15,8 @@ from common.errors import InvalidExperiment
 from common.links import Link, Links, Way, Ways
 from common.net.link import BrokerAddress
 from common.runtime import calibration as probing
-from common.protocol.identity import Identity, new_session
+from common.protocol.identity import Identity
+from common.runtime.world import new_session
 from common.protocol.messages import Measured, NodeState, Probe, Probed
 from common.runtime.calibration import TOGETHER_BYTES_S, TOGETHER_MOST, Probes, measure_all
 from common.runtime.child_endpoint import ChildEndpoint

@@ -22,7 +22,8 @@ from common.layout import ModelLayout, Row, Section
 from common.links import Link
 from common.net.link import BrokerAddress
 from common.protocol import serialization, topics
-from common.protocol.identity import Identity, new_session
+from common.protocol.identity import Identity
+from common.runtime.world import new_session
 from common.protocol.messages import NodeState, Task
 from common.protocol.sender import Publication
 from common.runtime.arriving import Arriving

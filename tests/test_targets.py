@@ -14,7 +14,8 @@ import pytest
 from common.links import Link
 from common.metrics import Metrics
 from common.net.link import BrokerAddress
-from common.protocol.identity import Identity, new_session
+from common.protocol.identity import Identity
+from common.runtime.world import new_session
 from common.protocol.messages import NodeState, Presence, Target
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.parent_endpoint import ParentEndpoint

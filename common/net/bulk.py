@@ -27,9 +27,10 @@ from paho.mqtt.enums import CallbackAPIVersion, MQTTErrorCode
 from common.net.packets import PUBLISH_QOS0, FindPlace, NotMqtt, PacketReader, Place
 
 _STAMPS: Final = {"2.1.0": "_last_msg_in", "2.2.0": "_last_bytes_received"}  # what feeds the keep-alive, by version
+CLOSED: Final = "closed by the broker"
 _TURN_BYTES: Final = 4_000_000  # at most so much in one turn of the event loop
 
-log = logging.getLogger("fedstrata.link")
+log = logging.getLogger("fedstrata.connection")
 
 
 class Body:
@@ -72,8 +73,12 @@ class _Told:
 
 
 class BulkClient(mqtt.Client):
-    """paho's client with a faster way for large payloads; made of a stock client by `adopt`."""
+    """paho's client with a faster way for large payloads; made of a stock client by `adopt`.
 
+    `ended`: why the connection ended, where that was seen here.
+    """
+
+    ended: str
     _reader: PacketReader
     _taken: MQTTErrorCode
 
@@ -82,6 +87,7 @@ class BulkClient(mqtt.Client):
         """Turn a stock client that is not yet connected into this one; for the callbacks see PacketReader."""
         client.__class__ = cls
         assert isinstance(client, cls)
+        client.ended = ""
         client._taken = MQTTErrorCode.MQTT_ERR_SUCCESS
         client._reader = PacketReader(find_place=find_place, landed=landed, take=client._take)
         return client
@@ -110,16 +116,17 @@ class BulkClient(mqtt.Client):
             except (BlockingIOError, InterruptedError):
                 break
             except OSError as error:
-                log.debug("receiving failed: %s", error)
+                self.ended = _why(error)
                 count = 0
             if count == 0:
+                self.ended = self.ended or CLOSED
                 return self._loop_rc_handle(MQTTErrorCode.MQTT_ERR_CONN_LOST)
             budget -= count
             setattr(self, _STAMPS[PAHO_VERSION], time.monotonic())
             try:
                 self._reader.feed(count)
             except (NotMqtt, MQTTException) as error:
-                log.debug("no MQTT: %s", error)
+                self.ended = f"no MQTT: {error}"
                 self._taken = MQTTErrorCode.MQTT_ERR_PROTOCOL
             if self._taken > 0:
                 return self._loop_rc_handle(self._taken)
@@ -133,17 +140,29 @@ class BulkClient(mqtt.Client):
             self._taken = self._packet_handle()
 
     def _sock_send(self, buf: Any) -> int:
-        if not isinstance(buf, tuple):
-            return super()._sock_send(buf)
+        try:
+            return self._send_parts(buf) if isinstance(buf, tuple) else super()._sock_send(buf)
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            self.ended = _why(error)
+            raise
+
+    def _send_parts(self, parts: tuple[memoryview, ...]) -> int:
         sock: Any = self._sock
         if sock is None:
             raise ConnectionError("not connected")
         try:
-            sent: int = sock.sendmsg(buf) if type(sock) is socket.socket else super()._sock_send(bytes(buf[0]))
+            plain = type(sock) is socket.socket
+            sent: int = sock.sendmsg(parts) if plain else super()._sock_send(bytes(parts[0]))
         except BlockingIOError:
             self._call_socket_register_write()
             raise
         return sent
+
+
+def _why(error: OSError) -> str:
+    return CLOSED if isinstance(error, ConnectionResetError | BrokenPipeError) else str(error)
 
 
 @functools.cache

@@ -1,10 +1,4 @@
-"""One MQTT connection that comes back by itself. The only module that imports aiomqtt.
-
-aiomqtt (asyncio-mqtt's present name) drives paho-mqtt from the event loop. Four of its habits are dealt with
-here: it leaves Nagle's algorithm on (stalls of 40 ms), its publish time-out strikes on slow links, a publish that
-waits when the connection dies would wait for ever, and after 20 messages without an acknowledgement, which on a slow
-link waits behind a chunk for minutes, nothing more would leave.
-"""
+"""One MQTT connection that comes back by itself."""
 
 from __future__ import annotations
 
@@ -12,29 +6,27 @@ import asyncio
 import logging
 import math
 import random
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-import aiomqtt
 from paho.mqtt.reasoncodes import ReasonCode
 
 from common.errors import ConnectionFailed
-from common.net.bulk import Body, BulkClient, usable
+from common.net.bulk import Body, BulkClient
+from common.net.client import MqttClient, MqttError
+from common.net.failures import FailureLog
 from common.net.kernel import WireMeter
 from common.net.packets import FindPlace, Place
 
 BACKOFF_S: Final = 0.1
 BACKOFF_MOST_S: Final = 5.0
+OPTIONAL_S: Final = 10.0  # how long the answer to an optional subscription is waited for
+LIVED_S: Final = 5.0  # a connection that lasts so long has worked
 REFUSED: Final = 0x80  # of a SUBACK
-PENDING_CALLS_MOST: Final = 1000  # aiomqtt warns above; a parent tells all its children at once
-SOCKET_OPTIONS: Final = ((socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),)
 
-log = logging.getLogger("fedstrata.link")
-# What the client says of a broken connection is dealt with here, and said here.
-logging.getLogger("fedstrata.mqtt").addFilter(lambda record: log.isEnabledFor(logging.INFO))
+log = logging.getLogger("fedstrata.connection")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +42,41 @@ class BrokerAddress:
         return f"{self.host}:{self.port}"
 
 
-class Link:
+class _Sent(NamedTuple):
+    """What was handed to a connection last: a packet of `size` bytes, or topics."""
+
+    packet: str
+    topic: str
+    size: int
+    at: float
+
+    def describe(self, now: float) -> str:
+        """Return it as a part of a sentence."""
+        what = ""
+        if self.packet == "PUBLISH":
+            what = f" of {self.size} bytes to {self.topic:.100}"
+        elif self.size == 1:
+            what = f" to {self.topic:.100}"
+        elif self.size:
+            what = f" to {self.size} topics ({self.topic:.100}, ...)"
+        return f"{now - self.at:.1f} s after {self.packet}{what}"
+
+
+def pause_s(attempt: int) -> float:
+    """Return the seconds to wait before another attempt to connect: twice as long each time, less up to a half.
+
+    Each of many nodes that lost the same broker draws its own, so that they don't come back all at once.
+    """
+    most = min(BACKOFF_MOST_S, BACKOFF_S * 2 ** min(attempt, 16))
+    return random.uniform(most / 2, most)
+
+
+class BrokerConnection:
     """A connection that is kept up: `connected` runs after each connect, `received` at each message.
+
+    A connection *has worked* once the broker acknowledged its subscriptions, or it lasted for `LIVED_S`. Only that
+    resets the pauses between attempts: a broker that drops a client at once is not overrun. `lost` runs when the
+    connection is lost, not when `run` is cancelled.
 
     `find_place(topic, bytes)` may give a QoS 0 message's payload a place where it is written as it arrives; then
     `landed(topic, place)` is called in place of `received`.
@@ -77,11 +102,16 @@ class Link:
         self._connected = connected
         self._lost = lost
         self._find_place, self._landed = find_place, landed
-        self._will = aiomqtt.Will(will[0], will[1], qos=1, retain=True) if will else None
-        self._client: aiomqtt.Client | None = None
+        self._will = will
+        self._client: MqttClient | None = None
         self._calls: set[asyncio.Task[None]] = set()
+        self._optional: set[asyncio.Task[None]] = set()
         self._unbegun: set[Coroutine[Any, Any, Any]] = set()
         self._leaving: set[Callable[[], None]] = set()
+        self._failures = FailureLog()
+        self._last_sent: _Sent | None = None
+        self._unacknowledged = 0
+        self._worked = False
         self.meter = WireMeter()
         self.reconnects = 0
 
@@ -93,16 +123,20 @@ class Link:
     async def run(self, *, connect_timeout_s: float) -> None:
         """Keep the connection until cancelled.
 
-        Raises ConnectionFailed if the first connection does not stand within `connect_timeout_s`; later ones are
-        tried for ever, with full jitter, as the caller's progress rule decides when to give up.
+        Raises ConnectionFailed if no connection has worked within `connect_timeout_s`; later ones are tried for ever,
+        as the caller's progress rule decides when to give up.
         """
         loop = asyncio.get_running_loop()
         give_up = loop.time() + connect_timeout_s
         attempt = 0
         while True:
+            client = self._new_client()
+            self._last_sent, self._unacknowledged, self._worked = None, 0, False
             try:
-                async with self._connection() as client:
-                    self._client, attempt, give_up = client, 0, math.inf
+                async with self._connection(client):
+                    self._client = client
+                    self._sent("CONNECT")
+                    lived = loop.call_later(LIVED_S, self._has_lived)
                     try:
                         await self._connected()
                         async for message in client.messages:
@@ -110,22 +144,31 @@ class Link:
                             if isinstance(body, (bytes, bytearray)):
                                 self._received(message.topic.value, bytes(body), message.retain)
                     finally:
+                        lived.cancel()
                         self._drop()
-            except aiomqtt.MqttError as error:
-                if loop.time() >= give_up:
+            except MqttError as error:
+                now, sent = loop.time(), self._last_sent
+                if sent is not None:
+                    self._lost()
+                reason = client.reason(error)
+                text = f"{reason} {sent.describe(now)}" if sent is not None else reason
+                if self._worked:
+                    attempt, give_up = 0, math.inf
+                elif now >= give_up:
                     raise ConnectionFailed(
-                        f"broker {self.address}: {error}. Is it running there, and are the login and --broker right?"
+                        f"broker {self.address}: {text}. Is it running there, and are the login and --broker right?"
                     ) from None
-                lost = give_up == math.inf and attempt == 0
-                log.log(logging.WARNING if lost else logging.INFO, "broker %s: %s; trying again", self.address, error)
+                if line := self._failures.failed(f"{reason} {sent and sent.packet}", text, now):
+                    level = logging.WARNING if sent is not None or give_up == math.inf else logging.INFO
+                    log.log(level, "broker %s: %s; trying again", self.address, line)
             self.meter.detach()
             self.reconnects += 1
-            delay = random.uniform(0, min(BACKOFF_MOST_S, BACKOFF_S * 2**attempt))
-            await asyncio.sleep(min(delay, max(0.0, give_up - loop.time())))
+            await asyncio.sleep(min(pause_s(attempt), max(0.0, give_up - loop.time())))
             attempt += 1
 
     def publish(self, topic: str, body: bytes, *, qos: int, retain: bool = False) -> None:
         """Hand a message to the connection, or drop it where there is none."""
+        self._sent("PUBLISH", topic, len(body))
         if self._client is not None and qos == 0 and not retain and not self._unbegun:
             self._client._client.publish(topic, body)  # nothing to wait for, and nothing to overtake: no task
         elif self._client is not None:
@@ -140,6 +183,7 @@ class Link:
                 done()
 
         self._leaving.add(left)
+        self._sent("PUBLISH", topic, len(body.view))
         client = self._client
         if client is None:
             left()
@@ -148,17 +192,31 @@ class Link:
         else:
             self._call(client.publish(topic, bytes(body.view), qos=0, timeout=math.inf), left)
 
-    def subscribe(self, topics: list[str], *, qos: int, refused: Callable[[str], None] = lambda topic: None) -> None:
+    def subscribe(
+        self,
+        topics: list[str],
+        *,
+        qos: int,
+        refused: Callable[[str], None] = lambda topic: None,
+        acknowledged: Callable[[], None] = lambda: None,
+        optional: bool = False,
+    ) -> None:
         """Subscribe without waiting: a later publish follows it on the same connection, so nothing is missed.
 
-        `refused` is called for each topic that this login may not read, as far as the broker says so.
+        Once the broker has acknowledged it, `refused` is called for each topic that this login may not read, as far as
+        the broker reports it, and then `acknowledged`. Neither is called if the connection ends before. An `optional`
+        subscription may stay unanswered: the connection works without it, and `flush` does not wait for it.
         """
         if self._client is not None and topics:
-            self._call(_subscribe(self._client, topics, qos, refused))
+            self._sent("SUBSCRIBE", topics[0], len(topics))
+            self._unacknowledged += not optional
+            call = self._subscribe(self._client, topics, qos, refused, acknowledged, optional=optional)
+            self._call(call, optional=optional)
 
     def unsubscribe(self, topics: list[str]) -> None:
         """Unsubscribe without waiting."""
         if self._client is not None and topics:
+            self._sent("UNSUBSCRIBE", topics[0], len(topics))
             self._call(self._client.unsubscribe(topics, timeout=math.inf))
 
     async def flush(self) -> None:
@@ -167,13 +225,12 @@ class Link:
             await asyncio.wait(set(self._calls))
 
     @asynccontextmanager
-    async def _connection(self) -> AsyncIterator[aiomqtt.Client]:
-        """Connect a new client, and disconnect it.
+    async def _connection(self, client: MqttClient) -> AsyncIterator[None]:
+        """Connect a client, and disconnect it.
 
         One that is cancelled while it connects is waited for: a thread of aiomqtt's opens the socket, and would leave
         it to nobody.
         """
-        client = self._new_client()
         entering = asyncio.create_task(client.__aenter__(), name="connect")
         try:
             await asyncio.shield(entering)
@@ -181,63 +238,91 @@ class Link:
             await asyncio.wait((entering,))
             if entering.exception() is None:
                 await client.__aexit__(None, None, None)
+            client.close()
+            raise
+        except MqttError:
+            client.close()
             raise
         try:
-            yield client
+            yield
         finally:
-            await client.__aexit__(None, None, None)
+            try:
+                await client.__aexit__(None, None, None)
+            except MqttError as error:  # it must not take the place of a cancellation
+                log.debug("broker %s: disconnecting: %s", self.address, error)
+            finally:
+                client.close()
 
-    def _new_client(self) -> aiomqtt.Client:
-        client = aiomqtt.Client(
-            self.address.host,
-            self.address.port,
-            username=self.address.username,
-            password=self.address.password,
-            identifier=self._client_id,
+    def _new_client(self) -> MqttClient:
+        client = MqttClient(
+            self.address,
+            client_id=self._client_id,
+            keepalive_s=self._keepalive_s,
             will=self._will,
-            clean_session=True,
-            keepalive=self._keepalive_s,
-            socket_options=SOCKET_OPTIONS,
-            max_inflight_messages=PENDING_CALLS_MOST,
-            logger=logging.getLogger("fedstrata.mqtt"),
+            find_place=self._find_place,
+            landed=self._landed,
         )
-        client.pending_calls_threshold = PENDING_CALLS_MOST
-        if usable():
-            BulkClient.adopt(client._client, find_place=self._find_place, landed=self._landed)
         self.meter.follow(client._client)
         return client
 
-    def _call(self, call: Coroutine[Any, Any, Any], done: Callable[[], None] | None = None) -> None:
+    def _call(
+        self, call: Coroutine[Any, Any, Any], done: Callable[[], None] | None = None, *, optional: bool = False
+    ) -> None:
+        tasks = self._optional if optional else self._calls
+
         async def run() -> None:
             self._unbegun.discard(call)
             try:
                 await call
-            except (aiomqtt.MqttError, ValueError) as error:
+            except (MqttError, ValueError) as error:
                 log.debug("broker %s: %s", self.address, error)  # the connection's own loop deals with it
 
         def ended(task: asyncio.Task[None]) -> None:
             call.close()  # one that was cancelled before it began
             self._unbegun.discard(call)
-            self._calls.discard(task)
+            tasks.discard(task)
             if done is not None:
                 done()
 
         self._unbegun.add(call)
         task = asyncio.create_task(run(), name="mqtt-call")
-        self._calls.add(task)
+        tasks.add(task)
         task.add_done_callback(ended)
+
+    async def _subscribe(
+        self,
+        client: MqttClient,
+        topics: list[str],
+        qos: int,
+        refused: Callable[[str], None],
+        acknowledged: Callable[[], None],
+        *,
+        optional: bool,
+    ) -> None:
+        codes: Sequence[int | ReasonCode] = await client.subscribe(
+            [(topic, qos) for topic in topics], timeout=OPTIONAL_S if optional else math.inf
+        )
+        if client is not self._client:
+            return  # that connection has ended meanwhile
+        if not optional:
+            self._unacknowledged -= 1
+            self._worked = self._worked or self._unacknowledged == 0
+        for topic, code in zip(topics, codes, strict=False):
+            if (code if isinstance(code, int) else code.value) >= REFUSED:
+                refused(topic)
+        acknowledged()
+
+    def _sent(self, packet: str, topic: str = "", size: int = 0) -> None:
+        self._last_sent = _Sent(packet, topic, size, asyncio.get_running_loop().time())
+
+    def _has_lived(self) -> None:
+        self._worked = True
+        if line := self._failures.recovered(asyncio.get_running_loop().time()):
+            log.info("broker %s: connected, after %s", self.address, line)
 
     def _drop(self) -> None:
         self._client = None
-        for task in self._calls:
+        for task in self._calls | self._optional:
             task.cancel()
         for left in list(self._leaving):
             left()
-        self._lost()
-
-
-async def _subscribe(client: aiomqtt.Client, topics: list[str], qos: int, refused: Callable[[str], None]) -> None:
-    codes: Sequence[int | ReasonCode] = await client.subscribe([(topic, qos) for topic in topics], timeout=math.inf)
-    for topic, code in zip(topics, codes, strict=False):
-        if (code if isinstance(code, int) else code.value) >= REFUSED:
-            refused(topic)

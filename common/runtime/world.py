@@ -12,7 +12,7 @@ from typing import Final, Protocol
 
 from common.net.bulk import Body
 from common.net.limits import packet_limit
-from common.net.link import BrokerAddress, Link
+from common.net.link import BrokerAddress, BrokerConnection
 from common.net.packets import FindPlace, Place
 from common.protocol.session import Meter
 
@@ -20,7 +20,7 @@ Received = Callable[[str, bytes, bool], None]
 
 
 class Connection(Protocol):
-    """An MQTT connection that is opened again when it breaks; the methods are those of `common.net.link.Link`."""
+    """An MQTT connection that is opened again when it breaks; the methods are those of `common.net.link.BrokerConnection`."""
 
     address: BrokerAddress
     reconnects: int
@@ -76,7 +76,7 @@ class World(Protocol):
         landed: Callable[[str, Place], None] = lambda topic, place: None,
         will: tuple[str, bytes] | None = None,
     ) -> Connection:
-        """Return a connection, which `run` opens; for the callbacks see `common.net.link.Link`."""
+        """Return a connection, which `run` opens; for the callbacks see `common.net.link.BrokerConnection`."""
 
     async def packet_limit(self, address: BrokerAddress) -> int | None:
         """Return the largest packet that a broker accepts, in bytes; None if unlimited or unknown."""
@@ -108,7 +108,7 @@ class RealWorld:
         will: tuple[str, bytes] | None = None,
     ) -> Connection:
         """Return a connection over TCP."""
-        return Link(
+        return BrokerConnection(
             address,
             client_id=client_id,
             keepalive_s=keepalive_s,

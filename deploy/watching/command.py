@@ -51,7 +51,7 @@ def watch(
     from deploy.watching.follower import Follower
     from deploy.watching.screens import look, screen_for
 
-    logging.getLogger("fedstrata.link").setLevel(logging.ERROR)  # brokers that come and go are shown
+    logging.getLogger("fedstrata.connection").setLevel(logging.ERROR)  # brokers that come and go are shown
     brokers = [address(text, username, password_file) for text in broker or ["localhost"]]
 
     async def follow() -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 from common.errors import ConnectionFailed, NoProgress
-from common.net.link import BrokerAddress, Link
+from common.net.link import BrokerAddress, BrokerConnection
 from common.protocol import topics
 from common.protocol.participant import HEARTBEAT_S
 from common.spec import CLOUD
@@ -49,7 +49,7 @@ class Follower:
         self._screen: Screen | None = None
         self._loop = asyncio.get_running_loop()
         self._refused: asyncio.Future[None] = self._loop.create_future()
-        self._links = [self._link(place, address) for place, address in enumerate(addresses)]
+        self._connections = [self._connection(place, address) for place, address in enumerate(addresses)]
 
     async def follow(self, screen: Screen) -> None:
         """Show the run until it ends.
@@ -89,8 +89,8 @@ class Follower:
 
     async def _connected(self, playing: Coroutine[Any, Any, None]) -> None:
         keeping = [
-            asyncio.create_task(link.run(connect_timeout_s=self._connect_timeout_s), name=f"link {name}")
-            for name, link in zip(self._names, self._links, strict=True)
+            asyncio.create_task(connection.run(connect_timeout_s=self._connect_timeout_s), name=f"connection {name}")
+            for name, connection in zip(self._names, self._connections, strict=True)
         ]
         work = asyncio.create_task(playing, name="watch")
         try:
@@ -111,24 +111,24 @@ class Follower:
             await asyncio.sleep(DRAW_S / 2)
         run, experiment = chosen
         self._lab = lab = Lab(run, experiment, brokers=self._names, now=self._loop.time())
-        for place, link in enumerate(self._links):
-            if link.up:
-                link.unsubscribe(list(FILTERS))
-                self._subscribe(place, link, lab)
+        for place, connection in enumerate(self._connections):
+            if connection.up:
+                connection.unsubscribe(list(FILTERS))
+                self._subscribe(place, connection, lab)
             else:
                 lab.disconnected(place, self._loop.time())
         return lab
 
-    def _link(self, place: int, address: BrokerAddress) -> Link:
+    def _connection(self, place: int, address: BrokerAddress) -> BrokerConnection:
         async def connected() -> None:
             if self._lab is None:
-                link.subscribe(list(FILTERS), qos=1, refused=partial(self._refuse, address))
+                connection.subscribe(list(FILTERS), qos=1, refused=partial(self._refuse, address))
             else:
                 self._lab.connected(place, self._loop.time())
-                self._subscribe(place, link, self._lab)
+                self._subscribe(place, connection, self._lab)
                 self._tell()
 
-        link = Link(
+        connection = BrokerConnection(
             address,
             client_id=f"watch-{secrets.token_hex(8)}",
             keepalive_s=KEEPALIVE_S,
@@ -136,15 +136,15 @@ class Follower:
             connected=connected,
             lost=partial(self._lost, place),
         )
-        return link
+        return connection
 
-    def _subscribe(self, place: int, link: Link, lab: Lab) -> None:
+    def _subscribe(self, place: int, connection: BrokerConnection, lab: Lab) -> None:
         """Listen to a run; control by QoS 0, as all of it is said again and a broker should keep none of it for us."""
-        refused = partial(self._refuse, link.address)
+        refused = partial(self._refuse, connection.address)
         everybody = [topics.inbox(lab.run, "+", "+")]
         cloud = [topics.inbox(lab.run, CLOUD, "+"), topics.inbox(lab.run, "+", CLOUD)]
-        link.subscribe([topics.state(lab.run, "+")], qos=1, refused=refused)
-        link.subscribe(cloud if self._light else everybody, qos=0, refused=refused)
+        connection.subscribe([topics.state(lab.run, "+")], qos=1, refused=refused)
+        connection.subscribe(cloud if self._light else everybody, qos=0, refused=refused)
 
     def _received(self, place: int, topic: str, body: bytes, _retained: bool) -> None:
         now = self._loop.time()

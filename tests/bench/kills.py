@@ -37,7 +37,8 @@ from common.layout import Row
 from common.links import Link
 from common.net.bulk import Body
 from common.net.link import BrokerAddress
-from common.protocol.identity import Identity, new_session
+from common.protocol.identity import Identity
+from common.runtime.world import new_session
 from common.protocol.messages import NodeState, Task
 from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint

@@ -33,7 +33,8 @@ from common.errors import ConnectionFailed, InvalidExperiment, RunFailed
 from common.links import Link
 from common.net.link import BrokerAddress
 from common.protocol.counters import Account, Direction
-from common.protocol.identity import Identity, new_session
+from common.protocol.identity import Identity
+from common.runtime.world import new_session
 from common.protocol.messages import NodeState, Task, Wire
 from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint

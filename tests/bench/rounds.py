@@ -26,7 +26,8 @@ from common.host.memory import keep_large_buffers
 from common.layout import ModelLayout, Section
 from common.links import Link
 from common.net.link import BrokerAddress
-from common.protocol.identity import Identity, new_session
+from common.protocol.identity import Identity
+from common.runtime.world import new_session
 from common.protocol.messages import NodeState, Task
 from common.rules import FedAvg
 from common.runtime.arriving import Arriving

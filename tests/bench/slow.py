@@ -31,7 +31,8 @@ from rounds import end, layout_of, peak_bytes
 from common.host.memory import keep_large_buffers
 from common.links import Link
 from common.net.link import BrokerAddress
-from common.protocol.identity import Identity, new_session
+from common.protocol.identity import Identity
+from common.runtime.world import new_session
 from common.protocol.messages import NodeState, Task
 from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint

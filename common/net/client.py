@@ -1,0 +1,115 @@
+"""One connection of aiomqtt (asyncio-mqtt's present name), which drives paho-mqtt from the event loop.
+
+The only module that imports aiomqtt. It changes these of its habits:
+
+- it leaves Nagle's algorithm on (stalls of 40 ms);
+- after 20 messages without an acknowledgement, which on a slow link waits behind a chunk for minutes, it sends nothing;
+- it registers a socket for writing one turn of the event loop late, when the socket may be closed;
+- it does not notice that the broker closes the connection before it answers the connect, for ten seconds;
+- after a failed connect or disconnect it leaves the socket open.
+
+Two more are the caller's: its time-outs end publications on slow links, so give none (`math.inf`); then a call that
+waits when the connection ends waits for ever, so cancel it.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import aiomqtt
+from aiomqtt import MqttError
+
+from common.net.bulk import BulkClient, usable
+from common.net.packets import FindPlace, Place
+
+if TYPE_CHECKING:
+    from common.net.link import BrokerAddress
+
+__all__ = ["MqttClient", "MqttError"]
+
+PENDING_CALLS_MOST: Final = 1000  # aiomqtt warns above; a parent sends to all its children at once
+SOCKET_OPTIONS: Final = ((socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),)
+
+_log = logging.getLogger("fedstrata.mqtt")
+# What paho logs of a broken connection is in the one line that `BrokerConnection` logs.
+_log.addFilter(lambda record: logging.getLogger("fedstrata.connection").isEnabledFor(logging.DEBUG))
+
+
+class MqttClient(aiomqtt.Client):
+    """An asynchronous context: connected inside it. It serves one connection; `close` it after that.
+
+    `find_place` and `landed` are PacketReader's; `will` is a topic and a retained payload.
+    """
+
+    def __init__(
+        self,
+        address: BrokerAddress,
+        *,
+        client_id: str,
+        keepalive_s: int,
+        will: tuple[str, bytes] | None,
+        find_place: FindPlace,
+        landed: Callable[[str, Place], None],
+    ) -> None:
+        super().__init__(
+            address.host,
+            address.port,
+            username=address.username,
+            password=address.password,
+            identifier=client_id,
+            will=aiomqtt.Will(will[0], will[1], qos=1, retain=True) if will else None,
+            clean_session=True,
+            keepalive=keepalive_s,
+            socket_options=SOCKET_OPTIONS,
+            max_inflight_messages=PENDING_CALLS_MOST,
+            logger=_log,
+        )
+        self.pending_calls_threshold = PENDING_CALLS_MOST
+        self._loop_thread = threading.get_ident()
+        if usable():
+            BulkClient.adopt(self._client, find_place=find_place, landed=landed)
+
+    def close(self) -> None:
+        """Close the socket, which stops its callbacks too."""
+        self._client._sock_close()
+        for future in (self._connected, self._disconnected):
+            if future.done() and not future.cancelled():
+                future.exception()  # asyncio logs an exception that nobody retrieved
+
+    def reason(self, error: MqttError) -> str:
+        """Return why the connection ended, or could not be made."""
+        ended = self._client.ended if isinstance(self._client, BulkClient) else ""
+        if ended and not self._disconnected.done():
+            return f"{ended} before CONNACK"
+        return ended or str(error.__cause__ or error)
+
+    def _on_disconnect(self, *arguments: Any) -> None:
+        if not self._connected.done():
+            self._connected.set_exception(MqttError("closed before CONNACK"))
+        super()._on_disconnect(*arguments)
+
+    def _on_socket_register_write(self, client: object, userdata: object, sock: Any) -> None:
+        """Register the socket at once.
+
+        aiomqtt passes the number of the file descriptor to the event loop's next turn. If the connection ends within
+        this turn, by then the number is nobody's, which asyncio logs as an error, or that of another's socket.
+        """
+        if threading.get_ident() == self._loop_thread:
+            self._register(sock)
+        else:  # it connects in a thread of its own, but only the loop's thread closes sockets
+            self._loop.call_soon_threadsafe(self._register, sock)
+
+    def _register(self, sock: Any) -> None:
+        if sock.fileno() >= 0:
+            self._loop.add_writer(sock.fileno(), self._write)
+
+    def _write(self) -> None:
+        try:
+            self._client.loop_write()
+        except Exception as error:  # noqa: BLE001 - as aiomqtt does: whatever it is, the connection is lost
+            if not self._disconnected.done():
+                self._disconnected.set_exception(error)

@@ -1,0 +1,58 @@
+"""The failures of a connection as few log lines. No clock, no logger.
+
+A broker that drops a client at once fails some hundred times an hour, always alike. A failure is reported when its
+kind is new, and then at most once a minute, with the number of equal ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+REPEAT_S: Final = 60.0
+KINDS_MOST: Final = 8
+
+
+@dataclass(slots=True)
+class _Kind:
+    """When a kind of failure was last reported, and how many have come since."""
+
+    reported_at: float
+    unreported: int = 0
+
+
+class FailureLog:
+    """Decides which failures to report; forget them by `recovered`."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, _Kind] = {}
+        self._total = 0
+        self._since = 0.0
+
+    def failed(self, kind: str, text: str, now: float) -> str | None:
+        """Count a failure. Return the line to log, `text` with the number of equal failures, or None for none.
+
+        `kind` is what makes two failures equal; `text` may tell them apart.
+        """
+        if self._total == 0:
+            self._since = now
+        self._total += 1
+        known = self._kinds.get(kind)
+        if known is None:
+            if len(self._kinds) == KINDS_MOST:
+                del self._kinds[next(iter(self._kinds))]
+            self._kinds[kind] = _Kind(now)
+            return text
+        known.unreported += 1
+        elapsed_s = now - known.reported_at
+        if elapsed_s < REPEAT_S:
+            return None
+        count, known.unreported, known.reported_at = known.unreported, 0, now
+        return f"{text} ({count} times in {elapsed_s:.0f} s)"
+
+    def recovered(self, now: float) -> str | None:
+        """Forget all failures. Return how many there were, or None where there were none."""
+        total, elapsed_s = self._total, now - self._since
+        self._kinds.clear()
+        self._total = 0
+        return f"{total} failure{'s' * (total > 1)} in {elapsed_s:.0f} s" if total else None

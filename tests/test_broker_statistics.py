@@ -1,0 +1,72 @@
+"""The statistics that a broker publishes about itself, at a parent."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from common.links import Link
+from common.net.link import BrokerAddress
+from common.runtime.broker_statistics import DROPPED, HEAP, BrokerStatistics
+from common.protocol.identity import Identity
+from common.runtime.world import new_session
+from common.runtime.parent_endpoint import ParentEndpoint
+from common.spec import Transfer
+from common.protocol.messages import NodeState
+from deploy import broker
+
+
+@pytest.mark.parametrize("open_", [True, False], ids=["open", "forbidden"])
+def test_mosquitto_publishes_statistics_where_it_may(tmp_path: Path, open_: bool) -> None:
+    if broker.choose() != "mosquitto":
+        pytest.skip("only mosquitto publishes statistics")
+    rules = tmp_path / "acl"
+    rules.write_text("topic readwrite fs1/#\n" + "topic read $SYS/broker/#\n" * open_)
+    rules.chmod(0o700)
+
+    async def play(address: BrokerAddress) -> None:
+        identity = Identity("r1", "cloud", "cloud", new_session())
+        parent = ParentEndpoint(address, identity, links={"i0": Link()}, transfer=Transfer())
+        values = parent.statistics.values
+        async with asyncio.timeout(30):
+            serving = asyncio.create_task(parent.endpoint.run(connect_timeout_s=9))
+            await parent.endpoint.introduced(timeout_s=9)
+            while open_ and set(values) != {HEAP, DROPPED}:  # noqa: ASYNC110 - there is no event to wait for
+                await asyncio.sleep(0.01)
+            parent.endpoint.set_state(NodeState.READY)
+            await parent.endpoint.flush(timeout_s=9)
+        serving.cancel()
+        await asyncio.wait((serving,))
+        assert parent.endpoint.link.reconnects == 0 and parent.endpoint.ignored == 0
+        assert (values[HEAP] > 1000 and values[DROPPED] == 0) if open_ else not values
+
+    with broker.start(directory=tmp_path, settings={"acl_file": str(rules), "sys_interval": 1}) as served:
+        asyncio.run(play(BrokerAddress(served.host, served.port)))
+
+
+def test_values_that_are_no_numbers_are_dropped() -> None:
+    statistics = BrokerStatistics("here:1")
+    assert all(statistics.take(HEAP, body) for body in (b"70000", b"much", b"9" * 20))
+    assert statistics.values == {HEAP: 70000}
+    assert not statistics.take("$SYS/broker/uptime", b"5 seconds")
+    assert not statistics.take("fs1/r1/i0/state", b"70000")
+
+
+def test_a_connection_that_is_lost_later_is_no_refusal() -> None:
+    statistics = BrokerStatistics("later:1")
+    statistics.disconnected(0.0)
+    assert statistics.to_subscribe(1.0)
+    statistics.disconnected(3.1)
+    statistics.disconnected(3.2)
+    assert BrokerStatistics("later:1").to_subscribe(4.0)
+
+
+def test_a_broker_that_closes_is_asked_once_by_a_process() -> None:
+    statistics = BrokerStatistics("closing:1")
+    assert statistics.to_subscribe(1.0)
+    statistics.disconnected(3.0)
+    assert not statistics.to_subscribe(4.0)
+    assert not BrokerStatistics("closing:1").to_subscribe(4.0)
+    assert BrokerStatistics("other:1").to_subscribe(4.0)

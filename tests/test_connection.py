@@ -1,0 +1,461 @@
+"""The connection to a broker: brokers that restart, that drop a client at once, or that refuse a subscription."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.errors import ConnectionFailed
+from common.links import Link
+from common.net import link
+from common.net.client import MqttClient
+from common.net.failures import FailureLog
+from common.net.link import BrokerAddress, BrokerConnection, pause_s
+from common.protocol.identity import Identity
+from common.runtime.world import new_session
+from common.runtime.parent_endpoint import ParentEndpoint
+from common.spec import Transfer
+from common.protocol.messages import NodeState
+from deploy import broker
+
+PATIENCE_S = 30.0
+
+
+def scenario(play: Coroutine[Any, Any, None]) -> list[dict[str, Any]]:
+    """Run a test's coroutine, at most `PATIENCE_S`; return what asyncio's exception handler was called with."""
+    called: list[dict[str, Any]] = []
+
+    async def bounded() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: called.append(context))
+        async with asyncio.timeout(PATIENCE_S):
+            await play
+        gc.collect()  # a future whose exception nobody retrieved complains as it is freed
+        await asyncio.sleep(0)
+
+    asyncio.run(bounded())
+    return called
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait until something outside this test's control has come true."""
+    while not condition():  # noqa: ASYNC110 - there is no event to wait for
+        await asyncio.sleep(0.005)
+
+
+async def nothing() -> None:
+    pass
+
+
+def connection_to(
+    address: BrokerAddress,
+    *,
+    received: Callable[[str, bytes, bool], None] = lambda *_: None,
+    connected: Callable[[], Coroutine[Any, Any, None]] = nothing,
+    lost: Callable[[], None] = lambda: None,
+) -> BrokerConnection:
+    return BrokerConnection(address, client_id="c", keepalive_s=30, received=received, connected=connected, lost=lost)
+
+
+# A broker that restarts
+
+
+def test_a_socket_that_closes_with_a_write_pending_is_not_watched() -> None:
+    async def run() -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ours.setblocking(False)
+            client = connection_to(BrokerAddress("nowhere"))._new_client()
+            client._client._sock = ours
+            client._client.publish("t", b"")
+            client._client._sock_close()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+    assert scenario(run()) == []
+
+
+def test_a_broker_that_restarts_under_traffic_leaves_no_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if broker.choose() != "mosquitto":
+        pytest.skip("mosquitto is not installed")
+
+    async def run() -> None:
+        served = broker.start(directory=tmp_path)
+        count = 0
+
+        def received(*_: object) -> None:
+            nonlocal count
+            count += 1
+            connection.publish("t", b"x", qos=count % 2)
+
+        async def connected() -> None:
+            connection.subscribe(["t"], qos=1)
+            connection.publish("t", b"x", qos=1)
+
+        async def publish() -> None:
+            while True:
+                connection.publish("u", b"x", qos=0)
+                await asyncio.sleep(0)
+
+        connection = connection_to(BrokerAddress(served.host, served.port), received=received, connected=connected)
+        tasks = [asyncio.create_task(connection.run(connect_timeout_s=PATIENCE_S)), asyncio.create_task(publish())]
+        try:
+            for _ in range(8):
+                before = count
+                await until(lambda before=before: count > before + 50)
+                served.process.kill()
+                await asyncio.to_thread(served.stop)
+                await until(lambda: not connection.up)
+                served = broker.start(directory=tmp_path, kind="mosquitto", port=served.port)
+            await until(lambda: connection.up)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            served.stop()
+
+    with caplog.at_level(logging.WARNING, "asyncio"):
+        assert scenario(run()) == []
+    assert [record for record in caplog.records if record.name == "asyncio"] == []
+
+
+# A broker that drops its clients
+
+
+CONNECT, PUBLISH, SUBSCRIBE = 1, 3, 8
+Answer = Callable[[int, bytes], bytes | None]
+
+
+def acknowledge(kind: int, body: bytes, *, code: int = 0) -> bytes:
+    """Return the answer to a packet: a SUBSCRIBE's has `code` for each topic, a PUBLISH is taken for one of QoS 1."""
+    if kind == PUBLISH:
+        mid = 2 + int.from_bytes(body[:2], "big")
+        return b"\x40\x02" + body[mid : mid + 2]
+    if kind != SUBSCRIBE:
+        return b""
+    at, count = 2, 0
+    while at < len(body):
+        at, count = at + 3 + int.from_bytes(body[at : at + 2], "big"), count + 1
+    return bytes([0x90, 2 + count]) + body[:2] + bytes([code]) * count
+
+
+def close(_kind: int, _body: bytes) -> None:
+    return None
+
+
+class FakeBroker:
+    """A TCP server that answers each MQTT packet by `answer(type, body)`; None closes the connection.
+
+    `times` are those of the connections, `packets` all that came: connection, type and body.
+    """
+
+    def __init__(self, answer: Answer, *, at_once: bool = False) -> None:
+        self._answer = answer
+        self._at_once = at_once
+        self._writers: list[asyncio.StreamWriter] = []
+        self.times: list[float] = []
+        self.packets: list[tuple[int, int, bytes]] = []
+
+    async def __aenter__(self) -> FakeBroker:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.address = BrokerAddress(*self._server.sockets[0].getsockname())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for writer in self._writers:
+            writer.close()
+        await self._server.wait_closed()
+
+    def subscriptions(self, topic: bytes, start: int = 0) -> list[int]:
+        """Return the numbers of the connections on which a topic was subscribed to, from a packet on."""
+        return [number for number, kind, body in self.packets[start:] if kind == SUBSCRIBE and topic in body]
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.append(writer)
+        number = len(self.times)
+        self.times.append(asyncio.get_running_loop().time())
+        try:
+            while not self._at_once:
+                kind = (await reader.readexactly(1))[0] >> 4
+                length = shift = 0
+                while True:
+                    digit = (await reader.readexactly(1))[0]
+                    length |= (digit & 127) << shift
+                    shift += 7
+                    if digit < 128:
+                        break
+                body = await reader.readexactly(length)
+                self.packets.append((number, kind, body))
+                answer = b"\x20\x02\x00\x00" if kind == CONNECT else self._answer(kind, body)
+                if answer is None:
+                    break
+                writer.write(answer)
+        except (OSError, asyncio.IncompleteReadError):
+            pass
+        writer.close()
+
+
+@asynccontextmanager
+async def running(connection: BrokerConnection, *, connect_timeout_s: float = PATIENCE_S) -> AsyncIterator[None]:
+    task = asyncio.create_task(connection.run(connect_timeout_s=connect_timeout_s))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait((task,))
+    if not task.cancelled():
+        task.result()
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "fedstrata.connection"]
+
+
+def test_pauses_grow_to_a_limit_and_are_drawn() -> None:
+    drawn = [[pause_s(attempt) for _ in range(50)] for attempt in (0, 1, 3, 5, 6, 1000)]
+    assert [max(pauses) <= most for pauses, most in zip(drawn, (0.1, 0.2, 0.8, 3.2, 5, 5), strict=True)] == [True] * 6
+    assert all(max(before) <= min(after) for before, after in itertools.pairwise(drawn[:4]))
+    assert min(drawn[-1]) >= 2.5 and len(set(drawn[-1])) == 50
+
+
+@pytest.fixture
+def attempts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the numbers of the attempts to connect that failed; there are no pauses between them."""
+    failed: list[int] = []
+
+    def pause(attempt: int) -> float:
+        failed.append(attempt)
+        return 0.0
+
+    monkeypatch.setattr(link, "pause_s", pause)
+    return failed
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["before CONNACK", "after CONNACK"])
+def test_a_broker_that_drops_clients_is_asked_less_and_less_often(
+    attempts: list[int], caplog: pytest.LogCaptureFixture, at_once: bool
+) -> None:
+    async def run() -> None:
+        async with FakeBroker(close, at_once=at_once) as fake:
+
+            async def connected() -> None:
+                connection.subscribe(["a", "b", "c"], qos=1)
+
+            connection = connection_to(fake.address, connected=connected)
+            async with running(connection):
+                await until(lambda: len(attempts) >= 20)
+
+    with caplog.at_level(logging.INFO, "fedstrata"):
+        assert scenario(run()) == []
+    assert attempts == list(range(len(attempts)))
+    (line,) = logged(caplog)
+    reason = "closed by the broker before CONNACK" if at_once else "s after SUBSCRIBE to 3 topics (a, ...)"
+    assert reason in line and "127.0.0.1" in line
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["before CONNACK", "after CONNACK"])
+def test_a_broker_that_never_works_ends_the_attempts(at_once: bool) -> None:
+    async def run() -> None:
+        async with FakeBroker(close, at_once=at_once) as fake:
+
+            async def connected() -> None:
+                connection.subscribe(["a"], qos=1)
+
+            connection = connection_to(fake.address, connected=connected)
+            with pytest.raises(ConnectionFailed, match=r"closed by the broker (before CONNACK|.* SUBSCRIBE to a)"):
+                await connection.run(connect_timeout_s=0.3)
+
+    assert scenario(run()) == []
+
+
+def test_only_a_connection_that_has_worked_resets_the_pauses(attempts: list[int]) -> None:
+    async def run() -> None:
+        def answer(kind: int, body: bytes) -> bytes | None:
+            place = len(fake.times)
+            if place == 4:  # only one of two subscriptions is acknowledged
+                return None if b"second" in body else acknowledge(kind, body)
+            return None if kind == PUBLISH or place < 4 else acknowledge(kind, body)
+
+        async with FakeBroker(answer) as fake:
+
+            async def connected() -> None:
+                connection.subscribe(["first"], qos=1)
+                connection.subscribe(["second"], qos=1)
+
+            connection = connection_to(fake.address, connected=connected)
+            async with running(connection):
+                await until(lambda: connection._worked)
+                assert attempts == [0, 1, 2, 3]
+                connection.publish("drop", b"", qos=0)
+                await until(lambda: len(fake.times) == 6)
+                assert attempts == [0, 1, 2, 3, 0]
+
+    assert scenario(run()) == []
+
+
+def test_a_connection_that_lasts_has_worked(
+    attempts: list[int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "LIVED_S", 0.3)
+
+    async def run() -> None:
+        def answer(kind: int, _body: bytes) -> bytes | None:
+            return None if len(fake.times) < 4 else b""
+
+        async with FakeBroker(answer) as fake:
+
+            async def connected() -> None:
+                connection.publish("t", b"12345", qos=0)
+
+            connection = connection_to(fake.address, connected=connected)
+            async with running(connection):
+                await until(lambda: "connected, after 3 failures" in "".join(logged(caplog)))
+                assert connection._worked and attempts == [0, 1, 2]
+
+    with caplog.at_level(logging.INFO, "fedstrata"):
+        assert scenario(run()) == []
+    assert "PUBLISH of 5 bytes to t; trying again" in logged(caplog)[0]
+
+
+def test_a_connection_that_is_cancelled_while_the_broker_reads_nothing_ends() -> None:
+    async def run() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection = connection_to(BrokerAddress(*server.getsockname()))
+            make = connection._new_client
+
+            def hasty() -> MqttClient:
+                client = make()
+                client.timeout = 0.3
+                return client
+
+            connection._new_client = hasty  # type: ignore[method-assign]
+            task = asyncio.create_task(connection.run(connect_timeout_s=PATIENCE_S))
+            peer, _ = await asyncio.to_thread(server.accept)
+            with peer:
+                peer.sendall(b"\x20\x02\x00\x00")
+                await until(lambda: connection.up)
+                connection.publish("t", bytes(20_000_000), qos=0)
+                task.cancel()
+                await asyncio.wait((task,))
+            assert task.cancelled()
+
+    assert scenario(run()) == []
+
+
+def test_equal_failures_are_reported_once_a_minute_with_their_count() -> None:
+    failures = FailureLog()
+    assert failures.recovered(0.0) is None
+    assert failures.failed("closed", "closed after A", 10.0) == "closed after A"
+    assert [failures.failed("closed", "closed", 10.0 + i) for i in range(1, 60)] == [None] * 59
+    assert failures.failed("refused", "refused", 70.0) == "refused"
+    assert failures.failed("closed", "closed after B", 71.0) == "closed after B (60 times in 61 s)"
+    assert failures.failed("closed", "closed", 72.0) is None
+    assert failures.recovered(75.0) == "63 failures in 65 s"
+    assert failures.failed("closed", "closed", 76.0) == "closed"
+    assert failures.recovered(77.0) == "1 failure in 1 s"
+
+
+def test_kinds_of_failures_are_bounded() -> None:
+    failures = FailureLog()
+    for number in range(100):
+        assert failures.failed(str(number), "text", float(number)) == "text"
+    assert len(failures._kinds) <= 8
+
+
+# A broker that refuses its statistics
+
+
+def answering_statistics(answer: Answer) -> Answer:
+    """Return an answer that acknowledges everything but subscriptions to $SYS."""
+    return lambda kind, body: (answer if kind == SUBSCRIBE and b"$SYS" in body else acknowledge)(kind, body)
+
+
+@asynccontextmanager
+async def parent_at(address: BrokerAddress) -> AsyncIterator[BrokerConnection]:
+    """Run a parent with one child; yield its connection."""
+    identity = Identity("r1", "cloud", "cloud", new_session())
+    face = ParentEndpoint(address, identity, links={"i0": Link()}, transfer=Transfer())
+    serving = asyncio.create_task(face.endpoint.run(connect_timeout_s=PATIENCE_S))
+    try:
+        yield face.endpoint.link
+        face.endpoint.set_state(NodeState.READY)
+        async with asyncio.timeout(PATIENCE_S / 3):
+            await face.endpoint.link.flush()
+    finally:
+        serving.cancel()
+        await asyncio.wait((serving,))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [lambda kind, body: acknowledge(kind, body, code=0x80), lambda kind, body: b""],
+    ids=["refuses", "does not answer"],
+)
+def test_a_broker_that_gives_no_statistics_is_usable(answer: Answer) -> None:
+    async def run() -> None:
+        async with FakeBroker(answering_statistics(answer)) as fake, parent_at(fake.address) as connection:
+            await until(lambda: fake.subscriptions(b"$SYS"))
+            subscriptions = [b"$SYS" in body for _, kind, body in fake.packets if kind == SUBSCRIBE]
+            assert subscriptions == [False, False, False, True]
+            assert connection.up and connection.reconnects == 0
+
+    assert scenario(run()) == []
+
+
+def test_a_broker_that_closes_at_its_statistics_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        async with FakeBroker(answering_statistics(close)) as fake:
+            async with parent_at(fake.address) as connection:
+                await until(lambda: connection.reconnects == 1 and connection.up and connection._worked)
+            async with parent_at(fake.address) as connection:
+                await until(lambda: connection._worked)
+                assert connection.reconnects == 0
+            assert len(fake.subscriptions(b"$SYS")) == 1
+
+    with caplog.at_level(logging.INFO, "fedstrata"):
+        assert scenario(run()) == []
+    (line,) = (record for record in caplog.records if record.name == "fedstrata.broker_statistics")
+    assert line.levelname == "INFO" and "no broker statistics" in line.getMessage()
+    (drop,) = logged(caplog)
+    assert "after SUBSCRIBE to 2 topics ($SYS/" in drop
+
+
+def test_statistics_are_asked_for_only_where_subscriptions_are_acknowledged() -> None:
+    async def run() -> None:
+        async with FakeBroker(lambda kind, body: b"") as fake:
+            asked = []
+
+            async def connected() -> None:
+                connection.subscribe(["a"], qos=1, acknowledged=lambda: asked.append(True))
+                connection.publish("b", b"", qos=0)
+
+            connection = connection_to(fake.address, connected=connected)
+            async with running(connection):
+                await until(lambda: any(kind == PUBLISH for _, kind, _ in fake.packets))
+            assert not asked
+
+    assert scenario(run()) == []
+
+
+def test_a_cancelled_connection_is_not_lost() -> None:
+    async def run() -> None:
+        async with FakeBroker(acknowledge) as fake:
+            lost: list[bool] = []
+            connection = connection_to(fake.address, lost=lambda: lost.append(True))
+            async with running(connection):
+                await until(lambda: connection.up)
+            assert not lost and not connection.up
+
+    assert scenario(run()) == []
