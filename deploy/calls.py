@@ -24,11 +24,10 @@ from common.protocol.messages import Key, Phase, Result, Task, Traffic
 from common.protocol.reports import check_report
 from common.protocol.timeline import Timeline
 from common.runtime.arriving import Arriving
-from common.runtime.endpoint import nothing
 from common.runtime.parent_endpoint import Observe
 from common.runtime.round import Round
 from common.runtime.work import Work
-from common.runtime.world import new_session
+from common.runtime.world import new_session, nothing
 from common.spec import Closing, Codecs
 from common.storage.spool import Spool
 from common.wire.codecs import Codec, codec_of

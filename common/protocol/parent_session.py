@@ -96,13 +96,12 @@ class TargetsChanged:
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Who may take part: `ready` children; `preparing` ones; `missing` ones, each with the reason.
+    """Who may take part: `ready` children; `missing` ones, each with the reason.
 
     Among the missing are the `failed` ones, and `hanging` ones that have prepared for `idle_s` without progress.
     """
 
     ready: frozenset[str]
-    preparing: frozenset[str]
     missing: Mapping[str, str]
     hanging: frozenset[str]
     failed: frozenset[str]
@@ -215,7 +214,7 @@ class ParentSession(Session):
 
     def readiness(self, now: float) -> Readiness:
         """Return which children could take part now."""
-        ready, preparing, failed, missing = set(), set(), set(), {}
+        ready, failed, missing = set(), set(), {}
         hanging = set(self.coordinator.hanging(now))
         for name in self.peers:
             last = self._last.get(name)
@@ -224,15 +223,14 @@ class ParentSession(Session):
             elif name in hanging:
                 missing[name] = f"no progress in preparing for {self.transfer.idle_s:g} s"
             elif last is not None and last.state in LIVING:
-                preparing.add(name)
-                if self._waits_for.get(name):
-                    missing[name] = f"waits for {self._waits_for[name]}"
+                waits_for = self._waits_for.get(name)
+                missing[name] = f"waits for {waits_for}" if waits_for else "prepares"
             elif last is not None and last.state is NodeState.FAILED:
                 failed.add(name)
                 missing[name] = f"gave up: {last.reason}"
             else:
                 missing[name] = "never came" if name not in self._last else "was lost, or left"
-        return Readiness(frozenset(ready), frozenset(preparing), missing, frozenset(hanging), frozenset(failed))
+        return Readiness(frozenset(ready), missing, frozenset(hanging), frozenset(failed))
 
     def present(self) -> list[str]:
         """Return the children that are there."""

@@ -8,8 +8,8 @@ from typing import Protocol
 from common.layout import Row
 from common.protocol.ledger import Ledger
 from common.runtime.arriving import Arriving
-from common.runtime.endpoint import nothing
 from common.runtime.round import Round
+from common.runtime.world import nothing
 from common.spec import Closing
 
 

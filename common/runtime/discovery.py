@@ -14,7 +14,7 @@ from common.errors import FedstrataError, WireError
 from common.net.link import BrokerAddress
 from common.protocol import serialization, topics
 from common.protocol.messages import Alive, Announcement, WhoIsThere
-from common.runtime.world import REAL, World, new_session
+from common.runtime.world import REAL, World, new_session, nothing
 from common.spec import Transfer
 
 ASK_S: Final = 0.25
@@ -52,69 +52,83 @@ async def discover(
     Where the parent does not answer soon, a warning names who else is there, as its name may be mistyped; it is
     repeated, less and less often. Raises ConnectionFailed.
     """
-    found: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
-    others: set[str] = set()
-    nonce = new_session(world)
-    changed = asyncio.Event()
+    return await _Seeker(address, name, parent, lab=lab, world=world).seek(connect_timeout_s=connect_timeout_s)
 
-    def received(topic_text: str, body: bytes, retained: bool) -> None:
+
+class _Seeker:
+    """One node that looks for its parent's run."""
+
+    def __init__(self, address: BrokerAddress, name: str, parent: str, *, lab: str, world: World) -> None:
+        self._name, self._parent, self._lab = name, parent, lab
+        self._nonce = new_session(world)
+        self._found: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
+        self._others: set[str] = set()
+        self._changed = asyncio.Event()
+        self._connection = world.connection(
+            address,
+            client_id=f"seeker-{world.token(8)}",
+            keepalive_s=Transfer().keepalive_s,
+            received=self._received,
+            connected=self._connected,
+            lost=nothing,
+        )
+
+    async def seek(self, *, connect_timeout_s: float) -> Found:
+        """Ask until the parent answers."""
+        keeping = asyncio.create_task(self._connection.run(connect_timeout_s=connect_timeout_s), name="discovery")
+        others = [asyncio.create_task(self._ask(), name="ask"), asyncio.create_task(self._complain(), name="complain")]
+        try:
+            await asyncio.wait((keeping, self._found), return_when=asyncio.FIRST_COMPLETED)
+            if not self._found.done():
+                await keeping
+            return await self._found
+        finally:
+            for task in (keeping, *others):
+                task.cancel()
+            await asyncio.wait((keeping, *others))
+
+    def _received(self, topic_text: str, body: bytes, retained: bool) -> None:
         try:
             topic = topics.parse(topic_text)
             session, message = serialization.decode(body) if body else ("", None)
         except WireError:
             return
-        if isinstance(topic, topics.SpecTopic) and message is not None and len(others) < OTHERS_KEPT:
-            others.add(topic.node)
+        if isinstance(topic, topics.SpecTopic):
+            if message is not None and len(self._others) < OTHERS_KEPT:
+                self._others.add(topic.node)
         elif isinstance(topic, topics.StateTopic):
-            changed.set()  # the parent begins, or goes: ask at once
-        elif isinstance(topic, topics.InboxTopic) and isinstance(message, Alive):
-            if message.nonce == nonce and message.announcement is not None and not found.done():
-                found.set_result(Found(topic.run, session, message.announcement))
+            self._changed.set()  # the parent begins, or goes: ask at once
+        elif isinstance(message, Alive) and message.nonce == self._nonce and message.announcement is not None:
+            if not self._found.done():
+                self._found.set_result(Found(topic.run, session, message.announcement))
 
-    async def connected() -> None:
-        connection.subscribe([topics.inbox(lab, "+", name, parent), topics.state(lab, "+", parent)], qos=1)
-        changed.set()
+    async def _connected(self) -> None:
+        lab, parent = self._lab, self._parent
+        self._connection.subscribe([topics.inbox(lab, "+", self._name, parent), topics.state(lab, "+", parent)], qos=1)
+        self._changed.set()
 
-    async def ask() -> None:
+    async def _ask(self) -> None:
         pause_s = ASK_S
-        question = serialization.encode(WhoIsThere(nonce), nonce)
+        question = serialization.encode(WhoIsThere(self._nonce), self._nonce)
         while True:
-            connection.publish(topics.seek(lab, parent, name), question, qos=0)
-            changed.clear()
+            self._connection.publish(topics.seek(self._lab, self._parent, self._name), question, qos=0)
+            self._changed.clear()
             try:
                 async with asyncio.timeout(pause_s):
-                    await changed.wait()
-                    pause_s = ASK_S
+                    await self._changed.wait()
+                pause_s = ASK_S
                 await asyncio.sleep(SETTLE_S)
             except TimeoutError:
                 pause_s = min(2 * pause_s, ASK_MOST_S)
 
-    async def complain() -> None:
+    async def _complain(self) -> None:
         pause_s = COMPLAIN_S
         while True:
             await asyncio.sleep(pause_s / 2)
-            connection.subscribe([topics.spec(lab, "+", "+")], qos=1)
+            self._connection.subscribe([topics.spec(self._lab, "+", "+")], qos=1)
             await asyncio.sleep(pause_s / 2)
-            there = f"Others are: {', '.join(sorted(others))}." if others else "No other is there either."
-            log.warning("%s waits for %s on broker %s. %s", name, parent, address, there)
+            names = ", ".join(sorted(self._others))
+            there = f"Others are: {names}." if names else "No other is there either."
+            address = self._connection.address
+            log.warning("%s waits for %s on broker %s. %s", self._name, self._parent, address, there)
             pause_s = min(2 * pause_s, COMPLAIN_MOST_S)
-
-    connection = world.connection(
-        address,
-        client_id=f"seeker-{world.token(8)}",
-        keepalive_s=Transfer().keepalive_s,
-        received=received,
-        connected=connected,
-        lost=lambda: None,
-    )
-    keeping = asyncio.create_task(connection.run(connect_timeout_s=connect_timeout_s), name="discovery")
-    helpers = (keeping, asyncio.create_task(ask(), name="ask"), asyncio.create_task(complain(), name="complaint"))
-    try:
-        await asyncio.wait((keeping, found), return_when=asyncio.FIRST_COMPLETED)
-        if not found.done():
-            await keeping
-        return await found
-    finally:
-        for task in helpers:
-            task.cancel()
-        await asyncio.wait(helpers)

@@ -28,7 +28,7 @@ from common.protocol.refusals import MessageRefused
 from common.protocol.sender import Publication
 from common.protocol.session import BrokerAway, NameTaken, Session
 from common.runtime.broker_statistics import BrokerStatistics
-from common.runtime.world import World
+from common.runtime.world import World, nothing
 from common.spec import Transfer
 
 PACKET_ROOM: Final = 1024  # for what goes with a chunk, or with a model inside its announcement
@@ -109,10 +109,12 @@ class Endpoint(ABC):
         except TimeoutError:
             pass
 
+    def release_name(self) -> None:
+        """Stop answering others under this name: what follows on its state topic is this node's own clearing."""
+        self.session.own.leaving = True
+
     async def leave(self, *, timeout_s: float) -> None:
         """Clear what this node keeps on the broker, as far as the broker is there within `timeout_s`."""
-        await self.flush(timeout_s=timeout_s)
-        self.session.own.leaving = True  # what follows on its state topic is its own clearing
         for output in self.session.leave(keep_state=self._someone_is_away()):
             self._perform(output)
         await self.flush(timeout_s=timeout_s)
@@ -246,7 +248,3 @@ class Endpoint(ABC):
         del self._bodies[body]
         self.session.sent(chunk)
         self.wake()
-
-
-def nothing() -> None:
-    """Do nothing."""

@@ -45,6 +45,10 @@ async def live(
         if last_look is not None:
             await last_look()
         for endpoint in endpoints:
+            await endpoint.flush(timeout_s=LAST_STATE_S)
+        for endpoint in endpoints:
+            endpoint.release_name()
+        for endpoint in endpoints:
             await endpoint.leave(timeout_s=LAST_STATE_S)
         return result
     except asyncio.CancelledError:

@@ -32,10 +32,10 @@ from common.protocol.session import NoiseFetched, ProbeReceived
 from common.runtime.arriving import Arriving
 from common.runtime.broker_statistics import BrokerStatistics
 from common.runtime.calibration import Probes, measure_all
-from common.runtime.endpoint import Endpoint, nothing
+from common.runtime.endpoint import Endpoint
 from common.runtime.models import Models
 from common.runtime.round import Round
-from common.runtime.world import REAL, World
+from common.runtime.world import REAL, World, nothing
 from common.spec import PLAIN, Closing, Codecs, Transfer
 from common.storage.spool import Spool
 
@@ -206,7 +206,7 @@ class ParentEndpoint(Endpoint):
                 log.warning("%s waits for its children: %.2000s", self.identity.name, _text(found.missing))
                 self._observe("waiting", {"for": _text(found.missing)})
             await self._changed_within(LOOK_S)
-        log.warning("%s begins without: %.2000s", self.identity.name, _text(found.missing) or "those that prepare")
+        log.warning("%s begins without: %.2000s", self.identity.name, _text(found.missing))
 
     async def measure(self, links: Links) -> None:
         """Measure the links to the children that are ready. Raises InvalidExperiment where one is not as declared."""

@@ -20,7 +20,7 @@ Received = Callable[[str, bytes, bool], None]
 
 
 class Connection(Protocol):
-    """An MQTT connection that is opened again when it breaks; the methods are those of `common.net.link.BrokerConnection`."""
+    """An MQTT connection that is opened again when it breaks; see `common.net.link.BrokerConnection`."""
 
     address: BrokerAddress
     reconnects: int
@@ -143,3 +143,7 @@ REAL: Final = RealWorld()
 def new_session(world: World = REAL) -> str:
     """Return an id for this process's life."""
     return world.token(8)
+
+
+def nothing() -> None:
+    """Do nothing."""
