@@ -18,8 +18,8 @@ from common.host.offload import offload
 from common.layout import ModelLayout, Row
 from common.metrics import Metrics
 from common.protocol import timeline
-from common.protocol.messages import Traffic
 from common.protocol.reports import plans_of
+from common.protocol.traffic import Traffic
 from common.randomness import Purpose, generator
 from common.runtime.children import Children
 from common.runtime.round import Round

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple, TypeAlias
 
 from common.protocol.ledger import Ledger
-from common.protocol.messages import Measured, Traffic, Wire
+from common.protocol.traffic import Measured, Traffic, Wire
 from common.spec import CLOUD
 
 FIELDS: Final = (

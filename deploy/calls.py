@@ -20,9 +20,10 @@ from common.protocol.closing import Standing, Verdict, judge
 from common.protocol.counters import Account
 from common.protocol.ledger import Ledger
 from common.protocol.manifest import describe
-from common.protocol.messages import Key, Phase, Result, Task, Traffic
+from common.protocol.messages import Key, Phase, Result, Task
 from common.protocol.reports import check_report
 from common.protocol.timeline import Timeline
+from common.protocol.traffic import Traffic
 from common.runtime.arriving import Arriving
 from common.runtime.parent_endpoint import Observe
 from common.runtime.round import Round

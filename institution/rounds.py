@@ -16,7 +16,8 @@ from common.aggregation.selection import draw
 from common.host.offload import offload
 from common.layout import ModelLayout, Row
 from common.metrics import Metrics
-from common.protocol.messages import ChildReport, Measured, Phase, Task
+from common.protocol.messages import ChildReport, Phase, Task
+from common.protocol.traffic import Measured
 from common.rules import remembers
 from common.runtime.arriving import Arriving
 from common.runtime.children import Children

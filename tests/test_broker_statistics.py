@@ -9,12 +9,12 @@ import pytest
 
 from common.links import Link
 from common.net.link import BrokerAddress
-from common.runtime.broker_statistics import DROPPED, HEAP, BrokerStatistics
 from common.protocol.identity import Identity
-from common.runtime.world import new_session
-from common.runtime.parent_endpoint import ParentEndpoint
-from common.spec import Transfer
 from common.protocol.messages import NodeState
+from common.runtime.broker_statistics import DROPPED, HEAP, BrokerStatistics
+from common.runtime.parent_endpoint import ParentEndpoint
+from common.runtime.world import new_session
+from common.spec import Transfer
 from deploy import broker
 
 

@@ -21,10 +21,10 @@ from common.net.client import MqttClient
 from common.net.failures import FailureLog
 from common.net.link import BrokerAddress, BrokerConnection, pause_s
 from common.protocol.identity import Identity
-from common.runtime.world import new_session
-from common.runtime.parent_endpoint import ParentEndpoint
-from common.spec import Transfer
 from common.protocol.messages import NodeState
+from common.runtime.parent_endpoint import ParentEndpoint
+from common.runtime.world import new_session
+from common.spec import Transfer
 from deploy import broker
 
 PATIENCE_S = 30.0

@@ -36,13 +36,13 @@ from common.net.link import BrokerAddress
 from common.protocol import serialization, topics
 from common.protocol.counters import Account
 from common.protocol.identity import Identity
-from common.runtime.world import new_session
 from common.protocol.ledger import Ledger
 from common.protocol.messages import Announcement, Message, NodeState, Phase, Progress, Task
 from common.rules import FedAvg
 from common.runtime import discovery
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
+from common.runtime.world import new_session
 from common.spec import Closing, Experiment, parse, to_toml
 from deploy import broker
 from deploy.broker import Broker

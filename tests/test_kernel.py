@@ -27,16 +27,17 @@ from common.net.kernel import WireMeter, tcp_info
 from common.net.link import BrokerAddress
 from common.protocol.counters import Account
 from common.protocol.identity import Identity
-from common.runtime.world import new_session
 from common.protocol.ledger import Ledger
-from common.protocol.messages import ChildReport, Gone, Measured, NodeState, Task, Traffic, Wire
+from common.protocol.messages import ChildReport, Gone, NodeState, Task
 from common.protocol.participant import ParticipantState
+from common.protocol.traffic import Measured, Traffic, Wire
 from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint
-from common.runtime.work import Answer, Report
 from common.runtime.endpoint import Endpoint
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
+from common.runtime.work import Answer, Report
+from common.runtime.world import new_session
 from common.spec import Closing, Experiment, Transfer
 from deploy import broker
 from deploy.broker import Broker

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from common.errors import WireError
 from common.protocol.counters import Account
 from common.protocol.ledger import BYTES_MOST, Ledger
-from common.protocol.messages import ChildReport, Traffic, Wire
+from common.protocol.messages import ChildReport
+from common.protocol.traffic import Traffic, Wire
 
 
 def down(count: int) -> Traffic:

@@ -27,9 +27,9 @@ from common.net.link import BrokerAddress
 from common.protocol import receiver as incoming
 from common.protocol import serialization, topics
 from common.protocol.identity import Identity
-from common.runtime.world import new_session
 from common.protocol.manifest import describe
 from common.protocol.messages import (
+    Acknowledgement,
     Announcement,
     Ask,
     Farewell,
@@ -41,20 +41,19 @@ from common.protocol.messages import (
     Phase,
     Presence,
     Progress,
-    Acknowledgement,
     Result,
     Task,
-    Traffic,
-    Wire,
 )
 from common.protocol.sender import Publication
+from common.protocol.traffic import Traffic, Wire
 from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint
-from common.runtime.work import Answer, Report
 from common.runtime.endpoint import Endpoint
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.round import Round
+from common.runtime.work import Answer, Report
+from common.runtime.world import new_session
 from common.spec import PLAIN, Closing, Codecs, Transfer
 from common.storage.spool import Spool
 from common.wire.codecs import codec_of

@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 from common.errors import InvalidExperiment
 from common.links import Link, Links, Way, Ways
 from common.net.link import BrokerAddress
-from common.runtime import calibration as probing
 from common.protocol.identity import Identity
-from common.runtime.world import new_session
-from common.protocol.messages import Measured, NodeState, Probe, Probed
+from common.protocol.messages import NodeState, Probe, Probed
+from common.protocol.traffic import Measured
+from common.runtime import calibration as probing
 from common.runtime.calibration import TOGETHER_BYTES_S, TOGETHER_MOST, Probes, measure_all
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
+from common.runtime.world import new_session
 from common.spec import Closing, Transfer
 from deploy import broker
 from deploy.broker import Broker
@@ -50,7 +51,9 @@ def scenario(coroutine: Coroutine[Any, Any, None]) -> None:
 
 def parent_of(served: Broker, links: dict[str, Link]) -> ParentEndpoint:
     address = BrokerAddress(served.host, served.port)
-    face = ParentEndpoint(address, Identity("run", PARENT, "institution", new_session()), links=links, transfer=Transfer())
+    face = ParentEndpoint(
+        address, Identity("run", PARENT, "institution", new_session()), links=links, transfer=Transfer()
+    )
     face.endpoint.set_state(NodeState.READY)
     return face
 

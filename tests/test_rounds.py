@@ -15,21 +15,10 @@ from hypothesis import strategies as st
 
 from common.protocol.closing import Standing, Verdict, judge
 from common.protocol.coordinator import Assignment, Closed, Coordinator, Offered, Restarted, Stalled
-from common.protocol.messages import (
-    Key,
-    Manifest,
-    NodeState,
-    Phase,
-    Presence,
-    Progress,
-    Acknowledgement,
-    Result,
-    Task,
-    Traffic,
-    Wire,
-)
+from common.protocol.messages import Acknowledgement, Key, Manifest, NodeState, Phase, Presence, Progress, Result, Task
 from common.protocol.participant import Answered, Begin, Participant, ParticipantState
 from common.protocol.timeline import Timeline
+from common.protocol.traffic import Traffic, Wire
 from common.spec import Closing
 
 ALL = Closing()
@@ -513,7 +502,9 @@ class Desk:
         return [(name, message) for name, message in self.coordinator.to_send(now) if isinstance(message, Task)]
 
     def receipts(self, now: float) -> list[tuple[str, Acknowledgement]]:
-        return [(name, message) for name, message in self.coordinator.to_send(now) if isinstance(message, Acknowledgement)]
+        return [
+            (name, message) for name, message in self.coordinator.to_send(now) if isinstance(message, Acknowledgement)
+        ]
 
 
 def test_a_small_model_travels_with_the_first_wish_only() -> None:

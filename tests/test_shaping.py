@@ -18,8 +18,8 @@ from paho.mqtt import client as paho
 from common.links import Way
 from common.protocol import topics
 from common.protocol.counters import Account, packet_bytes
-from common.protocol.messages import Traffic, Wire
 from common.protocol.shaping import CREDIT_S, EARLY_S, LEAD_S, Departures, Shaper
+from common.protocol.traffic import Traffic, Wire
 
 
 def shaper_of(rate: float | None, *peers: str, delay_s: float = 0.0) -> Shaper:

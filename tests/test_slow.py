@@ -23,14 +23,14 @@ from common.links import Link
 from common.net.link import BrokerAddress
 from common.protocol import serialization, topics
 from common.protocol.identity import Identity
-from common.runtime.world import new_session
 from common.protocol.messages import NodeState, Task
 from common.protocol.sender import Publication
 from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint
-from common.runtime.work import Answer, Report
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint, Round
+from common.runtime.work import Answer, Report
+from common.runtime.world import new_session
 from common.spec import Closing, Transfer
 from deploy import broker
 from deploy.broker import Broker

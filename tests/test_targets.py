@@ -15,11 +15,11 @@ from common.links import Link
 from common.metrics import Metrics
 from common.net.link import BrokerAddress
 from common.protocol.identity import Identity
-from common.runtime.world import new_session
 from common.protocol.messages import NodeState, Presence, Target
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.targets import TELL_S, Targets, discovery, reachable
+from common.runtime.world import new_session
 from common.spec import Transfer
 from deploy.broker import Broker, start
 

@@ -27,6 +27,7 @@ from common.net.link import BrokerAddress
 from common.protocol import serialization, topics
 from common.protocol.manifest import describe
 from common.protocol.messages import (
+    Acknowledgement,
     Announcement,
     Ask,
     ChildReport,
@@ -41,13 +42,11 @@ from common.protocol.messages import (
     Probe,
     Probed,
     Progress,
-    Acknowledgement,
     Reports,
     Result,
     Task,
-    Traffic,
-    Wire,
 )
+from common.protocol.traffic import Traffic, Wire
 from common.spec import Experiment, parse
 from deploy import broker
 from deploy.processes import free_port

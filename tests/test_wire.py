@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from common.errors import WireError
 from common.protocol import messages, serialization, topics
-from common.protocol.messages import Key, Manifest, NodeState, Phase, Presence, Progress, Task, Traffic, Wire
+from common.protocol.messages import Key, Manifest, NodeState, Phase, Presence, Progress, Task
+from common.protocol.traffic import Traffic, Wire
 from common.wire.codecs import CODECS, codec_of
 
 SESSION = "c0ffee"
@@ -213,7 +214,9 @@ def test_an_unknown_kind_is_refused(kind: Any) -> None:
 
 
 def test_an_error_names_the_field() -> None:
-    assert refusal(msgpack.packb([1, SESSION, 5, [0, 0, -1], ""])).startswith("Acknowledgement.key: Key.round: -1 is no count")
+    assert refusal(msgpack.packb([1, SESSION, 5, [0, 0, -1], ""])).startswith(
+        "Acknowledgement.key: Key.round: -1 is no count"
+    )
     assert refusal(msgpack.packb([1, SESSION, 0, "dozing", "device", "", 0, "", "", "", False, []])) == (
         "Presence.state: 'dozing' is no NodeState"
     )
@@ -231,7 +234,9 @@ def test_an_error_is_short_whatever_it_quotes() -> None:
 
 def test_numbers_at_the_caps_pass_and_above_are_refused() -> None:
     key = Key(serialization.MAX_INT, 0, serialization.MAX_INT)
-    assert survives(serialization.encode(messages.Acknowledgement(key, ""), SESSION)) == messages.Acknowledgement(key, "")
+    assert survives(serialization.encode(messages.Acknowledgement(key, ""), SESSION)) == messages.Acknowledgement(
+        key, ""
+    )
     assert survives(msgpack.packb([1, SESSION, 5, [serialization.MAX_INT + 1, 0, 0], ""])) is None
 
 

@@ -16,7 +16,7 @@ import struct
 import sys
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from common.protocol.messages import Wire
+from common.protocol.traffic import Wire
 
 if TYPE_CHECKING:
     import paho.mqtt.client as mqtt

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from common.errors import RefusedModel, WireError
 from common.links import Link, Ways
 from common.protocol import serialization, topics
+from common.protocol.fetches import Fetched, FetchFailed, ReceiverEvent
 from common.protocol.identity import Identity
 from common.protocol.manifest import ModelForm
 from common.protocol.messages import (
@@ -35,15 +36,15 @@ from common.protocol.messages import (
     Reports,
     Result,
     Task,
-    Traffic,
     WhoIsThere,
 )
 from common.protocol.outbox import Output, Publish
 from common.protocol.participant import HEARTBEAT_S, Answered, Participant
-from common.protocol.receiver import Fetched, FetchFailed, ReceiverEvent
 from common.protocol.refusals import Refusal
 from common.protocol.round_state import LIVING
-from common.protocol.session import Meter, Session, SessionEvent
+from common.protocol.session import Session
+from common.protocol.session_events import Meter, SessionEvent
+from common.protocol.traffic import Traffic
 from common.spec import Transfer
 
 FAREWELL_S: Final = 1.0  # before it is sent again

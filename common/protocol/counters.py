@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from common.protocol.messages import Traffic
+from common.protocol.traffic import Traffic
 
 Direction: TypeAlias = Literal["sent", "received"]
 Kind: TypeAlias = Literal["model", "control", "probe"]

@@ -15,7 +15,8 @@ from typing import Any, Final
 
 from common.errors import WireError
 from common.protocol.counters import Account
-from common.protocol.messages import ChildReport, Measured, Traffic, TrainingPath, Wire
+from common.protocol.messages import ChildReport, TrainingPath
+from common.protocol.traffic import Measured, Traffic, Wire
 
 BYTES_MOST: Final = 2**50
 NOTHING: Final = Traffic()

@@ -18,6 +18,7 @@ from common.errors import RefusedModel, WireError
 from common.links import Link, Ways
 from common.protocol import topics
 from common.protocol.coordinator import Coordinator
+from common.protocol.fetches import Fetched, FetchFailed, FetchFailure, ReceiverEvent
 from common.protocol.identity import Identity
 from common.protocol.ledger import Ledger
 from common.protocol.manifest import ModelForm
@@ -34,14 +35,14 @@ from common.protocol.messages import (
     Reports,
     Result,
     Target,
-    Traffic,
 )
-from common.protocol.receiver import Fetched, FetchFailed, FetchFailure, ReceiverEvent
 from common.protocol.refusals import Refusal
 from common.protocol.reports import COUNT_MOST, check_report
 from common.protocol.round_state import LIVING, Assignment, Closed, Offered, Restarted, Stalled
-from common.protocol.session import Meter, Session, SessionEvent
+from common.protocol.session import Session
+from common.protocol.session_events import Meter, SessionEvent
 from common.protocol.targets import STAYING, Targets
+from common.protocol.traffic import Traffic
 from common.spec import Closing, Transfer
 
 RATED_CHUNKS: Final = 8  # a model of fewer shows little of its link
@@ -205,7 +206,7 @@ class ParentSession(Session):
     def end_round(self, children: Iterable[str], now: float) -> None:
         """Stop what is under way with these children: from now on the round's buffers may be written again."""
         for blob in set(self._references.values()):
-            self.retire(blob)
+            self.offers.retire(blob)
         for name in children:
             self.receiver.drop(name, now=now)
         self._pending.clear()

@@ -19,15 +19,14 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import Enum
 from math import inf
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from common.links import Way
+from common.protocol.fetches import PATIENCE_S, Fetch, Fetched, FetchFailed, FetchFailure, Landing, ReceiverEvent
 from common.protocol.manifest import chunk_digest, window_for
 from common.protocol.messages import Ask, Manifest
 from common.protocol.topics import ALL
@@ -35,81 +34,12 @@ from common.protocol.topics import ALL
 REPAIR_S: Final = 2.0
 CHUNKS_OF_SILENCE: Final = 3.0
 REPAIR_MOST_S: Final = 15.0
-PATIENCE_S: Final = 15.0
 PATIENCE_MOST_S: Final = 60.0
 DAMAGED_MOST: Final = 3
 SPOILT_S: Final = 5.0  # a chunk of 32 KB takes 4 s at 64 kbit/s
 ASKS_PER_WINDOW: Final = 2
 SLOT_BYTES_S: Final = 31_250_000  # 250 Mbit/s: a link that is declared slower takes a share of a slot
 FLOW_BYTES_S: Final = 256  # the acknowledgements and pings of a connection without models are fewer, TLS included
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """Blob `blob` of `owner` lies complete in its buffer, every chunk checked.
-
-    `rate`: bytes per second from its first chunk's arrival to its last one's, None where they came together.
-    """
-
-    owner: str
-    blob: str
-    rate: float | None = None
-
-
-class FetchFailure(Enum):
-    """Why a blob cannot be had."""
-
-    GONE = "its owner no longer holds it"
-    DAMAGED = "wrong digests"
-
-
-@dataclass(frozen=True, slots=True)
-class FetchFailed:
-    """The blob cannot be had from this owner."""
-
-    owner: str
-    blob: str
-    cause: FetchFailure
-    reason: str
-
-
-ReceiverEvent: TypeAlias = Fetched | FetchFailed
-
-
-@dataclass(slots=True)
-class _Fetch:
-    owner: str
-    manifest: Manifest
-    buffer: memoryview
-    lacking: npt.NDArray[np.bool_]
-    left: int
-    window: int
-    pace_s: float = 0.0  # what a chunk takes on the owner's link, if its rate is declared
-    share: float = 1.0  # of a slot
-    seen: dict[str, int] = field(default_factory=dict)
-    trusted: set[str] = field(default_factory=set)  # streams since the last restart: a stranger's number is undone
-    since_ask: int = 0
-    due: bool = True
-    restart: bool = True
-    damaged: int = 0  # since the last sound one
-    spoilt_at: float = 0.0
-    heard: float = 0.0
-    patience_s: float = PATIENCE_S
-    starved: int = 0  # times since the last sound chunk
-    first_at: float | None = None
-    since_first: int = 0
-
-    def rate(self, now: float) -> float | None:
-        seconds = now - self.first_at if self.first_at is not None else 0.0
-        return self.since_first / seconds if self.since_first and seconds > 0 else None
-
-
-@dataclass(slots=True)
-class Landing:
-    """A chunk that is being written where it belongs; `view` is taken away when its fetch ends."""
-
-    key: tuple[str, str]
-    view: memoryview | None
 
 
 class Receiver:
@@ -133,9 +63,9 @@ class Receiver:
         self._keepalive_s = keepalive_s
         self._slots = slots
         self._exclusive = exclusive
-        self._active: OrderedDict[tuple[str, str], _Fetch] = OrderedDict()
-        self._parked: dict[tuple[str, str], _Fetch] = {}  # those of the queue that were active before
-        self._queued: deque[_Fetch] = deque()
+        self._active: OrderedDict[tuple[str, str], Fetch] = OrderedDict()
+        self._parked: dict[tuple[str, str], Fetch] = {}  # those of the queue that were active before
+        self._queued: deque[Fetch] = deque()
         self._completed: deque[tuple[str, Ask]] = deque()
         self._events: deque[ReceiverEvent] = deque()
         self._landing: Landing | None = None
@@ -169,7 +99,7 @@ class Receiver:
         window = window_for(way, manifest.chunk_bytes, self._window, self._keepalive_s)
         pace_s = manifest.chunk_bytes / way.rate if way.rate else 0.0
         left, share = int(lacking.sum()), min(1.0, way.rate / SLOT_BYTES_S) if way.rate else 1.0
-        self._queued.append(_Fetch(owner, manifest, buffer.cast("B"), lacking, left, window, pace_s, share))
+        self._queued.append(Fetch(owner, manifest, buffer.cast("B"), lacking, left, window, pace_s, share))
         if not lacking.any():  # it lay here: the owner is told, and nothing is asked for
             self._complete(self._queued[-1], now)
         self._promote(now)
@@ -383,20 +313,20 @@ class Receiver:
         fetch = self._parked[key] = self._active.pop(key)
         self._queued.append(fetch)
 
-    def _begun(self, key: tuple[str, str]) -> _Fetch | None:
+    def _begun(self, key: tuple[str, str]) -> Fetch | None:
         return self._active.get(key) or self._parked.get(key)
 
-    def _starves_at(self, fetch: _Fetch) -> float:
+    def _starves_at(self, fetch: Fetch) -> float:
         """Return when a fetch is to ask again by itself, or to make room, having got nothing sound."""
         patience_s = PATIENCE_S if self._queued else fetch.patience_s
         return fetch.heard + (SPOILT_S if fetch.damaged >= DAMAGED_MOST else max(patience_s, fetch.pace_s))
 
-    def _ask(self, fetch: _Fetch) -> Ask:
+    def _ask(self, fetch: Fetch) -> Ask:
         lacking = np.packbits(fetch.lacking).tobytes() if fetch.left else b""
         seen = fetch.seen
         return Ask(fetch.manifest.blob, lacking, seen.get(ALL, 0), seen.get("own", 0), fetch.window, fetch.restart)
 
-    def _count(self, fetch: _Fetch, stream: str, number: int, silent_s: float, *, sound: bool) -> None:
+    def _count(self, fetch: Fetch, stream: str, number: int, silent_s: float, *, sound: bool) -> None:
         """Take a publication's number: what takes a place in the window must be reported, and a gap is a loss."""
         last = fetch.seen.get(stream)
         in_order = last is None or number == last + 1
@@ -410,12 +340,12 @@ class Receiver:
         if gap or not sound or fetch.since_ask >= max(1, fetch.window // ASKS_PER_WINDOW):
             fetch.due = True
 
-    def _complete(self, fetch: _Fetch, now: float) -> None:
+    def _complete(self, fetch: Fetch, now: float) -> None:
         self._events.append(Fetched(fetch.owner, fetch.manifest.blob, fetch.rate(now)))
         self._completed.append((fetch.owner, self._ask(fetch)))
         self.drop(fetch.owner, blob=fetch.manifest.blob, now=now)
 
-    def _damaged(self, fetch: _Fetch, index: int, now: float) -> None:
+    def _damaged(self, fetch: Fetch, index: int, now: float) -> None:
         self.chunks_refused += 1
         if fetch.lacking[index]:
             fetch.damaged += 1
@@ -425,7 +355,7 @@ class Receiver:
                 reason = f"{FetchFailure.DAMAGED.value}: {fetch.damaged} damaged chunks and no sound one"
                 self._fail(fetch, FetchFailure.DAMAGED, reason, now)
 
-    def _fail(self, fetch: _Fetch, cause: FetchFailure, reason: str, now: float) -> None:
+    def _fail(self, fetch: Fetch, cause: FetchFailure, reason: str, now: float) -> None:
         self._events.append(FetchFailed(fetch.owner, fetch.manifest.blob, cause, reason))
         self.drop(fetch.owner, blob=fetch.manifest.blob, now=now)
 

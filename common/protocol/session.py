@@ -14,26 +14,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from math import inf
-from typing import Final, Protocol, TypeAlias
-
-import numpy as np
-import numpy.typing as npt
+from typing import Final
 
 from common.errors import WireError
 from common.links import Ways
 from common.protocol import serialization, topics
 from common.protocol.counters import Account, packet_bytes
+from common.protocol.fetches import Landing, ReceiverEvent
 from common.protocol.identity import Identity
-from common.protocol.manifest import chunk_bytes_for, renamed
 from common.protocol.messages import (
     Alive,
     Announcement,
     Ask,
     Failure,
     Gone,
-    Manifest,
     Message,
     NodeState,
     Presence,
@@ -41,57 +36,18 @@ from common.protocol.messages import (
     Probed,
     Target,
     WhoIsThere,
-    Wire,
 )
+from common.protocol.offers import Offers
 from common.protocol.outbox import Outbox, Output, Publish, Subscribe, Unsubscribe, inline_bytes, qos_of
 from common.protocol.pending import PendingAnswers, PendingAsks
 from common.protocol.presence import OwnPresence, PeerProofs
-from common.protocol.receiver import Landing, Receiver, ReceiverEvent
-from common.protocol.refusals import MessageRefused, Refusal, Refusals
+from common.protocol.receiver import Receiver
+from common.protocol.refusals import Refusal, Refusals
 from common.protocol.sender import Publication, Sender
+from common.protocol.session_events import BrokerAway, Meter, NameTaken, NoiseFetched, ProbeReceived
 from common.spec import Transfer
 
 SILENT_MOST_S: Final = 30.0
-
-
-class Meter(Protocol):
-    """What the kernel has carried on the connection."""
-
-    def sample(self) -> Wire:
-        """Return the counts of all its sockets so far."""
-
-    def received(self) -> int:
-        """Return the bytes received on the present socket, -1 where nobody knows."""
-
-
-@dataclass(frozen=True, slots=True)
-class NameTaken:
-    """Another living node has this node's name, in run `run`."""
-
-    run: str
-
-
-@dataclass(frozen=True, slots=True)
-class BrokerAway:
-    """The broker has been away for `idle_s`."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeReceived:
-    """A peer measures the link, or answers a measurement."""
-
-    peer: str
-    message: Probe | Probed
-
-
-@dataclass(frozen=True, slots=True)
-class NoiseFetched:
-    """A fetch of noise has ended."""
-
-    result: ReceiverEvent
-
-
-SessionEvent: TypeAlias = NameTaken | BrokerAway | ProbeReceived | NoiseFetched | MessageRefused
 
 
 class Session(ABC):
@@ -118,7 +74,6 @@ class Session(ABC):
         self.meter = meter
         self.counters = Account()
         self.refusals = Refusals(frozenset(peers))
-        self.chunk_most, self._inline_most = transfer.chunk_bytes, transfer.inline_bytes
         self.sender = Sender(first_number=first_number)
         self.receiver = Receiver(
             window=transfer.window,
@@ -128,6 +83,7 @@ class Session(ABC):
             exclusive=len(self.peers) == 1,
         )
         self.outbox = Outbox(identity, sender=self.sender, counters=self.counters, ways=ways)
+        self.offers = Offers(transfer, ways, sender=self.sender, outbox=self.outbox)
         self.own = OwnPresence(identity)
         silent_s = min(transfer.idle_s, SILENT_MOST_S)
         self.proofs = PeerProofs(peers, identity, silent_s=silent_s, persistent=persistent)
@@ -149,8 +105,7 @@ class Session(ABC):
         """Note a new connection to a broker that takes packets of at most `packet_most` bytes."""
         lab, run, name = self.identity.lab, self.identity.run, self.identity.name
         self._connected, self._away_since = True, None
-        self.chunk_most = int(min(self.transfer.chunk_bytes, packet_most))
-        self._inline_most = int(min(self.transfer.inline_bytes, packet_most))
+        self.offers.limit(packet_most)
         self._streams = set()
         states = [topics.state(lab, "+", name), *(topics.state(lab, run, peer) for peer in self.peers)]
         self._first = [Subscribe((*states, *self._inboxes()), qos=1, first=True)]
@@ -292,40 +247,6 @@ class Session(ABC):
             out.append(Publish(topics.spec(lab, run, name), b"", retain=True))
             self._announcement = None
         return out
-
-    # Models
-
-    def cut(self, receivers: Sequence[str]) -> tuple[int, str]:
-        """Return the chunk bytes and the salt of a blob for receivers whose links are alike."""
-        way = self.ways.to[receivers[0]]
-        return chunk_bytes_for(way.rate, self.chunk_most), str(way)
-
-    def offer(self, manifest: Manifest, blob: memoryview, receivers: Sequence[str]) -> bytes | None:
-        """Hold a model, which must stay unchanged until it is retired, for receivers whose links are alike.
-
-        Return its bytes where they are few enough to travel inside the announcement.
-        """
-        self.sender.offer(manifest, blob, receivers)
-        inline_most = min(self._inline_most, chunk_bytes_for(self.ways.to[receivers[0]].rate, self._inline_most))
-        return bytes(blob) if manifest.size <= inline_most else None
-
-    def forwards(self, manifest: Manifest, receivers: Sequence[str]) -> bool:
-        """Return whether to pass a model on before it is here: it is large, and cut finely enough for their links."""
-        fine = manifest.chunk_bytes <= chunk_bytes_for(self.ways.to[receivers[0]].rate, self.chunk_most)
-        return fine and manifest.size > self._inline_most
-
-    def forward(
-        self, manifest: Manifest, buffer: memoryview, receivers: Sequence[str], *, lacking: npt.NDArray[np.bool_]
-    ) -> Manifest:
-        """Pass a model on, as it comes, to receivers whose links are alike, until it is retired."""
-        passed = renamed(manifest, salt=str(self.ways.to[receivers[0]]))
-        self.sender.offer(passed, buffer, receivers, to_come=lacking)
-        return passed
-
-    def retire(self, blob: str) -> None:
-        """Stop serving a blob."""
-        self.sender.retire(blob)
-        self.outbox.drop(blob)
 
     # Each side's own
 

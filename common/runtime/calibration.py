@@ -18,9 +18,10 @@ from typing import Final
 
 from common.errors import InvalidExperiment, RefusedModel
 from common.links import Links, Ways
+from common.protocol.fetches import Fetched, ReceiverEvent
 from common.protocol.manifest import describe
-from common.protocol.messages import Manifest, Measured, Probe, Probed
-from common.protocol.receiver import Fetched, ReceiverEvent
+from common.protocol.messages import Manifest, Probe, Probed
+from common.protocol.traffic import Measured
 from common.runtime.endpoint import Endpoint
 from common.runtime.world import World
 
@@ -126,7 +127,9 @@ class Probes:
 
     def _offer(self, peer: str) -> Manifest:
         rate = self._endpoint.session.ways.to[peer].rate or UNDECLARED
-        chunk_bytes = int(min(max(rate * PROBE_S / CHUNKS_USUAL, CHUNK_LEAST), self._endpoint.session.chunk_most))
+        chunk_bytes = int(
+            min(max(rate * PROBE_S / CHUNKS_USUAL, CHUNK_LEAST), self._endpoint.session.offers.chunk_most)
+        )
         chunks = int(min(max(rate * PROBE_S / chunk_bytes, CHUNKS_LEAST), CHUNKS_MOST))
         data = memoryview(self._world.noise(chunk_bytes * chunks))
         noise = describe(data, chunk_bytes=chunk_bytes, codec=CODEC, layout="")

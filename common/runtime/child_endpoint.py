@@ -25,11 +25,12 @@ from common.protocol.child_session import (
     RunEnded,
     TaskReceived,
 )
+from common.protocol.fetches import Landing
 from common.protocol.identity import Identity
 from common.protocol.manifest import missing, shared
-from common.protocol.messages import ChildReport, Manifest, NodeState, Phase, Task, Traffic
-from common.protocol.receiver import Landing
-from common.protocol.session import NoiseFetched, ProbeReceived
+from common.protocol.messages import ChildReport, Manifest, NodeState, Phase, Task
+from common.protocol.session_events import NoiseFetched, ProbeReceived
+from common.protocol.traffic import Traffic
 from common.runtime.arriving import Arriving, NotHad
 from common.runtime.calibration import Probes
 from common.runtime.discovery import Found, Moved
@@ -213,9 +214,9 @@ class ChildEndpoint(Endpoint):
             await _stop(self._decoding)  # it writes the row
         reference = Reference(task.model.blob, row) if self.models.sent.delta else None
         manifest, blob = await self.models.encode(
-            layout, answer.row, cut=session.cut(session.peers), reference=reference
+            layout, answer.row, cut=session.offers.cut(session.peers), reference=reference
         )
-        inline = session.offer(manifest, blob, session.peers)
+        inline = session.offers.offer(manifest, blob, session.peers)
         self._answered = manifest, answer.row
         session.finish(answer.result(task, manifest, inline), self.now())
         self.wake()

@@ -98,9 +98,12 @@ class _Seeker:
                 self._others.add(topic.node)
         elif isinstance(topic, topics.StateTopic):
             self._changed.set()  # the parent begins, or goes: ask at once
-        elif isinstance(message, Alive) and message.nonce == self._nonce and message.announcement is not None:
-            if not self._found.done():
-                self._found.set_result(Found(topic.run, session, message.announcement))
+        elif isinstance(topic, topics.InboxTopic) and isinstance(message, Alive):
+            self._answered(topic.run, session, message)
+
+    def _answered(self, run: str, session: str, answer: Alive) -> None:
+        if answer.nonce == self._nonce and answer.announcement is not None and not self._found.done():
+            self._found.set_result(Found(run, session, answer.announcement))
 
     async def _connected(self) -> None:
         lab, parent = self._lab, self._parent

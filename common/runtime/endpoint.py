@@ -19,14 +19,15 @@ from common.net.bulk import Body
 from common.net.link import BrokerAddress
 from common.net.packets import Place
 from common.protocol import serialization, topics
+from common.protocol.fetches import Landing
 from common.protocol.identity import Identity
 from common.protocol.manifest import MIN_RATED_CHUNK
 from common.protocol.messages import Failure, NodeState, Presence
 from common.protocol.outbox import Output, Publish, PublishChunk, Subscribe
-from common.protocol.receiver import Landing
 from common.protocol.refusals import MessageRefused
 from common.protocol.sender import Publication
-from common.protocol.session import BrokerAway, NameTaken, Session
+from common.protocol.session import Session
+from common.protocol.session_events import BrokerAway, NameTaken
 from common.runtime.broker_statistics import BrokerStatistics
 from common.runtime.world import World, nothing
 from common.spec import Transfer
@@ -132,7 +133,7 @@ class Endpoint(ABC):
 
     def retire(self, blob: str) -> None:
         """Stop serving a blob; from now on its memory may be written."""
-        self.session.retire(blob)
+        self.session.offers.retire(blob)
         self._detach()
 
     def _detach(self) -> None:

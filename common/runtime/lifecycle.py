@@ -44,12 +44,7 @@ async def live(
         await goodbye()
         if last_look is not None:
             await last_look()
-        for endpoint in endpoints:
-            await endpoint.flush(timeout_s=LAST_STATE_S)
-        for endpoint in endpoints:
-            endpoint.release_name()
-        for endpoint in endpoints:
-            await endpoint.leave(timeout_s=LAST_STATE_S)
+        await _leave(endpoints)
         return result
     except asyncio.CancelledError:
         await _report(endpoints, NodeState.DISCONNECTED, "interrupted")
@@ -74,6 +69,15 @@ def first_error(error: BaseException) -> FedstrataError | None:
     if isinstance(error, BaseExceptionGroup):
         return next((found for inner in error.exceptions if (found := first_error(inner))), None)
     return None
+
+
+async def _leave(endpoints: Sequence[Endpoint]) -> None:
+    for endpoint in endpoints:
+        await endpoint.flush(timeout_s=LAST_STATE_S)
+    for endpoint in endpoints:  # all of them first: one that sees another's clearing must not defend the name
+        endpoint.release_name()
+    for endpoint in endpoints:
+        await endpoint.leave(timeout_s=LAST_STATE_S)
 
 
 def _state(error: FedstrataError | None) -> NodeState:

@@ -28,7 +28,7 @@ from common.protocol.parent_session import (
     UploadRefused,
 )
 from common.protocol.round_state import Assignment, Closed, Stalled
-from common.protocol.session import NoiseFetched, ProbeReceived
+from common.protocol.session_events import NoiseFetched, ProbeReceived
 from common.runtime.arriving import Arriving
 from common.runtime.broker_statistics import BrokerStatistics
 from common.runtime.calibration import Probes, measure_all
@@ -283,23 +283,23 @@ class ParentEndpoint(Endpoint):
         for receivers in groups.values():
             model, inline = models[receivers[0]], None
             if isinstance(model, Arriving) and self._forwards(model, receivers):
-                manifest = session.forward(model.manifest, model.buffer, receivers, lacking=model.lacking)
+                manifest = session.offers.forward(model.manifest, model.buffer, receivers, lacking=model.lacking)
                 model.on_chunk(self.wake)
                 self.models.keep(manifest.blob, model)
             else:
                 row = await model.whole() if isinstance(model, Arriving) else model
                 try:
-                    manifest, blob = await self.models.encode(layout, row, cut=session.cut(receivers))
+                    manifest, blob = await self.models.encode(layout, row, cut=session.offers.cut(receivers))
                 except RefusedModel as error:
                     raise RunFailed(f"the model cannot be sent: {error}") from None
-                inline = session.offer(manifest, blob, receivers)
+                inline = session.offers.offer(manifest, blob, receivers)
             assignments |= {name: Assignment(manifest, epochs[name], inline) for name in receivers}
         return assignments
 
     def _forwards(self, model: Arriving, receivers: Sequence[str]) -> bool:
         """Return whether the very blob may go on: decoded and encoded again it would have the same bytes."""
         same = model.manifest.codec == self.models.sent.name and not model.complete
-        return same and self.session.forwards(model.manifest, receivers)
+        return same and self.session.offers.forwards(model.manifest, receivers)
 
     def _fetch(self, upload: UploadOffered) -> None:
         layout, manifest = self._require_layout(), upload.result.model

@@ -14,7 +14,7 @@ from common.net.bulk import Body
 from common.net.limits import packet_limit
 from common.net.link import BrokerAddress, BrokerConnection
 from common.net.packets import FindPlace, Place
-from common.protocol.session import Meter
+from common.protocol.session_events import Meter
 
 Received = Callable[[str, bytes, bool], None]
 

@@ -19,8 +19,8 @@ from common.protocol.messages import (
     Progress,
     Result,
     Task,
-    Traffic,
 )
+from common.protocol.traffic import Traffic
 from deploy.watching.meter import Meter
 
 SESSIONS_KEPT: Final = 8

@@ -34,14 +34,15 @@ from common.links import Link
 from common.net.link import BrokerAddress
 from common.protocol.counters import Account, Direction
 from common.protocol.identity import Identity
-from common.runtime.world import new_session
-from common.protocol.messages import NodeState, Task, Wire
+from common.protocol.messages import NodeState, Task
+from common.protocol.traffic import Wire
 from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint
-from common.runtime.work import Answer, Report
 from common.runtime.endpoint import Endpoint
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
+from common.runtime.work import Answer, Report
+from common.runtime.world import new_session
 from common.spec import Closing, Transfer
 from deploy import broker, namespaces
 from deploy.namespaces import FRAME_BYTES, Namespace, joined

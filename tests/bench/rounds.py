@@ -27,14 +27,14 @@ from common.layout import ModelLayout, Section
 from common.links import Link
 from common.net.link import BrokerAddress
 from common.protocol.identity import Identity
-from common.runtime.world import new_session
 from common.protocol.messages import NodeState, Task
 from common.rules import FedAvg
 from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint
-from common.runtime.work import Answer, Report
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
+from common.runtime.work import Answer, Report
+from common.runtime.world import new_session
 from common.spec import Closing, Transfer
 from common.storage.spool import Spool
 from deploy import broker

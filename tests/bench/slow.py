@@ -32,13 +32,13 @@ from common.host.memory import keep_large_buffers
 from common.links import Link
 from common.net.link import BrokerAddress
 from common.protocol.identity import Identity
-from common.runtime.world import new_session
 from common.protocol.messages import NodeState, Task
 from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint
-from common.runtime.work import Answer, Report
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
+from common.runtime.work import Answer, Report
+from common.runtime.world import new_session
 from common.spec import Closing, Transfer
 from deploy import broker
 

@@ -23,13 +23,13 @@ from common.host.memory import keep_large_buffers
 from common.links import Link
 from common.net.link import BrokerAddress
 from common.protocol.identity import Identity
-from common.runtime.world import new_session
 from common.protocol.messages import NodeState, Task
 from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint
-from common.runtime.work import Answer, Report
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
+from common.runtime.work import Answer, Report
+from common.runtime.world import new_session
 from common.spec import CLOUD, Closing, Transfer
 from deploy import broker
 
@@ -104,7 +104,9 @@ def _institution(port: int, names: list[str], model_bytes: int, wan_mbit: float,
         identity = Identity(RUN, INSTITUTION, "institution", new_session())
         address = BrokerAddress("127.0.0.1", port)
         up = ChildEndpoint(address, identity, parent=CLOUD, transfer=TRANSFER, link=Link())
-        down = ParentEndpoint(address, identity, links=dict.fromkeys(names, Link(down_mbit=lan_mbit)), transfer=TRANSFER)
+        down = ParentEndpoint(
+            address, identity, links=dict.fromkeys(names, Link(down_mbit=lan_mbit)), transfer=TRANSFER
+        )
         down.set_layout(layout)
 
         async def work(task: Task, model: Arriving, report: Report) -> Answer:
