@@ -35,7 +35,9 @@ from common.protocol.messages import (
     Reports,
     Result,
     Target,
+    WhoIsThere,
 )
+from common.protocol.outbox import Output
 from common.protocol.refusals import Refusal
 from common.protocol.reports import COUNT_MOST, check_report
 from common.protocol.round_state import LIVING, Assignment, Closed, Offered, Restarted, Stalled
@@ -246,6 +248,13 @@ class ParentSession(Session):
     def _inboxes(self) -> Iterable[str]:
         lab, run, me = self.identity.lab, self.identity.run, self.identity.name
         return [*(topics.inbox(lab, run, me, peer) for peer in self.peers), topics.seek(lab, me, "+")]
+
+    def _question(self, peer: str, question: WhoIsThere, now: float) -> list[Output]:
+        self.outbox.send(peer, question, now)
+        return []
+
+    def _elsewhere(self, run: str, sender: str, session: str, message: Message) -> None:
+        raise WireError("of another run")
 
     def _reconnected(self, now: float) -> None:
         """Begin to count the children's silence anew: while the broker was away nothing of them could arrive."""

@@ -11,9 +11,8 @@ refused, counted and reported, and changes nothing else.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import inf
 from typing import Final
 
@@ -21,7 +20,7 @@ from common.errors import WireError
 from common.links import Ways
 from common.protocol import serialization, topics
 from common.protocol.counters import Account, packet_bytes
-from common.protocol.fetches import Landing, ReceiverEvent
+from common.protocol.fetches import Landing
 from common.protocol.identity import Identity
 from common.protocol.messages import (
     Alive,
@@ -29,7 +28,6 @@ from common.protocol.messages import (
     Ask,
     Failure,
     Gone,
-    Message,
     NodeState,
     Presence,
     Probe,
@@ -38,19 +36,21 @@ from common.protocol.messages import (
     WhoIsThere,
 )
 from common.protocol.offers import Offers
-from common.protocol.outbox import Outbox, Output, Publish, Subscribe, Unsubscribe, inline_bytes, qos_of
+from common.protocol.outbox import Outbox, Output, Publish, Subscribe, inline_bytes, qos_of
 from common.protocol.pending import PendingAnswers, PendingAsks
 from common.protocol.presence import OwnPresence, PeerProofs
 from common.protocol.receiver import Receiver
 from common.protocol.refusals import Refusal, Refusals
 from common.protocol.sender import Publication, Sender
 from common.protocol.session_events import BrokerAway, Meter, NameTaken, NoiseFetched, ProbeReceived
+from common.protocol.side import Side
+from common.protocol.streams import Streams
 from common.spec import Transfer
 
 SILENT_MOST_S: Final = 30.0
 
 
-class Session(ABC):
+class Session(Side):
     """What both sides share. `persistent`: ask for a peer's proof of life for ever.
 
     `first_number`: of the publications of chunks, from a clock, so that a restart only grows.
@@ -91,7 +91,7 @@ class Session(ABC):
         self._connected = False
         self._away_since: float | None = None
         self._first: list[Output] = []  # what a new connection begins with
-        self._streams: set[tuple[str, str]] = set()
+        self._streams = Streams(identity)
         self._announcement: Announcement | None = None
         self._announce = self._left = False
         self._asks = PendingAsks()
@@ -106,7 +106,7 @@ class Session(ABC):
         lab, run, name = self.identity.lab, self.identity.run, self.identity.name
         self._connected, self._away_since = True, None
         self.offers.limit(packet_most)
-        self._streams = set()
+        self._streams.clear()
         states = [topics.state(lab, "+", name), *(topics.state(lab, run, peer) for peer in self.peers)]
         self._first = [Subscribe((*states, *self._inboxes()), qos=1, first=True)]
         self.own.connected()
@@ -180,7 +180,7 @@ class Session(ABC):
         self._answer_questions(now)
         for peer, message in self._due(now):
             self.outbox.send(peer, message, now)
-        out += self._subscribe_streams()  # before the asks: what they bring must find us subscribed
+        out += self._streams.to_send(self.receiver.wanted())  # before the asks: what they bring must find us subscribed
         for owner, ask in self.receiver.to_send():
             self.outbox.send(owner, ask, now)
         self._take_asks(now)
@@ -247,74 +247,6 @@ class Session(ABC):
             out.append(Publish(topics.spec(lab, run, name), b"", retain=True))
             self._announcement = None
         return out
-
-    # Each side's own
-
-    @abstractmethod
-    def _inboxes(self) -> Iterable[str]:
-        """Return the further topics to subscribe to."""
-
-    @abstractmethod
-    def _reconnected(self, now: float) -> None:
-        """Note a new connection."""
-
-    @abstractmethod
-    def _message(self, sender: str, session: str, message: Message, now: float) -> None:
-        """Take a message of a peer's present session. Raises WireError where its kind does not fit."""
-
-    @abstractmethod
-    def _presence(
-        self, peer: str, session: str, presence: Presence | None, now: float, *, published: bool = True
-    ) -> None:
-        """Take a peer's proven presence; None = it left. `published` on its topic, or an answer to us."""
-
-    @abstractmethod
-    def _moved(self, peer: str, now: float) -> None:
-        """Note that chunks of a model moved to or from a peer."""
-
-    @abstractmethod
-    def _transferred(self, event: ReceiverEvent, now: float) -> None:
-        """Take a finished or failed fetch."""
-
-    @abstractmethod
-    def _silent(self, peer: str, now: float) -> None:
-        """Note that a peer that lived before the reconnection does not prove itself."""
-
-    @abstractmethod
-    def _tick(self, now: float) -> None:
-        """Judge by the time."""
-
-    @abstractmethod
-    def _take_events(self, now: float) -> None:
-        """Turn what the cores report into events."""
-
-    @abstractmethod
-    def _due(self, now: float) -> Iterable[tuple[str, Message]]:
-        """Return the messages that are due, each with its peer."""
-
-    @abstractmethod
-    def _next_deadline(self) -> float | None:
-        """Return when `_tick` or `_due` has something to do."""
-
-    def _next_deadline_away(self) -> float:
-        """Return when `_tick` has something to do while the broker is away."""
-        return inf
-
-    def _question(self, peer: str, question: WhoIsThere, now: float) -> list[Output]:
-        self.outbox.send(peer, question, now)
-        return []
-
-    def _elsewhere(self, run: str, sender: str, session: str, message: Message) -> None:
-        """Take a message that concerns another run."""
-        raise WireError("of another run")
-
-    @abstractmethod
-    def _lives(self, peer: str, session: str, now: float) -> None:
-        """Note a sign of life of a peer's present session."""
-
-    @abstractmethod
-    def _state_of_the_dead(self, peer: str, presence: Presence) -> None:
-        """Take a retained final state of a session that never proved itself here."""
 
     # Taking what arrives
 
@@ -415,19 +347,6 @@ class Session(ABC):
                 self._moved(peer, now)
             if answer is not None:
                 self.outbox.send(peer, answer, now)
-
-    def _subscribe_streams(self) -> list[Output]:
-        wanted = self.receiver.wanted()
-        if wanted == self._streams:
-            return []
-        ended, begun = self._streams - wanted, wanted - self._streams
-        self._streams = wanted
-        out: list[Output] = [Unsubscribe(self._filters(ended))] if ended else []
-        return [*out, Subscribe(self._filters(begun), qos=0)] if begun else out
-
-    def _filters(self, fetches: Iterable[tuple[str, str]]) -> tuple[str, ...]:
-        lab, run, me = self.identity.lab, self.identity.run, self.identity.name
-        return tuple(each for owner, blob in sorted(fetches) for each in topics.streams(lab, run, owner, me, blob))
 
     def _refuse(self, refusal: Refusal, sender: str, reason: str) -> None:
         event = self.refusals.add(refusal, sender, reason)
