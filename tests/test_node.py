@@ -27,7 +27,7 @@ from common.net.link import BrokerAddress
 from common.node.arriving import Arriving
 from common.node.child import Answer, ChildFace, Report
 from common.node.endpoint import Endpoint
-from common.node.identity import Identity, new_session
+from common.node.identity import Claim, Identity, new_session
 from common.node.life import live
 from common.node.parent import ParentFace
 from common.node.round import Round
@@ -507,6 +507,14 @@ def test_absurd_counts_of_bytes_do_not_travel_on(address: BrokerAddress) -> None
 
 
 # Two nodes of one name
+
+
+def test_the_sessions_that_a_name_challenges_are_bounded() -> None:
+    claim = Claim()
+    for number in range(100):
+        claim.challenge(f"s{number}")
+        claim.challenge(f"s{number}")
+    assert list(claim.challenged) == [f"s{number}" for number in range(84, 100)]
 
 
 def test_a_second_device_of_a_name_is_told_and_the_first_goes_on(address: BrokerAddress) -> None:

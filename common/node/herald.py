@@ -54,7 +54,7 @@ class Herald:
         elif retained or self.leaving or claim.lost or (presence is None and run != self._identity.run):
             return
         elif presence is not None and presence.answers == mine:
-            if session in claim.told and session > mine:
+            if session in claim.challenged and session > mine:
                 return  # both came at once and told each other: one stays
             claim.lost = True
             raise DuplicateName(
@@ -62,5 +62,5 @@ class Herald:
                 "Give this one another --name, or end the other."
             )
         elif self._established and (presence is None or not presence.answers):
-            claim.told.add(session)
+            claim.challenge(session)
             self._publish(replace(self._presence, answers=session))  # a second node of our name reads it and ends
