@@ -8,7 +8,6 @@ What a role needs is imported when it runs: a cloud or an institution never load
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from collections.abc import Callable, Coroutine
@@ -273,36 +272,28 @@ def device(
     addresses = brokers * len(name) if len(brokers) == 1 else brokers
 
     async def take_part() -> None:
-        from common.runtime.lifecycle import first_error
+        from deploy.agents import run_agents
         from device.agent import DeviceAgent
         from device.pool import Pool
 
         registry, address = serve_metrics(metrics, broker=_address(addresses[0], username, password_file))
         count = None if slots == "auto" else int(slots)
-        try:
-            async with (
-                Pool(accelerator=accelerator, slots=count, devices=len(name)) as pool,
-                asyncio.TaskGroup() as group,
-            ):
-                for each, home, where in zip(name, homes, addresses, strict=True):
-                    agent = DeviceAgent(
-                        each,
-                        institution=home,
-                        broker=_address(where, username, password_file),
-                        pool=pool,
-                        connect_timeout_s=connect_timeout,
-                        metrics=registry,
-                        metrics_address=address,
-                        spool=_folder(spool),
-                        allow_models=allow_models or (),
-                    )
-                    logs.NODE.set(each)  # a task keeps what is set when it is made
-                    group.create_task(agent.run(), name=each)
-        except BaseExceptionGroup as errors:
-            known = first_error(errors)
-            if known is None:
-                raise
-            raise known from None
+        async with Pool(accelerator=accelerator, slots=count, devices=len(name)) as pool:
+            agents = {
+                each: DeviceAgent(
+                    each,
+                    institution=home,
+                    broker=_address(where, username, password_file),
+                    pool=pool,
+                    connect_timeout_s=connect_timeout,
+                    metrics=registry,
+                    metrics_address=address,
+                    spool=_folder(spool),
+                    allow_models=allow_models or (),
+                ).run
+                for each, home, where in zip(name, homes, addresses, strict=True)
+            }
+            await run_agents(agents, shared_failure=lambda: pool.failure)
 
     _run_role(take_part)
 

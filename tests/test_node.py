@@ -26,7 +26,7 @@ from common.links import Link
 from common.net.link import BrokerAddress
 from common.protocol import receiver as incoming
 from common.protocol import serialization, topics
-from common.protocol.identity import Identity
+from common.protocol.identity import Claim, Identity
 from common.protocol.manifest import describe
 from common.protocol.messages import (
     Acknowledgement,
@@ -508,6 +508,14 @@ def test_absurd_counts_of_bytes_do_not_travel_on(address: BrokerAddress) -> None
 
 
 # Two nodes of one name
+
+
+def test_the_sessions_that_a_name_challenges_are_bounded() -> None:
+    claim = Claim()
+    for number in range(100):
+        claim.challenge(f"s{number}")
+        claim.challenge(f"s{number}")
+    assert list(claim.challenged) == [f"s{number}" for number in range(84, 100)]
 
 
 def test_a_second_device_of_a_name_is_told_and_the_first_goes_on(address: BrokerAddress) -> None:
