@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
-from cloud.evaluator import Evaluator
+from cloud.evaluator import Accuracy, Beginning, Evaluator
 from cloud.iterations import LABELS, PHASES, Observe
 from cloud.results import RunFolder
 from cloud.run import CloudRun, tier_bytes
 from common.errors import FedstrataError
+from common.layout import Row
 from common.metrics import Metrics
 from common.net.link import BrokerAddress
 from common.node.exports import export_parent
@@ -18,15 +21,32 @@ from common.node.life import live
 from common.node.parent import ParentFace
 from common.node.spool import Spool
 from common.node.targets import ADDRESS, discovery
-from common.spec import CLOUD
+from common.runtime.world import REAL, World
+from common.spec import CLOUD, Experiment
 from common.wire.messages import Announcement, NodeState
 
 FAREWELL_S = 10.0
 PROGRESS_S = 0.5
 
 
+class ModelEvaluator(Protocol):
+    """What a cloud agent asks of an evaluator; see `cloud.evaluator.Evaluator`."""
+
+    async def start(self) -> Beginning:
+        """Return the first model. Raises FedstrataError."""
+
+    async def evaluate(self, iteration: int, row: Row) -> Accuracy:
+        """Return the accuracy and loss of a model, uint8 [row_bytes]. Raises FedstrataError."""
+
+    def close(self) -> None:
+        """Release what `start` took."""
+
+
 class CloudAgent:
-    """One run's cloud. `observe` gets every event as it happens: a name and JSON-able facts."""
+    """One run's cloud. `observe` gets every event as it happens: a name and JSON-able facts.
+
+    `evaluator` makes what evaluates models, from the experiment and the run's folder.
+    """
 
     def __init__(
         self,
@@ -39,6 +59,8 @@ class CloudAgent:
         metrics_address: str = "",
         observe: Observe,
         spool: Path | None = None,
+        evaluator: Callable[[Experiment, Path], ModelEvaluator] = Evaluator,
+        world: World = REAL,
     ) -> None:
         self._folder = folder
         self._broker = broker
@@ -48,13 +70,14 @@ class CloudAgent:
         self._metrics_address = metrics_address
         self._show = observe
         self._spool = spool
+        self._new_evaluator = evaluator
+        self._world = world
 
     async def run(self) -> Path:
         """Play the run to its end and return the final model's path. Raises FedstrataError."""
         experiment = self._folder.experiment
-        identity = Identity(
-            self._folder.run, CLOUD, "cloud", new_session(), self._metrics_address, books=self._folder.run
-        )
+        session = new_session(self._world)
+        identity = Identity(self._folder.run, CLOUD, "cloud", session, self._metrics_address, books=self._folder.run)
         spool = Spool.open(self._spool, run=identity.run, node=identity.name)
         down = ParentFace(
             self._broker,
@@ -65,6 +88,7 @@ class CloudAgent:
             codecs=experiment.transfer.wan,
             spool=spool,
             observe=self._observe,
+            world=self._world,
         )
         export_parent(self._metrics, down, LABELS)
         facts = {"run": self._folder.run, "experiment": experiment.name, "digest": experiment.digest}
@@ -77,7 +101,7 @@ class CloudAgent:
             return discovery(down.targets, devices, cloud=here, run=identity.run)
 
         self._metrics.targets = targets
-        evaluator = Evaluator(experiment, self._folder.path)
+        evaluator = self._new_evaluator(experiment, self._folder.path)
         try:
             model = await live(
                 (down.endpoint,),
@@ -95,7 +119,7 @@ class CloudAgent:
             evaluator.close()
             self._folder.write_links(down.ledger)
 
-    async def _play(self, down: ParentFace, evaluator: Evaluator, spool: Spool) -> Path:
+    async def _play(self, down: ParentFace, evaluator: ModelEvaluator, spool: Spool) -> Path:
         experiment = self._folder.experiment
         beginning = await evaluator.start()
         layout = beginning.layout

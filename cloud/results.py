@@ -15,7 +15,6 @@ import io
 import json
 import os
 import platform
-import secrets
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -26,6 +25,7 @@ from typing import Final
 from cloud import links
 from common.errors import InvalidExperiment
 from common.node.ledger import Ledger
+from common.runtime.world import REAL, World
 from common.spec import Experiment, load, to_toml
 from common.wire.messages import ChildReport
 
@@ -45,32 +45,33 @@ class RunFolder:
     As long as this lives its process holds the folder (`held`): by a lock, so that the kernel lets go for a killed one.
     """
 
-    def __init__(self, path: Path, run: str, experiment: Experiment) -> None:
+    def __init__(self, path: Path, run: str, experiment: Experiment, *, world: World = REAL) -> None:
         held = os.open(path / HELD, os.O_RDONLY)
         weakref.finalize(self, os.close, held)
         _try_lock(held, fcntl.LOCK_SH)
         self.path = path
         self.run = run
         self.experiment = experiment
+        self._world = world
         self._measured = ""
         self._last_round: tuple[int, dict[str, object]] | None = None  # where it begins in rounds.csv, and its cells
 
     @classmethod
-    def create(cls, root: Path, experiment: Experiment) -> RunFolder:
+    def create(cls, root: Path, experiment: Experiment, *, world: World = REAL) -> RunFolder:
         """Make `runs/<utc>-<name>-<id>/`. Raises InvalidExperiment where that cannot be written."""
-        utc, token = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ"), secrets.token_hex(3)
+        utc, token = datetime.fromtimestamp(world.wall(), UTC).strftime("%Y%m%dT%H%M%SZ"), world.token(3)
         path = root / f"{utc}-{experiment.name}-{token}"
         try:
             path.mkdir(parents=True)
         except OSError as error:
             raise InvalidExperiment("--runs", str(root), error.strerror or str(error), "Name another folder.") from None
         (path / "experiment.toml").write_text(to_toml(experiment), encoding="utf-8")
-        folder = cls(path, f"{utc}-{token}", experiment)
+        folder = cls(path, f"{utc}-{token}", experiment, world=world)
         folder._write_manifest(utc)
         return folder
 
     @classmethod
-    def reopen(cls, path: Path, *, direct: bool = False) -> RunFolder:
+    def reopen(cls, path: Path, *, direct: bool = False, world: World = REAL) -> RunFolder:
         """Take up a run's folder again. Raises InvalidExperiment where it is none, or none of a direct run."""
         try:
             manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
@@ -81,7 +82,7 @@ class RunFolder:
         if direct is not was_direct:  # its seconds and bytes would be of two kinds
             had, remedy = ("no network", "Add --direct.") if was_direct else ("a network", "Leave out --direct.")
             raise InvalidExperiment("--resume", str(path), f"the run was begun with {had}", remedy)
-        return cls(path, run, load(path / "experiment.toml"))
+        return cls(path, run, load(path / "experiment.toml"), world=world)
 
     @property
     def checkpoints(self) -> Path:
@@ -95,7 +96,8 @@ class RunFolder:
 
     def event(self, name: str, facts: Mapping[str, object]) -> None:
         """Append an event with its time."""
-        line = json.dumps({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": name, **facts})
+        time = datetime.fromtimestamp(self._world.wall(), UTC).isoformat(timespec="milliseconds")
+        line = json.dumps({"time": time, "event": name, **facts})
         with (self.path / "events.jsonl").open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 

@@ -18,10 +18,11 @@ from common.node.exports import export_child
 from common.node.identity import Identity, new_session
 from common.node.life import live
 from common.node.spool import Spool
+from common.runtime.world import REAL, World
 from common.spec import Experiment, parse
 from common.wire.messages import NodeState, Phase, Task
+from device.jobs import TrainingPool
 from device.pace import keep
-from device.pool import Pool
 from device.work import answer_of, round_of
 
 FAREWELL_S = 3.0
@@ -41,12 +42,13 @@ class DeviceAgent:
         *,
         institution: str,
         broker: BrokerAddress,
-        pool: Pool,
+        pool: TrainingPool,
         connect_timeout_s: float,
         metrics: Metrics,
         metrics_address: str = "",
         spool: Path | None = None,
         allow_models: Sequence[str] = (),
+        world: World = REAL,
     ) -> None:
         self._name = name
         self._institution = institution
@@ -57,14 +59,17 @@ class DeviceAgent:
         self._metrics_address = metrics_address
         self._spool = spool
         self._allow_models = allow_models
+        self._world = world
         self._labels = ("device", institution, name)
 
     async def run(self) -> None:
         """Take part in one run, to its end. Raises FedstrataError."""
-        run, announcement = await discover(self._broker, self._institution, connect_timeout_s=self._connect_timeout_s)
+        run, announcement = await discover(
+            self._broker, self._institution, connect_timeout_s=self._connect_timeout_s, world=self._world
+        )
         experiment = parse(announcement.experiment)
         self._check_home(experiment)  # before anybody hears of this name
-        identity = Identity(run, self._name, "device", new_session(), self._metrics_address)
+        identity = Identity(run, self._name, "device", new_session(self._world), self._metrics_address)
         spool = Spool.open(self._spool, run=run, node=self._name)
         up = ChildFace(
             self._broker,
@@ -75,6 +80,7 @@ class DeviceAgent:
             shaped=experiment.links.enforce == "bucket",
             codecs=experiment.transfer.lan,
             spool=spool,
+            world=self._world,
         )
         export_child(self._metrics, up, self._labels)
         self._metrics.introduce(self._labels, {"run": run, "experiment": experiment.name}, phases=PHASES)

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from common.errors import FedstrataError
 from common.layout import ModelLayout, Row
@@ -119,3 +119,24 @@ class Job(Wish):
         """Call it off: it ends between two steps, with an answer."""
         self.order.cancelled.set()
         self.on_cancel()
+
+
+class PoolMember(Protocol):
+    """One device's access to a pool of trainings; see `device.pool.Member`."""
+
+    @property
+    def moves(self) -> int:
+        """A count that grows while any training of the pool does."""
+
+    async def prepare(self, experiment: Experiment) -> Prepared:
+        """Join an experiment. Raises InvalidExperiment, RunFailed."""
+
+    async def train(self, row: Row, out: Row, *, epochs: int, round_: int, progress: Progress) -> LocalResult:
+        """Train the model in `row` and write it into `out`, both uint8 [row_bytes]. Raises RunFailed."""
+
+
+class TrainingPool(Protocol):
+    """What a device agent asks of a pool; see `device.pool.Pool`."""
+
+    def member(self, node: str) -> PoolMember:
+        """Add a device."""

@@ -17,6 +17,7 @@ from common.node.life import live
 from common.node.parent import ParentFace
 from common.node.spool import Spool
 from common.rounds.timeline import PHASES
+from common.runtime.world import REAL, World
 from common.spec import CLOUD, Experiment, parse
 from common.wire.messages import NodeState, Target
 from institution.rounds import LocalRounds
@@ -37,6 +38,7 @@ class InstitutionAgent:
         metrics: Metrics,
         metrics_address: str = "",
         spool: Path | None = None,
+        world: World = REAL,
     ) -> None:
         self._name = name
         self._cloud_broker = cloud_broker
@@ -45,14 +47,17 @@ class InstitutionAgent:
         self._metrics = metrics
         self._metrics_address = metrics_address
         self._spool = spool
+        self._world = world
 
     async def run(self) -> None:
         """Take part in one run, to its end. Raises FedstrataError."""
-        run, announcement = await discover(self._cloud_broker, CLOUD, connect_timeout_s=self._connect_timeout_s)
+        run, announcement = await discover(
+            self._cloud_broker, CLOUD, connect_timeout_s=self._connect_timeout_s, world=self._world
+        )
         experiment = parse(announcement.experiment)
         layout = ModelLayout.from_json(announcement.layout)
         devices = self._devices(experiment)
-        identity = Identity(run, self._name, "institution", new_session(), self._metrics_address)
+        identity = Identity(run, self._name, "institution", new_session(self._world), self._metrics_address)
         spool = Spool.open(self._spool, run=run, node=self._name)
         shaped = experiment.links.enforce == "bucket"
         up = ChildFace(
@@ -64,6 +69,7 @@ class InstitutionAgent:
             shaped=shaped,
             codecs=experiment.transfer.wan,
             spool=spool,
+            world=self._world,
         )
         down = ParentFace(
             self._device_broker,
@@ -73,6 +79,7 @@ class InstitutionAgent:
             shaped=shaped,
             codecs=experiment.transfer.lan,
             spool=spool,
+            world=self._world,
         )
         up.below = lambda: replace(down.ledger.total(), wire=down.ledger.broker())
         down.set_layout(layout)

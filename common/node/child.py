@@ -24,6 +24,7 @@ from common.node.offload import offload
 from common.node.probes import Probes
 from common.node.spool import Spool
 from common.rounds.participant import Answered, Begin, Participant
+from common.runtime.world import REAL, World
 from common.spec import PLAIN, Codecs, Transfer
 from common.transfer.incoming import Fetched, IncomingEvent
 from common.transfer.manifest import missing, shared
@@ -93,13 +94,14 @@ class ChildFace:
         shaped: bool = True,
         spool: Spool | None = None,
         codecs: Codecs = PLAIN,
+        world: World = REAL,
     ) -> None:
         self.peers = (parent,)
         self._parent = parent
         self._transfer = transfer
         self.models = Models(sent=codecs.up, received=codecs.down)
         ways = Ways(to={parent: link.up}, from_={parent: link.down}, shaped=shaped)
-        self.endpoint = Endpoint(address, identity, face=self, transfer=transfer, ways=ways)
+        self.endpoint = Endpoint(address, identity, face=self, transfer=transfer, ways=ways, world=world)
         self.probes = Probes(self.endpoint, ways.to, transfer)
         self.participant = Participant()
         self.below: Callable[[], Traffic] = Traffic

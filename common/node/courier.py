@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Final
@@ -11,9 +10,9 @@ from typing import Final
 from common.links import Ways
 from common.net.accounting import Account, packet_bytes
 from common.net.bulk import Body
-from common.net.link import Link
 from common.net.shaping import Departures, Shaper
 from common.node.identity import Identity
+from common.runtime.world import REAL, Connection, World
 from common.transfer.outgoing import Outgoing, Publication
 from common.wire import packing, topics
 from common.wire.messages import Ask, Message, Progress, Receipt, Result, Task
@@ -25,9 +24,16 @@ class Courier:
     """One endpoint's way out. `wake` is called when there is room for more chunks; `noise` are blobs of no model."""
 
     def __init__(
-        self, identity: Identity, link: Link, account: Account, ways: Ways, *, wake: Callable[[], None]
+        self,
+        identity: Identity,
+        link: Connection,
+        account: Account,
+        ways: Ways,
+        *,
+        wake: Callable[[], None],
+        world: World = REAL,
     ) -> None:
-        self.outgoing = Outgoing(first_number=time.time_ns() // 1_000_000)
+        self.outgoing = Outgoing(first_number=int(1000 * world.wall()))
         self._identity = identity
         self._link = link
         self._account = account

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from typing import Final
 
 from common.errors import WireError
-from common.net.link import BrokerAddress, Link
+from common.net.link import BrokerAddress
+from common.runtime.world import REAL, World
 from common.spec import Transfer
 from common.wire import packing, topics
 from common.wire.messages import Announcement, NodeState, Presence
@@ -18,7 +18,9 @@ PATIENCE_S: Final = 5.0
 log = logging.getLogger("fedstrata.discovery")
 
 
-async def discover(address: BrokerAddress, parent: str, *, connect_timeout_s: float) -> tuple[str, Announcement]:
+async def discover(
+    address: BrokerAddress, parent: str, *, connect_timeout_s: float, world: World = REAL
+) -> tuple[str, Announcement]:
     """Wait for a run whose parent is alive; return its id and what the parent announced.
 
     An experiment that a dead parent left on the broker is passed over. Where the parent does not come soon, a
@@ -58,9 +60,9 @@ async def discover(address: BrokerAddress, parent: str, *, connect_timeout_s: fl
         there = f"There are {', '.join(sorted(others))}." if others else "No other is there either."
         log.warning("waiting for %s on broker %s. %s", parent, address, there)
 
-    link = Link(
+    link = world.connection(
         address,
-        client_id=f"seeker-{secrets.token_hex(8)}",
+        client_id=f"seeker-{world.token(8)}",
         keepalive_s=Transfer().keepalive_s,
         received=received,
         connected=connected,

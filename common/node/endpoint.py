@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Iterable, Sequence
 from math import inf
 from typing import Final
@@ -20,8 +19,7 @@ from typing import Final
 from common.errors import ConnectionFailed, NoProgress, WireError
 from common.links import Ways
 from common.net.accounting import Account, packet_bytes
-from common.net.limits import packet_limit
-from common.net.link import BrokerAddress, Link
+from common.net.link import BrokerAddress
 from common.net.packets import Place
 from common.node.arriving import Arriving
 from common.node.courier import Courier, inline_bytes, qos_of
@@ -29,6 +27,7 @@ from common.node.face import Face
 from common.node.figures import Figures
 from common.node.herald import Herald
 from common.node.identity import Identity
+from common.runtime.world import REAL, World
 from common.spec import Transfer
 from common.transfer.incoming import Incoming, Landing
 from common.transfer.manifest import MIN_RATED_CHUNK, chunk_bytes_for, renamed
@@ -57,8 +56,10 @@ class Endpoint:
         transfer: Transfer,
         ways: Ways,
         figures: Figures | None = None,
+        world: World = REAL,
     ) -> None:
         self.identity = identity
+        self.world = world
         self._figures = figures
         self.account = Account()
         self.ignored = 0
@@ -81,9 +82,9 @@ class Endpoint:
         self._announcement: bytes | None = None
         self._loop = asyncio.get_running_loop()
         will = packing.encode(Presence(NodeState.LOST, identity.role, reason="connection lost"), identity.session)
-        self.link = Link(
+        self.link = world.connection(
             address,
-            client_id=f"{identity.name}-{identity.session[:8]}-{secrets.token_hex(2)}",
+            client_id=f"{identity.name}-{identity.session[:8]}-{world.token(2)}",
             keepalive_s=transfer.keepalive_s,
             received=self._received,
             find_place=self._find_place,
@@ -92,7 +93,7 @@ class Endpoint:
             lost=self._lost,
             will=(topics.state(identity.run, identity.name), will),
         )
-        self.courier = Courier(identity, self.link, self.account, ways, wake=self.wake)
+        self.courier = Courier(identity, self.link, self.account, ways, wake=self.wake, world=world)
         self.outgoing = self.courier.outgoing
 
     def now(self) -> float:
@@ -302,7 +303,7 @@ class Endpoint:
     async def _connected(self) -> None:
         identity = self.identity
         if not self._connected_once.is_set():
-            self._mind_limit(await packet_limit(self.link.address))
+            self._mind_limit(await self.world.packet_limit(self.link.address))
         self._subscribed.clear()
         self._away_since = None
         self.link.subscribe([topics.state("+", identity.name)], qos=1)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import secrets
 from dataclasses import dataclass, field
 
+from common.runtime.world import REAL, World
 
-def new_session() -> str:
+
+def new_session(world: World = REAL) -> str:
     """Return an id for this process's life."""
-    return secrets.token_hex(8)
+    return world.token(8)
 
 
 @dataclass(slots=True)

@@ -25,6 +25,7 @@ from common.node.round import COUNT_MOST, Round, check_report
 from common.node.spool import Spool
 from common.node.targets import STAYING, Targets
 from common.rounds.coordinator import Assignment, Closed, Coordinator, Offered, Restarted, Stalled
+from common.runtime.world import REAL, World
 from common.spec import PLAIN, Closing, Codecs, Transfer
 from common.transfer.incoming import Fetched, IncomingEvent
 from common.transfer.manifest import missing
@@ -65,6 +66,7 @@ class ParentFace:
         shaped: bool = True,
         spool: Spool | None = None,
         codecs: Codecs = PLAIN,
+        world: World = REAL,
         observe: Observe = lambda event, facts: None,
     ) -> None:
         self.peers = tuple(links)
@@ -76,7 +78,9 @@ class ParentFace:
             shaped=shaped,
         )
         self.figures = Figures()
-        self.endpoint = Endpoint(address, identity, face=self, transfer=transfer, ways=self.ways, figures=self.figures)
+        self.endpoint = Endpoint(
+            address, identity, face=self, transfer=transfer, ways=self.ways, figures=self.figures, world=world
+        )
         self.targets = Targets()
         self.rates: dict[str, float] = {}
         self.probes = Probes(self.endpoint, self.ways.to, transfer)

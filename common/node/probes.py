@@ -16,8 +16,6 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-import numpy as np
-
 from common.errors import InvalidExperiment, RefusedModel
 from common.links import Links, Way, Ways
 from common.node.endpoint import Endpoint
@@ -134,7 +132,7 @@ class Probes:
         rate = self._ways[peer].rate or UNDECLARED
         chunk_bytes = int(min(max(rate * PROBE_S / CHUNKS_USUAL, CHUNK_LEAST), self._endpoint.chunk_most))
         chunks = int(min(max(rate * PROBE_S / chunk_bytes, CHUNKS_LEAST), CHUNKS_MOST))
-        data = memoryview(np.random.default_rng().bytes(chunk_bytes * chunks))
+        data = memoryview(self._endpoint.world.noise(chunk_bytes * chunks))
         noise = describe(data, chunk_bytes=chunk_bytes, codec=CODEC, layout="")
         self._endpoint.courier.noise.add(noise.blob)
         self._endpoint.outgoing.offer(noise, data, (peer,))

@@ -1,0 +1,142 @@
+"""What an agent takes from outside its process, as one argument: real by default, simulated in `deploy/simulation`.
+
+Monotonic time and work in threads are not here: both belong to the event loop.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final, Protocol
+
+from common.net.bulk import Body
+from common.net.limits import packet_limit
+from common.net.link import BrokerAddress, Link
+from common.net.packets import FindPlace, Place
+from common.wire.messages import Wire
+
+Received = Callable[[str, bytes, bool], None]
+
+
+class Meter(Protocol):
+    """The bytes that a connection carried, as the kernel counts them."""
+
+    def sample(self) -> Wire:
+        """Return what was carried so far, over reconnections."""
+
+    def received(self) -> int:
+        """Return the bytes received since the last connect, -1 if unknown."""
+
+
+class Connection(Protocol):
+    """An MQTT connection that is opened again when it breaks; the methods are those of `common.net.link.Link`."""
+
+    address: BrokerAddress
+    reconnects: int
+
+    @property
+    def meter(self) -> Meter:
+        """The bytes that this connection carried."""
+
+    @property
+    def up(self) -> bool:
+        """Whether the broker is connected."""
+
+    async def run(self, *, connect_timeout_s: float) -> None:
+        """Keep the connection until cancelled. Raises ConnectionFailed if it was never made in time."""
+
+    def publish(self, topic: str, body: bytes, *, qos: int, retain: bool = False) -> None:
+        """Send a message, or drop it if there is no connection."""
+
+    def publish_body(self, topic: str, body: Body, *, done: Callable[[], None]) -> None:
+        """Send a large message at QoS 0; `done` is called once its memory may be written again."""
+
+    def subscribe(self, topics: list[str], *, qos: int, refused: Callable[[str], None] = lambda topic: None) -> None:
+        """Subscribe without waiting; `refused` is called for each topic that the broker denies."""
+
+    def unsubscribe(self, topics: list[str]) -> None:
+        """Unsubscribe without waiting."""
+
+    async def flush(self) -> None:
+        """Wait until the broker has acknowledged everything, or the connection broke."""
+
+
+class World(Protocol):
+    """The surroundings of one process."""
+
+    def connection(
+        self,
+        address: BrokerAddress,
+        *,
+        client_id: str,
+        keepalive_s: int,
+        received: Received,
+        connected: Callable[[], Awaitable[None]],
+        lost: Callable[[], None],
+        find_place: FindPlace = lambda topic, size: None,
+        landed: Callable[[str, Place], None] = lambda topic, place: None,
+        will: tuple[str, bytes] | None = None,
+    ) -> Connection:
+        """Return a connection, which `run` opens; for the callbacks see `common.net.link.Link`."""
+
+    async def packet_limit(self, address: BrokerAddress) -> int | None:
+        """Return the largest packet that a broker accepts, in bytes; None if unlimited or unknown."""
+
+    def token(self, nbytes: int) -> str:
+        """Return random bytes as hexadecimal digits."""
+
+    def wall(self) -> float:
+        """Return this machine's time of day, in Unix seconds."""
+
+    def noise(self, nbytes: int) -> bytes:
+        """Return bytes that do not compress."""
+
+
+class RealWorld:
+    """Sockets, the operating system's random numbers, and its clock."""
+
+    def connection(
+        self,
+        address: BrokerAddress,
+        *,
+        client_id: str,
+        keepalive_s: int,
+        received: Received,
+        connected: Callable[[], Awaitable[None]],
+        lost: Callable[[], None],
+        find_place: FindPlace = lambda topic, size: None,
+        landed: Callable[[str, Place], None] = lambda topic, place: None,
+        will: tuple[str, bytes] | None = None,
+    ) -> Connection:
+        """Return a connection over TCP."""
+        return Link(
+            address,
+            client_id=client_id,
+            keepalive_s=keepalive_s,
+            received=received,
+            connected=connected,
+            lost=lost,
+            find_place=find_place,
+            landed=landed,
+            will=will,
+        )
+
+    async def packet_limit(self, address: BrokerAddress) -> int | None:
+        """Ask the broker over a connection of its own."""
+        return await packet_limit(address)
+
+    def token(self, nbytes: int) -> str:
+        """Return random bytes as hexadecimal digits."""
+        return secrets.token_hex(nbytes)
+
+    def wall(self) -> float:
+        """Return Unix seconds."""
+        return time.time()
+
+    def noise(self, nbytes: int) -> bytes:
+        """Return random bytes."""
+        return secrets.token_bytes(nbytes)
+
+
+REAL: Final = RealWorld()
