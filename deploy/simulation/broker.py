@@ -149,9 +149,7 @@ class SimulatedBroker:
         """End a session whose client is gone, or is to go, and publish its will."""
         if session.alive:
             self._end(session)
-            if session.will is not None:
-                will = session.will
-                self.route(will.topic, will.body, qos=will.qos, retain=will.retain)
+            self._publish_will(session)
 
     # The broker itself
 
@@ -181,7 +179,10 @@ class SimulatedBroker:
             self._end(session)
 
     def terminate(self) -> None:
-        """End as on SIGTERM, which differs from SIGKILL for nobody but the store of a persistent broker."""
+        """End as mosquitto does on SIGTERM: it publishes every client's will, and a persistent store keeps them."""
+        for session in list(self.sessions.values()):
+            if session.alive:
+                self._publish_will(session)
         self.kill()
 
     def start(self, store: Store = "empty") -> None:
@@ -200,6 +201,11 @@ class SimulatedBroker:
         if self.sessions.get(session.client_id) is session:
             del self.sessions[session.client_id]
         session.subscriber.closed_by_broker()
+
+    def _publish_will(self, session: BrokerSession) -> None:
+        if session.will is not None:
+            will = session.will
+            self.route(will.topic, will.body, qos=will.qos, retain=will.retain)
 
     def _send(self, session: BrokerSession, topic: str, body: bytes, *, qos: int, retain: bool) -> None:
         if not session.alive or self._is_denied(topic):

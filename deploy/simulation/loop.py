@@ -21,7 +21,7 @@ from deploy.simulation.callbacks import OWNER, CountingLoop, NumberedFuture, Num
 START_S: Final = 1000.0
 TURNS_BEFORE_CREEP: Final = 200  # at one instant; an undisturbed lab needs some dozens
 CREEP_S: Final = 1e-7
-TURNS_MOST: Final = 200_000
+TURNS_MOST: Final = 100_000
 
 _T = TypeVar("_T")
 

@@ -71,19 +71,19 @@ class SimulatedLink:
         conditions, draw, flight = self.conditions, self.draw, packet.flight
         if packet.left is not None:
             packet.left(packet)
-        if conditions.mtu_bytes is not None and packet.size > conditions.mtu_bytes and not flight.stuck:
-            flight.stuck = True
+        is_message = packet.kind is PacketKind.PUBLISH
+        may_fail = is_message and packet.qos == 0
+        if may_fail and conditions.loss and draw.random() < conditions.loss:
+            return
+        if conditions.mtu_bytes is not None and packet.size > conditions.mtu_bytes and flight.stuck is None:
+            flight.stuck = packet
+            flight.add(packet, delay_s=conditions.delay_s)
             for connection in list(self.connections):
                 connection.link_changed(conditions, conditions)
-        is_message = packet.kind is PacketKind.PUBLISH
-        if is_message and packet.qos == 0 and conditions.loss and draw.random() < conditions.loss:
             return
-        times = 1 + (is_message and conditions.duplication > 0 and draw.random() < conditions.duplication)
+        times = 2 if is_message and conditions.duplication and draw.random() < conditions.duplication else 1
         for _ in range(times):
-            late = (
-                is_message and packet.qos == 0 and conditions.reordering > 0 and draw.random() < conditions.reordering
-            )
-            if late:
+            if may_fail and conditions.reordering and draw.random() < conditions.reordering:
                 flight.add_late(packet, delay_s=conditions.delay_s + draw.random() * conditions.reorder_s)
             else:
                 flight.add(packet, delay_s=conditions.delay_s)

@@ -122,8 +122,8 @@ class RateQueue:
 class Flight:
     """One direction of a connection behind the rate: packets arrive after a delay, in the order in which they left.
 
-    `held`: nothing arrives for now, as in a partition. `stuck`: the same behind a packet that is too large for the
-    path. `waiting` counts its packets that wait for the rate.
+    `held`: nothing arrives for now, as in a partition. `stuck`: a packet that is too large for the path: neither it
+    nor what follows arrives. `waiting` counts its packets that wait for the rate.
     """
 
     def __init__(self, loop: VirtualLoop, arrive: Callable[[Packet], None], *, context: Context) -> None:
@@ -133,7 +133,7 @@ class Flight:
         self._flying: deque[tuple[float, Packet]] = deque()
         self._last = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self.stuck = False
+        self.stuck: Packet | None = None
         self.held = False
         self.waiting = 0
 
@@ -162,18 +162,18 @@ class Flight:
         self._plan()
 
     def _plan(self) -> None:
-        if self._timer is None and self._flying:
+        if self._timer is None and self._flying and self._flying[0][1] is not self.stuck:
             self._timer = self._loop.call_at(self._flying[0][0], self._land, context=self._context)
 
     def _land(self) -> None:
         self._timer = None
-        if self.held or self.stuck:
+        if self.held:
             return
         now = self._loop.time()
-        while self._flying and self._flying[0][0] <= now:
+        while self._flying and self._flying[0][0] <= now and self._flying[0][1] is not self.stuck:
             self._arrive(self._flying.popleft()[1])
         self._plan()
 
     def _arrive_late(self, packet: Packet) -> None:
-        if not (self.held or self.stuck):
+        if not self.held and self.stuck is None:
             self._arrive(packet)

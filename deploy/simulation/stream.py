@@ -93,7 +93,8 @@ class ClientStream:
         """Adapt to new conditions of the link."""
         for flight in (self._up, self._down):
             flight.held = now.cut
-            flight.stuck = flight.stuck and before.mtu_bytes == now.mtu_bytes
+            if before.mtu_bytes != now.mtu_bytes:
+                flight.stuck = None
             if before != now:
                 flight.release(delay_s=now.delay_s)
         self._watch()
@@ -159,9 +160,9 @@ class ClientStream:
         if not self._open and not self._session.alive:
             return
         keepalive_s, draw, now = self._connection.keepalive_s, self._link.draw, self._loop.time()
-        cut, up_stuck = self._link.conditions.cut, self._up.stuck
+        cut, up_stuck = self._link.conditions.cut, self._up.stuck is not None
         mute = self._session.alive and (cut or up_stuck or self._connection.process.stopped)
-        deaf = self._open and (cut or up_stuck or self._down.stuck)
+        deaf = self._open and (cut or up_stuck or self._down.stuck is not None)
         if mute and self._broker_check is None:
             self._heard_at = max(self._heard_at, now - draw.random() * keepalive_s)  # its last ping
             self._check_broker()
