@@ -11,6 +11,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import msgpack
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -82,6 +83,15 @@ def same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
+def sealed(body: bytes) -> bytes:
+    """Return the message that carries these bytes, whatever they are."""
+    return xxhash.xxh3_64_digest(body) + body
+
+
+def pack(tree: Any) -> bytes:
+    return sealed(msgpack.packb(tree))
+
+
 def survives(data: bytes) -> messages.Message | None:
     """Return the record, or None where it was refused as it should be."""
     try:
@@ -99,7 +109,7 @@ def refusal(data: bytes) -> str:
 
 
 def tree_of(message: messages.Message) -> list[Any]:
-    tree: list[Any] = msgpack.unpackb(packing.encode(message, SESSION), use_list=True, strict_map_key=False)
+    tree: list[Any] = msgpack.unpackb(packing.encode(message, SESSION)[8:], use_list=True, strict_map_key=False)
     return tree
 
 
@@ -125,12 +135,13 @@ def test_every_kind_that_may_travel_has_a_code() -> None:
 @given(data=st.binary(max_size=60))
 def test_any_bytes_give_a_record_or_a_wire_error(data: bytes) -> None:
     survives(data)
+    survives(sealed(data))
 
 
 @settings(max_examples=300)
 @given(tree=ANY_VALUE)
 def test_any_msgpack_gives_a_record_or_a_wire_error(tree: Any) -> None:
-    survives(msgpack.packb(tree))
+    survives(pack(tree))
 
 
 @settings(max_examples=300)
@@ -142,10 +153,24 @@ def test_any_msgpack_gives_a_record_or_a_wire_error(tree: Any) -> None:
 def test_mutated_bytes_give_a_record_or_a_wire_error(
     message: messages.Message, flips: list[tuple[int, int]], cut: int | None
 ) -> None:
-    data = bytearray(packing.encode(message, SESSION))
+    body = bytearray(packing.encode(message, SESSION)[8:])
     for place, mask in flips:
-        data[place % len(data)] ^= mask
-    survives(bytes(data if cut is None else data[: cut % len(data)]))
+        body[place % len(body)] ^= mask
+    survives(sealed(bytes(body if cut is None else body[: cut % len(body)])))
+
+
+@settings(max_examples=300)
+@given(message=ANY_MESSAGE, place=st.integers(0, 2**31))
+def test_a_flipped_bit_is_refused_as_damage(message: messages.Message, place: int) -> None:
+    data = bytearray(packing.encode(message, SESSION))
+    index, bit = divmod(place % (8 * len(data)), 8)
+    data[index] ^= 1 << bit
+    assert refusal(bytes(data)).startswith("damaged message")
+
+
+@pytest.mark.parametrize("data", [b"", b"\x00", bytes(7), bytes(8), bytes(100)], ids=len)
+def test_bytes_without_their_digest_are_refused_as_damage(data: bytes) -> None:
+    assert refusal(data).startswith("damaged message")
 
 
 @given(message=ANY_MESSAGE, tail=st.binary(min_size=1, max_size=4), cut=st.integers(0, 2**31))
@@ -153,6 +178,8 @@ def test_truncated_and_prolonged_messages_are_refused(message: messages.Message,
     data = packing.encode(message, SESSION)
     assert survives(data[: cut % len(data)]) is None
     assert survives(data + tail) is None
+    assert survives(sealed(data[8:][: cut % (len(data) - 8)])) is None
+    assert survives(sealed(data[8:] + tail)) is None
 
 
 def paths(tree: Any, path: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
@@ -175,7 +202,7 @@ def test_a_field_of_any_value_gives_a_record_or_a_wire_error(
     for index in parents:
         inner = inner[index]
     inner[last] = value
-    decoded = survives(msgpack.packb(tree))
+    decoded = survives(pack(tree))
     if decoded is not None:  # whatever is taken is a record that can be said again
         assert same(packing.decode(packing.encode(decoded, SESSION))[1], decoded)
 
@@ -183,38 +210,38 @@ def test_a_field_of_any_value_gives_a_record_or_a_wire_error(
 @given(message=ANY_MESSAGE, change=st.sampled_from(["less", "more"]))
 def test_a_wrong_number_of_fields_is_refused(message: messages.Message, change: str) -> None:
     tree = tree_of(message)
-    assert survives(msgpack.packb(tree[:-1] if change == "less" else [*tree, 0])) is None
+    assert survives(pack(tree[:-1] if change == "less" else [*tree, 0])) is None
 
 
 @pytest.mark.parametrize("depth", [10, 500, 1000, 1015, 1022, 1023, 1024, 5000])
 def test_deep_nesting_is_a_wire_error(depth: int) -> None:
     nested = b"\x91" * depth + b"\xc0"
-    assert survives(nested) is None
+    assert survives(sealed(nested)) is None
     for place in range(5):  # version, session, kind, and the two fields of a Receipt
-        parts = [b"\x01", b"\xa1s", b"\x05", b"\x93\x00\x00\x00", b"\xa0"]
+        parts = [b"\x02", b"\xa1s", b"\x05", b"\x93\x00\x00\x00", b"\xa0"]
         parts[place] = nested
-        assert survives(b"\x95" + b"".join(parts)) is None
+        assert survives(sealed(b"\x95" + b"".join(parts))) is None
 
 
-@pytest.mark.parametrize("version", [0, 2, -1, True, 1.0, "1", b"\x01", None, [1]], ids=repr)
+@pytest.mark.parametrize("version", [0, 1, 3, -1, True, 2.0, "2", b"\x02", None, [2]], ids=repr)
 def test_another_version_is_refused_by_its_name(version: Any) -> None:
-    text = refusal(msgpack.packb([version, SESSION, 7, "0" * 16]))
-    assert "protocol version" in text and "speaks 1" in text
+    text = refusal(pack([version, SESSION, 7, "0" * 16]))
+    assert "protocol version" in text and "speaks 2" in text
 
 
 @pytest.mark.parametrize("session", ["", "x" * 33, 7, None, b"abc", ["a"]], ids=repr)
 def test_a_lie_about_the_session_is_refused(session: Any) -> None:
-    assert "session" in refusal(msgpack.packb([1, session, 7, "0" * 16]))
+    assert "session" in refusal(pack([2, session, 7, "0" * 16]))
 
 
 @pytest.mark.parametrize("kind", [-1, 12, 255, True, False, 0.0, "0", None, [0]], ids=repr)
 def test_an_unknown_kind_is_refused(kind: Any) -> None:
-    assert "kind" in refusal(msgpack.packb([1, SESSION, kind, "0" * 16]))
+    assert "kind" in refusal(pack([2, SESSION, kind, "0" * 16]))
 
 
 def test_an_error_names_the_field() -> None:
-    assert refusal(msgpack.packb([1, SESSION, 5, [0, 0, -1], ""])).startswith("Receipt.key: Key.round: -1 is no count")
-    assert refusal(msgpack.packb([1, SESSION, 0, "dozing", "device", "", 0, "", "", "", False, []])) == (
+    assert refusal(pack([2, SESSION, 5, [0, 0, -1], ""])).startswith("Receipt.key: Key.round: -1 is no count")
+    assert refusal(pack([2, SESSION, 0, "dozing", "device", "", 0, "", "", "", False, []])) == (
         "Presence.state: 'dozing' is no NodeState"
     )
 
@@ -222,22 +249,22 @@ def test_an_error_names_the_field() -> None:
 def test_an_error_is_short_whatever_it_quotes() -> None:
     for value in ("x" * 100_000, b"x" * 100_000, [[0] * 1000] * 100, 2**64 - 1):
         for place in range(5):
-            tree: list[Any] = [1, SESSION, 5, [0, 0, 0], ""]
+            tree: list[Any] = [2, SESSION, 5, [0, 0, 0], ""]
             tree[place] = value
             if place == 4 and isinstance(value, str):
                 continue  # a long reason is a reason
-            assert len(refusal(msgpack.packb(tree))) < 200
+            assert len(refusal(pack(tree))) < 200
 
 
 def test_numbers_at_the_caps_pass_and_above_are_refused() -> None:
     key = Key(packing.MAX_INT, 0, packing.MAX_INT)
     assert survives(packing.encode(messages.Receipt(key, ""), SESSION)) == messages.Receipt(key, "")
-    assert survives(msgpack.packb([1, SESSION, 5, [packing.MAX_INT + 1, 0, 0], ""])) is None
+    assert survives(pack([2, SESSION, 5, [packing.MAX_INT + 1, 0, 0], ""])) is None
 
 
 def test_long_lists_and_texts_are_refused() -> None:
-    assert survives(msgpack.packb([1, SESSION, 8, [0] * 8, [0] * 8, [None] * (packing.MAX_ITEMS + 1)])) is None
-    assert survives(msgpack.packb([1, SESSION, 5, [0, 0, 0], "x" * (packing.MAX_TEXT + 1)])) is None
+    assert survives(pack([2, SESSION, 8, [0] * 8, [0] * 8, [None] * (packing.MAX_ITEMS + 1)])) is None
+    assert survives(pack([2, SESSION, 5, [0, 0, 0], "x" * (packing.MAX_TEXT + 1)])) is None
 
 
 def test_a_diverged_loss_is_heard() -> None:
@@ -312,7 +339,7 @@ def test_a_manifest_beyond_its_caps_is_refused(lie: dict[str, Any], says: str) -
     with pytest.raises(WireError, match=says):
         replace(GOOD, **lie)
     values = {**{f.name: getattr(GOOD, f.name) for f in fields(GOOD)}, **lie}
-    assert says in refusal(msgpack.packb([1, SESSION, 2, [0, 0, 0], 1, list(values.values()), None]))
+    assert says in refusal(pack([2, SESSION, 2, [0, 0, 0], 1, list(values.values()), None]))
 
 
 @given(manifest=manifests())
@@ -323,19 +350,22 @@ def test_the_chunks_of_a_manifest_tile_the_blob(manifest: Manifest) -> None:
     assert all(0 < span.stop - span.start <= manifest.chunk_bytes for span in spans)
 
 
-def test_a_presence_wish_and_progress_by_hand() -> None:
+def test_a_presence_task_and_progress_by_hand() -> None:
     """The bytes that another release must still read."""
     assert packing.encode(Presence(NodeState.READY, "device", samples=7), "s") == (
-        b"\x9c\x01\xa1s\x00\xa5ready\xa6device\xa0\x07\xa0\xa0\xa0\xc2\x90"
+        bytes.fromhex("e97fe3224997007b") + b"\x9c\x02\xa1s\x00\xa5ready\xa6device\xa0\x07\xa0\xa0\xa0\xc2\x90"
     )
     task = Task(Key(1, 2, 3), 4, replace(GOOD, size=1, digests=b"d" * 8), None)
     assert packing.encode(task, "s") == (
-        b"\x97\x01\xa1s\x02\x93\x01\x02\x03\x04\x97\xb00123456789abcdef\x01\xcd\x04\x00\xc4\x08ddddddddd"[:-1]
+        bytes.fromhex("b0349da608e60b2a")
+        + b"\x97\x02\xa1s\x02\x93\x01\x02\x03\x04\x97\xb00123456789abcdef\x01\xcd\x04\x00\xc4\x08ddddddddd"[:-1]
         + b"\xa4fp32\xa6layout\xa0\xc0"
     )
     progress = Progress(Key(0, 0, 0), Phase.TRAINING, 1, 2, Traffic(), Traffic())
     assert packing.encode(progress, "s") == (
-        b"\x99\x01\xa1s\x03\x93\x00\x00\x00\xa8training\x01\x02" + 2 * (b"\x99" + bytes(8) + b"\x9b" + bytes(11))
+        bytes.fromhex("6ee5f70e4f1a2f96")
+        + b"\x99\x02\xa1s\x03\x93\x00\x00\x00\xa8training\x01\x02"
+        + 2 * (b"\x99" + bytes(8) + b"\x9b" + bytes(11))
     )
 
 
