@@ -20,13 +20,17 @@ from common.node.spool import Spool
 from common.node.targets import ADDRESS, discovery
 from common.spec import CLOUD
 from common.wire.messages import Announcement, NodeState
+from common.wire.topics import DEFAULT_LAB, check_lab
 
 FAREWELL_S = 10.0
 PROGRESS_S = 0.5
 
 
 class CloudAgent:
-    """One run's cloud. `observe` gets every event as it happens: a name and JSON-able facts."""
+    """One run's cloud, in a lab of its broker.
+
+    `observe` gets every event as it happens: a name and JSON-able facts.
+    """
 
     def __init__(
         self,
@@ -37,6 +41,7 @@ class CloudAgent:
         connect_timeout_s: float,
         metrics: Metrics,
         metrics_address: str = "",
+        lab: str = DEFAULT_LAB,
         observe: Observe,
         spool: Path | None = None,
     ) -> None:
@@ -46,15 +51,15 @@ class CloudAgent:
         self._connect_timeout_s = connect_timeout_s
         self._metrics = metrics
         self._metrics_address = metrics_address
+        self._lab = check_lab(lab)
         self._show = observe
         self._spool = spool
 
     async def run(self) -> Path:
         """Play the run to its end and return the final model's path. Raises FedstrataError."""
         experiment = self._folder.experiment
-        identity = Identity(
-            self._folder.run, CLOUD, "cloud", new_session(), self._metrics_address, books=self._folder.run
-        )
+        run = self._folder.run
+        identity = Identity(run, CLOUD, "cloud", new_session(), self._metrics_address, books=run, lab=self._lab)
         spool = Spool.open(self._spool, run=identity.run, node=identity.name)
         down = ParentFace(
             self._broker,

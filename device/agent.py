@@ -20,6 +20,7 @@ from common.node.life import live
 from common.node.spool import Spool
 from common.spec import Experiment, parse
 from common.wire.messages import NodeState, Phase, Task
+from common.wire.topics import DEFAULT_LAB, check_lab
 from device.pace import keep
 from device.pool import Pool
 from device.work import answer_of, round_of
@@ -30,7 +31,7 @@ WAITING_S = 1.0
 
 
 class DeviceAgent:
-    """One device. It is told only its broker, its name and its institution.
+    """One device. It is given only its broker, its lab, its name and its institution.
 
     `allow_models`: the packages whose models an experiment may name.
     """
@@ -45,6 +46,7 @@ class DeviceAgent:
         connect_timeout_s: float,
         metrics: Metrics,
         metrics_address: str = "",
+        lab: str = DEFAULT_LAB,
         spool: Path | None = None,
         allow_models: Sequence[str] = (),
     ) -> None:
@@ -55,16 +57,19 @@ class DeviceAgent:
         self._connect_timeout_s = connect_timeout_s
         self._metrics = metrics
         self._metrics_address = metrics_address
+        self._lab = check_lab(lab)
         self._spool = spool
         self._allow_models = allow_models
         self._labels = ("device", institution, name)
 
     async def run(self) -> None:
         """Take part in one run, to its end. Raises FedstrataError."""
-        run, announcement = await discover(self._broker, self._institution, connect_timeout_s=self._connect_timeout_s)
+        run, announcement = await discover(
+            self._broker, self._institution, lab=self._lab, connect_timeout_s=self._connect_timeout_s
+        )
         experiment = parse(announcement.experiment)
         self._check_home(experiment)  # before anybody hears of this name
-        identity = Identity(run, self._name, "device", new_session(), self._metrics_address)
+        identity = Identity(run, self._name, "device", new_session(), self._metrics_address, lab=self._lab)
         spool = Spool.open(self._spool, run=run, node=self._name)
         up = ChildFace(
             self._broker,

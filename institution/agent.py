@@ -19,13 +19,14 @@ from common.node.spool import Spool
 from common.rounds.timeline import PHASES
 from common.spec import CLOUD, Experiment, parse
 from common.wire.messages import NodeState, Target
+from common.wire.topics import DEFAULT_LAB, check_lab
 from institution.rounds import LocalRounds
 
 FAREWELL_S = 5.0
 
 
 class InstitutionAgent:
-    """One institution; its devices may be on another broker than the cloud."""
+    """One institution of a lab; its devices may be on another broker than the cloud."""
 
     def __init__(
         self,
@@ -36,6 +37,7 @@ class InstitutionAgent:
         connect_timeout_s: float,
         metrics: Metrics,
         metrics_address: str = "",
+        lab: str = DEFAULT_LAB,
         spool: Path | None = None,
     ) -> None:
         self._name = name
@@ -44,15 +46,18 @@ class InstitutionAgent:
         self._connect_timeout_s = connect_timeout_s
         self._metrics = metrics
         self._metrics_address = metrics_address
+        self._lab = check_lab(lab)
         self._spool = spool
 
     async def run(self) -> None:
         """Take part in one run, to its end. Raises FedstrataError."""
-        run, announcement = await discover(self._cloud_broker, CLOUD, connect_timeout_s=self._connect_timeout_s)
+        run, announcement = await discover(
+            self._cloud_broker, CLOUD, lab=self._lab, connect_timeout_s=self._connect_timeout_s
+        )
         experiment = parse(announcement.experiment)
         layout = ModelLayout.from_json(announcement.layout)
         devices = self._devices(experiment)
-        identity = Identity(run, self._name, "institution", new_session(), self._metrics_address)
+        identity = Identity(run, self._name, "institution", new_session(), self._metrics_address, lab=self._lab)
         spool = Spool.open(self._spool, run=run, node=self._name)
         shaped = experiment.links.enforce == "bucket"
         up = ChildFace(

@@ -26,7 +26,7 @@ def test_mosquitto_tells_where_it_may(tmp_path: Path, open_: bool) -> None:
     rules.chmod(0o700)
 
     async def play(address: BrokerAddress) -> None:
-        identity = Identity("r1", "cloud", "cloud", new_session())
+        identity = Identity("run-1", "cloud", "cloud", new_session())
         parent = ParentFace(address, identity, links={"i0": Link()}, transfer=Transfer())
         told = parent.figures.told
         async with asyncio.timeout(30):
@@ -50,4 +50,4 @@ def test_nonsense_is_taken_and_forgotten() -> None:
     assert figures.take(HEAP, b"70000") and figures.take(HEAP, b"much") and figures.take(HEAP, b"9" * 20)
     assert figures.told == {HEAP: 70000}
     assert not figures.take("$SYS/broker/uptime", b"5 seconds")
-    assert not figures.take("fs1/r1/i0/state", b"70000")
+    assert not figures.take("fs1/lab/run-1/i0/state", b"70000")

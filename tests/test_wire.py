@@ -371,20 +371,28 @@ def test_a_presence_task_and_progress_by_hand() -> None:
 
 # Topics
 
+LAB = "lab"
+RUNS = NAMES.filter(lambda name: "-" in name)
+
 
 @given(
-    names=st.tuples(NAMES, NAMES, NAMES),
+    lab=NAMES,
+    run=RUNS,
+    names=st.tuples(NAMES, NAMES),
     blob=st.from_regex(r"[0-9a-f]{16}", fullmatch=True),
     index=st.integers(0, 10**9 - 1),
     number=st.integers(0, 10**18 - 1),
 )
-def test_topics_are_parsed_as_they_were_built(names: tuple[str, str, str], blob: str, index: int, number: int) -> None:
-    run, node, peer = names
-    assert topics.parse(topics.state(run, node)) == topics.StateTopic(run, node)
-    assert topics.parse(topics.spec(run, node)) == topics.SpecTopic(run, node)
-    assert topics.parse(topics.inbox(run, node, peer)) == topics.InboxTopic(run, node, peer)
-    chunk = topics.chunk(run, node, peer, blob, index, number)
-    assert topics.parse(chunk) == topics.ChunkTopic(run, node, peer, blob, index, number)
+def test_topics_are_parsed_as_they_were_built(
+    lab: str, run: str, names: tuple[str, str], blob: str, index: int, number: int
+) -> None:
+    node, peer = names
+    assert topics.parse(topics.state(lab, run, node)) == topics.StateTopic(lab, run, node)
+    assert topics.parse(topics.spec(lab, run, node)) == topics.SpecTopic(lab, run, node)
+    assert topics.parse(topics.inbox(lab, run, node, peer)) == topics.InboxTopic(lab, run, node, peer)
+    assert topics.parse(topics.seek(lab, node, peer)) == topics.SeekTopic(lab, node, peer)
+    chunk = topics.chunk(lab, run, node, peer, blob, index, number)
+    assert topics.parse(chunk) == topics.ChunkTopic(lab, run, node, peer, blob, index, number)
 
 
 @given(text=st.text(max_size=60))
@@ -393,38 +401,45 @@ def test_any_string_is_a_topic_or_a_wire_error(text: str) -> None:
         topics.parse(text)
 
 
-@settings(max_examples=300)
-@given(
-    levels=st.lists(
-        st.one_of(st.sampled_from(["fs1", "state", "spec", "inbox", "blob", "all", "0" * 16, "7", "", "+", "#", "n"]),
-                  st.text(max_size=4)), max_size=9,
-    )
-)  # fmt: skip
+LEVELS = ["fs1", "lab", "r-1", "seek", "state", "spec", "inbox", "blob", "all", "0" * 16, "7", "", "+", "#", "n"]
+
+
+@settings(max_examples=500)
+@given(levels=st.lists(st.one_of(st.sampled_from(LEVELS), st.text(max_size=4)), max_size=9))
 def test_any_levels_are_a_topic_or_a_wire_error(levels: list[str]) -> None:
+    text = "/".join(["fs1", *levels])
     try:
-        topic = topics.parse("/".join(["fs1", *levels]))
+        topic = topics.parse(text)
     except WireError:
         return
+    assert topic.lab == levels[0] == topics.check_lab(topic.lab)
     match topic:
-        case topics.StateTopic(run, node):
-            rebuilt = topics.state(run, node)
-        case topics.SpecTopic(run, node):
-            rebuilt = topics.spec(run, node)
-        case topics.InboxTopic(run, node, sender):
-            rebuilt = topics.inbox(run, node, sender)
-        case topics.ChunkTopic(run, node, lane, blob, index, number):
-            rebuilt = topics.chunk(run, node, lane, blob, index, number)
+        case topics.StateTopic(lab, run, node):
+            rebuilt = topics.state(lab, run, node)
+        case topics.SpecTopic(lab, run, node):
+            rebuilt = topics.spec(lab, run, node)
+        case topics.InboxTopic(lab, run, node, sender):
+            rebuilt = topics.inbox(lab, run, node, sender)
+        case topics.ChunkTopic(lab, run, node, lane, blob, index, number):
+            rebuilt = topics.chunk(lab, run, node, lane, blob, index, number)
+        case topics.SeekTopic(lab, parent, child):
+            rebuilt = topics.seek(lab, parent, child)
     assert topics.parse(rebuilt) == topic
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "fs2/r/n/state", "fs1/r/n/state/", "fs1/r/n/state\n", " fs1/r/n/state", "fs1/r//state", "fs1/+/n/state",
-        "fs1/r/-n/state", "fs1/r/n/inbox", "fs1/r/n/inbox/a/b", f"fs1/r/{'n' * 65}/state", "fs1/r/ñ/state",
-        "fs1/r/n/blob/all/0123456789abcde/0/0", "fs1/r/n/blob/all/0123456789abcdef/-1/0",
-        "fs1/r/n/blob/all/0123456789abcdef/0/٣", f"fs1/r/n/blob/all/0123456789abcdef/0/{'1' * 19}",
-        "fs1/r/n/blob/all/0123456789abcdef/0", "$SYS/broker/uptime", "",
+        "fs2/l/r-1/n/state", "fs1/l/r-1/n/state/", "fs1/l/r-1/n/state\n", " fs1/l/r-1/n/state", "fs1/l/r-1//state",
+        "fs1//r-1/n/state", "fs1/+/r-1/n/state", "fs1/#", "fs1/-l/r-1/n/state", "fs1/ñ/r-1/n/state",
+        "fs1/l /r-1/n/state",
+        f"fs1/{'l' * 65}/r-1/n/state", "fs1/r-1/n/state", "fs1/r-1/n/inbox/m",
+        "fs1/l/+/n/state", "fs1/l/r/n/state", "fs1/l/seek/n/inbox/m", f"fs1/l/{'r-' * 33}/n/state", "fs1/l/-r/n/state",
+        "fs1/l/r-1/-n/state", "fs1/l/r-1/n/inbox", "fs1/l/r-1/n/inbox/a/b", f"fs1/l/r-1/{'n' * 65}/state",
+        "fs1/l/r-1/ñ/state", "fs1/l/seek/n", "fs1/l/seek/n/", "fs1/l/seek/n/+", "fs1/l/seek/n/m/x", "fs1/seek/n/m",
+        "fs1/l/r-1/n/blob/all/0123456789abcde/0/0", "fs1/l/r-1/n/blob/all/0123456789abcdef/-1/0",
+        "fs1/l/r-1/n/blob/all/0123456789abcdef/0/٣", f"fs1/l/r-1/n/blob/all/0123456789abcdef/0/{'1' * 19}",
+        "fs1/l/r-1/n/blob/all/0123456789abcdef/0", "$SYS/broker/uptime", "",
     ],
 )  # fmt: skip
 def test_topics_of_others_are_refused(text: str) -> None:
@@ -432,14 +447,26 @@ def test_topics_of_others_are_refused(text: str) -> None:
         topics.parse(text)
 
 
+def test_no_name_of_a_node_makes_a_seek_a_presence() -> None:
+    assert topics.parse("fs1/seek/r-1/n/state") == topics.StateTopic("seek", "r-1", "n")
+    assert topics.parse("fs1/l/seek/n/state") == topics.SeekTopic("l", "n", "state")
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "+", "#", "a b", "-a", "a\n", "ñ", "x" * 65])
+def test_a_lab_of_another_form_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"is not a lab name\. Use 1 to 64 letters") as caught:
+        topics.check_lab(name)
+    assert repr(name) in str(caught.value)
+
+
 def test_a_receiver_listens_on_two_lanes() -> None:
-    lanes = topics.lanes("r", "cloud", "device-1", "0123456789abcdef")
+    lanes = topics.lanes(LAB, "r-1", "cloud", "device-1", "0123456789abcdef")
     assert lanes == (
-        "fs1/r/cloud/blob/all/0123456789abcdef/+/+",
-        "fs1/r/cloud/blob/device-1/0123456789abcdef/+/+",
+        "fs1/lab/r-1/cloud/blob/all/0123456789abcdef/+/+",
+        "fs1/lab/r-1/cloud/blob/device-1/0123456789abcdef/+/+",
     )
     for lane, filter_ in zip(("all", "device-1"), lanes, strict=True):
-        sent = topics.chunk("r", "cloud", lane, "0123456789abcdef", 3, 14)
+        sent = topics.chunk(LAB, "r-1", "cloud", lane, "0123456789abcdef", 3, 14)
         assert sent.startswith(filter_.removesuffix("+/+"))
 
 

@@ -40,8 +40,9 @@ class Courier:
 
     def send(self, peer: str, message: Message, now: float) -> None:
         """Send a control message to a peer's inbox."""
-        topic = topics.inbox(self._identity.run, peer, self._identity.name)
-        body = packing.encode(message, self._identity.session)
+        identity = self._identity
+        topic = topics.inbox(identity.lab, identity.run, peer, identity.name)
+        body = packing.encode(message, identity.session)
         model = inline_bytes(message)
         qos = qos_of(message)
         size = packet_bytes(topic, len(body), qos=qos)
@@ -74,7 +75,9 @@ class Courier:
 
     def _publish(self, chunk: Publication, now: float) -> None:
         identity = self._identity
-        topic = topics.chunk(identity.run, identity.name, chunk.lane, chunk.blob, chunk.index, chunk.number)
+        topic = topics.chunk(
+            identity.lab, identity.run, identity.name, chunk.lane, chunk.blob, chunk.index, chunk.number
+        )
         body = Body(chunk.data)
         size = packet_bytes(topic, len(chunk.data), qos=0)
         peer = chunk.receivers[0] if len(chunk.receivers) == 1 else topics.ALL

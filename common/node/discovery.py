@@ -18,8 +18,10 @@ PATIENCE_S: Final = 5.0
 log = logging.getLogger("fedstrata.discovery")
 
 
-async def discover(address: BrokerAddress, parent: str, *, connect_timeout_s: float) -> tuple[str, Announcement]:
-    """Wait for a run whose parent is alive; return its id and what the parent announced.
+async def discover(
+    address: BrokerAddress, parent: str, *, lab: str, connect_timeout_s: float
+) -> tuple[str, Announcement]:
+    """Wait for a run of the lab whose parent is alive; return its id and what the parent announced.
 
     An experiment that a dead parent left on the broker is passed over. Where the parent does not come soon, a
     warning tells who else is there: its name may be mistyped. Raises ConnectionFailed.
@@ -35,6 +37,8 @@ async def discover(address: BrokerAddress, parent: str, *, connect_timeout_s: fl
             message = packing.decode(body)[1] if body else None
         except WireError:
             return
+        if not isinstance(topic, (topics.SpecTopic, topics.StateTopic)):
+            return
         if topic.node != parent:
             (others.add if message is not None else others.discard)(topic.node)
         elif isinstance(message, Announcement):
@@ -49,14 +53,14 @@ async def discover(address: BrokerAddress, parent: str, *, connect_timeout_s: fl
             found.set_result((run, announced[run]))
 
     async def connected() -> None:
-        link.subscribe([topics.spec("+", parent), topics.state("+", parent)], qos=1)
+        link.subscribe([topics.spec(lab, "+", parent), topics.state(lab, "+", parent)], qos=1)
 
     async def complain() -> None:
         await asyncio.sleep(PATIENCE_S)
-        link.subscribe([topics.spec("+", "+")], qos=1)
+        link.subscribe([topics.spec(lab, "+", "+")], qos=1)
         await asyncio.sleep(PATIENCE_S)
         there = f"There are {', '.join(sorted(others))}." if others else "No other is there either."
-        log.warning("waiting for %s on broker %s. %s", parent, address, there)
+        log.warning("waiting for %s of lab %s on broker %s. %s", parent, lab, address, there)
 
     link = Link(
         address,

@@ -90,7 +90,7 @@ class Endpoint:
             landed=self._landed,
             connected=self._connected,
             lost=self._lost,
-            will=(topics.state(identity.run, identity.name), will),
+            will=(topics.state(identity.lab, identity.run, identity.name), will),
         )
         self.courier = Courier(identity, self.link, self.account, ways, wake=self.wake)
         self.outgoing = self.courier.outgoing
@@ -139,10 +139,10 @@ class Endpoint:
 
     async def leave(self, *, timeout_s: float) -> None:
         """Clear what this node keeps on the broker, as far as the broker is there within `timeout_s`."""
-        run, name = self.identity.run, self.identity.name
-        self.link.publish(topics.state(run, name), b"", qos=1, retain=True)
+        lab, run, name = self.identity.lab, self.identity.run, self.identity.name
+        self.link.publish(topics.state(lab, run, name), b"", qos=1, retain=True)
         if self._announcement is not None:
-            self.link.publish(topics.spec(run, name), b"", qos=1, retain=True)
+            self.link.publish(topics.spec(lab, run, name), b"", qos=1, retain=True)
         await self.flush(timeout_s=timeout_s)
 
     async def flush(self, *, timeout_s: float) -> None:
@@ -305,9 +305,10 @@ class Endpoint:
             self._mind_limit(await packet_limit(self.link.address))
         self._subscribed.clear()
         self._away_since = None
-        self.link.subscribe([topics.state("+", identity.name)], qos=1)
-        self.link.subscribe([topics.state(identity.run, peer) for peer in self._face.peers], qos=1)
-        self.link.subscribe([topics.inbox(identity.run, identity.name, peer) for peer in self._face.peers], qos=1)
+        lab, run, name = identity.lab, identity.run, identity.name
+        self.link.subscribe([topics.state(lab, "+", name)], qos=1)
+        self.link.subscribe([topics.state(lab, run, peer) for peer in self._face.peers], qos=1)
+        self.link.subscribe([topics.inbox(lab, run, name, peer) for peer in self._face.peers], qos=1)
         self._herald.connected()
         self._publish_announcement()
         if self._figures is not None:
@@ -335,20 +336,19 @@ class Endpoint:
 
     def _subscribe_lanes(self) -> None:
         wanted = self.incoming.wanted()
-        run, me = self.identity.run, self.identity.name
-        self.link.unsubscribe(self._lanes(self._subscribed - wanted, run, me))
-        self.link.subscribe(self._lanes(wanted - self._subscribed, run, me), qos=0)
+        self.link.unsubscribe(self._lanes(self._subscribed - wanted))
+        self.link.subscribe(self._lanes(wanted - self._subscribed), qos=0)
         self._subscribed = wanted
 
-    @staticmethod
-    def _lanes(fetches: Iterable[tuple[str, str]], run: str, me: str) -> list[str]:
-        return [lane for owner, blob in sorted(fetches) for lane in topics.lanes(run, owner, me, blob)]
+    def _lanes(self, fetches: Iterable[tuple[str, str]]) -> list[str]:
+        lab, run, me = self.identity.lab, self.identity.run, self.identity.name
+        return [lane for owner, blob in sorted(fetches) for lane in topics.lanes(lab, run, owner, me, blob)]
 
     def _publish_presence(self, presence: Presence) -> None:
-        topic = topics.state(self.identity.run, self.identity.name)
+        topic = topics.state(self.identity.lab, self.identity.run, self.identity.name)
         self.link.publish(topic, packing.encode(presence, self.identity.session), qos=1, retain=True)
 
     def _publish_announcement(self) -> None:
         if self._announcement is not None:
-            topic = topics.spec(self.identity.run, self.identity.name)
+            topic = topics.spec(self.identity.lab, self.identity.run, self.identity.name)
             self.link.publish(topic, self._announcement, qos=1, retain=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, field
 
+from common.wire.topics import DEFAULT_LAB
+
 
 def new_session() -> str:
     """Return an id for this process's life."""
@@ -21,8 +23,9 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who a node is in a run. `session` and `claim` are shared by its endpoints; `metrics` is its /metrics address.
+    """Who a node is in a run of a lab.
 
+    `session` and `claim` are shared by its endpoints; `metrics` is its /metrics address.
     `books`: the account of bytes that its children count for, the session where it is not kept over restarts.
     """
 
@@ -32,4 +35,5 @@ class Identity:
     session: str
     metrics: str = ""
     books: str = ""
+    lab: str = DEFAULT_LAB
     claim: Claim = field(default_factory=Claim, compare=False)

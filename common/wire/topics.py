@@ -1,11 +1,13 @@
 """Every topic of fedstrata, built and parsed.
 
-    fs1/{run}/{node}/state                                  retained presence; its will = death
-    fs1/{run}/{node}/spec                                   retained experiment, for the node's children
-    fs1/{run}/{node}/inbox/{sender}                         control
-    fs1/{run}/{node}/blob/{lane}/{blob}/{index}/{number}    chunks; lane = `all` or a receiver's name
+    fs1/{lab}/{run}/{node}/state                                  retained presence; its will = death
+    fs1/{lab}/{run}/{node}/spec                                   retained experiment, for the node's children
+    fs1/{lab}/{run}/{node}/inbox/{sender}                         control
+    fs1/{lab}/{run}/{node}/blob/{lane}/{blob}/{index}/{number}    chunks; lane = `all` or a receiver's name
+    fs1/{lab}/seek/{parent}/{child}                               a child that looks for its parent's run
 
-A node writes only below its own name and, under its own name, into others' inboxes.
+Labs share a broker without reading each other's topics. A run's id contains a dash, so no run is named `seek`. A node
+writes only below its own name and, under its own name, into others' inboxes and seeks.
 """
 
 from __future__ import annotations
@@ -18,27 +20,33 @@ from common.errors import WireError
 
 ROOT: Final = "fs1"
 ALL: Final = "all"
+DEFAULT_LAB: Final = "lab"
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
+_LAB: Final = re.compile(_NAME, re.ASCII)
 _TOPIC: Final = re.compile(
-    rf"{ROOT}/(?P<run>{_NAME})/(?P<node>{_NAME})/"
+    rf"{ROOT}/(?P<lab>{_NAME})/"
+    rf"(?:seek/(?P<parent>{_NAME})/(?P<child>{_NAME})"
+    rf"|(?P<run>(?=[^/]*-){_NAME})/(?P<node>{_NAME})/"
     rf"(?:(?P<state>state)|(?P<spec>spec)|inbox/(?P<sender>{_NAME})"
-    rf"|blob/(?P<lane>{_NAME})/(?P<blob>[0-9a-f]{{16}})/(?P<index>\d{{1,9}})/(?P<number>\d{{1,18}}))",
+    rf"|blob/(?P<lane>{_NAME})/(?P<blob>[0-9a-f]{{16}})/(?P<index>\d{{1,9}})/(?P<number>\d{{1,18}})))",
     re.ASCII,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class StateTopic:
-    """Where `node` says that it lives."""
+    """Presence of `node`."""
 
+    lab: str
     run: str
     node: str
 
 
 @dataclass(frozen=True, slots=True)
 class SpecTopic:
-    """Where the parent `node` keeps the experiment."""
+    """The experiment, as the parent `node` announces it."""
 
+    lab: str
     run: str
     node: str
 
@@ -47,6 +55,7 @@ class SpecTopic:
 class InboxTopic:
     """Control from `sender` to `node`."""
 
+    lab: str
     run: str
     node: str
     sender: str
@@ -56,6 +65,7 @@ class InboxTopic:
 class ChunkTopic:
     """Chunk `index` of `node`'s blob, its `number`-th publication on that lane."""
 
+    lab: str
     run: str
     node: str
     lane: str
@@ -64,44 +74,70 @@ class ChunkTopic:
     number: int
 
 
-Topic: TypeAlias = StateTopic | SpecTopic | InboxTopic | ChunkTopic
+@dataclass(frozen=True, slots=True)
+class SeekTopic:
+    """The question of `child` whether `parent` has a run."""
+
+    lab: str
+    parent: str
+    child: str
+
+
+Topic: TypeAlias = StateTopic | SpecTopic | InboxTopic | ChunkTopic | SeekTopic
+
+
+def check_lab(name: str) -> str:
+    """Return a lab's name. Raises ValueError where it does not fit one level of a topic."""
+    if _LAB.fullmatch(name) is None:
+        raise ValueError(
+            f"{name!r} is not a lab name. "
+            "Use 1 to 64 letters, digits, '_', '.' or '-'; the first is a letter or a digit."
+        )
+    return name
 
 
 def parse(topic: str) -> Topic:
     """Return the typed topic. Raises WireError on any other."""
     match = _TOPIC.fullmatch(topic)
     if match is None:
-        raise WireError(f"no topic of ours: {topic[:80]!r}")
-    run, node = match["run"], match["node"]
+        raise WireError(f"unknown topic: {topic[:80]!r}")
+    lab, run, node = match["lab"], match["run"], match["node"]
+    if run is None:
+        return SeekTopic(lab, match["parent"], match["child"])
     if match["state"]:
-        return StateTopic(run, node)
+        return StateTopic(lab, run, node)
     if match["spec"]:
-        return SpecTopic(run, node)
+        return SpecTopic(lab, run, node)
     if match["sender"]:
-        return InboxTopic(run, node, match["sender"])
-    return ChunkTopic(run, node, match["lane"], match["blob"], int(match["index"]), int(match["number"]))
+        return InboxTopic(lab, run, node, match["sender"])
+    return ChunkTopic(lab, run, node, match["lane"], match["blob"], int(match["index"]), int(match["number"]))
 
 
-def state(run: str, node: str) -> str:
+def state(lab: str, run: str, node: str) -> str:
     """Return a node's presence topic; `+` as the run matches every run."""
-    return f"{ROOT}/{run}/{node}/state"
+    return f"{ROOT}/{lab}/{run}/{node}/state"
 
 
-def spec(run: str, node: str) -> str:
+def spec(lab: str, run: str, node: str) -> str:
     """Return the topic of a parent's experiment; `+` as the run matches every run."""
-    return f"{ROOT}/{run}/{node}/spec"
+    return f"{ROOT}/{lab}/{run}/{node}/spec"
 
 
-def inbox(run: str, node: str, sender: str) -> str:
+def inbox(lab: str, run: str, node: str, sender: str) -> str:
     """Return the control topic from `sender` to `node`."""
-    return f"{ROOT}/{run}/{node}/inbox/{sender}"
+    return f"{ROOT}/{lab}/{run}/{node}/inbox/{sender}"
 
 
-def chunk(run: str, node: str, lane: str, blob: str, index: int, number: int) -> str:
+def chunk(lab: str, run: str, node: str, lane: str, blob: str, index: int, number: int) -> str:
     """Return the topic of one publication of a chunk."""
-    return f"{ROOT}/{run}/{node}/blob/{lane}/{blob}/{index}/{number}"
+    return f"{ROOT}/{lab}/{run}/{node}/blob/{lane}/{blob}/{index}/{number}"
 
 
-def lanes(run: str, owner: str, receiver: str, blob: str) -> tuple[str, str]:
+def lanes(lab: str, run: str, owner: str, receiver: str, blob: str) -> tuple[str, str]:
     """Return the two filters under which `receiver` gets `owner`'s blob."""
-    return tuple(f"{ROOT}/{run}/{owner}/blob/{lane}/{blob}/+/+" for lane in (ALL, receiver))  # type: ignore[return-value]
+    return tuple(f"{ROOT}/{lab}/{run}/{owner}/blob/{lane}/{blob}/+/+" for lane in (ALL, receiver))  # type: ignore[return-value]
+
+
+def seek(lab: str, parent: str, child: str) -> str:
+    """Return the topic on which `child` looks for `parent`; `+` as the child matches every child."""
+    return f"{ROOT}/{lab}/seek/{parent}/{child}"

@@ -48,7 +48,7 @@ from common.spec import Closing, Transfer
 from common.wire.messages import NodeState, Task
 from deploy import broker
 
-RUN: Final = "kills"
+RUN: Final = "kills-1"
 SENDER, RECEIVER, BROKER = "sender", "receiver", "broker"
 VICTIMS: Final = (BROKER, SENDER, RECEIVER)
 NOBODY: Final = "nobody"

@@ -39,7 +39,7 @@ from common.spec import Closing, Transfer
 from common.wire.messages import NodeState, Task
 from deploy import broker
 
-RUN, PARENT, CHILD = "oneway", "parent", "child"
+RUN, PARENT, CHILD = "oneway-1", "parent", "child"
 TENSORS = 122  # as many as a ResNet-18's state_dict has
 TRANSFER = Transfer(idle_s=30.0)
 

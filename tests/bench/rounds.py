@@ -37,7 +37,7 @@ from common.spec import Closing, Transfer
 from common.wire.messages import NodeState, Task
 from deploy import broker
 
-RUN = "bench"
+RUN = "bench-1"
 PARENT = "parent"
 
 

@@ -31,7 +31,7 @@ from common.spec import CLOUD, Closing, Transfer
 from common.wire.messages import NodeState, Task
 from deploy import broker
 
-RUN = "tiers"
+RUN = "tiers-1"
 INSTITUTION = "institution"
 TRANSFER = Transfer(idle_s=60.0)
 
