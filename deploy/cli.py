@@ -21,8 +21,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import typer
 
+from common.protocol.topics import DEFAULT_LAB
 from deploy import data, inspection, logs
-from deploy.connecting import ConnectTimeout, PasswordFile, Username, run_connected
+from deploy.connecting import ConnectTimeout, LabOption, PasswordFile, Username, run_connected
 from deploy.connecting import address as _address
 from deploy.plan import plan, predict
 from deploy.reporting import reporting
@@ -110,6 +111,7 @@ def run(
     no_delay: Annotated[
         bool, typer.Option("--no-delay", help="With --netns: leave out the links' delays, which need netem.")
     ] = False,
+    lab: LabOption = DEFAULT_LAB,
     metrics: MetricsAddress = METRICS,
     foretell: Annotated[
         bool, typer.Option("--plan", help="Predict it first, as `plan --one-host`, and keep that with the run.")
@@ -151,6 +153,7 @@ def run(
             resume=resume,
             json_lines=output == "json",
             network=network,
+            lab=lab,
             metrics=metrics,
             prediction=found,
         ).run()
@@ -162,6 +165,7 @@ def cloud(
     experiment: ExperimentFile = None,
     overrides: Overrides = None,
     broker: BrokerOption = "localhost",
+    lab: LabOption = DEFAULT_LAB,
     runs: Runs = Path("runs"),
     resume: Resume = None,
     output: Output = "table",
@@ -185,6 +189,7 @@ def cloud(
             agent = CloudAgent(
                 folder,
                 broker=where,
+                lab=lab,
                 resume=resume is not None,
                 connect_timeout_s=connect_timeout,
                 metrics=registry,
@@ -201,6 +206,7 @@ def cloud(
 def institution(
     name: Annotated[str, typer.Option(help="This institution's name in the experiment.")],
     broker: BrokerOption = "localhost",
+    lab: LabOption = DEFAULT_LAB,
     device_broker: Annotated[
         str | None, typer.Option(help="The devices' broker; the cloud's without it.", show_default=False)
     ] = None,
@@ -220,6 +226,7 @@ def institution(
             name,
             cloud_broker=upward,
             device_broker=_address(device_broker or broker, username, password_file),
+            lab=lab,
             connect_timeout_s=connect_timeout,
             metrics=registry,
             metrics_address=address,
@@ -241,6 +248,7 @@ def device(
             envvar="FEDSTRATA_BROKER_ADDRESS",
         ),
     ] = None,
+    lab: LabOption = DEFAULT_LAB,
     accelerator: Annotated[str, typer.Option(help="cpu, cuda, cuda:N or auto.")] = "auto",
     slots: Annotated[
         str, typer.Option(help="Trainings at once: a number, or auto = one for each GPU, or for each core.")
@@ -284,6 +292,7 @@ def device(
                     each,
                     institution=home,
                     broker=_address(where, username, password_file),
+                    lab=lab,
                     pool=pool,
                     connect_timeout_s=connect_timeout,
                     metrics=registry,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from common.errors import InvalidExperiment
+from common.protocol.topics import check_lab
 from deploy.reporting import reporting
 
 if TYPE_CHECKING:
@@ -20,6 +21,24 @@ if TYPE_CHECKING:
 Username = Annotated[str | None, typer.Option(help="Login at the broker.", envvar="FEDSTRATA_USERNAME")]
 PasswordFile = Annotated[
     Path | None, typer.Option(help="File with the password; else FEDSTRATA_PASSWORD.", envvar="FEDSTRATA_PASSWORD_FILE")
+]
+
+
+def _checked_lab(name: str) -> str:
+    try:
+        return check_lab(name)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+LabOption = Annotated[
+    str,
+    typer.Option(
+        "--lab",
+        help="The lab's name. Labs with different names can share a broker.",
+        envvar="FEDSTRATA_LAB",
+        callback=_checked_lab,
+    ),
 ]
 ConnectTimeout = Annotated[float, typer.Option(min=0.1, help="Seconds to reach the broker at the start.")]
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from common.errors import RunFailed
+from common.protocol.topics import DEFAULT_LAB
 from common.rules import remembers
 from common.spec import CLOUD, Experiment, to_toml
 from deploy.logs import options, tell, words_of
@@ -43,11 +44,13 @@ class Lab:
         resume: Path | None,
         json_lines: bool,
         network: Open = one_host,
+        lab: str = DEFAULT_LAB,
         metrics: str,
         prediction: Mapping[str, Any] | None = None,
     ) -> None:
         self._experiment = experiment
         self._network = network
+        self._lab = lab
         self._metrics = metrics
         self._runs = runs
         self._resume = resume
@@ -123,7 +126,7 @@ class Lab:
         threading.Thread(target=self._read_events, daemon=True).start()
 
     def _spawn(self, home: Path, network: Network, process: str, arguments: list[str]) -> None:
-        command = [sys.executable, "-m", "deploy.cli", *options(), *arguments]
+        command = [sys.executable, "-m", "deploy.cli", *options(), *arguments, "--lab", self._lab]
         with network.inside(process):
             self._roles[process] = spawn(command, log=home / f"{process}.log", read_output=process == CLOUD)
 

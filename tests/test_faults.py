@@ -179,7 +179,7 @@ class Overheard:
         self._client = mqtt.Client(mqtt.CallbackAPIVersion.VERSION2)
         self._client.on_message = self._on_message
         self._client.connect(served.host, served.port)
-        self._client.subscribe([("fs1/+/+/state", 1), ("fs1/+/+/inbox/+", 1)])
+        self._client.subscribe([("fs1/lab/+/+/state", 1), ("fs1/lab/+/+/inbox/+", 1)])
         self._client.loop_start()
 
     def close(self) -> None:
@@ -566,17 +566,17 @@ def overhearing_states(address: BrokerAddress) -> Iterator[set[str]]:
     said: set[str] = set()
 
     def note(_client: object, _data: object, message: mqtt.MQTTMessage) -> None:
-        said.add(message.topic.split("/")[2])
+        said.add(message.topic.split("/")[3])
 
     client = mqtt.Client(mqtt.CallbackAPIVersion.VERSION2)
     client.on_message = note
     client.connect(address.host, address.port)
-    client.subscribe("fs1/+/+/state", qos=1)
+    client.subscribe("fs1/lab/+/+/state", qos=1)
     client.loop_start()
     try:
         yield said
         # What was said before this is heard before this.
-        client.publish("fs1/end/end/state", b"", qos=1)
+        client.publish("fs1/lab/end-1/end/state", b"", qos=1)
         until(lambda: "end" in said, "the end")
     finally:
         client.disconnect()

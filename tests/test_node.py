@@ -60,6 +60,7 @@ from common.wire.codecs import codec_of
 from deploy import broker
 from deploy.broker import Broker, Kind
 
+LAB = "lab"
 RUN = "run-1"
 PARENT = "institution-0"
 PATIENCE_S = 30.0
@@ -294,14 +295,14 @@ class Intruder:
     async def run(self) -> None:
         async with aiomqtt.Client(self._address.host, self._address.port, identifier="intruder") as client:
             client.pending_calls_threshold = 10_000
-            await client.subscribe(f"fs1/{RUN}/+/inbox/+")
+            await client.subscribe(f"fs1/{LAB}/{RUN}/+/inbox/+")
             listening = asyncio.create_task(self._listen(client))
             try:
                 for cycle in itertools.count():
                     for topic, body, retain in self._cycle(random.Random(cycle)):
                         await client.publish(topic, body, retain=retain, timeout=math.inf)
                     # The last one by QoS 1, so that all were with the broker before the cycle counts.
-                    await client.publish(f"fs1/{RUN}/intruder/state", b"\x00", qos=1, timeout=math.inf)
+                    await client.publish(f"fs1/{LAB}/{RUN}/intruder/state", b"\x00", qos=1, timeout=math.inf)
                     self.cycles += 1
                     self.cycled.set()
             finally:
@@ -321,8 +322,8 @@ class Intruder:
     def _cycle(self, draw: random.Random) -> Iterator[tuple[str, bytes, bool]]:
         for node in self._names:
             for body in [*rubbish(draw), b""]:
-                yield topics.state(RUN, node), body, draw.random() < 0.5
-                yield topics.spec(RUN, node), body, draw.random() < 0.5
+                yield topics.state(LAB, RUN, node), body, draw.random() < 0.5
+                yield topics.spec(LAB, RUN, node), body, draw.random() < 0.5
             yield from self._inbox(node, draw)
             yield from self._lanes(node, draw)
 
@@ -331,27 +332,27 @@ class Intruder:
             if sender == node:
                 continue
             for body in [*rubbish(draw), b""]:
-                yield topics.inbox(RUN, node, sender), body, draw.random() < 0.2
+                yield topics.inbox(LAB, RUN, node, sender), body, draw.random() < 0.2
             for message in misfits(draw, sorted(self._blobs[node])):
-                yield topics.inbox(RUN, node, sender), serialization.encode(message, "intruder"), False
+                yield topics.inbox(LAB, RUN, node, sender), serialization.encode(message, "intruder"), False
         for message in strangers(self._layout):
-            yield topics.inbox(RUN, node, "intruder"), serialization.encode(message, "intruder"), False
+            yield topics.inbox(LAB, RUN, node, "intruder"), serialization.encode(message, "intruder"), False
             # What a child says is none of a child's business, and the other way round.
             wrong = (Task, Acknowledgement, Presence) if node == PARENT else (Result, Progress, Farewell, Presence)
             if isinstance(message, wrong):
                 for sender in self._names:
-                    yield topics.inbox(RUN, node, sender), serialization.encode(message, "intruder"), False
+                    yield topics.inbox(LAB, RUN, node, sender), serialization.encode(message, "intruder"), False
 
     def _lanes(self, node: str, draw: random.Random) -> Iterator[tuple[str, bytes, bool]]:
         foreign = f"{draw.getrandbits(64):016x}"
         for blob in [*self._blobs[node], foreign]:
             for lane in (topics.ALL, *self._names):
-                yield topics.chunk(RUN, node, lane, blob, 999_999_999, 10**17), draw.randbytes(50), False
-                yield f"fs1/{RUN}/{node}/blob/{lane}/{blob}/-1/x", draw.randbytes(50), False
-                yield f"fs1/{RUN}/{node}/blob/{lane}/{blob}/{'9' * 30}/1", b"", False
+                yield topics.chunk(LAB, RUN, node, lane, blob, 999_999_999, 10**17), draw.randbytes(50), False
+                yield f"fs1/{LAB}/{RUN}/{node}/blob/{lane}/{blob}/-1/x", draw.randbytes(50), False
+                yield f"fs1/{LAB}/{RUN}/{node}/blob/{lane}/{blob}/{'9' * 30}/1", b"", False
             if blob not in self._damaged:  # one that hits: it must be asked for again
                 self._damaged.add(blob)
-                yield topics.chunk(RUN, node, topics.ALL, blob, 3, 10**17), draw.randbytes(50), False
+                yield topics.chunk(LAB, RUN, node, topics.ALL, blob, 3, 10**17), draw.randbytes(50), False
 
 
 def test_a_round_survives_any_bytes_on_any_topic(address: BrokerAddress) -> None:
@@ -804,7 +805,7 @@ def test_who_lost_a_name_leaves_no_last_word_that_ends_the_other(address: Broker
 
 async def _hear(site: BrokerAddress, name: str, said: list[NodeState]) -> None:
     async with aiomqtt.Client(site.host, site.port) as client:
-        await client.subscribe(topics.state(RUN, name), qos=1)
+        await client.subscribe(topics.state(LAB, RUN, name), qos=1)
         async for message in client.messages:
             presence = serialization.decode(bytes(message.payload))[1]
             assert isinstance(presence, Presence)
@@ -1441,7 +1442,7 @@ def earlier_life(address: BrokerAddress, name: str) -> socket.socket:
         serialization.encode(Presence(state, "device", samples=1), "earlier")
         for state in (NodeState.READY, NodeState.LOST)
     )
-    topic = topics.state(RUN, name).encode()
+    topic = topics.state(LAB, RUN, name).encode()
     fields = [b"earlier-" + name.encode(), topic, lost]
     connect = b"\x00\x04MQTT\x04\x2e\x00\x3c" + b"".join(len(field).to_bytes(2, "big") + field for field in fields)
     publish = len(topic).to_bytes(2, "big") + topic + ready

@@ -52,14 +52,14 @@ def scenario(coroutine: Coroutine[Any, Any, None]) -> None:
 def parent_of(served: Broker, links: dict[str, Link]) -> ParentEndpoint:
     address = BrokerAddress(served.host, served.port)
     face = ParentEndpoint(
-        address, Identity("run", PARENT, "institution", new_session()), links=links, transfer=Transfer()
+        address, Identity("run-1", PARENT, "institution", new_session()), links=links, transfer=Transfer()
     )
     face.endpoint.set_state(NodeState.READY)
     return face
 
 
 def child_of(served: Broker, name: str, link: Link) -> ChildEndpoint:
-    address, identity = BrokerAddress(served.host, served.port), Identity("run", name, "device", new_session())
+    address, identity = BrokerAddress(served.host, served.port), Identity("run-1", name, "device", new_session())
     face = ChildEndpoint(address, identity, parent=PARENT, transfer=Transfer(), link=link)
     face.endpoint.set_state(NodeState.READY, samples=1)
     return face

@@ -286,7 +286,7 @@ def paho_packet(topic: str, body: int, qos: int) -> int:
 @pytest.mark.parametrize("qos", [0, 1])
 @pytest.mark.parametrize("remaining", [127, 128, 16_383, 16_384, 2_097_151, 2_097_152])
 def test_a_packet_is_counted_as_paho_sends_it(remaining: int, qos: int) -> None:
-    topic = topics.chunk("run", "cloud", "all", "0" * 16, 12, 1_700_000_000_000)
+    topic = topics.chunk("lab", "run-1", "cloud", "all", "0" * 16, 12, 1_700_000_000_000)
     edge = remaining - 2 - len(topic) - 2 * qos
     for body in {0, 1, 40, *range(max(0, edge - 1), max(0, edge) + 2)}:
         assert packet_bytes(topic, body, qos=qos) == paho_packet(topic, body, qos)

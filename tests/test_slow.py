@@ -35,6 +35,7 @@ from common.spec import Closing, Transfer
 from deploy import broker
 from deploy.broker import Broker
 
+LAB = "lab"
 RUN = "run-1"
 PARENT = "parent"
 PATIENCE_S = 30.0
@@ -305,7 +306,9 @@ def test_a_thousand_hostile_chunks_by_a_broker_spoil_nothing(forge: Callable[...
         forged = forge(PARENT, lanes=[topics.ALL, "device-0", "device-9"])
         async with aiomqtt.Client(served.host, served.port) as client:
             client.pending_calls_threshold = 2000
-            await client.subscribe([(topics.inbox(RUN, "device-0", PARENT), 1), (f"fs1/{RUN}/{PARENT}/blob/#", 0)])
+            await client.subscribe(
+                [(topics.inbox(LAB, RUN, "device-0", PARENT), 1), (f"fs1/{LAB}/{RUN}/{PARENT}/blob/#", 0)]
+            )
             manifest = None
             async for message in client.messages:
                 topic = topics.parse(message.topic.value)
@@ -319,7 +322,7 @@ def test_a_thousand_hostile_chunks_by_a_broker_spoil_nothing(forge: Callable[...
                 for kind in draw.choices(forged.kinds, k=min(17, 1000 - expected["all"])):
                     known = [(p.lane, p.index, p.number) for p in sender.said]
                     it = forged(draw, kind, manifest, row.data, said=known)
-                    text = topics.chunk(RUN, it.owner, it.lane, it.blob, it.index, it.number)
+                    text = topics.chunk(LAB, RUN, it.owner, it.lane, it.blob, it.index, it.number)
                     await client.publish(text, it.data)
                     expected["all"] += 1
                     if it.owner == PARENT and it.blob == manifest.blob and it.lane in (topics.ALL, "device-0"):

@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from deploy.connecting import ConnectTimeout, PasswordFile, Username, address, run_connected
+from common.protocol.topics import DEFAULT_LAB
+from deploy.connecting import ConnectTimeout, LabOption, PasswordFile, Username, address, run_connected
 
 
 def watch(
@@ -19,6 +20,7 @@ def watch(
             envvar="FEDSTRATA_BROKER_ADDRESS",
         ),
     ] = None,
+    lab: LabOption = DEFAULT_LAB,
     run: Annotated[
         str | None, typer.Option(help="Which run.  [default: the newest that lives]", show_default=False)
     ] = None,
@@ -55,7 +57,7 @@ def watch(
     brokers = [address(text, username, password_file) for text in broker or ["localhost"]]
 
     async def follow() -> None:
-        follower = Follower(brokers, run=run, light=light, connect_timeout_s=connect_timeout)
+        follower = Follower(brokers, lab=lab, run=run, light=light, connect_timeout_s=connect_timeout)
         if once:
             await follower.look(partial(look, json_lines=output == "json", devices=devices), timeout_s=timeout)
         else:

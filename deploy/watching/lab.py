@@ -60,11 +60,16 @@ class Broker:
 class Lab:
     """One run. Hand it every message, and the time; take its events until it has ended.
 
+    Messages of other labs and runs change nothing.
+
     `brokers`: their addresses, the cloud's first; a node that is on several counts as the first of them says.
     """
 
-    def __init__(self, run: str, experiment: Experiment, *, brokers: Sequence[str], now: float) -> None:
+    def __init__(
+        self, run: str, experiment: Experiment, *, brokers: Sequence[str], now: float, lab: str = topics.DEFAULT_LAB
+    ) -> None:
         self.run = run
+        self._lab = lab
         self.experiment = experiment
         self.brokers = [Broker(address, True, now) for address in brokers]
         self.cloud = Node(CLOUD, "cloud")
@@ -97,7 +102,7 @@ class Lab:
         self.heard.take(self._heard_bytes, now)
         try:
             topic = topics.parse(topic_text)
-            if topic.run != self.run:
+            if isinstance(topic, topics.SeekTopic) or (topic.lab, topic.run) != (self._lab, self.run):
                 return
             if isinstance(topic, topics.StateTopic):
                 self._state(broker, topic.node, body)
