@@ -41,9 +41,6 @@ from common.protocol.messages import (
 )
 from common.protocol.refusals import Refusal
 from common.protocol.traffic import Traffic, Wire
-from common.runtime.arriving import Arriving
-from common.runtime.child_endpoint import ChildEndpoint
-from common.runtime.work import Answer, Report
 from common.spec import Transfer
 from tests.helpers.nodes import (
     FINE,
@@ -51,19 +48,19 @@ from tests.helpers.nodes import (
     PARENT,
     RUN,
     Facts,
-    SimulatedSite,
     assert_models,
     child_of,
     drawn,
+    ending_with,
     layout_of,
     living,
+    lying,
     parent_of,
     play,
     serving,
     together,
-    until,
-    virtual,
 )
+from tests.helpers.sites import SimulatedSite, until, virtual
 
 MANY = 2**63 - 1
 EVERYTHING = Traffic(*[MANY] * 8, Wire(*[MANY] * 11))
@@ -272,25 +269,6 @@ def lies(layout: ModelLayout) -> dict[str, tuple[Change, str]]:
     }
 
 
-def lying(site: SimulatedSite, child: ChildEndpoint, layout: ModelLayout, change: Change) -> asyncio.Task[Any]:
-    """Let a child serve as the others do, and change its result."""
-    honest = child.session.participant.finish
-    child.session.participant.finish = lambda result, *, now: honest(change(result), now=now)  # type: ignore[method-assign]
-    return serving(site, child, layout, 0)
-
-
-def spoilt(site: SimulatedSite, child: ChildEndpoint, layout: ModelLayout, value: float) -> asyncio.Task[Any]:
-    """Let a child serve a model with one entry that is no number."""
-    out = layout.empty()
-
-    async def work(task: Task, model: Arriving, report: Report) -> Answer:
-        out[:] = await model.whole()
-        layout.floats(out)[-1] = value
-        return Answer(out, 1, 0.5, task.epochs, 1, 0.0, 0.0)
-
-    return living(site, child, work=child.serve(layout, work))
-
-
 def test_offers_that_cannot_be_used_are_refused_with_a_reason(caplog: pytest.LogCaptureFixture) -> None:
     @virtual
     async def run(site: SimulatedSite) -> None:
@@ -301,7 +279,10 @@ def test_offers_that_cannot_be_used_are_refused_with_a_reason(caplog: pytest.Log
         parent = parent_of(site, names, layout=layout, transfer=FINE, observed=observed)
         children = {name: child_of(site, name, transfer=FINE) for name in names}
         tasks = [lying(site, children[name], layout, change) for name, (change, _) in lies(layout).items()]
-        tasks += [spoilt(site, children["nan"], layout, math.nan), spoilt(site, children["inf"], layout, -math.inf)]
+        tasks += [
+            ending_with(site, children["nan"], layout, math.nan),
+            ending_with(site, children["inf"], layout, -math.inf),
+        ]
         async with together(living(site, parent), serving(site, children["honest"], layout, 7), *tasks):
             row = drawn(layout, 1)
             played = await play(parent, row)
@@ -329,7 +310,7 @@ async def test_a_round_in_which_all_are_refused_fails_and_names_them(site: Simul
     layout = layout_of(4000)
     names = ["device-0", "device-1"]
     parent = parent_of(site, names, layout=layout)
-    tasks = [spoilt(site, child_of(site, name), layout, math.nan) for name in names]
+    tasks = [ending_with(site, child_of(site, name), layout, math.nan) for name in names]
     async with together(living(site, parent), *tasks):
         with pytest.raises(RunFailed, match=r"device-0's model was refused: .*NaN.*device-1's model was refused"):
             await play(parent, drawn(layout, 1))

@@ -23,7 +23,6 @@ from tests.helpers.nodes import (
     PARENT,
     RUN,
     Middle,
-    SimulatedSite,
     assert_models,
     child_of,
     drawn,
@@ -33,9 +32,8 @@ from tests.helpers.nodes import (
     play,
     serving,
     together,
-    until,
-    virtual,
 )
+from tests.helpers.sites import SimulatedSite, until, virtual
 
 
 def test_the_sessions_that_a_name_challenges_are_bounded() -> None:

@@ -1,9 +1,9 @@
-"""Parents and children for tests: on a simulated broker in virtual time, or on a real one.
+"""Parents and children for tests, wherever they live (`tests.helpers.sites`).
 
     @virtual
-    async def test_a_round(site: Site) -> None:
+    async def test_a_round(site: SimulatedSite) -> None:
         parent = parent_of(site, ["device-0"], layout=layout)
-        async with together(living(parent), serving(child_of(site, "device-0"), layout, 0)):
+        async with together(living(site, parent), serving(site, child_of(site, "device-0"), layout, 0)):
             await play(parent, row)
 
 A minute of a virtual test takes milliseconds, and the same test takes the same course each time.
@@ -12,22 +12,17 @@ A minute of a virtual test takes milliseconds, and the same test takes the same 
 from __future__ import annotations
 
 import asyncio
-import contextvars
-import functools
-import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from common.layout import ModelLayout, Row, Section
 from common.links import Link
-from common.net.link import BrokerAddress
 from common.protocol.identity import Identity
-from common.protocol.messages import Ask, Message, NodeState, Phase, Task
+from common.protocol.messages import Ask, Message, NodeState, Phase, Result, Task
 from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.endpoint import Endpoint
@@ -35,160 +30,17 @@ from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.round import Round
 from common.runtime.work import Answer, Report
-from common.runtime.world import REAL, World, new_session
+from common.runtime.world import World, new_session
 from common.spec import PLAIN, Closing, Codecs, Transfer
 from common.storage.spool import Spool
-from deploy import broker as brokers
-from deploy.broker import Kind
-from deploy.simulation.broker import Routed
-from deploy.simulation.callbacks import OWNER
-from deploy.simulation.loop import START_S, VirtualLoop
-from deploy.simulation.network import Network, SimulatedLink
-from deploy.simulation.process import SimulatedProcess
-from deploy.simulation.world import SimulatedWorld
+from tests.helpers.sites import PATIENCE_S, Site, forever
 
 LAB: Final = "lab"
 RUN: Final = "run-1"
 PARENT: Final = "institution-0"
-BROKER: Final = "broker"
-PATIENCE_S: Final = 30.0
-PATIENCE_VIRTUAL_S: Final = 1200.0
 FINE: Final = Transfer(chunk_bytes=32_768)
 
 Facts = tuple[str, dict[str, object]]
-_T = TypeVar("_T")
-
-
-# Where nodes live
-
-
-class Site(Protocol):
-    """A broker, and the processes of the nodes on it."""
-
-    address: BrokerAddress
-
-    def make(self, name: str, build: Callable[[World], _T]) -> _T:
-        """Return what `build` makes in a new process."""
-
-    def start(self, endpoint: Endpoint, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run a coroutine in the process of an endpoint."""
-
-
-class RealSite:
-    """A broker at an address; all nodes are in this process."""
-
-    def __init__(self, address: BrokerAddress) -> None:
-        self.address = address
-
-    def make(self, name: str, build: Callable[[World], _T]) -> _T:
-        """Return what `build` makes."""
-        return build(REAL)
-
-    def start(self, endpoint: Endpoint, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run a coroutine."""
-        return asyncio.create_task(work)
-
-    def run(self, test: Coroutine[Any, Any, None]) -> None:
-        """Run a test's coroutine, at most `PATIENCE_S`."""
-
-        async def bounded() -> None:
-            async with asyncio.timeout(PATIENCE_S):
-                await test
-
-        asyncio.run(bounded())
-
-
-class SimulatedSite:
-    """A simulated broker, and a simulated process for each node; `routed` are the messages that it passed on."""
-
-    def __init__(self) -> None:
-        self.address = BrokerAddress(BROKER)
-        self.loop = VirtualLoop()
-        self.loop.time_limit = START_S + PATIENCE_VIRTUAL_S
-        self.network = Network(self.loop, seed=0)
-        self.broker = self.network.add_broker(BROKER)
-        self.routed: list[Routed] = []
-        self.network.hooks.append(self.routed.append)
-        self._contexts: dict[SimulatedProcess, contextvars.Context] = {}
-
-    def make(self, name: str, build: Callable[[World], _T]) -> _T:
-        """Return what `build` makes in a new process."""
-        world = SimulatedWorld(self.network, name, generation=len(self._contexts))
-        world.process = SimulatedProcess(self.loop, name, _forever)
-        context = contextvars.copy_context()
-        context.run(OWNER.set, world.process)
-        self._contexts[world.process] = context
-        return context.run(build, world)
-
-    def start(self, endpoint: Endpoint, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run a coroutine in the process of an endpoint."""
-        return self._contexts[_process(endpoint)].run(asyncio.create_task, work)
-
-    def link(self, name: str, broker: str = BROKER) -> SimulatedLink:
-        """Return a node's link to a broker."""
-        return self.network.link(name, broker)
-
-    def inject(self, topic: str, body: bytes, *, qos: int = 0, retain: bool = False) -> None:
-        """Publish a message as a stranger would."""
-        self.broker.route(topic, body, qos=qos, retain=retain)
-
-    def kill(self, endpoint: Endpoint, *others: asyncio.Task[Any]) -> None:
-        """Send SIGKILL to an endpoint's process; tasks of the test that use the endpoint end with it."""
-        _process(endpoint).kill()
-        for task in others:
-            task.cancel()
-
-    def break_connection(self, endpoint: Endpoint) -> None:
-        """Break the present connection of a node, as a router may."""
-        for session in list(self.broker.sessions.values()):
-            if session.client_id.startswith(f"{endpoint.identity.name}-{endpoint.identity.session[:8]}-"):
-                self.broker.abort(session)
-
-    def run(self, test: Coroutine[Any, Any, None]) -> None:
-        """Run a test's coroutine to its end; an error that nobody handled is the test's."""
-        try:
-            self.loop.run_until_complete(test)
-            assert self.loop.errors == []
-        finally:
-            for process in self._contexts:
-                process.discard()
-            self.loop.discard()
-
-
-def virtual(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run a test in virtual time. Its first parameter is the `SimulatedSite`, the others are fixtures."""
-
-    @functools.wraps(test)
-    def run(**fixtures: Any) -> None:
-        site = SimulatedSite()
-        site.run(test(site, **fixtures))
-
-    signature = inspect.signature(test)
-    run.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
-    return run
-
-
-class RestartableBroker:
-    """A real broker that can be killed and started again on its port."""
-
-    def __init__(self, kind: Kind, directory: Path) -> None:
-        self._kind = kind
-        self._directory = directory
-        self._served = brokers.start(directory=directory, kind=kind)
-        self.address = BrokerAddress(self._served.host, self._served.port)
-
-    async def kill(self) -> None:
-        """Send SIGKILL."""
-        self._served.process.kill()
-        await asyncio.to_thread(self._served.stop)
-
-    async def start(self) -> None:
-        """Start it again. From this thread: the broker lives as long as the thread that started it."""
-        self._served = brokers.start(directory=self._directory, kind=self._kind, port=self._served.port)
-
-    def close(self) -> None:
-        """End it."""
-        self._served.stop()
 
 
 # Models
@@ -302,7 +154,7 @@ def living(
     goodbye: Callable[[], Awaitable[None]] = nothing,
 ) -> asyncio.Task[Any]:
     """Connect the endpoints of one node and keep them while `work` runs, or until cancelled."""
-    work = work or _forever()
+    work = work or forever()
     return site.start(endpoints[0], live(endpoints, work, connect_timeout_s=PATIENCE_S, goodbye=goodbye))
 
 
@@ -322,6 +174,27 @@ def serving(
         await before()
         layout.floats(out)[:] = changed(layout, row, place)
         return Answer(out, 1 + place, 0.5, task.epochs, 1, 0.0, 0.0)
+
+    return living(site, child, work=child.serve(layout, work))
+
+
+def lying(
+    site: Site, child: ChildEndpoint, layout: ModelLayout, change: Callable[[Result], Result]
+) -> asyncio.Task[Any]:
+    """Let a child serve as the others do, and change its result."""
+    honest = child.session.participant.finish
+    child.session.participant.finish = lambda result, *, now: honest(change(result), now=now)  # type: ignore[method-assign]
+    return serving(site, child, layout, 0)
+
+
+def ending_with(site: Site, child: ChildEndpoint, layout: ModelLayout, value: float) -> asyncio.Task[Any]:
+    """Let a child serve a model whose last entry is `value`."""
+    out = layout.empty()
+
+    async def work(task: Task, model: Arriving, report: Report) -> Answer:
+        out[:] = await model.whole()
+        layout.floats(out)[-1] = value
+        return Answer(out, 1, 0.5, task.epochs, 1, 0.0, 0.0)
 
     return living(site, child, work=child.serve(layout, work))
 
@@ -370,12 +243,6 @@ def play(
 # Waiting and watching
 
 
-async def until(condition: Callable[[], object]) -> None:
-    """Wait until something outside the test's control has come true."""
-    while not condition():  # noqa: ASYNC110 - there is no event to wait for
-        await asyncio.sleep(0.005)
-
-
 @asynccontextmanager
 async def together(*tasks: asyncio.Task[Any]) -> AsyncIterator[None]:
     """Cancel the tasks at the end; a task that ended by itself with an error raises it."""
@@ -420,13 +287,3 @@ class Watched:
             self.asks.append(((peer, message.blob), lacking, set(here)))
             self.restarts += message.restart
         self._send(peer, message, now)
-
-
-async def _forever() -> None:
-    await asyncio.Event().wait()
-
-
-def _process(endpoint: Endpoint) -> SimulatedProcess:
-    world = endpoint._world
-    assert isinstance(world, SimulatedWorld)
-    return world.process
