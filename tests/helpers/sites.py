@@ -17,7 +17,7 @@ from deploy import broker as brokers
 from deploy.broker import Kind
 from deploy.simulation.broker import Routed
 from deploy.simulation.callbacks import OWNER
-from deploy.simulation.loop import START_S, VirtualLoop
+from deploy.simulation.loop import START_S, SimulationError, VirtualLoop
 from deploy.simulation.network import Network, SimulatedLink
 from deploy.simulation.process import SimulatedProcess
 from deploy.simulation.world import SimulatedWorld
@@ -116,9 +116,17 @@ class SimulatedSite:
         try:
             self.loop.run_until_complete(test)
             assert self.loop.errors == []
+        except SimulationError as error:
+            frame = test.cr_frame  # type: ignore[attr-defined]
+            where = "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
+            error.add_note(f"the test waits{where}")
+            raise
         finally:
+            unfinished = asyncio.all_tasks(self.loop)
             for process in self._contexts:
                 process.discard()
+            for task in sorted(unfinished, key=hash):
+                _close(task.get_coro())
             self.loop.discard()
 
 
@@ -167,6 +175,16 @@ async def until(condition: Callable[[], object]) -> None:
 async def forever() -> None:
     """Wait until cancelled."""
     await asyncio.Event().wait()
+
+
+def _close(coroutine: Any) -> None:
+    """Close a coroutine whose loop will not run again; each `finally` that awaits refuses it once."""
+    for _ in range(20):
+        try:
+            coroutine.close()
+        except Exception:  # noqa: BLE001 - whatever its handlers raise without their loop
+            continue
+        return
 
 
 def _process(endpoint: Endpoint) -> SimulatedProcess:
