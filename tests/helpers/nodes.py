@@ -23,6 +23,7 @@ from common.layout import ModelLayout, Row, Section
 from common.links import Link
 from common.protocol.identity import Identity
 from common.protocol.messages import Ask, Message, NodeState, Phase, Result, Task
+from common.protocol.presence import Proof
 from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.endpoint import Endpoint
@@ -33,7 +34,7 @@ from common.runtime.work import Answer, Report
 from common.runtime.world import World, new_session
 from common.spec import PLAIN, Closing, Codecs, Transfer
 from common.storage.spool import Spool
-from tests.helpers.sites import PATIENCE_S, Site, forever
+from tests.helpers.sites import PATIENCE_S, Site, forever, until
 
 LAB: Final = "lab"
 RUN: Final = "run-1"
@@ -241,6 +242,11 @@ def play(
 
 
 # Waiting and watching
+
+
+async def introduced(*children: ChildEndpoint) -> None:
+    """Wait until these children know their parent's session, as those do that have found the run."""
+    await until(lambda: all(c.session.proofs.proof(c.session.parent) is Proof.PROVEN for c in children))
 
 
 @asynccontextmanager
