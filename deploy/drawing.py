@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import cos, exp, log10, pi, radians, sin
+from math import cos, exp, pi, radians, sin
 from pathlib import Path
 from typing import Final
 
