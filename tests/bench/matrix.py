@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -250,7 +251,7 @@ def main() -> None:
         with lab_of(Path(root)) as lab:
             assert not any(lab.ends().values())
             expected, ends = lab.model(), lab.rounds()
-        usual_s = statistics.median(b - a for a, b in zip(ends, ends[1:], strict=False))
+        usual_s = statistics.median(b - a for a, b in pairwise(ends))
         for number in SIGNALS:
             for victim in chosen.victim or VICTIMS:
                 for state in chosen.state or STATES:
@@ -263,9 +264,7 @@ def main() -> None:
     for case in cases:
         same = "yes" if case.same else "NO"
         table.add_row(case.victim, case.state, case.signal, same, f"{case.next_round_s:.1f}", case.codes)
-    print(
-        f"undisturbed: a global round each {usual_s:.1f} s; stopped for {STOPPED_S:g} s at a keep-alive of {KEEPALIVE_S}"
-    )
+    print(f"undisturbed: a global round each {usual_s:.1f} s; stopped for {STOPPED_S:g} s, keep-alive {KEEPALIVE_S} s")
     Console(width=120).print(table)
     print(f"{sum(case.same for case in cases)} of {len(cases)} with the same model, bit for bit")
     raise SystemExit(not all(case.same for case in cases))
