@@ -34,7 +34,7 @@ Scenario = Callable[["SimulatedLab"], Awaitable[None]]
 
 
 class SimulatedLab:
-    """One lab, which `run` plays once.
+    """One lab, which `run` may be called once.
 
     `workload`: what devices train, a `NullWorkload` of `model_bytes` without it. `conditions` hold for every link until
     a scenario changes some. `broker_each`: every institution has a broker of its own for its devices, named like the
@@ -85,13 +85,13 @@ class SimulatedLab:
         self._changed = asyncio.Event()
 
     def run(self) -> LabOutcome:
-        """Play the lab to its end, whatever that is. Raises what the scenario raised."""
+        """Run the lab to its end, whatever that is. Raises what the scenario raised."""
         trace = TraceDigest(self.loop)
         self.network.hooks.insert(0, trace)
         try:
             with collected_warnings() as warnings:
                 try:
-                    result = self.loop.run_until_complete(self._play())
+                    result = self.loop.run_until_complete(self._run_nodes())
                 except SimulationError as error:
                     result = f"{type(error).__name__}: {error}"
                 outcome = LabOutcome(
@@ -163,7 +163,7 @@ class SimulatedLab:
         async def main() -> None:
             try:
                 await self.agents.new(node, world, resume=again, parent=parent).run()
-            except Exception as error:  # noqa: BLE001 - the outcome says it
+            except Exception as error:  # noqa: BLE001 - it is in the outcome
                 self._ended(node, f"{type(error).__name__}: {error}")
             else:
                 self._ended(node, "")
@@ -196,7 +196,7 @@ class SimulatedLab:
 
     # The run
 
-    async def _play(self) -> str:
+    async def _run_nodes(self) -> str:
         disturbing = asyncio.create_task(self._disturb(), name="scenario")
         disturbing.add_done_callback(lambda task: self._changed.set())
         await asyncio.sleep(0)  # the scenario begins
