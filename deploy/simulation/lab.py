@@ -12,6 +12,7 @@ import asyncio
 import random
 import shutil
 import tempfile
+import weakref
 from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Final
@@ -73,9 +74,10 @@ class SimulatedLab:
         self.network = Network(self.loop, seed, conditions or LinkConditions())
         for name in (BROKER, *(self.institutions if broker_each else ())):
             self.network.add_broker(name)
-        self._path = Path(tempfile.mkdtemp(prefix="fedstrata-simulation-", dir=MEMORY if MEMORY.is_dir() else None))
+        path = Path(tempfile.mkdtemp(prefix="fedstrata-simulation-", dir=MEMORY if MEMORY.is_dir() else None))
+        self._remove_files = weakref.finalize(self, shutil.rmtree, path, ignore_errors=True)
         self.agents = AgentFactory(
-            experiment, self.hardware, Metrics(), self._path, self.homes, broker_each=broker_each, spool=spool
+            experiment, self.hardware, Metrics(), path, self.homes, broker_each=broker_each, spool=spool
         )
         self._scenario = scenario
         self._autostart = self.names if autostart is None else tuple(autostart)
@@ -112,7 +114,7 @@ class SimulatedLab:
                 for process in self._started:
                     process.discard()
             self.loop.discard()
-            shutil.rmtree(self._path, ignore_errors=True)
+            self._remove_files()
         return outcome
 
     # For scenarios
