@@ -26,6 +26,7 @@ from common.storage.spool import Spool
 from institution.rounds import LocalRounds
 
 FAREWELL_S = 5.0
+REPORT_S = 1.0
 
 log = logging.getLogger("fedstrata.institution")
 
@@ -116,16 +117,10 @@ class InstitutionAgent:
         export_parent(self._metrics, down, labels)
         rounds = LocalRounds(self._name, experiment, layout=layout, spool=spool, down=down, metrics=self._metrics)
 
-        def waiting(text: str) -> None:
-            up.preparing(down.moves, waits_for=text)
-
         async def work() -> None:
             passing_on = asyncio.create_task(self._pass_targets_on(up, down), name="targets")
             try:
-                await down.gather(experiment.institution.closing, waiting=waiting)
-                await down.measure(experiment.links)
-                for endpoint in (up, down):
-                    endpoint.set_state(NodeState.READY, samples=sum(down.samples.values()))
+                await self._prepare(up, down, experiment)
                 await up.serve(layout, rounds.work)
             finally:
                 passing_on.cancel()
@@ -142,6 +137,30 @@ class InstitutionAgent:
             last_look=self._metrics.last_look,
         )
         spool.close()
+
+    @staticmethod
+    async def _prepare(up: ChildEndpoint, down: ParentEndpoint, experiment: Experiment) -> None:
+        """Gather the devices and measure their links; report meanwhile how far that is, and whom it waits for."""
+        waits_for = ""
+
+        def waiting(text: str) -> None:
+            nonlocal waits_for
+            waits_for = text
+
+        async def report() -> None:
+            while True:
+                up.preparing(down.moves, waits_for=waits_for)
+                await asyncio.sleep(REPORT_S)
+
+        reporting = asyncio.create_task(report(), name="preparing")
+        try:
+            await down.gather(experiment.institution.closing, waiting=waiting)
+            waits_for = ""
+            await down.measure(experiment.links)
+        finally:
+            reporting.cancel()
+        for endpoint in (up, down):
+            endpoint.set_state(NodeState.READY, samples=sum(down.samples.values()))
 
     @staticmethod
     async def _pass_targets_on(up: ChildEndpoint, down: ParentEndpoint) -> None:

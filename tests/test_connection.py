@@ -17,6 +17,7 @@ import pytest
 from common.errors import ConnectionFailed
 from common.links import Link
 from common.net import link
+from common.net.bulk import Body
 from common.net.client import MqttClient
 from common.net.failures import FailureLog
 from common.net.link import BrokerAddress, BrokerConnection, pause_s
@@ -220,6 +221,26 @@ async def running(connection: BrokerConnection, *, connect_timeout_s: float = PA
 
 def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "fedstrata.connection"]
+
+
+def test_a_message_that_finds_no_connection_is_not_the_last_one_sent(
+    attempts: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        lost: list[bool] = []
+        async with FakeBroker(close, at_once=True) as fake:
+            connection = connection_to(fake.address, lost=lambda: lost.append(True))
+            async with running(connection):
+                while len(attempts) < 5:
+                    connection.publish("t", b"", qos=0)
+                    connection.publish_body("t", Body(memoryview(b"body")), done=lambda: None)
+                    await asyncio.sleep(0)
+        assert not lost
+
+    with caplog.at_level(logging.INFO, "fedstrata"):
+        assert scenario(run()) == []
+    (line,) = logged(caplog)
+    assert "closed by the broker before CONNACK" in line
 
 
 def test_pauses_grow_to_a_limit_and_are_drawn() -> None:

@@ -313,7 +313,8 @@ class BrokerConnection:
         acknowledged()
 
     def _sent(self, packet: str, topic: str = "", size: int = 0) -> None:
-        self._last_sent = _Sent(packet, topic, size, asyncio.get_running_loop().time())
+        if self._client is not None:
+            self._last_sent = _Sent(packet, topic, size, asyncio.get_running_loop().time())
 
     def _has_lived(self) -> None:
         self._worked = True

@@ -110,9 +110,12 @@ class Coordinator:
             self._children[name].declined = reason
 
     def preparing(self, name: str, done: int, *, waits: bool, now: float) -> None:
-        """Note progress of a child that is not ready; one that waits for its own children is not idle."""
+        """Note progress of a child that is not ready.
+
+        Before a round is open, one that waits for its own children is not idle: a person may be starting them.
+        """
         child = self._children[name]
-        if waits or done != child.prepared:
+        if (waits and not self._open) or done != child.prepared:
             child.prepared, child.moved = done, now
 
     def hanging(self, now: float) -> list[str]:

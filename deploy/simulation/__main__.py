@@ -1,4 +1,4 @@
-"""`python -m deploy.simulation --seed N`: play an undisturbed lab in virtual time and print its outcome."""
+"""`python -m deploy.simulation --seed N`: run an undisturbed lab in virtual time and print its outcome."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deploy.simulation.lab import SimulatedLab
 
 
 def main() -> None:
-    """Play one lab; the exit code is 1 if it did not end well."""
+    """Run one lab; the exit code is 1 if it did not end well."""
     parser = argparse.ArgumentParser(prog="python -m deploy.simulation", description=__doc__)
     parser.add_argument("experiment", nargs="?", type=Path, help="a TOML file; a small lab without it")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override the experiment")
