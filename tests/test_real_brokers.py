@@ -31,7 +31,7 @@ from tests.helpers.nodes import (
     serving,
     together,
 )
-from tests.helpers.sites import PATIENCE_S, RealSite, RestartableBroker, until
+from tests.helpers.sites import PATIENCE_S, RealSite, RestartableBroker, real, until
 
 CHUNKS = -(-2_000_000 // 32_768)
 
@@ -69,7 +69,7 @@ def test_a_model_passes_an_institution_in_both_directions(site: RealSite) -> Non
                 row = drawn(layout, iteration)
                 assert_models(await play(cloud, row, iteration=iteration), row, layout=layout, places={PARENT: 0})
 
-    site.run(run())
+    real(run())
 
 
 def test_a_real_broker_that_is_killed_in_mid_transfer_costs_no_chunk_that_had_arrived(
@@ -120,7 +120,7 @@ def test_a_real_broker_that_is_killed_in_mid_transfer_costs_no_chunk_that_had_ar
             assert_models(again, row, layout=layout, places={"device-0": 0, "device-1": 1})
 
     site = RealSite(breakable.address)
-    site.run(run())
+    real(run())
 
 
 def test_a_child_whose_socket_is_shut_in_mid_upload_goes_on_where_it_was(site: RealSite) -> None:
@@ -147,7 +147,7 @@ def test_a_child_whose_socket_is_shut_in_mid_upload_goes_on_where_it_was(site: R
                 assert not lacking & here, key
             assert parent.connection.reconnects == 0
 
-    site.run(run())
+    real(run())
 
 
 def test_a_cancellation_that_came_with_the_connection_is_not_lost(site: RealSite) -> None:
@@ -185,7 +185,7 @@ def test_a_cancellation_that_came_with_the_connection_is_not_lost(site: RealSite
         await asyncio.wait((task,))
         assert done, "it went on"
 
-    site.run(run())
+    real(run())
 
 
 def test_the_keep_alive_is_the_experiments() -> None:
@@ -194,4 +194,4 @@ def test_the_keep_alive_is_the_experiments() -> None:
         assert connection._new_client()._keepalive == 7
 
     nowhere = RealSite(BrokerAddress("nowhere"))
-    nowhere.run(run())
+    real(run())

@@ -55,14 +55,15 @@ class RealSite:
         """Run a coroutine."""
         return asyncio.create_task(work)
 
-    def run(self, test: Coroutine[Any, Any, None]) -> None:
-        """Run a test's coroutine, at most `PATIENCE_S`."""
 
-        async def bounded() -> None:
-            async with asyncio.timeout(PATIENCE_S):
-                await test
+def real(test: Coroutine[Any, Any, None]) -> None:
+    """Run a test's coroutine in real time, at most `PATIENCE_S`."""
 
-        asyncio.run(bounded())
+    async def bounded() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await test
+
+    asyncio.run(bounded())
 
 
 class SimulatedSite:
