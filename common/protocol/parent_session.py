@@ -24,6 +24,7 @@ from common.protocol.ledger import Ledger
 from common.protocol.manifest import ModelForm
 from common.protocol.messages import (
     Declined,
+    Failure,
     Farewell,
     Goodbye,
     Key,
@@ -101,7 +102,8 @@ class TargetsChanged:
 class Readiness:
     """Who may take part: `ready` children; `missing` ones, each with the reason.
 
-    Among the missing are the `failed` ones, and `hanging` ones that have prepared for `idle_s` without progress.
+    Among the missing are the `failed` ones, and the `hanging` ones: they have prepared for `idle_s` without progress, or
+    failed for lack of progress below them.
     """
 
     ready: frozenset[str]
@@ -231,6 +233,8 @@ class ParentSession(Session):
             elif last is not None and last.state is NodeState.FAILED:
                 failed.add(name)
                 missing[name] = f"gave up: {last.reason}"
+                if last.failure is Failure.STALLED:
+                    hanging.add(name)
             else:
                 missing[name] = "never came" if name not in self._last else "was lost, or left"
         return Readiness(frozenset(ready), missing, frozenset(hanging), frozenset(failed))
