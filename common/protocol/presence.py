@@ -58,6 +58,10 @@ class OwnPresence:
         if not self.leaving:
             self._due.append(self.presence)
 
+    def repeat(self) -> None:
+        """Publish it again for those that may have missed it."""
+        self._due.append(self.presence)
+
     def connected(self) -> None:
         """Publish it on a new connection. The name is ours once the broker has sent it back."""
         self._established = False
