@@ -406,14 +406,15 @@ def answering_statistics(answer: Answer) -> Answer:
 @asynccontextmanager
 async def parent_at(address: BrokerAddress) -> AsyncIterator[BrokerConnection]:
     """Run a parent with one child; yield its connection."""
-    identity = Identity("r1", "cloud", "cloud", new_session())
-    face = ParentEndpoint(address, identity, links={"i0": Link()}, transfer=Transfer())
-    serving = asyncio.create_task(face.endpoint.run(connect_timeout_s=PATIENCE_S))
+    identity = Identity("r-1", "cloud", "cloud", new_session())
+    parent = ParentEndpoint(address, identity, links={"i0": Link()}, transfer=Transfer())
+    serving = asyncio.create_task(parent.run(connect_timeout_s=PATIENCE_S))
     try:
-        yield face.endpoint.link
-        face.endpoint.set_state(NodeState.READY)
+        assert isinstance(parent.connection, BrokerConnection)
+        yield parent.connection
+        parent.set_state(NodeState.READY)
         async with asyncio.timeout(PATIENCE_S / 3):
-            await face.endpoint.link.flush()
+            await parent.connection.flush()
     finally:
         serving.cancel()
         await asyncio.wait((serving,))
@@ -429,7 +430,7 @@ def test_a_broker_that_gives_no_statistics_is_usable(answer: Answer) -> None:
         async with FakeBroker(answering_statistics(answer)) as fake, parent_at(fake.address) as connection:
             await until(lambda: fake.subscriptions(b"$SYS"))
             subscriptions = [b"$SYS" in body for _, kind, body in fake.packets if kind == SUBSCRIBE]
-            assert subscriptions == [False, False, False, True]
+            assert subscriptions == [False, True]
             assert connection.up and connection.reconnects == 0
 
     assert scenario(run()) == []
