@@ -286,6 +286,8 @@ class Session(Side):
         if isinstance(message, WhoIsThere):
             self._ask_for_proof(sender, message, now)
         elif isinstance(message, Alive):
+            if message.announcement is not None:
+                return  # late: it answers the search for this run, which is found
             if not self.proofs.answered(sender, session, message):
                 self._refuse(Refusal.MISFIT, sender, "an answer to nothing that was asked")
                 return
