@@ -8,7 +8,6 @@ What a role needs is imported when it runs: a cloud or an institution never load
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from collections.abc import Callable, Coroutine
@@ -22,8 +21,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import typer
 
+from common.protocol.topics import DEFAULT_LAB
 from deploy import data, inspection, logs
-from deploy.connecting import ConnectTimeout, PasswordFile, Username, run_connected
+from deploy.connecting import ConnectTimeout, LabOption, PasswordFile, Username, run_agent, run_connected
 from deploy.connecting import address as _address
 from deploy.plan import plan, predict
 from deploy.reporting import reporting
@@ -111,6 +111,7 @@ def run(
     no_delay: Annotated[
         bool, typer.Option("--no-delay", help="With --netns: leave out the links' delays, which need netem.")
     ] = False,
+    lab: LabOption = DEFAULT_LAB,
     metrics: MetricsAddress = METRICS,
     foretell: Annotated[
         bool, typer.Option("--plan", help="Predict it first, as `plan --one-host`, and keep that with the run.")
@@ -152,6 +153,7 @@ def run(
             resume=resume,
             json_lines=output == "json",
             network=network,
+            lab=lab,
             metrics=metrics,
             prediction=found,
         ).run()
@@ -163,6 +165,7 @@ def cloud(
     experiment: ExperimentFile = None,
     overrides: Overrides = None,
     broker: BrokerOption = "localhost",
+    lab: LabOption = DEFAULT_LAB,
     runs: Runs = Path("runs"),
     resume: Resume = None,
     output: Output = "table",
@@ -186,6 +189,7 @@ def cloud(
             agent = CloudAgent(
                 folder,
                 broker=where,
+                lab=lab,
                 resume=resume is not None,
                 connect_timeout_s=connect_timeout,
                 metrics=registry,
@@ -193,7 +197,7 @@ def cloud(
                 observe=observe,
                 spool=_folder(spool),
             )
-            await agent.run()
+            await run_agent("cloud", agent.run())
 
     _run_role(play, "cloud")
 
@@ -202,6 +206,7 @@ def cloud(
 def institution(
     name: Annotated[str, typer.Option(help="This institution's name in the experiment.")],
     broker: BrokerOption = "localhost",
+    lab: LabOption = DEFAULT_LAB,
     device_broker: Annotated[
         str | None, typer.Option(help="The devices' broker; the cloud's without it.", show_default=False)
     ] = None,
@@ -221,12 +226,13 @@ def institution(
             name,
             cloud_broker=upward,
             device_broker=_address(device_broker or broker, username, password_file),
+            lab=lab,
             connect_timeout_s=connect_timeout,
             metrics=registry,
             metrics_address=address,
             spool=_folder(spool),
         )
-        await agent.run()
+        await run_agent(name, agent.run())
 
     _run_role(take_part, name)
 
@@ -242,6 +248,7 @@ def device(
             envvar="FEDSTRATA_BROKER_ADDRESS",
         ),
     ] = None,
+    lab: LabOption = DEFAULT_LAB,
     accelerator: Annotated[str, typer.Option(help="cpu, cuda, cuda:N or auto.")] = "auto",
     slots: Annotated[
         str, typer.Option(help="Trainings at once: a number, or auto = one for each GPU, or for each core.")
@@ -259,6 +266,9 @@ def device(
     connect_timeout: ConnectTimeout = 30.0,
     metrics: MetricsAddress = METRICS,
     spool: SpoolFolder = "none",
+    together: Annotated[
+        bool, typer.Option("--together", hidden=True, help="End if one of them cannot work before any trains.")
+    ] = False,
 ) -> None:
     """Start one or more devices: they wait for the experiment and train what their institution wishes."""
     brokers = broker or ["localhost"]
@@ -273,36 +283,29 @@ def device(
     addresses = brokers * len(name) if len(brokers) == 1 else brokers
 
     async def take_part() -> None:
-        from common.runtime.lifecycle import first_error
+        from deploy.agents import run_agents
         from device.agent import DeviceAgent
         from device.pool import Pool
 
         registry, address = serve_metrics(metrics, broker=_address(addresses[0], username, password_file))
         count = None if slots == "auto" else int(slots)
-        try:
-            async with (
-                Pool(accelerator=accelerator, slots=count, devices=len(name)) as pool,
-                asyncio.TaskGroup() as group,
-            ):
-                for each, home, where in zip(name, homes, addresses, strict=True):
-                    agent = DeviceAgent(
-                        each,
-                        institution=home,
-                        broker=_address(where, username, password_file),
-                        pool=pool,
-                        connect_timeout_s=connect_timeout,
-                        metrics=registry,
-                        metrics_address=address,
-                        spool=_folder(spool),
-                        allow_models=allow_models or (),
-                    )
-                    logs.NODE.set(each)  # a task keeps what is set when it is made
-                    group.create_task(agent.run(), name=each)
-        except BaseExceptionGroup as errors:
-            known = first_error(errors)
-            if known is None:
-                raise
-            raise known from None
+        async with Pool(accelerator=accelerator, slots=count, devices=len(name)) as pool:
+            agents = {
+                each: DeviceAgent(
+                    each,
+                    institution=home,
+                    broker=_address(where, username, password_file),
+                    lab=lab,
+                    pool=pool,
+                    connect_timeout_s=connect_timeout,
+                    metrics=registry,
+                    metrics_address=address,
+                    spool=_folder(spool),
+                    allow_models=allow_models or (),
+                ).run
+                for each, home, where in zip(name, homes, addresses, strict=True)
+            }
+            await run_agents(agents, shared_failure=lambda: pool.failure, together=lambda: together and pool.moves == 0)
 
     _run_role(take_part)
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from common.errors import InvalidExperiment
+from common.protocol.topics import check_lab
+from deploy import logs
 from deploy.reporting import reporting
 
 if TYPE_CHECKING:
@@ -20,6 +22,24 @@ if TYPE_CHECKING:
 Username = Annotated[str | None, typer.Option(help="Login at the broker.", envvar="FEDSTRATA_USERNAME")]
 PasswordFile = Annotated[
     Path | None, typer.Option(help="File with the password; else FEDSTRATA_PASSWORD.", envvar="FEDSTRATA_PASSWORD_FILE")
+]
+
+
+def _checked_lab(name: str) -> str:
+    try:
+        return check_lab(name)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+LabOption = Annotated[
+    str,
+    typer.Option(
+        "--lab",
+        help="The lab's name. Labs with different names can share a broker.",
+        envvar="FEDSTRATA_LAB",
+        callback=_checked_lab,
+    ),
 ]
 ConnectTimeout = Annotated[float, typer.Option(min=0.1, help="Seconds to reach the broker at the start.")]
 
@@ -40,6 +60,19 @@ def address(text: str, username: str | None, password_file: Path | None) -> Brok
                 "--password-file", str(password_file), error.strerror or str(error), "Name a readable file."
             ) from None
     return BrokerAddress(host, int(port or 1883), username, password)
+
+
+async def run_agent(node: str, agent: Coroutine[Any, Any, object]) -> None:
+    """Run a node's agent to its end. Raises FedstrataError; an unexpected error is logged with its traceback."""
+    from common.runtime.lifecycle import as_known
+
+    logs.NODE.set(node)
+    try:
+        await agent
+    except Exception as error:
+        if (known := as_known(error, node)) is None:
+            raise
+        raise known from known.__cause__
 
 
 def run_connected(work: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -15,13 +15,18 @@ from deploy.logs import tell
 INTERRUPTED = 130
 
 
+def report(error: FedstrataError, *, node: str = "") -> None:
+    """Write an error to standard error, with the node that it ended where a process has several."""
+    tell(f"fedstrata: {node}: {error}" if node else f"fedstrata: {error}", level=logging.ERROR)
+
+
 @contextmanager
 def reporting() -> Iterator[None]:
     """Turn an error of ours, and an interruption, into the end of the command."""
     try:
         yield
     except FedstrataError as error:
-        tell(f"fedstrata: {error}", level=logging.ERROR)
+        report(error)
         raise typer.Exit(error.exit_code) from None
     except (KeyboardInterrupt, asyncio.CancelledError):
         tell("fedstrata: interrupted", level=logging.ERROR)

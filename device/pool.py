@@ -82,6 +82,11 @@ class Pool:
         for lane in self._lanes:
             await lane.close()
 
+    @property
+    def failure(self) -> Exception | None:
+        """Return why no device of this process can train; None while they can."""
+        return self._failure
+
     def member(self, node: str) -> Member:
         """Take in one of this process's devices."""
         self._members += 1

@@ -137,7 +137,7 @@ class Presences:
         with suppress(WireError), self._changed:
             said = serialization.decode(message.payload)[1]
             if isinstance(said, Presence):
-                self._seen.setdefault((message.topic.split("/")[2], said.state), (time.monotonic(), said))
+                self._seen.setdefault((message.topic.split("/")[3], said.state), (time.monotonic(), said))
             self._changed.notify_all()
 
     def __getitem__(self, key: tuple[str, str]) -> tuple[float, Presence]:
@@ -152,7 +152,7 @@ def presences(port: int) -> Iterator[Presences]:
     client = mqtt.Client(mqtt.CallbackAPIVersion.VERSION2)
     client.on_message = lambda _client, _data, message: said.take(message)
     client.connect("127.0.0.1", port)
-    client.subscribe("fs1/+/+/state", qos=1)
+    client.subscribe("fs1/lab/+/+/state", qos=1)
     client.loop_start()
     try:
         yield said

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +37,7 @@ from common.protocol import serialization, topics
 from common.protocol.counters import Account
 from common.protocol.identity import Identity
 from common.protocol.ledger import Ledger
-from common.protocol.messages import Announcement, Message, NodeState, Phase, Progress, Task
+from common.protocol.messages import Announcement, Message, NodeState, Phase, Presence, Progress, Task
 from common.rules import FedAvg
 from common.runtime import discovery
 from common.runtime.lifecycle import live
@@ -165,9 +165,9 @@ class Lab:
     def institution(self, name: str) -> Role:
         return self.start("institution", "--name", name)
 
-    def devices(self, *places: int) -> Role:
+    def devices(self, *places: int, options: Sequence[str] = ()) -> Role:
         words = [word for i in places for word in ("--name", DEVICES[i][0], "--institution", DEVICES[i][1])]
-        return self.start("device", *words)
+        return self.start("device", *words, *options)
 
 
 class Overheard:
@@ -179,7 +179,7 @@ class Overheard:
         self._client = mqtt.Client(mqtt.CallbackAPIVersion.VERSION2)
         self._client.on_message = self._on_message
         self._client.connect(served.host, served.port)
-        self._client.subscribe([("fs1/+/+/state", 1), ("fs1/+/+/inbox/+", 1)])
+        self._client.subscribe([("fs1/lab/+/+/state", 1), ("fs1/lab/+/+/inbox/+", 1)])
         self._client.loop_start()
 
     def close(self) -> None:
@@ -218,6 +218,16 @@ def working(device: str) -> Callable[[topics.Topic, Message], bool]:
         and topic.sender == device
         and isinstance(said, Progress)
         and said.phase in (Phase.WAITING, Phase.TRAINING)
+    )
+
+
+def present(node: str) -> Callable[[topics.Topic, Message], bool]:
+    """Match the presence of a living node."""
+    return lambda topic, message: (
+        isinstance(topic, topics.StateTopic)
+        and topic.node == node
+        and isinstance(message, Presence)
+        and message.state in (NodeState.INIT, NodeState.READY)
     )
 
 
@@ -278,6 +288,31 @@ def test_every_role_killed_once_and_started_again_gives_the_same_model(
         assert [row["round"] for row in rounds(folder)] == ["1", "2", "3"]
         assert all(0.5 < float(row["accuracy"]) <= 1 for row in rounds(folder))
         assert_bytes_of_one_run(folder, lives=3)
+
+
+def test_a_name_that_is_taken_ends_one_of_a_process_and_the_other_completes_the_run(
+    served: Broker, tmp_path: Path
+) -> None:
+    short = tmp_path / "short.toml"
+    short.write_text(to_toml(parse(SMALL | {"iterations": 1, "training": {"epochs": 1}})))
+    with ExitStack() as stack:
+        overheard = stack.enter_context(overhearing(served))
+        lab = Lab(short, served, tmp_path, stack)
+        cloud = lab.cloud()
+        one_slot = ["--slots", "1"]  # no worker processes
+        roles = [lab.institution("institution-0"), lab.institution("institution-1")]
+        roles.append(lab.devices(0, 2, 3, options=one_slot))
+        overheard.wait_for(present("device-0"))
+        both = lab.devices(0, 1, options=one_slot)
+        until(lambda: "device-0" in both.log.read_text(), "the report of the error")
+        assert both.process.poll() is None
+
+        for role in (cloud, *roles):
+            role.ends(0)
+        (line,) = both.ends(3).splitlines()
+        assert line.startswith("fedstrata: device-0: device-0 is already alive on broker")
+        (row,) = rounds(folder_in(cloud.output()))
+        assert not row["missing"]
 
 
 # A whole lab
@@ -531,17 +566,17 @@ def overhearing_states(address: BrokerAddress) -> Iterator[set[str]]:
     said: set[str] = set()
 
     def note(_client: object, _data: object, message: mqtt.MQTTMessage) -> None:
-        said.add(message.topic.split("/")[2])
+        said.add(message.topic.split("/")[3])
 
     client = mqtt.Client(mqtt.CallbackAPIVersion.VERSION2)
     client.on_message = note
     client.connect(address.host, address.port)
-    client.subscribe("fs1/+/+/state", qos=1)
+    client.subscribe("fs1/lab/+/+/state", qos=1)
     client.loop_start()
     try:
         yield said
         # What was said before this is heard before this.
-        client.publish("fs1/end/end/state", b"", qos=1)
+        client.publish("fs1/lab/end-1/end/state", b"", qos=1)
         until(lambda: "end" in said, "the end")
     finally:
         client.disconnect()

@@ -133,7 +133,7 @@ def test_devices_on_a_broker_of_their_own_are_found_lost_and_found_again(tmp_pat
         at = {broker.port: BrokerAddress(broker.host, broker.port) for broker in (wan, lan)}
 
         def identity(name: str, role: str) -> Identity:
-            return Identity("r-1", name, role, new_session(), f"{name}.lab:1")
+            return Identity("run-1", name, role, new_session(), f"{name}.lab:1")
 
         def device() -> ChildEndpoint:
             return ChildEndpoint(at[lan.port], identity("d0", "device"), parent="i0", transfer=Transfer(), link=Link())

@@ -28,16 +28,20 @@ from common.protocol import serialization, topics
 from common.protocol.manifest import describe
 from common.protocol.messages import (
     Acknowledgement,
+    Alive,
     Announcement,
     Ask,
     ChildReport,
+    Declined,
     Farewell,
     Gone,
+    Goodbye,
     Key,
     Manifest,
     Message,
     NodeState,
     Phase,
+    Preparing,
     Presence,
     Probe,
     Probed,
@@ -45,6 +49,7 @@ from common.protocol.messages import (
     Reports,
     Result,
     Task,
+    WhoIsThere,
 )
 from common.protocol.traffic import Traffic, Wire
 from common.spec import Experiment, parse
@@ -60,6 +65,7 @@ from deploy.watching.screens import look
 from deploy.watching.view import View
 
 DEMO = Path(__file__).parents[1] / "deploy" / "experiments" / "demo.toml"
+LAB = "lab"
 RUN = "20260101T000000Z-abcdef"
 PATIENCE_S = 60.0
 MANY = 2**63 - 1
@@ -120,14 +126,15 @@ class Watched:
         reason: str = "",
         at: int = 0,
         role: str = "device",
+        retained: bool = False,
     ) -> None:
         presence = None if state is None else Presence(state, role, reason=reason)
         body = b"" if presence is None else serialization.encode(presence, session or self.session(name))
-        self.lab.receive(at, topics.state(RUN, name), body, self.now)
+        self.lab.receive(at, topics.state(LAB, RUN, name), body, self.now, retained=retained)
 
     def say(self, sender: str, receiver: str, message: Message, *, session: str = "") -> None:
         body = serialization.encode(message, session or self.session(sender))
-        self.lab.receive(0, topics.inbox(RUN, receiver, sender), body, self.now)
+        self.lab.receive(0, topics.inbox(LAB, RUN, receiver, sender), body, self.now)
 
     def events(self) -> list[Event]:
         found = []
@@ -338,6 +345,75 @@ def test_an_institution_on_two_brokers_is_as_the_first_says() -> None:
     assert [facts["state"] for _, facts in watched.events()] == ["ready", "lost"]
 
 
+# Before the rounds, and who is there
+
+
+def line_of(watched: Watched, name: str) -> str:
+    """Return a node's line in the picture."""
+    lines = View(160, 60).picture(watched.lab, watched.now, [])
+    return next(line.plain for line in lines if line.plain.split()[:1] == [name])
+
+
+def test_a_child_that_prepares_is_shown_with_those_whom_it_waits_for() -> None:
+    watched = Watched()
+    watched.state("institution-0", NodeState.INIT)
+    watched.events()
+    watched.say("institution-0", "cloud", Preparing(1, ""))
+    assert words.word(watched["institution-0"]) == "preparing" and not watched.events()
+    for done in range(3):  # it is repeated every second
+        watched.say("institution-0", "cloud", Preparing(done, "device-1 gave up: no data here"))
+    waiting = {"node": "institution-0", "waits_for": "device-1 gave up: no data here"}
+    assert watched.events() == [("waiting", waiting)]
+    assert words.line(watched.lab, "waiting", waiting, 0.0) == "institution-0: waits for device-1 gave up: no data here"
+    assert "0/2 there, waits for device-1 gave up: no data here" in line_of(watched, "institution-0")
+    assert words.branch(watched["institution-0"], 0.0)["waits_for"] == "device-1 gave up: no data here"
+    watched.state("device-1", NodeState.INIT)
+    watched.say("device-1", "institution-0", Preparing(7, ""))
+    assert "prepares" in line_of(watched, "device-1")
+    for name in ("institution-0", "device-1"):
+        watched.state(name, NodeState.READY)
+        assert words.word(watched[name]) == "ready"
+    assert "waits" not in line_of(watched, "institution-0")
+
+
+def test_a_task_that_is_declined_is_reported_once_with_its_reason() -> None:
+    watched, key = Watched(), Key(0, 0, 0)
+    watched.all_ready()
+    watched.say("institution-0", "device-0", task(key))
+    for _ in range(3):  # the task is sent again
+        watched.say("device-0", "institution-0", Declined(key, "wrong layout"))
+    declined = [facts for event, facts in watched.events() if event == "declined"]
+    assert declined == [{"node": "device-0", "iteration": 1, "round": 1, "reason": "wrong layout"}]
+    assert words.line(watched.lab, "declined", declined[0], 0.0) == "device-0: declined (wrong layout)"
+
+
+def test_a_retained_presence_is_marked_until_its_session_sends_something() -> None:
+    watched = Watched()
+    watched.state("device-0", NodeState.READY, retained=True)
+    watched.state("device-1", NodeState.READY)
+    assert "ready?" in line_of(watched, "device-0") and "ready?" not in line_of(watched, "device-1")
+    watched.say("device-0", "institution-0", Gone("0" * 16), session="another")
+    assert not watched["device-0"].proven
+    watched.say("device-0", "institution-0", Gone("0" * 16))
+    assert watched["device-0"].proven and "ready?" not in line_of(watched, "device-0")
+    watched.state("device-0", NodeState.LOST, retained=True)
+    assert "lost?" not in line_of(watched, "device-0")
+
+
+def test_a_session_changes_by_presences_alone() -> None:
+    watched, key = Watched(), Key(0, 0, 0)
+    watched.all_ready()
+    watched.say("institution-0", "device-0", task(key))
+    watched.say("device-0", "institution-0", progress(key, Phase.TRAINING, 6, 12), session="stranger")
+    device = watched["device-0"]
+    assert (device.step, device.session) == (Step.TOLD, "device-0-1") and not device.retired
+    alive = Alive("nonce", Presence(NodeState.READY, "device"))
+    watched.say("device-0", "institution-0", alive, session="device-0-2")  # its own presence was lost
+    assert device.session == "device-0-2" and ("restarted", {"node": "device-0"}) in watched.events()
+    watched.say("device-0", "institution-0", alive, session="device-0-1")  # an answer that comes late
+    assert device.session == "device-0-2"
+
+
 # How it ends
 
 
@@ -465,14 +541,27 @@ MESSAGES = st.one_of(
     st.builds(Reports, REPORTS),
     st.builds(Farewell, TRAFFICS, TRAFFICS),
     st.builds(Announcement, st.just("{"), st.just("[")),
+    st.builds(Preparing, st.integers(0, 3), st.sampled_from(["", "device-0 never came", "x" * 1000])),
+    st.builds(Declined, KEYS, st.just("wrong layout")),
+    st.builds(WhoIsThere, st.just("nonce"), st.just(RUN)),
+    st.builds(Alive, st.just("nonce"), st.builds(Presence, st.sampled_from(NodeState), st.just("device"))),
+    st.just(Goodbye()),
 )  # fmt: skip
 BODIES = st.one_of(
     st.binary(max_size=40), st.builds(serialization.encode, MESSAGES, st.sampled_from(["a", "b", "c"])), st.just(b"")
 )
 TOPICS = st.one_of(
-    st.builds(topics.state, st.sampled_from([RUN, "other"]), st.sampled_from(NAMES)),
-    st.builds(topics.inbox, st.just(RUN), st.sampled_from(NAMES), st.sampled_from(NAMES)),
-    st.sampled_from([topics.spec(RUN, "cloud"), f"fs1/{RUN}/cloud/blob/all/{'0' * 16}/0/0", "fs2", ""]),
+    st.builds(topics.state, st.just(LAB), st.sampled_from([RUN, "other-1"]), st.sampled_from(NAMES)),
+    st.builds(topics.inbox, st.just(LAB), st.just(RUN), st.sampled_from(NAMES), st.sampled_from(NAMES)),
+    st.sampled_from(
+        [
+            topics.spec(LAB, RUN, "cloud"),
+            f"fs1/{LAB}/{RUN}/cloud/blob/all/{'0' * 16}/0/0",
+            topics.seek(LAB, "a", "b"),
+            "fs2",
+            "",
+        ]
+    ),
 )
 
 
@@ -481,7 +570,7 @@ def test_no_message_is_fatal(said: list[tuple[str, bytes, float]]) -> None:
     watched = Watched()
     for topic, body, later in said:
         watched.now += later
-        watched.lab.receive(0, topic, body, watched.now)
+        watched.lab.receive(0, topic, body, watched.now, retained=later == 0.5)
         watched.lab.tick(watched.now)
     lab = watched.lab
     assert len(lab.nodes) == 7
@@ -503,11 +592,13 @@ def test_strangers_and_rubbish_are_counted() -> None:
     watched.say("device-0", "cloud", progress(key, Phase.TRAINING, 1, 2))  # it is not its parent
     watched.say("stranger", "cloud", progress(key, Phase.TRAINING, 1, 2))
     watched.state("stranger", NodeState.READY)
-    watched.lab.receive(0, topics.state(RUN, "cloud"), b"\xff", 0.0)
-    watched.lab.receive(0, topics.state(RUN, "cloud"), serialization.encode(Acknowledgement(key, ""), "s"), 0.0)
+    watched.lab.receive(0, topics.state(LAB, RUN, "cloud"), b"\xff", 0.0)
+    watched.lab.receive(0, topics.state(LAB, RUN, "cloud"), serialization.encode(Acknowledgement(key, ""), "s"), 0.0)
     watched.lab.receive(0, "nonsense", b"", 0.0)
     assert watched.lab.ignored == 6
-    watched.lab.receive(0, topics.state("other", "cloud"), b"\xff", 0.0)  # no affair of ours
+    watched.lab.receive(0, topics.state(LAB, "other-1", "cloud"), b"\xff", 0.0)
+    watched.lab.receive(0, topics.state("other", RUN, "cloud"), b"\xff", 0.0)
+    watched.lab.receive(0, topics.seek(LAB, "cloud", "institution-0"), b"\xff", 0.0)
     assert watched.lab.ignored == 6 and not watched.events()
 
 
@@ -516,63 +607,68 @@ def test_strangers_and_rubbish_are_counted() -> None:
 
 def announce(runs: Runs, run: str, *, node: str = "cloud", text: str | None = None, now: float = 0.0) -> None:
     announcement = Announcement(experiment_of().to_json() if text is None else text, "[]")
-    runs.receive(topics.spec(run, node), serialization.encode(announcement, "s"), now)
+    runs.receive(topics.spec(LAB, run, node), serialization.encode(announcement, "s"), now)
 
 
 def live(runs: Runs, run: str, *, node: str = "cloud", state: NodeState = NodeState.READY) -> None:
-    runs.receive(topics.state(run, node), serialization.encode(Presence(state, "cloud"), "s"), 0.0)
+    runs.receive(topics.state(LAB, run, node), serialization.encode(Presence(state, "cloud"), "s"), 0.0)
 
 
 def test_the_newest_living_run_is_watched() -> None:
     runs = Runs(None)
-    for run, state in (("1", NodeState.READY), ("2", NodeState.INIT), ("3", NodeState.FAILED)):
+    for run, state in (("r-1", NodeState.READY), ("r-2", NodeState.INIT), ("r-3", NodeState.FAILED)):
         live(runs, run, state=state)
-        assert runs.choose(99.0) is None or run != "1"
+        assert runs.choose(99.0) is None or run != "r-1"
         announce(runs, run)
-    live(runs, "4")  # and nothing announced
+    live(runs, "r-4")  # and nothing announced
     assert runs.choose(SETTLE_S / 2) is None  # more may be kept there
     chosen = runs.choose(SETTLE_S)
-    assert chosen is not None and chosen[0] == "2" and chosen[1] == experiment_of()
+    assert chosen is not None and chosen[0] == "r-2" and chosen[1] == experiment_of()
 
 
 def test_a_run_may_be_chosen_dead_or_alive() -> None:
-    runs = Runs("3")
-    live(runs, "4")
-    announce(runs, "4")
+    runs = Runs("r-3")
+    live(runs, "r-4")
+    announce(runs, "r-4")
     assert runs.choose(99.0) is None
-    announce(runs, "3")
+    announce(runs, "r-3")
     chosen = runs.choose(99.0)
-    assert chosen is not None and chosen[0] == "3"
+    assert chosen is not None and chosen[0] == "r-3"
 
 
 def test_a_run_whose_experiment_cannot_be_read_is_passed_over() -> None:
     runs = Runs(None)
     huge = '{"topology": {"devices": 1000000000}}'
-    for run, text in (("1", None), ("2", "{"), ("3", '{"seed": "x"}'), ("4", huge)):
+    for run, text in (("r-1", None), ("r-2", "{"), ("r-3", '{"seed": "x"}'), ("r-4", huge)):
         live(runs, run)
         announce(runs, run, text=text)
     chosen = runs.choose(SETTLE_S)
-    assert chosen is not None and chosen[0] == "1" and runs.ignored == 3
+    assert chosen is not None and chosen[0] == "r-1" and runs.ignored == 3
 
 
 def test_an_institutions_announcement_serves_where_the_cloud_is_not_heard() -> None:
     runs = Runs(None)
-    announce(runs, "1", node="institution-0")
+    announce(runs, "r-1", node="institution-0")
     assert runs.choose(99.0) is None
-    live(runs, "1", node="institution-0")
+    live(runs, "r-1", node="institution-0")
     assert runs.choose(99.0) is not None
 
 
 def test_a_run_that_ends_while_it_is_looked_for_is_not_chosen() -> None:
     runs = Runs(None)
-    live(runs, "1")
-    announce(runs, "1")
-    for topic in (topics.spec("1", "cloud"), topics.state("1", "cloud")):
+    live(runs, "r-1")
+    announce(runs, "r-1")
+    for topic in (topics.spec(LAB, "r-1", "cloud"), topics.state(LAB, "r-1", "cloud")):
         runs.receive(topic, b"", 0.0)
     assert runs.choose(SETTLE_S) is None and runs.names() == []
 
 
-@given(said=st.lists(st.tuples(st.sampled_from(["fs1/a/n/spec", "fs1/a/n/state", "fs1/b/m/spec", "x"]), BODIES)))
+RUN_TOPICS = st.sampled_from(
+    ["fs1/lab/a-1/n/spec", "fs1/lab/a-1/n/state", "fs1/lab/b-1/m/spec", "fs1/lab/seek/a/b", "fs1/x/a-1/n/spec", "x"]
+)
+
+
+@given(said=st.lists(st.tuples(RUN_TOPICS, BODIES)))
 def test_no_announcement_is_fatal(said: list[tuple[str, bytes]]) -> None:
     runs = Runs(None)
     for topic, body in said:
@@ -580,14 +676,21 @@ def test_no_announcement_is_fatal(said: list[tuple[str, bytes]]) -> None:
     assert runs.choose(99.0) is None
 
 
+def test_the_runs_of_another_lab_are_not_watched() -> None:
+    runs = Runs(None, lab="north")
+    live(runs, "r-9")
+    announce(runs, "r-9")
+    assert runs.choose(99.0) is None and runs.names() == [] and runs.ignored == 2
+
+
 def test_what_is_kept_of_announcements_is_bounded() -> None:
     runs, text = Runs(None), "x" * 3_900_000
     for run in range(20):
-        announce(runs, str(run), text=text)
+        announce(runs, f"r-{run}", text=text)
     assert len(runs.names()) == HELD_MOST // len(text) and runs.ignored == 20 - len(runs.names())
-    announce(runs, "0", text="y")  # one that is said again replaces itself
-    announce(runs, "20", text="z" * 3_000_000)
-    assert "20" in runs.names()
+    announce(runs, "r-0", text="y")  # one that is said again replaces itself
+    announce(runs, "r-20", text="z" * 3_000_000)
+    assert "r-20" in runs.names()
 
 
 # Rates
@@ -783,7 +886,7 @@ async def keep(address: BrokerAddress, name: str, message: Message | None) -> No
     """Leave a retained message of the cloud's, or clear it."""
     body = b"" if message is None else serialization.encode(message, "cloud-1")
     async with aiomqtt.Client(address.host, address.port) as client:
-        await client.publish(f"fs1/{RUN}/cloud/{name}", body, qos=1, retain=True)
+        await client.publish(f"fs1/{LAB}/{RUN}/cloud/{name}", body, qos=1, retain=True)
 
 
 def follower(*addresses: BrokerAddress, light: bool = False) -> Follower:
@@ -822,11 +925,14 @@ def test_a_light_watch_does_not_hear_devices_and_no_watch_hears_chunks(address: 
         await seen.sees("state", node="cloud", state="ready")
         async with aiomqtt.Client(address.host, address.port) as client:
             said: list[tuple[str, bytes]] = [
-                (topics.chunk(RUN, "cloud", "all", MODEL.blob, 0, 0), bytes(1000)),
-                (topics.inbox(RUN, "device-0", "institution-0"), serialization.encode(task(key), "i")),
-                (topics.inbox(RUN, "institution-0", "cloud"), serialization.encode(task(key), "cloud-1")),
-                (topics.state(RUN, "cloud"), serialization.encode(Presence(NodeState.FINISHED, "cloud"), "cloud-1")),
-                (topics.state(RUN, "cloud"), b""),
+                (topics.chunk(LAB, RUN, "cloud", "all", MODEL.blob, 0, 0), bytes(1000)),
+                (topics.inbox(LAB, RUN, "device-0", "institution-0"), serialization.encode(task(key), "i")),
+                (topics.inbox(LAB, RUN, "institution-0", "cloud"), serialization.encode(task(key), "cloud-1")),
+                (
+                    topics.state(LAB, RUN, "cloud"),
+                    serialization.encode(Presence(NodeState.FINISHED, "cloud"), "cloud-1"),
+                ),
+                (topics.state(LAB, RUN, "cloud"), b""),
             ]
             for topic, body in said:
                 await client.publish(topic, body, qos=1)
@@ -852,7 +958,7 @@ def test_a_login_that_may_not_read_is_told_so() -> None:
     async def run() -> None:
         async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            with pytest.raises(ConnectionFailed, match=r"does not let login 'guest' read fs1/\+/\+/spec"):
+            with pytest.raises(ConnectionFailed, match=r"does not let login 'guest' read fs1/lab/\+/\+/spec"):
                 await follower(BrokerAddress("127.0.0.1", port, "guest", "x")).follow(Seen())
 
     scenario(run())
@@ -872,8 +978,9 @@ def test_a_look_shows_the_present_state(
     scenario(run())
     *picture, tree = capsys.readouterr().out.splitlines()
     assert picture[0].startswith("small  iteration 0/10")
-    assert any(line.split() == ["cloud", "ready", "0/10", "0/2", "there"] for line in picture)
-    assert json.loads(tree)["nodes"]["cloud"]["state"] == "ready"
+    assert any(line.split() == ["cloud", "ready?", "0/10", "0/2", "there"] for line in picture)
+    cloud = json.loads(tree)["nodes"]["cloud"]
+    assert (cloud["state"], cloud["proven"]) == ("ready", False)  # nobody has sent anything: it may be a dead run's
     assert json.loads(tree)["nodes"]["cloud"]["children"]["institution-1"]["children"]["device-3"]["state"] == "absent"
 
 
@@ -887,9 +994,9 @@ def test_where_no_run_is_there_a_look_ends_with_5_and_an_interrupted_watch_with_
         [*watch, "--once", "--timeout", "0.5"], capture_output=True, text=True, check=False, timeout=60
     )
     assert (done.returncode, done.stdout) == (5, "")
-    assert f"no living run on broker {address}" in done.stderr
+    assert f"no living run of lab lab on broker {address}" in done.stderr
     with subprocess.Popen(watch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as waiting:
-        assert waiting.stderr is not None and "waiting for a run" in waiting.stderr.readline()
+        assert waiting.stderr is not None and "waiting for a run of lab lab" in waiting.stderr.readline()
         waiting.send_signal(signal.SIGINT)
         assert waiting.wait(PATIENCE_S) == 130
 

@@ -11,6 +11,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import msgpack
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -83,6 +84,15 @@ def same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
+def sealed(body: bytes) -> bytes:
+    """Return the message that carries these bytes, whatever they are."""
+    return xxhash.xxh3_64_digest(body) + body
+
+
+def pack(tree: Any) -> bytes:
+    return sealed(msgpack.packb(tree))
+
+
 def survives(data: bytes) -> messages.Message | None:
     """Return the record, or None where it was refused as it should be."""
     try:
@@ -100,7 +110,7 @@ def refusal(data: bytes) -> str:
 
 
 def tree_of(message: messages.Message) -> list[Any]:
-    tree: list[Any] = msgpack.unpackb(serialization.encode(message, SESSION), use_list=True, strict_map_key=False)
+    tree: list[Any] = msgpack.unpackb(serialization.encode(message, SESSION)[8:], use_list=True, strict_map_key=False)
     return tree
 
 
@@ -126,12 +136,13 @@ def test_every_kind_that_may_travel_has_a_code() -> None:
 @given(data=st.binary(max_size=60))
 def test_any_bytes_give_a_record_or_a_wire_error(data: bytes) -> None:
     survives(data)
+    survives(sealed(data))
 
 
 @settings(max_examples=300)
 @given(tree=ANY_VALUE)
 def test_any_msgpack_gives_a_record_or_a_wire_error(tree: Any) -> None:
-    survives(msgpack.packb(tree))
+    survives(pack(tree))
 
 
 @settings(max_examples=300)
@@ -143,10 +154,24 @@ def test_any_msgpack_gives_a_record_or_a_wire_error(tree: Any) -> None:
 def test_mutated_bytes_give_a_record_or_a_wire_error(
     message: messages.Message, flips: list[tuple[int, int]], cut: int | None
 ) -> None:
-    data = bytearray(serialization.encode(message, SESSION))
+    body = bytearray(serialization.encode(message, SESSION)[8:])
     for place, mask in flips:
-        data[place % len(data)] ^= mask
-    survives(bytes(data if cut is None else data[: cut % len(data)]))
+        body[place % len(body)] ^= mask
+    survives(sealed(bytes(body if cut is None else body[: cut % len(body)])))
+
+
+@settings(max_examples=300)
+@given(message=ANY_MESSAGE, place=st.integers(0, 2**31))
+def test_a_flipped_bit_is_refused_as_damage(message: messages.Message, place: int) -> None:
+    data = bytearray(serialization.encode(message, SESSION))
+    index, bit = divmod(place % (8 * len(data)), 8)
+    data[index] ^= 1 << bit
+    assert refusal(bytes(data)).startswith("damaged message")
+
+
+@pytest.mark.parametrize("data", [b"", b"\x00", bytes(7), bytes(8), bytes(100)], ids=len)
+def test_bytes_without_their_digest_are_refused_as_damage(data: bytes) -> None:
+    assert refusal(data).startswith("damaged message")
 
 
 @given(message=ANY_MESSAGE, tail=st.binary(min_size=1, max_size=4), cut=st.integers(0, 2**31))
@@ -154,6 +179,8 @@ def test_truncated_and_prolonged_messages_are_refused(message: messages.Message,
     data = serialization.encode(message, SESSION)
     assert survives(data[: cut % len(data)]) is None
     assert survives(data + tail) is None
+    assert survives(sealed(data[8:][: cut % (len(data) - 8)])) is None
+    assert survives(sealed(data[8:] + tail)) is None
 
 
 def paths(tree: Any, path: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
@@ -176,7 +203,7 @@ def test_a_field_of_any_value_gives_a_record_or_a_wire_error(
     for index in parents:
         inner = inner[index]
     inner[last] = value
-    decoded = survives(msgpack.packb(tree))
+    decoded = survives(pack(tree))
     if decoded is not None:  # whatever is taken is a record that can be said again
         assert same(serialization.decode(serialization.encode(decoded, SESSION))[1], decoded)
 
@@ -184,40 +211,38 @@ def test_a_field_of_any_value_gives_a_record_or_a_wire_error(
 @given(message=ANY_MESSAGE, change=st.sampled_from(["less", "more"]))
 def test_a_wrong_number_of_fields_is_refused(message: messages.Message, change: str) -> None:
     tree = tree_of(message)
-    assert survives(msgpack.packb(tree[:-1] if change == "less" else [*tree, 0])) is None
+    assert survives(pack(tree[:-1] if change == "less" else [*tree, 0])) is None
 
 
 @pytest.mark.parametrize("depth", [10, 500, 1000, 1015, 1022, 1023, 1024, 5000])
 def test_deep_nesting_is_a_wire_error(depth: int) -> None:
     nested = b"\x91" * depth + b"\xc0"
-    assert survives(nested) is None
+    assert survives(sealed(nested)) is None
     for place in range(5):  # version, session, kind, and the two fields of a Acknowledgement
-        parts = [b"\x01", b"\xa1s", b"\x05", b"\x93\x00\x00\x00", b"\xa0"]
+        parts = [b"\x02", b"\xa1s", b"\x05", b"\x93\x00\x00\x00", b"\xa0"]
         parts[place] = nested
-        assert survives(b"\x95" + b"".join(parts)) is None
+        assert survives(sealed(b"\x95" + b"".join(parts))) is None
 
 
-@pytest.mark.parametrize("version", [0, 2, -1, True, 1.0, "1", b"\x01", None, [1]], ids=repr)
+@pytest.mark.parametrize("version", [0, 1, 3, -1, True, 2.0, "2", b"\x02", None, [2]], ids=repr)
 def test_another_version_is_refused_by_its_name(version: Any) -> None:
-    text = refusal(msgpack.packb([version, SESSION, 7, "0" * 16]))
-    assert "protocol version" in text and "speaks 1" in text
+    text = refusal(pack([version, SESSION, 7, "0" * 16]))
+    assert "protocol version" in text and "speaks 2" in text
 
 
 @pytest.mark.parametrize("session", ["", "x" * 33, 7, None, b"abc", ["a"]], ids=repr)
 def test_a_lie_about_the_session_is_refused(session: Any) -> None:
-    assert "session" in refusal(msgpack.packb([1, session, 7, "0" * 16]))
+    assert "session" in refusal(pack([2, session, 7, "0" * 16]))
 
 
-@pytest.mark.parametrize("kind", [-1, 12, 255, True, False, 0.0, "0", None, [0]], ids=repr)
+@pytest.mark.parametrize("kind", [-1, len(serialization.KINDS), 255, True, False, 0.0, "0", None, [0]], ids=repr)
 def test_an_unknown_kind_is_refused(kind: Any) -> None:
-    assert "kind" in refusal(msgpack.packb([1, SESSION, kind, "0" * 16]))
+    assert "kind" in refusal(pack([2, SESSION, kind, "0" * 16]))
 
 
 def test_an_error_names_the_field() -> None:
-    assert refusal(msgpack.packb([1, SESSION, 5, [0, 0, -1], ""])).startswith(
-        "Acknowledgement.key: Key.round: -1 is no count"
-    )
-    assert refusal(msgpack.packb([1, SESSION, 0, "dozing", "device", "", 0, "", "", "", False, []])) == (
+    assert refusal(pack([2, SESSION, 5, [0, 0, -1], ""])).startswith("Acknowledgement.key: Key.round: -1 is no count")
+    assert refusal(pack([2, SESSION, 0, "dozing", "device", "", 0, "", "", "", False, []])) == (
         "Presence.state: 'dozing' is no NodeState"
     )
 
@@ -225,24 +250,23 @@ def test_an_error_names_the_field() -> None:
 def test_an_error_is_short_whatever_it_quotes() -> None:
     for value in ("x" * 100_000, b"x" * 100_000, [[0] * 1000] * 100, 2**64 - 1):
         for place in range(5):
-            tree: list[Any] = [1, SESSION, 5, [0, 0, 0], ""]
+            tree: list[Any] = [2, SESSION, 5, [0, 0, 0], ""]
             tree[place] = value
             if place == 4 and isinstance(value, str):
                 continue  # a long reason is a reason
-            assert len(refusal(msgpack.packb(tree))) < 200
+            assert len(refusal(pack(tree))) < 200
 
 
 def test_numbers_at_the_caps_pass_and_above_are_refused() -> None:
     key = Key(serialization.MAX_INT, 0, serialization.MAX_INT)
-    assert survives(serialization.encode(messages.Acknowledgement(key, ""), SESSION)) == messages.Acknowledgement(
-        key, ""
-    )
-    assert survives(msgpack.packb([1, SESSION, 5, [serialization.MAX_INT + 1, 0, 0], ""])) is None
+    most = messages.Acknowledgement(key, "")
+    assert survives(serialization.encode(most, SESSION)) == most
+    assert survives(pack([2, SESSION, 5, [serialization.MAX_INT + 1, 0, 0], ""])) is None
 
 
 def test_long_lists_and_texts_are_refused() -> None:
-    assert survives(msgpack.packb([1, SESSION, 8, [0] * 8, [0] * 8, [None] * (serialization.MAX_ITEMS + 1)])) is None
-    assert survives(msgpack.packb([1, SESSION, 5, [0, 0, 0], "x" * (serialization.MAX_TEXT + 1)])) is None
+    assert survives(pack([2, SESSION, 8, [0] * 8, [0] * 8, [None] * (serialization.MAX_ITEMS + 1)])) is None
+    assert survives(pack([2, SESSION, 5, [0, 0, 0], "x" * (serialization.MAX_TEXT + 1)])) is None
 
 
 def test_a_diverged_loss_is_heard() -> None:
@@ -317,7 +341,7 @@ def test_a_manifest_beyond_its_caps_is_refused(lie: dict[str, Any], says: str) -
     with pytest.raises(WireError, match=says):
         replace(GOOD, **lie)
     values = {**{f.name: getattr(GOOD, f.name) for f in fields(GOOD)}, **lie}
-    assert says in refusal(msgpack.packb([1, SESSION, 2, [0, 0, 0], 1, list(values.values()), None]))
+    assert says in refusal(pack([2, SESSION, 2, [0, 0, 0], 1, list(values.values()), None]))
 
 
 @given(manifest=manifests())
@@ -328,38 +352,49 @@ def test_the_chunks_of_a_manifest_tile_the_blob(manifest: Manifest) -> None:
     assert all(0 < span.stop - span.start <= manifest.chunk_bytes for span in spans)
 
 
-def test_a_presence_wish_and_progress_by_hand() -> None:
+def test_a_presence_task_and_progress_by_hand() -> None:
     """The bytes that another release must still read."""
     assert serialization.encode(Presence(NodeState.READY, "device", samples=7), "s") == (
-        b"\x9c\x01\xa1s\x00\xa5ready\xa6device\xa0\x07\xa0\xa0\xa0\xc2\x90"
+        bytes.fromhex("e97fe3224997007b") + b"\x9c\x02\xa1s\x00\xa5ready\xa6device\xa0\x07\xa0\xa0\xa0\xc2\x90"
     )
     task = Task(Key(1, 2, 3), 4, replace(GOOD, size=1, digests=b"d" * 8), None)
     assert serialization.encode(task, "s") == (
-        b"\x97\x01\xa1s\x02\x93\x01\x02\x03\x04\x97\xb00123456789abcdef\x01\xcd\x04\x00\xc4\x08ddddddddd"[:-1]
+        bytes.fromhex("b0349da608e60b2a")
+        + b"\x97\x02\xa1s\x02\x93\x01\x02\x03\x04\x97\xb00123456789abcdef\x01\xcd\x04\x00\xc4\x08ddddddddd"[:-1]
         + b"\xa4fp32\xa6layout\xa0\xc0"
     )
     progress = Progress(Key(0, 0, 0), Phase.TRAINING, 1, 2, Traffic(), Traffic())
     assert serialization.encode(progress, "s") == (
-        b"\x99\x01\xa1s\x03\x93\x00\x00\x00\xa8training\x01\x02" + 2 * (b"\x99" + bytes(8) + b"\x9b" + bytes(11))
+        bytes.fromhex("6ee5f70e4f1a2f96")
+        + b"\x99\x02\xa1s\x03\x93\x00\x00\x00\xa8training\x01\x02"
+        + 2 * (b"\x99" + bytes(8) + b"\x9b" + bytes(11))
     )
 
 
 # Topics
 
+LAB = "lab"
+RUNS = NAMES.filter(lambda name: "-" in name)
+
 
 @given(
-    names=st.tuples(NAMES, NAMES, NAMES),
+    lab=NAMES,
+    run=RUNS,
+    names=st.tuples(NAMES, NAMES),
     blob=st.from_regex(r"[0-9a-f]{16}", fullmatch=True),
     index=st.integers(0, 10**9 - 1),
     number=st.integers(0, 10**18 - 1),
 )
-def test_topics_are_parsed_as_they_were_built(names: tuple[str, str, str], blob: str, index: int, number: int) -> None:
-    run, node, peer = names
-    assert topics.parse(topics.state(run, node)) == topics.StateTopic(run, node)
-    assert topics.parse(topics.spec(run, node)) == topics.SpecTopic(run, node)
-    assert topics.parse(topics.inbox(run, node, peer)) == topics.InboxTopic(run, node, peer)
-    chunk = topics.chunk(run, node, peer, blob, index, number)
-    assert topics.parse(chunk) == topics.ChunkTopic(run, node, peer, blob, index, number)
+def test_topics_are_parsed_as_they_were_built(
+    lab: str, run: str, names: tuple[str, str], blob: str, index: int, number: int
+) -> None:
+    node, peer = names
+    assert topics.parse(topics.state(lab, run, node)) == topics.StateTopic(lab, run, node)
+    assert topics.parse(topics.spec(lab, run, node)) == topics.SpecTopic(lab, run, node)
+    assert topics.parse(topics.inbox(lab, run, node, peer)) == topics.InboxTopic(lab, run, node, peer)
+    assert topics.parse(topics.seek(lab, node, peer)) == topics.SeekTopic(lab, node, peer)
+    chunk = topics.chunk(lab, run, node, peer, blob, index, number)
+    assert topics.parse(chunk) == topics.ChunkTopic(lab, run, node, peer, blob, index, number)
 
 
 @given(text=st.text(max_size=60))
@@ -368,38 +403,45 @@ def test_any_string_is_a_topic_or_a_wire_error(text: str) -> None:
         topics.parse(text)
 
 
-@settings(max_examples=300)
-@given(
-    levels=st.lists(
-        st.one_of(st.sampled_from(["fs1", "state", "spec", "inbox", "blob", "all", "0" * 16, "7", "", "+", "#", "n"]),
-                  st.text(max_size=4)), max_size=9,
-    )
-)  # fmt: skip
+LEVELS = ["fs1", "lab", "r-1", "seek", "state", "spec", "inbox", "blob", "all", "0" * 16, "7", "", "+", "#", "n"]
+
+
+@settings(max_examples=500)
+@given(levels=st.lists(st.one_of(st.sampled_from(LEVELS), st.text(max_size=4)), max_size=9))
 def test_any_levels_are_a_topic_or_a_wire_error(levels: list[str]) -> None:
+    text = "/".join(["fs1", *levels])
     try:
-        topic = topics.parse("/".join(["fs1", *levels]))
+        topic = topics.parse(text)
     except WireError:
         return
+    assert topic.lab == levels[0] == topics.check_lab(topic.lab)
     match topic:
-        case topics.StateTopic(run, node):
-            rebuilt = topics.state(run, node)
-        case topics.SpecTopic(run, node):
-            rebuilt = topics.spec(run, node)
-        case topics.InboxTopic(run, node, sender):
-            rebuilt = topics.inbox(run, node, sender)
-        case topics.ChunkTopic(run, node, lane, blob, index, number):
-            rebuilt = topics.chunk(run, node, lane, blob, index, number)
+        case topics.StateTopic(lab, run, node):
+            rebuilt = topics.state(lab, run, node)
+        case topics.SpecTopic(lab, run, node):
+            rebuilt = topics.spec(lab, run, node)
+        case topics.InboxTopic(lab, run, node, sender):
+            rebuilt = topics.inbox(lab, run, node, sender)
+        case topics.ChunkTopic(lab, run, node, lane, blob, index, number):
+            rebuilt = topics.chunk(lab, run, node, lane, blob, index, number)
+        case topics.SeekTopic(lab, parent, child):
+            rebuilt = topics.seek(lab, parent, child)
     assert topics.parse(rebuilt) == topic
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "fs2/r/n/state", "fs1/r/n/state/", "fs1/r/n/state\n", " fs1/r/n/state", "fs1/r//state", "fs1/+/n/state",
-        "fs1/r/-n/state", "fs1/r/n/inbox", "fs1/r/n/inbox/a/b", f"fs1/r/{'n' * 65}/state", "fs1/r/ñ/state",
-        "fs1/r/n/blob/all/0123456789abcde/0/0", "fs1/r/n/blob/all/0123456789abcdef/-1/0",
-        "fs1/r/n/blob/all/0123456789abcdef/0/٣", f"fs1/r/n/blob/all/0123456789abcdef/0/{'1' * 19}",
-        "fs1/r/n/blob/all/0123456789abcdef/0", "$SYS/broker/uptime", "",
+        "fs2/l/r-1/n/state", "fs1/l/r-1/n/state/", "fs1/l/r-1/n/state\n", " fs1/l/r-1/n/state", "fs1/l/r-1//state",
+        "fs1//r-1/n/state", "fs1/+/r-1/n/state", "fs1/#", "fs1/-l/r-1/n/state", "fs1/ñ/r-1/n/state",
+        "fs1/l /r-1/n/state",
+        f"fs1/{'l' * 65}/r-1/n/state", "fs1/r-1/n/state", "fs1/r-1/n/inbox/m",
+        "fs1/l/+/n/state", "fs1/l/r/n/state", "fs1/l/seek/n/inbox/m", f"fs1/l/{'r-' * 33}/n/state", "fs1/l/-r/n/state",
+        "fs1/l/r-1/-n/state", "fs1/l/r-1/n/inbox", "fs1/l/r-1/n/inbox/a/b", f"fs1/l/r-1/{'n' * 65}/state",
+        "fs1/l/r-1/ñ/state", "fs1/l/seek/n", "fs1/l/seek/n/", "fs1/l/seek/n/+", "fs1/l/seek/n/m/x", "fs1/seek/n/m",
+        "fs1/l/r-1/n/blob/all/0123456789abcde/0/0", "fs1/l/r-1/n/blob/all/0123456789abcdef/-1/0",
+        "fs1/l/r-1/n/blob/all/0123456789abcdef/0/٣", f"fs1/l/r-1/n/blob/all/0123456789abcdef/0/{'1' * 19}",
+        "fs1/l/r-1/n/blob/all/0123456789abcdef/0", "$SYS/broker/uptime", "",
     ],
 )  # fmt: skip
 def test_topics_of_others_are_refused(text: str) -> None:
@@ -407,14 +449,26 @@ def test_topics_of_others_are_refused(text: str) -> None:
         topics.parse(text)
 
 
+def test_no_name_of_a_node_makes_a_seek_a_presence() -> None:
+    assert topics.parse("fs1/seek/r-1/n/state") == topics.StateTopic("seek", "r-1", "n")
+    assert topics.parse("fs1/l/seek/n/state") == topics.SeekTopic("l", "n", "state")
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "+", "#", "a b", "-a", "a\n", "ñ", "x" * 65])
+def test_a_lab_of_another_form_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"is not a lab name\. Use 1 to 64 letters") as caught:
+        topics.check_lab(name)
+    assert repr(name) in str(caught.value)
+
+
 def test_a_receiver_listens_on_two_lanes() -> None:
-    lanes = topics.lanes("r", "cloud", "device-1", "0123456789abcdef")
+    lanes = topics.lanes(LAB, "r-1", "cloud", "device-1", "0123456789abcdef")
     assert lanes == (
-        "fs1/r/cloud/blob/all/0123456789abcdef/+/+",
-        "fs1/r/cloud/blob/device-1/0123456789abcdef/+/+",
+        "fs1/lab/r-1/cloud/blob/all/0123456789abcdef/+/+",
+        "fs1/lab/r-1/cloud/blob/device-1/0123456789abcdef/+/+",
     )
     for lane, filter_ in zip(("all", "device-1"), lanes, strict=True):
-        sent = topics.chunk("r", "cloud", lane, "0123456789abcdef", 3, 14)
+        sent = topics.chunk(LAB, "r-1", "cloud", lane, "0123456789abcdef", 3, 14)
         assert sent.startswith(filter_.removesuffix("+/+"))
 
 

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+from typing import Final
 
 from common.protocol.topics import DEFAULT_LAB
+
+CHALLENGED_MOST: Final = 16  # sessions; whoever may write to the node's state topic can send any number
 
 
 @dataclass(slots=True)
 class Claim:
-    """One process's claim to its name: the sessions that it told to end, and whether it was told so itself."""
+    """One process's claim to its name: the last sessions that it asked to end, and whether it lost it to another."""
 
-    told: set[str] = field(default_factory=set)
+    challenged: deque[str] = field(default_factory=lambda: deque(maxlen=CHALLENGED_MOST))
     lost: bool = False
+
+    def challenge(self, session: str) -> None:
+        """Note a session that was asked to end; the oldest is dropped where there are too many."""
+        if session not in self.challenged:
+            self.challenged.append(session)
 
 
 @dataclass(frozen=True, slots=True)

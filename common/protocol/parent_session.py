@@ -24,6 +24,7 @@ from common.protocol.ledger import Ledger
 from common.protocol.manifest import ModelForm
 from common.protocol.messages import (
     Declined,
+    Failure,
     Farewell,
     Goodbye,
     Key,
@@ -35,7 +36,9 @@ from common.protocol.messages import (
     Reports,
     Result,
     Target,
+    WhoIsThere,
 )
+from common.protocol.outbox import Output
 from common.protocol.refusals import Refusal
 from common.protocol.reports import COUNT_MOST, check_report
 from common.protocol.round_state import LIVING, Assignment, Closed, Offered, Restarted, Stalled
@@ -45,6 +48,7 @@ from common.protocol.targets import STAYING, Targets
 from common.protocol.traffic import Traffic
 from common.spec import Closing, Transfer
 
+QUIET_S: Final = 5.0  # a child that prepares reports every two
 RATED_CHUNKS: Final = 8  # a model of fewer shows little of its link
 
 
@@ -99,7 +103,8 @@ class TargetsChanged:
 class Readiness:
     """Who may take part: `ready` children; `missing` ones, each with the reason.
 
-    Among the missing are the `failed` ones, and `hanging` ones that have prepared for `idle_s` without progress.
+    Among the missing are the `failed` ones, and the `hanging` ones: they have prepared for `idle_s` without progress,
+    or failed for lack of progress below them.
     """
 
     ready: frozenset[str]
@@ -165,6 +170,7 @@ class ParentSession(Session):
         self._references: dict[str, str] = {}
         self._last: dict[str, Presence | None] = {}
         self._waits_for: dict[str, str] = {}
+        self._prepared_at: dict[str, float] = {}
 
     # Rounds
 
@@ -229,9 +235,19 @@ class ParentSession(Session):
             elif last is not None and last.state is NodeState.FAILED:
                 failed.add(name)
                 missing[name] = f"gave up: {last.reason}"
+                if last.failure is Failure.STALLED:
+                    hanging.add(name)
             else:
                 missing[name] = "never came" if name not in self._last else "was lost, or left"
         return Readiness(frozenset(ready), missing, frozenset(hanging), frozenset(failed))
+
+    def ask_quiet(self, now: float) -> None:
+        """Ask children that do not report any more how they prepare: that they are ready may be lost."""
+        preparing = [name for name, last in self._last.items() if last is not None and last.state is NodeState.INIT]
+        for name in preparing:
+            if now >= self._prepared_at.setdefault(name, now) + QUIET_S:
+                self._prepared_at[name] = now
+                self.proofs.doubt(name, now)
 
     def present(self) -> list[str]:
         """Return the children that are there."""
@@ -247,6 +263,13 @@ class ParentSession(Session):
         lab, run, me = self.identity.lab, self.identity.run, self.identity.name
         return [*(topics.inbox(lab, run, me, peer) for peer in self.peers), topics.seek(lab, me, "+")]
 
+    def _question(self, peer: str, question: WhoIsThere, now: float) -> list[Output]:
+        self.outbox.send(peer, question, now)
+        return []
+
+    def _elsewhere(self, run: str, sender: str, session: str, message: Message) -> None:
+        raise WireError("of another run")
+
     def _reconnected(self, now: float) -> None:
         """Begin to count the children's silence anew: while the broker was away nothing of them could arrive."""
         self.coordinator.reconnected(now)
@@ -261,6 +284,7 @@ class ParentSession(Session):
             self._count(sender, session, message.traffic, message.below)  # last: its error must not cost the answer
         elif isinstance(message, Preparing):
             self._waits_for[sender] = message.waits_for
+            self._prepared_at[sender] = now
             self.coordinator.preparing(sender, message.done, waits=bool(message.waits_for), now=now)
             self.moves += 1
         elif isinstance(message, Declined):

@@ -58,6 +58,10 @@ class OwnPresence:
         if not self.leaving:
             self._due.append(self.presence)
 
+    def repeat(self) -> None:
+        """Publish it again for those that may have missed it."""
+        self._due.append(self.presence)
+
     def connected(self) -> None:
         """Publish it on a new connection. The name is ours once the broker has sent it back."""
         self._established = False
@@ -78,12 +82,12 @@ class OwnPresence:
         elif self.leaving or claim.lost or (presence is None and run != self._identity.run):
             return
         elif presence is not None and presence.answers == mine:
-            if session in claim.told and session > mine:
+            if session in claim.challenged and session > mine:
                 return  # both came at once and answered each other: one stays
             claim.lost = True
             self.taken = run
         elif self._established and (presence is None or not presence.answers):
-            claim.told.add(session)
+            claim.challenge(session)
             self._due.append(replace(self.presence, answers=session))  # a second node of our name reads it and ends
 
     def to_send(self) -> list[Presence]:

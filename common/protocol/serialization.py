@@ -1,7 +1,8 @@
 """Messages as bytes: msgpack, checked field by field.
 
-On the wire a message is the array `[VERSION, session, kind, field, ...]`: `session` names the sender's process, the
-fields follow in the order of the record. Every field is checked against its annotation and the caps below before a
+On the wire a message is the 8-byte xxh3-64 digest of what follows, then the array `[VERSION, session, kind, field,
+...]`: `session` names the sender's process, the fields follow in the order of the record. The digest detects damage and
+proves nothing about the sender. Every field is checked against its annotation and the caps below before a
 record exists; whatever else arrives is a `WireError`, never another exception.
 """
 
@@ -15,9 +16,11 @@ from types import NoneType, UnionType
 from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
 
 import msgpack
+from xxhash import xxh3_64_digest
 
 from common.errors import WireError
 from common.protocol.messages import (
+    DIGEST_BYTES,
     Acknowledgement,
     Alive,
     Announcement,
@@ -38,7 +41,7 @@ from common.protocol.messages import (
     WhoIsThere,
 )
 
-VERSION: Final = 1
+VERSION: Final = 2
 MAX_TEXT: Final = 4_000_000
 MAX_INT: Final = 2**63 - 1
 MAX_ITEMS: Final = 100_000
@@ -53,13 +56,16 @@ _CODES: Final = {kind: code for code, kind in enumerate(KINDS)}
 def encode(message: Message, session: str) -> bytes:
     """Return the message's bytes."""
     packed: bytes = msgpack.packb([VERSION, session, _CODES[type(message)], *_values(message)], default=_values)
-    return packed
+    return xxh3_64_digest(packed) + packed
 
 
 def decode(data: bytes | bytearray | memoryview) -> tuple[str, Message]:
     """Return the sender's session and the record. Raises WireError, whatever the bytes."""
+    body = memoryview(data)[DIGEST_BYTES:]  # not a copy: a small model may travel inside
+    if data[:DIGEST_BYTES] != xxh3_64_digest(body):
+        raise WireError("damaged message, or one of an earlier release")
     try:
-        tree = msgpack.unpackb(data, use_list=False, strict_map_key=True, max_array_len=MAX_ITEMS, max_map_len=0)
+        tree = msgpack.unpackb(body, use_list=False, strict_map_key=True, max_array_len=MAX_ITEMS, max_map_len=0)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise WireError(f"not msgpack: {error}") from None
     if not isinstance(tree, tuple) or len(tree) < 3:

@@ -11,9 +11,8 @@ refused, counted and reported, and changes nothing else.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import inf
 from typing import Final
 
@@ -21,7 +20,7 @@ from common.errors import WireError
 from common.links import Ways
 from common.protocol import serialization, topics
 from common.protocol.counters import Account, packet_bytes
-from common.protocol.fetches import Landing, ReceiverEvent
+from common.protocol.fetches import Landing
 from common.protocol.identity import Identity
 from common.protocol.messages import (
     Alive,
@@ -29,7 +28,6 @@ from common.protocol.messages import (
     Ask,
     Failure,
     Gone,
-    Message,
     NodeState,
     Presence,
     Probe,
@@ -38,19 +36,21 @@ from common.protocol.messages import (
     WhoIsThere,
 )
 from common.protocol.offers import Offers
-from common.protocol.outbox import Outbox, Output, Publish, Subscribe, Unsubscribe, inline_bytes, qos_of
+from common.protocol.outbox import Outbox, Output, Publish, Subscribe, inline_bytes, qos_of
 from common.protocol.pending import PendingAnswers, PendingAsks
 from common.protocol.presence import OwnPresence, PeerProofs
 from common.protocol.receiver import Receiver
 from common.protocol.refusals import Refusal, Refusals
 from common.protocol.sender import Publication, Sender
 from common.protocol.session_events import BrokerAway, Meter, NameTaken, NoiseFetched, ProbeReceived
+from common.protocol.side import Side
+from common.protocol.streams import Streams
 from common.spec import Transfer
 
 SILENT_MOST_S: Final = 30.0
 
 
-class Session(ABC):
+class Session(Side):
     """What both sides share. `persistent`: ask for a peer's proof of life for ever.
 
     `first_number`: of the publications of chunks, from a clock, so that a restart only grows.
@@ -91,7 +91,7 @@ class Session(ABC):
         self._connected = False
         self._away_since: float | None = None
         self._first: list[Output] = []  # what a new connection begins with
-        self._streams: set[tuple[str, str]] = set()
+        self._streams = Streams(identity)
         self._announcement: Announcement | None = None
         self._announce = self._left = False
         self._asks = PendingAsks()
@@ -104,9 +104,9 @@ class Session(ABC):
     def connected(self, now: float, *, packet_most: float = inf) -> None:
         """Note a new connection to a broker that takes packets of at most `packet_most` bytes."""
         lab, run, name = self.identity.lab, self.identity.run, self.identity.name
-        self._connected, self._away_since = True, None
+        self._connected = True
         self.offers.limit(packet_most)
-        self._streams = set()
+        self._streams.clear()
         states = [topics.state(lab, "+", name), *(topics.state(lab, run, peer) for peer in self.peers)]
         self._first = [Subscribe((*states, *self._inboxes()), qos=1, first=True)]
         self.own.connected()
@@ -117,7 +117,7 @@ class Session(ABC):
 
     def disconnected(self, now: float) -> None:
         """Note that the connection is gone."""
-        if self._connected or self._away_since is None:
+        if self._away_since is None:
             self._away_since = now
         self._connected = False
         self.outbox.clear()
@@ -141,6 +141,7 @@ class Session(ABC):
 
     def receive(self, topic_text: str, body: bytes, *, retained: bool, now: float) -> None:
         """Take a message, whatever it is."""
+        self._away_since = None  # a broker that accepts a connection and drops it is still away
         sender = ""
         try:
             topic = topics.parse(topic_text)
@@ -180,7 +181,7 @@ class Session(ABC):
         self._answer_questions(now)
         for peer, message in self._due(now):
             self.outbox.send(peer, message, now)
-        out += self._subscribe_streams()  # before the asks: what they bring must find us subscribed
+        out += self._streams.to_send(self.receiver.wanted())  # before the asks: what they bring must find us subscribed
         for owner, ask in self.receiver.to_send():
             self.outbox.send(owner, ask, now)
         self._take_asks(now)
@@ -200,7 +201,7 @@ class Session(ABC):
             self.receiver.tick(now, carried=self.meter.received())
             for peer in self.proofs.silent(now):
                 self._silent(peer, now)
-        elif self._away_since is not None and now >= self._away_since + self.transfer.idle_s:
+        if self._away_since is not None and now >= self._away_since + self.transfer.idle_s:
             self._away_since = None
             self._events.append(BrokerAway())
         self._tick(now)
@@ -215,13 +216,16 @@ class Session(ABC):
     def next_deadline(self, now: float) -> float | None:
         """Return when `tick` or `to_send` next has something to do."""
         if not self._connected:
-            away = inf if self._away_since is None else self._away_since + self.transfer.idle_s
-            at = min(away, self._next_deadline_away())
+            at = min(self._away_at(), self._next_deadline_away())
             return at if at < inf else None
         times = (self.receiver.next_deadline(), self._next_deadline(), self.outbox.next_deadline(now))
-        answers = (self.proofs.next_deadline(), self._answers.next_deadline())
+        answers = (self.proofs.next_deadline(), self._answers.next_deadline(), self._away_at())
         at = min(*answers, *(time for time in times if time is not None))
         return at if at < inf else None
+
+    def _away_at(self) -> float:
+        """Return when the broker will have been away for too long."""
+        return inf if self._away_since is None else self._away_since + self.transfer.idle_s
 
     # This node
 
@@ -247,74 +251,6 @@ class Session(ABC):
             out.append(Publish(topics.spec(lab, run, name), b"", retain=True))
             self._announcement = None
         return out
-
-    # Each side's own
-
-    @abstractmethod
-    def _inboxes(self) -> Iterable[str]:
-        """Return the further topics to subscribe to."""
-
-    @abstractmethod
-    def _reconnected(self, now: float) -> None:
-        """Note a new connection."""
-
-    @abstractmethod
-    def _message(self, sender: str, session: str, message: Message, now: float) -> None:
-        """Take a message of a peer's present session. Raises WireError where its kind does not fit."""
-
-    @abstractmethod
-    def _presence(
-        self, peer: str, session: str, presence: Presence | None, now: float, *, published: bool = True
-    ) -> None:
-        """Take a peer's proven presence; None = it left. `published` on its topic, or an answer to us."""
-
-    @abstractmethod
-    def _moved(self, peer: str, now: float) -> None:
-        """Note that chunks of a model moved to or from a peer."""
-
-    @abstractmethod
-    def _transferred(self, event: ReceiverEvent, now: float) -> None:
-        """Take a finished or failed fetch."""
-
-    @abstractmethod
-    def _silent(self, peer: str, now: float) -> None:
-        """Note that a peer that lived before the reconnection does not prove itself."""
-
-    @abstractmethod
-    def _tick(self, now: float) -> None:
-        """Judge by the time."""
-
-    @abstractmethod
-    def _take_events(self, now: float) -> None:
-        """Turn what the cores report into events."""
-
-    @abstractmethod
-    def _due(self, now: float) -> Iterable[tuple[str, Message]]:
-        """Return the messages that are due, each with its peer."""
-
-    @abstractmethod
-    def _next_deadline(self) -> float | None:
-        """Return when `_tick` or `_due` has something to do."""
-
-    def _next_deadline_away(self) -> float:
-        """Return when `_tick` has something to do while the broker is away."""
-        return inf
-
-    def _question(self, peer: str, question: WhoIsThere, now: float) -> list[Output]:
-        self.outbox.send(peer, question, now)
-        return []
-
-    def _elsewhere(self, run: str, sender: str, session: str, message: Message) -> None:
-        """Take a message that concerns another run."""
-        raise WireError("of another run")
-
-    @abstractmethod
-    def _lives(self, peer: str, session: str, now: float) -> None:
-        """Note a sign of life of a peer's present session."""
-
-    @abstractmethod
-    def _state_of_the_dead(self, peer: str, presence: Presence) -> None:
-        """Take a retained final state of a session that never proved itself here."""
 
     # Taking what arrives
 
@@ -350,6 +286,8 @@ class Session(ABC):
         if isinstance(message, WhoIsThere):
             self._ask_for_proof(sender, message, now)
         elif isinstance(message, Alive):
+            if message.announcement is not None:
+                return  # late: it answers the search for this run, which is found
             if not self.proofs.answered(sender, session, message):
                 self._refuse(Refusal.MISFIT, sender, "an answer to nothing that was asked")
                 return
@@ -415,19 +353,6 @@ class Session(ABC):
                 self._moved(peer, now)
             if answer is not None:
                 self.outbox.send(peer, answer, now)
-
-    def _subscribe_streams(self) -> list[Output]:
-        wanted = self.receiver.wanted()
-        if wanted == self._streams:
-            return []
-        ended, begun = self._streams - wanted, wanted - self._streams
-        self._streams = wanted
-        out: list[Output] = [Unsubscribe(self._filters(ended))] if ended else []
-        return [*out, Subscribe(self._filters(begun), qos=0)] if begun else out
-
-    def _filters(self, fetches: Iterable[tuple[str, str]]) -> tuple[str, ...]:
-        lab, run, me = self.identity.lab, self.identity.run, self.identity.name
-        return tuple(each for owner, blob in sorted(fetches) for each in topics.streams(lab, run, owner, me, blob))
 
     def _refuse(self, refusal: Refusal, sender: str, reason: str) -> None:
         event = self.refusals.add(refusal, sender, reason)

@@ -11,10 +11,10 @@ from typing import Final
 from common.spec import CLOUD, Experiment, Transfer, participants
 from deploy.planning.prediction import Lab, Sizes
 
-DOWN_BYTES: Final = 270  # of a child's round, besides its model: the task and the receipt
-UP_BYTES: Final = 600  # the result, and what it says of progress
+DOWN_BYTES: Final = 295  # of a child's round, besides its model: the task and the receipt
+UP_BYTES: Final = 645  # the result, and what it says of progress
 REPORT_BYTES: Final = 330  # of each device, in its institution's result
-CHUNK_BYTES: Final = 90  # topic and head of a chunk, its digest, its share of the asks
+CHUNK_BYTES: Final = 95  # topic and head of a chunk, its digest, its share of the asks
 AGENT_BYTES: Final = 60_000_000
 TORCH_BYTES: Final = 560_000_000
 BROKER_BYTES: Final = 9_000_000

@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from deploy.connecting import ConnectTimeout, PasswordFile, Username, address, run_connected
+from common.protocol.topics import DEFAULT_LAB
+from deploy.connecting import ConnectTimeout, LabOption, PasswordFile, Username, address, run_connected
 
 
 def watch(
@@ -19,6 +20,7 @@ def watch(
             envvar="FEDSTRATA_BROKER_ADDRESS",
         ),
     ] = None,
+    lab: LabOption = DEFAULT_LAB,
     run: Annotated[
         str | None, typer.Option(help="Which run.  [default: the newest that lives]", show_default=False)
     ] = None,
@@ -46,6 +48,9 @@ def watch(
     it hears costs the broker some bandwidth, and no link of the lab. Models small enough to travel inside control
     messages (transfer.inline_bytes) come along; --light leaves out all that devices and institutions say to each other.
 
+    A node that prepares is shown with those whom it waits for. `?` behind a state: the broker kept it, and the node has
+    sent nothing since the watch began.
+
     It ends with the run: exit code 0 finished, 1 failed, 5 the cloud stayed away.
     """
     from deploy.watching.follower import Follower
@@ -55,7 +60,7 @@ def watch(
     brokers = [address(text, username, password_file) for text in broker or ["localhost"]]
 
     async def follow() -> None:
-        follower = Follower(brokers, run=run, light=light, connect_timeout_s=connect_timeout)
+        follower = Follower(brokers, lab=lab, run=run, light=light, connect_timeout_s=connect_timeout)
         if once:
             await follower.look(partial(look, json_lines=output == "json", devices=devices), timeout_s=timeout)
         else:

@@ -14,7 +14,7 @@ from common.protocol import topics
 from common.protocol.participant import HEARTBEAT_S
 from common.spec import CLOUD
 from deploy.watching.lab import Lab
-from deploy.watching.runs import FILTERS, Runs
+from deploy.watching.runs import Runs, filters
 
 DRAW_S: Final = 0.5
 LOOK_S: Final = HEARTBEAT_S + 0.5  # whoever is at work has said a word by then
@@ -36,15 +36,22 @@ class Screen(Protocol):
 
 
 class Follower:
-    """Follows one run on one or several brokers, the cloud's first. It publishes nothing."""
+    """Follows one run of a lab on one or several brokers, the cloud's first. It publishes nothing."""
 
     def __init__(
-        self, addresses: Sequence[BrokerAddress], *, run: str | None, light: bool, connect_timeout_s: float
+        self,
+        addresses: Sequence[BrokerAddress],
+        *,
+        lab: str = topics.DEFAULT_LAB,
+        run: str | None,
+        light: bool,
+        connect_timeout_s: float,
     ) -> None:
+        self._lab_name = topics.check_lab(lab)
         self._names = [str(address) for address in addresses]
         self._light = light
         self._connect_timeout_s = connect_timeout_s
-        self._runs = Runs(run)
+        self._runs = Runs(run, lab=lab)
         self._lab: Lab | None = None
         self._screen: Screen | None = None
         self._loop = asyncio.get_running_loop()
@@ -81,7 +88,9 @@ class Follower:
             except TimeoutError:
                 others = ", ".join(self._runs.names()[:3])
                 there = f"--run NAME shows one that has ended: {others}" if others else UNHEARD
-                raise NoProgress(f"no living run on broker {self._all()} within {timeout_s:g} s; {there}") from None
+                raise NoProgress(
+                    f"no living run of lab {self._lab_name} on broker {self._all()} within {timeout_s:g} s; {there}"
+                ) from None
             await asyncio.sleep(LOOK_S)
             show(lab, self._loop.time())
 
@@ -110,10 +119,10 @@ class Follower:
                 screen.waiting(self._runs, self._all())
             await asyncio.sleep(DRAW_S / 2)
         run, experiment = chosen
-        self._lab = lab = Lab(run, experiment, brokers=self._names, now=self._loop.time())
+        self._lab = lab = Lab(run, experiment, brokers=self._names, now=self._loop.time(), lab=self._lab_name)
         for place, connection in enumerate(self._connections):
             if connection.up:
-                connection.unsubscribe(list(FILTERS))
+                connection.unsubscribe(list(filters(self._lab_name)))
                 self._subscribe(place, connection, lab)
             else:
                 lab.disconnected(place, self._loop.time())
@@ -122,7 +131,7 @@ class Follower:
     def _connection(self, place: int, address: BrokerAddress) -> BrokerConnection:
         async def connected() -> None:
             if self._lab is None:
-                connection.subscribe(list(FILTERS), qos=1, refused=partial(self._refuse, address))
+                connection.subscribe(list(filters(self._lab_name)), qos=1, refused=partial(self._refuse, address))
             else:
                 self._lab.connected(place, self._loop.time())
                 self._subscribe(place, connection, self._lab)
@@ -141,17 +150,18 @@ class Follower:
     def _subscribe(self, place: int, connection: BrokerConnection, lab: Lab) -> None:
         """Listen to a run; control by QoS 0, as all of it is said again and a broker should keep none of it for us."""
         refused = partial(self._refuse, connection.address)
-        everybody = [topics.inbox(lab.run, "+", "+")]
-        cloud = [topics.inbox(lab.run, CLOUD, "+"), topics.inbox(lab.run, "+", CLOUD)]
-        connection.subscribe([topics.state(lab.run, "+")], qos=1, refused=refused)
+        name, run = self._lab_name, lab.run
+        everybody = [topics.inbox(name, run, "+", "+")]
+        cloud = [topics.inbox(name, run, CLOUD, "+"), topics.inbox(name, run, "+", CLOUD)]
+        connection.subscribe([topics.state(name, run, "+")], qos=1, refused=refused)
         connection.subscribe(cloud if self._light else everybody, qos=0, refused=refused)
 
-    def _received(self, place: int, topic: str, body: bytes, _retained: bool) -> None:
+    def _received(self, place: int, topic: str, body: bytes, retained: bool) -> None:
         now = self._loop.time()
         if self._lab is None:
             self._runs.receive(topic, body, now)
         else:
-            self._lab.receive(place, topic, body, now)
+            self._lab.receive(place, topic, body, now, retained=retained)
             self._tell()
 
     def _lost(self, place: int) -> None:
@@ -162,7 +172,8 @@ class Follower:
     def _refuse(self, address: BrokerAddress, topic: str) -> None:
         if not self._refused.done():
             who = f"login {address.username!r}" if address.username else "a client without a login"
-            words = f"broker {address} does not let {who} read {topic}. Watch with a login that may read fs1/#."
+            remedy = f"Watch with a login that may read {topics.ROOT}/{self._lab_name}/#."
+            words = f"broker {address} does not let {who} read {topic}. {remedy}"
             self._refused.set_exception(ConnectionFailed(words))
 
     def _tell(self) -> None:

@@ -10,11 +10,15 @@ from common.protocol import serialization, topics
 from common.protocol.messages import Announcement, NodeState, Presence
 from common.spec import CLOUD, Experiment, parse
 
-FILTERS: Final = (topics.spec("+", "+"), topics.state("+", "+"))
 SETTLE_S: Final = 0.5  # what a broker has kept comes at once, but in any order
 DEVICES_MOST: Final = 100_000
 HELD_MOST: Final = 64_000_000  # characters
 ALIVE: Final = (NodeState.INIT, NodeState.READY)
+
+
+def filters(lab: str) -> tuple[str, str]:
+    """Return the topics on which a lab's runs are announced."""
+    return topics.spec(lab, "+", "+"), topics.state(lab, "+", "+")
 
 
 @dataclass(slots=True)
@@ -24,9 +28,13 @@ class _Run:
 
 
 class Runs:
-    """The runs on the brokers so far heard; sans-IO. `wanted`: one run, dead or alive, else the newest living one."""
+    """The runs of one lab, as its brokers announce them; sans-IO.
 
-    def __init__(self, wanted: str | None) -> None:
+    `wanted`: one run, dead or alive, else the newest living one.
+    """
+
+    def __init__(self, wanted: str | None, *, lab: str = topics.DEFAULT_LAB) -> None:
+        self.lab: Final = lab
         self._wanted = wanted
         self._runs: dict[str, _Run] = {}
         self._held = 0
@@ -34,7 +42,7 @@ class Runs:
         self.ignored = 0
 
     def receive(self, topic_text: str, body: bytes, now: float) -> None:
-        """Take a message of the topics in FILTERS, whatever its bytes."""
+        """Take a message of the topics that `filters` returns, whatever its bytes."""
         try:
             self._take(topic_text, body)
         except WireError:
@@ -57,7 +65,7 @@ class Runs:
                     return name, _read(announced[node])
                 except InvalidExperiment:
                     self.ignored += 1
-                    self._held -= _cost(topics.spec(name, node), announced.pop(node))
+                    self._held -= _cost(topics.spec(self.lab, name, node), announced.pop(node))
         self._settled_at = None
         return None
 
@@ -72,6 +80,8 @@ class Runs:
 
     def _take(self, topic_text: str, body: bytes) -> None:
         topic = topics.parse(topic_text)
+        if topic.lab != self.lab or not isinstance(topic, (topics.SpecTopic, topics.StateTopic)):
+            raise WireError("not an announcement of this lab")
         message = serialization.decode(body)[1] if body else None
         run = self._runs.setdefault(topic.run, _Run())
         said: dict[str, str] = run.announced if isinstance(topic, topics.SpecTopic) else run.alive

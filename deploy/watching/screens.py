@@ -19,7 +19,7 @@ from deploy.watching.lab import Lab
 from deploy.watching.runs import Runs
 from deploy.watching.view import View
 
-NOTED: Final = ("restarted", "refused", "warning")
+NOTED: Final = ("restarted", "refused", "declined", "waiting", "warning")
 
 
 @contextmanager
@@ -53,7 +53,7 @@ class Lines:
     def waiting(self, runs: Runs, brokers: str) -> None:
         """Say once that there is no run yet."""
         if not self._waits:
-            logs.tell(f"waiting for a run on broker {brokers}")
+            logs.tell(f"waiting for a run of lab {runs.lab} on broker {brokers}")
             self._waits = True
 
     def event(self, lab: Lab, event: str, facts: dict[str, object], now: float) -> None:
@@ -79,7 +79,7 @@ class Terminal:
         """Show that there is no run yet, and which ones are over."""
         dead = ", ".join(runs.names()[:3])
         there = f"nobody lives of {dead}" if dead else UNHEARD
-        self._live.update(Text(f"waiting for a run on broker {brokers}; {there}"), refresh=True)
+        self._live.update(Text(f"waiting for a run of lab {runs.lab} on broker {brokers}; {there}"), refresh=True)
 
     def event(self, lab: Lab, event: str, facts: dict[str, object], now: float) -> None:
         """Note what is worth a look."""

@@ -50,7 +50,7 @@ from common.spec import Closing, Transfer
 from common.storage.spool import Spool
 from deploy import broker
 
-RUN: Final = "kills"
+RUN: Final = "kills-1"
 SENDER, RECEIVER, BROKER = "sender", "receiver", "broker"
 VICTIMS: Final = (BROKER, SENDER, RECEIVER)
 NOBODY: Final = "nobody"

@@ -47,7 +47,7 @@ from common.spec import Closing, Transfer
 from deploy import broker, namespaces
 from deploy.namespaces import FRAME_BYTES, Namespace, joined
 
-RUN, PARENT, CHILD = "bench", "parent", "child"
+RUN, PARENT, CHILD = "bench-1", "parent", "child"
 PORT = 1883
 SEGMENT_BYTES = 1448
 HEADER_BYTES = FRAME_BYTES - SEGMENT_BYTES

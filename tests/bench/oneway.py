@@ -41,7 +41,7 @@ from common.runtime.world import new_session
 from common.spec import Closing, Transfer
 from deploy import broker
 
-RUN, PARENT, CHILD = "oneway", "parent", "child"
+RUN, PARENT, CHILD = "oneway-1", "parent", "child"
 TENSORS = 122  # as many as a ResNet-18's state_dict has
 TRANSFER = Transfer(idle_s=30.0)
 

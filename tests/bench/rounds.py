@@ -39,7 +39,7 @@ from common.spec import Closing, Transfer
 from common.storage.spool import Spool
 from deploy import broker
 
-RUN = "bench"
+RUN = "bench-1"
 PARENT = "parent"
 
 

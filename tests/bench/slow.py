@@ -42,7 +42,7 @@ from common.runtime.world import new_session
 from common.spec import Closing, Transfer
 from deploy import broker
 
-RUN: Final = "slow"
+RUN: Final = "slow-1"
 SENDER: Final = "sender"
 IDLE_S: Final = 120.0
 DEFAULTS: Final = {"max_queued_messages": 1000, "max_inflight_messages": 20, "max_queued_bytes": 0}

@@ -33,7 +33,7 @@ from common.runtime.world import new_session
 from common.spec import CLOUD, Closing, Transfer
 from deploy import broker
 
-RUN = "tiers"
+RUN = "tiers-1"
 INSTITUTION = "institution"
 TRANSFER = Transfer(idle_s=60.0)
 

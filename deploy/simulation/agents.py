@@ -1,0 +1,92 @@
+"""The agents of a simulated lab, made as the command line makes them."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from cloud.agent import CloudAgent
+from cloud.iterations import Observe
+from cloud.results import RunFolder
+from common.metrics import Metrics
+from common.net.link import BrokerAddress
+from common.spec import CLOUD, Experiment
+from deploy.simulation.hardware import Hardware, SimulatedEvaluator, SimulatedPool
+from deploy.simulation.world import SimulatedWorld
+from device.agent import DeviceAgent
+from institution.agent import InstitutionAgent
+
+BROKER: Final = "broker"
+CONNECT_TIMEOUT_S: Final = 120.0
+
+
+def ignore(event: str, facts: dict[str, object]) -> None:
+    """Take an event of the cloud and do nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentFactory:
+    """Makes agents. `broker_each`: an institution's devices have a broker of their own, named like the institution."""
+
+    experiment: Experiment
+    hardware: Hardware
+    metrics: Metrics
+    path: Path
+    homes: dict[str, str]
+    broker_each: bool
+    spool: bool
+    observe: Observe = ignore
+
+    @property
+    def runs(self) -> Path:
+        """Where run folders lie."""
+        return self.path / "runs"
+
+    def upper_broker(self, node: str) -> str:
+        """Return the name of the broker where a node meets its parent."""
+        return self.homes[node] if self.broker_each and node in self.homes else BROKER
+
+    def lower_broker(self, node: str) -> str:
+        """Return the name of the broker where an institution meets its devices."""
+        return node if self.broker_each else BROKER
+
+    def forget_files(self, node: str) -> None:
+        """Remove what a node keeps for a restart."""
+        shutil.rmtree(self._files(node), ignore_errors=True)
+
+    def new(
+        self, node: str, world: SimulatedWorld, *, resume: bool, parent: str | None = None, files: str = ""
+    ) -> CloudAgent | InstitutionAgent | DeviceAgent:
+        """Return an agent; `resume`: a cloud goes on with the run that is there. `parent`: a device's.
+
+        `files`: the name under which it keeps files, its own by default.
+        """
+        common: dict[str, Any] = {"connect_timeout_s": CONNECT_TIMEOUT_S, "metrics": self.metrics, "world": world}
+        if self.spool:
+            common["spool"] = self._files(files or node)
+            self._files(files or node).mkdir(parents=True, exist_ok=True)
+        above, below = BrokerAddress(self.upper_broker(node)), BrokerAddress(self.lower_broker(node))
+        if node == CLOUD:
+            begun = next(self.runs.glob("*/manifest.json"), None) if resume else None
+            if begun is None:
+                folder = RunFolder.create(self.runs, self.experiment, world=world)
+            else:
+                folder = RunFolder.reopen(begun.parent, world=world)
+            evaluator = SimulatedEvaluator(self.hardware)
+            return CloudAgent(
+                folder,
+                broker=above,
+                resume=begun is not None,
+                observe=self.observe,
+                evaluator=lambda experiment, path: evaluator,
+                **common,
+            )
+        if node not in self.homes:
+            return InstitutionAgent(node, cloud_broker=above, device_broker=below, **common)
+        pool = SimulatedPool(self.hardware)
+        return DeviceAgent(node, institution=parent or self.homes[node], broker=above, pool=pool, **common)
+
+    def _files(self, node: str) -> Path:
+        return self.path / "spool" / node

@@ -1,0 +1,224 @@
+"""An MQTT 3.1.1 broker without sockets; `tests/test_simulated_broker.py` compares it with mosquitto.
+
+Retained messages, wills, wildcards, take-over by client id, QoS 0 and 1, bounded queues, clean sessions only. What a
+client and the broker send each other takes its time on a link: `deploy.simulation.network`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
+
+from common.protocol.counters import packet_bytes
+from deploy.simulation.subscriptions import SubscriptionTree, matches
+
+QUEUE_MOST = 1_000_000  # what `deploy.broker` sets for mosquitto; mosquitto's own default is 1000
+REFUSED = 0x80
+
+
+class Routed(NamedTuple):
+    """A message that a broker accepted."""
+
+    broker: str
+    topic: str
+    body: bytes
+    qos: int
+    retain: bool
+
+
+class RetainedMessage(NamedTuple):
+    """What a broker keeps under a topic."""
+
+    body: bytes
+    qos: int
+
+
+class SessionWill(NamedTuple):
+    """The message that a broker publishes for a client that ended without a DISCONNECT."""
+
+    topic: str
+    body: bytes
+    qos: int = 1
+    retain: bool = True
+
+
+class Subscriber(Protocol):
+    """The broker's way to a client."""
+
+    def pending(self) -> int:
+        """Return how many messages for the client have not arrived."""
+
+    def deliver(self, topic: str, body: bytes, *, qos: int, retain: bool) -> None:
+        """Send a message to the client."""
+
+    def closed_by_broker(self) -> None:
+        """Close the connection."""
+
+
+@dataclass(slots=True, eq=False)
+class BrokerSession:
+    """A connected client; `filters` are its subscriptions with their QoS."""
+
+    client_id: str
+    subscriber: Subscriber
+    will: SessionWill | None
+    alive: bool = True
+    filters: dict[str, int] = field(default_factory=dict)
+
+
+Store = Literal["empty", "current"] | Mapping[str, RetainedMessage]
+
+
+class SimulatedBroker:
+    """One broker. `accepts` may refuse a message by returning False; `routed` follows each that is routed.
+
+    `queue_most`: messages that may wait for one client, those above are dropped. `packet_limit`: a client that sends a
+    larger packet is disconnected. `denied`: topic filters whose messages are discarded, as by an access control list;
+    `refused`: filters that may not be subscribed to.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        accepts: Callable[[Routed], bool] = lambda message: True,
+        routed: Callable[[Routed], None] = lambda message: None,
+    ) -> None:
+        self.name = name
+        self.up = True
+        self.queue_most = QUEUE_MOST
+        self.packet_limit: int | None = None
+        self.denied: list[str] = []
+        self.refused: list[str] = []
+        self.messages = 0
+        self.dropped = 0
+        self.sessions: dict[str, BrokerSession] = {}
+        self.retained: dict[str, RetainedMessage] = {}
+        self._tree: SubscriptionTree[BrokerSession] = SubscriptionTree()
+        self._accepts = accepts
+        self._routed = routed
+
+    # A client's packets
+
+    def connect(self, client_id: str, subscriber: Subscriber, *, will: SessionWill | None = None) -> BrokerSession:
+        """Accept a client; one that is connected under this id is disconnected, and its will is published."""
+        session = BrokerSession(client_id, subscriber, will)
+        earlier = self.sessions.get(client_id)
+        if earlier is not None:
+            self.abort(earlier)
+        self.sessions[client_id] = session
+        return session
+
+    def publish(self, session: BrokerSession, topic: str, body: bytes, *, qos: int, retain: bool) -> bool:
+        """Accept a message; return whether it is to be acknowledged."""
+        if not session.alive:
+            return False
+        if self.packet_limit is not None and packet_bytes(topic, len(body), qos=qos) > self.packet_limit:
+            self.abort(session)
+            return False
+        self.route(topic, body, qos=qos, retain=retain)
+        return session.alive and qos > 0
+
+    def subscribe(self, session: BrokerSession, topic_filters: list[str], *, qos: int) -> list[int]:
+        """Add subscriptions, send what is retained under them, and return the codes of the SUBACK."""
+        codes = []
+        for topic_filter in topic_filters if session.alive else ():
+            if topic_filter in self.refused:
+                codes.append(REFUSED)
+                continue
+            codes.append(qos)
+            session.filters[topic_filter] = qos
+            self._tree.add(topic_filter, session, qos)
+            for topic in self._retained_under(topic_filter):
+                message = self.retained[topic]
+                self._send(session, topic, message.body, qos=min(qos, message.qos), retain=True)
+        return codes
+
+    def unsubscribe(self, session: BrokerSession, topic_filters: list[str]) -> None:
+        """Remove subscriptions."""
+        for topic_filter in topic_filters:
+            if session.filters.pop(topic_filter, None) is not None:
+                self._tree.remove(topic_filter, session)
+
+    def disconnect(self, session: BrokerSession) -> None:
+        """End a session whose client sent DISCONNECT; there is no will."""
+        self._end(session)
+
+    def abort(self, session: BrokerSession) -> None:
+        """End a session whose client is gone, or is to go, and publish its will."""
+        if session.alive:
+            self._end(session)
+            self._publish_will(session)
+
+    # The broker itself
+
+    def route(self, topic: str, body: bytes, *, qos: int, retain: bool) -> None:
+        """Keep and pass on a message, as if a client had sent it."""
+        message = Routed(self.name, topic, body, qos, retain)
+        if not self.up or self._is_denied(topic) or not self._accepts(message):
+            return
+        self.messages += 1
+        if retain:
+            if body:
+                self.retained[topic] = RetainedMessage(body, qos)
+            else:
+                self.retained.pop(topic, None)
+        for session, most in self._tree.subscribers(topic).items():
+            self._send(session, topic, body, qos=min(qos, most), retain=False)
+        self._routed(message)
+
+    def snapshot(self) -> Mapping[str, RetainedMessage]:
+        """Return the retained messages of now, for a later `start`."""
+        return dict(self.retained)
+
+    def kill(self) -> None:
+        """End at once: no will is published, every connection breaks."""
+        self.up = False
+        for session in list(self.sessions.values()):
+            self._end(session)
+
+    def terminate(self) -> None:
+        """End as mosquitto does on SIGTERM: it publishes every client's will, and a persistent store keeps them."""
+        for session in list(self.sessions.values()):
+            if session.alive:
+                self._publish_will(session)
+        self.kill()
+
+    def start(self, store: Store = "empty") -> None:
+        """Start again, with no retained messages, those of the end, or those of a snapshot."""
+        if isinstance(store, Mapping):
+            self.retained = dict(store)
+        elif store == "empty":
+            self.retained = {}
+        self.up = True
+
+    def _end(self, session: BrokerSession) -> None:
+        if not session.alive:
+            return
+        session.alive = False
+        self.unsubscribe(session, list(session.filters))
+        if self.sessions.get(session.client_id) is session:
+            del self.sessions[session.client_id]
+        session.subscriber.closed_by_broker()
+
+    def _publish_will(self, session: BrokerSession) -> None:
+        if session.will is not None:
+            will = session.will
+            self.route(will.topic, will.body, qos=will.qos, retain=will.retain)
+
+    def _send(self, session: BrokerSession, topic: str, body: bytes, *, qos: int, retain: bool) -> None:
+        if not session.alive or self._is_denied(topic):
+            return
+        if session.subscriber.pending() >= self.queue_most:
+            self.dropped += 1
+            return
+        session.subscriber.deliver(topic, body, qos=qos, retain=retain)
+
+    def _retained_under(self, topic_filter: str) -> list[str]:
+        if "+" not in topic_filter and "#" not in topic_filter:
+            return [topic_filter] if topic_filter in self.retained else []
+        return [topic for topic in self.retained if matches(topic_filter, topic)]
+
+    def _is_denied(self, topic: str) -> bool:
+        return bool(self.denied) and any(matches(pattern, topic) for pattern in self.denied)

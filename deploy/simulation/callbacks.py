@@ -1,0 +1,88 @@
+"""Callbacks, futures and tasks of the simulation: each belongs to a process, and none is ordered by its address."""
+
+from __future__ import annotations
+
+import asyncio
+from contextvars import Context, ContextVar
+from typing import Any, Protocol
+
+
+class CallbackOwner(Protocol):
+    """A simulated process, as the event loop sees it."""
+
+    tasks: set[asyncio.Task[Any]]
+    killed: bool
+    stopped: bool
+    kept: list[asyncio.Handle]
+
+
+OWNER: ContextVar[CallbackOwner | None] = ContextVar("owner", default=None)
+
+
+class CountingLoop(asyncio.BaseEventLoop):
+    """An event loop that numbers what is made for it."""
+
+    def number(self) -> int:
+        """Return the next number."""
+        raise NotImplementedError
+
+
+class OwnedHandle(asyncio.Handle):
+    """A callback that runs only while its process does."""
+
+    __slots__ = ("owner",)
+    owner: CallbackOwner | None
+    _context: Context
+
+    def _run(self) -> None:
+        if _may_run(self.owner, self):
+            super()._run()
+
+
+class OwnedTimer(asyncio.TimerHandle):
+    """The same at a time; timers of one instant are ordered by their numbers."""
+
+    __slots__ = ("number", "owner")
+    owner: CallbackOwner | None
+    number: int
+    _context: Context
+    _scheduled: bool
+
+    def _run(self) -> None:
+        if _may_run(self.owner, self):
+            super()._run()
+
+    def __lt__(self, other: object) -> bool:
+        assert isinstance(other, OwnedTimer)
+        return (self.when(), self.number) < (other.when(), other.number)
+
+
+class NumberedFuture(asyncio.Future[Any]):
+    """A future that sets order by its number: by its address, no two runs would be alike."""
+
+    def __init__(self, *, loop: CountingLoop) -> None:
+        self._number = loop.number()
+        super().__init__(loop=loop)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class NumberedTask(asyncio.Task[Any]):
+    """A task that sets order by its number."""
+
+    def __init__(self, coroutine: Any, *, loop: CountingLoop, **options: Any) -> None:
+        self._number = loop.number()
+        super().__init__(coroutine, loop=loop, **options)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+def _may_run(owner: CallbackOwner | None, handle: asyncio.Handle) -> bool:
+    """Return whether a callback may run; keep it where its process is stopped."""
+    if owner is None or not (owner.killed or owner.stopped):
+        return True
+    if not owner.killed:
+        owner.kept.append(handle)
+    return False

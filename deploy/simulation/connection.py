@@ -1,0 +1,247 @@
+"""A client's connection to a simulated broker: the interface of `common.runtime.world.Connection`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+from common.errors import ConnectionFailed
+from common.net.bulk import Body
+from common.net.link import LIVED_S, BrokerAddress, pause_s
+from common.net.packets import FindPlace, Place
+from common.protocol.counters import packet_bytes
+from common.protocol.traffic import Wire
+from common.runtime.world import Received, nothing
+from deploy.simulation.broker import REFUSED, SessionWill, SimulatedBroker
+from deploy.simulation.network import SimulatedLink
+from deploy.simulation.packets import Packet, PacketKind
+from deploy.simulation.process import SimulatedProcess
+from deploy.simulation.stream import BrokenConnection, ClientStream
+
+CONNECT_TIMEOUT_S: Final = 10.0  # aiomqtt's
+ROUND_TRIPS: Final = 2  # TCP's and MQTT's
+
+
+class SimulatedConnection:
+    """One MQTT connection that comes back by itself, as `common.net.link.BrokerConnection` does."""
+
+    def __init__(
+        self,
+        address: BrokerAddress,
+        *,
+        broker: SimulatedBroker,
+        link: SimulatedLink,
+        process: SimulatedProcess,
+        client_id: str,
+        keepalive_s: int,
+        received: Received,
+        connected: Callable[[], Awaitable[None]],
+        lost: Callable[[], None],
+        find_place: FindPlace = lambda topic, size: None,
+        landed: Callable[[str, Place], None] = lambda topic, place: None,
+        will: tuple[str, bytes] | None = None,
+    ) -> None:
+        self.address = address
+        self.reconnects = 0
+        self.meter = SimulatedMeter(self)
+        self.broker, self.link, self.process = broker, link, process
+        self.client_id, self.keepalive_s = client_id, keepalive_s
+        self.will = SessionWill(*will) if will else None
+        self.context = contextvars.copy_context()
+        self.stream: ClientStream | None = None
+        self._received, self._connected, self._lost = received, connected, lost
+        self._find_place, self._landed = find_place, landed
+        self._ready = False
+        self._subscribing = 0
+        self._worked = False
+        self._early: list[Packet] = []
+        self._unacknowledged: dict[object, Callable[[list[int]], None]] = {}
+        self._leaving: dict[Packet, Callable[[], None]] = {}
+        self._flushed: asyncio.Future[None] | None = None
+
+    @property
+    def user(self) -> object:
+        """Return what receives the messages: an endpoint, or a node's search for its run."""
+        return getattr(self._received, "__self__", None)
+
+    @property
+    def up(self) -> bool:
+        """Return whether the broker is connected."""
+        return self.stream is not None
+
+    async def run(self, *, connect_timeout_s: float) -> None:
+        """Keep the connection until cancelled. Raises ConnectionFailed, and what the callbacks raise."""
+        loop = asyncio.get_running_loop()
+        give_up, attempt = loop.time() + connect_timeout_s, 0
+        while True:
+            begun = math.inf
+            self._subscribing, self._worked = 0, False
+            try:
+                stream = await self._open()
+                self.stream, begun = stream, loop.time()
+                try:
+                    await self._connected()
+                    self._ready, early, self._early = True, self._early, []
+                    for packet in early:
+                        self._deliver(packet)
+                    await stream.ended
+                finally:
+                    self._drop(stream)
+            except BrokenConnection as error:
+                if self._worked or loop.time() >= begun + LIVED_S:
+                    attempt, give_up = 0, math.inf
+                elif loop.time() >= give_up:
+                    raise ConnectionFailed(
+                        f"broker {self.address}: {error}. Is it running there, and are the login and --broker right?"
+                    ) from None
+            self.reconnects += 1
+            pause = pause_s(attempt, self.link.draw.uniform)
+            await asyncio.sleep(min(pause, max(0.0, give_up - loop.time())))
+            attempt += 1
+
+    def publish(self, topic: str, body: bytes, *, qos: int, retain: bool = False) -> None:
+        """Send a message, or drop it if there is no connection."""
+        if self.stream is not None:
+            size = packet_bytes(topic, len(body), qos=qos)
+            key = self._expect_acknowledgement(lambda codes: None) if qos else None
+            self.stream.send(PacketKind.PUBLISH, size, topic=topic, body=body, qos=qos, retain=retain, content=key)
+
+    def publish_body(self, topic: str, body: Body, *, done: Callable[[], None]) -> None:
+        """Send a large message; `done` is called, not at once, when it has left or the connection broke."""
+        if self.stream is None:
+            done()
+            return
+        size = packet_bytes(topic, len(body.view), qos=0)
+        packet = self.stream.packet(PacketKind.PUBLISH, size, topic=topic, body=body, left=self._left)
+        self._leaving[packet] = done
+        self.stream.put(packet)
+
+    def subscribe(
+        self,
+        topics: list[str],
+        *,
+        qos: int,
+        refused: Callable[[str], None] = lambda topic: None,
+        acknowledged: Callable[[], None] = nothing,
+        optional: bool = False,
+    ) -> None:
+        """Subscribe without waiting."""
+
+        def answered(codes: list[int]) -> None:
+            self._subscribing -= not optional
+            self._worked = self._worked or self._subscribing == 0
+            for topic, code in zip(topics, codes, strict=False):
+                if code >= REFUSED:
+                    refused(topic)
+            acknowledged()
+
+        if self.stream is not None and topics:
+            size = 4 + sum(3 + len(topic) for topic in topics)
+            key = self._expect_acknowledgement(answered)
+            self._subscribing += not optional
+            self.stream.send(PacketKind.SUBSCRIBE, size, body=list(topics), qos=qos, content=key)
+
+    def unsubscribe(self, topics: list[str]) -> None:
+        """Unsubscribe without waiting."""
+        if self.stream is not None and topics:
+            size = 4 + sum(2 + len(topic) for topic in topics)
+            key = self._expect_acknowledgement(lambda codes: None)
+            self.stream.send(PacketKind.UNSUBSCRIBE, size, body=list(topics), content=key)
+
+    async def flush(self) -> None:
+        """Wait until everything is acknowledged, or the connection broke."""
+        while self._unacknowledged:
+            if self._flushed is None:
+                self._flushed = asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._flushed)
+
+    def arrived(self, packet: Packet) -> None:
+        """Take a packet from the broker."""
+        if packet.kind is PacketKind.ACKNOWLEDGEMENT:
+            answered = self._unacknowledged.pop(packet.content, None)
+            if answered is not None:
+                answered(packet.body)
+            self._settle()
+        elif packet.qos == 0 and (place := self._find_place(packet.topic, len(packet.body))) is not None:
+            if place.view is not None:
+                place.view[:] = packet.body
+            self._landed(packet.topic, place)
+        elif self._ready:
+            self._deliver(packet)
+        else:
+            self._early.append(packet)  # aiomqtt queues them until `connected` has returned
+
+    def detach_bodies(self) -> None:
+        """Copy what was not sent yet: its memory may be written from now on."""
+        for packet in self._leaving:
+            packet.body.detach()
+
+    async def _open(self) -> ClientStream:
+        link, loop = self.link, asyncio.get_running_loop()
+        if not link.conditions.cut:
+            await asyncio.sleep(2 * ROUND_TRIPS * link.conditions.delay_s)
+        if link.conditions.cut:
+            await asyncio.sleep(CONNECT_TIMEOUT_S)
+            raise BrokenConnection("Operation timed out")
+        if not self.broker.up:
+            raise BrokenConnection("[Errno 111] Connection refused")
+        self._ready, self._early = False, []
+        return ClientStream(self, loop=loop)
+
+    def _deliver(self, packet: Packet) -> None:
+        self._received(packet.topic, packet.body, packet.retain)
+
+    def _left(self, packet: Packet) -> None:
+        """Copy a large body as it leaves: from now on its memory is its owner's."""
+        packet.body = bytes(packet.body.view)
+        done = self._leaving.pop(packet, None)
+        if done is not None:
+            asyncio.get_running_loop().call_soon(done, context=self.context)
+
+    def _expect_acknowledgement(self, answered: Callable[[list[int]], None]) -> object:
+        key = object()
+        self._unacknowledged[key] = answered
+        return key
+
+    def _settle(self) -> None:
+        if self._flushed is not None and not self._unacknowledged:
+            if not self._flushed.done():
+                self._flushed.set_result(None)
+            self._flushed = None
+
+    def _drop(self, stream: ClientStream) -> None:
+        self.stream = None
+        self.meter.add(stream)
+        stream.close()
+        self._unacknowledged.clear()
+        self._settle()
+        self.detach_bodies()
+        leaving, self._leaving = self._leaving, {}
+        for done in leaving.values():
+            done()
+        self._lost()
+
+
+class SimulatedMeter:
+    """The bytes of a simulated connection; see `common.net.kernel.WireMeter`."""
+
+    def __init__(self, connection: SimulatedConnection) -> None:
+        self._connection = connection
+        self._before = Wire()
+
+    def add(self, stream: ClientStream) -> None:
+        """Count a stream that ends."""
+        self._before += stream.carried()
+
+    def sample(self) -> Wire:
+        """Return what was carried so far."""
+        stream = self._connection.stream
+        return self._before if stream is None else self._before + stream.carried()
+
+    def received(self) -> int:
+        """Return the bytes received on the present connection, a packet that is under way included."""
+        stream: Any = self._connection.stream
+        return -1 if stream is None else stream.received_bytes()

@@ -1,0 +1,113 @@
+"""What computes in a simulated lab: training and evaluation, which take drawn seconds of virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Final
+
+from cloud.evaluator import Accuracy, Beginning
+from common.layout import Row
+from common.spec import Experiment
+from deploy.simulation.workload import STEPS_MOST, Workload
+from device.jobs import LocalResult, Prepared, Progress
+
+PROGRESS_S: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Durations:
+    """Seconds of virtual time. A training of one epoch takes `train_s` times up to 1 + `spread`, as drawn."""
+
+    boot_s: float = 0.3
+    train_s: float = 1.0
+    spread: float = 0.5
+    evaluate_s: float = 0.2
+
+
+@dataclass(slots=True)
+class Hardware:
+    """The machines of a lab: a workload, how long it takes, and how often devices trained.
+
+    A device in `hanging` never gets ready.
+    """
+
+    workload: Workload
+    durations: Durations
+    seed: int
+    trainings: int = 0
+    trained: Counter[tuple[str, int]] = field(default_factory=Counter)  # by device and round
+    hanging: set[str] = field(default_factory=set)
+
+
+class SimulatedPool:
+    """Stands for `device.pool.Pool` in one process; any number of trainings run at once."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.hardware = hardware
+        self.moves = 0
+
+    def member(self, node: str) -> SimulatedMember:
+        """Add a device."""
+        return SimulatedMember(self, node)
+
+
+class SimulatedMember:
+    """One device's access to the pool."""
+
+    def __init__(self, pool: SimulatedPool, node: str) -> None:
+        self._pool = pool
+        self._hardware = pool.hardware
+        self._node = node
+
+    @property
+    def moves(self) -> int:
+        """Return what grows while any training of the pool does."""
+        return self._pool.moves
+
+    async def prepare(self, experiment: Experiment) -> Prepared:
+        """Return this device's facts."""
+        hardware = self._hardware
+        if self._node in hardware.hanging:
+            await asyncio.get_running_loop().create_future()
+        await asyncio.sleep(hardware.durations.boot_s)
+        workload = hardware.workload
+        return Prepared(workload.layout, workload.samples(self._node), workload.partition)
+
+    async def train(self, row: Row, out: Row, *, epochs: int, round_: int, progress: Progress) -> LocalResult:
+        """Train after the drawn seconds have passed, with progress in between."""
+        hardware, durations = self._hardware, self._hardware.durations
+        draw = random.Random(f"{hardware.seed} training {self._node} {round_}")
+        seconds = durations.train_s * epochs * (1 + durations.spread * draw.random())
+        parts = max(1, min(STEPS_MOST, int(seconds / PROGRESS_S)))
+        for part in range(1, parts + 1):
+            await asyncio.sleep(seconds / parts)
+            self._pool.moves += 1
+            progress(part, parts)
+        hardware.trainings += 1
+        hardware.trained[self._node, round_] += 1
+        loss, steps = hardware.workload.train(self._node, row, out, epochs=epochs, round_=round_)
+        return LocalResult(hardware.workload.samples(self._node), loss, steps, train_s=seconds, wait_s=0.0)
+
+
+class SimulatedEvaluator:
+    """Stands for `cloud.evaluator.Evaluator`."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._hardware = hardware
+
+    async def start(self) -> Beginning:
+        """Return the first model."""
+        workload = self._hardware.workload
+        await asyncio.sleep(3 * self._hardware.durations.boot_s)
+        return Beginning(workload.layout, workload.first.copy(), workload.partition)
+
+    async def evaluate(self, iteration: int, row: Row) -> Accuracy:
+        """Return a model's accuracy and loss."""
+        await asyncio.sleep(self._hardware.durations.evaluate_s)
+        return Accuracy(iteration, *self._hardware.workload.evaluate(row))
+
+    def close(self) -> None:
+        """There is nothing to release."""

@@ -1,0 +1,286 @@
+"""A lab in virtual time: the agents as they are, on a simulated network, with everything drawn from one seed.
+
+    outcome = SimulatedLab(experiment, seed=7, scenario=scenario).run()
+
+A scenario is a coroutine that gets the lab and disturbs it: it kills, stops and starts nodes and brokers, changes
+links, injects messages. It begins before the first node does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import tempfile
+import weakref
+from collections.abc import Awaitable, Callable, Collection
+from pathlib import Path
+from typing import Final
+
+from cloud.iterations import Observe
+from common.metrics import Metrics
+from common.spec import CLOUD, Experiment
+from deploy.simulation.agents import BROKER, AgentFactory, ignore
+from deploy.simulation.broker import SimulatedBroker
+from deploy.simulation.hardware import Durations, Hardware
+from deploy.simulation.loop import START_S, SimulationError, VirtualLoop
+from deploy.simulation.network import LinkConditions, Network, SimulatedLink
+from deploy.simulation.outcome import OK, LabOutcome, TraceDigest, collected_warnings, model_digest, round_rows
+from deploy.simulation.process import SimulatedProcess
+from deploy.simulation.workload import NullWorkload, Workload
+from deploy.simulation.world import SimulatedWorld
+
+MEMORY: Final = Path("/dev/shm")
+
+Scenario = Callable[["SimulatedLab"], Awaitable[None]]
+
+
+class SimulatedLab:
+    """One lab, which `run` may be called once.
+
+    `workload`: what devices train, a `NullWorkload` of `model_bytes` without it. `conditions` hold for every link until
+    a scenario changes some. `broker_each`: every institution has a broker of its own for its devices, named like the
+    institution. `autostart`: the nodes that start at once, all by default. `spool`: whether nodes keep files for a
+    restart. `time_limit_s`: virtual seconds until the lab is given up; `grace_s`: those that the other nodes have when
+    the cloud has ended. `observe` gets the cloud's events, `at_end` the lab before it is torn down.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        *,
+        seed: int = 0,
+        scenario: Scenario | None = None,
+        workload: Workload | None = None,
+        model_bytes: int = 10_000,
+        durations: Durations | None = None,
+        conditions: LinkConditions | None = None,
+        broker_each: bool = False,
+        autostart: Collection[str] | None = None,
+        spool: bool = True,
+        executor_delay_s: float = 0.0,
+        time_limit_s: float = 3600.0,
+        grace_s: float = 60.0,
+        observe: Observe = ignore,
+        at_end: Callable[[SimulatedLab], None] = lambda lab: None,
+    ) -> None:
+        children = experiment.topology.children()
+        self.seed = seed
+        self.institutions = tuple(children)
+        self.homes = {device: institution for institution, devices in children.items() for device in devices}
+        self.names = (CLOUD, *self.institutions, *self.homes)
+        self.processes: dict[str, SimulatedProcess] = {}
+        self.ended: dict[str, str] = {}
+        self.hardware = Hardware(workload or NullWorkload(model_bytes), durations or Durations(), seed)
+        self.loop = VirtualLoop(seed, executor_delay_s=executor_delay_s)
+        self.loop.time_limit = START_S + time_limit_s
+        self.network = Network(self.loop, seed, conditions or LinkConditions())
+        for name in (BROKER, *(self.institutions if broker_each else ())):
+            self.network.add_broker(name)
+        path = Path(tempfile.mkdtemp(prefix="fedstrata-simulation-", dir=MEMORY if MEMORY.is_dir() else None))
+        self._remove_files = weakref.finalize(self, shutil.rmtree, path, ignore_errors=True)
+        self.agents = AgentFactory(
+            experiment,
+            self.hardware,
+            Metrics(),
+            path,
+            self.homes,
+            broker_each=broker_each,
+            spool=spool,
+            observe=observe,
+        )
+        self.usual: dict[str, LinkConditions] = {}  # of the nodes whose links are not like the others'
+        self.worlds: dict[str, list[SimulatedWorld]] = {name: [] for name in self.names}
+        self._scenario = scenario
+        self._autostart = self.names if autostart is None else tuple(autostart)
+        self._grace_s = grace_s
+        self._at_end = at_end
+        self._started: list[SimulatedProcess] = []
+        self._seconds: dict[str, SimulatedProcess] = {}
+        self._faults: list[tuple[float, str]] = []
+        self._changed = asyncio.Event()
+
+    def run(self) -> LabOutcome:
+        """Run the lab to its end, whatever that is. Raises what the scenario raised."""
+        trace = TraceDigest(self.loop)
+        self.network.hooks.insert(0, trace)
+        try:
+            with collected_warnings() as warnings:
+                try:
+                    result = self.loop.run_until_complete(self._run_nodes())
+                except SimulationError as error:
+                    result = f"{type(error).__name__}: {error}"
+                self._at_end(self)
+                outcome = LabOutcome(
+                    result=result,
+                    ended=dict(self.ended),
+                    digest=model_digest(self.agents.runs),
+                    virtual_s=self.now(),
+                    messages=trace.messages,
+                    trace=trace.hexadecimal(),
+                    trainings=self.hardware.trainings,
+                    errors=tuple(str(e.get("exception") or e["message"])[:500] for e in self.loop.errors),
+                    warnings=tuple(warnings),
+                    faults=tuple(self._faults),
+                    rounds=round_rows(self.agents.runs),
+                )
+        finally:
+            with collected_warnings():
+                for process in self._started:
+                    process.discard()
+            self.loop.discard()
+            self._remove_files()
+        return outcome
+
+    # For scenarios
+
+    @property
+    def over(self) -> bool:
+        """Whether the cloud has ended."""
+        return CLOUD in self.ended
+
+    def now(self) -> float:
+        """Return the seconds since the lab began."""
+        return self.loop.time() - START_S
+
+    def random(self, purpose: str) -> random.Random:
+        """Return a source of random numbers that belongs to the seed and this purpose."""
+        return random.Random(f"{self.seed} scenario {purpose}")
+
+    def record(self, fault: str) -> None:
+        """Add a fault to the outcome."""
+        self._faults.append((round(self.now(), 6), fault))
+
+    def broker(self, name: str = BROKER) -> SimulatedBroker:
+        """Return a broker."""
+        return self.network.brokers[name]
+
+    def link(self, node: str, broker: str | None = None) -> SimulatedLink:
+        """Return a node's link to a broker, by default to the one where it meets its parent."""
+        return self.network.link(node, broker or self.agents.upper_broker(node))
+
+    def inject(self, topic: str, body: bytes, *, qos: int = 1, retain: bool = False, broker: str = BROKER) -> None:
+        """Publish a message as a stranger would."""
+        self.network.brokers[broker].route(topic, body, qos=qos, retain=retain)
+
+    def alive(self, node: str) -> bool:
+        """Return whether a node's process is there."""
+        return node in self.processes and self.processes[node].alive
+
+    def start(
+        self, node: str, *, parent: str | None = None, keep_files: bool = True, clock_offset_s: float = 0.0
+    ) -> SimulatedProcess:
+        """Start a node, or start it again; a cloud that ran before resumes its run.
+
+        `parent`: the institution that a device is configured with, its own by default. Raises ValueError if it runs.
+        """
+        if self.alive(node):
+            raise ValueError(f"{node} is running")
+        if not keep_files:
+            self.agents.forget_files(node)
+        again = node in self.processes
+        self.ended.pop(node, None)
+        process = self.processes[node] = self._process(node, resume=again, parent=parent, clock_offset_s=clock_offset_s)
+        return process
+
+    def start_second(self, node: str) -> SimulatedProcess:
+        """Start another node under the name of a device or an institution, with a link and files of its own.
+
+        Where the first one ends by it, the second takes its place.
+        """
+        self.record(f"second {node}")
+        return self._process(node, second=True)
+
+    def kill(self, node: str) -> None:
+        """Send SIGKILL to a node."""
+        self.record(f"kill {node}")
+        self.processes[node].kill()
+        self._changed.set()
+
+    def stop(self, node: str) -> None:
+        """Send SIGSTOP to a node."""
+        self.record(f"stop {node}")
+        self.processes[node].stop()
+
+    def continue_(self, node: str) -> None:
+        """Send SIGCONT to a node."""
+        self.record(f"continue {node}")
+        self.processes[node].continue_()
+
+    def terminate(self, node: str) -> None:
+        """Send SIGTERM to a node; await `processes[node].ended.wait()` before it is started again."""
+        self.record(f"terminate {node}")
+        self.processes[node].terminate()
+
+    # The run
+
+    async def _run_nodes(self) -> str:
+        disturbing = asyncio.create_task(self._disturb(), name="scenario")
+        disturbing.add_done_callback(lambda task: self._changed.set())
+        await asyncio.sleep(0)  # the scenario begins
+        for node in self._autostart:
+            if node not in self.processes:
+                self.start(node)
+        await self._until(lambda: CLOUD in self.ended, disturbing)
+        present = [process for process in self.processes.values() if process.alive]
+        try:
+            async with asyncio.timeout(self._grace_s):
+                await self._until(lambda: not any(process.alive for process in present), disturbing)
+        except TimeoutError:
+            pass
+        disturbing.cancel()
+        failed = [f"{node}: {error}" for node, error in self.ended.items() if error]
+        stuck = sorted(process.name for process in present if process.alive and not process.seeks)
+        if failed:
+            return "failed: " + "; ".join(failed)
+        return f"stuck: {' '.join(stuck)}" if stuck else OK
+
+    async def _until(self, condition: Callable[[], bool], disturbing: asyncio.Task[None]) -> None:
+        while not condition():
+            await self._changed.wait()
+            self._changed.clear()
+            if disturbing.done() and not disturbing.cancelled():
+                disturbing.result()
+
+    async def _disturb(self) -> None:
+        if self._scenario is not None:
+            await self._scenario(self)
+
+    def _process(
+        self,
+        node: str,
+        *,
+        resume: bool = False,
+        parent: str | None = None,
+        clock_offset_s: float = 0.0,
+        second: bool = False,
+    ) -> SimulatedProcess:
+        generation = len(self._started)
+        host = f"second {node}" if second else node
+        world = SimulatedWorld(self.network, host, generation=generation, clock_offset_s=clock_offset_s)
+        self.worlds[node].append(world)
+        files = host.replace(" ", "-")
+
+        async def main() -> None:
+            try:
+                await self.agents.new(node, world, resume=resume, parent=parent, files=files).run()
+            except Exception as error:  # noqa: BLE001 - the outcome says it
+                self._ended(node, world.process, f"{type(error).__name__}: {error}")
+            else:
+                self._ended(node, world.process, "")
+
+        process = world.process = SimulatedProcess(self.loop, node, main)
+        self._started.append(process)
+        if second:
+            self._seconds[node] = process
+        return process
+
+    def _ended(self, node: str, process: SimulatedProcess, error: str) -> None:
+        second = self._seconds.get(node)
+        if second is not None and process in (second, self.processes[node]) and error.startswith("DuplicateName"):
+            del self._seconds[node]
+            if process is not second:
+                self.processes[node] = second
+            return
+        self.ended[node] = error
+        self.loop.call_soon(self._changed.set)

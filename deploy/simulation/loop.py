@@ -1,0 +1,199 @@
+"""An event loop whose clock jumps to the next timer, so that a lab of an hour takes as long as its computing.
+
+Time is a number, nothing sleeps, and there are no sockets. A callback belongs to the simulated process in whose
+context it was scheduled: a killed process's callbacks are dropped, a stopped one's are kept until it continues.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator
+from contextvars import Context
+from itertools import count
+from typing import Any, Final, TypeVar
+
+from deploy.simulation.callbacks import OWNER, CountingLoop, NumberedFuture, NumberedTask, OwnedHandle, OwnedTimer
+
+START_S: Final = 1000.0
+TURNS_BEFORE_CREEP: Final = 200  # at one instant; an undisturbed lab needs some dozens
+CREEP_S: Final = 1e-7
+TURNS_MOST: Final = 100_000
+
+_T = TypeVar("_T")
+
+
+class SimulationError(Exception):
+    """The simulation cannot go on."""
+
+
+class Deadlock(SimulationError):
+    """Nothing will ever happen again: there is neither a callback nor a timer."""
+
+
+class Livelock(SimulationError):
+    """Callbacks schedule one another for ever while time stands still."""
+
+
+class TimeLimit(SimulationError):
+    """The virtual time that was allowed has passed."""
+
+
+class VirtualLoop(CountingLoop):
+    """An event loop in virtual time. `errors` holds what its exception handler was called with.
+
+    Work for executors runs in the caller's thread and ends after up to `executor_delay_s`, or begins late, as drawn:
+    so what races with a thread is simulated too. `crept_s`: the time added because many turns took place at one
+    instant, where comparisons of times may differ in their last bit for ever.
+    """
+
+    _ready: deque[asyncio.Handle]
+    _scheduled: list[asyncio.TimerHandle]
+
+    def __init__(self, seed: int = 0, *, executor_delay_s: float = 0.0) -> None:
+        self._now = START_S
+        self._turns = 0
+        self._numbers = count()
+        self.time_limit = math.inf
+        self.crept_s = 0.0
+        self.executor_delay_s = executor_delay_s
+        self.errors: list[dict[str, Any]] = []
+        super().__init__()
+        self._selector = _Selector(self)
+        self._random = random.Random(f"{seed} executor")
+        self.set_exception_handler(lambda loop, context: self.errors.append(context))
+        self.set_task_factory(_new_task)
+
+    def time(self) -> float:
+        """Return virtual seconds."""
+        return self._now
+
+    def number(self) -> int:
+        """Return the next number of a count: what would be ordered by its address is ordered by this."""
+        return next(self._numbers)
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Any, *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        """Call back in the next turn."""
+        handle = OwnedHandle(callback, args, self, context)
+        handle.owner = handle._context.get(OWNER)
+        self._ready.append(handle)
+        return handle
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """Call back at a time; timers of one instant fire in the order in which they were set."""
+        timer = OwnedTimer(when, callback, args, self, context)
+        timer.owner = timer._context.get(OWNER)
+        timer.number = next(self._numbers)
+        heapq.heappush(self._scheduled, timer)
+        timer._scheduled = True
+        return timer
+
+    def create_future(self) -> asyncio.Future[Any]:
+        """Return a future whose hash does not depend on its address."""
+        return NumberedFuture(loop=self)
+
+    def run_in_executor(self, executor: Any, func: Callable[..., _T], *args: Any) -> asyncio.Future[_T]:  # type: ignore[override]
+        """Run a function in the caller's thread; its end may be seen later."""
+        future: asyncio.Future[_T] = self.create_future()
+        outcome: list[tuple[_T | None, Exception | None]] = []
+
+        def begin() -> None:
+            try:
+                outcome.append((func(*args), None))
+            except Exception as error:  # noqa: BLE001 - raised where the result is awaited
+                outcome.append((None, error))
+
+        def end() -> None:
+            result, error = outcome[0]
+            if future.done():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)  # type: ignore[arg-type]
+
+        def begin_late() -> None:
+            begin()
+            end()
+
+        if not self.executor_delay_s:
+            begin_late()
+        elif self._random.random() < 0.5:
+            self.call_later(self._random.random() * self.executor_delay_s, begin_late)
+        else:
+            begin()
+            self.call_later(self._random.random() * self.executor_delay_s, end)
+        return future
+
+    def let_continue(self, handles: list[asyncio.Handle]) -> None:
+        """Run callbacks that were kept while their process was stopped."""
+        self._ready.extend(handles)
+
+    def discard(self) -> None:
+        """Forget all callbacks and close the loop."""
+        for task in asyncio.all_tasks(self):
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+        self._ready.clear()
+        self._scheduled.clear()
+        self.close()
+
+    @property
+    def _clock_resolution(self) -> float:
+        return math.ulp(self._now)  # a timer fires at its time, not a bit before
+
+    @_clock_resolution.setter
+    def _clock_resolution(self, value: float) -> None:
+        pass
+
+    def _process_events(self, events: object) -> None:
+        pass
+
+    def _write_to_self(self) -> None:
+        pass
+
+    def _advance(self, timeout: float | None) -> None:
+        """Jump to the next timer, unless callbacks are waiting."""
+        if timeout is None:
+            raise Deadlock(f"nothing is scheduled after t = {self._now - START_S:.3f} s")
+        when = self._scheduled[0].when() if timeout > 0 else self._now
+        if when > self._now:
+            self._now, self._turns = when, 0
+            if when > self.time_limit:
+                raise TimeLimit(f"t = {self._now - START_S:.1f} s")
+            return
+        self._turns += 1
+        if self._turns > TURNS_BEFORE_CREEP:
+            self._now += CREEP_S
+            self.crept_s += CREEP_S
+        if self._turns > TURNS_MOST:
+            raise Livelock(f"{TURNS_MOST} turns at t = {self._now - START_S:.6f} s")
+
+
+class _Selector:
+    """What BaseEventLoop asks to sleep."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+
+    def select(self, timeout: float | None) -> tuple[()]:
+        self._loop._advance(timeout)
+        return ()
+
+
+def _new_task(
+    loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any] | Generator[Any, None, Any], **options: Any
+) -> asyncio.Task[Any]:
+    assert isinstance(loop, VirtualLoop)
+    task = NumberedTask(coroutine, loop=loop, **options)
+    owner = OWNER.get()
+    if owner is not None:
+        owner.tasks.add(task)
+        task.add_done_callback(owner.tasks.discard)
+    return task

@@ -1,0 +1,215 @@
+"""One TCP connection between a client and a simulated broker, as both ends see it, keep-alive included."""
+
+from __future__ import annotations
+
+import asyncio
+from contextvars import Context
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from common.protocol.counters import packet_bytes
+from common.protocol.traffic import Wire
+from deploy.simulation.loop import VirtualLoop
+from deploy.simulation.network import LinkConditions
+from deploy.simulation.packets import Flight, Packet, PacketKind
+
+if TYPE_CHECKING:
+    from deploy.simulation.connection import SimulatedConnection
+
+SOCKET_BYTES: Final = 262_144  # what the kernel sends for a process that has ended
+ACKNOWLEDGEMENT_BYTES: Final = 4
+BROKER_PATIENCE: Final = 1.5  # keep-alive intervals without a packet (MQTT 3.1.1, section 3.1.2.10)
+
+
+class BrokenConnection(Exception):
+    """The connection could not be made, or broke."""
+
+
+class ClientStream:
+    """A connection that stands until `ended` raises BrokenConnection, or what a callback of the client raised.
+
+    The broker receives nothing from a client that is stopped or cut off, and drops it after 1.5 keep-alive intervals.
+    The client misses the answer to its ping one to two intervals after the broker's last packet could arrive.
+    """
+
+    def __init__(self, connection: SimulatedConnection, *, loop: asyncio.AbstractEventLoop) -> None:
+        self._connection = connection
+        self._link, self._broker = connection.link, connection.broker
+        self._loop = cast(VirtualLoop, loop)
+        self._up = Flight(self._loop, self._at_broker, context=Context())
+        self._down = Flight(self._loop, self._at_client, context=connection.context)
+        self._sent = self._got = 0
+        self._open = True
+        self._last_packet_at = 0.0
+        self._broker_check: asyncio.TimerHandle | None = None
+        self._client_check: asyncio.TimerHandle | None = None
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self._link.connections[self] = None
+        connection.process.sockets[self] = None
+        # What that causes, a will for instance, is not this process's doing.
+        self._session = Context().run(self._broker.connect, connection.client_id, self, will=connection.will)
+
+    # The client's end
+
+    def packet(self, kind: PacketKind, size: int, **fields: Any) -> Packet:
+        """Return a packet for the broker."""
+        return Packet(kind, size, self._up, **fields)
+
+    def put(self, packet: Packet) -> None:
+        """Send a packet to the broker."""
+        self._sent += packet.size
+        self._link.up.put(packet)
+
+    def send(self, kind: PacketKind, size: int, **fields: Any) -> None:
+        """Send a packet to the broker."""
+        self.put(self.packet(kind, size, **fields))
+
+    def close(self) -> None:
+        """Disconnect; what was sent before leaves first."""
+        if self._open:
+            self._leave()
+            self.send(PacketKind.DISCONNECT, 2)
+
+    def carried(self) -> Wire:
+        """Return the bytes of this connection."""
+        return Wire(sent=self._sent, received=self.received_bytes(), connections=1)
+
+    def received_bytes(self) -> int:
+        """Return the bytes received, of a packet that is under way its part."""
+        return self._got + (self._link.down.sent_of(self._down) if self._open else 0)
+
+    def process_killed(self) -> None:
+        """Close the socket for a process that was killed: the broker publishes its will."""
+        if self._open:
+            self._connection.detach_bodies()
+            self._leave()
+            self._link.up.truncate(self._up, keep_bytes=SOCKET_BYTES)
+            self._link.up.put(self.packet(PacketKind.CLOSED, 0))
+
+    def process_paused(self) -> None:
+        """Note that the process was stopped, or continues."""
+        self._watch()
+
+    def link_changed(self, before: LinkConditions, now: LinkConditions) -> None:
+        """Adapt to new conditions of the link."""
+        for flight in (self._up, self._down):
+            flight.held = now.cut
+            if before.mtu_bytes != now.mtu_bytes:
+                flight.stuck = None
+            if before != now:
+                flight.release(delay_s=now.delay_s)
+        self._watch()
+
+    # The broker's end
+
+    def pending(self) -> int:
+        """Return how many messages for the client have not arrived."""
+        return self._down.pending()
+
+    def deliver(self, topic: str, body: bytes, *, qos: int, retain: bool) -> None:
+        """Send a message to the client."""
+        size = packet_bytes(topic, len(body), qos=qos)
+        self._link.down.put(Packet(PacketKind.PUBLISH, size, self._down, topic, body, qos, retain))
+
+    def closed_by_broker(self) -> None:
+        """Close the connection; the client notices when that arrives."""
+        self._stop_checks(client=False)
+        self._link.down.truncate(self._down, keep_bytes=SOCKET_BYTES)
+        self._link.down.put(Packet(PacketKind.CLOSED, 0, self._down))
+        self._forget()
+
+    def _at_broker(self, packet: Packet) -> None:
+        broker, session = self._broker, self._session
+        if not session.alive:
+            return
+        self._last_packet_at = self._loop.time()
+        if packet.kind is PacketKind.PUBLISH:
+            if broker.publish(session, packet.topic, packet.body, qos=packet.qos, retain=packet.retain):
+                self._acknowledge(packet, [])
+        elif packet.kind is PacketKind.SUBSCRIBE:
+            self._acknowledge(packet, broker.subscribe(session, packet.body, qos=packet.qos))
+        elif packet.kind is PacketKind.UNSUBSCRIBE:
+            broker.unsubscribe(session, packet.body)
+            self._acknowledge(packet, [])
+        elif packet.kind is PacketKind.DISCONNECT:
+            broker.disconnect(session)
+        else:
+            broker.abort(session)
+
+    def _acknowledge(self, packet: Packet, codes: list[int]) -> None:
+        size = ACKNOWLEDGEMENT_BYTES + len(codes)
+        self._link.down.put(
+            Packet(PacketKind.ACKNOWLEDGEMENT, size, self._down, body=codes, qos=1, content=packet.content)
+        )
+
+    def _at_client(self, packet: Packet) -> None:
+        if not self._open:
+            return
+        self._got += packet.size
+        if packet.kind is PacketKind.CLOSED:
+            self._break("Disconnected by the broker")
+            return
+        try:
+            self._connection.arrived(packet)
+        except Exception as error:  # noqa: BLE001 - aiomqtt's message loop would raise it
+            self._end(error)
+
+    # Keep-alive
+
+    def _watch(self) -> None:
+        """Begin or end to count the silence at both ends."""
+        if not self._open and not self._session.alive:
+            return
+        keepalive_s, draw, now = self._connection.keepalive_s, self._link.draw, self._loop.time()
+        cut, up_stuck = self._link.conditions.cut, self._up.stuck is not None
+        mute = self._session.alive and (cut or up_stuck or self._connection.process.stopped)
+        deaf = self._open and (cut or up_stuck or self._down.stuck is not None)
+        if mute and self._broker_check is None:
+            self._last_packet_at = max(self._last_packet_at, now - draw.random() * keepalive_s)  # its last ping
+            self._check_broker()
+        elif not mute:
+            self._stop_checks(client=False)
+        if deaf and self._client_check is None:
+            due = now + keepalive_s * (1 + draw.random())
+            self._client_check = self._loop.call_at(
+                due, self._break, "Keep alive timeout", context=self._connection.context
+            )
+        elif not deaf:
+            self._stop_checks(broker=False)
+
+    def _check_broker(self) -> None:
+        due = self._last_packet_at + BROKER_PATIENCE * self._connection.keepalive_s
+        if self._loop.time() >= due:
+            self._broker_check = None
+            self._broker.abort(self._session)
+        else:
+            self._broker_check = self._loop.call_at(due, self._check_broker, context=Context())
+
+    def _stop_checks(self, *, broker: bool = True, client: bool = True) -> None:
+        if broker and self._broker_check is not None:
+            self._broker_check.cancel()
+            self._broker_check = None
+        if client and self._client_check is not None:
+            self._client_check.cancel()
+            self._client_check = None
+
+    def _break(self, reason: str) -> None:
+        self._leave()
+        self._link.up.put(self.packet(PacketKind.CLOSED, 0))
+        self._end(BrokenConnection(reason))
+
+    def _end(self, error: Exception) -> None:
+        if not self.ended.done():
+            self.ended.set_exception(error)
+            self.ended.exception()  # the client may be cancelled before it looks
+
+    def _leave(self) -> None:
+        """End the client's half."""
+        self._open = False
+        self._stop_checks(broker=False)
+        self._connection.process.sockets.pop(self, None)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Leave the link once both ends are closed."""
+        if not (self._open or self._session.alive):
+            self._link.connections.pop(self, None)

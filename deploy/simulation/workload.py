@@ -1,0 +1,102 @@
+"""The models of a simulated lab, and what training makes of them: next to nothing, or what the product does."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from typing import TYPE_CHECKING, Final, Protocol
+
+import numpy as np
+
+from common.layout import ModelLayout, Row, Section
+from common.spec import Experiment
+
+if TYPE_CHECKING:
+    from device.trainer import Trainer
+
+STEPS_MOST: Final = 8
+NULL_CHANGE: Final = 0.01
+
+
+class Workload(Protocol):
+    """Models, and what training makes of them."""
+
+    layout: ModelLayout
+    first: Row
+    partition: str
+
+    def samples(self, node: str) -> int:
+        """Return the number of a device's training samples."""
+
+    def train(self, node: str, row: Row, out: Row, *, epochs: int, round_: int) -> tuple[float, int]:
+        """Train the model in `row`, write it into `out`, and return the loss and the number of steps."""
+
+    def evaluate(self, row: Row) -> tuple[float, float]:
+        """Return accuracy and loss."""
+
+
+class NullWorkload:
+    """Adds small noise that depends on node, round and epochs alone; torch is not needed."""
+
+    partition = "simulated"
+
+    def __init__(self, model_bytes: int) -> None:
+        columns = max(2, model_bytes // 4)
+        split = columns * 3 // 4
+        tensors = [("a.weight", (split,), Section.PARAMETER), ("b.weight", (columns - split,), Section.PARAMETER)]
+        self.layout = ModelLayout.build(tensors)
+        self.first = self.layout.empty()
+        self.layout.floats(self.first)[:] = np.random.default_rng(1).standard_normal(columns, np.float32)
+
+    def samples(self, node: str) -> int:
+        """Return 50 to 149 samples, by the name."""
+        return 50 + zlib.crc32(node.encode()) % 100
+
+    def train(self, node: str, row: Row, out: Row, *, epochs: int, round_: int) -> tuple[float, int]:
+        """Add noise, float32 [D]."""
+        draw = np.random.Generator(np.random.PCG64([zlib.crc32(node.encode()), round_, epochs]))
+        noise = draw.standard_normal(self.layout.columns, np.float32)
+        self.layout.floats(out)[:] = self.layout.floats(row) + NULL_CHANGE * noise
+        return 1.0, epochs * STEPS_MOST
+
+    def evaluate(self, row: Row) -> tuple[float, float]:
+        """Return constants."""
+        return 0.5, 1.0
+
+
+class RealWorkload:
+    """Trains and evaluates as the product does, on the CPU; needs torch."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        from common.learning import splits
+        from common.learning.evaluation import Examiner
+
+        self._evaluator = Examiner(experiment)
+        self.layout, self.first = self._evaluator.layout, self._evaluator.first
+        self.partition = splits.split_of(experiment).digest
+        self._trainers: dict[str, Trainer] = {}
+        self._experiment = experiment
+
+    def samples(self, node: str) -> int:
+        """Return the number of a device's training samples."""
+        return self._trainer(node).samples
+
+    def train(self, node: str, row: Row, out: Row, *, epochs: int, round_: int) -> tuple[float, int]:
+        """Train for `epochs`."""
+        never = threading.Event()
+        trainer = self._trainer(node)
+        done = trainer.train(row, out, epochs=epochs, round_=round_, progress=lambda done, of: None, cancelled=never)
+        return done.loss, done.steps
+
+    def evaluate(self, row: Row) -> tuple[float, float]:
+        """Return accuracy and loss on the test set."""
+        found = self._evaluator.examine(row)
+        return found.accuracy, found.loss
+
+    def _trainer(self, node: str) -> Trainer:
+        from device.trainer import Trainer
+
+        if node not in self._trainers:
+            self._trainers[node] = Trainer(self._experiment, node=node, accelerator="cpu")
+            self._trainers[node].prepare()
+        return self._trainers[node]

@@ -1,0 +1,80 @@
+"""The surroundings of one simulated process: `common.runtime.world.World`."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from common.net.link import BrokerAddress
+from common.net.packets import FindPlace, Place
+from common.runtime.world import Connection, Received
+from deploy.simulation.connection import SimulatedConnection
+from deploy.simulation.network import Network
+from deploy.simulation.process import SimulatedProcess
+
+EPOCH_S: Final = 1_700_000_000.0  # Unix seconds where the virtual time is 0
+
+
+class SimulatedWorld:
+    """Gives a process the simulated network, tokens drawn from the seed, and a clock that is `clock_offset_s` off.
+
+    A broker's name stands in its address as the host. The process is set once it exists.
+    """
+
+    process: SimulatedProcess
+
+    def __init__(self, network: Network, name: str, *, generation: int = 0, clock_offset_s: float = 0.0) -> None:
+        self._network = network
+        self._name = name
+        self._clock_offset_s = clock_offset_s
+        self.connections: list[SimulatedConnection] = []
+        self._draw = random.Random(f"{network.seed} process {name} {generation}")
+
+    def connection(
+        self,
+        address: BrokerAddress,
+        *,
+        client_id: str,
+        keepalive_s: int,
+        received: Received,
+        connected: Callable[[], Awaitable[None]],
+        lost: Callable[[], None],
+        find_place: FindPlace = lambda topic, size: None,
+        landed: Callable[[str, Place], None] = lambda topic, place: None,
+        will: tuple[str, bytes] | None = None,
+    ) -> Connection:
+        """Return a connection to a simulated broker."""
+        connection = SimulatedConnection(
+            address,
+            broker=self._network.brokers[address.host],
+            link=self._network.link(self._name, address.host),
+            process=self.process,
+            client_id=client_id,
+            keepalive_s=keepalive_s,
+            received=received,
+            connected=connected,
+            lost=lost,
+            find_place=find_place,
+            landed=landed,
+            will=will,
+        )
+        self.connections.append(connection)
+        return connection
+
+    async def packet_limit(self, address: BrokerAddress) -> int | None:
+        """Return the broker's limit."""
+        return self._network.brokers[address.host].packet_limit
+
+    def token(self, nbytes: int) -> str:
+        """Return drawn bytes as hexadecimal digits."""
+        return self._draw.randbytes(nbytes).hex()
+
+    def wall(self) -> float:
+        """Return Unix seconds by this process's clock."""
+        return EPOCH_S + self._clock_offset_s + asyncio.get_running_loop().time()
+
+    def noise(self, nbytes: int) -> bytes:
+        """Return drawn bytes."""
+        return self._draw.randbytes(nbytes)

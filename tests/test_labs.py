@@ -1,0 +1,209 @@
+"""Labs with different names on one broker: the same node names, and neither notices the other."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiomqtt
+import pytest
+from safetensors.numpy import load_file
+from typer.testing import CliRunner
+
+from cloud.agent import CloudAgent
+from cloud.results import RunFolder
+from common.errors import WireError
+from common.metrics import Metrics
+from common.net.link import BrokerAddress
+from common.protocol import topics
+from common.protocol.messages import Announcement, NodeState, Presence
+from common.protocol.serialization import encode
+from common.spec import parse
+from deploy import broker
+from deploy.cli import app
+from deploy.direct import play
+from deploy.watching.follower import Follower
+from deploy.watching.lab import Lab
+from deploy.watching.runs import Runs
+from device.agent import DeviceAgent
+from device.pool import Pool
+from institution.agent import InstitutionAgent
+
+PATIENCE_S = 90
+LABS = {"north": 1, "south": 2}  # and the seed of each
+TINY: dict[str, Any] = {
+    "name": "tiny",
+    "iterations": 2,
+    "model": {"name": "mlp_digits"},
+    "transfer": {"inline_bytes": 0, "chunk_bytes": 32_768},  # chunks, too, go by topics of the lab
+}
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> Iterator[BrokerAddress]:
+    with broker.start(directory=tmp_path) as served:
+        yield BrokerAddress(served.host, served.port)
+
+
+class Seen:
+    """What a watch showed: the runs, and the events of each."""
+
+    def __init__(self) -> None:
+        self.runs: set[str] = set()
+        self.events: list[str] = []
+        self.found = asyncio.Event()
+
+    def waiting(self, runs: Runs, brokers: str) -> None:
+        pass
+
+    def event(self, lab: Lab, event: str, facts: dict[str, object], now: float) -> None:
+        self.runs.add(lab.run)
+        self.events.append(event)
+
+    def draw(self, lab: Lab, now: float) -> None:
+        self.found.set()
+
+
+def scenario(play: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await play
+
+    asyncio.run(bounded())
+
+
+def new_folder(root: Path, seed: int) -> RunFolder:
+    return RunFolder.create(root, parse({**TINY, "seed": seed}))
+
+
+def model_of(folder: RunFolder) -> dict[str, bytes]:
+    return {name: entry.tobytes() for name, entry in load_file(folder.path / "model.safetensors").items()}
+
+
+async def run_lab(lab: str, folder: RunFolder, address: BrokerAddress) -> None:
+    """Run a cloud, an institution and a device under the names that every lab of the test has."""
+    async with Pool(accelerator="cpu", slots=1, devices=1) as pool, asyncio.TaskGroup() as group:
+        cloud = CloudAgent(
+            folder, broker=address, lab=lab, resume=False, connect_timeout_s=10.0, metrics=Metrics(),
+            observe=lambda event, facts: None,
+        )  # fmt: skip
+        institution = InstitutionAgent(
+            "institution-0", cloud_broker=address, device_broker=address, lab=lab, connect_timeout_s=10.0,
+            metrics=Metrics(),
+        )  # fmt: skip
+        device = DeviceAgent(
+            "device-0", institution="institution-0", broker=address, lab=lab, pool=pool, connect_timeout_s=10.0,
+            metrics=Metrics(),
+        )  # fmt: skip
+        for role in (cloud, institution, device):
+            group.create_task(role.run())
+
+
+async def collect(address: BrokerAddress, ready: asyncio.Event, found: list[topics.Topic]) -> None:
+    """Collect the topic of each message on the broker until cancelled."""
+    async with aiomqtt.Client(address.host, address.port) as client:
+        await client.subscribe("#", qos=1)
+        ready.set()
+        async for message in client.messages:
+            found.append(topics.parse(message.topic.value))
+
+
+def test_two_labs_with_the_same_names_share_a_broker(address: BrokerAddress, tmp_path: Path) -> None:
+    folders = {lab: new_folder(tmp_path / lab, seed) for lab, seed in LABS.items()}
+    found: list[topics.Topic] = []
+    seen: dict[str, Seen] = {}
+
+    async def run() -> None:
+        ready = asyncio.Event()
+        collecting = asyncio.create_task(collect(address, ready, found))
+        await ready.wait()
+        async with asyncio.TaskGroup() as group:
+            for lab, folder in folders.items():
+                seen[lab] = Seen()
+                watch = Follower([address], lab=lab, run=None, light=False, connect_timeout_s=10.0)
+                group.create_task(watch.follow(seen[lab]))
+                group.create_task(run_lab(lab, folder, address))
+        collecting.cancel()
+        await asyncio.wait((collecting,))
+        assert collecting.cancelled()  # every topic was known
+
+    scenario(run())
+    runs = {lab: {topic.run for topic in found if not isinstance(topic, topics.SeekTopic) and topic.lab == lab}
+            for lab in {topic.lab for topic in found}}  # fmt: skip
+    assert runs == {lab: {folder.run} for lab, folder in folders.items()}
+    for lab, seed in LABS.items():
+        assert seen[lab].runs == {folders[lab].run} and seen[lab].events[-1] == "end"
+        alone = new_folder(tmp_path / "alone", seed)
+        play(alone, resume=False, accelerator="cpu", observe=lambda event, facts: None)
+        assert model_of(folders[lab]) == model_of(alone)
+    assert model_of(folders["north"]) != model_of(folders["south"])
+
+
+async def keep(address: BrokerAddress, lab: str, run: str, *, state: NodeState | None) -> None:
+    """Leave a cloud's retained messages on the broker."""
+    async with aiomqtt.Client(address.host, address.port) as client:
+        announcement = encode(Announcement(parse(TINY).to_json(), "[]"), "cloud-1")
+        await client.publish(topics.spec(lab, run, "cloud"), announcement, qos=1, retain=True)
+        presence = b"" if state is None else encode(Presence(state, "cloud"), "cloud-1")
+        await client.publish(topics.state(lab, run, "cloud"), presence, qos=1, retain=True)
+
+
+def test_a_watch_shows_the_runs_of_its_lab_alone(address: BrokerAddress) -> None:
+    async def run() -> None:
+        old, new = "20260101T000000Z-aaaaaa", "20270101T000000Z-bbbbbb"
+        await keep(address, "north", old, state=NodeState.READY)
+        await keep(address, "south", new, state=NodeState.READY)
+        seen = Seen()
+        watch = Follower([address], lab="north", run=None, light=False, connect_timeout_s=10.0)
+        following = asyncio.create_task(watch.follow(seen))
+        await seen.found.wait()
+        await keep(address, "south", old, state=NodeState.FAILED)  # even a run of the same id
+        for state in (NodeState.FINISHED, None):
+            await keep(address, "north", old, state=state)
+        await following
+        assert seen.runs == {old} and seen.events[-1] == "end"
+
+    scenario(run())
+
+
+def test_a_watch_of_an_empty_lab_names_it(address: BrokerAddress) -> None:
+    asyncio.run(keep(address, "north", "20260101T000000Z-aaaaaa", state=NodeState.READY))
+    done = CliRunner().invoke(
+        app, ["watch", "--broker", str(address), "--once", "--timeout", "0.3"], env={"FEDSTRATA_LAB": "south"}
+    )
+    assert done.exit_code == 5 and f"no living run of lab south on broker {address}" in done.output
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["run", "x.toml"],
+        ["cloud", "x.toml"],
+        ["institution", "--name", "i"],
+        ["device", "--name", "d", "--institution", "i"],
+        ["watch"],
+    ],
+    ids=lambda command: command[0],
+)
+@pytest.mark.parametrize("name", ["+", "my lab"])
+def test_a_lab_name_of_another_form_is_a_usage_error(command: list[str], name: str) -> None:
+    by_option, by_environment = (
+        CliRunner().invoke(app, [*command, *flags], env={"FEDSTRATA_LAB": value, "COLUMNS": "200"})
+        for flags, value in ((["--lab", name], "north"), ([], name))
+    )
+    for done in (by_option, by_environment):
+        assert done.exit_code == 2
+        assert re.search(rf"--lab.*{re.escape(repr(name))} is not a lab name\. Use 1 to 64 letters", done.output)
+
+
+def test_an_agent_refuses_a_lab_name_that_is_a_filter(address: BrokerAddress) -> None:
+    with pytest.raises(ValueError, match="'\\+' is not a lab name"):
+        InstitutionAgent(
+            "institution-0", cloud_broker=address, device_broker=address, lab="+", connect_timeout_s=1.0,
+            metrics=Metrics(),
+        )  # fmt: skip
+    with pytest.raises(WireError):
+        topics.parse(topics.state("+", "run-1", "cloud"))

@@ -1,0 +1,511 @@
+"""Labs in virtual time: they end, repeat bit for bit, and survive what happens to them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cloud.results import RunFolder
+from common.errors import FedstrataError
+from common.net.bulk import Body
+from common.net.link import BrokerAddress
+from common.runtime.world import Connection
+from common.spec import Experiment, parse
+from deploy.simulation.hardware import Durations
+from deploy.simulation.lab import Scenario, SimulatedLab
+from deploy.simulation.loop import START_S, Deadlock, Livelock, TimeLimit, VirtualLoop
+from deploy.simulation.network import LinkConditions, Network
+from deploy.simulation.outcome import LabOutcome, model_digest
+from deploy.simulation.process import SimulatedProcess
+from deploy.simulation.workload import RealWorkload
+from deploy.simulation.world import SimulatedWorld
+
+SMALL = {
+    "name": "simulated",
+    "iterations": 2,
+    "topology": {"institutions": 2, "devices": 4},
+    "institution": {"rounds": 2},
+    "links": {"check": "off"},
+    "transfer": {"inline_bytes": 0, "chunk_bytes": 32_768, "keepalive_s": 10, "idle_s": 60.0},
+}
+
+
+def small(**changes: Any) -> Experiment:
+    return parse(SMALL | changes)
+
+
+def lab(scenario: Scenario | None = None, *, seed: int = 0, **options: Any) -> LabOutcome:
+    return SimulatedLab(small(), seed=seed, scenario=scenario, **options).run()
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> LabOutcome:
+    outcome = lab()
+    assert outcome.ok, outcome
+    return outcome
+
+
+# Whole labs
+
+
+def test_an_undisturbed_lab_ends(undisturbed: LabOutcome) -> None:
+    assert set(undisturbed.ended.values()) == {""} and len(undisturbed.ended) == 7
+    assert undisturbed.trainings == 2 * 2 * 4
+    assert [row["round"] for row in undisturbed.rounds] == ["1", "2"]
+    assert 2 * 2 * 1.0 < undisturbed.virtual_s < 60
+    assert undisturbed.warnings == ()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"seed": 1},
+        {"seed": 2, "executor_delay_s": 0.2, "durations": Durations(train_s=20.0, spread=2.0)},
+        {"seed": 3, "broker_each": True, "conditions": LinkConditions(up_rate=1e5, down_rate=2e5, delay_s=0.05)},
+        {"seed": 4, "spool": False, "conditions": LinkConditions(loss=0.1, duplication=0.1, reordering=0.1)},
+    ],
+    ids=["seed", "slow devices and threads", "slow links, a broker each", "losses"],
+)
+def test_the_model_does_not_depend_on_time(options: Mapping[str, Any], undisturbed: LabOutcome) -> None:
+    outcome = lab(**options)
+    assert outcome.ok, outcome
+    assert outcome.digest == undisturbed.digest
+    assert outcome.trace != undisturbed.trace
+
+
+def test_real_training_gives_the_model_of_a_direct_run(tmp_path: Path) -> None:
+    from deploy.direct import play  # torch takes seconds, which the processes below need not
+
+    experiment = small(
+        topology={"institutions": 1, "devices": 2},
+        data={"dataset": "digits"},
+        model={"name": "mlp_digits"},
+        training={"momentum": 0.5, "learning_rate": 0.05},
+    )
+    play(RunFolder.create(tmp_path, experiment), resume=False, accelerator="cpu", observe=lambda event, facts: None)
+    outcome = SimulatedLab(experiment, workload=RealWorkload(experiment)).run()
+    assert outcome.ok, outcome
+    assert outcome.digest == model_digest(tmp_path) != ""
+
+
+async def storm(sim: SimulatedLab) -> None:
+    """Kill, stop, cut off and slow down what the seed names."""
+    draw = sim.random("storm")
+    sim.link("institution-0").change(loss=0.1, duplication=0.1, reordering=0.1)
+    for _ in range(3):
+        await asyncio.sleep(draw.uniform(0.5, 3))
+        victim = draw.choice(sim.names)
+        if sim.alive(victim):
+            sim.kill(victim)
+            await asyncio.sleep(draw.random())
+            sim.start(victim)
+    frozen = draw.choice(list(sim.homes))
+    if sim.alive(frozen):
+        sim.stop(frozen)
+        await asyncio.sleep(draw.uniform(1, 20))
+        sim.continue_(frozen)
+
+
+def stormy(seed: int) -> str:
+    outcome = lab(storm, seed=seed, executor_delay_s=0.1)
+    return f"{outcome.result} {outcome.digest} {outcome.trace} {outcome.virtual_s!r} {outcome.faults} {outcome.errors}"
+
+
+def test_a_seed_gives_the_same_in_every_process() -> None:
+    here = stormy(5)
+    for hash_seed in ("4711",):
+        done = subprocess.run(
+            [sys.executable, __file__, "5"],
+            env=os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(Path(__file__).parents[1])},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.strip() == here
+    assert here.startswith("ok")
+
+
+def killing(node: str, *, at_s: float, down_s: float = 0.5) -> Scenario:
+    async def scenario(sim: SimulatedLab) -> None:
+        await asyncio.sleep(at_s)
+        sim.kill(node)
+        await asyncio.sleep(down_s)
+        sim.start(node)
+
+    return scenario
+
+
+async def terminating(sim: SimulatedLab) -> None:
+    await asyncio.sleep(2.5)
+    sim.terminate("device-0")
+    await sim.processes["device-0"].ended.wait()
+    sim.start("device-0", keep_files=False, clock_offset_s=-3600.0)
+
+
+async def freezing(sim: SimulatedLab) -> None:
+    await asyncio.sleep(2.5)
+    sim.stop("device-0")
+    await asyncio.sleep(25)
+    sim.continue_("device-0")
+
+
+async def parting(sim: SimulatedLab) -> None:
+    await asyncio.sleep(2.5)
+    sim.link("institution-0").change(cut=True)
+    await asyncio.sleep(25)
+    sim.link("institution-0").change(cut=False)
+
+
+def restarting(how: str) -> Scenario:
+    async def scenario(sim: SimulatedLab) -> None:
+        broker = sim.broker()
+        await asyncio.sleep(1.3)
+        old = broker.snapshot()
+        await asyncio.sleep(1.2)
+        broker.terminate() if how == "current" else broker.kill()
+        await asyncio.sleep(1)
+        broker.start(old if how == "old" else how)  # type: ignore[arg-type]
+
+    return scenario
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        pytest.param(killing("device-0", at_s=2.0), id="device killed"),
+        pytest.param(killing("institution-0", at_s=3.0), id="institution killed"),
+        pytest.param(killing("cloud", at_s=3.0), id="cloud killed and resumed"),
+        pytest.param(terminating, id="device terminated"),
+        pytest.param(freezing, id="device stopped for longer than its keep-alive"),
+        pytest.param(parting, id="institution cut off"),
+        *(pytest.param(restarting(store), id=f"broker with {store} store") for store in ("empty", "current", "old")),
+    ],
+)
+def test_a_disturbed_lab_gives_the_same_model(scenario: Scenario, undisturbed: LabOutcome) -> None:
+    outcome = lab(scenario)
+    assert outcome.ok, outcome
+    assert outcome.digest == undisturbed.digest
+
+
+def test_hooks_filters_and_strangers() -> None:
+    async def scenario(sim: SimulatedLab) -> None:
+        seen.append(sim.network)
+        sim.network.filters.append(lambda message: message.topic != "stranger/denied")
+        sim.network.hooks.append(lambda message: topics.append(message.topic))
+        sim.inject("stranger/denied", b"1")
+        sim.inject("stranger/a", b"1")
+        sim.inject("fs1/run/cloud/state", b"no presence", retain=True)
+
+    seen: list[Network] = []
+    topics: list[str] = []
+    outcome = lab(scenario)
+    assert outcome.ok, outcome
+    assert topics[:2] == ["stranger/a", "fs1/run/cloud/state"] and len(topics) == outcome.messages
+
+
+def test_a_failed_lab_has_its_reason() -> None:
+    async def scenario(sim: SimulatedLab) -> None:
+        sim.start("device-0", parent="institution-1")
+
+    outcome = lab(scenario, time_limit_s=400.0)
+    assert "device-0 is not there: it belongs to institution-0" in outcome.result
+    assert not outcome.ok
+
+
+# Links and connections
+
+
+class Pair:
+    """Two clients on one broker: `run` runs a scenario."""
+
+    def __init__(self, *, keepalive_s: int = 10) -> None:
+        self.loop = VirtualLoop()
+        self.network = Network(self.loop, seed=0)
+        self.broker = self.network.add_broker("b")
+        self.connections: dict[str, Connection] = {}
+        self.processes: dict[str, SimulatedProcess] = {}
+        self.got: dict[str, list[tuple[float, str, bytes]]] = {}
+        self._keepalive_s = keepalive_s
+
+    async def client(self, name: str, *filters: str) -> Connection:
+        """Return a connected client, which has subscribed."""
+        world = SimulatedWorld(self.network, name)
+        got = self.got[name] = []
+        connected = asyncio.Event()
+
+        async def main() -> None:
+            async def subscribe() -> None:
+                self.connections[name].subscribe(list(filters), qos=1)
+                connected.set()
+
+            self.connections[name] = connection = world.connection(
+                BrokerAddress("b"),
+                client_id=name,
+                keepalive_s=self._keepalive_s,
+                received=lambda topic, body, retained: got.append((self.loop.time(), topic, body)),
+                connected=subscribe,
+                lost=lambda: None,
+                will=(f"will/{name}", b"gone"),
+            )
+            await connection.run(connect_timeout_s=5.0)
+
+        world.process = self.processes[name] = SimulatedProcess(self.loop, name, main)
+        await connected.wait()
+        await self.connections[name].flush()
+        return self.connections[name]
+
+    def run(self, scenario: Callable[[Pair], Awaitable[None]]) -> None:
+        try:
+            self.loop.time_limit = START_S + 1000
+            self.loop.run_until_complete(scenario(self))
+        finally:
+            for process in self.processes.values():
+                process.discard()
+            self.loop.discard()
+
+
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_a_link_takes_its_bytes_by_its_rate(direction: str) -> None:
+    rate, delay_s, count, topic = 1e5, 0.05, 50, "t"
+
+    async def scenario(pair: Pair) -> None:
+        link = pair.network.link("sender" if direction == "up" else "receiver", "b")
+        sender, receiver = await pair.client("sender"), await pair.client("receiver", topic)
+        before = receiver.meter.sample().received
+        link.change(**{f"{direction}_rate": rate, "delay_s": delay_s})
+        start = pair.loop.time()
+        for number in range(count):
+            sender.publish_body(topic, Body(memoryview(number.to_bytes(2) + bytes(9998))), done=lambda: None)
+        await asyncio.sleep(60)
+        times = [at - start for at, _, _ in pair.got["receiver"]]
+        packet = 1 + 2 + 2 + len(topic) + 10_000
+        expected = [number * packet / rate + delay_s + 0.0005 for number in range(1, count + 1)]
+        assert times == pytest.approx(expected, rel=1e-3)
+        assert times[-1] == pytest.approx(expected[-1], rel=1e-6)
+        assert [body[:2] for _, _, body in pair.got["receiver"]] == [number.to_bytes(2) for number in range(count)]
+        assert receiver.meter.sample().received - before == count * packet
+
+    Pair().run(scenario)
+
+
+def test_a_new_rate_holds_from_the_present_byte_on() -> None:
+    async def scenario(pair: Pair) -> None:
+        sender, receiver = await pair.client("sender"), await pair.client("receiver", "t")
+        link = pair.network.link("receiver", "b")
+        link.change(down_rate=1000.0, delay_s=0.0)
+        pair.network.link("sender", "b").change(delay_s=0.0)
+        start, before = pair.loop.time(), receiver.meter.received()
+        sender.publish("t", bytes(10_000 - 6), qos=0)
+        await asyncio.sleep(4)
+        assert receiver.meter.received() - before == 4000
+        link.change(cut=True)
+        await asyncio.sleep(3)
+        link.change(cut=False, down_rate=3000.0)
+        await asyncio.sleep(10)
+        assert [at - start for at, _, _ in pair.got["receiver"]] == pytest.approx([4 + 3 + 2])
+
+    Pair().run(scenario)
+
+
+def test_an_order_stays_when_the_delay_shrinks() -> None:
+    async def scenario(pair: Pair) -> None:
+        sender = await pair.client("sender")
+        await pair.client("receiver", "t")
+        pair.network.link("receiver", "b").change(delay_s=5.0)
+        sender.publish("t", b"1", qos=1)
+        await asyncio.sleep(1)
+        pair.network.link("receiver", "b").change(delay_s=0.1)
+        sender.publish("t", b"2", qos=1)
+        await asyncio.sleep(10)
+        assert [body for _, _, body in pair.got["receiver"]] == [b"1", b"2"]
+
+    Pair().run(scenario)
+
+
+def test_loss_duplication_and_reordering() -> None:
+    async def scenario(pair: Pair) -> None:
+        sender = await pair.client("sender")
+        await pair.client("receiver", "t/#")
+        link = pair.network.link("sender", "b")
+
+        async def sent(qos: int, **conditions: float) -> list[int]:
+            pair.got["receiver"].clear()
+            link.change(loss=0.0, duplication=0.0, reordering=0.0)
+            link.change(**conditions)
+            for number in range(1000):
+                sender.publish("t", number.to_bytes(2), qos=qos)
+            await asyncio.sleep(10)
+            return [int.from_bytes(body) for _, _, body in pair.got["receiver"]]
+
+        assert 600 < len(await sent(0, loss=0.3)) < 800
+        assert await sent(1, loss=0.3, reordering=0.3) == list(range(1000))
+        assert 1200 < len(await sent(1, duplication=0.3)) < 1400
+        mixed = await sent(0, reordering=0.3)
+        assert sorted(mixed) == list(range(1000)) != mixed
+
+    Pair().run(scenario)
+
+
+def test_a_packet_that_is_too_large_for_the_path_blocks_it() -> None:
+    async def scenario(pair: Pair) -> None:
+        sender = await pair.client("sender")
+        await pair.client("receiver", "t", "will/#")
+        pair.network.link("sender", "b").change(mtu_bytes=1000)
+        for size in (100, 2000, 200):
+            sender.publish("t", bytes(size), qos=1)
+        await asyncio.sleep(30)
+        assert [(topic, len(body)) for _, topic, body in pair.got["receiver"]] == [("t", 100), ("will/sender", 4)]
+        assert sender.up and sender.reconnects == 1
+        sender.publish("t", bytes(300), qos=1)
+        await asyncio.sleep(1)
+        assert len(pair.got["receiver"][-1][2]) == 300
+
+    Pair().run(scenario)
+
+
+def test_a_partition_ends_connections_by_their_keep_alive() -> None:
+    async def scenario(pair: Pair) -> None:
+        sender = await pair.client("sender")
+        await pair.client("receiver", "t", "will/#")
+        link, start = pair.network.link("sender", "b"), pair.loop.time()
+        link.change(cut=True)
+        sender.publish("t", b"before it heals", qos=1)
+        await asyncio.sleep(3)
+        link.change(cut=False)
+        await asyncio.sleep(1)
+        assert [body for _, _, body in pair.got["receiver"]] == [b"before it heals"] and sender.reconnects == 0
+        link.change(cut=True)
+        await asyncio.sleep(25)
+        assert not sender.up
+        link.change(cut=False)
+        await asyncio.sleep(20)
+        assert sender.up
+        at, topic, _ = pair.got["receiver"][1]
+        assert topic == "will/sender" and 5 <= at - start - 4 <= 15 + 0.01
+
+    Pair().run(scenario)
+
+
+def test_what_signals_do_to_a_process() -> None:
+    async def scenario(pair: Pair) -> None:
+        sender = await pair.client("sender")
+        receiver = await pair.client("receiver", "t", "will/#")
+        process = pair.processes["receiver"]
+        process.stop()
+        sender.publish("t", b"while stopped", qos=1)
+        await asyncio.sleep(3)
+        assert pair.got["receiver"] == []
+        process.continue_()
+        await asyncio.sleep(0.1)
+        assert [body for _, _, body in pair.got["receiver"]] == [b"while stopped"]
+        process.stop()
+        await asyncio.sleep(16)
+        assert "receiver" not in pair.broker.sessions and pair.broker.retained["will/receiver"].body == b"gone"
+        assert receiver.up  # it does not know
+        process.continue_()
+        await asyncio.sleep(6)
+        assert receiver.reconnects == 1 and "receiver" in pair.broker.sessions
+        pair.processes["sender"].kill()
+        await asyncio.sleep(0.1)
+        assert pair.got["receiver"][-1][1:] == ("will/sender", b"gone") and not pair.processes["sender"].alive
+        before = pair.broker.messages
+        process.terminate()
+        await process.ended.wait()
+        await asyncio.sleep(1)
+        assert pair.broker.messages == before and pair.broker.sessions == {}  # a clean end has no will
+
+    Pair().run(scenario)
+
+
+def test_a_broker_that_does_not_come_is_an_error() -> None:
+    pair = Pair()
+    world = SimulatedWorld(pair.network, "late")
+    pair.broker.kill()
+    failures: list[FedstrataError] = []
+
+    async def main() -> None:
+        async def connected() -> None:
+            raise AssertionError
+
+        connection = world.connection(
+            BrokerAddress("b"),
+            client_id="late",
+            keepalive_s=10,
+            received=lambda topic, body, retained: None,
+            connected=connected,
+            lost=lambda: None,
+        )
+        try:
+            await connection.run(connect_timeout_s=5.0)
+        except FedstrataError as error:
+            failures.append(error)
+
+    async def scenario(_: Pair) -> None:
+        world.process = pair.processes["late"] = SimulatedProcess(pair.loop, "late", main)
+        await pair.processes["late"].ended.wait()
+
+    pair.run(scenario)
+    assert "Connection refused" in str(failures[0])
+
+
+# The event loop
+
+
+def in_virtual_time(main: Callable[[], Awaitable[Any]], **options: Any) -> VirtualLoop:
+    loop = VirtualLoop(**options)
+    loop.time_limit = START_S + 100
+    try:
+        loop.run_until_complete(main())
+    finally:
+        loop.discard()
+    return loop
+
+
+def test_time_jumps_and_timers_of_one_instant_keep_their_order() -> None:
+    order: list[int] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        for number in range(20):
+            loop.call_at(START_S + 7.1, order.append, number)
+        await asyncio.sleep(50)
+        assert loop.time() == START_S + 50
+
+    assert in_virtual_time(main).crept_s == 0
+    assert order == list(range(20))
+
+
+@pytest.mark.parametrize(("error", "seconds"), [(Deadlock, None), (Livelock, 0.0), (TimeLimit, 30.0)])
+def test_a_loop_that_cannot_go_on_raises(error: type[Exception], seconds: float | None) -> None:
+    async def main() -> None:
+        while True:
+            if seconds is None:
+                await asyncio.get_running_loop().create_future()
+            else:
+                await asyncio.sleep(seconds)
+
+    with pytest.raises(error):
+        in_virtual_time(main)
+
+
+def test_work_for_executors_ends_late_and_keeps_its_errors() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(20):
+            assert await loop.run_in_executor(None, lambda: 7) == 7
+            with pytest.raises(ZeroDivisionError):
+                await loop.run_in_executor(None, lambda: 1 / 0)
+        assert loop.time() > START_S
+
+    in_virtual_time(main, executor_delay_s=0.5)
+
+
+if __name__ == "__main__":
+    print(stormy(int(sys.argv[1])))
