@@ -10,6 +10,7 @@ from typing import Any
 
 import msgpack
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from session_lab import (
@@ -44,6 +45,7 @@ from common.protocol.child_session import (
 )
 from common.protocol.manifest import ModelForm
 from common.protocol.messages import (
+    DIGEST_BYTES,
     Acknowledgement,
     Alive,
     Announcement,
@@ -70,7 +72,7 @@ from common.protocol.messages import (
 from common.protocol.outbox import Publish, PublishChunk, Subscribe
 from common.protocol.parent_session import GoodbyeSaid, PeerChanged, TargetsChanged, UploadOffered, UploadRefused
 from common.protocol.participant import ParticipantState
-from common.protocol.pending import ANSWER_S, ASKS_KEPT, SEEKERS_KEPT
+from common.protocol.pending import ANSWER_S, ANSWERS_MOST, ASKS_KEPT, SEEKERS_KEPT
 from common.protocol.presence import ASK_S, Proof
 from common.protocol.refusals import MessageRefused, Refusal
 from common.protocol.round_state import Closed, Stalled
@@ -135,7 +137,7 @@ def is_offering(child: ChildNode) -> bool:
 # Who is not known changes nothing
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 2**32), moment=st.floats(0.0, 6.0), loss=st.sampled_from([0.0, 0.2]))
 def test_a_message_of_an_unknown_session_changes_nothing(seed: int, moment: float, loss: float) -> None:
     lab = Lab(names_of(2), seed=seed, loss=loss, jitter_s=0.1, train_s=2.0)
@@ -159,22 +161,22 @@ def test_a_message_of_an_unknown_session_changes_nothing(seed: int, moment: floa
     lab.check()
 
 
-@pytest.mark.parametrize("seconds", [0.0, 20.0])
-def test_an_unknown_session_is_answered_by_few_questions(seconds: float) -> None:
+@pytest.mark.parametrize(("count", "seconds"), [(10_000, 0.0), (2000, 10.0)])
+def test_an_unknown_session_is_answered_by_few_questions(count: int, seconds: float) -> None:
     lab = Lab(names_of(2))
     lab.rest(1.0)
     lab.open()
     lab.rest(0.5)
     before = lab.kinds["WhoIsThere"]
-    for number in range(10_000):
-        at = seconds * number / 10_000
+    for number in range(count):
+        at = seconds * number / count
         message = Progress(Key(0, 0, 0), Phase.TRAINING, number, 9, Traffic(), Traffic())
         lab.loop.after(at, lambda message=message: inject(lab.parent, "device-0", "unknown", message))  # type: ignore[misc]
     closed = lab.play()
     lab.rest(seconds)
     assert isinstance(closed, Closed) and set(closed.results) == set(lab.names)
     assert lab.kinds["WhoIsThere"] - before <= 1 + seconds / ASK_S
-    assert lab.parent.session.refusals.of(Refusal.SESSION) == 10_000
+    assert lab.parent.session.refusals.of(Refusal.SESSION) == count
     assert len(lab.parent.of(MessageRefused)) <= 14  # at 1, 2, 4, 8 ...
 
 
@@ -345,6 +347,7 @@ def test_a_task_that_does_not_fit_changes_nothing_at_the_child() -> None:
         places = set(changed(before, snapshot(child.session)))
         assert places <= {
             ".refusals._counts", "._events", "._declined", ".counters.cells", ".receiver._heard", ".receiver._arrived",
+            ".receiver._carried",
         }  # fmt: skip
         child.wake()
         lab.rest(0.1)
@@ -405,33 +408,66 @@ FLOODS: dict[str, Callable[[random.Random], Message]] = {
 }
 
 
-@pytest.mark.parametrize("kind", FLOODS)
-@pytest.mark.parametrize("seconds", [0.0, 10.0])
-def test_a_flood_costs_few_answers_and_leaves_the_others_alone(kind: str, seconds: float) -> None:
-    lab = Lab(names_of(3))
+def check_flood(lab: Lab, messages: Iterable[Message], *, seconds: float) -> None:
+    """Check that a flood costs few answers, no chunk, and the other children nothing."""
     lab.rest(1.0)
-    lab.round()  # with this key
-    draw, before = random.Random(0), sent_to(lab, "device-0")
-    chunks = lab.parent.session.sender.chunks_published
-    flood(lab, "device-0", (FLOODS[kind](draw) for _ in range(10_000)), seconds=seconds)
+    lab.round()  # with the key of the late results
+    before, chunks = sent_to(lab, "device-0"), lab.parent.session.sender.chunks_published
+    flood(lab, "device-0", messages, seconds=seconds)
     begun = lab.now
     closed = lab.round(["device-1", "device-2"], local_round=1)
     assert set(closed.results) == {"device-1", "device-2"} and lab.now - begun < 5.0
-    lab.rest(max(0.0, seconds - 5.0) + 1.0)
-    assert sent_to(lab, "device-0") - before <= 20 + seconds / ANSWER_S
+    lab.rest(1.0)
+    assert sent_to(lab, "device-0") - before <= ANSWERS_MOST + 2 + seconds / ANSWER_S
     assert lab.parent.session.sender.chunks_published - chunks == manifest_of(model_of(1)).chunks
 
 
-def test_a_flood_of_asks_for_a_model_costs_few_chunks_of_it() -> None:
+@pytest.mark.parametrize("kind", FLOODS)
+def test_a_flood_costs_few_answers_and_leaves_the_others_alone(kind: str) -> None:
+    draw = random.Random(0)
+    check_flood(Lab(names_of(3)), (FLOODS[kind](draw) for _ in range(1000)), seconds=2.0)
+
+
+@pytest.mark.parametrize("kind", ["who is there", "asks for anything", "farewells", "late results"])
+def test_ten_thousand_messages_at_once_cost_few_answers(kind: str) -> None:
+    draw = random.Random(0)
+    check_flood(Lab(names_of(3)), (FLOODS[kind](draw) for _ in range(10_000)), seconds=0.0)
+
+
+@pytest.mark.parametrize("lies", [True, False])
+def test_a_flood_of_asks_for_a_model_costs_few_chunks_of_it(lies: bool) -> None:
+    """By restarts, or by asks that pretend to have seen whatever was published, and to lack it."""
     lab = Lab(names_of(3))
     lab.rest(1.0)
-    blob = manifest_of(model_of(0))
-    draw = random.Random(0)
-    asks = [Ask(blob.blob, b"\xfc", draw.getrandbits(40), draw.getrandbits(40), 64, True) for _ in range(10_000)]
-    flood(lab, "device-0", asks, seconds=4.0)
-    closed = lab.round()
-    assert set(closed.results) == set(lab.names)
-    assert lab.parent.session.sender.chunks_published <= blob.chunks * 8
+    blob, draw = manifest_of(model_of(0)), random.Random(0)
+
+    def ask() -> Ask:
+        seen = (draw.getrandbits(40), draw.getrandbits(40)) if lies else (0, 0)
+        return Ask(blob.blob, b"\xfc", *seen, 64, not lies)
+
+    flood(lab, "device-0", (ask() for _ in range(3000)), seconds=3.0)
+    begun = lab.now
+    closed = lab.round(closing=Closing(rule="quorum", quorum=2, deadline_s=4.0))
+    assert set(closed.results) >= {"device-1", "device-2"} and lab.now - begun < 5.0
+    assert lab.parent.session.sender.chunks_published <= blob.chunks * 4 + 64 * (4 if lies else 0)
+
+
+def test_an_answer_to_a_seeker_waits_until_the_last_has_left() -> None:
+    """An experiment of 20 kB takes 20 s at 8 kbit/s; meanwhile the child asks every other second."""
+    lab = Lab(names_of(1), link=Link(up_mbit=1.0, down_mbit=0.008), start=False)
+    lab.parent.session.announce(Announcement("e" * 20_000, LAYOUT))
+    lab.rest(1.0)
+    body = serialization.encode(WhoIsThere("n"), "n")
+    for number in range(30):
+        lab.loop.after(
+            number,
+            lambda: (
+                lab.parent.session.receive(topics.seek(LAB, PARENT, "device-0"), body, retained=False, now=lab.now),
+                lab.parent.wake(),
+            ),
+        )
+    lab.rest(35.0)
+    assert lab.kinds["Alive"] == 1 and len(lab.parent.session.outbox._waiting) <= 1
 
 
 def test_seekers_of_any_name_are_answered_in_bounds() -> None:
@@ -499,14 +535,22 @@ def test_chunks_that_are_only_repeated_end_the_round_in_time() -> None:
 
 
 def test_nobody_is_given_up_while_chunks_arrive() -> None:
-    """A model of 6 chunks at one in 50 s, with 60 s of patience."""
-    lab = Lab(names_of(1))
+    """A model of 6 chunks at one in 40 s or more, with 120 s of patience."""
+    lab = Lab(names_of(1), transfer=Transfer(inline_bytes=0, idle_s=120.0))
     lab.rest(1.0)
-    let_through = {int(lab.now) + 50 * number for number in range(1, 40)}
-    lab.broker.drop = lambda topic: "/blob/" in topic and int(lab.now) not in let_through
-    begun = lab.now
-    closed = lab.round(until_s=3000.0)
-    assert set(closed.results) == {"device-0"} and lab.now - begun > 2 * IDLE_S
+    begun = last = lab.now
+
+    def drop(topic: str) -> bool:
+        nonlocal last
+        if "/blob/" not in topic:
+            return False
+        if lab.now >= last + 40.0:
+            last = lab.now
+            return False
+        return True
+
+    lab.broker.drop = drop
+    assert set(lab.round(until_s=3000.0).results) == {"device-0"} and lab.now - begun > 12 * 40.0
 
 
 # Progress
@@ -840,7 +884,7 @@ def test_streams_are_subscribed_before_they_are_asked_for() -> None:
     child.session.to_send = watched  # type: ignore[method-assign]
     lab.round()
     for out in passes:
-        asks = [place for place, o in enumerate(out) if isinstance(o, Publish) and b"\x06" in o.body[:40] and is_ask(o)]
+        asks = [place for place, o in enumerate(out) if isinstance(o, Publish) and is_ask(o)]
         streams = [place for place, o in enumerate(out) if isinstance(o, Subscribe)]
         assert not asks or not streams or max(streams) < min(asks)
     assert sum(isinstance(o, Subscribe) for out in passes for o in out) == 1
@@ -929,11 +973,12 @@ def any_message(draw: random.Random, lab: Lab) -> tuple[str, bytes]:
         place = draw.randrange(len(body))
         body = body[:place] + draw.randbytes(1) + body[place + 1 :]
     elif how == 3:
-        body = msgpack.packb(mutated(draw, msgpack.unpackb(body)))
+        body = msgpack.packb(mutated(draw, msgpack.unpackb(body[DIGEST_BYTES:])))
+        body = xxhash.xxh3_64_digest(body) + body
     return topic, body
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 2**32), moment=st.floats(0.0, 4.0))
 def test_any_bytes_on_any_topic_raise_nothing(seed: int, moment: float) -> None:
     lab, draw = Lab(names_of(2), seed=seed, train_s=1.0), random.Random(seed)
@@ -972,7 +1017,7 @@ def is_malformed(topic: str, body: bytes) -> bool:
     return False
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(seed=st.integers(0, 2**32))
 def test_a_storm_of_other_peoples_messages_spoils_no_round(seed: int) -> None:
     """All that strangers, other runs and unknown sessions may publish; peers' own messages are another matter."""
@@ -991,7 +1036,7 @@ def test_a_storm_of_other_peoples_messages_spoils_no_round(seed: int) -> None:
                 for node in lab.nodes():
                     node.session.receive(topic, body, retained=False, now=lab.now)
                     node.wake()
-        lab.loop.after(0.05, storm)
+        lab.loop.after(0.1, storm)
 
     storm()
     for local_round in range(2):
@@ -1048,7 +1093,7 @@ def test_what_a_parent_does_to_a_child_is_bounded_too() -> None:
     lab.rest(1.0)
     child = lab.children["device-0"]
     mine = lab.parent.session.identity.session
-    for number in range(2000):
+    for number in range(600):
         for message in messages_of(Key(0, 0, number), f"{number:016x}"):
             if not isinstance(message, Alive):
                 inject(child, PARENT, mine, message)
