@@ -1070,6 +1070,72 @@ def test_an_upload_that_is_void_is_not_written_any_more(why: str) -> None:
     assert buffer == bytes(len(buffer)) and not session.receiver.wanted() and not session._pending
 
 
+def test_a_parent_that_comes_back_learns_at_once_what_is_offered() -> None:
+    lab, child = offered_upload()
+    lab.rest(10.0)  # the result is repeated each 5 s by now
+    lab.parent.disconnect(will_after_s=0.0, back_after_s=0.5)
+    before = lab.kinds["Result"]
+    lab.rest(0.6)
+    assert lab.kinds["Result"] == before + 1
+    assert child.session.participant.state is ParticipantState.OFFERING
+
+
+def test_a_farewell_is_sent_at_once_on_a_new_connection() -> None:
+    lab = Lab(names_of(1))
+    lab.rest(1.0)
+    child = lab.children["device-0"]
+    lab.broker.drop = lambda topic: "inbox" in topic
+    child.session.say_goodbye((), lab.now)
+    child.wake()
+    lab.rest(0.1)
+    child.disconnect(will_after_s=None, back_after_s=0.1)
+    lab.rest(0.2)
+    assert lab.kinds["Farewell"] == 2
+
+
+def test_an_old_end_that_was_disproved_is_forgotten() -> None:
+    lab = Lab(names_of(1))
+    lab.rest(1.0)
+    child = lab.children["device-0"]
+    leave_remains(lab, PARENT, NodeState.FINISHED)
+    child.disconnect(will_after_s=None, back_after_s=0.0)
+    lab.rest(10.0)
+    assert child.session.proofs.proof(PARENT) is Proof.PROVEN
+    lab.stop_parent(will_after_s=None)
+    lab.restart_broker(down_s=0.1, retained={})
+    lab.rest(IDLE_S + 1.0)
+    assert child.of(ParentGone) and not child.of(RunEnded)
+
+
+def test_a_parent_that_dies_while_a_child_is_cut_off_is_missed() -> None:
+    lab = Lab(names_of(1))
+    lab.rest(1.0)
+    child = lab.children["device-0"]
+    lab.stop_parent(will_after_s=None)
+    lab.broker.retained.clear()
+    child.session.disconnected(lab.now)
+    child.connection = None
+    child.connect()
+    lab.rest(IDLE_S - 1.0)
+    assert not child.of(ParentGone)
+    lab.rest(2.0)
+    assert child.of(ParentGone)
+
+
+def test_a_child_counts_its_bytes_for_each_ledger_of_its_parent() -> None:
+    lab = Lab(names_of(1))
+    lab.rest(1.0)
+    child, size = lab.children["device-0"].session, manifest_of(model_of(0)).size
+    counted: dict[str, list[int]] = {}
+    for books in ("a", "b", "a"):
+        lab.parent.session.own.presence = replace(lab.parent.session.own.presence, books=books)
+        lab.parent.set_state(NodeState.READY)
+        lab.rest(0.1)
+        lab.round(model=model_of(sum(map(len, counted.values())), len(model_of(0))))
+        counted.setdefault(books, []).append(child._traffic().received_model_payload)
+    assert counted == {"a": [size, 3 * size], "b": [size]}
+
+
 # Any bytes
 
 
