@@ -1,4 +1,4 @@
-"""Who is there: proof of life, and a node's own presence."""
+"""Who is there: proof of life, a node's own presence, and what peers want to know."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.protocol.identity import Identity
-from common.protocol.messages import Alive, Failure, NodeState, Presence, WhoIsThere
+from common.protocol.messages import Alive, Ask, Failure, NodeState, Presence, WhoIsThere
+from common.protocol.pending import (
+    ANSWER_S,
+    ANSWERS_MOST,
+    ASKS_KEPT,
+    SEEKERS_KEPT,
+    AnswerBudget,
+    PendingAnswers,
+    PendingAsks,
+)
 from common.protocol.presence import (
     ASK_FIRST_S,
     ASK_MOST_S,
@@ -262,3 +271,58 @@ def test_a_node_that_leaves_defends_its_name_no_more() -> None:
     own.receive("run-1", "", None, retained=False)
     own.set_targets(())
     assert not own.to_send() and not own.taken
+
+
+# What peers want to know
+
+
+def ask_of(number: int, *, window: int = 8, restart: bool = False) -> Ask:
+    return Ask(f"{number:016x}", b"\xff", 0, 0, window, restart)
+
+
+def test_the_last_ask_for_each_blob_counts_and_few_blobs_are_kept() -> None:
+    asks = PendingAsks()
+    for number in range(1000):
+        assert asks.receive("a", ask_of(number)) is (number < ASKS_KEPT)
+    assert asks.receive("b", ask_of(1, window=3)) and asks.receive("b", ask_of(1, window=4))
+    taken = asks.take()
+    assert [ask for peer, ask in taken if peer == "b"] == [ask_of(1, window=4)]
+    assert [ask for peer, ask in taken if peer == "a"] == [ask_of(number) for number in range(1000 - ASKS_KEPT, 1000)]
+    assert asks.take() == []
+
+
+def test_a_restart_is_not_lost_with_the_ask_that_had_it() -> None:
+    asks = PendingAsks()
+    asks.receive("a", ask_of(1, restart=True))
+    asks.receive("a", ask_of(1, window=4))
+    assert asks.take() == [("a", ask_of(1, window=4, restart=True))]
+    asks.receive("a", ask_of(1))
+    assert asks.take() == [("a", ask_of(1))]
+
+
+def test_the_last_question_of_each_node_is_answered_once_in_a_while() -> None:
+    answers, answered = PendingAnswers(frozenset("a")), []
+    for hundredth in range(300):
+        now = hundredth / 100
+        assert answers.receive("a", WhoIsThere(f"{hundredth}"), now=now)
+        answered += [(now, question.nonce) for _, question in answers.due(now)]
+    assert all(nonce == f"{round(100 * now)}" for now, nonce in answered)
+    gaps = [b[0] - a[0] for a, b in itertools.pairwise(answered)]
+    assert answered[0] == (0.0, "0") and min(gaps) >= ANSWER_S - 1e-9 and max(gaps) <= ANSWER_S + 0.011
+
+
+def test_unknown_nodes_that_ask_take_no_room_from_peers() -> None:
+    answers = PendingAnswers(frozenset("a"))
+    taken = [answers.receive(f"x{number}", WhoIsThere("n"), now=0.0) for number in range(1000)]
+    assert sum(taken) == SEEKERS_KEPT and answers.receive("a", WhoIsThere("n"), now=0.0)
+    assert len(answers.due(0.0)) == SEEKERS_KEPT + 1 and not answers.due(0.0)
+
+
+def test_a_budget_of_answers_is_spent_and_comes_back() -> None:
+    budget = AnswerBudget()
+    assert sum(budget.take("a", 10.0) for _ in range(1000)) == ANSWERS_MOST
+    assert budget.take("b", 10.0)  # each its own
+    assert sum(budget.take("a", 10.0 + number / 1000) for number in range(1, 2001)) == pytest.approx(
+        2 / ANSWER_S, abs=1
+    )
+    assert sum(budget.take("a", 1000.0) for _ in range(1000)) == pytest.approx(ANSWERS_MOST, abs=1)

@@ -692,6 +692,16 @@ def test_a_restarted_child_begins_again() -> None:
     assert isinstance(one.events()[-1], Closed)
 
 
+def test_the_result_of_a_process_that_died_is_no_result_of_the_round() -> None:
+    one = OneParent(2)
+    one.receive("device-0", result_of(one.key), 1.0)
+    one.presence("device-0", NodeState.READY, 2.0, session="new")
+    one.receive("device-1", result_of(one.key), 3.0)
+    assert one.coordinator.timeline.last_result is None
+    one.receive("device-0", result_of(one.key), 9.0)
+    assert one.coordinator.timeline.last_result == 9.0
+
+
 def test_a_restart_after_the_result_was_taken_changes_nothing() -> None:
     one = OneParent(2)
     one.finish("device-0", 1.0)

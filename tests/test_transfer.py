@@ -1304,6 +1304,7 @@ def test_a_fetch_that_starves_goes_behind_those_that_wait_and_keeps_its_chunks()
     assert set(slots.asked()) == {"silent"}
     assert slots.chunk("silent", 2)
     assert set(slots.wait(PATIENCE_S + 1)) == {"second"}
+    assert slots.core.wanted() == {(owner, slots.manifest.blob) for owner in ("silent", "second")}
     assert all(slots.chunk("second", index) for index in range(4))
     assert set(slots.asked()) == {"second", "third"}  # the first of them: complete
     assert slots.chunk("silent", 0)  # it was minutes on its way
@@ -1334,6 +1335,16 @@ def test_a_parked_fetch_may_end_without_a_slot() -> None:
     assert slots.core.next_event() == Fetched("silent", slots.manifest.blob)
     assert slots.core.wanted() == {("second", slots.manifest.blob)}
     assert all(slots.chunk("second", index) for index in range(4)) and not slots.core.wanted()
+
+
+def test_what_was_parked_before_a_new_connection_begins_anew() -> None:
+    slots = Slots("silent", "second")
+    slots.asked()
+    slots.wait(PATIENCE_S + 1)
+    slots.core.reconnected(slots.now)
+    assert slots.asked()["second"].restart
+    assert all(slots.chunk("second", index) for index in range(4))
+    assert slots.asked()["silent"].restart
 
 
 def test_a_parked_fetch_can_be_dropped_and_written_no_more() -> None:
