@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Coroutine, Mapping
 from contextvars import copy_context
 from typing import Any, TypeAlias
@@ -11,7 +10,7 @@ from typing import Any, TypeAlias
 import typer
 
 from common.errors import FedstrataError
-from common.runtime.lifecycle import first_error
+from common.runtime.lifecycle import as_known
 from deploy import logs
 from deploy.reporting import report
 
@@ -29,11 +28,9 @@ async def run_agents(agents: Mapping[str, Agent], *, shared_failure: Callable[[]
     async def run(name: str, agent: Agent) -> None:
         try:
             await agent()
-        except Exception as error:
-            known = first_error(error)
-            if known is None:
-                logging.getLogger("fedstrata").critical("%s: unforeseen", name, exc_info=error)
-            elif known not in errors:  # several may end by the same failure of what they share
+        except Exception as error:  # noqa: BLE001 - reported here; the other agents go on
+            known = as_known(error, name)
+            if known is not None and known not in errors:  # several may end by the same failure of what they share
                 alone = len(agents) == 1 or known is shared_failure()
                 report(known, node="" if alone else name)
             errors.append(known or error)

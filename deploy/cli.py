@@ -23,7 +23,7 @@ import typer
 
 from common.protocol.topics import DEFAULT_LAB
 from deploy import data, inspection, logs
-from deploy.connecting import ConnectTimeout, LabOption, PasswordFile, Username, run_connected
+from deploy.connecting import ConnectTimeout, LabOption, PasswordFile, Username, run_agent, run_connected
 from deploy.connecting import address as _address
 from deploy.plan import plan, predict
 from deploy.reporting import reporting
@@ -197,7 +197,7 @@ def cloud(
                 observe=observe,
                 spool=_folder(spool),
             )
-            await agent.run()
+            await run_agent("cloud", agent.run())
 
     _run_role(play, "cloud")
 
@@ -232,7 +232,7 @@ def institution(
             metrics_address=address,
             spool=_folder(spool),
         )
-        await agent.run()
+        await run_agent(name, agent.run())
 
     _run_role(take_part, name)
 

@@ -13,6 +13,7 @@ import typer
 
 from common.errors import InvalidExperiment
 from common.protocol.topics import check_lab
+from deploy import logs
 from deploy.reporting import reporting
 
 if TYPE_CHECKING:
@@ -59,6 +60,19 @@ def address(text: str, username: str | None, password_file: Path | None) -> Brok
                 "--password-file", str(password_file), error.strerror or str(error), "Name a readable file."
             ) from None
     return BrokerAddress(host, int(port or 1883), username, password)
+
+
+async def run_agent(node: str, agent: Coroutine[Any, Any, object]) -> None:
+    """Run a node's agent to its end. Raises FedstrataError; an unexpected error is logged with its traceback."""
+    from common.runtime.lifecycle import as_known
+
+    logs.NODE.set(node)
+    try:
+        await agent
+    except Exception as error:
+        if (known := as_known(error, node)) is None:
+            raise
+        raise known from known.__cause__
 
 
 def run_connected(work: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Final
 from common.errors import RunFailed
 from common.protocol.topics import DEFAULT_LAB
 from common.rules import remembers
+from common.runtime.lifecycle import UNEXPECTED
 from common.spec import CLOUD, Experiment, to_toml
 from deploy.logs import options, tell, words_of
 from deploy.network import Network, Open, one_host, shares
@@ -77,6 +78,7 @@ class Lab:
             self._start(home, network)
             with show(json_lines=self._json_lines) as observe:
                 self._follow(observe, home)
+            self._show_unexpected(home)
             code = self._roles["cloud"].wait()
             if code < 0:
                 self._tell_how_to_go_on(network)
@@ -169,9 +171,18 @@ class Lab:
                 while self._roles["cloud"].poll() is None and time.monotonic() < deadline:
                     time.sleep(POLL_S)
                 if self._roles["cloud"].poll() is None:
+                    self._show_unexpected(home)
                     raise RunFailed(f"{role} ended with code {code}: {_last_words(home / f'{role}.log')}")
             else:
                 tell(f"{role} was killed by signal {-code}; the run goes on without it", level=logging.WARNING)
+
+    def _show_unexpected(self, home: Path) -> None:
+        """Pass on what roles logged of unexpected errors, with their tracebacks."""
+        for role in self._roles:
+            lines = (home / f"{role}.log").read_text(encoding="utf-8", errors="replace").splitlines()
+            first = next((place for place, line in enumerate(lines) if UNEXPECTED in line), len(lines))
+            for line in lines[first:]:
+                print(line, file=sys.stderr)
 
     def _see_off(self) -> None:
         deadline = time.monotonic() + FAREWELL_S

@@ -102,7 +102,8 @@ class RunView:
             case "warning":
                 return f"warning: {facts['reason']}"
             case "child" if facts["state"] in ("ready", "lost", "failed", "disconnected"):
-                return f"{facts['node']}: {facts['state']}"
+                reason = f" ({facts['reason']})" if facts.get("reason") else ""
+                return f"{facts['node']}: {facts['state']}{reason}"
         return None
 
     def picture(self) -> Group:

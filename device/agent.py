@@ -123,7 +123,9 @@ class DeviceAgent:
 
     async def _train_all(self, up: ChildEndpoint, experiment: Experiment, announcement: Announcement) -> None:
         permit(experiment.model, self._allow_models)
-        prepared = await self._prepare(up, experiment)
+        prepared = await up.unless_over(self._prepare(up, experiment))
+        if prepared is None:
+            return
         check_alike(experiment.data, self._name, partition=prepared.partition, clouds=announcement.partition)
         theirs = ModelLayout.from_json(announcement.layout)
         if prepared.layout.digest != theirs.digest:

@@ -13,6 +13,7 @@ from common.metrics import Metrics
 from common.net.link import BrokerAddress
 from common.protocol.identity import Identity
 from common.protocol.messages import NodeState
+from common.protocol.round_state import LIVING
 from common.protocol.timeline import PHASES
 from common.protocol.topics import DEFAULT_LAB, check_lab
 from common.runtime.child_endpoint import ChildEndpoint
@@ -26,6 +27,9 @@ from common.storage.spool import Spool
 from institution.rounds import LocalRounds
 
 FAREWELL_S = 5.0
+REPORT_S = 1.0
+NO_DEVICE = "no device is present"
+NO_DEVICE_S = 5.0  # before it is reported where none ever came
 
 log = logging.getLogger("fedstrata.institution")
 
@@ -92,6 +96,7 @@ class InstitutionAgent:
             shaped=shaped,
             codecs=experiment.transfer.lan,
             spool=spool,
+            observe=lambda event, facts: presence.look() if event == "child" else None,
             world=self._world,
         )
         up = ChildEndpoint(
@@ -116,17 +121,14 @@ class InstitutionAgent:
         export_parent(self._metrics, down, labels)
         rounds = LocalRounds(self._name, experiment, layout=layout, spool=spool, down=down, metrics=self._metrics)
 
-        def waiting(text: str) -> None:
-            up.preparing(down.moves, waits_for=text)
+        presence = _OwnPresence(self._name, up, down)
 
         async def work() -> None:
             passing_on = asyncio.create_task(self._pass_targets_on(up, down), name="targets")
             try:
-                await down.gather(experiment.institution.closing, waiting=waiting)
-                await down.measure(experiment.links)
-                for endpoint in (up, down):
-                    endpoint.set_state(NodeState.READY, samples=sum(down.samples.values()))
-                await up.serve(layout, rounds.work)
+                if await up.unless_over(self._prepare(up, down, experiment, presence)):
+                    presence.publish(NodeState.READY, samples=sum(down.samples.values()))
+                    await up.serve(layout, rounds.work)
             finally:
                 passing_on.cancel()
 
@@ -142,6 +144,30 @@ class InstitutionAgent:
             last_look=self._metrics.last_look,
         )
         spool.close()
+
+    @staticmethod
+    async def _prepare(up: ChildEndpoint, down: ParentEndpoint, experiment: Experiment, presence: _OwnPresence) -> bool:
+        """Gather the devices and measure their links; report meanwhile how far that is, and whom it waits for."""
+        waits_for = ""
+
+        def waiting(text: str) -> None:
+            nonlocal waits_for
+            presence.look(patience_s=NO_DEVICE_S)
+            waits_for = presence.reason or text
+
+        async def report() -> None:
+            while True:
+                up.preparing(down.moves, waits_for=waits_for)
+                await asyncio.sleep(REPORT_S)
+
+        reporting = asyncio.create_task(report(), name="preparing")
+        try:
+            await down.gather(experiment.institution.closing, waiting=waiting)
+            waits_for = ""
+            await down.measure(experiment.links)
+        finally:
+            reporting.cancel()
+        return True
 
     @staticmethod
     async def _pass_targets_on(up: ChildEndpoint, down: ParentEndpoint) -> None:
@@ -162,3 +188,33 @@ class InstitutionAgent:
                 "--name", self._name, "this experiment has no such institution", f"It has {', '.join(children)}."
             )
         return children[self._name]
+
+
+class _OwnPresence:
+    """What an institution publishes of itself on both brokers: `reason` is set while none of its devices is there."""
+
+    def __init__(self, name: str, up: ChildEndpoint, down: ParentEndpoint) -> None:
+        self.reason = ""
+        self._name = name
+        self._endpoints = (up, down)
+        self._down = down
+        self._since = down.now()
+
+    def look(self, *, patience_s: float = 0.0) -> None:
+        """Publish whether devices are there, where that has changed; none for `patience_s` since the start counts."""
+        presence = self._down.session.own.presence
+        there = bool(self._down.session.present())
+        changed = there is bool(self.reason)
+        if presence.state not in LIVING or not changed or self._down.now() < self._since + patience_s:
+            return
+        self.reason = "" if there else NO_DEVICE
+        if there:
+            log.info("%s: a device is present again", self._name)
+        else:
+            log.warning("%s: %s", self._name, NO_DEVICE)
+        self.publish(presence.state, samples=presence.samples)
+
+    def publish(self, state: NodeState, *, samples: int) -> None:
+        """Publish a state."""
+        for endpoint in self._endpoints:
+            endpoint.set_state(state, reason=self.reason, samples=samples)

@@ -27,7 +27,7 @@ class Forgery:
     """A chunk by somebody who read the manifest and all that was published."""
 
     owner: str
-    lane: str
+    stream: str
     blob: str
     index: int
     number: int
@@ -35,15 +35,15 @@ class Forgery:
 
 
 class Forge:
-    """Makes hostile chunks of every kind; `said` are lane, index and number of what the owner published."""
+    """Makes hostile chunks of every kind; `published` are stream, index and number of what the owner published."""
 
     kinds: ClassVar = (
         "damaged", "cut", "grown", "empty", "misplaced", "repeated", "beyond the end", "other blob", "other owner",
     )  # fmt: skip
 
-    def __init__(self, owner: str, *, lanes: Sequence[str]) -> None:
+    def __init__(self, owner: str, *, streams: Sequence[str]) -> None:
         self._owner = owner
-        self._lanes = lanes
+        self._streams = streams
 
     def __call__(
         self,
@@ -52,13 +52,13 @@ class Forge:
         manifest: Manifest,
         data: memoryview,
         *,
-        said: Sequence[tuple[str, int, int]],
+        published: Sequence[tuple[str, int, int]],
     ) -> Forgery:
         """Return one of a kind; where its bytes are the chunk's own, it comes out of order or twice."""
-        lane, index = draw.choice(self._lanes), draw.randrange(manifest.chunks)
-        number = draw.choice([0, said[-1][2] + 1 if said else 1, draw.randrange(6000), 10**17])
-        if kind == "repeated" and said:
-            lane, index, old = draw.choice(said)
+        stream, index = draw.choice(self._streams), draw.randrange(manifest.chunks)
+        number = draw.choice([0, published[-1][2] + 1 if published else 1, draw.randrange(6000), 10**17])
+        if kind == "repeated" and published:
+            stream, index, old = draw.choice(published)
             number = draw.choice([old, number])
         body = bytes(data[manifest.span(index)])
         bit = draw.randrange(8 * len(body))
@@ -73,7 +73,7 @@ class Forge:
         }
         return Forgery(
             owner="stranger" if kind == "other owner" else self._owner,
-            lane=lane,
+            stream=stream,
             blob=f"{draw.getrandbits(64):016x}" if kind == "other blob" else manifest.blob,
             index=manifest.chunks + draw.randrange(10**6) if kind == "beyond the end" else index,
             number=number,

@@ -27,19 +27,19 @@ def test_mosquitto_publishes_statistics_where_it_may(tmp_path: Path, open_: bool
     rules.chmod(0o700)
 
     async def play(address: BrokerAddress) -> None:
-        identity = Identity("r1", "cloud", "cloud", new_session())
+        identity = Identity("r-1", "cloud", "cloud", new_session())
         parent = ParentEndpoint(address, identity, links={"i0": Link()}, transfer=Transfer())
         values = parent.statistics.values
         async with asyncio.timeout(30):
-            serving = asyncio.create_task(parent.endpoint.run(connect_timeout_s=9))
-            await parent.endpoint.introduced(timeout_s=9)
+            serving = asyncio.create_task(parent.run(connect_timeout_s=9))
+            await parent.introduced(timeout_s=9)
             while open_ and set(values) != {HEAP, DROPPED}:  # noqa: ASYNC110 - there is no event to wait for
                 await asyncio.sleep(0.01)
-            parent.endpoint.set_state(NodeState.READY)
-            await parent.endpoint.flush(timeout_s=9)
+            parent.set_state(NodeState.READY)
+            await parent.flush(timeout_s=9)
         serving.cancel()
         await asyncio.wait((serving,))
-        assert parent.endpoint.link.reconnects == 0 and parent.endpoint.ignored == 0
+        assert parent.connection.reconnects == 0 and parent.session.refusals.total == 0
         assert (values[HEAP] > 1000 and values[DROPPED] == 0) if open_ else not values
 
     with broker.start(directory=tmp_path, settings={"acl_file": str(rules), "sys_interval": 1}) as served:

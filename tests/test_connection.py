@@ -17,6 +17,7 @@ import pytest
 from common.errors import ConnectionFailed
 from common.links import Link
 from common.net import link
+from common.net.bulk import Body
 from common.net.client import MqttClient
 from common.net.failures import FailureLog
 from common.net.link import BrokerAddress, BrokerConnection, pause_s
@@ -222,6 +223,26 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "fedstrata.connection"]
 
 
+def test_a_message_that_finds_no_connection_is_not_the_last_one_sent(
+    attempts: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        lost: list[bool] = []
+        async with FakeBroker(close, at_once=True) as fake:
+            connection = connection_to(fake.address, lost=lambda: lost.append(True))
+            async with running(connection):
+                while len(attempts) < 5:
+                    connection.publish("t", b"", qos=0)
+                    connection.publish_body("t", Body(memoryview(b"body")), done=lambda: None)
+                    await asyncio.sleep(0)
+        assert not lost
+
+    with caplog.at_level(logging.INFO, "fedstrata"):
+        assert scenario(run()) == []
+    (line,) = logged(caplog)
+    assert "closed by the broker before CONNACK" in line
+
+
 def test_pauses_grow_to_a_limit_and_are_drawn() -> None:
     drawn = [[pause_s(attempt) for _ in range(50)] for attempt in (0, 1, 3, 5, 6, 1000)]
     assert [max(pauses) <= most for pauses, most in zip(drawn, (0.1, 0.2, 0.8, 3.2, 5, 5), strict=True)] == [True] * 6
@@ -385,14 +406,15 @@ def answering_statistics(answer: Answer) -> Answer:
 @asynccontextmanager
 async def parent_at(address: BrokerAddress) -> AsyncIterator[BrokerConnection]:
     """Run a parent with one child; yield its connection."""
-    identity = Identity("r1", "cloud", "cloud", new_session())
-    face = ParentEndpoint(address, identity, links={"i0": Link()}, transfer=Transfer())
-    serving = asyncio.create_task(face.endpoint.run(connect_timeout_s=PATIENCE_S))
+    identity = Identity("r-1", "cloud", "cloud", new_session())
+    parent = ParentEndpoint(address, identity, links={"i0": Link()}, transfer=Transfer())
+    serving = asyncio.create_task(parent.run(connect_timeout_s=PATIENCE_S))
     try:
-        yield face.endpoint.link
-        face.endpoint.set_state(NodeState.READY)
+        assert isinstance(parent.connection, BrokerConnection)
+        yield parent.connection
+        parent.set_state(NodeState.READY)
         async with asyncio.timeout(PATIENCE_S / 3):
-            await face.endpoint.link.flush()
+            await parent.connection.flush()
     finally:
         serving.cancel()
         await asyncio.wait((serving,))
@@ -408,7 +430,7 @@ def test_a_broker_that_gives_no_statistics_is_usable(answer: Answer) -> None:
         async with FakeBroker(answering_statistics(answer)) as fake, parent_at(fake.address) as connection:
             await until(lambda: fake.subscriptions(b"$SYS"))
             subscriptions = [b"$SYS" in body for _, kind, body in fake.packets if kind == SUBSCRIBE]
-            assert subscriptions == [False, False, False, True]
+            assert subscriptions == [False, True]
             assert connection.up and connection.reconnects == 0
 
     assert scenario(run()) == []

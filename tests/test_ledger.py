@@ -1,4 +1,4 @@
-"""A parent's books over restarts of its children and of itself."""
+"""A parent's byte ledger over restarts of its children and of itself."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from common.protocol.ledger import BYTES_MOST, Ledger
 from common.protocol.messages import ChildReport
 from common.protocol.traffic import Traffic, Wire
 
+BELOW = {"child": ("device",)}
+
 
 def down(count: int) -> Traffic:
     """Return a link on which a child received so many bytes of models."""
@@ -19,24 +21,24 @@ def down(count: int) -> Traffic:
     return Traffic(received_model_payload=count, received_model_message=count, wire=wire)
 
 
-# Lives of a child: what it counts at each of its words, growing within a life.
-LIVES = st.lists(st.lists(st.integers(0, 1000), min_size=1, max_size=4).map(sorted), min_size=1, max_size=4)
+# Processes of a child: what each counts at each of its messages, growing within a process.
+PROCESSES = st.lists(st.lists(st.integers(0, 1000), min_size=1, max_size=4).map(sorted), min_size=1, max_size=4)
 
 
-@given(LIVES, st.sets(st.integers(0, 15)))
-def test_totals_are_the_sum_of_the_lives_whenever_the_parent_is_restarted(
-    lives: list[list[int]], restarts: set[int]
+@given(PROCESSES, st.sets(st.integers(0, 15)))
+def test_totals_are_the_sum_of_the_processes_whenever_the_parent_is_restarted(
+    processes: list[list[int]], restarts: set[int]
 ) -> None:
-    ledger = Ledger(["child"], Account())
-    words = [(f"life-{i}", count) for i, life in enumerate(lives) for count in life]
-    for number, (session, count) in enumerate(words):
+    ledger = Ledger(["child"], Account(), below=BELOW)
+    messages = [(f"process-{i}", count) for i, counts in enumerate(processes) for count in counts]
+    for number, (session, count) in enumerate(messages):
         ledger.enter("child", session, link=down(count), below=down(2 * count))
         ledger.enter_reports("child", session, [ChildReport("device", samples=7, traffic=down(3 * count))])
         if number in restarts:
             books = ledger.to_json()
-            ledger = Ledger(["child"], Account())
+            ledger = Ledger(["child"], Account(), below=BELOW)
             ledger.restore(books)
-    total = sum(life[-1] for life in lives)
+    total = sum(counts[-1] for counts in processes)
     assert ledger.links()["child"].sent_model_payload == total
     assert ledger.links()["child"].wire == Wire(sent=3 * total, received=5 * total)
     assert ledger.below() == down(2 * total)
@@ -67,3 +69,19 @@ def test_counts_that_cannot_be_are_refused(lie: Traffic) -> None:
         with pytest.raises(WireError, match="child counts more bytes than there are"):
             ledger.enter("child", "s", link=link, below=below)
     assert ledger.links()["child"] == Traffic()
+
+
+def test_a_child_reports_on_its_own_children_alone() -> None:
+    ledger = Ledger(["child", "other"], Account(), below=BELOW | {"other": ("its-device",)})
+    reports = [ChildReport(name, samples=7, traffic=down(5)) for name in ("device", "its-device", "child", "x" * 5000)]
+    for session in ("s", "t"):
+        ledger.enter_reports("child", session, reports)
+    ((report,), others) = ledger.reports().values()
+    assert report.name == "device" and report.traffic == down(10) and others == ()
+
+
+def test_ten_thousand_names_below_a_child_leave_nothing() -> None:
+    ledger = Ledger(["child"], Account(), below=BELOW)
+    for number in range(1000):
+        ledger.enter_reports("child", f"s{number}", [ChildReport(f"d{number}-{i}", traffic=down(1)) for i in range(10)])
+    assert ledger.reports() == {"child": ()} and len(ledger.to_json()) < 2000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import logging
 import subprocess
@@ -12,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import RunFailed
 from deploy import logs
+from deploy.connecting import run_agent
 from deploy.processes import free_port
 
 DEMO = Path(__file__).parents[1] / "deploy" / "experiments" / "demo.toml"
@@ -91,6 +94,25 @@ def test_every_role_logs_as_json(role: list[str], tmp_path: Path) -> None:
     assert any(line["logger"] == "fedstrata.connection" for line in lines)
     names = {"cloud": "cloud", "institution": "institution-0", "device": "d"}
     assert all(line["node"] == names[role[0]] for line in lines if line["logger"] == "fedstrata.connection")
+
+
+def test_an_unexpected_error_of_an_agent_is_logged_under_its_nodes_name() -> None:
+    """Also one from before it has connected: see `common.runtime.lifecycle` for those after that."""
+    handler = logging.StreamHandler(stream := io.StringIO())
+    handler.setFormatter(logs.JsonLines())
+    logger = logging.getLogger("fedstrata.life")
+
+    async def agent() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(asyncio.to_thread(lambda: 1 // 0))
+
+    logger.addHandler(handler)
+    with pytest.raises(RunFailed, match=r"^unexpected ZeroDivisionError: integer division or modulo by zero$"):
+        asyncio.run(run_agent("device-3", agent()))
+    logger.removeHandler(handler)
+    facts = json.loads(stream.getvalue())
+    assert (facts["node"], facts["level"]) == ("device-3", "error")
+    assert facts["message"] == "device-3 ended by an unexpected error" and "1 // 0" in facts["exception"]
 
 
 def test_an_unforeseen_error_is_a_line_too() -> None:

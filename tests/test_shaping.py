@@ -1,24 +1,25 @@
-"""Emulated links keep their rate whatever the event loop does, and every byte is in the books."""
+"""Emulated links keep their rate whatever the event loop does, and every byte is in the ledger."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from functools import partial
-from typing import cast
+from dataclasses import fields
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from paho.mqtt import client as paho
 
-from common.links import Way
-from common.protocol import topics
+from common.links import Way, Ways
+from common.protocol import serialization, topics
 from common.protocol.counters import Account, packet_bytes
-from common.protocol.shaping import CREDIT_S, EARLY_S, LEAD_S, Departures, Shaper
+from common.protocol.identity import Identity
+from common.protocol.manifest import describe
+from common.protocol.messages import Acknowledgement, Ask, Goodbye, Key, Manifest, WhoIsThere
+from common.protocol.outbox import CHUNKS_IN_CLIENT, EARLY_S, NOISE_KEPT, Outbox, Output, Publish, PublishChunk
+from common.protocol.sender import Sender
+from common.protocol.shaping import CREDIT_S, LEAD_S, Shaper
 from common.protocol.traffic import Traffic, Wire
 
 
@@ -31,10 +32,12 @@ def send(rate: float, sizes: list[int], *, late_s: float = 0.0, peers: tuple[str
     """Send messages one after the other as an agent does, waking up late; return when each left."""
     shaper, randomness, now, left = shaper_of(rate), random.Random(0), 50.0, []
     for size in sizes:
-        now = max(now, shaper.ready_at(peers))
+        shaper.begin_pass()
         while not shaper.ready(peers, now):
-            now += 1e-6  # a clock's tick, where the sum was rounded
-        now += randomness.uniform(0, late_s)  # the wake-up that was asked for comes late
+            ready_at = shaper.next_ready(now)
+            assert ready_at is not None and ready_at > now
+            now = ready_at + randomness.uniform(0, late_s)  # the wake-up that was asked for comes late
+            shaper.begin_pass()
         due = shaper.reserve(peers, size, now)
         assert due >= now
         left.append(due + randomness.uniform(0, late_s))
@@ -61,11 +64,36 @@ def test_the_rate_holds_for_messages_of_all_sizes(late_s: float) -> None:
     assert sum(sizes[1:]) / (left[-1] - left[0]) == pytest.approx(12.5e6, rel=0.005)
 
 
+def waited(shaper: Shaper, *peers: str, now: float) -> None:
+    """Let bulk messages find these peers' links busy, as the last pass before `now` did."""
+    shaper.begin_pass()
+    assert not shaper.ready(peers, now)
+    shaper.begin_pass()
+
+
 def test_a_message_leaves_when_its_last_bit_would_arrive() -> None:
     shaper = shaper_of(1000.0)
-    assert shaper.reserve(("a",), 500, 10.0) == pytest.approx(10.5 - CREDIT_S)
-    assert shaper.reserve(("a",), 1000, 10.0) == pytest.approx(11.5 - CREDIT_S)
-    assert not shaper.ready(("a",), 11.4) and shaper.ready(("a",), 11.5 - CREDIT_S - LEAD_S)
+    assert shaper.reserve(("a",), 500, 10.0) == pytest.approx(10.5)
+    assert shaper.reserve(("a",), 1000, 10.0) == pytest.approx(11.5)
+    assert not shaper.ready(("a",), 11.4) and shaper.ready(("a",), 11.5 - LEAD_S)
+
+
+def test_a_late_wake_up_is_made_up_for_where_something_waited() -> None:
+    for late_s in (0.004, CREDIT_S, 1.0):
+        shaper = shaper_of(1000.0)
+        shaper.reserve(("a",), 1000, 10.0)
+        waited(shaper, "a", now=10.5)
+        due = shaper.reserve(("a",), 1000, 11.0 + late_s)
+        assert due == pytest.approx(12.0 + late_s - min(late_s, CREDIT_S))
+
+
+def test_an_idle_link_gives_nothing_away() -> None:
+    shaper = shaper_of(1000.0)
+    shaper.reserve(("a",), 1000, 10.0)
+    assert shaper.reserve(("a",), 1000, 11.5) == pytest.approx(12.5)
+    waited(shaper, "a", now=12.0)
+    shaper.begin_pass()  # what waited has left since
+    assert shaper.reserve(("a",), 1000, 20.0) == pytest.approx(21.0)
 
 
 @given(
@@ -105,17 +133,16 @@ def test_peers_have_links_of_their_own() -> None:
     shaper.reserve(("a",), 1000, 10.0)
     assert not shaper.ready(("a",), 10.5) and shaper.ready(("b",), 10.5)
     assert not shaper.ready(("a", "b"), 10.5)
-    assert shaper.reserve(("b",), 100, 10.5) == pytest.approx(10.6 - CREDIT_S)
+    assert shaper.reserve(("b",), 100, 10.5) == pytest.approx(10.6)
 
 
 def test_a_message_to_several_peers_takes_time_on_each_link() -> None:
     shaper = shaper_of(1000.0)
     busy = shaper.reserve(("a",), 2000, 10.0)
     assert shaper.reserve(("a", "b", "c"), 500, 10.0) == pytest.approx(busy + 0.5)  # the slowest decides
-    assert shaper.ready_at(("a",)) == pytest.approx(busy + 0.5 - LEAD_S)
-    for peer in ("b", "c"):
-        assert shaper.ready_at((peer,)) == pytest.approx(10.5 - CREDIT_S - LEAD_S)
-    assert shaper.ready_at(("a", "b")) == shaper.ready_at(("a",))
+    assert shaper.next_ready(10.0) == pytest.approx(10.5 - LEAD_S)
+    assert shaper.ready(("b", "c"), 10.5) and not shaper.ready(("a", "b"), 10.5)
+    assert shaper.next_ready(10.5) == pytest.approx(busy + 0.5 - LEAD_S)
 
 
 def test_a_broadcast_takes_no_longer_than_one_copy() -> None:
@@ -135,17 +162,17 @@ def test_a_link_that_is_not_shaped_never_waits() -> None:
 def test_each_peer_has_its_own_rate_and_delay() -> None:
     shaper = Shaper({"slow": Way(1000.0), "fast": Way(100_000.0), "far": Way(None, 0.3)})
     due = {peer: shaper.reserve((peer,), 1000, 10.0) for peer in ("slow", "fast", "far", "stranger")}
-    assert due == pytest.approx({"slow": 11 - CREDIT_S, "fast": 10.0, "far": 10.3, "stranger": 10.0})
+    assert due == pytest.approx({"slow": 11.0, "fast": 10.01, "far": 10.3, "stranger": 10.0})
     assert shaper.ready(("far", "fast", "stranger"), 10.0) and not shaper.ready(("slow", "fast"), 10.0)
-    assert shaper.next_ready(10.0) == shaper.ready_at(("slow",)) == pytest.approx(11 - CREDIT_S - LEAD_S)
+    assert shaper.next_ready(10.0) == pytest.approx(11 - LEAD_S)
     assert shaper.next_ready(11.0) is None
 
 
 def test_a_delay_does_not_cost_throughput() -> None:
     shaper = shaper_of(1000.0, delay_s=5.0)
-    assert shaper.reserve(("a",), 1000, 10.0) == pytest.approx(16.0 - CREDIT_S)
-    assert shaper.ready(("a",), 11.0 - CREDIT_S - LEAD_S + 1e-9)  # the link is free again long before that arrives
-    assert shaper.reserve(("a",), 1000, 11.0) == pytest.approx(17.0 - CREDIT_S)
+    assert shaper.reserve(("a",), 1000, 10.0) == pytest.approx(16.0)
+    assert shaper.ready(("a",), 11.0 - LEAD_S + 1e-9)  # the link is free again long before that arrives
+    assert shaper.reserve(("a",), 1000, 11.0) == pytest.approx(17.0)
 
 
 MESSAGES = st.lists(
@@ -183,84 +210,172 @@ def test_messages_to_a_peer_keep_their_order_rate_and_delay(
                 assert carried <= (due - way.delay_s - begun) * way.rate * (1 + 1e-9) + 1
 
 
-# Departures
+# Outbox
 
 
-class Clock:
-    """An event loop's clock and timers, played by hand."""
+class OneOutbox:
+    """An outbox in the hand of a test, whose peers each have a way of their own."""
 
-    def __init__(self) -> None:
-        self.now = 100.0
-        self.timers: list[tuple[float, Callable[[], None]]] = []
+    def __init__(self, ways: dict[str, Way], *, shaped: bool = True) -> None:
+        self.sender, self.counters = Sender(first_number=1), Account()
+        identity = Identity("r-1", "me", "cloud", "session")
+        all_ways = Ways(to=ways, from_=ways, shaped=shaped)
+        self.outbox = Outbox(identity, sender=self.sender, counters=self.counters, ways=all_ways)
 
-    def time(self) -> float:
-        return self.now
+    def send(self, peer: str, number: int, now: float) -> None:
+        """Send a message that can be told from others by its number."""
+        self.outbox.send(peer, Acknowledgement(Key(0, 0, number), ""), now)
 
-    def call_at(self, when: float, callback: Callable[[], None]) -> Clock.Timer:
-        self.timers.append((when, callback))
-        return Clock.Timer(self, self.timers[-1])
+    def left(self, now: float) -> list[int]:
+        """Return the numbers of the messages that leave now."""
+        return [number_of(output) for output in self.outbox.to_send(now)]
 
-    @dataclass
-    class Timer:
-        clock: Clock
-        entry: tuple[float, Callable[[], None]]
-
-        def cancel(self) -> None:
-            if self.entry in self.clock.timers:
-                self.clock.timers.remove(self.entry)
-
-    def run(self, *, late_s: float = 0.0) -> None:
-        while self.timers:
-            when, callback = min(self.timers, key=lambda timer: timer[0])
-            self.timers.remove((when, callback))
-            self.now = max(self.now, when) + late_s
-            callback()
+    def offer(self, chunks: int, *receivers: str) -> Manifest:
+        data = memoryview(random.Random(chunks).randbytes(1024 * chunks))
+        manifest = describe(data, chunk_bytes=1024, codec="fp32", layout="l")
+        self.sender.offer(manifest, data, receivers)
+        lacking = b"\xff" * (chunks // 8)
+        for receiver in receivers:
+            self.sender.receive(receiver, Ask(manifest.blob, lacking, 0, 0, 64, True), now=0.0)
+        return manifest
 
 
-def departures_of(clock: Clock) -> Departures:
-    return Departures(cast(asyncio.AbstractEventLoop, clock))
+def number_of(output: Output) -> int:
+    assert isinstance(output, Publish)
+    _, message = serialization.decode(output.body)
+    assert isinstance(message, Acknowledgement)
+    return message.key.round
 
 
 def test_what_is_due_leaves_at_once() -> None:
-    clock, left = Clock(), []
-    departures = departures_of(clock)
-    for number, due in enumerate((99.0, 100.0, 100.0 + EARLY_S / 2)):
-        departures.at(due, partial(left.append, number))
-        assert left[-1] == number and not clock.timers
+    one = OneOutbox({"a": Way()})
+    for number in range(3):
+        one.send("a", number, 100.0)
+        assert not one.outbox.empty and one.left(100.0) == [number] and one.outbox.empty
+    assert one.outbox.next_deadline(100.0) is None
 
 
-@given(dues=st.lists(st.sampled_from([0.0, 0.5, 0.5, 1.0, 3.0]), max_size=20), late_s=st.sampled_from([0.0, 0.3, 5.0]))
-def test_departures_leave_in_order_and_not_before_their_time(dues: list[float], late_s: float) -> None:
-    clock, left = Clock(), []
-    departures = departures_of(clock)
-    for number, due in enumerate(dues):
-        departures.at(100.0 + due, lambda due=due, number=number: left.append((due, number, clock.now)))
-    assert len(clock.timers) <= 1
-    clock.run(late_s=late_s)
-    assert [(due, number) for due, number, _ in left] == sorted((due, number) for number, due in enumerate(dues))
-    assert all(100.0 + due - EARLY_S <= at <= 100.0 + due + late_s * len(dues) for due, _, at in left)
+SENT = st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.0, 0.3)), max_size=20)
+
+
+@given(sent=SENT, late_s=st.sampled_from([0.0, 0.3, 5.0]))
+def test_messages_leave_in_order_and_not_before_their_time(sent: list[tuple[str, float]], late_s: float) -> None:
+    ways = {"a": Way(None, 0.5), "b": Way(None, 0.0), "c": Way(1000.0, 0.1)}
+    one, now, handed = OneOutbox(ways), 100.0, {}
+    left: dict[str, list[tuple[int, float]]] = {peer: [] for peer in ways}
+
+    def look(now: float) -> None:
+        for number in one.left(now):
+            left[handed[number][0]].append((number, now))
+
+    for number, (peer, gap) in enumerate(sent):
+        now += gap
+        handed[number] = peer, now
+        one.send(peer, number, now)
+        look(now)
+    while (due := one.outbox.next_deadline(now)) is not None:
+        assert due > now - EARLY_S
+        now = max(now, due) + late_s
+        look(now)
+    assert one.outbox.empty and sum(map(len, left.values())) == len(sent)
+    for peer, numbers in left.items():
+        assert numbers == sorted(numbers)
+        for number, at in numbers:
+            assert at >= handed[number][1] + ways[peer].delay_s - EARLY_S
 
 
 def test_a_late_wake_up_does_not_let_a_new_message_overtake() -> None:
-    clock, left = Clock(), []
-    departures = departures_of(clock)
-    departures.at(100.5, partial(left.append, "first"))
-    clock.now = 101.0  # its timer has not fired yet
-    departures.at(100.7, partial(left.append, "second"))
-    assert left == ["first", "second"] and not clock.timers
+    one = OneOutbox({"a": Way(None, 0.5)})
+    one.send("a", 1, 100.0)
+    one.send("a", 2, 100.2)
+    assert one.left(100.4) == [] and one.left(101.0) == [1, 2]
 
 
-def test_all_that_was_said_can_be_waited_for() -> None:
-    async def play() -> None:
-        departures, left = Departures(loop := asyncio.get_running_loop()), []
-        await departures.empty()
-        for number in range(3):
-            departures.at(loop.time() + 0.002, partial(left.append, number))
-        assert not left
-        await departures.empty()
-        assert left == [0, 1, 2]
+def test_a_link_that_another_end_keeps_is_not_shaped() -> None:
+    one = OneOutbox({"a": Way(10.0, 5.0)}, shaped=False)
+    one.send("a", 1, 100.0)
+    assert one.left(100.0) == [1]
 
-    asyncio.run(play())
+
+def test_a_message_is_counted_when_it_leaves() -> None:
+    one = OneOutbox({"a": Way(None, 0.5)})
+    one.send("a", 1, 100.0)
+    one.outbox.to_send(100.0)
+    assert one.counters.traffic("a") == Traffic()
+    (output,) = one.outbox.to_send(100.5)
+    assert isinstance(output, Publish)
+    packet = packet_bytes(output.topic, len(output.body), qos=output.qos)
+    assert one.counters.traffic("a") == Traffic(sent_control_payload=len(output.body), sent_control_message=packet)
+
+
+def test_what_is_sent_again_soon_has_no_acknowledgement() -> None:
+    one = OneOutbox({"a": Way()})
+    for message in (Acknowledgement(Key(0, 0, 0), ""), WhoIsThere("n"), Goodbye()):
+        one.outbox.send("a", message, 1.0)
+    assert [output.qos for output in one.outbox.to_send(1.0) if isinstance(output, Publish)] == [0, 0, 1]
+
+
+def test_few_chunks_are_in_the_client_and_each_that_leaves_makes_room() -> None:
+    one = OneOutbox({"a": Way(), "b": Way()})
+    manifest = one.offer(16, "a", "b")
+    chunks = one.outbox.to_send(1.0)
+    assert len(chunks) == CHUNKS_IN_CLIENT and one.outbox.to_send(1.0) == []
+    assert one.outbox.next_deadline(1.0) is None  # nothing to wake for until one has left
+    seen = []
+    while chunks:
+        chunk = chunks.pop(0)
+        assert isinstance(chunk, PublishChunk)
+        seen.append(chunk.chunk.index)
+        one.outbox.sent(chunk.chunk)
+        chunks += one.outbox.to_send(1.0)
+    assert seen == list(range(16))
+    traffic = one.counters.traffic(topics.ALL)
+    assert traffic.sent_model_payload == manifest.size and traffic.sent_control_payload == 0
+
+
+def test_chunks_that_wait_for_a_slow_link_keep_nobody_from_his() -> None:
+    one = OneOutbox({"slow": Way(100.0), "fast": Way()})
+    one.offer(8, "slow")
+    one.offer(16, "fast")
+    fast = 0
+    for _ in range(20):
+        for output in one.outbox.to_send(1.0):
+            assert isinstance(output, PublishChunk) and output.chunk.receivers == ("fast",)
+            one.outbox.sent(output.chunk)
+            fast += 1
+    assert fast == 16 and not one.outbox.empty
+
+
+def test_a_blob_that_is_dropped_or_a_connection_that_is_lost_leaves_nothing_behind() -> None:
+    one = OneOutbox({"a": Way(100.0), "b": Way(100.0)})
+    first, second = one.offer(8, "a"), one.offer(16, "b")
+    one.outbox.to_send(1.0)
+    one.send("a", 7, 1.0)
+    one.sender.retire(first.blob)
+    one.outbox.drop(first.blob)
+    later = one.outbox.to_send(1000.0)
+    assert [output.chunk.blob for output in later if isinstance(output, PublishChunk)][:1] == [second.blob]
+    assert any(isinstance(output, Publish) for output in later)
+    one.send("a", 8, 1000.0)
+    one.outbox.clear()
+    assert one.outbox.empty
+    (blob,) = one.sender._blobs.values()
+    in_client = {(output.chunk.stream, output.chunk.index) for output in later if isinstance(output, PublishChunk)}
+    assert blob.leaving == in_client  # those that the client still has, and no other
+
+
+def test_noise_is_counted_apart_and_remembered_in_bounds() -> None:
+    one = OneOutbox({"a": Way()})
+    manifest = one.offer(8, "a")
+    one.outbox.add_noise(manifest.blob)
+    while outputs := one.outbox.to_send(1.0):
+        for output in outputs:
+            assert isinstance(output, PublishChunk)
+            one.outbox.sent(output.chunk)
+    assert one.counters.traffic("a") == Traffic() and one.counters.probed("a", "sent") > manifest.size
+    for number in range(2 * NOISE_KEPT):
+        one.outbox.add_noise(f"{number:016x}")
+    assert len(one.outbox.noise) == NOISE_KEPT and manifest.blob not in one.outbox.noise
 
 
 # Accounting
@@ -286,7 +401,7 @@ def paho_packet(topic: str, body: int, qos: int) -> int:
 @pytest.mark.parametrize("qos", [0, 1])
 @pytest.mark.parametrize("remaining", [127, 128, 16_383, 16_384, 2_097_151, 2_097_152])
 def test_a_packet_is_counted_as_paho_sends_it(remaining: int, qos: int) -> None:
-    topic = topics.chunk("lab", "run-1", "cloud", "all", "0" * 16, 12, 1_700_000_000_000)
+    topic = topics.chunk("lab", "r-1", "cloud", "all", "0" * 16, 12, 1_700_000_000_000)
     edge = remaining - 2 - len(topic) - 2 * qos
     for body in {0, 1, 40, *range(max(0, edge - 1), max(0, edge) + 2)}:
         assert packet_bytes(topic, body, qos=qos) == paho_packet(topic, body, qos)
@@ -305,7 +420,7 @@ CELLS = st.lists(
 
 
 @given(packets=CELLS)
-def test_the_books_balance(packets: list[tuple[str, str, int, int, int]]) -> None:
+def test_the_counts_balance(packets: list[tuple[str, str, int, int, int]]) -> None:
     account = Account()
     for peer, direction, model, control, overhead in packets:
         account.add(peer, direction, message=model + control + overhead, model=model, control=control)  # type: ignore[arg-type]

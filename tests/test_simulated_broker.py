@@ -1,4 +1,4 @@
-"""One script, played against the simulated broker and against mosquitto: every client must see the same."""
+"""One script, run against the simulated broker and against mosquitto: every client must see the same."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Step = tuple[str, Any]
 
 
 async def script(do: Driver) -> AsyncIterator[Step]:
-    """Play everything that the agents rely on; after each step yield its name and what the clients saw."""
+    """Do everything that the agents rely on; after each step yield its name and what the clients saw."""
 
     async def seen(step: str) -> Step:
         return step, await do.look()
@@ -381,7 +381,7 @@ def _text(value: str) -> bytes:
     return len(data).to_bytes(2) + data
 
 
-async def play(driver: Driver) -> dict[str, Any]:
+async def run_script(driver: Driver) -> dict[str, Any]:
     return {step: seen async for step, seen in script(driver)}
 
 
@@ -400,9 +400,9 @@ async def mosquitto(directory: Path) -> AsyncIterator[Mosquitto]:
 def test_clients_see_the_same_as_with_mosquitto(tmp_path: Path) -> None:
     async def real() -> dict[str, Any]:
         async with mosquitto(tmp_path) as driver:
-            return await play(driver)
+            return await run_script(driver)
 
-    simulated, expected = asyncio.run(play(Simulated())), asyncio.run(real())
+    simulated, expected = asyncio.run(run_script(Simulated())), asyncio.run(real())
     assert list(simulated) == list(expected)
     for step, seen in expected.items():
         assert simulated[step] == seen, step

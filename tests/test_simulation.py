@@ -210,7 +210,7 @@ def test_hooks_filters_and_strangers() -> None:
     assert topics[:2] == ["stranger/a", "fs1/run/cloud/state"] and len(topics) == outcome.messages
 
 
-def test_a_lab_that_fails_says_so() -> None:
+def test_a_failed_lab_has_its_reason() -> None:
     async def scenario(sim: SimulatedLab) -> None:
         sim.start("device-0", parent="institution-1")
 
@@ -223,7 +223,7 @@ def test_a_lab_that_fails_says_so() -> None:
 
 
 class Pair:
-    """Two clients on one broker: `run` gives each a process and plays a scenario."""
+    """Two clients on one broker: `run` runs a scenario."""
 
     def __init__(self, *, keepalive_s: int = 10) -> None:
         self.loop = VirtualLoop()
@@ -483,7 +483,7 @@ def test_time_jumps_and_timers_of_one_instant_keep_their_order() -> None:
 
 
 @pytest.mark.parametrize(("error", "seconds"), [(Deadlock, None), (Livelock, 0.0), (TimeLimit, 30.0)])
-def test_a_loop_that_cannot_go_on_says_why(error: type[Exception], seconds: float | None) -> None:
+def test_a_loop_that_cannot_go_on_raises(error: type[Exception], seconds: float | None) -> None:
     async def main() -> None:
         while True:
             if seconds is None:

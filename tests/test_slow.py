@@ -303,7 +303,7 @@ def test_a_thousand_hostile_chunks_by_a_broker_spoil_nothing(forge: Callable[...
     row, draw = drawn(layout), random.Random(1)
 
     async def attack(served: Broker, sender: Sender, expected: Counter[str]) -> None:
-        forged = forge(PARENT, lanes=[topics.ALL, "device-0", "device-9"])
+        forged = forge(PARENT, streams=[topics.ALL, "device-0", "device-9"])
         async with aiomqtt.Client(served.host, served.port) as client:
             client.pending_calls_threshold = 2000
             await client.subscribe(
@@ -321,11 +321,11 @@ def test_a_thousand_hostile_chunks_by_a_broker_spoil_nothing(forge: Callable[...
                     continue  # one of our own
                 for kind in draw.choices(forged.kinds, k=min(17, 1000 - expected["all"])):
                     known = [(p.lane, p.index, p.number) for p in sender.said]
-                    it = forged(draw, kind, manifest, row.data, said=known)
-                    text = topics.chunk(LAB, RUN, it.owner, it.lane, it.blob, it.index, it.number)
+                    it = forged(draw, kind, manifest, row.data, published=known)
+                    text = topics.chunk(LAB, RUN, it.owner, it.stream, it.blob, it.index, it.number)
                     await client.publish(text, it.data)
                     expected["all"] += 1
-                    if it.owner == PARENT and it.blob == manifest.blob and it.lane in (topics.ALL, "device-0"):
+                    if it.owner == PARENT and it.blob == manifest.blob and it.stream in (topics.ALL, "device-0"):
                         sound = it.index < chunks and it.data == row.data[manifest.span(it.index)]
                         expected["sound" if sound else "refused"] += 1
 

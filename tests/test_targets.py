@@ -1,4 +1,4 @@
-"""Where Prometheus is sent: what the cloud makes of its children's words."""
+"""Where Prometheus is sent: what the cloud makes of its children's presences."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import socket
 import urllib.request
 from contextlib import ExitStack
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ from common.metrics import Metrics
 from common.net.link import BrokerAddress
 from common.protocol.identity import Identity
 from common.protocol.messages import NodeState, Presence, Target
+from common.protocol.targets import REPORT_S, Targets
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.targets import TELL_S, Targets, discovery, reachable
+from common.runtime.targets import discovery, reachable
 from common.runtime.world import new_session
 from common.spec import Transfer
 from deploy.broker import Broker, start
@@ -26,31 +28,24 @@ from deploy.broker import Broker, start
 DEVICES = {"i0": ("d0", "d1", "d2"), "i1": ("d3",)}
 
 
-def word(state: NodeState, metrics: str = "", *below: tuple[str, str]) -> Presence:
+def presence(state: NodeState, metrics: str = "", *below: tuple[str, str]) -> Presence:
     return Presence(state, "institution", metrics, targets=tuple(Target(*each) for each in below))
 
 
 def found(targets: Targets) -> dict[str, tuple[str, str, str]]:
     """Return role, institution and device of each address."""
-    answer = discovery(targets, DEVICES, cloud="10.0.0.1:9464", run="r1")
+    answer = discovery(targets, DEVICES, cloud="10.0.0.1:9464", run="r-1")
     labels = {str(each["targets"][0]): each["labels"] for each in answer}  # type: ignore[index]
     assert len(labels) == len(answer)  # an address twice would be scraped twice
-    assert all(each["run"] == "r1" for each in labels.values())  # type: ignore[index]
+    assert all(each["run"] == "r-1" for each in labels.values())  # type: ignore[index]
     return {a: (each["role"], each["institution"], each["device"]) for a, each in labels.items()}  # type: ignore[index]
-
-
-def hear(targets: Targets, child: str, presence: Presence | None) -> None:
-    async def inside() -> None:
-        targets.hear(child, presence)
-
-    asyncio.run(inside())
 
 
 def test_devices_of_one_process_are_one_target_with_the_labels_that_they_share() -> None:
     targets = Targets()
     assert found(targets) == {"10.0.0.1:9464": ("cloud", "", "")}
-    hear(targets, "i0", word(NodeState.READY, "h0:1", ("d0", "h1:1"), ("d1", "h1:1"), ("d2", "h2:1")))
-    hear(targets, "i1", word(NodeState.INIT, "", ("d3", "h2:1")))  # its own is not told
+    targets.receive("i0", presence(NodeState.READY, "h0:1", ("d0", "h1:1"), ("d1", "h1:1"), ("d2", "h2:1")), now=0.0)
+    targets.receive("i1", presence(NodeState.INIT, "", ("d3", "h2:1")), now=0.0)  # its own is not published
     assert found(targets) == {
         "10.0.0.1:9464": ("cloud", "", ""),
         "h0:1": ("institution", "i0", ""),
@@ -62,17 +57,19 @@ def test_devices_of_one_process_are_one_target_with_the_labels_that_they_share()
 @pytest.mark.parametrize("state", NodeState)
 def test_who_is_gone_is_no_target_and_devices_wait_for_an_institution_that_is_away(state: NodeState) -> None:
     targets = Targets()
-    hear(targets, "i0", word(NodeState.READY, "h0:1", ("d0", "h1:1")))
-    said = word(state) if state is NodeState.LOST else word(state, "h0:1", ("d0", "h1:1"))  # a will knows nothing
-    hear(targets, "i0", said)
+    targets.receive("i0", presence(NodeState.READY, "h0:1", ("d0", "h1:1")), now=0.0)
+    last = (
+        presence(state) if state is NodeState.LOST else presence(state, "h0:1", ("d0", "h1:1"))
+    )  # a will knows nothing
+    targets.receive("i0", last, now=0.0)
     here = {NodeState.INIT, NodeState.READY, NodeState.FINISHED}
     assert ("h0:1" in found(targets)) is (state in here)
     assert ("h1:1" in found(targets)) is (state is not NodeState.FAILED)
-    hear(targets, "i0", None)
+    targets.receive("i0", None, now=0.0)
     assert len(found(targets)) == 1
 
 
-def test_nobody_speaks_for_others_and_what_is_no_address_is_none() -> None:
+def test_nobody_reports_on_others_and_what_is_no_address_is_left_out() -> None:
     targets = Targets()
     lies = (
         ("d3", "h1:1"),
@@ -82,30 +79,32 @@ def test_nobody_speaks_for_others_and_what_is_no_address_is_none() -> None:
         ("d2", "h" * 300 + ":1"),
         ("d0", ""),
     )
-    hear(targets, "i0", word(NodeState.READY, "no address", *lies))
+    targets.receive("i0", presence(NodeState.READY, "no address", *lies), now=0.0)
     assert found(targets) == {"10.0.0.1:9464": ("cloud", "", "")}
 
 
-def test_many_that_come_together_are_told_at_once() -> None:
-    told: list[tuple[Target, ...]] = []
+def test_many_that_come_together_are_reported_at_once() -> None:
+    targets = Targets()
+    assert targets.changed(9.0) is None and targets.due == inf
+    for i in range(100):
+        targets.receive(f"d{i:02}", Presence(NodeState.INIT, "device", f"h{i}:1"), now=10.0 + i / 1000)
+    targets.receive("d07", Presence(NodeState.LOST, "device"), now=10.5)
+    targets.receive("d08", Presence(NodeState.READY, "device", "h8:1"), now=10.5)
+    assert targets.due == 10.0 + REPORT_S and targets.changed(10.9) is None
+    reported = targets.changed(11.0)
+    assert reported is not None and [target.name for target in reported] == [f"d{i:02}" for i in range(100) if i != 7]
+    targets.receive("d08", Presence(NodeState.READY, "device", "h8:1"), now=12.0)
+    assert targets.due == inf and targets.changed(20.0) is None  # nothing new
 
-    async def play() -> None:
-        loop, targets = asyncio.get_running_loop(), Targets()
-        targets.tell = told.append
-        for i in range(100):
-            targets.hear(f"d{i:02}", Presence(NodeState.INIT, "device", f"h{i}:1"))
-        targets.hear("d07", Presence(NodeState.LOST, "device"))
-        targets.hear("d08", Presence(NodeState.READY, "device", "h8:1"))
-        (due,) = {handle for handle in (targets._due,) if handle is not None}
-        assert due.when() - loop.time() <= TELL_S
-        due.cancel()
-        targets._speak()
-        targets.hear("d08", Presence(NodeState.READY, "device", "h8:1"))
-        assert targets._due is None  # nothing new
 
-    asyncio.run(play())
-    ((*once,),) = told
-    assert [target.name for target in once] == [f"d{i:02}" for i in range(100) if i != 7]
+def test_who_comes_back_is_a_target_again() -> None:
+    targets = Targets()
+    targets.receive("d0", Presence(NodeState.READY, "device", "h0:1"), now=0.0)
+    assert targets.changed(1.0) == (Target("d0", "h0:1"),)
+    targets.receive("d0", Presence(NodeState.LOST, "device"), now=2.0)
+    assert targets.changed(3.0) == ()
+    targets.receive("d0", Presence(NodeState.INIT, "device", "h1:1"), now=4.0)
+    assert targets.changed(5.0) == (Target("d0", "h1:1"),)
 
 
 def test_the_answer_is_json_also_before_there_is_anything_to_tell() -> None:
@@ -118,7 +117,7 @@ def test_the_answer_is_json_also_before_there_is_anything_to_tell() -> None:
             return json.load(answer)
 
     assert ask() == []
-    metrics.targets = lambda asked: [{"targets": [asked], "labels": {"role": "cloud"}}]
+    metrics.serve_targets(lambda asked: [{"targets": [asked], "labels": {"role": "cloud"}}])
     assert ask() == [{"targets": [f"127.0.0.1:{port}"], "labels": {"role": "cloud"}}]
 
 
@@ -139,24 +138,29 @@ def test_devices_on_a_broker_of_their_own_are_found_lost_and_found_again(tmp_pat
         def device() -> ChildEndpoint:
             return ChildEndpoint(at[lan.port], identity("d0", "device"), parent="i0", transfer=Transfer(), link=Link())
 
+        async def pass_on() -> None:
+            while True:
+                up.session.set_targets(await down.targets_changed())
+                up.wake()
+
         async def until(*wanted: str) -> None:
-            while set(found(cloud.targets)) != {"10.0.0.1:9464", *wanted}:  # noqa: ASYNC110 - nothing tells of it
+            while set(found(cloud.session.targets)) != {"10.0.0.1:9464", *wanted}:  # noqa: ASYNC110 - nothing reports it
                 await asyncio.sleep(0.01)
 
         cloud = ParentEndpoint(at[wan.port], identity("cloud", "cloud"), links={"i0": Link()}, transfer=Transfer())
         middle = identity("i0", "institution")
         up = ChildEndpoint(at[wan.port], middle, parent="cloud", transfer=Transfer(), link=Link())
         down = ParentEndpoint(at[lan.port], middle, links={"d0": Link()}, transfer=Transfer())
-        down.targets.tell = up.endpoint.set_targets
         first, second = device(), device()
         async with asyncio.timeout(30):
-            serving = [asyncio.create_task(f.endpoint.run(connect_timeout_s=9)) for f in (cloud, up, down, first)]
+            serving = [asyncio.create_task(each.run(connect_timeout_s=9)) for each in (cloud, up, down, first)]
+            serving.append(asyncio.create_task(pass_on()))
             await until("i0.lab:1", "d0.lab:1")
-            first.endpoint.set_state(NodeState.DISCONNECTED)
+            first.set_state(NodeState.DISCONNECTED)
             await until("i0.lab:1")
-            serving.append(asyncio.create_task(second.endpoint.run(connect_timeout_s=9)))
+            serving.append(asyncio.create_task(second.run(connect_timeout_s=9)))
             await until("i0.lab:1", "d0.lab:1")
-            up.endpoint.set_state(NodeState.LOST)  # as its will says it
+            up.set_state(NodeState.LOST)  # as its will does
             await until("d0.lab:1")
         for task in serving:
             task.cancel()

@@ -1,4 +1,4 @@
-"""Pulling: owner and receivers joined in memory by a line that loses, doubles and reorders, on a virtual clock."""
+"""Pulling: owner and receivers joined in memory by a line that loses, duplicates and reorders, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -16,19 +16,11 @@ from hypothesis import strategies as st
 
 from common.errors import RefusedModel
 from common.links import Way
-from common.protocol.manifest import check, chunk_bytes_for, chunk_digest, describe, window_for
+from common.protocol.fetches import PATIENCE_S, Fetched, FetchFailed, FetchFailure, ReceiverEvent
+from common.protocol.manifest import ModelForm, chunk_bytes_for, chunk_digest, describe, window_for
 from common.protocol.messages import Ask, Gone, Manifest
-from common.protocol.receiver import (
-    PATIENCE_MOST_S,
-    PATIENCE_S,
-    REPAIR_S,
-    SPOILT_S,
-    Fetched,
-    FetchFailed,
-    Incoming,
-    IncomingEvent,
-)
-from common.protocol.sender import Outgoing, Publication
+from common.protocol.receiver import PATIENCE_MOST_S, REPAIR_S, SPOILT_S, Receiver
+from common.protocol.sender import RESTART_S, Publication, Sender
 from common.protocol.shaping import Shaper
 from common.protocol.topics import ALL
 
@@ -43,11 +35,11 @@ def blob_of(chunks: int, seed: int = 0, *, chunk_bytes: int = CHUNK) -> tuple[Ma
 
 
 @dataclass
-class Receiver:
+class Peer:
     """One node that fetches; `slow_s` is what its link needs for a chunk, `kernel`: it can tell what comes in."""
 
     name: str
-    incoming: Incoming
+    core: Receiver
     slow_s: float = 0.0
     kernel: bool = False
     arriving: list[tuple[float, int]] = field(default_factory=list)
@@ -55,7 +47,7 @@ class Receiver:
     manifests: dict[str, Manifest] = field(default_factory=dict)
     has: dict[str, set[int]] = field(default_factory=dict)
     subscribed: set[tuple[str, str]] = field(default_factory=set)
-    events: list[IncomingEvent] = field(default_factory=list)
+    events: list[ReceiverEvent] = field(default_factory=list)
     connection: int = 0
     free_at: float = 0.0
     got: int = 0
@@ -88,9 +80,9 @@ class Line:
         self.now = 1000.0
         self.loss, self.duplicates = loss, duplicates
         self.delay_s, self.jitter_s, self.pace_s = delay_s, jitter_s, pace_s
-        self.owner = Outgoing(first_number=5000)
+        self.owner = Sender(first_number=5000)
         self.shaper = Shaper(ways or {})
-        self.receivers: dict[str, Receiver] = {}
+        self.receivers: dict[str, Peer] = {}
         self.published: list[Publication] = []
         self.asked: list[tuple[str, Ask]] = []
         self.finished: dict[str, float] = {}
@@ -106,32 +98,32 @@ class Line:
     def after(self, delay: float, action: Callable[[], None]) -> None:
         self.at(self.now + delay, action)
 
-    def add(self, name: str, *, window: int = 8, slots: int = 4, slow_s: float = 0.0, kernel: bool = False) -> Receiver:
-        incoming = Incoming(window=window, slots=slots, exclusive=True)
-        self.receivers[name] = Receiver(name, incoming, slow_s, kernel)
+    def add(self, name: str, *, window: int = 8, slots: int = 4, slow_s: float = 0.0, kernel: bool = False) -> Peer:
+        core = Receiver(window=window, slots=slots, exclusive=True)
+        self.receivers[name] = Peer(name, core, slow_s, kernel)
         return self.receivers[name]
 
-    def fetch(self, receiver: Receiver, manifest: Manifest) -> None:
+    def fetch(self, receiver: Peer, manifest: Manifest) -> None:
         receiver.manifests[manifest.blob] = manifest
         receiver.has.setdefault(manifest.blob, set())
         buffer = receiver.buffers.setdefault(manifest.blob, bytearray(manifest.size))
-        receiver.incoming.fetch(OWNER, manifest, memoryview(buffer), now=self.now)
+        receiver.core.fetch(OWNER, manifest, memoryview(buffer), now=self.now)
         self.wake()
 
     def wake(self) -> None:
         """Let the loop look at the cores at this moment."""
         self.at(self.now, lambda: None)
 
-    def reconnect(self, receiver: Receiver, *, noticed: bool) -> None:
+    def reconnect(self, receiver: Peer, *, noticed: bool) -> None:
         """Lose all that is under way to a receiver; `noticed`: the owner saw its will."""
         receiver.connection += 1
         if noticed:
             self.owner.forget(receiver.name)
-        receiver.incoming.reconnected(self.now)
+        receiver.core.reconnected(self.now)
         self.wake()
 
     def restart_owner(self, first_number: int, *blobs: tuple[Manifest, memoryview]) -> None:
-        self.owner = Outgoing(first_number=first_number)
+        self.owner = Sender(first_number=first_number)
         for manifest, data in blobs:
             self.owner.offer(manifest, data, self.receivers)
 
@@ -149,33 +141,33 @@ class Line:
 
     def _next(self) -> float | None:
         times = [self._events[0][0]] if self._events else []
-        deadlines = [receiver.incoming.next_deadline() for receiver in self.receivers.values()]
+        deadlines = [receiver.core.next_deadline() for receiver in self.receivers.values()]
         deadlines.append(self.owner.next_deadline(self.now))
         return min((at for at in (*times, *deadlines) if at is not None), default=None)
 
-    def _pump(self, receiver: Receiver) -> None:
-        incoming = receiver.incoming
-        incoming.tick(self.now, carried=receiver.carried(self.now))
-        while (event := incoming.next_event()) is not None:
+    def _pump(self, receiver: Peer) -> None:
+        core = receiver.core
+        core.tick(self.now, carried=receiver.carried(self.now))
+        while (event := core.next_event()) is not None:
             receiver.events.append(event)
             self.finished[receiver.name] = self.now
-        receiver.subscribed = incoming.wanted()
-        for owner, ask in incoming.to_send():
+        receiver.subscribed = core.wanted()
+        for owner, ask in core.to_send():
             assert owner == OWNER
             self._check(receiver, ask)
             self.asked.append((receiver.name, ask))
             self._carry(lambda ask=ask: self._asked(receiver, ask))  # type: ignore[misc]
 
-    def _check(self, receiver: Receiver, ask: Ask) -> None:
+    def _check(self, receiver: Peer, ask: Ask) -> None:
         """An ask names exactly the chunks that are not here."""
         manifest, has = receiver.manifests[ask.blob], receiver.has[ask.blob]
         bits = np.unpackbits(np.frombuffer(ask.lacking, np.uint8))
         assert {index for index, bit in enumerate(bits) if bit} == set(range(manifest.chunks)) - has
 
-    def _asked(self, receiver: Receiver, ask: Ask) -> None:
+    def _asked(self, receiver: Peer, ask: Ask) -> None:
         answer = self.owner.receive(receiver.name, ask, now=self.now)
         if isinstance(answer, Gone):
-            self._carry(lambda: receiver.incoming.gone(OWNER, ask.blob, now=self.now))
+            self._carry(lambda: receiver.core.gone(OWNER, ask.blob, now=self.now))
 
     def _publish(self) -> None:
         while self._owner_free_at <= self.now:
@@ -190,17 +182,17 @@ class Line:
             self._owner_free_at = self.now + self.pace_s
             self.at(self._owner_free_at, lambda: None)
             for receiver in self.receivers.values():
-                if (OWNER, publication.blob) in receiver.subscribed and publication.lane in (ALL, receiver.name):
+                if (OWNER, publication.blob) in receiver.subscribed and publication.stream in (ALL, receiver.name):
                     self._deliver(receiver, publication, due - self.now)
 
-    def _deliver(self, receiver: Receiver, publication: Publication, shaped_s: float) -> None:
+    def _deliver(self, receiver: Peer, publication: Publication, shaped_s: float) -> None:
         connection = receiver.connection
 
         def arrive() -> None:
             if connection == receiver.connection:
                 receiver.got += 1
-                if receiver.incoming.receive_chunk(
-                    OWNER, publication.blob, lane=publication.lane, index=publication.index,
+                if receiver.core.receive_chunk(
+                    OWNER, publication.blob, stream=publication.stream, index=publication.index,
                     number=publication.number, data=bytes(publication.data), now=self.now,
                 ):  # fmt: skip
                     receiver.has[publication.blob].add(publication.index)
@@ -236,7 +228,7 @@ def check_complete(line: Line, manifest: Manifest, data: memoryview) -> None:
     for receiver in line.receivers.values():
         assert receiver.fetched == [manifest.blob], receiver.name
         assert receiver.buffers[manifest.blob] == data
-        assert not receiver.incoming.wanted() and receiver.incoming.next_deadline() is None
+        assert not receiver.core.wanted() and receiver.core.next_deadline() is None
 
 
 def names_of(count: int) -> list[str]:
@@ -253,7 +245,7 @@ def test_a_broadcast_crosses_each_link_once(receivers: int, chunks: int) -> None
     manifest, data = broadcast(line, chunks, names_of(receivers))
     line.run()
     check_complete(line, manifest, data)
-    assert [(p.lane, p.index) for p in line.published] == [(ALL, index) for index in range(chunks)]
+    assert [(p.stream, p.index) for p in line.published] == [(ALL, index) for index in range(chunks)]
     assert all(receiver.got == chunks for receiver in line.receivers.values())
     assert line.owner.chunks_published == chunks and line.owner.chunks_repeated == 0
     assert line.owner.chunks_delivered == receivers * chunks
@@ -307,7 +299,7 @@ def test_a_window_bounds_what_is_in_flight(window: int) -> None:
 def test_a_window_of_any_size_is_clamped() -> None:
     manifest, data = blob_of(200)
     for window, most in ((0, 1), (1, 1), (10**12, 64)):
-        owner = Outgoing(first_number=1)
+        owner = Sender(first_number=1)
         owner.offer(manifest, data, ["a"])
         owner.receive("a", Ask(manifest.blob, b"\xff" * 25, 0, 0, window, True), now=0.0)
         published = 0
@@ -324,13 +316,13 @@ def test_slow_receivers_stop_nobody_and_cost_nothing() -> None:
         line.fetch(line.add(name, slow_s=0.0 if number < 6 else 0.5), manifest)
     begun, done = line.now, {}
     for name, receiver in line.receivers.items():
-        inner = receiver.incoming.receive_chunk
+        inner = receiver.core.receive_chunk
 
         def note(*what: object, name: str = name, inner: Callable[..., bool] = inner, **more: object) -> bool:
             done[name] = line.now - begun
             return inner(*what, **more)
 
-        receiver.incoming.receive_chunk = note  # type: ignore[method-assign]
+        receiver.core.receive_chunk = note  # type: ignore[method-assign]
     line.run()
     check_complete(line, manifest, data)
     assert len(line.published) == 60  # each chunk once, whoever is slow
@@ -345,8 +337,8 @@ def test_a_link_that_is_declared_slow_is_not_asked_twice(slow_s: float) -> None:
     manifest, data = blob_of(30)
     line.owner.offer(manifest, data, ["parent"])
     ways = {OWNER: Way(CHUNK / slow_s)}
-    incoming = Incoming(window=8, slots=4, ways=ways, keepalive_s=120.0)
-    line.receivers["parent"] = Receiver("parent", incoming, slow_s)
+    core = Receiver(window=8, slots=4, ways=ways, keepalive_s=120.0)
+    line.receivers["parent"] = Peer("parent", core, slow_s)
     line.fetch(line.receivers["parent"], manifest)
     line.run(until_s=4000.0)
     check_complete(line, manifest, data)
@@ -380,7 +372,7 @@ def test_no_chunk_is_asked_for_twice_while_bytes_flow(rate: float, chunk_bytes: 
     check_complete(line, manifest, data)
     assert len(line.published) == chunks
     assert [ask.restart for _, ask in line.asked] == [True] + [False] * (len(line.asked) - 1)
-    assert line.receivers["device-0"].incoming.chunks_asked_again == 0
+    assert line.receivers["device-0"].core.chunks_asked_again == 0
 
 
 @given(rate=st.floats(1000.0, 1e7), chunk_bytes=st.integers(32_768, 1_900_000), chunks=st.integers(1, 12))
@@ -396,14 +388,14 @@ def test_when_bytes_stop_it_is_asked_again(rate: float, chunk_bytes: int, chunks
     assert [p.index for p in line.published] == [*range(chunks), chunks - 1]
 
 
-def test_a_late_receiver_gets_what_it_missed_on_its_own_lane() -> None:
+def test_a_late_receiver_gets_what_it_missed_on_its_own_stream() -> None:
     line = Line(pace_s=0.01)
     manifest, data = broadcast(line, 50, names_of(3))
     line.after(0.25, lambda: line.fetch(line.add("late"), manifest))
     line.run()
     check_complete(line, manifest, data)
-    own = [p.index for p in line.published if p.lane != ALL]
-    assert {p.lane for p in line.published} == {ALL, "late"}
+    own = [p.index for p in line.published if p.stream != ALL]
+    assert {p.stream for p in line.published} == {ALL, "late"}
     assert len(own) == len(set(own)) < 30 and len(line.published) == 50 + len(own)
 
 
@@ -458,7 +450,7 @@ def test_a_model_on_its_way_reaches_the_next_tier_a_chunk_later() -> None:
 
 def test_what_has_not_left_its_owner_is_not_published_twice() -> None:
     """An undeclared slow way out: the receiver hears nothing for long and asks again from the start."""
-    owner = Outgoing(first_number=0)
+    owner = Sender(first_number=0)
     manifest, data = blob_of(6)
     owner.offer(manifest, data, ["a"])
     everything = Ask(manifest.blob, b"\xfc", 0, 0, 3, True)
@@ -492,10 +484,10 @@ FAST, SLOW = [f"fast-{i}" for i in range(6)], [f"slow-{i}" for i in range(2)]
 WAYS = dict.fromkeys(FAST, Way(1e6)) | dict.fromkeys(SLOW, Way(2e4))
 
 
-def broadcast_to(names: Sequence[str], *lanes: Sequence[str], chunks: int = 100) -> tuple[Line, dict[str, float]]:
-    """Send a blob over links of their own rates, one lane for each group; return the seconds that each took."""
+def broadcast_to(names: Sequence[str], *streams: Sequence[str], chunks: int = 100) -> tuple[Line, dict[str, float]]:
+    """Send a blob over links of their own rates, one stream for each group; return the seconds that each took."""
     line = Line(ways=WAYS)
-    for number, group in enumerate(lanes):
+    for number, group in enumerate(streams):
         data = memoryview(random.Random(0).randbytes(CHUNK * chunks))
         manifest = describe(data, chunk_bytes=CHUNK, codec="fp32", layout="l", salt=str(number))
         line.owner.offer(manifest, data, group)
@@ -508,19 +500,19 @@ def broadcast_to(names: Sequence[str], *lanes: Sequence[str], chunks: int = 100)
 
 
 def test_unequal_links_do_not_wait_for_each_other() -> None:
-    """Six fast and two slow receivers, with a lane for each group as a parent makes them."""
+    """Six fast and two slow receivers, with a stream for each group as a parent makes them."""
     _, alone = broadcast_to(FAST, FAST)
     _, slow_alone = broadcast_to(SLOW, SLOW)
     line, together = broadcast_to([*FAST, *SLOW], FAST, SLOW)
     assert max(together[name] for name in FAST) <= 1.5 * max(alone.values())
     assert max(together[name] for name in SLOW) <= 1.05 * max(slow_alone.values())
     assert max(slow_alone.values()) == pytest.approx(100 * CHUNK / 2e4, rel=0.05)
-    assert [p.lane for p in line.published] == [ALL] * 200  # no copy for a single one
+    assert [p.stream for p in line.published] == [ALL] * 200  # no copy for a single one
     first_half = [set(p.receivers) for p in line.published[:100]]
     assert first_half.count(set(FAST)) > 90  # the fast are served when the slow have hardly begun
 
 
-def test_on_one_lane_the_slowest_link_sets_the_pace() -> None:
+def test_on_one_stream_the_slowest_link_sets_the_pace() -> None:
     """Why a parent makes groups."""
     _, alone = broadcast_to(FAST, FAST)
     _, together = broadcast_to(FAST, [*FAST, *SLOW])
@@ -538,7 +530,7 @@ def test_a_delay_of_the_link_is_no_loss() -> None:
 
 def test_nothing_is_published_while_links_have_no_room() -> None:
     manifest, data = blob_of(9)
-    owner = Outgoing(first_number=1)
+    owner = Sender(first_number=1)
     owner.offer(manifest, data, ["a", "b"])
     for name in ("a", "b"):
         owner.receive(name, Ask(manifest.blob, b"\xff\x80", 0, 0, 8, True), now=0.0)
@@ -581,7 +573,7 @@ def test_a_lost_chunk_is_published_once_more(lost: int) -> None:
     line.run()
     check_complete(line, manifest, data)
     again = [p for p in line.published if p.index == lost][1:]
-    assert len(again) == 1 and again[0].lane == "device-0"
+    assert len(again) == 1 and again[0].stream == "device-0"
     assert line.owner.chunks_repeated == 1 and len(line.published) == 41
 
 
@@ -591,7 +583,7 @@ def test_what_most_lost_is_repeated_for_all() -> None:
     line.lose = lambda publication: publication.index == 11 and publication.number < 5030
     line.run()
     check_complete(line, manifest, data)
-    assert [p.lane for p in line.published if p.index == 11][:2] == [ALL, ALL]
+    assert [p.stream for p in line.published if p.index == 11][:2] == [ALL, ALL]
 
 
 @pytest.mark.parametrize("noticed", [True, False])
@@ -608,18 +600,18 @@ def test_a_receiver_that_reconnects_goes_on(moment: float, noticed: bool) -> Non
 
 
 def test_a_receiver_that_came_back_after_its_death_is_served_within_its_window() -> None:
-    """Own-lane numbers go on: the receiver remembers the last one it saw, and so must the owner."""
+    """Own-stream numbers go on: the receiver remembers the last one it saw, and so must the owner."""
     line = Line(delay_s=0.02)
     manifest, data = blob_of(80)
     for name in names_of(2):
         line.add(name)
     line.owner.offer(manifest, data, [])
     line.fetch(line.receivers["device-1"], manifest)
-    line.after(1.0, lambda: line.fetch(line.receivers["device-0"], manifest))  # all of it on its own lane
+    line.after(1.0, lambda: line.fetch(line.receivers["device-0"], manifest))  # all of it on its own stream
     line.after(1.2, lambda: line.reconnect(line.receivers["device-0"], noticed=True))
     line.run()
     check_complete(line, manifest, data)
-    own = [p for p in line.published if p.lane == "device-0"]
+    own = [p for p in line.published if p.stream == "device-0"]
     assert [p.number for p in own] == sorted({p.number for p in own})
     assert len(own) <= 80 + 8
 
@@ -638,7 +630,7 @@ def test_an_owner_that_restarts_is_asked_for_the_rest(moment: float) -> None:
 def test_full_windows_of_others_do_not_hold_back_a_receiver() -> None:
     """Two that hang lack the chunk at the cursor, the third lacks only later ones: it must not wait for them."""
     manifest, data = blob_of(16)
-    owner = Outgoing(first_number=1)
+    owner = Sender(first_number=1)
     owner.offer(manifest, data, [])
     for name in ("hangs-1", "hangs-2"):
         owner.receive(name, Ask(manifest.blob, b"\xff\xff", 0, 0, 2, True), now=0.0)
@@ -648,10 +640,10 @@ def test_full_windows_of_others_do_not_hold_back_a_receiver() -> None:
         publication = owner.next_publication(0.0, lambda peers: True)
         if publication is None:
             break
-        if publication.lane in (ALL, "lives"):
+        if publication.stream in (ALL, "lives"):
             lacking.discard(publication.index)
             bits = np.packbits([index in lacking for index in range(16)]).tobytes() if lacking else b""
-            numbers = (publication.number, 0) if publication.lane == ALL else (0, publication.number)
+            numbers = (publication.number, 0) if publication.stream == ALL else (0, publication.number)
             owner.receive("lives", Ask(manifest.blob, bits, *numbers, 8, False), now=0.0)
     assert not lacking
 
@@ -660,12 +652,12 @@ def test_losses_are_repaired_on_a_connection_that_is_never_silent() -> None:
     """At a parent the heartbeats of other children go on for ever: they must not hide a lost window."""
     line = Line()
     manifest, data = broadcast(line, 30, ["device-0"])
-    incoming = line.receivers["device-0"].incoming
+    core = line.receivers["device-0"].core
     line.lose = lambda publication: line.now < 1001.0 and publication.index >= 5
 
     def chatter() -> None:
-        incoming.heard(line.now)
-        if incoming.wanted():
+        core.heard(line.now)
+        if core.wanted():
             line.after(0.5, chatter)
 
     chatter()
@@ -674,66 +666,66 @@ def test_losses_are_repaired_on_a_connection_that_is_never_silent() -> None:
 
 
 def test_silence_is_answered_at_growing_intervals() -> None:
-    incoming = Incoming(window=8, slots=4)
+    core = Receiver(window=8, slots=4)
     manifest, _ = blob_of(4)
-    incoming.fetch(OWNER, manifest, memoryview(bytearray(manifest.size)), now=0.0)
+    core.fetch(OWNER, manifest, memoryview(bytearray(manifest.size)), now=0.0)
     asked = []
-    while (due := incoming.next_deadline()) is not None and due < 60:
-        incoming.tick(due)
-        asked += [due] * len(incoming.to_send())
+    while (due := core.next_deadline()) is not None and due < 60:
+        core.tick(due)
+        asked += [due] * len(core.to_send())
     gaps = np.diff([0.0, *asked])
     assert asked[0] == 2.0 and (np.diff(gaps) >= 0).all() and gaps[-1] == 15.0
 
 
-def asked_at(incoming: Incoming, carried: Callable[[float], int], *, until_s: float) -> list[float]:
+def asked_at(core: Receiver, carried: Callable[[float], int], *, until_s: float) -> list[float]:
     """Return when a fetch that gets no message asks, over a connection that carries so many bytes by the time."""
     manifest, _ = blob_of(4, chunk_bytes=2_000_000)
-    incoming.fetch(OWNER, manifest, memoryview(bytearray(manifest.size)), now=0.0)
-    incoming.tick(0.0, carried=carried(0.0))
-    asked = [0.0] * len(incoming.to_send())
-    while (due := incoming.next_deadline()) is not None and due < until_s:
-        incoming.tick(due, carried=carried(due))
-        asked += [due] * len(incoming.to_send())
+    core.fetch(OWNER, manifest, memoryview(bytearray(manifest.size)), now=0.0)
+    core.tick(0.0, carried=carried(0.0))
+    asked = [0.0] * len(core.to_send())
+    while (due := core.next_deadline()) is not None and due < until_s:
+        core.tick(due, carried=carried(due))
+        asked += [due] * len(core.to_send())
     return asked
 
 
 def test_bytes_that_flow_are_no_silence() -> None:
-    own = Incoming(window=8, slots=4, exclusive=True)
+    own = Receiver(window=8, slots=4, exclusive=True)
     assert asked_at(own, lambda now: 5000 + int(8000 * now), until_s=250.0) == [0.0]
 
 
 def test_bytes_that_never_become_a_chunk_are_none() -> None:
-    own = Incoming(window=8, slots=4, exclusive=True)
+    own = Receiver(window=8, slots=4, exclusive=True)
     assert 500.0 < asked_at(own, lambda now: 5000 + int(8000 * now), until_s=600.0)[1] < 500.0 + 2 * REPAIR_S
 
 
 def test_bytes_that_stop_are_silence() -> None:
-    own = Incoming(window=8, slots=4, exclusive=True)
+    own = Receiver(window=8, slots=4, exclusive=True)
     asked = asked_at(own, lambda now: int(8000 * min(now, 100.0)), until_s=200.0)
     assert asked[0] == 0.0 and 100.0 + REPAIR_S <= asked[1] <= 100.0 + 2 * REPAIR_S
 
 
 def test_acknowledgements_and_pings_are_no_sign_of_a_model() -> None:
-    own = Incoming(window=8, slots=4, exclusive=True)
+    own = Receiver(window=8, slots=4, exclusive=True)
     assert asked_at(own, lambda now: int(100 * now), until_s=60.0) == asked_at(
-        Incoming(window=8, slots=4), lambda now: -1, until_s=60.0
+        Receiver(window=8, slots=4), lambda now: -1, until_s=60.0
     )
 
 
 def test_bytes_that_may_be_for_others_buy_no_more_than_patience() -> None:
-    shared = Incoming(window=8, slots=4)
+    shared = Receiver(window=8, slots=4)
     assert asked_at(shared, lambda now: int(8000 * now), until_s=200.0) == [0.0, 15.0, 45.0, 105.0, 165.0]
     assert PATIENCE_S == 15.0 and PATIENCE_MOST_S == 60.0
 
 
 def test_a_kernel_that_begins_or_ceases_to_tell_hides_no_silence() -> None:
     for carried in (lambda now: -1 if now < 1 else 10**9, lambda now: 10**9 if now < 1 else -1):
-        own = Incoming(window=8, slots=4, exclusive=True)
+        own = Receiver(window=8, slots=4, exclusive=True)
         assert asked_at(own, carried, until_s=60.0)[1] == REPAIR_S
 
 
 def test_a_new_connection_is_counted_from_its_own_beginning() -> None:
-    own = Incoming(window=8, slots=4, exclusive=True)
+    own = Receiver(window=8, slots=4, exclusive=True)
     manifest, _ = blob_of(4, chunk_bytes=100_000)
     own.fetch(OWNER, manifest, memoryview(bytearray(manifest.size)), now=0.0)
     own.tick(0.0, carried=10**9)
@@ -797,82 +789,83 @@ def test_whatever_happens_everybody_gets_the_blob(how: dict[str, object]) -> Non
 # Damage and strangers
 
 
-class Desk:
-    """One `Incoming` in the hand of a test."""
+class OneFetch:
+    """One `Receiver` in the hand of a test."""
 
     def __init__(self, chunks: int = 10, *, slots: int = 4, window: int = 8) -> None:
         self.manifest, self.data = blob_of(chunks)
-        self.incoming = Incoming(window=window, slots=slots)
+        self.core = Receiver(window=window, slots=slots)
         self.buffer = bytearray(self.manifest.size)
-        self.incoming.fetch(OWNER, self.manifest, memoryview(self.buffer), now=0.0)
-        self.incoming.to_send()
+        self.core.fetch(OWNER, self.manifest, memoryview(self.buffer), now=0.0)
+        self.core.to_send()
         self.number = 0
         self.now = 1.0
 
     def chunk(self, index: int, data: bytes | None = None, *, blob: str | None = None, owner: str = OWNER) -> bool:
         self.number += 1
         body = bytes(self.data[index * CHUNK : (index + 1) * CHUNK]) if data is None else data
-        return self.incoming.receive_chunk(
-            owner, blob or self.manifest.blob, lane=ALL, index=index, number=self.number, data=body, now=self.now
+        return self.core.receive_chunk(
+            owner, blob or self.manifest.blob, stream=ALL, index=index, number=self.number, data=body, now=self.now
         )
 
 
 @pytest.mark.parametrize("body", [b"", b"x", b"x" * CHUNK, b"x" * (CHUNK + 1), b"x" * (CHUNK - 1)])
 def test_a_damaged_chunk_is_refused_and_asked_for_again(body: bytes) -> None:
-    desk = Desk()
-    assert not desk.chunk(3, body)
-    assert desk.buffer == bytes(desk.manifest.size) and desk.incoming.chunks_refused == 1
-    ((owner, ask),) = desk.incoming.to_send()
+    one = OneFetch()
+    assert not one.chunk(3, body)
+    assert one.buffer == bytes(one.manifest.size) and one.core.chunks_refused == 1
+    ((owner, ask),) = one.core.to_send()
     assert owner == OWNER and ask.lacking == b"\xff\xc0" and ask.seen_all == 1
-    assert all(desk.chunk(index) for index in range(10)) and desk.buffer == desk.data
-    assert desk.incoming.next_event() == Fetched(OWNER, desk.manifest.blob)
+    assert all(one.chunk(index) for index in range(10)) and one.buffer == one.data
+    assert one.core.next_event() == Fetched(OWNER, one.manifest.blob)
 
 
 def test_chunks_in_each_others_place_are_refused() -> None:
-    desk = Desk()
-    assert not desk.chunk(0, bytes(desk.data[CHUNK : 2 * CHUNK]))
-    assert not desk.chunk(9, bytes(desk.data[:CHUNK]))
-    assert desk.incoming.chunks_refused == 2 and desk.incoming.lacks(OWNER, desk.manifest.blob) == 10
+    one = OneFetch()
+    assert not one.chunk(0, bytes(one.data[CHUNK : 2 * CHUNK]))
+    assert not one.chunk(9, bytes(one.data[:CHUNK]))
+    assert one.core.chunks_refused == 2 and one.core.lacks(OWNER, one.manifest.blob) == 10
 
 
 def test_foreign_chunks_touch_nothing() -> None:
-    desk = Desk()
-    assert not desk.chunk(10, b"x") and not desk.chunk(10**9 - 1, b"x")
-    assert not desk.chunk(0, blob="f" * 16) and not desk.chunk(0, owner="stranger")
-    assert desk.incoming.chunks_refused == 4 and desk.buffer == bytes(desk.manifest.size)
-    assert desk.incoming.next_event() is None and desk.incoming.to_send() == []
+    one = OneFetch()
+    assert not one.chunk(10, b"x") and not one.chunk(10**9 - 1, b"x")
+    assert not one.chunk(0, blob="f" * 16) and not one.chunk(0, owner="stranger")
+    assert one.core.chunks_refused == 4 and one.buffer == bytes(one.manifest.size)
+    assert one.core.next_event() is None and one.core.to_send() == []
 
 
 def test_damaged_chunks_alone_fail_the_fetch() -> None:
-    desk = Desk()
-    desk.chunk(0)
+    one = OneFetch()
+    one.chunk(0)
     for _ in range(3):
-        assert not desk.chunk(5, b"x") and desk.incoming.to_send()  # asked for at once
+        assert not one.chunk(5, b"x") and one.core.to_send()  # asked for at once
     for _ in range(50):
-        assert not desk.chunk(6, b"x") and not desk.incoming.to_send()  # but not for ever
-    desk.now += SPOILT_S - 0.1
-    desk.incoming.heard(desk.now)  # others keep the connection busy
-    assert not desk.chunk(6, b"x") and desk.incoming.next_event() is None
-    assert desk.incoming.next_deadline() == 1.0 + SPOILT_S
-    desk.now = 1.0 + SPOILT_S
-    desk.incoming.tick(desk.now)
-    ((_, ask),) = desk.incoming.to_send()
-    assert ask.restart and desk.incoming.next_event() is None  # a last chance
-    assert not desk.chunk(5, b"x")
-    event = desk.incoming.next_event()
-    assert isinstance(event, FetchFailed) and (event.owner, event.blob) == (OWNER, desk.manifest.blob)
+        assert not one.chunk(6, b"x") and not one.core.to_send()  # but not for ever
+    one.now += SPOILT_S - 0.1
+    one.core.heard(one.now)  # others keep the connection busy
+    assert not one.chunk(6, b"x") and one.core.next_event() is None
+    assert one.core.next_deadline() == 1.0 + SPOILT_S
+    one.now = 1.0 + SPOILT_S
+    one.core.tick(one.now)
+    ((_, ask),) = one.core.to_send()
+    assert ask.restart and one.core.next_event() is None  # a last chance
+    assert not one.chunk(5, b"x")
+    event = one.core.next_event()
+    assert isinstance(event, FetchFailed) and (event.owner, event.blob) == (OWNER, one.manifest.blob)
+    assert event.cause is FetchFailure.DAMAGED
     assert "wrong digests" in event.reason and "55 damaged" in event.reason
-    assert desk.incoming.next_event() is None and not desk.incoming.wanted() and not desk.incoming.to_send()
+    assert one.core.next_event() is None and not one.core.wanted() and not one.core.to_send()
 
 
 def test_two_damaged_chunks_or_one_sound_one_among_them_fail_no_fetch() -> None:
-    desk = Desk()
+    one = OneFetch()
     for body in (b"x", b"y", None, b"z", b""):
-        desk.chunk(5, body)
-        desk.chunk(6, b"x") if body == b"z" else None
-    desk.now += 100 * SPOILT_S
-    assert not desk.chunk(5, b"x")
-    assert desk.incoming.next_event() is None and desk.incoming.wanted()
+        one.chunk(5, body)
+        one.chunk(6, b"x") if body == b"z" else None
+    one.now += 100 * SPOILT_S
+    assert not one.chunk(5, b"x")
+    assert one.core.next_event() is None and one.core.wanted()
 
 
 def test_an_owner_whose_chunks_never_fit_its_manifest_is_left_soon_and_at_little_cost() -> None:
@@ -891,7 +884,7 @@ def test_damage_on_the_way_is_repaired() -> None:
     line = Line()
     manifest, data = broadcast(line, 20, names_of(2))
     victim, damaged = line.receivers["device-1"], []
-    inner = victim.incoming.receive_chunk
+    inner = victim.core.receive_chunk
 
     def damage(owner: str, blob: str, *, data: bytes, **more: object) -> bool:
         if more["index"] in (4, 19) and more["index"] not in damaged:
@@ -899,17 +892,17 @@ def test_damage_on_the_way_is_repaired() -> None:
             data = data[:-1] + bytes([data[-1] ^ 1])
         return inner(owner, blob, data=data, **more)  # type: ignore[arg-type]
 
-    victim.incoming.receive_chunk = damage  # type: ignore[method-assign, assignment]
+    victim.core.receive_chunk = damage  # type: ignore[method-assign, assignment]
     line.run()
     check_complete(line, manifest, data)
-    assert victim.incoming.chunks_refused == 2 and len(line.published) == 22
+    assert victim.core.chunks_refused == 2 and len(line.published) == 22
 
 
 def test_a_duplicate_is_counted_and_changes_nothing() -> None:
-    desk = Desk()
-    assert desk.chunk(0) and not desk.chunk(0) and not desk.chunk(0, b"other bytes")
-    assert desk.incoming.chunks_duplicate == 1 and desk.incoming.chunks_refused == 1
-    assert desk.buffer[:CHUNK] == desk.data[:CHUNK]
+    one = OneFetch()
+    assert one.chunk(0) and not one.chunk(0) and not one.chunk(0, b"other bytes")
+    assert one.core.chunks_duplicate == 1 and one.core.chunks_refused == 1
+    assert one.buffer[:CHUNK] == one.data[:CHUNK]
 
 
 @settings(max_examples=60)
@@ -924,25 +917,25 @@ def test_a_thousand_hostile_chunks_are_refused_and_the_blob_is_exact(
     forge: Callable[..., Any], seed: int, chunks: int, receivers: int, loss: float, some: set[int]
 ) -> None:
     line, draw = Line(seed=seed, loss=loss, pace_s=0.01), random.Random(seed)
-    forged = forge(OWNER, lanes=[ALL, "device-0", "device-9"])
+    forged = forge(OWNER, streams=[ALL, "device-0", "device-9"])
     manifest, data = broadcast(line, chunks, names_of(receivers))
     victim = line.receivers["device-0"]
     refused = duplicate = true = 0
 
     def attack(kind: str) -> None:
         nonlocal refused, duplicate, true
-        it = forged(draw, kind, manifest, data, said=[(p.lane, p.index, p.number) for p in line.published])
-        counts = victim.incoming.chunks_refused, victim.incoming.chunks_duplicate
-        known = (it.owner, it.blob) in victim.incoming.wanted() and it.index < chunks
+        it = forged(draw, kind, manifest, data, published=[(p.stream, p.index, p.number) for p in line.published])
+        counts = victim.core.chunks_refused, victim.core.chunks_duplicate
+        known = (it.owner, it.blob) in victim.core.wanted() and it.index < chunks
         sound = known and it.data == data[manifest.span(it.index)]
-        fresh = victim.incoming.receive_chunk(
-            it.owner, it.blob, lane=it.lane, index=it.index, number=it.number, data=it.data, now=line.now
+        fresh = victim.core.receive_chunk(
+            it.owner, it.blob, stream=it.stream, index=it.index, number=it.number, data=it.data, now=line.now
         )
         assert fresh == (sound and it.index not in victim.has[manifest.blob])
         if fresh:
             victim.has[manifest.blob].add(it.index)
         refused, duplicate, true = refused + (not sound), duplicate + (sound and not fresh), true + fresh
-        seen = victim.incoming.chunks_refused - counts[0], victim.incoming.chunks_duplicate - counts[1]
+        seen = victim.core.chunks_refused - counts[0], victim.core.chunks_duplicate - counts[1]
         assert seen == (not sound, sound and not fresh)
 
     for kind in draw.choices([forged.kinds[place] for place in sorted(some)], k=1000):
@@ -955,18 +948,18 @@ def test_a_thousand_hostile_chunks_are_refused_and_the_blob_is_exact(
 
 
 def test_a_gap_in_the_numbers_is_asked_about_at_once() -> None:
-    desk = Desk(window=64)
-    desk.chunk(0)
-    assert not desk.incoming.to_send()  # no quarter of a window yet, and nothing is missing
-    desk.number += 1
-    desk.chunk(2)
-    ((_, ask),) = desk.incoming.to_send()
+    one = OneFetch(window=64)
+    one.chunk(0)
+    assert not one.core.to_send()  # no quarter of a window yet, and nothing is missing
+    one.number += 1
+    one.chunk(2)
+    ((_, ask),) = one.core.to_send()
     assert ask.seen_all == 3 and ask.lacking == b"\x5f\xc0" and not ask.restart
 
 
 def test_an_ask_that_comes_late_does_not_undo_a_newer_one() -> None:
     manifest, data = blob_of(8)
-    owner = Outgoing(first_number=0)
+    owner = Sender(first_number=0)
     owner.offer(manifest, data, ["a"])
 
     def ask(lacking: int, seen: int, restart: bool) -> None:
@@ -980,19 +973,19 @@ def test_an_ask_that_comes_late_does_not_undo_a_newer_one() -> None:
     assert owner.next_publication(0.0, lambda peers: True) is None
     ask(0x01, 8, False)  # now it is lost, and it alone
     publication = owner.next_publication(0.0, lambda peers: True)
-    assert publication is not None and publication.index == 7 and publication.lane == "a"
+    assert publication is not None and publication.index == 7 and publication.stream == "a"
     assert owner.next_publication(0.0, lambda peers: True) is None
 
 
 def test_duplicates_count_as_publications_seen() -> None:
     """What fills the window must be reported, or the owner waits for an ask that nobody makes."""
-    desk = Desk()
+    one = OneFetch()
     for index in (0, 1):
-        desk.chunk(index)
-    desk.incoming.to_send()
+        one.chunk(index)
+    one.core.to_send()
     for _ in range(2):
-        desk.chunk(0)
-    ((_, ask),) = desk.incoming.to_send()
+        one.chunk(0)
+    ((_, ask),) = one.core.to_send()
     assert ask.seen_all == 4
 
 
@@ -1008,7 +1001,7 @@ def test_any_ask_leaves_the_owner_sane(
     seen: tuple[int, int], bitmap: bytes, window: int, restart: bool, known: bool
 ) -> None:
     manifest, data = blob_of(10)
-    owner = Outgoing(first_number=7)
+    owner = Sender(first_number=7)
     owner.offer(manifest, data, ["a"])
     foreign = Ask(manifest.blob if known else "f" * 16, bitmap, *seen, window, restart)
     for _ in range(3):
@@ -1019,7 +1012,7 @@ def test_any_ask_leaves_the_owner_sane(
     owner.receive("a", Ask(manifest.blob, b"\xff\xc0", 0, 0, 64, True), now=0.0)
     got = set()
     while (publication := owner.next_publication(1.0, lambda peers: True)) is not None:
-        if publication.lane in (ALL, "a"):
+        if publication.stream in (ALL, "a"):
             got.add(publication.index)
     assert got == set(range(10))
 
@@ -1034,78 +1027,79 @@ def test_a_blob_that_is_gone_fails_the_fetch() -> None:
     line.run()
     for receiver in line.receivers.values():
         (event,) = receiver.events
-        assert isinstance(event, FetchFailed) and "no longer holds" in event.reason
+        assert isinstance(event, FetchFailed) and event.cause is FetchFailure.GONE
+        assert "no longer holds" in event.reason
     assert not line.published
 
 
 def test_gone_of_another_blob_or_owner_is_ignored() -> None:
-    desk = Desk()
-    desk.incoming.gone(OWNER, "f" * 16, now=0.0)
-    desk.incoming.gone("stranger", desk.manifest.blob, now=0.0)
-    assert desk.incoming.next_event() is None and desk.incoming.lacks(OWNER, desk.manifest.blob) == 10
+    one = OneFetch()
+    one.core.gone(OWNER, "f" * 16, now=0.0)
+    one.core.gone("stranger", one.manifest.blob, now=0.0)
+    assert one.core.next_event() is None and one.core.lacks(OWNER, one.manifest.blob) == 10
 
 
 def test_a_finished_receiver_of_a_retired_blob_gets_no_answer() -> None:
-    assert Outgoing(first_number=1).receive("a", Ask("f" * 16, b"", 0, 0, 8, False), now=0.0) is None
+    assert Sender(first_number=1).receive("a", Ask("f" * 16, b"", 0, 0, 8, False), now=0.0) is None
 
 
 @pytest.mark.parametrize("slots", [1, 2, 4])
 def test_uploads_take_slots_in_order(slots: int) -> None:
-    incoming = Incoming(window=8, slots=slots)
+    core = Receiver(window=8, slots=slots)
     blobs = [blob_of(2, seed) for seed in range(6)]
     for number, (manifest, _) in enumerate(blobs):
-        incoming.fetch(f"device-{number}", manifest, memoryview(bytearray(manifest.size)), now=0.0)
+        core.fetch(f"device-{number}", manifest, memoryview(bytearray(manifest.size)), now=0.0)
     for number, (manifest, data) in enumerate(blobs):
         active = {(f"device-{n}", blobs[n][0].blob) for n in range(number, min(number + slots, 6))}
-        assert incoming.wanted() == active
-        asked = {owner for owner, ask in incoming.to_send() if ask.lacking}
+        assert core.wanted() == active
+        asked = {owner for owner, ask in core.to_send() if ask.lacking}
         assert asked <= {owner for owner, _ in active}
         for index in range(2):
             span = manifest.span(index)
-            assert incoming.receive_chunk(
-                f"device-{number}", manifest.blob, lane="parent", index=index, number=index, data=bytes(data[span]),
+            assert core.receive_chunk(
+                f"device-{number}", manifest.blob, stream="parent", index=index, number=index, data=bytes(data[span]),
                 now=0.0,
             )  # fmt: skip
-        assert incoming.next_event() == Fetched(f"device-{number}", manifest.blob)
-    assert not incoming.wanted() and incoming.next_deadline() is None
+        assert core.next_event() == Fetched(f"device-{number}", manifest.blob)
+    assert not core.wanted() and core.next_deadline() is None
 
 
 def test_slow_links_share_slots() -> None:
     ways = {f"device-{n}": Way(2_500_000.0) for n in range(10)} | {f"device-{n}": Way(125e6) for n in (10, 11)}
-    incoming = Incoming(window=8, slots=2, ways=ways)
+    core = Receiver(window=8, slots=2, ways=ways)
     for number in range(14):
         manifest, _ = blob_of(2, number)
-        incoming.fetch(f"device-{number}", manifest, memoryview(bytearray(manifest.size)), now=0.0)
+        core.fetch(f"device-{number}", manifest, memoryview(bytearray(manifest.size)), now=0.0)
     # Ten of 20 Mbit/s take 0.8 of a slot, one of 1 Gbit/s a whole one, the next one more; undeclared ones wait.
-    assert {owner for owner, _ in incoming.wanted()} == {f"device-{n}" for n in range(12)}
+    assert {owner for owner, _ in core.wanted()} == {f"device-{n}" for n in range(12)}
 
 
 def test_a_dropped_fetch_frees_its_slot() -> None:
-    desk = Desk(slots=1)
+    one = OneFetch(slots=1)
     other, _ = blob_of(3, 9)
-    desk.incoming.fetch("device-1", other, memoryview(bytearray(other.size)), now=0.0)
-    desk.incoming.fetch("device-2", other, memoryview(bytearray(other.size)), now=0.0)
-    desk.incoming.drop("device-1", now=0.0)  # it still waited
-    desk.incoming.drop(OWNER, blob="f" * 16, now=0.0)  # not this one
-    assert desk.incoming.wanted() == {(OWNER, desk.manifest.blob)}
-    desk.incoming.drop(OWNER, blob=desk.manifest.blob, now=0.0)
-    assert desk.incoming.wanted() == {("device-2", other.blob)} and not desk.chunk(0)
-    assert desk.incoming.next_event() is None
+    one.core.fetch("device-1", other, memoryview(bytearray(other.size)), now=0.0)
+    one.core.fetch("device-2", other, memoryview(bytearray(other.size)), now=0.0)
+    one.core.drop("device-1", now=0.0)  # it still waited
+    one.core.drop(OWNER, blob="f" * 16, now=0.0)  # not this one
+    assert one.core.wanted() == {(OWNER, one.manifest.blob)}
+    one.core.drop(OWNER, blob=one.manifest.blob, now=0.0)
+    assert one.core.wanted() == {("device-2", other.blob)} and not one.chunk(0)
+    assert one.core.next_event() is None
 
 
 def test_a_known_fetch_goes_on() -> None:
-    desk = Desk()
-    desk.chunk(0)
-    desk.incoming.fetch(OWNER, desk.manifest, memoryview(bytearray(desk.manifest.size)), now=5.0)
-    assert desk.incoming.lacks(OWNER, desk.manifest.blob) == 9 and not desk.incoming.to_send()
+    one = OneFetch()
+    one.chunk(0)
+    one.core.fetch(OWNER, one.manifest, memoryview(bytearray(one.manifest.size)), now=5.0)
+    assert one.core.lacks(OWNER, one.manifest.blob) == 9 and not one.core.to_send()
 
 
 def test_an_inline_blob_is_taken_whole() -> None:
     manifest, data = blob_of(3)
-    incoming, buffer = Incoming(window=8, slots=1), bytearray(manifest.size)
-    incoming.take(OWNER, manifest, memoryview(buffer), bytes(data))
-    assert incoming.next_event() == Fetched(OWNER, manifest.blob) and buffer == data
-    assert not incoming.to_send() and not incoming.wanted()
+    core, buffer = Receiver(window=8, slots=1), bytearray(manifest.size)
+    core.take(OWNER, manifest, memoryview(buffer), bytes(data))
+    assert core.next_event() == Fetched(OWNER, manifest.blob) and buffer == data
+    assert not core.to_send() and not core.wanted()
 
 
 @pytest.mark.parametrize("lie", ["short", "long", "empty", "first bit", "last bit"])
@@ -1119,21 +1113,21 @@ def test_an_inline_blob_that_is_not_what_it_says_is_refused(lie: str) -> None:
         "first bit": bytes([body[0] ^ 128]) + body[1:],
         "last bit": body[:-1] + bytes([body[-1] ^ 1]),
     }[lie]
-    incoming, buffer = Incoming(window=8, slots=1), bytearray(manifest.size)
-    incoming.take(OWNER, manifest, memoryview(buffer), body)
-    event = incoming.next_event()
-    assert isinstance(event, FetchFailed) and "wrong digest" in event.reason
-    assert buffer == bytes(manifest.size) and incoming.chunks_refused == 1
+    core, buffer = Receiver(window=8, slots=1), bytearray(manifest.size)
+    core.take(OWNER, manifest, memoryview(buffer), body)
+    event = core.next_event()
+    assert isinstance(event, FetchFailed) and event.cause is FetchFailure.DAMAGED and "wrong digest" in event.reason
+    assert buffer == bytes(manifest.size) and core.chunks_refused == 1
 
 
 def test_a_row_of_an_array_is_assembled_in_place() -> None:
     manifest, data = blob_of(3)
     rows = np.zeros((2, manifest.size), np.uint8)
-    incoming = Incoming(window=8, slots=1)
-    incoming.fetch(OWNER, manifest, rows[1].data, now=0.0)
+    core = Receiver(window=8, slots=1)
+    core.fetch(OWNER, manifest, rows[1].data, now=0.0)
     for index in reversed(range(3)):
-        incoming.receive_chunk(
-            OWNER, manifest.blob, lane=ALL, index=index, number=index, data=bytes(data[manifest.span(index)]), now=0.0
+        core.receive_chunk(
+            OWNER, manifest.blob, stream=ALL, index=index, number=index, data=bytes(data[manifest.span(index)]), now=0.0
         )
     assert rows[1].tobytes() == data and not rows[0].any()
 
@@ -1173,10 +1167,22 @@ def test_a_blob_is_named_by_its_content() -> None:
 )
 def test_a_manifest_of_another_run_is_refused(lie: dict[str, object], says: str) -> None:
     manifest, _ = blob_of(5)
-    check(manifest, size=4820, layout="l", codecs=frozenset({"fp32"}))
+    form = ModelForm("l", "fp32", 4820, exact=True, delta=False)
+    form.check(manifest)
     with pytest.raises(RefusedModel) as caught:
-        check(replace(manifest, **lie), size=4820, layout="l", codecs=frozenset({"fp32"}))  # type: ignore[arg-type]
+        form.check(replace(manifest, **lie))  # type: ignore[arg-type]
     assert says in str(caught.value) and len(str(caught.value)) < 200
+
+
+def test_a_manifest_may_be_smaller_where_sizes_vary_and_names_its_reference_where_it_is_a_delta() -> None:
+    manifest, _ = blob_of(5)
+    against = "0123456789abcdef"
+    ModelForm("l", "fp32", 9000, exact=False, delta=False).check(manifest)
+    delta = ModelForm("l", "fp32", 4820, exact=True, delta=True)
+    delta.check(replace(manifest, reference=against), reference=against)
+    for form, reference in ((delta, against), (ModelForm("l", "fp32", 4819, exact=False, delta=False), "")):
+        with pytest.raises(RefusedModel):
+            form.check(manifest, reference=reference)
 
 
 def test_chunks_follow_the_link() -> None:
@@ -1212,44 +1218,160 @@ def test_a_receiver_asks_for_what_its_link_can_carry() -> None:
     data = memoryview(bytes(40 * 32_768))
     manifest = describe(data, chunk_bytes=32_768, codec="fp32", layout="l")
     ways = {"slow": Way(8000.0), "fast": Way(1e6), "free": Way()}
-    incoming = Incoming(window=8, slots=4, ways=ways, keepalive_s=30)
+    core = Receiver(window=8, slots=4, ways=ways, keepalive_s=30)
     for owner in (*ways, "stranger"):
-        incoming.fetch(owner, manifest, memoryview(bytearray(manifest.size)), now=0.0)
-    assert {owner: ask.window for owner, ask in incoming.to_send()} == {"slow": 2, "fast": 8, "free": 8, "stranger": 8}
+        core.fetch(owner, manifest, memoryview(bytearray(manifest.size)), now=0.0)
+    assert {owner: ask.window for owner, ask in core.to_send()} == {"slow": 2, "fast": 8, "free": 8, "stranger": 8}
     for index in range(2):
-        incoming.receive_chunk(
-            "slow", manifest.blob, lane=ALL, index=index, number=index + 1, data=bytes(32_768), now=1.0
+        core.receive_chunk(
+            "slow", manifest.blob, stream=ALL, index=index, number=index + 1, data=bytes(32_768), now=1.0
         )
-        assert [ask.window for _, ask in incoming.to_send()] == [2]  # a quarter of two is each one
+        assert [ask.window for _, ask in core.to_send()] == [2]  # a quarter of two is each one
 
 
 def test_a_dead_owner_gives_its_slot_to_those_that_wait_and_keeps_what_it_sent() -> None:
     data = random.Random(5).randbytes(4 * 1024)
     manifest = describe(memoryview(data), chunk_bytes=1024, codec="fp32", layout="layout")
-    incoming = Incoming(window=8, slots=1)
+    core = Receiver(window=8, slots=1)
     buffers = {owner: bytearray(len(data)) for owner in ("dead", "alive")}
     for owner, buffer in buffers.items():
-        incoming.fetch(owner, manifest, memoryview(buffer), now=0.0)
-    incoming.receive_chunk("dead", manifest.blob, lane="all", index=0, number=1, data=data[:1024], now=0.1)
-    incoming.to_send()
-    incoming.yield_slot("dead", now=0.2)
-    assert incoming.wanted() == {("alive", manifest.blob)}
+        core.fetch(owner, manifest, memoryview(buffer), now=0.0)
+    core.receive_chunk("dead", manifest.blob, stream="all", index=0, number=1, data=data[:1024], now=0.1)
+    core.to_send()
+    core.yield_slot("dead", now=0.2)
+    assert {owner for owner, _ in core.to_send()} == {"alive"}
     for index in range(4):
         chunk = data[manifest.span(index)]
-        incoming.receive_chunk("alive", manifest.blob, lane="all", index=index, number=index, data=chunk, now=0.3)
-    assert incoming.wanted() == {("dead", manifest.blob)}
-    asks = [ask for owner, ask in incoming.to_send() if owner == "dead"]
-    assert [(ask.restart, ask.lacking) for ask in asks] == [(True, bytes([0b01110000]))]
+        core.receive_chunk("alive", manifest.blob, stream="all", index=index, number=index, data=chunk, now=0.3)
+    assert core.wanted() == {("dead", manifest.blob)}
+    asks = [ask for owner, ask in core.to_send() if owner == "dead"]
+    assert [ask.lacking for ask in asks] == [bytes([0b01110000])]
     assert buffers["alive"] == data
 
 
 def test_an_owner_that_reconnected_is_asked_again_at_once() -> None:
     data = bytes(4 * 1024)
     manifest = describe(memoryview(data), chunk_bytes=1024, codec="fp32", layout="layout")
-    incoming = Incoming(window=8, slots=2)
-    incoming.fetch("owner", manifest, memoryview(bytearray(len(data))), now=0.0)
-    assert len(incoming.to_send()) == 1
-    incoming.ask_again("other", now=1.0)
-    assert incoming.to_send() == []
-    incoming.ask_again("owner", now=1.0)
-    assert [(owner, ask.restart) for owner, ask in incoming.to_send()] == [("owner", True)]
+    core = Receiver(window=8, slots=2)
+    core.fetch("owner", manifest, memoryview(bytearray(len(data))), now=0.0)
+    assert len(core.to_send()) == 1
+    core.ask_again("other", now=1.0)
+    assert core.to_send() == []
+    core.ask_again("owner", now=1.0)
+    assert [(owner, ask.restart) for owner, ask in core.to_send()] == [("owner", True)]
+
+
+# Slots
+
+
+class Slots:
+    """A receiver of one slot and several owners."""
+
+    def __init__(self, *owners: str, slots: int = 1, chunks: int = 4) -> None:
+        self.manifest, self.data = blob_of(chunks)
+        self.core = Receiver(window=8, slots=slots)
+        self.buffers = {owner: bytearray(self.manifest.size) for owner in owners}
+        self.now = 0.0
+        self.number = 0
+        for owner, buffer in self.buffers.items():
+            self.core.fetch(owner, self.manifest, memoryview(buffer), now=0.0)
+
+    def asked(self) -> dict[str, Ask]:
+        """Return the last ask that is due to each owner."""
+        return dict(self.core.to_send())
+
+    def chunk(self, owner: str, index: int) -> bool:
+        self.number += 1
+        data = bytes(self.data[self.manifest.span(index)])
+        return self.core.receive_chunk(
+            owner, self.manifest.blob, stream=ALL, index=index, number=self.number, data=data, now=self.now
+        )
+
+    def wait(self, seconds: float) -> dict[str, Ask]:
+        """Let time pass on a connection that others keep busy; return what is asked meanwhile."""
+        asked: dict[str, Ask] = {}
+        for _ in range(int(seconds)):
+            self.now += 1.0
+            self.core.heard(self.now)
+            self.core.tick(self.now)
+            asked |= self.asked()
+        return asked
+
+
+def test_a_fetch_that_starves_goes_behind_those_that_wait_and_keeps_its_chunks() -> None:
+    slots = Slots("silent", "second", "third")
+    assert set(slots.asked()) == {"silent"}
+    assert slots.chunk("silent", 2)
+    assert set(slots.wait(PATIENCE_S + 1)) == {"second"}
+    assert all(slots.chunk("second", index) for index in range(4))
+    assert set(slots.asked()) == {"second", "third"}  # the first of them: complete
+    assert slots.chunk("silent", 0)  # it was minutes on its way
+    assert all(slots.chunk("third", index) for index in range(4))
+    ask = slots.asked()["silent"]
+    assert ask.lacking == bytes([0b01010000])
+    assert slots.chunk("silent", 1) and slots.chunk("silent", 3)
+    assert slots.buffers["silent"] == slots.data and not slots.core.wanted()
+
+
+def test_a_parked_fetch_may_end_without_a_slot() -> None:
+    slots = Slots("silent", "second")
+    slots.asked()
+    slots.wait(PATIENCE_S + 1)
+    assert all(slots.chunk("silent", index) for index in range(4))
+    assert slots.core.next_event() == Fetched("silent", slots.manifest.blob)
+    assert slots.core.wanted() == {("second", slots.manifest.blob)}
+    assert all(slots.chunk("second", index) for index in range(4)) and not slots.core.wanted()
+
+
+def test_a_parked_fetch_can_be_dropped_and_written_no_more() -> None:
+    slots = Slots("silent", "second")
+    slots.asked()
+    slots.wait(PATIENCE_S + 1)
+    slots.core.drop("silent", now=slots.now)
+    assert slots.core.wanted() == {("second", slots.manifest.blob)} and not slots.chunk("silent", 0)
+    assert slots.core.lacks("silent", slots.manifest.blob) == 0
+
+
+def test_parked_chunks_on_their_way_are_asked_for_again_only_after_two_turns() -> None:
+    """On a slow link a chunk may take longer than a turn; asked for again each time, it would never be here."""
+    slots = Slots("silent", "other")
+    first = slots.asked()["silent"]
+    assert first.restart
+    restarts = []
+    for _ in range(6):
+        restarts += [ask.restart for owner, ask in slots.wait(PATIENCE_S).items() if owner == "silent"]
+    assert restarts[0] is False and any(restarts)
+
+
+@settings(max_examples=60)
+@given(
+    slots=st.integers(1, 4),
+    silent=st.integers(0, 8),
+    serving=st.integers(1, 20),
+    draw=st.randoms(use_true_random=False),
+)
+def test_owners_that_never_serve_hold_nobody_back(slots: int, silent: int, serving: int, draw: random.Random) -> None:
+    owners = [*(f"silent-{i}" for i in range(silent)), *(f"serves-{i}" for i in range(serving))]
+    draw.shuffle(owners)
+    case = Slots(*owners, slots=slots)
+    waiting = {owner for owner in owners if owner.startswith("serves")}
+    for _ in range(int((silent // slots + 2) * (PATIENCE_S + 1))):
+        asked = case.asked() | case.wait(1)
+        while ready := sorted(asked.keys() & waiting):
+            waiting -= {owner for owner in ready if all(case.chunk(owner, index) for index in range(4))}
+            asked = case.asked()
+    assert not waiting
+
+
+def test_a_flood_of_restarts_publishes_each_chunk_once_in_a_while() -> None:
+    owner = Sender(first_number=1)
+    manifest, data = blob_of(8)
+    owner.offer(manifest, data, ["a"])
+    published = 0
+    for hundredth in range(1000):
+        now = hundredth / 100
+        owner.receive("a", Ask(manifest.blob, b"\xff", 0, 0, 8, True), now=now)
+        while (publication := owner.next_publication(now, lambda peers: True)) is not None:
+            owner.left(publication)
+            published += 1
+    assert published <= 8 * (10 / RESTART_S + 1)

@@ -852,9 +852,6 @@ def test_a_light_watch_does_not_hear_devices_and_no_watch_hears_chunks(address: 
                     topics.state(LAB, RUN, "cloud"),
                     serialization.encode(Presence(NodeState.FINISHED, "cloud"), "cloud-1"),
                 ),
-                    topics.state(LAB, RUN, "cloud"),
-                    serialization.encode(Presence(NodeState.FINISHED, "cloud"), "cloud-1"),
-                ),
                 (topics.state(LAB, RUN, "cloud"), b""),
             ]
             for topic, body in said:

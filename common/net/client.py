@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 import aiomqtt
 from aiomqtt import MqttError
 
-from common.net.bulk import BulkClient, usable
+from common.net.bulk import CLOSED, BulkClient, usable
 from common.net.packets import FindPlace, Place
 
 if TYPE_CHECKING:
@@ -85,11 +85,13 @@ class MqttClient(aiomqtt.Client):
         ended = self._client.ended if isinstance(self._client, BulkClient) else ""
         if ended and not self._disconnected.done():
             return f"{ended} before CONNACK"
-        return ended or str(error.__cause__ or error)
+        cause = error.__cause__ or error
+        lost = isinstance(cause, aiomqtt.MqttCodeError) and str(cause.rc) == "Unspecified error"  # all that paho knows
+        return ended or ("connection lost" if lost else str(cause))
 
     def _on_disconnect(self, *arguments: Any) -> None:
         if not self._connected.done():
-            self._connected.set_exception(MqttError("closed before CONNACK"))
+            self._connected.set_exception(MqttError(f"{CLOSED} before CONNACK"))
         super()._on_disconnect(*arguments)
 
     def _on_socket_register_write(self, client: object, userdata: object, sock: Any) -> None:

@@ -62,13 +62,13 @@ class _Sent(NamedTuple):
         return f"{now - self.at:.1f} s after {self.packet}{what}"
 
 
-def pause_s(attempt: int) -> float:
+def pause_s(attempt: int, draw: Callable[[float, float], float] = random.uniform) -> float:
     """Return the seconds to wait before another attempt to connect: twice as long each time, less up to a half.
 
     Each of many nodes that lost the same broker draws its own, so that they don't come back all at once.
     """
     most = min(BACKOFF_MOST_S, BACKOFF_S * 2 ** min(attempt, 16))
-    return random.uniform(most / 2, most)
+    return draw(most / 2, most)
 
 
 class BrokerConnection:
@@ -313,7 +313,8 @@ class BrokerConnection:
         acknowledged()
 
     def _sent(self, packet: str, topic: str = "", size: int = 0) -> None:
-        self._last_sent = _Sent(packet, topic, size, asyncio.get_running_loop().time())
+        if self._client is not None:
+            self._last_sent = _Sent(packet, topic, size, asyncio.get_running_loop().time())
 
     def _has_lived(self) -> None:
         self._worked = True

@@ -20,7 +20,7 @@ class Verdict(Enum):
 class Standing:
     """How a round stands, in children. `refused` ones count as answered: the round goes on with the others.
 
-    `absent`: not there when the round opened, and not since; the others that are expected are `waiting`.
+    `absent`: not ready when the round opened, and not since; the others that are expected are `waiting`.
     """
 
     accepted: int

@@ -70,7 +70,7 @@ class Coordinator:
         for name, child in self._children.items():
             child.assignment = assignments.get(name)
             child.result, child.refusal, child.declined, child.mark, child.has_model = None, "", "", None, False
-            child.absent = not child.present
+            child.absent = child.presence is not NodeState.READY
             child.moved = now - self._idle_s if child.presence is NodeState.FAILED else now
             child.state = ChildState.IDLE if child.assignment is None else ChildState.ASSIGNED
             self._send_task(child, now)
@@ -110,9 +110,12 @@ class Coordinator:
             self._children[name].declined = reason
 
     def preparing(self, name: str, done: int, *, waits: bool, now: float) -> None:
-        """Note progress of a child that is not ready; one that waits for its own children is not idle."""
+        """Note progress of a child that is not ready.
+
+        Before a round is open, one that waits for its own children is not idle: a person may be starting them.
+        """
         child = self._children[name]
-        if waits or done != child.prepared:
+        if (waits and not self._open) or done != child.prepared:
             child.prepared, child.moved = done, now
 
     def hanging(self, now: float) -> list[str]:
@@ -136,7 +139,7 @@ class Coordinator:
         if presence.state is NodeState.FAILED:
             child.moved = now - self._idle_s  # it has reported itself that it will not come back
         if child.present:
-            child.absent = False
+            child.absent = child.absent and presence.state is not NodeState.READY
             self._meet(name, child, session, now)
             if presence.state is NodeState.READY and child.state is ChildState.ASSIGNED:
                 child.repeat_at = now
@@ -310,7 +313,7 @@ class Coordinator:
         self._acknowledgements.append((name, Acknowledgement(*child.answered)))
 
     def _received_model(self, child: ChildInRound, now: float) -> None:
-        child.has_model = True
+        child.has_model, child.absent = True, False  # it works, whatever became of its presence
         if self.timeline.dispatched is None and all(c.has_model for c in self._taking_part()):
             self.timeline.dispatched = now
 
@@ -355,6 +358,7 @@ class Coordinator:
                 reasons.append(f"{name} gave up: {child.reason}")
             else:
                 state = f"its state is {child.presence}" if child.session else "it never came"
+                state += f": {child.reason}" if child.session and child.reason else ""
                 why = f"; it declined its task: {child.declined}" if child.declined else ""
                 reasons.append(f"{name} made no progress for {self._idle_s:g} s ({state}{why})")
         reasons += [f"{n}'s model was refused: {c.refusal}" for n, c in self._children.items() if c.refusal]

@@ -24,6 +24,7 @@ from common.protocol.ledger import Ledger
 from common.protocol.manifest import ModelForm
 from common.protocol.messages import (
     Declined,
+    Failure,
     Farewell,
     Goodbye,
     Key,
@@ -47,6 +48,7 @@ from common.protocol.targets import STAYING, Targets
 from common.protocol.traffic import Traffic
 from common.spec import Closing, Transfer
 
+QUIET_S: Final = 5.0  # a child that prepares reports every two
 RATED_CHUNKS: Final = 8  # a model of fewer shows little of its link
 
 
@@ -101,7 +103,8 @@ class TargetsChanged:
 class Readiness:
     """Who may take part: `ready` children; `missing` ones, each with the reason.
 
-    Among the missing are the `failed` ones, and `hanging` ones that have prepared for `idle_s` without progress.
+    Among the missing are the `failed` ones, and the `hanging` ones: they have prepared for `idle_s` without progress,
+    or failed for lack of progress below them.
     """
 
     ready: frozenset[str]
@@ -167,6 +170,7 @@ class ParentSession(Session):
         self._references: dict[str, str] = {}
         self._last: dict[str, Presence | None] = {}
         self._waits_for: dict[str, str] = {}
+        self._prepared_at: dict[str, float] = {}
 
     # Rounds
 
@@ -231,9 +235,19 @@ class ParentSession(Session):
             elif last is not None and last.state is NodeState.FAILED:
                 failed.add(name)
                 missing[name] = f"gave up: {last.reason}"
+                if last.failure is Failure.STALLED:
+                    hanging.add(name)
             else:
                 missing[name] = "never came" if name not in self._last else "was lost, or left"
         return Readiness(frozenset(ready), missing, frozenset(hanging), frozenset(failed))
+
+    def ask_quiet(self, now: float) -> None:
+        """Ask children that do not report any more how they prepare: that they are ready may be lost."""
+        preparing = [name for name, last in self._last.items() if last is not None and last.state is NodeState.INIT]
+        for name in preparing:
+            if now >= self._prepared_at.setdefault(name, now) + QUIET_S:
+                self._prepared_at[name] = now
+                self.proofs.doubt(name, now)
 
     def present(self) -> list[str]:
         """Return the children that are there."""
@@ -270,6 +284,7 @@ class ParentSession(Session):
             self._count(sender, session, message.traffic, message.below)  # last: its error must not cost the answer
         elif isinstance(message, Preparing):
             self._waits_for[sender] = message.waits_for
+            self._prepared_at[sender] = now
             self.coordinator.preparing(sender, message.done, waits=bool(message.waits_for), now=now)
             self.moves += 1
         elif isinstance(message, Declined):

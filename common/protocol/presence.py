@@ -58,6 +58,10 @@ class OwnPresence:
         if not self.leaving:
             self._due.append(self.presence)
 
+    def repeat(self) -> None:
+        """Publish it again for those that may have missed it."""
+        self._due.append(self.presence)
+
     def connected(self) -> None:
         """Publish it on a new connection. The name is ours once the broker has sent it back."""
         self._established = False
@@ -139,8 +143,8 @@ class PeerProofs:
     """The proofs of one session's peers.
 
     `silent_s`: who lived before and does not prove itself for so long after a reconnection is taken for lost.
-    `persistent`: ask for ever, as a child asks for its parent; a parent asks a few times, since a child that comes
-    publishes its presence.
+    `persistent`: ask for ever, as a child asks for its parent; a parent asks a child of which it knows nothing a few
+    times, since a child that comes publishes its presence.
     """
 
     def __init__(self, peers: Iterable[str], identity: Identity, *, silent_s: float, persistent: bool) -> None:
@@ -224,7 +228,8 @@ class PeerProofs:
         for peer, known in self._of.items():
             if now >= known.ask_at:
                 due.append((peer, WhoIsThere(self.nonce, self._identity.run)))
-                again = self._persistent or known.ask_s < ASK_MOST_S
+                likely = known.proof in (Proof.CLAIMED, Proof.DOUBTED)  # it may have nothing else to send
+                again = self._persistent or likely or known.ask_s < ASK_MOST_S
                 known.ask_s = min(2 * known.ask_s, ASK_MOST_S)
                 known.ask_at = now + known.ask_s if again else inf
         self._look_at = min((min(known.ask_at, known.silent_at) for known in self._of.values()), default=inf)

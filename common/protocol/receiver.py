@@ -187,7 +187,7 @@ class Receiver:
         self.heard(now)
         if not sound:
             return False
-        fetch.heard, fetch.damaged, fetch.starved = now, 0, 0
+        fetch.heard, fetch.moved, fetch.damaged, fetch.starved = now, now, 0, 0
         if not fetch.lacking[index]:
             self.chunks_duplicate += 1
             return False
@@ -219,7 +219,7 @@ class Receiver:
         self._listen(now)
         for fetch in (*self._active.values(), *self._parked.values()):
             fetch.due = fetch.restart = True
-            fetch.heard, fetch.damaged = now, 0
+            fetch.heard, fetch.moved, fetch.damaged = now, now, 0
 
     def tick(self, now: float, *, carried: int = -1) -> None:
         """Ask again where the connection has been silent: only silence shows the loss of the last chunks.
@@ -283,7 +283,7 @@ class Receiver:
         if flows and before >= 0 and carried - first <= most:
             self._heard = now
             for fetch in self._active.values() if self._exclusive else ():
-                fetch.heard = now
+                fetch.heard = fetch.moved = now
 
     def _listen(self, now: float) -> None:
         self._carried = None
@@ -304,7 +304,7 @@ class Receiver:
             # What was parked may have chunks on their way: they are asked for again once it starved in two turns.
             was_parked = self._parked.pop(key, None) is not None
             fetch.restart = fetch.restart or not was_parked or fetch.starved > 1
-            fetch.heard = now
+            fetch.heard = fetch.moved = now
             fetch.due = True
             self._active[key] = fetch
 
@@ -317,9 +317,15 @@ class Receiver:
         return self._active.get(key) or self._parked.get(key)
 
     def _starves_at(self, fetch: Fetch) -> float:
-        """Return when a fetch is to ask again by itself, or to make room, having got nothing sound."""
-        patience_s = PATIENCE_S if self._queued else fetch.patience_s
-        return fetch.heard + (SPOILT_S if fetch.damaged >= DAMAGED_MOST else max(patience_s, fetch.pace_s))
+        """Return when a fetch is to ask again by itself, or to make room, having got nothing sound.
+
+        Its own repeated asks are no reason to keep a slot for which others wait.
+        """
+        if fetch.damaged >= DAMAGED_MOST:
+            return fetch.heard + SPOILT_S
+        if self._queued:
+            return fetch.moved + max(PATIENCE_S, fetch.pace_s)
+        return fetch.heard + max(fetch.patience_s, fetch.pace_s)
 
     def _ask(self, fetch: Fetch) -> Ask:
         lacking = np.packbits(fetch.lacking).tobytes() if fetch.left else b""

@@ -121,7 +121,7 @@ class ChildInRound:
     repeat_at: float = 0.0
     repeat_s: float = REPEAT_S
     sent: bool = False
-    absent: bool = False  # when the round opened, and since
+    absent: bool = False  # not ready when the round opened, and not since
     mark: tuple[Phase, int] | None = None
     carried: int = 0
     carried_most: int = 0

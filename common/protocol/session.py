@@ -104,7 +104,7 @@ class Session(Side):
     def connected(self, now: float, *, packet_most: float = inf) -> None:
         """Note a new connection to a broker that takes packets of at most `packet_most` bytes."""
         lab, run, name = self.identity.lab, self.identity.run, self.identity.name
-        self._connected, self._away_since = True, None
+        self._connected = True
         self.offers.limit(packet_most)
         self._streams.clear()
         states = [topics.state(lab, "+", name), *(topics.state(lab, run, peer) for peer in self.peers)]
@@ -117,7 +117,7 @@ class Session(Side):
 
     def disconnected(self, now: float) -> None:
         """Note that the connection is gone."""
-        if self._connected or self._away_since is None:
+        if self._away_since is None:
             self._away_since = now
         self._connected = False
         self.outbox.clear()
@@ -141,6 +141,7 @@ class Session(Side):
 
     def receive(self, topic_text: str, body: bytes, *, retained: bool, now: float) -> None:
         """Take a message, whatever it is."""
+        self._away_since = None  # a broker that accepts a connection and drops it is still away
         sender = ""
         try:
             topic = topics.parse(topic_text)
@@ -200,7 +201,7 @@ class Session(Side):
             self.receiver.tick(now, carried=self.meter.received())
             for peer in self.proofs.silent(now):
                 self._silent(peer, now)
-        elif self._away_since is not None and now >= self._away_since + self.transfer.idle_s:
+        if self._away_since is not None and now >= self._away_since + self.transfer.idle_s:
             self._away_since = None
             self._events.append(BrokerAway())
         self._tick(now)
@@ -215,13 +216,16 @@ class Session(Side):
     def next_deadline(self, now: float) -> float | None:
         """Return when `tick` or `to_send` next has something to do."""
         if not self._connected:
-            away = inf if self._away_since is None else self._away_since + self.transfer.idle_s
-            at = min(away, self._next_deadline_away())
+            at = min(self._away_at(), self._next_deadline_away())
             return at if at < inf else None
         times = (self.receiver.next_deadline(), self._next_deadline(), self.outbox.next_deadline(now))
-        answers = (self.proofs.next_deadline(), self._answers.next_deadline())
+        answers = (self.proofs.next_deadline(), self._answers.next_deadline(), self._away_at())
         at = min(*answers, *(time for time in times if time is not None))
         return at if at < inf else None
+
+    def _away_at(self) -> float:
+        """Return when the broker will have been away for too long."""
+        return inf if self._away_since is None else self._away_since + self.transfer.idle_s
 
     # This node
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +41,8 @@ from common.runtime.work import Work
 from common.runtime.world import REAL, World
 from common.spec import PLAIN, Codecs, Transfer
 from common.storage.spool import Spool
+
+_T = TypeVar("_T")
 
 log = logging.getLogger("fedstrata.child")
 
@@ -101,6 +104,21 @@ class ChildEndpoint(Endpoint):
         self.session.preparing(done, waits_for=waits_for, now=self.now())
         self.wake()
 
+    async def unless_over(self, preparing: Coroutine[Any, Any, _T]) -> _T | None:
+        """Prepare for the run and return what that made, None where the run finished before it.
+
+        Raises RunFailed when the parent gave up.
+        """
+        task = asyncio.create_task(preparing, name="prepare")
+        try:
+            await asyncio.wait((task, self._over), return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            self._check_end()
+            return None
+        finally:
+            await _stop(task)
+
     async def serve(self, layout: ModelLayout, work: Work) -> None:
         """Do the parent's tasks until it has finished.
 
@@ -122,9 +140,7 @@ class ChildEndpoint(Endpoint):
                 else:
                     begin.cancel()
         self._model = None
-        over = self._over.result()
-        if over.state is NodeState.FAILED:
-            raise RunFailed(f"{self.session.parent} gave up: {over.reason}")
+        self._check_end()
 
     async def farewell(self, children: tuple[ChildReport, ...], *, timeout_s: float) -> None:
         """Say goodbye: send the children's final reports and the final count of this link's bytes until answered."""
@@ -136,6 +152,12 @@ class ChildEndpoint(Endpoint):
                 await self._goodbye.wait()
         except TimeoutError:
             pass  # the parent has left, or the broker is away
+
+    def _check_end(self) -> None:
+        """Raise RunFailed where the run has ended as the parent gave up."""
+        over = self._over.result()
+        if over.state is NodeState.FAILED:
+            raise RunFailed(f"{self.session.parent} gave up: {over.reason}")
 
     # Events
 
@@ -280,7 +302,7 @@ class ChildEndpoint(Endpoint):
         self.wake()
 
 
-async def _stop(task: asyncio.Task[None] | None) -> None:
+async def _stop(task: asyncio.Task[Any] | None) -> None:
     if task is not None:
         task.cancel()
         await asyncio.wait((task,))

@@ -133,5 +133,7 @@ class _Seeker:
             names = ", ".join(sorted(self._others))
             there = f"Others are: {names}." if names else "No other is there either."
             address = self._connection.address
-            log.warning("%s waits for %s on broker %s. %s", self._name, self._parent, address, there)
+            log.warning(
+                "%s waits for %s of lab %s on broker %s. %s", self._name, self._parent, self._lab, address, there
+            )
             pause_s = min(2 * pause_s, COMPLAIN_MOST_S)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
-from common.errors import DuplicateName, FedstrataError, InvalidBelow, InvalidExperiment, NoProgress
+from common.errors import DuplicateName, FedstrataError, InvalidBelow, InvalidExperiment, NoProgress, RunFailed
 from common.protocol.messages import Failure, NodeState
 from common.runtime.discovery import Moved
 from common.runtime.endpoint import Endpoint
 
 LAST_STATE_S: Final = 2.0
+UNEXPECTED: Final = "ended by an unexpected error"
+
+log = logging.getLogger("fedstrata.lifecycle")
 
 _T = TypeVar("_T")
 
@@ -29,7 +33,8 @@ async def live(
     At its end the state is FINISHED, `goodbye` runs, `last_look` gives others the time to read what they want of this
     process, and what the node kept on the brokers is cleared. An error
     leaves the state FAILED with its reason, an interruption DISCONNECTED; under a name that is another's it is LOST,
-    which concerns this process alone. Raises what `work` or an endpoint raised; of several errors the first of ours.
+    which concerns this process alone. Raises what `work` or an endpoint raised; of several errors the first of ours,
+    RunFailed where there is none.
     """
     serving = [asyncio.create_task(endpoint.run(connect_timeout_s=connect_timeout_s)) for endpoint in endpoints]
     working = asyncio.create_task(work)
@@ -50,16 +55,32 @@ async def live(
         await _report(endpoints, NodeState.DISCONNECTED, "interrupted")
         raise
     except BaseException as error:
-        known = first_error(error)
+        known = as_known(error, endpoints[0].identity.name)
         for endpoint, end in zip(endpoints, serving, strict=True):
             if not end.done():  # work may fail before the connection stands
                 await endpoint.introduced(timeout_s=LAST_STATE_S)
         await _report(endpoints, _state(known), str(known or repr(error)), failure=_failure(known))
         if known is None:
             raise
-        raise known from None
+        raise known from known.__cause__
     finally:
         await _end((working, *serving))
+
+
+def as_known(error: BaseException, node: str) -> FedstrataError | None:
+    """Return the first error of ours, see `first_error`; log any other with its traceback and return a RunFailed.
+
+    None for what is no error, such as an interruption.
+    """
+    known = first_error(error)
+    if known is None and isinstance(error, Exception):
+        log.error("%s %s", node, UNEXPECTED, exc_info=error)
+        inner: BaseException = error
+        while isinstance(inner, BaseExceptionGroup):
+            inner = inner.exceptions[0]
+        known = RunFailed(f"unexpected {type(inner).__name__}: {inner}")
+        known.__cause__ = error
+    return known
 
 
 def first_error(error: BaseException) -> FedstrataError | None:

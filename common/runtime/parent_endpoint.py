@@ -44,6 +44,7 @@ log = logging.getLogger("fedstrata.parent")
 REMIND_FIRST_S: Final = 5.0  # before the first line on who is waited for before the run begins
 REMIND_S: Final = 60.0
 LOOK_S: Final = 1.0
+REPEAT_END_S: Final = 2.0  # before children that have not said goodbye are sent the end of the run again
 
 Observe: TypeAlias = Callable[[str, dict[str, object]], None]
 
@@ -205,6 +206,8 @@ class ParentEndpoint(Endpoint):
                 remind_at, failed = max(remind_at, now + REMIND_S), found.failed
                 log.warning("%s waits for its children: %.2000s", self.identity.name, _text(found.missing))
                 self._observe("waiting", {"for": _text(found.missing)})
+            self.session.ask_quiet(now)
+            self.wake()
             await self._changed_within(LOOK_S)
         log.warning("%s begins without: %.2000s", self.identity.name, _text(found.missing))
 
@@ -221,7 +224,9 @@ class ParentEndpoint(Endpoint):
         try:
             async with asyncio.timeout(timeout_s):
                 while not self.session.farewells >= self.session.staying():
-                    await self._changed_within(timeout_s)
+                    if not await self._changed_within(REPEAT_END_S):
+                        self.session.own.repeat()
+                        self.wake()
         except TimeoutError:
             log.info("not all children said goodbye within %g s", timeout_s)
 
@@ -237,7 +242,8 @@ class ParentEndpoint(Endpoint):
             self._observe("refused", {"node": event.child, "reason": event.reason})
         elif isinstance(event, PeerChanged):
             self._changed.set()
-            self._observe("child", {"node": event.child, "state": event.state})
+            reason = {"reason": event.reason} if event.reason else {}
+            self._observe("child", {"node": event.child, "state": event.state, **reason})
         elif isinstance(event, GoodbyeSaid):
             self._changed.set()
         elif isinstance(event, TargetsChanged):
@@ -257,14 +263,15 @@ class ParentEndpoint(Endpoint):
             self._moves = self.session.moves
             self._on_progress()
 
-    async def _changed_within(self, timeout_s: float) -> None:
-        """Wait until a child's state changes, at most `timeout_s`."""
+    async def _changed_within(self, timeout_s: float) -> bool:
+        """Wait until a child's state changes, at most `timeout_s`; return whether it did."""
         self._changed.clear()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
         except TimeoutError:
-            pass
+            return False
+        return True
 
     def _someone_is_away(self) -> bool:
         return not self.session.farewells >= set(self.peers)

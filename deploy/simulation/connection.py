@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from common.errors import ConnectionFailed
 from common.net.bulk import Body
-from common.net.link import BACKOFF_MOST_S, BACKOFF_S, BrokerAddress
+from common.net.link import LIVED_S, BrokerAddress, pause_s
 from common.net.packets import FindPlace, Place
 from common.protocol.counters import packet_bytes
 from common.protocol.traffic import Wire
@@ -26,7 +26,7 @@ ROUND_TRIPS: Final = 2  # TCP's and MQTT's
 
 
 class SimulatedConnection:
-    """One MQTT connection that comes back by itself, as `common.net.link.Link` does."""
+    """One MQTT connection that comes back by itself, as `common.net.link.BrokerConnection` does."""
 
     def __init__(
         self,
@@ -55,6 +55,8 @@ class SimulatedConnection:
         self._received, self._connected, self._lost = received, connected, lost
         self._find_place, self._landed = find_place, landed
         self._ready = False
+        self._subscribing = 0
+        self._worked = False
         self._early: list[Packet] = []
         self._unacknowledged: dict[object, Callable[[list[int]], None]] = {}
         self._leaving: dict[Packet, Callable[[], None]] = {}
@@ -75,9 +77,11 @@ class SimulatedConnection:
         loop = asyncio.get_running_loop()
         give_up, attempt = loop.time() + connect_timeout_s, 0
         while True:
+            begun = math.inf
+            self._subscribing, self._worked = 0, False
             try:
                 stream = await self._open()
-                self.stream, attempt, give_up = stream, 0, math.inf
+                self.stream, begun = stream, loop.time()
                 try:
                     await self._connected()
                     self._ready, early, self._early = True, self._early, []
@@ -87,13 +91,15 @@ class SimulatedConnection:
                 finally:
                     self._drop(stream)
             except BrokenConnection as error:
-                if loop.time() >= give_up:
+                if self._worked or loop.time() >= begun + LIVED_S:
+                    attempt, give_up = 0, math.inf
+                elif loop.time() >= give_up:
                     raise ConnectionFailed(
                         f"broker {self.address}: {error}. Is it running there, and are the login and --broker right?"
                     ) from None
             self.reconnects += 1
-            delay = self.link.draw.uniform(0, min(BACKOFF_MOST_S, BACKOFF_S * 2**attempt))
-            await asyncio.sleep(min(delay, max(0.0, give_up - loop.time())))
+            pause = pause_s(attempt, self.link.draw.uniform)
+            await asyncio.sleep(min(pause, max(0.0, give_up - loop.time())))
             attempt += 1
 
     def publish(self, topic: str, body: bytes, *, qos: int, retain: bool = False) -> None:
@@ -125,6 +131,8 @@ class SimulatedConnection:
         """Subscribe without waiting."""
 
         def answered(codes: list[int]) -> None:
+            self._subscribing -= not optional
+            self._worked = self._worked or self._subscribing == 0
             for topic, code in zip(topics, codes, strict=False):
                 if code >= REFUSED:
                     refused(topic)
@@ -133,6 +141,7 @@ class SimulatedConnection:
         if self.stream is not None and topics:
             size = 4 + sum(3 + len(topic) for topic in topics)
             key = self._expect_acknowledgement(answered)
+            self._subscribing += not optional
             self.stream.send(PacketKind.SUBSCRIBE, size, body=list(topics), qos=qos, content=key)
 
     def unsubscribe(self, topics: list[str]) -> None:

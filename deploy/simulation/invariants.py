@@ -15,7 +15,7 @@ from deploy.simulation.faults import RESTARTS, FaultKind, longest_s
 from deploy.simulation.monitor import Evidence
 from deploy.simulation.outcome import LabOutcome
 
-DOCUMENTED: Final = re.compile(r"NoProgress|RunFailed|InvalidBelow")
+DOCUMENTED: Final = re.compile(r"NoProgress|RunFailed|InvalidBelow|ConnectionFailed")
 GONE_STATE: Final = re.compile(r"RunFailed: .*(rule remembers of iteration|gave up)")
 STALL_S: Final = 45.0  # beyond two undisturbed rounds and two keep-alives: back-off, repeats, proof of life
 TASKS_MOST: Final = {"cloud": (16, 2), "institution": (24, 2), "device": (16, 0)}  # and so many for each child
@@ -189,13 +189,13 @@ def _homes(drawn: DrawnLab) -> dict[str, str]:
 _EXPECTED: Final = [
     re.compile(pattern)
     for pattern in (
-        r"waits for its children", r"waits for \S+ on broker", r"leaves run", r" begins without: ",
-        r"\(unknown session\)", r"\(unknown sender\)", r"no iteration before \d+ is remembered",
+        r"waits for its children", r"waits for \S+ (of lab \S+ )?on broker", r"leaves run", r" begins without: ",
+        r"no device is present", r"\(unknown session\)", r"\(unknown sender\)", r"no iteration before \d+ is remembered",
     )
 ]  # fmt: skip
 _UNDISTURBED: Final = [
     re.compile(r"waits for its children"),
-    re.compile(r"waits for \S+ on broker"),
+    re.compile(r"waits for \S+ (of lab \S+ )?on broker"),
     re.compile(r" begins without: "),
     re.compile(r", declared "),
     re.compile(r"no iteration before \d+ is remembered"),

@@ -12,6 +12,7 @@ import asyncio
 import random
 import shutil
 import tempfile
+import weakref
 from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Final
@@ -35,7 +36,7 @@ Scenario = Callable[["SimulatedLab"], Awaitable[None]]
 
 
 class SimulatedLab:
-    """One lab, which `run` plays once.
+    """One lab, which `run` may be called once.
 
     `workload`: what devices train, a `NullWorkload` of `model_bytes` without it. `conditions` hold for every link until
     a scenario changes some. `broker_each`: every institution has a broker of its own for its devices, named like the
@@ -76,12 +77,13 @@ class SimulatedLab:
         self.network = Network(self.loop, seed, conditions or LinkConditions())
         for name in (BROKER, *(self.institutions if broker_each else ())):
             self.network.add_broker(name)
-        self._path = Path(tempfile.mkdtemp(prefix="fedstrata-simulation-", dir=MEMORY if MEMORY.is_dir() else None))
+        path = Path(tempfile.mkdtemp(prefix="fedstrata-simulation-", dir=MEMORY if MEMORY.is_dir() else None))
+        self._remove_files = weakref.finalize(self, shutil.rmtree, path, ignore_errors=True)
         self.agents = AgentFactory(
             experiment,
             self.hardware,
             Metrics(),
-            self._path,
+            path,
             self.homes,
             broker_each=broker_each,
             spool=spool,
@@ -99,13 +101,13 @@ class SimulatedLab:
         self._changed = asyncio.Event()
 
     def run(self) -> LabOutcome:
-        """Play the lab to its end, whatever that is. Raises what the scenario raised."""
+        """Run the lab to its end, whatever that is. Raises what the scenario raised."""
         trace = TraceDigest(self.loop)
         self.network.hooks.insert(0, trace)
         try:
             with collected_warnings() as warnings:
                 try:
-                    result = self.loop.run_until_complete(self._play())
+                    result = self.loop.run_until_complete(self._run_nodes())
                 except SimulationError as error:
                     result = f"{type(error).__name__}: {error}"
                 self._at_end(self)
@@ -127,7 +129,7 @@ class SimulatedLab:
                 for process in self._started:
                     process.discard()
             self.loop.discard()
-            shutil.rmtree(self._path, ignore_errors=True)
+            self._remove_files()
         return outcome
 
     # For scenarios
@@ -212,7 +214,7 @@ class SimulatedLab:
 
     # The run
 
-    async def _play(self) -> str:
+    async def _run_nodes(self) -> str:
         disturbing = asyncio.create_task(self._disturb(), name="scenario")
         disturbing.add_done_callback(lambda task: self._changed.set())
         await asyncio.sleep(0)  # the scenario begins
@@ -262,7 +264,7 @@ class SimulatedLab:
         async def main() -> None:
             try:
                 await self.agents.new(node, world, resume=resume, parent=parent, files=files).run()
-            except Exception as error:  # noqa: BLE001 - the outcome says it
+            except Exception as error:  # noqa: BLE001 - it is in the outcome
                 self._ended(node, world.process, f"{type(error).__name__}: {error}")
             else:
                 self._ended(node, world.process, "")

@@ -14,7 +14,7 @@ from deploy.simulation.loop import VirtualLoop
 
 
 class PacketKind(Enum):
-    """What a packet is, as far as the simulation tells them apart."""
+    """What a packet is, as far as the simulation distinguishes them."""
 
     PUBLISH = auto()
     ACKNOWLEDGEMENT = auto()

@@ -17,7 +17,7 @@ class Socket(Protocol):
     """A process's end of a connection, as the kernel sees it."""
 
     def process_killed(self) -> None:
-        """Close it without a word of the process."""
+        """Close it: the process was killed."""
 
     def process_paused(self) -> None:
         """Note that the process was stopped, or continues."""
@@ -67,7 +67,7 @@ class SimulatedProcess:
         """Send SIGSTOP: its callbacks and timers wait, its sockets are silent."""
         if self.alive and not self.stopped:
             self.stopped = True
-            self._tell_sockets()
+            self._notify_sockets()
 
     def continue_(self) -> None:
         """Send SIGCONT: what became due meanwhile runs now."""
@@ -75,10 +75,10 @@ class SimulatedProcess:
             self.stopped = False
             self._loop.let_continue(self.kept)
             self.kept = []
-            self._tell_sockets()
+            self._notify_sockets()
 
     def terminate(self) -> None:
-        """Send SIGTERM: the agent is cancelled and may say how it ended."""
+        """Send SIGTERM: the agent is cancelled and publishes how it ended."""
         if self.alive:
             self._running.cancel()
 
@@ -108,6 +108,6 @@ class SimulatedProcess:
                 await asyncio.wait(rest)
             self.ended.set()
 
-    def _tell_sockets(self) -> None:
+    def _notify_sockets(self) -> None:
         for socket in list(self.sockets):
             socket.process_paused()

@@ -27,8 +27,8 @@ class BrokenConnection(Exception):
 class ClientStream:
     """A connection that stands until `ended` raises BrokenConnection, or what a callback of the client raised.
 
-    The broker cannot hear a client that is stopped or cut off, and drops it after 1.5 keep-alive intervals; the client
-    misses the answer to its ping between one and two intervals after the broker's last packet could arrive.
+    The broker receives nothing from a client that is stopped or cut off, and drops it after 1.5 keep-alive intervals.
+    The client misses the answer to its ping one to two intervals after the broker's last packet could arrive.
     """
 
     def __init__(self, connection: SimulatedConnection, *, loop: asyncio.AbstractEventLoop) -> None:
@@ -39,7 +39,7 @@ class ClientStream:
         self._down = Flight(self._loop, self._at_client, context=connection.context)
         self._sent = self._got = 0
         self._open = True
-        self._heard_at = 0.0
+        self._last_packet_at = 0.0
         self._broker_check: asyncio.TimerHandle | None = None
         self._client_check: asyncio.TimerHandle | None = None
         self.ended: asyncio.Future[None] = loop.create_future()
@@ -111,7 +111,7 @@ class ClientStream:
         self._link.down.put(Packet(PacketKind.PUBLISH, size, self._down, topic, body, qos, retain))
 
     def closed_by_broker(self) -> None:
-        """Close the connection; the client learns of it when that arrives."""
+        """Close the connection; the client notices when that arrives."""
         self._stop_checks(client=False)
         self._link.down.truncate(self._down, keep_bytes=SOCKET_BYTES)
         self._link.down.put(Packet(PacketKind.CLOSED, 0, self._down))
@@ -121,7 +121,7 @@ class ClientStream:
         broker, session = self._broker, self._session
         if not session.alive:
             return
-        self._heard_at = self._loop.time()
+        self._last_packet_at = self._loop.time()
         if packet.kind is PacketKind.PUBLISH:
             if broker.publish(session, packet.topic, packet.body, qos=packet.qos, retain=packet.retain):
                 self._acknowledge(packet, [])
@@ -164,7 +164,7 @@ class ClientStream:
         mute = self._session.alive and (cut or up_stuck or self._connection.process.stopped)
         deaf = self._open and (cut or up_stuck or self._down.stuck is not None)
         if mute and self._broker_check is None:
-            self._heard_at = max(self._heard_at, now - draw.random() * keepalive_s)  # its last ping
+            self._last_packet_at = max(self._last_packet_at, now - draw.random() * keepalive_s)  # its last ping
             self._check_broker()
         elif not mute:
             self._stop_checks(client=False)
@@ -177,7 +177,7 @@ class ClientStream:
             self._stop_checks(broker=False)
 
     def _check_broker(self) -> None:
-        due = self._heard_at + BROKER_PATIENCE * self._connection.keepalive_s
+        due = self._last_packet_at + BROKER_PATIENCE * self._connection.keepalive_s
         if self._loop.time() >= due:
             self._broker_check = None
             self._broker.abort(self._session)

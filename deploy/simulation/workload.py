@@ -60,7 +60,7 @@ class NullWorkload:
         return 1.0, epochs * STEPS_MOST
 
     def evaluate(self, row: Row) -> tuple[float, float]:
-        """Return a coin's accuracy."""
+        """Return constants."""
         return 0.5, 1.0
 
 

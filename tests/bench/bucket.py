@@ -1,24 +1,27 @@
 """How exactly the token bucket keeps its rate on the real event loop: `python tests/bench/bucket.py`.
 
 Each rate sends chunks of the size that its link would have for `--seconds`, paced as an endpoint does it: the next one
-is reserved when the link is ready, and leaves when its time has come. What leaves goes nowhere; the broker is not
-what is measured. The delay is what a control message needs that is sent on an idle link of 25 ms.
+is reserved when the link is ready, and leaves when its time has come. What leaves goes nowhere: the broker is not
+measured. The delay is what a control message needs that is sent on an idle link of 25 ms.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
 import platform
 import statistics
+from collections import deque
 
 from rich.console import Console
 from rich.table import Table
 
 from common.links import Way
 from common.protocol.manifest import chunk_bytes_for
-from common.protocol.shaping import Departures, Shaper
+from common.protocol.outbox import EARLY_S
+from common.protocol.shaping import Shaper
 from common.spec import Transfer
 
 RATES_MBIT = (0.25, 1, 10, 100, 1000)
@@ -30,25 +33,35 @@ CHUNKS_LEAST = 8
 async def measure_rate(rate: float, chunk_bytes: int, *, seconds: float) -> tuple[int, float]:
     """Send chunks for about so long; return how many followed the first, and in how many seconds."""
     loop = asyncio.get_running_loop()
-    shaper, departures = Shaper({PEER: Way(rate)}), Departures(loop)
+    shaper = Shaper({PEER: Way(rate)})
     left: list[float] = []
     chunks = max(CHUNKS_LEAST, int(seconds * rate / chunk_bytes)) + 1
-    for _ in range(chunks):
-        await asyncio.sleep(max(0.0, shaper.ready_at((PEER,)) - loop.time()))
-        departures.at(shaper.reserve((PEER,), chunk_bytes, loop.time()), lambda: left.append(loop.time()))
-    await departures.empty()
+    leaving: deque[float] = deque()
+    while len(left) < chunks:
+        now = loop.time()
+        while leaving and leaving[0] <= now + EARLY_S:
+            leaving.popleft()
+            left.append(now)
+        shaper.begin_pass()
+        while len(left) + len(leaving) < chunks and shaper.ready((PEER,), now):
+            leaving.append(shaper.reserve((PEER,), chunk_bytes, now))
+        ready_at = shaper.next_ready(now)
+        times = [*([ready_at] if ready_at is not None else []), *itertools.islice(leaving, 1)]
+        if times:
+            await asyncio.sleep(max(0.0, min(times) - loop.time()))
     return chunks - 1, left[-1] - left[0]
 
 
 async def measure_delay(*, repeats: int = 20) -> list[float]:
     """Return the seconds that each of some small messages took to leave."""
     loop = asyncio.get_running_loop()
-    shaper, departures = Shaper({PEER: Way(None, DELAY_S)}), Departures(loop)
+    shaper = Shaper({PEER: Way(None, DELAY_S)})
     took = []
     for _ in range(repeats):
         begun = loop.time()
-        departures.at(shaper.reserve((PEER,), 100, begun), lambda begun=begun: took.append(loop.time() - begun))
-        await departures.empty()
+        due = shaper.reserve((PEER,), 100, begun)
+        await asyncio.sleep(max(0.0, due - EARLY_S - loop.time()))
+        took.append(loop.time() - begun)
     return took
 
 

@@ -1,0 +1,1 @@
+"""What several test files share, where a fixture would not do."""

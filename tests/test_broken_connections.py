@@ -1,0 +1,294 @@
+"""Connections and brokers that go away, wills that come late, and nodes that are restarted in mid-transfer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Literal
+
+import pytest
+
+from common.errors import DuplicateName, NoProgress
+from common.links import Link
+from common.protocol import serialization, topics
+from common.protocol.messages import NodeState, Presence
+from common.protocol.session import SILENT_MOST_S
+from common.runtime.parent_endpoint import ParentEndpoint
+from common.spec import Closing, Transfer
+from deploy.simulation.broker import BrokerSession, SessionWill
+from tests.helpers.nodes import (
+    FINE,
+    LAB,
+    PARENT,
+    RUN,
+    Middle,
+    Watched,
+    assert_models,
+    child_of,
+    drawn,
+    layout_of,
+    living,
+    parent_of,
+    play,
+    serving,
+    together,
+)
+from tests.helpers.sites import SimulatedSite, until, virtual
+
+CHUNKS = -(-2_000_000 // 32_768)
+
+
+def states_of(site: SimulatedSite, name: str) -> list[NodeState]:
+    """Return a node's published states in order."""
+    bodies = [routed.body for routed in site.routed if routed.topic == topics.state(LAB, RUN, name)]
+    found = [serialization.decode(body)[1] for body in bodies if body]
+    return [presence.state for presence in found if isinstance(presence, Presence)]
+
+
+# A broker that goes away
+
+
+@pytest.mark.parametrize("store", ["empty", "current"])
+@virtual
+async def test_a_broker_that_is_killed_in_mid_transfer_costs_no_chunk_that_had_arrived(
+    site: SimulatedSite, store: Literal["empty", "current"]
+) -> None:
+    layout, names = layout_of(2_000_000), ["device-0", "device-1"]
+    link = Link(up_mbit=16.0, down_mbit=16.0)
+    parent = parent_of(site, names, layout=layout, transfer=FINE, link=link)
+    children = [child_of(site, name, transfer=FINE, link=link) for name in names]
+    endpoints = [parent, *children]
+    watched = [Watched(endpoint) for endpoint in endpoints]
+    begun = [0, 0]
+
+    def counted(place: int) -> Callable[[], Awaitable[None]]:
+        async def begin() -> None:
+            begun[place] += 1
+
+        return begin
+
+    async def break_when(receiver: Watched, transfers: int) -> None:
+        def half() -> bool:
+            arrived = receiver.arrived.values()
+            return len(arrived) == transfers and min(map(len, arrived)) >= CHUNKS // 2
+
+        await until(half)
+        assert all(len(indices) < CHUNKS for indices in receiver.arrived.values()), "too late to break anything"
+        site.broker.kill()
+        await until(lambda: not any(endpoint.connection.up for endpoint in endpoints))
+        receiver.asks.clear()
+        site.broker.start(store)
+
+    tasks = [serving(site, child, layout, place, counted(place)) for place, child in enumerate(children)]
+    async with together(living(site, parent), *tasks):
+        row = drawn(layout, 1)
+        playing = asyncio.create_task(play(parent, row))
+        await break_when(watched[1], 1)  # models on their way down
+        await break_when(watched[0], 2)  # and on their way up
+        assert_models(await playing, row, layout=layout, places={"device-0": 0, "device-1": 1})
+        assert begun == [1, 1], "a device trained twice"
+        for one in watched:
+            assert one.asks
+            for key, lacking, here in one.asks:
+                assert not lacking & here, key
+        assert all(endpoint.connection.reconnects >= 2 for endpoint in endpoints)
+        again = await play(parent, row, iteration=1)
+        assert_models(again, row, layout=layout, places={"device-0": 0, "device-1": 1})
+
+
+@pytest.mark.parametrize("store", ["empty", "current"])
+@virtual
+async def test_no_name_is_contested_after_a_broker_was_restarted(
+    site: SimulatedSite, store: Literal["empty", "current"]
+) -> None:
+    layout = layout_of(4000)
+    cloud = parent_of(site, [PARENT], layout=layout, name="cloud")
+    middle = Middle(site, layout, children=["device-0"])
+    device = child_of(site, "device-0")
+    endpoints = [cloud, middle.up, middle.down, device]
+    async with together(living(site, cloud), middle.live(), serving(site, device, layout, 4)):
+        row = drawn(layout, 1)
+        for iteration in range(3):
+            played = await play(cloud, row, iteration=iteration)
+            assert_models(played, row, layout=layout, places={PARENT: 4})
+            site.broker.kill()
+            await until(lambda: not any(endpoint.connection.up for endpoint in endpoints))
+            site.broker.start(store)
+        await play(cloud, row, iteration=3)
+        with pytest.raises(DuplicateName, match="device-0"):
+            await serving(site, child_of(site, "device-0"), layout, 4)
+
+
+@virtual
+async def test_a_broker_that_stays_away_ends_all_and_is_named(site: SimulatedSite) -> None:
+    layout, transfer = layout_of(4000), Transfer(idle_s=20.0)
+    parent = parent_of(site, ["device-0"], layout=layout, transfer=transfer)
+    child = child_of(site, "device-0", transfer=transfer)
+    training = asyncio.Event()
+
+    async def hold() -> None:
+        training.set()
+        await asyncio.Event().wait()
+
+    serving_child = serving(site, child, layout, 0, hold)
+    playing = living(site, parent, work=play(parent, drawn(layout, 1)))
+    await training.wait()
+    site.broker.kill()
+    killed_at = parent.now()
+    for task in (playing, serving_child):
+        with pytest.raises(NoProgress, match=rf"broker {site.address} was away for 20 s"):
+            await task
+    assert parent.now() - killed_at < 30
+
+
+@virtual
+async def test_a_child_that_does_not_answer_after_the_broker_came_back_is_lost(site: SimulatedSite) -> None:
+    """What the broker retains of it proves nothing: it died while the broker was away."""
+    layout = layout_of(4000)
+    parent = parent_of(site, ["device-0", "device-1"], layout=layout)
+    child = child_of(site, "device-0")
+    row = drawn(layout, 1)
+    async with together(living(site, parent), serving(site, child_of(site, "device-1"), layout, 1)):
+        async with together(living(site, child)):
+            await parent.gather(Closing())
+            site.broker.kill()
+            site.kill(child)
+        site.broker.start("current")
+        back = parent.now()
+        await until(lambda: parent.session.coordinator.states()["device-0"] == "lost")
+        assert parent.now() - back < SILENT_MOST_S + 10
+        assert parent.session.coordinator.states()["device-1"] == "ready"
+        async with together(serving(site, child_of(site, "device-0"), layout, 0)):
+            assert_models(await play(parent, row), row, layout=layout, places={"device-0": 0, "device-1": 1})
+
+
+# A connection that breaks
+
+
+@virtual
+async def test_a_child_whose_connection_breaks_in_mid_upload_goes_on_where_it_was(site: SimulatedSite) -> None:
+    layout, names = layout_of(2_000_000), ["device-0", "device-1"]
+    link = Link(up_mbit=16.0)
+    parent = parent_of(site, names, layout=layout, transfer=FINE)
+    children = [child_of(site, name, transfer=FINE, link=link) for name in names]
+    watched = Watched(parent)
+    tasks = [serving(site, child, layout, place) for place, child in enumerate(children)]
+    async with together(living(site, parent), *tasks):
+        row = drawn(layout, 1)
+        playing = asyncio.create_task(play(parent, row))
+        for _ in range(2):
+            goal = len(watched.of("device-0")) + 15
+            await until(lambda goal=goal: len(watched.of("device-0")) >= goal)
+            breaks = children[0].connection.reconnects
+            site.break_connection(children[0])
+            await until(lambda breaks=breaks: children[0].connection.reconnects > breaks)
+        assert_models(await playing, row, layout=layout, places={"device-0": 0, "device-1": 1})
+        for key, lacking, here in watched.asks:
+            assert not lacking & here, key
+        assert parent.connection.reconnects == 0
+
+
+# Deaths that the broker notices late
+
+
+class NoSubscriber:
+    """A client that reads nothing."""
+
+    def pending(self) -> int:
+        return 0
+
+    def deliver(self, topic: str, body: bytes, *, qos: int, retain: bool) -> None:
+        pass
+
+    def closed_by_broker(self) -> None:
+        pass
+
+
+def earlier_process(site: SimulatedSite, name: str) -> BrokerSession:
+    """Return a connection of a node's earlier process, as a loss of power leaves it: its will comes with its end."""
+    ready, lost = (
+        serialization.encode(Presence(state, "device", samples=1), "earlier")
+        for state in (NodeState.READY, NodeState.LOST)
+    )
+    topic = topics.state(LAB, RUN, name)
+    session = site.broker.connect(f"earlier-{name}", NoSubscriber(), will=SessionWill(topic, lost))
+    site.broker.publish(session, topic, ready, qos=0, retain=True)
+    return session
+
+
+@pytest.mark.parametrize("late", [PARENT, "device-0"])
+@virtual
+async def test_a_will_of_an_earlier_process_disturbs_no_transfer(site: SimulatedSite, late: str) -> None:
+    layout, link = layout_of(2_000_000), Link(down_mbit=16.0)
+    earlier = earlier_process(site, late)
+    parent = parent_of(site, ["device-0"], layout=layout, transfer=FINE, link=link)
+    child = child_of(site, "device-0", transfer=FINE)
+    watched = Watched(child)
+    async with together(living(site, parent), serving(site, child, layout, 0)):
+        row = drawn(layout, 1)
+        playing = asyncio.create_task(play(parent, row))
+        await until(lambda: len(watched.of(PARENT)) >= 20)
+        site.broker.abort(earlier)
+        states = states_of(site, late)
+        assert states[-1] is NodeState.LOST
+        await until(lambda: states_of(site, late)[-1] is NodeState.READY)  # it contradicts
+        assert len(watched.of(PARENT)) < 60, "too late to disturb anything"
+        assert_models(await playing, row, layout=layout, places={"device-0": 0})
+    assert parent.session.sender.chunks_published == watched.chunks
+    assert watched.restarts == 1
+
+
+@virtual
+async def test_what_a_dead_parent_left_captures_no_child(site: SimulatedSite) -> None:
+    """Its retained READY counts for nothing until its session answers, and one that lives is believed at once."""
+    layout = layout_of(4000)
+    earlier_process(site, PARENT)
+    child = child_of(site, "device-0")
+    row = drawn(layout, 1)
+    async with together(serving(site, child, layout, 0)):
+        await asyncio.sleep(20)
+        assert child.session.proofs.session(PARENT) == ""
+        parent = parent_of(site, ["device-0"], layout=layout)
+        async with together(living(site, parent)):
+            assert_models(await play(parent, row), row, layout=layout, places={"device-0": 0})
+
+
+@virtual
+async def test_a_child_whose_parent_never_answers_ends(site: SimulatedSite) -> None:
+    """So that it goes back to look for a run."""
+    earlier_process(site, PARENT)
+    child = child_of(site, "device-0", transfer=Transfer(idle_s=30.0))
+    with pytest.raises(NoProgress, match=f"{PARENT} was not there for 30 s"):
+        await serving(site, child, layout_of(4000), 0)
+
+
+# A parent that is restarted in mid-transfer
+
+
+@virtual
+async def test_a_parent_that_is_restarted_finds_its_child_with_what_it_had(site: SimulatedSite) -> None:
+    """Though it answers for a while, as it has not come so far, that it does not hold the model."""
+    layout, link = layout_of(2_000_000), Link(down_mbit=16.0)
+    child = child_of(site, "device-0", transfer=FINE)
+    watched = Watched(child)
+    row = drawn(layout, 1)
+
+    def parent() -> ParentEndpoint:
+        return parent_of(site, ["device-0"], layout=layout, transfer=FINE, link=link)
+
+    async with together(serving(site, child, layout, 0)):
+        first = parent()
+        crashed = living(site, first, work=play(first, row))
+        await until(lambda: len(watched.of(PARENT)) >= 20)
+        site.kill(first)
+        second = parent()
+        async with together(living(site, second), crashed):
+            await until(lambda: child.refusals)
+            assert "no longer holds" in child.refusals[0]
+            watched.asks.clear()
+            assert_models(await play(second, row), row, layout=layout, places={"device-0": 0})
+    assert watched.asks
+    for key, lacking, here in watched.asks:
+        assert not lacking & here, key
+    again = sum(one.session.sender.chunks_published for one in (first, second)) - watched.chunks
+    assert 0 <= again <= FINE.window

@@ -1,0 +1,144 @@
+"""Links measured before a run: noise each way, counted apart, and an error where a link is not as declared."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import InvalidExperiment
+from common.links import Link, Links, Way, Ways
+from common.protocol.messages import Probe, Probed
+from common.protocol.traffic import Measured
+from common.runtime import calibration
+from common.runtime.calibration import TOGETHER_BYTES_S, TOGETHER_MOST, measure_all
+from common.spec import Closing, Transfer
+from tests.helpers.nodes import PARENT, child_of, layout_of, living, parent_of, together
+from tests.helpers.sites import SimulatedSite, virtual
+
+
+@virtual
+async def test_each_link_is_measured_both_ways_and_the_noise_counted_apart(site: SimulatedSite) -> None:
+    links = {
+        "device-0": Link(up_mbit=4.0, down_mbit=8.0),
+        "device-1": Link(up_mbit=16.0, down_mbit=16.0),
+        "device-2": Link(),
+    }
+    parent = parent_of(site, list(links), layout=layout_of(4000), links=links)
+    children = [child_of(site, name, link=link) for name, link in links.items()]
+    async with together(living(site, parent), *(living(site, child) for child in children)):
+        await parent.gather(Closing())
+        await parent.measure(Links(check="warn"))
+        found = parent.ledger.measured
+        assert found.keys() == links.keys()
+        for name, link in links.items():
+            for carried, declared in ((found[name].up, link.up.rate), (found[name].down, link.down.rate)):
+                assert carried > 1e6 if declared is None else abs(carried / declared - 1) < 0.05
+            assert min(found[name].up_bytes, found[name].down_bytes) > 60_000
+            traffic = parent.session.counters.traffic(name)
+            assert traffic.sent_model_payload == traffic.received_model_payload == 0
+            assert traffic.sent_control_payload > 0
+        for child in children:
+            child.probes.end()
+            assert not child.session.sender.serving(PARENT)
+
+
+@virtual
+async def test_a_link_that_carries_less_than_declared_ends_the_run_with_both_numbers(site: SimulatedSite) -> None:
+    link = Link(up_mbit=8.0, down_mbit=8.0)
+    parent = parent_of(site, ["device-0"], layout=layout_of(4000), link=link)
+    site.link("device-0").change(down_rate=5e5)
+    async with together(living(site, parent), living(site, child_of(site, "device-0", link=link))):
+        await parent.gather(Closing())
+        with pytest.raises(InvalidExperiment, match=r"device-0\.down_mbit.*8\.0.*carries (3\.\d+|4) Mbit/s"):
+            await parent.measure(Links(check="error"))
+
+
+@virtual
+async def test_a_child_that_is_killed_while_its_link_is_measured_is_left_out(site: SimulatedSite) -> None:
+    links = {"device-0": Link(), "device-1": Link()}
+    parent = parent_of(site, list(links), layout=layout_of(4000), transfer=Transfer(idle_s=30.0))
+    children = [child_of(site, name) for name in links]
+    async with together(living(site, parent), *(living(site, child) for child in children)):
+        await parent.gather(Closing())
+        site.kill(children[0])
+        begun = parent.now()
+        await parent.measure(Links(check="warn"))
+        assert parent.ledger.measured.keys() == {"device-1"} and 30 <= parent.now() - begun < 40
+
+
+class KnownProbes:
+    """An endpoint's probes whose answers are known."""
+
+    def __init__(self, answers: dict[str, Measured | Exception]) -> None:
+        self._answers = answers
+
+    async def measure(self, peer: str) -> Measured:
+        answer = self._answers[peer]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+WAYS = Ways(to={"a": Way(1e6), "b": Way()}, from_={"a": Way(5e5), "b": Way()}, shaped=True)
+
+
+def measure(links: Links, **answers: Measured | Exception) -> dict[str, Measured]:
+    known: Any = KnownProbes(answers)
+    return asyncio.run(measure_all(known, WAYS, links, answers))
+
+
+def test_a_link_that_is_off_its_declaration_is_an_error_that_says_by_how_much() -> None:
+    with pytest.raises(InvalidExperiment, match=r"a\.down_mbit.*8\.0.*carries 4 Mbit/s, -50 %.*links\.tolerance"):
+        measure(Links(), a=Measured(5e5, 5e5), b=Measured(1.0, 1.0))
+    with pytest.raises(InvalidExperiment, match=r"a\.up_mbit.*\+20 %"):
+        measure(Links(), a=Measured(6e5, 1e6))
+
+
+def test_a_link_may_be_off_where_that_is_allowed(caplog: pytest.LogCaptureFixture) -> None:
+    off = Measured(5e5, 7e5)
+    assert measure(Links(tolerance=0.35), a=off) == {"a": off}
+    assert not caplog.records
+    assert measure(Links(check="warn"), a=off) == {"a": off}
+    assert "-30 %" in caplog.text
+    assert measure(Links(check="off"), a=off) == {}
+
+
+def test_a_link_that_nobody_declared_may_carry_anything() -> None:
+    assert measure(Links(), b=Measured(1.0, 0.0)) == {"b": Measured(1.0, 0.0)}
+
+
+def test_a_child_that_does_not_answer_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    assert measure(Links(), a=TimeoutError(), b=Measured(1.0, 1.0)).keys() == {"b"}
+    assert "link of a" in caplog.text
+    with pytest.raises(ZeroDivisionError):
+        measure(Links(), a=ZeroDivisionError())
+
+
+@given(st.lists(st.one_of(st.none(), st.floats(1e3, 1e9)), min_size=1, max_size=30))
+def test_links_are_measured_in_groups_that_a_broker_can_carry(rates: list[float | None]) -> None:
+    ways = {f"device-{i}": Way(rate) for i, rate in enumerate(rates)}
+    groups = calibration._groups(Ways(to=ways, from_=ways, shaped=True), ways)
+    assert [peer for group in groups for peer in group] == list(ways)
+    for group in groups:
+        assert 1 <= len(group) <= TOGETHER_MOST
+        assert len(group) == 1 or sum(ways[peer].rate or 0 for peer in group) <= TOGETHER_BYTES_S
+
+
+@virtual
+async def test_an_answer_to_no_probe_and_noise_of_another_codec_are_ignored(site: SimulatedSite) -> None:
+    child = child_of(site, "device-9")
+    probes = child.probes
+    noise = probes._offer(PARENT)
+    other = Probe(replace(noise, codec="fp32"))
+    probes.receive(PARENT, other)
+    answering = probes._answering
+    assert answering is not None
+    await answering
+    assert probes._answer is None and not child.session.receiver.wanted()
+    probes.receive(PARENT, Probed("f" * 16, 1.0, noise))  # nobody asked
+    child.retire(noise.blob)

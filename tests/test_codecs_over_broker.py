@@ -1,0 +1,237 @@
+"""Models in other forms than rows, over one hop and two; and models that are passed on as they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from common.errors import RunFailed
+from common.layout import ModelLayout, Row
+from common.protocol.messages import Result
+from common.protocol.sender import Publication
+from common.runtime.child_endpoint import ChildEndpoint
+from common.spec import Closing, Codecs, Transfer
+from common.wire.codecs import codec_of
+from tests.helpers.nodes import (
+    FINE,
+    PARENT,
+    Middle,
+    assert_models,
+    changed,
+    child_of,
+    drawn,
+    ending_with,
+    layout_of,
+    living,
+    lying,
+    parent_of,
+    play,
+    serving,
+    together,
+)
+from tests.helpers.sites import SimulatedSite, virtual
+
+Change = Callable[[Result], Result]
+
+
+# Passed on as it comes
+
+
+@virtual
+async def test_devices_get_chunks_before_their_institution_has_the_model(site: SimulatedSite) -> None:
+    """Cut-through: the cloud sends no second half until a device has chunks of the first one."""
+    layout = layout_of(2_000_000)
+    cloud = parent_of(site, [PARENT], layout=layout, name="cloud", transfer=FINE)
+    middle = Middle(site, layout, children=["device-0", "device-1"])
+    devices = [child_of(site, f"device-{i}") for i in range(2)]
+    publish, sent = cloud.session.sender.next_publication, 0
+
+    def got_some(device: ChildEndpoint) -> bool:
+        return device.session.counters.traffic(PARENT).received_model_payload > 0
+
+    def held_back(now: float, ready: Callable[[Iterable[str]], bool]) -> Publication | None:
+        nonlocal sent
+        if sent >= 30 and not all(got_some(device) for device in devices):
+            return None
+        publication = publish(now, ready)
+        sent += publication is not None
+        return publication
+
+    cloud.session.sender.next_publication = held_back  # type: ignore[method-assign]
+    works = [serving(site, device, layout, place) for place, device in enumerate(devices)]
+    async with together(living(site, cloud), middle.live(), *works):
+        row = drawn(layout, 1)
+        playing = asyncio.create_task(play(cloud, row))
+        while not playing.done():
+            cloud.wake()  # what it waits for happens on other connections
+            await asyncio.sleep(0.01)
+        assert_models(await playing, row, layout=layout, places={PARENT: 0})
+    assert middle.down.session.sender.chunks_repeated == 0
+
+
+@virtual
+async def test_a_model_that_fails_on_its_way_ends_the_round_below_and_is_sent_again(site: SimulatedSite) -> None:
+    layout = layout_of(2_000_000)
+    cloud = parent_of(site, [PARENT], layout=layout, name="cloud", transfer=FINE)
+    middle = Middle(site, layout, children=["device-0"])
+    device = child_of(site, "device-0")
+    receive = middle.up.session.receiver.receive_chunk
+
+    def damage(owner: str, blob: str, **how: Any) -> bool:
+        if how["index"] >= 20 and not middle.up.refusals:
+            how["data"] = bytes(len(how["data"]))
+        return receive(owner, blob, **how)
+
+    middle.up.session.receiver.receive_chunk = damage  # type: ignore[method-assign]
+    async with together(living(site, cloud), middle.live(), serving(site, device, layout, 0)):
+        row = drawn(layout, 1)
+        assert_models(await play(cloud, row), row, layout=layout, places={PARENT: 0})
+    assert any("damaged" in reason for reason in middle.up.refusals)
+
+
+# Other forms
+
+
+def as_received(codec: str, layout: ModelLayout, row: Row, reference: Row) -> Row:
+    """Return what arrives of a row."""
+    got = layout.empty()
+    form = codec_of(codec)
+    if form.is_row:
+        return row
+    form.decode(layout, form.encode(layout, row, reference=reference), got, reference=reference)
+    return got
+
+
+def assert_coded(
+    models: Mapping[str, Row], row: Row, *, layout: ModelLayout, places: Mapping[str, int], codecs: Codecs
+) -> None:
+    """Assert that each child changed the model as it came down, and that its result came up as its codec makes it."""
+    held = as_received(codecs.down, layout, row, row)
+    assert set(models) == set(places)
+    for name, upload in models.items():
+        answer = layout.empty()
+        layout.floats(answer)[:] = changed(layout, held, places[name])
+        assert upload.tobytes() == as_received(codecs.up, layout, answer, held).tobytes(), name
+
+
+@pytest.mark.parametrize("inline", [True, False], ids=["inline", "chunks"])
+@pytest.mark.parametrize(
+    ("down", "up"),
+    [
+        ("fp32", "delta+fp32+zstd"), ("fp16", "delta+int8"), ("bf16+zstd", "delta+fp16+zstd"), ("int8", "int8+zstd"),
+        ("fp32+zstd", "delta+bf16"),
+    ],
+)  # fmt: skip
+@virtual
+async def test_models_come_as_their_codecs_make_them(site: SimulatedSite, down: str, up: str, inline: bool) -> None:
+    layout, codecs = layout_of(200_000), Codecs(up=up, down=down)
+    transfer = Transfer(chunk_bytes=32_768, inline_bytes=262_144 if inline else 0)
+    places = {"device-0": 0, "device-1": 1}
+    parent = parent_of(site, list(places), layout=layout, transfer=transfer, codecs=codecs)
+    children = [child_of(site, name, transfer=transfer, codecs=codecs) for name in places]
+    works = [serving(site, child, layout, place) for place, child in enumerate(children)]
+    async with together(living(site, parent), *works):
+        for iteration in range(3):
+            row = drawn(layout, iteration)
+            played = await play(parent, row, iteration=iteration)
+            assert_coded(played.models, row, layout=layout, places=places, codecs=codecs)
+    assert parent.session.coordinator.refused == 0
+
+
+@virtual
+async def test_children_with_models_of_their_own_answer_with_deltas_to_those(site: SimulatedSite) -> None:
+    layout, codecs = layout_of(40_000), Codecs(up="delta+int8", down="fp16")
+    names = ["device-0", "device-1", "device-2"]
+    parent = parent_of(site, names, layout=layout, codecs=codecs)
+    works = [serving(site, child_of(site, name, codecs=codecs), layout, 0) for name in names]
+    async with together(living(site, parent), *works):
+        for iteration in range(2):
+            rows = [drawn(layout, 10 * iteration + seed) for seed in (1, 2)]
+            models = dict(zip(names, [rows[0], rows[1], rows[0]], strict=True))
+            played = await parent.round(
+                iteration=iteration, round_=0, models=models, epochs=dict.fromkeys(names, 1), closing=Closing()
+            )
+            for name in names:
+                alone = {name: played.models[name]}
+                assert_coded(alone, models[name], layout=layout, places={name: 0}, codecs=codecs)
+
+
+@pytest.mark.parametrize("down", ["fp16", "int8+zstd"])
+@virtual
+async def test_a_coded_model_is_passed_on_as_it_comes(site: SimulatedSite, down: str) -> None:
+    layout, codecs = layout_of(2_000_000), Codecs(up="delta+bf16", down=down)
+    cloud = parent_of(site, [PARENT], layout=layout, name="cloud", transfer=FINE, codecs=codecs)
+    middle = Middle(site, layout, children=["device-0"], codecs=codecs)
+    device = serving(site, child_of(site, "device-0", codecs=codecs), layout, 0)
+    async with together(living(site, cloud), middle.live(), device):
+        row = drawn(layout, 1)
+        played = await play(cloud, row)
+    held = as_received(down, layout, row, row)
+    answer = layout.empty()
+    layout.floats(answer)[:] = changed(layout, held, 0)
+    for _ in range(2):  # from the device to the institution, from there to the cloud
+        answer = as_received("delta+bf16", layout, answer, held)
+    assert played.uploads.rows_K[0].tobytes() == answer.tobytes()
+
+
+@virtual
+async def test_what_a_form_cannot_hold_is_refused_by_name_and_the_round_goes_on(site: SimulatedSite) -> None:
+    layout, codecs = layout_of(4000), Codecs(up="fp16")
+    names = ["honest", "large"]
+    parent = parent_of(site, names, layout=layout, codecs=codecs)
+    children = [child_of(site, name, codecs=codecs) for name in names]
+    tasks = [serving(site, children[0], layout, 0), ending_with(site, children[1], layout, 65_520.0)]
+    async with together(living(site, parent), *tasks):
+        row = drawn(layout, 1)
+        played = await play(parent, row)
+        assert_coded(played.models, row, layout=layout, places={"honest": 0}, codecs=codecs)
+        assert played.refused == {"large": "entry weight holds NaN or Inf (it came as fp16)"}
+
+
+@pytest.mark.parametrize("up", ["fp32", "delta+int8"])
+@virtual
+async def test_a_parent_whose_model_a_form_cannot_hold_fails_and_gives_the_reason(site: SimulatedSite, up: str) -> None:
+    layout, codecs = layout_of(4000), Codecs(up=up, down="fp16")
+    parent = parent_of(site, ["device-0"], layout=layout, codecs=codecs)
+    child = serving(site, child_of(site, "device-0", codecs=codecs), layout, 0)
+    row = drawn(layout, 1)
+    layout.floats(row)[3] = 70_000
+    reason = r"entry weight holds NaN or Inf \(it came as fp16\)"
+    parenting = living(site, parent)
+    playing = asyncio.create_task(play(parent, row))
+    if up == "fp32":  # nobody but the child looks at what becomes of it
+        with pytest.raises(RunFailed, match=f"institution-0's model cannot be used: {reason}"):
+            await child
+        with pytest.raises(RunFailed, match=f"device-0 gave up: institution-0's model cannot be used: {reason}"):
+            await playing
+    else:
+        with pytest.raises(RunFailed, match=f"the model cannot be sent: {reason}"):
+            await playing
+    for task in (child, parenting):
+        task.cancel()
+    await asyncio.wait((child, parenting))
+
+
+@virtual
+async def test_a_delta_to_another_model_is_refused(site: SimulatedSite) -> None:
+    layout, codecs = layout_of(4000), Codecs(up="delta+bf16")
+    names = ["honest", "elsewhere", "nowhere"]
+    parent = parent_of(site, names, layout=layout, codecs=codecs)
+    children = [child_of(site, name, codecs=codecs) for name in names]
+
+    def against(blob: str) -> Change:
+        return lambda result: replace(result, model=replace(result.model, reference=blob))
+
+    tasks = [lying(site, children[1], layout, against("0" * 16)), lying(site, children[2], layout, against(""))]
+    async with together(living(site, parent), serving(site, children[0], layout, 0), *tasks):
+        played = await play(parent, drawn(layout, 1))
+        assert list(played.models) == ["honest"]
+        blob = played.results["honest"].model.reference
+        assert played.refused == {
+            "elsewhere": f"it is against model '0000000000000000', not against '{blob}'",
+            "nowhere": f"it is against model '', not against '{blob}'",
+        }

@@ -1,0 +1,190 @@
+"""How a child finds its parent's run: it asks, and the living parent answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from common.protocol import serialization, topics
+from common.protocol.messages import Alive, Announcement, NodeState, Presence, WhoIsThere
+from common.protocol.pending import SEEKERS_KEPT
+from common.protocol.refusals import Refusal
+from common.runtime.discovery import Found, Moved, discover
+from common.runtime.parent_endpoint import ParentEndpoint
+from common.runtime.world import World
+from tests.helpers.nodes import (
+    LAB,
+    PARENT,
+    RUN,
+    child_of,
+    introduced,
+    layout_of,
+    living,
+    parent_of,
+    serving,
+    together,
+)
+from tests.helpers.sites import SimulatedSite, until, virtual
+
+EXPERIMENT = Announcement("{}", "[]", "split-1")
+
+
+def seeking(site: SimulatedSite, name: str = "device-0", parent: str = PARENT) -> asyncio.Task[Found]:
+    """Let a node look for its parent's run."""
+
+    def build(world: World) -> asyncio.Task[Found]:
+        found = discover(site.address, name, parent, lab=LAB, connect_timeout_s=30.0, world=world)
+        return asyncio.create_task(found)
+
+    return site.make(name, build)
+
+
+def announcing(site: SimulatedSite, *, run: str = RUN) -> ParentEndpoint:
+    """Return a parent that has announced its experiment."""
+    parent = parent_of(site, ["device-0"], layout=layout_of(4000), run=run)
+    parent.announce(EXPERIMENT)
+    return parent
+
+
+def leave_remains(site: SimulatedSite, run: str) -> None:
+    """Leave what a parent that lost its power keeps on the broker."""
+    for topic, message in (
+        (topics.spec(LAB, run, PARENT), EXPERIMENT),
+        (topics.state(LAB, run, PARENT), Presence(NodeState.READY, "institution")),
+    ):
+        site.inject(topic, serialization.encode(message, "dead"), retain=True)
+
+
+@virtual
+async def test_a_child_finds_the_run_of_its_living_parent(site: SimulatedSite) -> None:
+    parent = announcing(site)
+    async with together(living(site, parent)):
+        assert await seeking(site) == Found(RUN, parent.identity.session, EXPERIMENT)
+
+
+@virtual
+async def test_a_child_that_comes_first_finds_the_run_as_soon_as_it_is_announced(site: SimulatedSite) -> None:
+    found = seeking(site)
+    await asyncio.sleep(100)
+    parent = parent_of(site, ["device-0"], layout=layout_of(4000))
+    async with together(living(site, parent)):
+        await asyncio.sleep(10)
+        assert not found.done(), "there is nothing to join yet"
+        parent.announce(EXPERIMENT)
+        announced_at = parent.now()
+        assert (await found).announcement == EXPERIMENT
+        assert parent.now() - announced_at < 3
+
+
+@virtual
+async def test_what_the_dead_left_is_no_run(site: SimulatedSite) -> None:
+    leave_remains(site, "run-0")
+    leave_remains(site, "run-9")
+    found = seeking(site)
+    await asyncio.sleep(100)
+    assert not found.done()
+    parent = announcing(site)
+    async with together(living(site, parent)):
+        assert (await found).run == RUN
+
+
+@virtual
+async def test_an_answer_to_nothing_that_was_asked_is_no_run(site: SimulatedSite) -> None:
+    found = seeking(site)
+    await asyncio.sleep(1)
+    alive = Alive("another nonce", Presence(NodeState.READY, "institution"), EXPERIMENT)
+    for body in (serialization.encode(alive, "stranger"), b"", b"\x00"):
+        site.inject(topics.inbox(LAB, RUN, "device-0", PARENT), body)
+    await asyncio.sleep(10)
+    assert not found.done()
+    found.cancel()
+    await asyncio.wait((found,))
+
+
+def test_a_child_that_finds_no_parent_warns_and_names_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    @virtual
+    async def run(site: SimulatedSite) -> None:
+        other = announcing(site)
+        async with together(living(site, other)):
+            found = seeking(site, parent="institution-o")  # mistyped
+            await asyncio.sleep(60)
+            found.cancel()
+            await asyncio.wait((found,))
+
+    with caplog.at_level(logging.WARNING, "fedstrata.discovery"):
+        run()
+    line = f"device-0 waits for institution-o of lab lab on broker broker:1883. Others are: {PARENT}."
+    assert caplog.messages == [line, line]  # after 10 s and 30 s
+
+
+@virtual
+async def test_unknown_seekers_are_answered_and_bounded(site: SimulatedSite) -> None:
+    parent = announcing(site)
+    child = child_of(site, "device-0")
+    async with together(living(site, parent), serving(site, child, layout_of(4000), 0)):
+        await introduced(child)
+        site.routed.clear()
+        for number in range(2 * SEEKERS_KEPT):
+            question = serialization.encode(WhoIsThere(f"nonce-{number}"), "stranger")
+            site.inject(topics.seek(LAB, PARENT, f"stranger-{number}"), question)
+        await asyncio.sleep(5)
+        answers = [routed for routed in site.routed if "/inbox/" in routed.topic and "stranger" in routed.topic]
+        assert len(answers) == SEEKERS_KEPT
+        assert parent.session.refusals.of(Refusal.FLOOD) == SEEKERS_KEPT
+        site.routed.clear()
+        for _ in range(100):  # one that asks without end gets five answers a second
+            site.inject(topics.seek(LAB, PARENT, "stranger"), question)
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(1)
+        assert 5 <= sum("/inbox/" in routed.topic for routed in site.routed) <= 7
+
+
+# In a run
+
+
+@virtual
+async def test_a_child_follows_a_parent_that_went_on_to_another_run(site: SimulatedSite) -> None:
+    child = child_of(site, "device-0")
+    serving_child = serving(site, child, layout_of(4000), 0)
+    first = announcing(site)
+    async with together(living(site, first)):
+        await introduced(child)
+        site.kill(first)
+    second = announcing(site, run="run-2")
+    async with together(living(site, second)):
+        with pytest.raises(Moved) as moved:
+            await serving_child
+        assert moved.value.found == Found("run-2", second.identity.session, EXPERIMENT)
+
+
+@virtual
+async def test_a_child_stays_in_its_run_though_another_process_of_the_parents_name_answers_elsewhere(
+    site: SimulatedSite,
+) -> None:
+    """While its own parent lives, an answer from another run moves nobody."""
+    child = child_of(site, "device-0")
+    parent = announcing(site)
+    async with together(living(site, parent), serving(site, child, layout_of(4000), 0)):
+        await introduced(child)
+        alive = Alive(child.session.proofs.nonce, Presence(NodeState.READY, "institution"), EXPERIMENT)
+        site.inject(topics.inbox(LAB, "run-2", "device-0", PARENT), serialization.encode(alive, "stranger"))
+        await asyncio.sleep(60)
+
+
+@virtual
+async def test_a_child_of_a_run_that_ended_while_it_was_away_ends_with_it(site: SimulatedSite) -> None:
+    """The parent's last state stays on the broker for those that were away; FINISHED needs no proof of life."""
+    parent = announcing(site)
+    child = child_of(site, "device-0")
+    serving_child = serving(site, child, layout_of(4000), 0)
+
+    async def until_the_child_is_away() -> None:
+        await introduced(child)
+        site.link("device-0").change(cut=True)
+        await until(lambda: parent.session.coordinator.states()["device-0"] == "lost")
+
+    await living(site, parent, work=until_the_child_is_away())
+    site.link("device-0").change(cut=False)
+    await serving_child

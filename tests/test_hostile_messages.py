@@ -1,0 +1,355 @@
+"""Messages that are no good: any bytes on any topic, results that cannot be used, tasks that do not fit."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from xxhash import xxh3_64_digest
+
+from common.errors import NoProgress, RunFailed, WireError
+from common.layout import ModelLayout
+from common.links import Link
+from common.protocol import serialization, topics
+from common.protocol.manifest import describe
+from common.protocol.messages import (
+    Acknowledgement,
+    Alive,
+    Announcement,
+    Ask,
+    Farewell,
+    Gone,
+    Goodbye,
+    Key,
+    Manifest,
+    Message,
+    NodeState,
+    Phase,
+    Preparing,
+    Presence,
+    Progress,
+    Result,
+    Task,
+    WhoIsThere,
+)
+from common.protocol.refusals import Refusal
+from common.protocol.traffic import Traffic, Wire
+from common.spec import Transfer
+from tests.helpers.nodes import (
+    FINE,
+    LAB,
+    PARENT,
+    RUN,
+    Facts,
+    assert_models,
+    child_of,
+    drawn,
+    ending_with,
+    layout_of,
+    living,
+    lying,
+    parent_of,
+    play,
+    serving,
+    together,
+)
+from tests.helpers.sites import SimulatedSite, until, virtual
+
+MANY = 2**63 - 1
+EVERYTHING = Traffic(*[MANY] * 8, Wire(*[MANY] * 11))
+CYCLE_S = 0.4
+
+Change = Callable[[Result], Result]
+
+
+# Any bytes on any topic
+
+
+def rubbish(draw: random.Random) -> list[bytes]:
+    """Return bytes that are no message: random ones, cut ones, deep ones, wrong versions, kinds, fields."""
+    whole = serialization.encode(Ask("0" * 16, b"\xff", 1, 1, 8, False), "s")
+    packed = [
+        draw.randbytes(draw.randrange(1, 300)),
+        whole[8:-2],
+        whole[8:] + b"\x00",
+        b"\x91" * 3000,
+        b"\xdd\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\x94\x01\xa1s\x00\x00",
+        b"\x93\x02\xa1s\x63",
+        b"\x93\x02\xa1s\xd3\x80\x00\x00\x00\x00\x00\x00\x00",
+        b"\x93\x02\xa0\x06",
+    ]
+    damaged = [draw.randbytes(draw.randrange(1, 300)), whole[:-2], whole[:8]]
+    return [*damaged, *(xxh3_64_digest(body) + body for body in packed)]
+
+
+def misfits(draw: random.Random, blobs: list[str]) -> list[Message]:
+    """Return sound messages that ask for nonsense."""
+    asks = [
+        Ask(blob, bits, MANY, MANY, window, restart)
+        for blob in [*blobs, f"{draw.getrandbits(64):016x}"]
+        for bits, window, restart in [(b"\x00", 1, False), (b"\xff" * 3000, MANY, True), (b"\xff", 0, False)]
+    ]
+    here = Presence(NodeState.READY, "device", samples=1)
+    return [
+        *asks, Gone(f"{draw.getrandbits(64):016x}"), Presence(NodeState.FAILED, "device"), Announcement("{", "["),
+        Alive("nothing was asked", here), WhoIsThere("nonce", RUN), WhoIsThere("nonce"),
+    ]  # fmt: skip
+
+
+def strangers(layout: ModelLayout) -> list[Message]:
+    """Return sound messages of every kind, models of terabytes among them, for a sender that may not send them."""
+    huge = Manifest("f" * 16, 4_000_000 * 1000, 4_000_000, bytes(8000), "fp32", layout.digest)
+    key = Key(0, 0, 0)
+    result = Result(key, huge, None, MANY, float("nan"), 1, 1, 1, 0.0, 0.0, 0.0, (), "[")
+    progress = Progress(key, Phase.TRAINING, MANY, MANY, EVERYTHING, EVERYTHING)
+    return [
+        Task(key, MANY, huge, b"x"), result, progress, Acknowledgement(key, "no"), Gone("f" * 16),
+        Farewell(Traffic(), Traffic()), Goodbye(), Preparing(MANY, "nobody"), Presence(NodeState.LOST, "device"),
+    ]  # fmt: skip
+
+
+class Intruder:
+    """A client that writes on every topic of a run, again and again; it learns the blobs' ids by listening."""
+
+    def __init__(self, site: SimulatedSite, names: list[str], layout: ModelLayout) -> None:
+        self._site = site
+        self._names = names
+        self._layout = layout
+        self._blobs: dict[str, set[str]] = {name: set() for name in names}
+        self._damaged: set[str] = set()
+        self.cycles = 0
+
+    async def run(self) -> None:
+        self._site.network.hooks.append(lambda message: self._listen(message.topic, message.body))
+        for cycle in itertools.count():
+            for topic, body, retain in list(self._cycle(random.Random(cycle))):
+                self._site.inject(topic, body, retain=retain)
+            self.cycles += 1
+            await asyncio.sleep(CYCLE_S)
+
+    def _listen(self, topic_text: str, body: bytes) -> None:
+        try:
+            topic = topics.parse(topic_text)
+            message = serialization.decode(body)[1] if isinstance(topic, topics.InboxTopic) else None
+        except WireError:
+            return
+        if isinstance(topic, topics.InboxTopic) and isinstance(message, (Task, Result)):
+            self._blobs.get(topic.sender, set()).add(message.model.blob)
+
+    def _cycle(self, draw: random.Random) -> Iterator[tuple[str, bytes, bool]]:
+        for node in self._names:
+            for body in [*rubbish(draw), b""]:
+                yield topics.state(LAB, RUN, node), body, draw.random() < 0.5
+                yield topics.spec(LAB, RUN, node), body, draw.random() < 0.5
+                yield topics.seek(LAB, PARENT, node), body, draw.random() < 0.2
+            yield from self._inbox(node, draw)
+            yield from self._streams(node, draw)
+
+    def _inbox(self, node: str, draw: random.Random) -> Iterator[tuple[str, bytes, bool]]:
+        for sender in [*self._names, "intruder"]:
+            if sender == node:
+                continue
+            for body in [*rubbish(draw), b""]:
+                yield topics.inbox(LAB, RUN, node, sender), body, draw.random() < 0.2
+            for message in misfits(draw, sorted(self._blobs[node])):
+                yield topics.inbox(LAB, RUN, node, sender), serialization.encode(message, "intruder"), False
+        for message in strangers(self._layout):
+            # Whoever sends it under a child's or the parent's name has none of their sessions.
+            for sender in ("intruder", *self._names):
+                yield topics.inbox(LAB, RUN, node, sender), serialization.encode(message, "intruder"), False
+
+    def _streams(self, node: str, draw: random.Random) -> Iterator[tuple[str, bytes, bool]]:
+        unknown = f"{draw.getrandbits(64):016x}"
+        for blob in [*sorted(self._blobs[node]), unknown]:
+            for stream in (topics.ALL, *self._names):
+                yield topics.chunk(LAB, RUN, node, stream, blob, 999_999_999, 10**17), draw.randbytes(50), False
+                yield f"fs1/{LAB}/{RUN}/{node}/blob/{stream}/{blob}/-1/x", draw.randbytes(50), False
+                yield f"fs1/{LAB}/{RUN}/{node}/blob/{stream}/{blob}/{'9' * 30}/1", b"", False
+            if blob not in self._damaged:  # one that hits: it must be asked for again
+                self._damaged.add(blob)
+                yield topics.chunk(LAB, RUN, node, topics.ALL, blob, 3, 10**17), draw.randbytes(50), False
+
+
+@virtual
+async def test_a_round_survives_any_bytes_on_any_topic(site: SimulatedSite) -> None:
+    layout = layout_of(2_000_000)
+    names = ["device-0", "device-1", "device-2"]
+    places = {name: place for place, name in enumerate(names)}
+    link = Link(up_mbit=24.0, down_mbit=24.0)
+    parent = parent_of(site, names, layout=layout, transfer=FINE, link=link)
+    children = [child_of(site, name, transfer=FINE, link=link) for name in names]
+    intruder = Intruder(site, [PARENT, *names], layout)
+
+    async def flooded() -> None:
+        before = intruder.cycles
+        await until(lambda: intruder.cycles > before + 1)
+
+    flood = asyncio.create_task(intruder.run())
+    tasks = [serving(site, child, layout, place, flooded) for place, child in enumerate(children)]
+    async with together(living(site, parent), flood, *tasks):
+        await until(lambda: intruder.cycles)
+        row = drawn(layout, 1)
+        played = await play(parent, row)
+        assert_models(played, row, layout=layout, places=places)
+        assert parent.session.coordinator.refused == 0
+        assert intruder.cycles >= 5
+        refused = [endpoint.session.refusals.total for endpoint in (parent, *children)]
+        assert min(refused) > 50, refused
+        for endpoint, before in zip((parent, *children), refused, strict=True):
+            await until(lambda endpoint=endpoint, before=before: endpoint.session.refusals.total > before)
+    # What it left behind on the broker harms nobody who comes later.
+    parent = parent_of(site, names, layout=layout)
+    children = [child_of(site, name) for name in names]
+    tasks = [serving(site, child, layout, place) for place, child in enumerate(children)]
+    async with together(living(site, parent), *tasks):
+        played = await play(parent, row)
+        assert_models(played, row, layout=layout, places=places)
+
+
+@virtual
+async def test_a_flood_under_a_childs_name_hides_nothing_that_the_child_sends(site: SimulatedSite) -> None:
+    """Other sessions count as unknown; they get a question for presence, not one for each message."""
+    layout = layout_of(4000)
+    parent = parent_of(site, ["device-0"], layout=layout)
+    row = drawn(layout, 1)
+    async with together(living(site, parent), serving(site, child_of(site, "device-0"), layout, 0)):
+        await play(parent, row)
+        topic = topics.inbox(LAB, RUN, PARENT, "device-0")
+        progress = Progress(Key(0, 1, 0), Phase.TRAINING, 1, 1, EVERYTHING, EVERYTHING)
+        site.routed.clear()
+        for number in range(500):
+            site.inject(topic, serialization.encode(progress, f"stranger-{number}"))
+        assert_models(await play(parent, row, iteration=1), row, layout=layout, places={"device-0": 0})
+    assert parent.session.refusals.of(Refusal.SESSION) == 500
+    assert parent.ledger.total().received < 10_000
+    questions = [
+        message for message in site.routed
+        if message.topic == topics.inbox(LAB, RUN, "device-0", PARENT)
+        and isinstance(serialization.decode(message.body)[1], WhoIsThere)
+    ]  # fmt: skip
+    assert len(questions) <= 2
+
+
+# Results that cannot be used
+
+
+def lies(layout: ModelLayout) -> dict[str, tuple[Change, str]]:
+    """Return what a child may do to its result, and what the reason of its refusal must name."""
+    huge = describe(memoryview(bytes(4_000_000)), chunk_bytes=1024, codec="fp32", layout=layout.digest)
+
+    def model(**fields: Any) -> Change:
+        return lambda result: replace(result, inline=None, model=replace(result.model, **fields))
+
+    def other_bits(data: bytes) -> bytes:
+        return bytes(byte ^ 0xFF for byte in data)
+
+    return {
+        "huge": (lambda result: replace(result, inline=None, model=huge), "4000000 bytes"),
+        "digest": (lambda result: model(digests=other_bits(result.model.digests))(result), "wrong digest"),
+        "inline": (lambda result: replace(result, inline=other_bits(result.inline or b"")), "wrong digest"),
+        "short": (lambda result: replace(result, inline=(result.inline or b"")[:-4]), "wrong digest"),
+        "layout": (model(layout="0123456789abcdef"), "wrong layout '0123456789abcdef'"),
+        "codec": (model(codec="zip"), "codec 'zip'"),
+        "against": (model(reference="0123456789abcdef"), "against model '0123456789abcdef'"),
+        "loss": (lambda result: replace(result, loss=float("nan")), "loss is nan"),
+        "samples": (lambda result: replace(result, samples=MANY), f"{MANY} samples"),
+        "steps": (lambda result: replace(result, steps=MANY), f"{MANY} steps"),
+        "seconds": (lambda result: replace(result, train_s=float("inf")), "inf s of training"),
+        "pause": (lambda result: replace(result, pause_s=float("nan")), "a pause of nan s"),
+        "empty": (lambda result: replace(result, samples=0), "no samples"),
+    }
+
+
+def test_offers_that_cannot_be_used_are_refused_with_a_reason(caplog: pytest.LogCaptureFixture) -> None:
+    @virtual
+    async def run(site: SimulatedSite) -> None:
+        layout = layout_of(100_000)
+        observed: list[Facts] = []
+        reasons = {name: text for name, (_, text) in lies(layout).items()} | {"nan": "NaN or Inf", "inf": "NaN or Inf"}
+        names = ["honest", *reasons]
+        parent = parent_of(site, names, layout=layout, transfer=FINE, observed=observed)
+        children = {name: child_of(site, name, transfer=FINE) for name in names}
+        tasks = [lying(site, children[name], layout, change) for name, (change, _) in lies(layout).items()]
+        tasks += [
+            ending_with(site, children["nan"], layout, math.nan),
+            ending_with(site, children["inf"], layout, -math.inf),
+        ]
+        async with together(living(site, parent), serving(site, children["honest"], layout, 7), *tasks):
+            row = drawn(layout, 1)
+            played = await play(parent, row)
+            assert_models(played, row, layout=layout, places={"honest": 7})
+            assert set(played.refused) == set(reasons)
+            assert played.missing == ()
+            assert parent.session.coordinator.refused == len(reasons)
+            reported = {str(facts["node"]): str(facts["reason"]) for event, facts in observed if event == "refused"}
+            for name, text in reasons.items():
+                assert text in played.refused[name], name
+                assert reported[name] == played.refused[name]
+                assert any(name in line and text in line for line in caplog.messages), name
+                await until(lambda name=name: children[name].refusals)
+                assert children[name].refusals == [played.refused[name]]
+            # The next round finds all of them ready again.
+            second = await play(parent, row, iteration=1)
+            assert set(second.refused) == set(reasons)
+
+    with caplog.at_level(logging.WARNING, "fedstrata.parent"):
+        run()
+
+
+@virtual
+async def test_a_round_in_which_all_are_refused_fails_and_names_them(site: SimulatedSite) -> None:
+    layout = layout_of(4000)
+    names = ["device-0", "device-1"]
+    parent = parent_of(site, names, layout=layout)
+    tasks = [ending_with(site, child_of(site, name), layout, math.nan) for name in names]
+    async with together(living(site, parent), *tasks):
+        with pytest.raises(RunFailed, match=r"device-0's model was refused: .*NaN.*device-1's model was refused"):
+            await play(parent, drawn(layout, 1))
+
+
+@virtual
+async def test_absurd_counts_of_bytes_do_not_travel_on(site: SimulatedSite) -> None:
+    layout = layout_of(4000)
+    names = ["device-0", "device-1", "device-2"]
+    parent = parent_of(site, names, layout=layout)
+    children = [child_of(site, name) for name in names]
+    for child in children[1:]:
+        child.session._below = lambda: EVERYTHING
+    tasks = [serving(site, child, layout, place) for place, child in enumerate(children)]
+    async with together(living(site, parent), *tasks):
+        row = drawn(layout, 1)
+        played = await play(parent, row)
+        assert_models(played, row, layout=layout, places={name: place for place, name in enumerate(names)})
+        total = Farewell(parent.ledger.total(), parent.ledger.below())
+        assert serialization.decode(serialization.encode(total, "s"))[1] == total
+
+
+# Tasks that do not fit
+
+
+@virtual
+async def test_a_task_that_does_not_fit_is_declined_and_the_parent_names_the_reason(site: SimulatedSite) -> None:
+    """The child stays as it is: the same task in the right form is worked on."""
+    ours, other = layout_of(4000), layout_of(8000)
+    names = ["device-0", "device-1"]
+    parent = parent_of(site, names, layout=other, transfer=Transfer(idle_s=20.0))
+    children = [child_of(site, name) for name in names]
+    tasks = [serving(site, child, ours, place) for place, child in enumerate(children)]
+    async with together(living(site, parent), *tasks):
+        reason = r"device-0 made no progress for 20 s \(its state is ready; it declined its task: .*layout"
+        with pytest.raises(NoProgress, match=reason):
+            await play(parent, drawn(other, 1))
+        assert all(child.session.refusals.of(Refusal.MISFIT) for child in children)
+        parent.set_layout(ours)
+        row = drawn(ours, 1)
+        played = await play(parent, row, iteration=1)
+        assert_models(played, row, layout=ours, places={name: place for place, name in enumerate(names)})

@@ -1,0 +1,264 @@
+"""Who is there: proof of life, and a node's own presence."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.protocol.identity import Identity
+from common.protocol.messages import Alive, Failure, NodeState, Presence, WhoIsThere
+from common.protocol.presence import (
+    ASK_FIRST_S,
+    ASK_MOST_S,
+    ASK_S,
+    TRANSITIONS,
+    OwnPresence,
+    PeerProofs,
+    Proof,
+    ProofCause,
+)
+
+ME = Identity("run-1", "cloud", "cloud", "my-session")
+READY = Presence(NodeState.READY, "device")
+SILENT_S = 30.0
+
+
+def proofs_of(*peers: str, persistent: bool = False) -> PeerProofs:
+    return PeerProofs(peers or ("a",), ME, silent_s=SILENT_S, persistent=persistent)
+
+
+def asked(proofs: PeerProofs, *, until_s: float) -> list[tuple[float, str]]:
+    """Return when each peer is asked, looking only when the deadline says so."""
+    found, now = [], 0.0
+    while (due := proofs.next_deadline()) < until_s:
+        assert due >= now
+        now = due
+        proofs.silent(now)
+        found += [(now, peer) for peer, _ in proofs.questions(now)]
+        assert proofs.next_deadline() > now
+    return found
+
+
+def brought_to(proof: Proof) -> PeerProofs:
+    """Return the proofs of a peer that has come to this state, by session `old` where one proved itself."""
+    proofs = proofs_of()
+    if proof is Proof.CLAIMED:
+        proofs.receive("a", "old", READY, retained=True, now=0.0)
+    elif proof is not Proof.UNKNOWN:
+        proofs.receive("a", "old", READY, retained=False, now=0.0)
+        if proof is Proof.DOUBTED:
+            proofs.reconnected(0.0)
+    assert proofs.proof("a") is proof
+    return proofs
+
+
+def apply(proofs: PeerProofs, cause: ProofCause) -> None:
+    if cause is ProofCause.LIVE:
+        proofs.receive("a", "new", READY, retained=False, now=1.0)
+    elif cause is ProofCause.RETAINED:
+        proofs.receive("a", "new", READY, retained=True, now=1.0)
+    else:
+        proofs.reconnected(1.0)
+
+
+@pytest.mark.parametrize(("proof", "cause"), list(itertools.product(Proof, ProofCause)))
+def test_a_proof_changes_as_the_table_says_and_in_no_other_way(proof: Proof, cause: ProofCause) -> None:
+    proofs = brought_to(proof)
+    session = proofs.session("a")
+    apply(proofs, cause)
+    assert proofs.proof("a") is TRANSITIONS[cause].get(proof, proof)
+    assert proofs.session("a") == ("new" if cause is ProofCause.LIVE else session)
+
+
+def test_the_picture_of_the_proofs_is_the_table() -> None:
+    moves = {
+        (Proof.UNKNOWN, ProofCause.RETAINED): Proof.CLAIMED,
+        (Proof.CLAIMED, ProofCause.RECONNECTED): Proof.UNKNOWN,
+        (Proof.PROVEN, ProofCause.RECONNECTED): Proof.DOUBTED,
+        **{(proof, ProofCause.LIVE): Proof.PROVEN for proof in Proof},
+    }
+    assert {(a, cause): b for cause, table in TRANSITIONS.items() for a, b in table.items()} == moves
+
+
+@pytest.mark.parametrize("state", NodeState)
+def test_a_retained_presence_proves_nothing(state: NodeState) -> None:
+    proofs = proofs_of()
+    assert not proofs.receive("a", "old", Presence(state, "device"), retained=True, now=0.0)
+    assert proofs.session("a") == "" and not proofs.speaks("a", "old", 0.0)
+
+
+@pytest.mark.parametrize("state", NodeState)
+def test_a_presence_of_a_session_that_never_proved_itself_counts_only_while_it_lives(state: NodeState) -> None:
+    proofs = brought_to(Proof.PROVEN)
+    living = state in (NodeState.INIT, NodeState.READY)
+    assert proofs.receive("a", "new", Presence(state, "device"), retained=False, now=0.0) is living
+    assert proofs.session("a") == ("new" if living else "old")
+    assert proofs.receive("a", proofs.session("a"), Presence(state, "device"), retained=False, now=0.0)
+
+
+def test_an_unknown_session_is_asked_about_once_in_a_while() -> None:
+    proofs, questions = brought_to(Proof.PROVEN), []
+    for hundredth in range(1000):
+        now = hundredth / 100
+        assert not proofs.speaks("a", "unknown", now)
+        questions += [now] * len(proofs.questions(now))
+    gaps = [later - earlier for earlier, later in itertools.pairwise(questions)]
+    assert questions[0] == pytest.approx(ASK_S, abs=0.011)
+    assert min(gaps) >= ASK_S and len(questions) <= 5
+
+
+def test_an_answer_ends_the_questions() -> None:
+    proofs = proofs_of()
+    proofs.receive("a", "s", READY, retained=True, now=0.0)
+    ((peer, question),) = proofs.questions(0.0)
+    assert (peer, question) == ("a", WhoIsThere("my-session", "run-1"))
+    assert not proofs.answered("a", "s", Alive("another nonce", READY)) and proofs.session("a") == ""
+    assert proofs.answered("a", "s", Alive(question.nonce, READY))
+    assert proofs.proof("a") is Proof.PROVEN and proofs.session("a") == "s"
+    assert asked(proofs, until_s=1000.0) == []
+
+
+def test_a_parent_asks_a_child_of_which_it_knows_nothing_a_few_times() -> None:
+    proofs = proofs_of()
+    proofs.reconnected(0.0)
+    times = [at for at, _ in asked(proofs, until_s=1000.0)]
+    assert times[0] == ASK_FIRST_S and 4 <= len(times) <= 7
+
+
+@pytest.mark.parametrize("proof", [Proof.CLAIMED, Proof.DOUBTED])
+def test_who_is_or_was_there_is_asked_until_he_answers(proof: Proof) -> None:
+    """Every answer may be lost, and a child that has nothing to do sends nothing else."""
+    proofs = brought_to(proof)
+    times = [at for at, _ in asked(proofs, until_s=1000.0)]
+    assert len(times) > 150 and max(b - a for a, b in itertools.pairwise(times)) <= ASK_MOST_S + 1e-9
+    assert min(b - a for a, b in itertools.pairwise(times)) >= ASK_S
+
+
+def test_a_child_asks_for_its_parent_for_ever() -> None:
+    proofs = proofs_of(persistent=True)
+    proofs.reconnected(0.0)
+    times = [at for at, _ in asked(proofs, until_s=1000.0)]
+    assert times[-1] > 990.0 and max(b - a for a, b in itertools.pairwise(times)) <= ASK_MOST_S + 1e-9
+
+
+def test_who_lived_and_does_not_answer_is_silent_once() -> None:
+    proofs = proofs_of("a", "b", "c")
+    for peer in ("a", "b"):
+        proofs.receive(peer, "s", READY, retained=False, now=0.0)
+    proofs.reconnected(100.0)
+    assert proofs.speaks("b", "s", 110.0)
+    silent = []
+    while (due := proofs.next_deadline()) < 300.0:
+        silent += [(due, peer) for peer in proofs.silent(due)]
+        proofs.questions(due)
+    assert silent == [(100.0 + SILENT_S, "a")]
+
+
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["live", "retained", "lost", "reconnect", "message", "answer", "look"]),
+            st.sampled_from("ab"),
+            st.sampled_from(["s", "t", "u"]),
+            st.floats(0.0, 20.0),
+        ),
+        max_size=40,
+    )
+)
+def test_whatever_happens_nothing_due_is_missed_and_nobody_speaks_unproved(
+    steps: list[tuple[str, str, str, float]],
+) -> None:
+    proofs, now = proofs_of("a", "b"), 0.0
+    proved: dict[str, set[str]] = {"a": set(), "b": set()}
+    for what, peer, session, gap in steps:
+        now += gap
+        if what == "reconnect":
+            proofs.reconnected(now)
+        elif what == "look":
+            proofs.silent(now)
+            proofs.questions(now)
+            assert proofs.next_deadline() > now
+        elif what == "message":
+            assert proofs.speaks(peer, session, now) == (proofs.session(peer) == session)
+        elif what == "answer":
+            assert proofs.answered(peer, session, Alive(proofs.nonce, READY))
+            proved[peer].add(session)
+        else:
+            state = NodeState.LOST if what == "lost" else NodeState.READY
+            proofs.receive(peer, session, Presence(state, "device"), retained=what == "retained", now=now)
+            if what == "live":
+                proved[peer].add(session)
+        assert proofs.session(peer) in proved[peer] | {""}
+        earliest = min(min(known.ask_at, known.silent_at) for known in proofs._of.values())
+        assert proofs.next_deadline() <= earliest  # a look too many costs little, one too few never comes
+
+
+# Our own
+
+
+def own_of(session: str = "my-session") -> OwnPresence:
+    return OwnPresence(Identity("run-1", "a", "device", session))
+
+
+def publish(own: OwnPresence, state: NodeState = NodeState.READY) -> None:
+    own.set_state(state, reason="", samples=7, failure=Failure.NONE)
+
+
+def test_a_presence_is_published_on_each_connection_once() -> None:
+    own = own_of()
+    own.connected()
+    publish(own)
+    assert [presence.state for presence in own.to_send()] == [NodeState.INIT, NodeState.READY] and not own.to_send()
+    publish(own, NodeState.FINISHED)  # while the broker is away
+    own.connected()
+    (presence,) = own.to_send()
+    assert presence.state is NodeState.FINISHED and presence.books == "my-session"
+
+
+def test_the_will_of_our_own_broken_connection_is_corrected() -> None:
+    own = own_of()
+    own.connected()
+    publish(own)
+    own.to_send()
+    own.receive("run-1", "my-session", Presence(NodeState.LOST, "device"), retained=False)
+    assert [presence.state for presence in own.to_send()] == [NodeState.READY]
+    own.receive("run-1", "my-session", Presence(NodeState.READY, "device"), retained=False)
+    assert not own.to_send()
+
+
+def test_of_two_living_nodes_of_a_name_the_second_ends() -> None:
+    first, second = own_of("first"), own_of("second")
+    broker: list[tuple[str, Presence]] = []
+    for own, session in ((first, "first"), (second, "second")):
+        own.connected()
+        broker += [(session, presence) for presence in own.to_send()]
+    while broker:
+        session, presence = broker.pop(0)
+        for own, mine in ((first, "first"), (second, "second")):
+            own.receive("run-1", session, presence, retained=False)
+            broker += [(mine, each) for each in own.to_send()]
+    assert (first.taken, second.taken) == ("", "run-1")
+
+
+def test_what_is_left_of_an_earlier_run_is_cleared_by_whoever_holds_the_name() -> None:
+    own = own_of()
+    own.connected()
+    own.to_send()
+    for run, state in (("old-1", NodeState.LOST), ("old-2", NodeState.READY), ("run-1", NodeState.FAILED)):
+        own.receive(run, "earlier", Presence(state, "device"), retained=True)
+    assert own.remains() == ["old-1"] and not own.remains() and not own.to_send() and not own.taken
+
+
+def test_a_node_that_leaves_defends_its_name_no_more() -> None:
+    own = own_of()
+    own.connected()
+    own.to_send()
+    own.receive("run-1", "my-session", READY, retained=False)
+    own.leaving = True
+    own.receive("run-1", "other", READY, retained=False)
+    own.receive("run-1", "", None, retained=False)
+    own.set_targets(())
+    assert not own.to_send() and not own.taken

@@ -1,0 +1,322 @@
+"""Who is waited for: before the run begins, in a round that may close without some, and who gave up."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+
+from common.errors import NoProgress, RunFailed
+from common.protocol.messages import Acknowledgement, Message, NodeState
+from common.runtime.child_endpoint import ChildEndpoint
+from common.spec import Closing, Transfer
+from tests.helpers.nodes import (
+    FINE,
+    Facts,
+    assert_models,
+    child_of,
+    drawn,
+    layout_of,
+    living,
+    parent_of,
+    play,
+    serving,
+    together,
+)
+from tests.helpers.sites import SimulatedSite, until, virtual
+
+QUORUM_OF_ONE = Closing(rule="quorum", quorum=1, deadline_s=10.0)
+
+
+# Children that give up
+
+
+@virtual
+async def test_a_child_that_gives_up_ends_the_round_at_once_with_its_reason(site: SimulatedSite) -> None:
+    async def fail() -> None:
+        raise RunFailed("the disk is full")
+
+    layout = layout_of(4000)
+    names = ["device-0", "device-1"]
+    parent = parent_of(site, names, layout=layout)
+    async with together(living(site, parent), serving(site, child_of(site, "device-1"), layout, 1)):
+        failing = serving(site, child_of(site, "device-0"), layout, 0, fail)
+        begun = parent.now()
+        with pytest.raises(RunFailed, match="device-0 gave up: the disk is full"):
+            await play(parent, drawn(layout, 1))
+        assert parent.now() - begun < 5
+        await asyncio.wait((failing,))
+        assert isinstance(failing.exception(), RunFailed)
+
+
+@virtual
+async def test_a_child_that_gave_up_before_a_round_ends_it_at_once(site: SimulatedSite) -> None:
+    async def fail() -> None:
+        raise RunFailed("no data here")
+
+    layout = layout_of(4000)
+    names = ["device-0", "device-1"]
+    parent = parent_of(site, names, layout=layout)
+    failing = child_of(site, "device-0")
+    async with together(living(site, parent), serving(site, child_of(site, "device-1"), layout, 1)):
+        await until(lambda: parent.session.coordinator.states()["device-1"] == "ready")
+        with pytest.raises(RunFailed, match="no data here"):
+            await living(site, failing, work=fail())
+        await until(lambda: parent.session.coordinator.states()["device-0"] == "failed")
+        begun = parent.now()
+        with pytest.raises(RunFailed, match="device-0 gave up: no data here"):
+            await play(parent, drawn(layout, 1))
+        assert parent.now() == begun
+
+
+# Before the run begins
+
+
+def test_a_child_that_failed_before_the_run_ends_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """The parent waits for another process of its name, and reports why."""
+
+    @virtual
+    async def run(site: SimulatedSite) -> None:
+        async def fail() -> None:
+            raise RunFailed("no data here")
+
+        layout = layout_of(4000)
+        names = ["device-0", "device-1"]
+        observed: list[Facts] = []
+        waited_for: list[str] = []
+        parent = parent_of(site, names, layout=layout, observed=observed)
+        async with together(living(site, parent), serving(site, child_of(site, "device-1"), layout, 1)):
+            gathering = asyncio.create_task(parent.gather(Closing(), waiting=waited_for.append))
+            with pytest.raises(RunFailed, match="no data here"):
+                await living(site, child_of(site, "device-0"), work=fail())
+            await asyncio.sleep(1000)
+            assert not gathering.done()
+            assert waited_for[-1] == "device-0 gave up: no data here"
+            assert ("waiting", {"for": "device-0 gave up: no data here"}) in observed
+            async with together(serving(site, child_of(site, "device-0"), layout, 0)):
+                await gathering
+                row = drawn(layout, 1)
+                assert_models(await play(parent, row), row, layout=layout, places={"device-0": 0, "device-1": 1})
+
+    with caplog.at_level(logging.WARNING, "fedstrata.parent"):
+        run()
+    lines = [line for line in caplog.messages if "waits for its children: device-0 gave up: no data here" in line]
+    assert 10 <= len(lines) <= 20  # one each minute
+
+
+@virtual
+async def test_an_absent_child_is_waited_for_however_long_it_takes(site: SimulatedSite) -> None:
+    parent = parent_of(site, ["device-0"], layout=layout_of(4000), transfer=Transfer(idle_s=20.0))
+    waited_for: list[str] = []
+    async with together(living(site, parent)):
+        gathering = asyncio.create_task(parent.gather(QUORUM_OF_ONE, waiting=waited_for.append))
+        await asyncio.sleep(500)
+        assert not gathering.done() and set(waited_for) == {"device-0 never came"}
+        async with together(living(site, child_of(site, "device-0"))):
+            await gathering
+        assert parent.samples == {"device-0": 1}
+
+
+@virtual
+async def test_a_child_that_prepares_is_waited_for_while_it_moves(site: SimulatedSite) -> None:
+    """And named where it does not; with one that waits for its own children, so are those."""
+    idle = Transfer(idle_s=20.0)
+    parent = parent_of(site, ["device-0"], layout=layout_of(4000), transfer=idle)
+    child = child_of(site, "device-0", transfer=idle, ready=False)
+    waited_for: list[str] = []
+    async with together(living(site, parent), living(site, child)):
+        gathering = asyncio.create_task(parent.gather(Closing(), waiting=waited_for.append))
+        for done in range(20):
+            child.preparing(done)
+            await asyncio.sleep(5)
+        assert not gathering.done() and waited_for[-1] == "device-0 prepares"
+        for _ in range(5):  # as an institution does, again and again
+            child.preparing(20, waits_for="device-7 never came")
+            child.session._prepare_at = child.now()
+            child.wake()
+            await asyncio.sleep(10)
+        assert not gathering.done() and waited_for[-1] == "device-0 waits for device-7 never came"
+        child.preparing(21)
+        with pytest.raises(NoProgress, match="cannot begin: device-0: no progress in preparing for 20 s"):
+            await gathering
+
+
+@virtual
+async def test_a_child_that_hangs_is_not_waited_for_where_the_others_are_enough(site: SimulatedSite) -> None:
+    idle = Transfer(idle_s=20.0)
+    parent = parent_of(site, ["device-0", "device-1"], layout=layout_of(4000), transfer=idle)
+    hanging = child_of(site, "device-0", transfer=idle, ready=False)
+    async with together(living(site, parent), living(site, hanging)):
+        gathering = asyncio.create_task(parent.gather(QUORUM_OF_ONE))
+        await asyncio.sleep(100)
+        assert not gathering.done()
+        async with together(living(site, child_of(site, "device-1", transfer=idle))):
+            await gathering
+        assert parent.session.readiness(parent.now()).hanging == {"device-0"}
+
+
+@virtual
+async def test_a_quorum_is_waited_for_before_the_clock_starts(site: SimulatedSite) -> None:
+    parent = parent_of(site, ["device-0", "device-1"], layout=layout_of(4000))
+    async with together(living(site, parent)):
+        gathering = asyncio.create_task(parent.gather(QUORUM_OF_ONE))
+        await asyncio.sleep(15)
+        assert not gathering.done(), "the deadline is a round's: nobody is there yet"
+        async with together(living(site, child_of(site, "device-1"))):
+            await gathering
+        assert parent.samples == {"device-1": 1}
+
+
+@virtual
+async def test_with_a_quorum_there_the_others_have_until_the_deadline(site: SimulatedSite) -> None:
+    parent = parent_of(site, ["device-0", "device-1"], layout=layout_of(4000))
+    begun = parent.now()
+    async with together(living(site, parent), living(site, child_of(site, "device-1"))):
+        await parent.gather(QUORUM_OF_ONE)
+        assert 10 <= parent.now() - begun < 12
+
+
+# In a round
+
+
+@virtual
+async def test_a_quorum_closes_by_its_deadline_and_late_results_are_answered(site: SimulatedSite) -> None:
+    layout = layout_of(400_000)
+    names = ["device-0", "device-1", "late", "never"]
+    parent = parent_of(site, names, layout=layout)
+    go_on = asyncio.Event()
+    late = child_of(site, "late")
+    tasks = [serving(site, child_of(site, name), layout, place) for place, name in enumerate(names[:2])]
+    async with together(living(site, parent), serving(site, late, layout, 2, go_on.wait), *tasks):
+        row = drawn(layout, 1)
+        await until(lambda: len(parent.samples) == 3)
+        closing = Closing(rule="quorum", quorum=2, deadline_s=0.5)
+        played = await play(parent, row, closing=closing)
+        assert_models(played, row, layout=layout, places={"device-0": 0, "device-1": 1})
+        assert set(played.missing) == {"late", "never"}
+        assert sum(played.timeline.phases().values()) >= 0.5
+        assert parent.session.coordinator.late == 0
+        go_on.set()
+        await until(lambda: late.refusals)
+        assert "closed" in late.refusals[0]
+        assert parent.session.coordinator.late == 1
+        second = await play(parent, row, iteration=1, closing=Closing(rule="quorum", quorum=3, deadline_s=0.1))
+        assert_models(second, row, layout=layout, places={"device-0": 0, "device-1": 1, "late": 2})
+
+
+@virtual
+async def test_a_child_known_to_be_lost_is_not_waited_for_once_the_quorum_is_there(site: SimulatedSite) -> None:
+    layout = layout_of(4000)
+    parent = parent_of(site, ["device-0", "device-1"], layout=layout)
+    lost = child_of(site, "device-1")
+    async with together(living(site, parent), serving(site, child_of(site, "device-0"), layout, 0)):
+        async with together(living(site, lost)):
+            await parent.gather(Closing())
+            site.kill(lost)
+        begun, row = parent.now(), drawn(layout, 1)
+        await until(lambda: parent.session.coordinator.states()["device-1"] == "lost")
+        played = await play(parent, row, closing=Closing(rule="quorum", quorum=1, deadline_s=500.0))
+        assert_models(played, row, layout=layout, places={"device-0": 0})
+        assert played.missing == ("device-1",) and parent.now() - begun < 60
+
+
+@virtual
+async def test_the_time_that_a_broker_was_away_is_nobodys_idleness(site: SimulatedSite) -> None:
+    """A child that makes no progress for 60 s before the broker goes and 60 s after it came is not idle for 120 s."""
+    layout, idle = layout_of(4000), Transfer(idle_s=100.0)
+    parent = parent_of(site, ["device-0"], layout=layout, transfer=idle)
+    child = child_of(site, "device-0", transfer=idle)
+
+    async def work_long() -> None:
+        await asyncio.sleep(200)
+
+    row = drawn(layout, 1)
+    async with together(living(site, parent), serving(site, child, layout, 0, work_long)):
+        playing = asyncio.create_task(play(parent, row))
+        await asyncio.sleep(60)
+        site.broker.kill()
+        await asyncio.sleep(60)
+        site.broker.start()
+        await asyncio.sleep(60)
+        assert not playing.done()
+        assert_models(await playing, row, layout=layout, places={"device-0": 0})
+
+
+@virtual
+async def test_a_child_without_progress_is_given_up(site: SimulatedSite) -> None:
+    layout, idle = layout_of(4000), Transfer(idle_s=100.0)
+    parent = parent_of(site, ["device-0"], layout=layout, transfer=idle)
+    child = child_of(site, "device-0", transfer=idle)
+    async with together(living(site, parent), serving(site, child, layout, 0, asyncio.Event().wait)):
+        begun = parent.now()
+        with pytest.raises(NoProgress, match=r"device-0 made no progress for 100 s \(its state is ready\)"):
+            await play(parent, drawn(layout, 1))
+        assert 100 <= parent.now() - begun < 105
+
+
+# The end
+
+
+@virtual
+async def test_a_parent_that_comes_back_gets_at_once_what_is_offered(site: SimulatedSite) -> None:
+    layout = layout_of(4000)
+    parent = parent_of(site, ["device-0"], layout=layout)
+    child = child_of(site, "device-0")
+    send = parent.session.outbox.send
+
+    def swallow(peer: str, message: Message, now: float) -> None:
+        if not isinstance(message, Acknowledgement):
+            send(peer, message, now)
+
+    parent.session.outbox.send = swallow  # type: ignore[method-assign]
+    async with together(living(site, parent), serving(site, child, layout, 0)):
+        await play(parent, drawn(layout, 1))
+        await asyncio.sleep(20)  # nobody acknowledges: it is offered again, less and less often
+        due = child.session.participant.next_deadline()
+        assert due is not None and due > child.now() + 1
+        reconnects = parent.connection.reconnects
+        results = _received(child)
+        site.break_connection(parent)
+        await until(lambda: parent.connection.reconnects > reconnects and parent.connection.up)
+        back = parent.now()
+        await until(lambda: _received(child) > results)
+        assert parent.now() - back < 0.5
+
+
+def _received(child: ChildEndpoint) -> int:
+    return child.session.counters.traffic(child.session.parent).sent_control_message
+
+
+@virtual
+async def test_the_goodbye_waits_for_a_slow_link(site: SimulatedSite) -> None:
+    """A farewell that still waits for its link when a node ends would be lost, and its counts with it."""
+    layout = layout_of(4000)
+    parent = parent_of(site, ["device-0"], layout=layout)
+    child = child_of(site, "device-0")
+    site.link("device-0").change(delay_s=0.3)
+    async with together(living(site, parent)):
+        await living(site, child, work=child.farewell((), timeout_s=30))
+        assert "device-0" in parent.session.farewells
+
+
+@virtual
+async def test_a_goodbye_that_the_broker_loses_is_sent_again(site: SimulatedSite) -> None:
+    layout = layout_of(4000)
+    parent = parent_of(site, ["device-0"], layout=layout, transfer=FINE)
+    child = child_of(site, "device-0")
+    lost: list[Any] = []
+
+    def lossy(message: Any) -> bool:
+        if "/inbox/" in message.topic and len(lost) < 4:
+            lost.append(message)
+            return False
+        return True
+
+    site.network.filters.append(lossy)
+    async with together(living(site, parent)):
+        begun = child.now()
+        await living(site, child, work=child.farewell((), timeout_s=30))
+        assert child.session.goodbye_answered and child.now() - begun < 10
+        await until(lambda: parent.session.coordinator.states()["device-0"] != str(NodeState.READY))

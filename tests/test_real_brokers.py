@@ -1,0 +1,197 @@
+"""Endpoints on real brokers: what a simulated one cannot show of sockets, clients and processes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiomqtt
+import pytest
+
+from common.links import Link
+from common.net.link import BrokerAddress
+from common.spec import Transfer
+from deploy import broker
+from deploy.broker import Broker, Kind
+from tests.helpers.nodes import (
+    FINE,
+    PARENT,
+    Middle,
+    Watched,
+    assert_models,
+    child_of,
+    drawn,
+    layout_of,
+    living,
+    parent_of,
+    play,
+    serving,
+    together,
+)
+from tests.helpers.sites import PATIENCE_S, RealSite, RestartableBroker, real, until
+
+CHUNKS = -(-2_000_000 // 32_768)
+
+
+@pytest.fixture
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
+    """Return a broker of the test's own: what an earlier test left retained would speak for these nodes."""
+    with broker.start(directory=tmp_path_factory.mktemp("broker")) as one:
+        yield one
+
+
+@pytest.fixture
+def site(served: Broker) -> RealSite:
+    return RealSite(BrokerAddress(served.host, served.port))
+
+
+@pytest.fixture(params=["mosquitto", "embedded"])
+def breakable(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RestartableBroker]:
+    kind: Kind = request.param
+    if kind == "mosquitto" and broker.choose() != "mosquitto":
+        pytest.skip("mosquitto is not installed")
+    one = RestartableBroker(kind, tmp_path)
+    yield one
+    one.close()
+
+
+def test_a_model_passes_an_institution_in_both_directions(site: RealSite) -> None:
+    async def run() -> None:
+        layout, names = layout_of(2_000_000), ["device-0", "device-1"]
+        cloud = parent_of(site, [PARENT], layout=layout, name="cloud", transfer=FINE)
+        middle = Middle(site, layout, children=names)
+        devices = [serving(site, child_of(site, name), layout, place) for place, name in enumerate(names)]
+        async with together(living(site, cloud), middle.live(), *devices):
+            for iteration in range(2):
+                row = drawn(layout, iteration)
+                assert_models(await play(cloud, row, iteration=iteration), row, layout=layout, places={PARENT: 0})
+
+    real(run())
+
+
+def test_a_real_broker_that_is_killed_in_mid_transfer_costs_no_chunk_that_had_arrived(
+    breakable: RestartableBroker,
+) -> None:
+    async def run() -> None:
+        layout, names = layout_of(2_000_000), ["device-0", "device-1"]
+        link = Link(up_mbit=16.0, down_mbit=16.0)
+        parent = parent_of(site, names, layout=layout, transfer=FINE, link=link)
+        children = [child_of(site, name, transfer=FINE, link=link) for name in names]
+        endpoints = [parent, *children]
+        watched = [Watched(endpoint) for endpoint in endpoints]
+        begun = [0, 0]
+
+        def counted(place: int) -> Callable[[], Awaitable[None]]:
+            async def begin() -> None:
+                begun[place] += 1
+
+            return begin
+
+        async def break_when(receiver: Watched, transfers: int) -> None:
+            def half() -> bool:
+                arrived = receiver.arrived.values()
+                return len(arrived) == transfers and min(map(len, arrived)) >= CHUNKS // 2
+
+            await until(half)
+            before = {key: set(indices) for key, indices in receiver.arrived.items()}
+            assert all(len(indices) < CHUNKS for indices in before.values()), "too late to break anything"
+            await breakable.kill()
+            await until(lambda: not any(endpoint.connection.up for endpoint in endpoints))
+            receiver.asks.clear()
+            await breakable.start()
+
+        tasks = [serving(site, child, layout, place, counted(place)) for place, child in enumerate(children)]
+        async with together(living(site, parent), *tasks):
+            row = drawn(layout, 1)
+            playing = asyncio.create_task(play(parent, row))
+            await break_when(watched[1], 1)  # models on their way down
+            await break_when(watched[0], 2)  # and on their way up
+            assert_models(await playing, row, layout=layout, places={"device-0": 0, "device-1": 1})
+            assert begun == [1, 1], "a device trained twice"
+            for one in watched:
+                assert one.asks
+                for key, lacking, here in one.asks:
+                    assert not lacking & here, key
+            assert all(endpoint.connection.reconnects >= 2 for endpoint in endpoints)
+            again = await play(parent, row, iteration=1)
+            assert_models(again, row, layout=layout, places={"device-0": 0, "device-1": 1})
+
+    site = RealSite(breakable.address)
+    real(run())
+
+
+def test_a_child_whose_socket_is_shut_in_mid_upload_goes_on_where_it_was(site: RealSite) -> None:
+    async def run() -> None:
+        layout, names = layout_of(2_000_000), ["device-0", "device-1"]
+        link = Link(up_mbit=16.0)
+        parent = parent_of(site, names, layout=layout, transfer=FINE)
+        children = [child_of(site, name, transfer=FINE, link=link) for name in names]
+        connection: Any = children[0].connection
+        watched = Watched(parent)
+        tasks = [serving(site, child, layout, place) for place, child in enumerate(children)]
+        async with together(living(site, parent), *tasks):
+            row = drawn(layout, 1)
+            playing = asyncio.create_task(play(parent, row))
+            for _ in range(2):
+                goal = min(len(watched.of("device-0")) + 15, 60)  # of 62: a busy machine may bring many at once
+                await until(lambda goal=goal: len(watched.of("device-0")) >= goal)
+                breaks, client = connection.reconnects, connection._client
+                assert client is not None
+                client._client.socket().shutdown(socket.SHUT_RDWR)
+                await until(lambda breaks=breaks: connection.reconnects > breaks)
+            assert_models(await playing, row, layout=layout, places={"device-0": 0, "device-1": 1})
+            for key, lacking, here in watched.asks:
+                assert not lacking & here, key
+            assert parent.connection.reconnects == 0
+
+    real(run())
+
+
+def test_a_cancellation_that_came_with_the_connection_is_not_lost(site: RealSite) -> None:
+    # Before Python 3.12 asyncio.wait_for, by which the client waits for the broker's answer, may swallow it.
+    async def run() -> None:
+        connection: Any = child_of(site, "device-0").connection
+        make = connection._new_client
+
+        def swallowing() -> aiomqtt.Client:
+            client = make()
+            enter = client.__aenter__
+
+            class Swallowing:
+                def __getattr__(self, name: str) -> Any:
+                    return getattr(client, name)
+
+                async def __aenter__(self) -> aiomqtt.Client:
+                    await enter()
+                    task.cancel()
+                    try:
+                        await asyncio.sleep(0)
+                    except asyncio.CancelledError:
+                        pass
+                    return client
+
+                async def __aexit__(self, *error: Any) -> None:
+                    await client.__aexit__(*error)
+
+            return Swallowing()  # type: ignore[return-value]
+
+        connection._new_client = swallowing
+        task = asyncio.create_task(connection.run(connect_timeout_s=PATIENCE_S))
+        done, _ = await asyncio.wait((task,), timeout=5)
+        task.cancel()
+        await asyncio.wait((task,))
+        assert done, "it went on"
+
+    real(run())
+
+
+def test_the_keep_alive_is_the_experiments() -> None:
+    async def run() -> None:
+        connection: Any = child_of(nowhere, "device-0", transfer=Transfer(keepalive_s=7)).connection
+        assert connection._new_client()._keepalive == 7
+
+    nowhere = RealSite(BrokerAddress("nowhere"))
+    real(run())
