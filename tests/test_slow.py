@@ -1,4 +1,4 @@
-"""Slow, late and hostile: what a transfer costs and who waits for whom, on a mosquitto as others set it up."""
+"""Slow, late and hostile: what a transfer costs and who waits for whom."""
 
 from __future__ import annotations
 
@@ -7,39 +7,33 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import aiomqtt
 import numpy as np
 import pytest
 
 from common.errors import ConnectionFailed
-from common.layout import ModelLayout, Row, Section
-from common.links import Link
+from common.layout import ModelLayout, Row
 from common.net.link import BrokerAddress
 from common.protocol import serialization, topics
-from common.protocol.identity import Identity
-from common.protocol.messages import NodeState, Task
+from common.protocol.messages import Task
 from common.protocol.sender import Publication
 from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint
-from common.runtime.lifecycle import live
-from common.runtime.parent_endpoint import ParentEndpoint, Round
+from common.runtime.round import Round
 from common.runtime.work import Answer, Report
-from common.runtime.world import new_session
 from common.spec import Closing, Transfer
 from deploy import broker
 from deploy.broker import Broker
+from deploy.simulation.broker import Routed
+from tests.helpers.nodes import FINE, LAB, RUN, child_of, drawn, layout_of, living, parent_of, play, together
+from tests.helpers.sites import PATIENCE_S, RealSite, SimulatedSite, Site, real, until, virtual
 
-LAB = "lab"
-RUN = "run-1"
 PARENT = "parent"
-PATIENCE_S = 30.0
-FINE = Transfer(chunk_bytes=32_768)
 MOSQUITTOS_DEFAULTS = {"max_queued_messages": 1000, "max_inflight_messages": 20, "max_queued_bytes": 0}
 
 
@@ -53,105 +47,74 @@ def mosquitto(directory: Path, settings: Mapping[str, int] | None = None) -> Ite
         yield served
 
 
-def scenario(play: Coroutine[Any, Any, None]) -> None:
-    """Run a test's coroutine, at most `PATIENCE_S`."""
-
-    async def bounded() -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            await play
-
-    asyncio.run(bounded())
-
-
-async def nothing() -> None:
-    pass
-
-
-def layout_of(nbytes: int) -> ModelLayout:
-    return ModelLayout.build([("weight", (nbytes // 4,), Section.PARAMETER)])
-
-
-def drawn(layout: ModelLayout) -> Row:
-    row = layout.empty()
-    layout.floats(row)[:] = np.random.default_rng(1).standard_normal(layout.columns, np.float32)
-    return row
+def site_at(served: Broker) -> RealSite:
+    return RealSite(BrokerAddress(served.host, served.port))
 
 
 class Sender:
-    """A parent that plays one round; it notes what it publishes, and `waits` as long as it is told.
+    """A parent that plays one round; it notes what it publishes, and pauses while `waits` is true.
 
     By default it begins when all have asked, however long one of them needs to come.
     """
 
-    def __init__(self, served: Broker, names: Sequence[str], layout: ModelLayout, *, transfer: Transfer = FINE) -> None:
-        self.face = ParentEndpoint(
-            BrokerAddress(served.host, served.port),
-            Identity(RUN, PARENT, "institution", new_session()),
-            links=dict.fromkeys(names, Link()),
-            transfer=transfer,
-        )
-        self.face.set_layout(layout)
-        self.said: list[Publication] = []
-        self.waits: Callable[[int], bool] = lambda chunks_said: chunks_said == 0 and not self.asked_by_all()
-        self._publish = self.face.endpoint.outgoing.next_publication
-        self.face.endpoint.outgoing.next_publication = self._noted  # type: ignore[method-assign]
+    def __init__(self, site: Site, names: Sequence[str], layout: ModelLayout, *, transfer: Transfer = FINE) -> None:
+        self.site = site
+        self.parent = parent_of(site, names, layout=layout, name=PARENT, transfer=transfer)
+        self.published: list[Publication] = []
+        self.waits: Callable[[int], bool] = lambda published: published == 0 and not self.asked_by(names)
+        self._publish = self.parent.session.sender.next_publication
+        self.parent.session.sender.next_publication = self._noted  # type: ignore[method-assign]
 
     async def play(self, row: Row) -> Round:
-        """Play the round from beginning to end and say that the run is over."""
-        names = self.face.peers
+        """Play the round from beginning to end, and end the run."""
 
         async def work() -> Round:
-            self.face.endpoint.set_state(NodeState.READY)
-            await self.face.gather(Closing())
-            return await self.face.round(
-                iteration=0, round_=0, models=dict.fromkeys(names, row), epochs=dict.fromkeys(names, 1),
-                closing=Closing(),
-            )  # fmt: skip
+            await self.parent.gather(Closing())
+            return await play(self.parent, row)
 
-        waking = asyncio.create_task(self._keep_awake())
+        waking = asyncio.create_task(self.keep_awake())
         try:
-            return await live((self.face.endpoint,), work(), connect_timeout_s=PATIENCE_S, goodbye=nothing)
+            played: Round = await living(self.site, self.parent, work=work())
+            return played
         finally:
             waking.cancel()
 
     @property
-    def lanes(self) -> Counter[str]:
-        """Return how many chunks went on each lane."""
-        return Counter(publication.lane for publication in self.said)
+    def streams(self) -> Counter[str]:
+        """Return how many chunks went on each stream."""
+        return Counter(publication.stream for publication in self.published)
 
-    def asked_by_all(self) -> bool:
-        return all(self.face.endpoint.outgoing.serving(name) for name in self.face.peers)
+    def asked_by(self, names: Iterable[str]) -> bool:
+        return all(self.parent.session.sender.serving(name) for name in names)
+
+    async def keep_awake(self) -> None:
+        while True:  # what it waits for happens elsewhere
+            self.parent.wake()
+            await asyncio.sleep(0.005)
 
     def _noted(self, now: float, ready: Callable[[Iterable[str]], bool]) -> Publication | None:
-        if self.waits(len(self.said)):
+        if self.waits(len(self.published)):
             return None
         publication = self._publish(now, ready)
         if publication is not None:
-            self.said.append(publication)
+            self.published.append(publication)
         return publication
 
-    async def _keep_awake(self) -> None:
-        while True:  # what it waits for happens elsewhere
-            self.face.endpoint.wake()
-            await asyncio.sleep(0.005)
 
-
-async def receiver(
-    served: Broker,
+def receiving(
+    site: Site,
     name: str,
     layout: ModelLayout,
     *,
     got: Callable[[], object] = lambda: None,
     per_chunk: Callable[[], object] = lambda: None,
-    made: Callable[[ChildEndpoint], object] = lambda face: None,
+    made: Callable[[ChildEndpoint], object] = lambda child: None,
     transfer: Transfer = FINE,
-) -> None:
+) -> asyncio.Task[Any]:
     """Serve until the run is over: return each model as it is, having called `got`, and `per_chunk` for each chunk."""
-    identity = Identity(RUN, name, "device", new_session())
-    address = BrokerAddress(served.host, served.port)
-    face = ChildEndpoint(address, identity, parent=PARENT, transfer=transfer, link=Link())
+    child = child_of(site, name, parent=PARENT, transfer=transfer)
     out = layout.empty()
-    receive = face.endpoint.incoming.receive_chunk
+    receive = child.session.receiver.receive_chunk
 
     def slowly(*what: Any, **more: Any) -> bool:
         per_chunk()
@@ -162,10 +125,18 @@ async def receiver(
         got()
         return Answer(out, 1, 0.5, 1, 1, 0.0, 0.0)
 
-    face.endpoint.incoming.receive_chunk = slowly  # type: ignore[method-assign]
-    face.endpoint.set_state(NodeState.READY, samples=1)
-    made(face)
-    await live((face.endpoint,), face.serve(layout, work), connect_timeout_s=PATIENCE_S, goodbye=nothing)
+    child.session.receiver.receive_chunk = slowly  # type: ignore[method-assign]
+    made(child)
+    return living(site, child, work=child.serve(layout, work))
+
+
+def receive_on_another_loop(served: Broker, name: str, layout: ModelLayout, **options: Any) -> None:
+    """Serve as `receiving` does, in a thread."""
+
+    async def receive() -> None:
+        await receiving(site_at(served), name, layout, **options)
+
+    asyncio.run(receive())
 
 
 def assert_exact(played: Round, row: Row, names: Sequence[str]) -> None:
@@ -185,7 +156,7 @@ def test_what_a_broker_drops_for_a_slow_subscriber_is_sent_once_more(
 ) -> None:
     """1 ms for a message, and none is read before another receiver has all: more than any queue holds."""
     layout, names = layout_of(50_000_000), ["fast", "slow"]
-    row, chunks = drawn(layout), -(-50_000_000 // FINE.chunk_bytes)
+    row, chunks = drawn(layout, 1), -(-50_000_000 // FINE.chunk_bytes)
     fast_has_it = threading.Event()
 
     def slowly() -> None:
@@ -193,29 +164,29 @@ def test_what_a_broker_drops_for_a_slow_subscriber_is_sent_once_more(
         time.sleep(0.001)
 
     async def run(served: Broker) -> None:
-        sender = Sender(served, names, layout)
-        with ThreadPoolExecutor(1) as own_loop:
-            slow = own_loop.submit(asyncio.run, receiver(served, "slow", layout, per_chunk=slowly))
-            fast = asyncio.create_task(receiver(served, "fast", layout, got=fast_has_it.set))
+        sender = Sender(site_at(served), names, layout)
+        with ThreadPoolExecutor(1) as thread:
+            slow = thread.submit(receive_on_another_loop, served, "slow", layout, per_chunk=slowly)
+            fast = receiving(site_at(served), "fast", layout, got=fast_has_it.set)
             assert_exact(await sender.play(row), row, names)
             await fast
             await asyncio.wrap_future(slow)
-        again = sender.lanes["slow"]
-        assert sender.lanes == {topics.ALL: chunks, "slow": again}
-        assert again == sender.face.endpoint.outgoing.chunks_repeated
+        again = sender.streams["slow"]
+        assert sender.streams == {topics.ALL: chunks, "slow": again}
+        assert again == sender.parent.session.sender.chunks_repeated
         assert 0 < again < chunks  # nothing twice, and by far not all
-        assert len({p.index for p in sender.said if p.lane == "slow"}) == again
+        assert len({p.index for p in sender.published if p.stream == "slow"}) == again
         assert "being dropped for client slow" in served.log.read_text()
 
     with mosquitto(tmp_path, settings) as served:
-        scenario(run(served))
+        real(run(served))
 
 
 def test_six_fast_receivers_do_not_wait_for_four_that_read_nothing(tmp_path: Path) -> None:
     nbytes = 20_000_000
     layout, transfer = layout_of(nbytes), Transfer(chunk_bytes=500_000)
     fast, slow = [f"fast-{i}" for i in range(6)], [f"slow-{i}" for i in range(4)]
-    row = drawn(layout)
+    row = drawn(layout, 1)
     left = set(fast)
     go_on = threading.Event()
 
@@ -224,29 +195,27 @@ def test_six_fast_receivers_do_not_wait_for_four_that_read_nothing(tmp_path: Pat
         if not left:
             go_on.set()
 
+    def read_nothing() -> None:
+        go_on.wait(PATIENCE_S)
+
     async def run(served: Broker) -> None:
-        sender = Sender(served, [*fast, *slow], layout, transfer=transfer)
-        with ThreadPoolExecutor(4) as own_loops:
+        sender = Sender(site_at(served), [*fast, *slow], layout, transfer=transfer)
+        with ThreadPoolExecutor(4) as threads:
             waiting = [
-                own_loops.submit(
-                    asyncio.run,
-                    receiver(served, name, layout, per_chunk=lambda: go_on.wait(PATIENCE_S), transfer=transfer),
-                )
+                threads.submit(receive_on_another_loop, served, name, layout, per_chunk=read_nothing, transfer=transfer)
                 for name in slow
             ]
             running = [
-                asyncio.create_task(
-                    receiver(served, name, layout, got=lambda name=name: fast_has_it(name), transfer=transfer)
-                )
+                receiving(site_at(served), name, layout, got=lambda name=name: fast_has_it(name), transfer=transfer)
                 for name in fast
             ]
             assert_exact(await sender.play(row), row, [*fast, *slow])
             await asyncio.gather(*running, *map(asyncio.wrap_future, waiting))
-        assert sender.lanes == {topics.ALL: nbytes // 500_000}
+        assert sender.streams == {topics.ALL: nbytes // 500_000}
         assert peak_bytes(served) <= 100e6 + len(slow) * nbytes
 
     with mosquitto(tmp_path) as served:
-        scenario(run(served))
+        real(run(served))
 
 
 def peak_bytes(served: Broker) -> int:
@@ -258,98 +227,87 @@ def peak_bytes(served: Broker) -> int:
 # Late
 
 
-def test_who_joins_in_mid_broadcast_gets_everything_and_delays_nobody(tmp_path: Path) -> None:
+@virtual
+async def test_who_joins_in_mid_broadcast_gets_everything_and_delays_nobody(site: SimulatedSite) -> None:
     """The sender waits in the middle for the late one to ask, so that what it missed is known to the chunk."""
     layout = layout_of(2_000_000)
     names, chunks, missed = ["device-0", "device-1", "device-2", "late"], 62, 30
-    row = drawn(layout)
+    row = drawn(layout, 1)
+    sender = Sender(site, names, layout)
+    parent = sender.parent
+    joined = asyncio.Event()
 
-    async def run(served: Broker) -> None:
-        sender = Sender(served, names, layout)
-        outgoing = sender.face.endpoint.outgoing
-        joined = asyncio.Event()
+    def waits(published: int) -> bool:
+        if published == missed:
+            joined.set()
+        first = published == 0 and not sender.asked_by(names[:3])
+        return first or (published == missed and not sender.asked_by(["late"]))
 
-        def waits(said: int) -> bool:
-            if said == missed:
-                joined.set()
-            return said == missed and not outgoing.serving("late")
-
-        async def join() -> None:
-            await joined.wait()
-            await receiver(served, "late", layout)
-
-        sender.waits = waits
-        sender.face.samples["late"] = 1  # known from an earlier life, so that the round begins without it
-        running = [asyncio.create_task(receiver(served, name, layout)) for name in names[:3]]
-        running.append(asyncio.create_task(join()))
-        playing = asyncio.create_task(sender.play(row))
-        assert_exact(await playing, row, names)
-        await asyncio.gather(*running)
-        assert sender.lanes == {topics.ALL: chunks, "late": missed}
-        assert sorted(p.index for p in sender.said if p.lane == "late") == list(range(missed))
-        assert [p.index for p in sender.said if p.lane == topics.ALL] == list(range(chunks))
-
-    with mosquitto(tmp_path) as served:
-        scenario(run(served))
+    sender.waits = waits
+    waking = asyncio.create_task(sender.keep_awake())
+    async with together(living(site, parent), waking, *(receiving(site, name, layout) for name in names[:3])):
+        await until(lambda: len(parent.samples) == 3)
+        playing = asyncio.create_task(play(parent, row))
+        await joined.wait()
+        async with together(receiving(site, "late", layout)):
+            assert_exact(await playing, row, names)
+    assert sender.streams == {topics.ALL: chunks, "late": missed}
+    assert sorted(p.index for p in sender.published if p.stream == "late") == list(range(missed))
+    assert [p.index for p in sender.published if p.stream == topics.ALL] == list(range(chunks))
 
 
 # Hostile
 
 
-def test_a_thousand_hostile_chunks_by_a_broker_spoil_nothing(forge: Callable[..., Any], tmp_path: Path) -> None:
-    """Sixteen after each true one; the sender keeps the last one back until all of them have arrived."""
-    layout = layout_of(2_000_000)
-    chunks = 62
-    row, draw = drawn(layout), random.Random(1)
+class Attack:
+    """Sixteen forged chunks after each true one, a thousand in all; counts those that must be refused."""
 
-    async def attack(served: Broker, sender: Sender, expected: Counter[str]) -> None:
-        forged = forge(PARENT, streams=[topics.ALL, "device-0", "device-9"])
-        async with aiomqtt.Client(served.host, served.port) as client:
-            client.pending_calls_threshold = 2000
-            await client.subscribe(
-                [(topics.inbox(LAB, RUN, "device-0", PARENT), 1), (f"fs1/{LAB}/{RUN}/{PARENT}/blob/#", 0)]
-            )
-            manifest = None
-            async for message in client.messages:
-                topic = topics.parse(message.topic.value)
-                if isinstance(topic, topics.InboxTopic):
-                    said = serialization.decode(bytes(message.payload))[1]
-                    manifest = said.model if isinstance(said, Task) else manifest
-                if manifest is None or not isinstance(topic, topics.ChunkTopic) or expected["all"] == 1000:
-                    continue
-                if topic.number not in {p.number for p in sender.said}:
-                    continue  # one of our own
-                for kind in draw.choices(forged.kinds, k=min(17, 1000 - expected["all"])):
-                    known = [(p.lane, p.index, p.number) for p in sender.said]
-                    it = forged(draw, kind, manifest, row.data, published=known)
-                    text = topics.chunk(LAB, RUN, it.owner, it.stream, it.blob, it.index, it.number)
-                    await client.publish(text, it.data)
-                    expected["all"] += 1
-                    if it.owner == PARENT and it.blob == manifest.blob and it.stream in (topics.ALL, "device-0"):
-                        sound = it.index < chunks and it.data == row.data[manifest.span(it.index)]
-                        expected["sound" if sound else "refused"] += 1
+    def __init__(self, site: SimulatedSite, sender: Sender, row: Row, forge: Callable[..., Any]) -> None:
+        self._site, self._sender, self._row = site, sender, row
+        self._forged = forge(PARENT, streams=[topics.ALL, "device-0", "device-9"])
+        self._draw = random.Random(1)
+        self._task: Task | None = None
+        self.made = self.refused = 0
+        site.network.hooks.append(self._after)
 
-    async def run(served: Broker) -> None:
-        sender = Sender(served, ["device-0"], layout)
-        expected: Counter[str] = Counter()
-        faces: list[ChildEndpoint] = []
+    def _after(self, routed: Routed) -> None:
+        topic = topics.parse(routed.topic)
+        if isinstance(topic, topics.InboxTopic) and topic.node == "device-0":
+            message = serialization.decode(routed.body)[1]
+            self._task = message if isinstance(message, Task) else self._task
+            return
+        numbers = {p.number for p in self._sender.published}
+        if self._task is not None and isinstance(topic, topics.ChunkTopic) and topic.number in numbers:
+            self._site.loop.call_soon(self._forge, self._task)
 
-        def all_came() -> bool:
-            incoming = faces[0].endpoint.incoming
-            return expected["all"] == 1000 and incoming.chunks_refused == expected["refused"]
+    def _forge(self, task: Task) -> None:
+        manifest = task.model
+        for kind in self._draw.choices(self._forged.kinds, k=min(17, 1000 - self.made)):
+            known = [(p.stream, p.index, p.number) for p in self._sender.published]
+            it = self._forged(self._draw, kind, manifest, self._row.data, published=known)
+            self.made += 1
+            ours = it.owner == PARENT and it.blob == manifest.blob and it.stream in (topics.ALL, "device-0")
+            sound = it.index < manifest.chunks and it.data == self._row.data[manifest.span(it.index)]
+            self.refused += ours and not sound
+            self._site.inject(topics.chunk(LAB, RUN, it.owner, it.stream, it.blob, it.index, it.number), it.data)
 
-        sender.waits = lambda said: said == chunks - 1 and not all_came()
-        attacking = asyncio.create_task(attack(served, sender, expected))
-        running = asyncio.create_task(receiver(served, "device-0", layout, made=faces.append))
-        try:
-            played = await sender.play(row)
-        finally:
-            attacking.cancel()
-        assert_exact(played, row, ["device-0"])
-        await running
-        assert expected["refused"] > 200
-        assert faces[0].endpoint.incoming.chunks_refused >= expected["refused"]
-        assert len(sender.said) <= 2 * chunks
 
-    with mosquitto(tmp_path) as served:
-        scenario(run(served))
+@virtual
+async def test_a_thousand_hostile_chunks_spoil_nothing(site: SimulatedSite, forge: Callable[..., Any]) -> None:
+    """The sender keeps the last true chunk back until all of them have arrived."""
+    layout, chunks = layout_of(2_000_000), 62
+    row = drawn(layout, 1)
+    sender = Sender(site, ["device-0"], layout)
+    attack = Attack(site, sender, row, forge)
+    children: list[ChildEndpoint] = []
+
+    def all_came() -> bool:
+        return attack.made == 1000 and children[0].session.receiver.chunks_refused == attack.refused
+
+    sender.waits = lambda published: published == chunks - 1 and not all_came()
+    child = receiving(site, "device-0", layout, made=children.append)
+    assert_exact(await sender.play(row), row, ["device-0"])
+    await child
+    assert attack.refused > 200
+    assert children[0].session.receiver.chunks_refused >= attack.refused
+    assert len(sender.published) <= 2 * chunks

@@ -28,16 +28,20 @@ from common.protocol import serialization, topics
 from common.protocol.manifest import describe
 from common.protocol.messages import (
     Acknowledgement,
+    Alive,
     Announcement,
     Ask,
     ChildReport,
+    Declined,
     Farewell,
     Gone,
+    Goodbye,
     Key,
     Manifest,
     Message,
     NodeState,
     Phase,
+    Preparing,
     Presence,
     Probe,
     Probed,
@@ -45,6 +49,7 @@ from common.protocol.messages import (
     Reports,
     Result,
     Task,
+    WhoIsThere,
 )
 from common.protocol.traffic import Traffic, Wire
 from common.spec import Experiment, parse
@@ -121,10 +126,11 @@ class Watched:
         reason: str = "",
         at: int = 0,
         role: str = "device",
+        retained: bool = False,
     ) -> None:
         presence = None if state is None else Presence(state, role, reason=reason)
         body = b"" if presence is None else serialization.encode(presence, session or self.session(name))
-        self.lab.receive(at, topics.state(LAB, RUN, name), body, self.now)
+        self.lab.receive(at, topics.state(LAB, RUN, name), body, self.now, retained=retained)
 
     def say(self, sender: str, receiver: str, message: Message, *, session: str = "") -> None:
         body = serialization.encode(message, session or self.session(sender))
@@ -339,6 +345,75 @@ def test_an_institution_on_two_brokers_is_as_the_first_says() -> None:
     assert [facts["state"] for _, facts in watched.events()] == ["ready", "lost"]
 
 
+# Before the rounds, and who is there
+
+
+def line_of(watched: Watched, name: str) -> str:
+    """Return a node's line in the picture."""
+    lines = View(160, 60).picture(watched.lab, watched.now, [])
+    return next(line.plain for line in lines if line.plain.split()[:1] == [name])
+
+
+def test_a_child_that_prepares_is_shown_with_those_whom_it_waits_for() -> None:
+    watched = Watched()
+    watched.state("institution-0", NodeState.INIT)
+    watched.events()
+    watched.say("institution-0", "cloud", Preparing(1, ""))
+    assert words.word(watched["institution-0"]) == "preparing" and not watched.events()
+    for done in range(3):  # it is repeated every second
+        watched.say("institution-0", "cloud", Preparing(done, "device-1 gave up: no data here"))
+    waiting = {"node": "institution-0", "waits_for": "device-1 gave up: no data here"}
+    assert watched.events() == [("waiting", waiting)]
+    assert words.line(watched.lab, "waiting", waiting, 0.0) == "institution-0: waits for device-1 gave up: no data here"
+    assert "0/2 there, waits for device-1 gave up: no data here" in line_of(watched, "institution-0")
+    assert words.branch(watched["institution-0"], 0.0)["waits_for"] == "device-1 gave up: no data here"
+    watched.state("device-1", NodeState.INIT)
+    watched.say("device-1", "institution-0", Preparing(7, ""))
+    assert "prepares" in line_of(watched, "device-1")
+    for name in ("institution-0", "device-1"):
+        watched.state(name, NodeState.READY)
+        assert words.word(watched[name]) == "ready"
+    assert "waits" not in line_of(watched, "institution-0")
+
+
+def test_a_task_that_is_declined_is_reported_once_with_its_reason() -> None:
+    watched, key = Watched(), Key(0, 0, 0)
+    watched.all_ready()
+    watched.say("institution-0", "device-0", task(key))
+    for _ in range(3):  # the task is sent again
+        watched.say("device-0", "institution-0", Declined(key, "wrong layout"))
+    declined = [facts for event, facts in watched.events() if event == "declined"]
+    assert declined == [{"node": "device-0", "iteration": 1, "round": 1, "reason": "wrong layout"}]
+    assert words.line(watched.lab, "declined", declined[0], 0.0) == "device-0: declined (wrong layout)"
+
+
+def test_a_retained_presence_is_marked_until_its_session_sends_something() -> None:
+    watched = Watched()
+    watched.state("device-0", NodeState.READY, retained=True)
+    watched.state("device-1", NodeState.READY)
+    assert "ready?" in line_of(watched, "device-0") and "ready?" not in line_of(watched, "device-1")
+    watched.say("device-0", "institution-0", Gone("0" * 16), session="another")
+    assert not watched["device-0"].proven
+    watched.say("device-0", "institution-0", Gone("0" * 16))
+    assert watched["device-0"].proven and "ready?" not in line_of(watched, "device-0")
+    watched.state("device-0", NodeState.LOST, retained=True)
+    assert "lost?" not in line_of(watched, "device-0")
+
+
+def test_a_session_changes_by_presences_alone() -> None:
+    watched, key = Watched(), Key(0, 0, 0)
+    watched.all_ready()
+    watched.say("institution-0", "device-0", task(key))
+    watched.say("device-0", "institution-0", progress(key, Phase.TRAINING, 6, 12), session="stranger")
+    device = watched["device-0"]
+    assert (device.step, device.session) == (Step.TOLD, "device-0-1") and not device.retired
+    alive = Alive("nonce", Presence(NodeState.READY, "device"))
+    watched.say("device-0", "institution-0", alive, session="device-0-2")  # its own presence was lost
+    assert device.session == "device-0-2" and ("restarted", {"node": "device-0"}) in watched.events()
+    watched.say("device-0", "institution-0", alive, session="device-0-1")  # an answer that comes late
+    assert device.session == "device-0-2"
+
+
 # How it ends
 
 
@@ -466,6 +541,11 @@ MESSAGES = st.one_of(
     st.builds(Reports, REPORTS),
     st.builds(Farewell, TRAFFICS, TRAFFICS),
     st.builds(Announcement, st.just("{"), st.just("[")),
+    st.builds(Preparing, st.integers(0, 3), st.sampled_from(["", "device-0 never came", "x" * 1000])),
+    st.builds(Declined, KEYS, st.just("wrong layout")),
+    st.builds(WhoIsThere, st.just("nonce"), st.just(RUN)),
+    st.builds(Alive, st.just("nonce"), st.builds(Presence, st.sampled_from(NodeState), st.just("device"))),
+    st.just(Goodbye()),
 )  # fmt: skip
 BODIES = st.one_of(
     st.binary(max_size=40), st.builds(serialization.encode, MESSAGES, st.sampled_from(["a", "b", "c"])), st.just(b"")
@@ -490,7 +570,7 @@ def test_no_message_is_fatal(said: list[tuple[str, bytes, float]]) -> None:
     watched = Watched()
     for topic, body, later in said:
         watched.now += later
-        watched.lab.receive(0, topic, body, watched.now)
+        watched.lab.receive(0, topic, body, watched.now, retained=later == 0.5)
         watched.lab.tick(watched.now)
     lab = watched.lab
     assert len(lab.nodes) == 7
@@ -898,8 +978,9 @@ def test_a_look_shows_the_present_state(
     scenario(run())
     *picture, tree = capsys.readouterr().out.splitlines()
     assert picture[0].startswith("small  iteration 0/10")
-    assert any(line.split() == ["cloud", "ready", "0/10", "0/2", "there"] for line in picture)
-    assert json.loads(tree)["nodes"]["cloud"]["state"] == "ready"
+    assert any(line.split() == ["cloud", "ready?", "0/10", "0/2", "there"] for line in picture)
+    cloud = json.loads(tree)["nodes"]["cloud"]
+    assert (cloud["state"], cloud["proven"]) == ("ready", False)  # nobody has sent anything: it may be a dead run's
     assert json.loads(tree)["nodes"]["cloud"]["children"]["institution-1"]["children"]["device-3"]["state"] == "absent"
 
 

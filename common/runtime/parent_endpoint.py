@@ -274,7 +274,8 @@ class ParentEndpoint(Endpoint):
             return False
         return True
 
-    def _someone_is_away(self) -> bool:
+    def someone_is_away(self) -> bool:
+        """Return whether a child has not said goodbye."""
         return not self.session.farewells >= set(self.peers)
 
     # Models

@@ -48,6 +48,9 @@ def watch(
     it hears costs the broker some bandwidth, and no link of the lab. Models small enough to travel inside control
     messages (transfer.inline_bytes) come along; --light leaves out all that devices and institutions say to each other.
 
+    A node that prepares is shown with those whom it waits for. `?` behind a state: the broker kept it, and the node has
+    sent nothing since the watch began.
+
     It ends with the run: exit code 0 finished, 1 failed, 5 the cloud stayed away.
     """
     from deploy.watching.follower import Follower

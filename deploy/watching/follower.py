@@ -156,12 +156,12 @@ class Follower:
         connection.subscribe([topics.state(name, run, "+")], qos=1, refused=refused)
         connection.subscribe(cloud if self._light else everybody, qos=0, refused=refused)
 
-    def _received(self, place: int, topic: str, body: bytes, _retained: bool) -> None:
+    def _received(self, place: int, topic: str, body: bytes, retained: bool) -> None:
         now = self._loop.time()
         if self._lab is None:
             self._runs.receive(topic, body, now)
         else:
-            self._lab.receive(place, topic, body, now)
+            self._lab.receive(place, topic, body, now, retained=retained)
             self._tell()
 
     def _lost(self, place: int) -> None:

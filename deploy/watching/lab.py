@@ -16,10 +16,13 @@ from common.errors import FedstrataError, NoProgress, RunFailed, WireError
 from common.protocol import serialization, topics
 from common.protocol.messages import (
     Acknowledgement,
+    Alive,
     Ask,
+    Declined,
     Farewell,
     Message,
     NodeState,
+    Preparing,
     Presence,
     Probe,
     Probed,
@@ -96,8 +99,8 @@ class Lab:
 
     # What comes
 
-    def receive(self, broker: int, topic_text: str, body: bytes, now: float) -> None:
-        """Take a message of the broker with this place, whatever its bytes."""
+    def receive(self, broker: int, topic_text: str, body: bytes, now: float, *, retained: bool = False) -> None:
+        """Take a message of the broker with this place, whatever its bytes; `retained`: from its store."""
         self._heard_bytes += len(topic_text) + len(body)
         self.heard.take(self._heard_bytes, now)
         try:
@@ -105,9 +108,9 @@ class Lab:
             if isinstance(topic, topics.SeekTopic) or (topic.lab, topic.run) != (self._lab, self.run):
                 return
             if isinstance(topic, topics.StateTopic):
-                self._state(broker, topic.node, body)
+                self._state(broker, topic.node, body, retained=retained)
             elif isinstance(topic, topics.InboxTopic):
-                self._control(topic, body, now)
+                self._control(broker, topic, body, now)
         except WireError:
             self.ignored += 1
 
@@ -191,31 +194,33 @@ class Lab:
 
     # Messages
 
-    def _state(self, broker: int, name: str, body: bytes) -> None:
+    def _state(self, broker: int, name: str, body: bytes, *, retained: bool) -> None:
         node = self._node(name)
         session, message = serialization.decode(body) if body else ("", None)
         if not (message is None or isinstance(message, Presence)):
             raise WireError("no presence on a state topic")
+        if message is not None or node.says:  # else it was an earlier process's
+            self._present(node, broker, session, message, retained=retained)
+
+    def _present(self, node: Node, broker: int, session: str, presence: Presence | None, *, retained: bool) -> None:
         before = node.session
-        if message is None and not node.says:
-            return  # of an earlier life
-        if not node.presence(broker, session, message):
+        if not node.presence(broker, session, presence, retained=retained):
             return
         self._met(node, before)
         if node.told != node.state:
             node.told = node.state
             reason = {"reason": node.reason} if node.reason else {}
-            self._tell("state", {"node": name, "role": node.role, "state": node.state, **reason})
+            self._tell("state", {"node": node.name, "role": node.role, "state": node.state, **reason})
 
-    def _control(self, topic: topics.InboxTopic, body: bytes, now: float) -> None:
+    def _control(self, broker: int, topic: topics.InboxTopic, body: bytes, now: float) -> None:
         sender, receiver = self._node(topic.sender), self._node(topic.node)
         if sender.parent is not receiver and receiver.parent is not sender:
             raise WireError("no parent and child")
         session, message = serialization.decode(body)
-        before = sender.session
-        if not sender.met(session):
+        if isinstance(message, Alive) and session not in sender.retired:
+            self._present(sender, broker, session, message.presence, retained=False)
+        if not sender.speaks(session):
             return
-        self._met(sender, before)
         self.controls += 1
         if receiver.parent is sender:
             self._from_parent(receiver, session, message, now)
@@ -250,6 +255,10 @@ class Lab:
                     child.children[report.name].report = report
         elif isinstance(message, Farewell):
             child.counted(message.traffic, message.below, now)
+        elif isinstance(message, Preparing) and child.prepares(message):
+            self._tell("waiting", {"node": child.name, "waits_for": child.waits_for})
+        elif isinstance(message, Declined) and child.declines(message):
+            self._tell("declined", {**_round(child), "reason": message.reason})
 
     def _begun(self, child: Node, begins: bool, now: float) -> None:
         """Tell of a round that begins with its first child's."""

@@ -11,10 +11,12 @@ from common.protocol.messages import (
     Acknowledgement,
     Ask,
     ChildReport,
+    Declined,
     Key,
     Manifest,
     NodeState,
     Phase,
+    Preparing,
     Presence,
     Progress,
     Result,
@@ -82,7 +84,8 @@ class Node:
 
     `key` is the round of its parent in which it takes part, and `wished_by` the parent's session whose wish said so, if
     that was heard; `result` its last answer, in whatever round. `below_*`: the bytes of its children's links, as it
-    tells them.
+    tells them. `proven`: its present session has published or sent something since the watch began, it is not only
+    retained by a broker. `preparing`: it has reported so; `waits_for`: who is absent below it, and why.
     """
 
     name: str
@@ -94,6 +97,10 @@ class Node:
     reason: str = ""
     session: str = ""
     retired: deque[str] = field(default_factory=lambda: deque(maxlen=SESSIONS_KEPT))
+    proven: bool = False
+    preparing: bool = False
+    waits_for: str = ""
+    declined: tuple[Key, str] | None = None
     samples: int = 0
     key: Key | None = None
     wished_by: str = ""
@@ -139,19 +146,18 @@ class Node:
 
     # What it, or its parent, said of its part in a round
 
-    def met(self, session: str) -> bool:
-        """Take the session of a word of its own; return False for a process that has a successor."""
-        if session in self.retired:
-            return False
-        if session != self.session:
-            if self.session:
-                self.retired.append(self.session)
-                self._begin_life()
-            self.session = session
-        return True
+    def speaks(self, session: str) -> bool:
+        """Return whether a message of this session is its own: sessions change by presences alone.
 
-    def presence(self, broker: int, session: str, presence: Presence | None) -> bool:
-        """Take its retained state; None = cleared. Return False for the last word of one that has a successor."""
+        Where no presence was seen, the first message counts.
+        """
+        self.session = self.session or session
+        if session == self.session:
+            self.proven = True
+        return session == self.session
+
+    def presence(self, broker: int, session: str, presence: Presence | None, *, retained: bool = False) -> bool:
+        """Take its presence; None = cleared. Return False for the last one of a process that has a successor."""
         if presence is None:
             self.says[broker] = "left"
             return True
@@ -160,7 +166,10 @@ class Node:
         if presence.state in LIVING:
             if session in self.retired:  # the broker's order decides who holds the name
                 self.retired.remove(session)
-            self.met(session)
+            self._meet(session)
+            self.proven = self.proven or not retained
+        if presence.state is not NodeState.INIT:
+            self.preparing, self.waits_for = False, ""
         self.says[broker] = str(presence.state)
         self.reason = presence.reason
         self.samples = presence.samples or self.samples
@@ -209,6 +218,18 @@ class Node:
         self._go(Step.REFUSED if receipt.reason else Step.DONE)
         return bool(receipt.reason)
 
+    def prepares(self, message: Preparing) -> bool:
+        """Take its progress before it can take part; return whether it waits for somebody else than before."""
+        changed = message.waits_for != self.waits_for
+        self.preparing, self.waits_for = True, message.waits_for
+        return changed and bool(message.waits_for)
+
+    def declines(self, message: Declined) -> bool:
+        """Take its refusal of a task; return whether it is the first of its kind."""
+        first = self.declined != (message.key, message.reason)
+        self.declined = message.key, message.reason
+        return first
+
     def asked(self, ask: Ask) -> None:
         """Take its ask for its parent's model."""
         if self.step in (Step.TOLD, Step.FETCHING):
@@ -244,6 +265,14 @@ class Node:
         if step > self.step:
             self.step, self.share = step, 0.0
         return step is self.step
+
+    def _meet(self, session: str) -> None:
+        if session == self.session:
+            return
+        if self.session:
+            self.retired.append(self.session)
+            self._begin_life()
+        self.session, self.proven, self.preparing, self.waits_for = session, False, False, ""
 
     def _count(self, traffic: Traffic, below: Traffic, now: float) -> None:
         self.up.take(traffic.sent, now)

@@ -19,7 +19,7 @@ from deploy.watching.lab import Lab
 from deploy.watching.runs import Runs
 from deploy.watching.view import View
 
-NOTED: Final = ("restarted", "refused", "warning")
+NOTED: Final = ("restarted", "refused", "declined", "waiting", "warning")
 
 
 @contextmanager

@@ -93,7 +93,8 @@ class View:
         return lines
 
     def _row(self, lab: Lab, node: Node, now: float, depth: int) -> Text:
-        cells = {NAME: "  " * depth + node.name, STATE: node.state, ROUND: _round(lab, node)}
+        state = node.state if node.proven or not node.alive else f"{node.state}?"  # known from a broker's store alone
+        cells = {NAME: "  " * depth + node.name, STATE: state, ROUND: _round(lab, node)}
         if node.up.told:
             cells |= {UP: f"{size(node.up.rate(now))}/s", DOWN: f"{size(node.down.rate(now))}/s"}
         last = node.result or node.report
@@ -110,7 +111,9 @@ class View:
                 continue
             width, text = column.wide if self.width >= WIDE else column.narrow, cells.get(column, "")
             if column in (NAME, STATE):
-                line.append(set_cell_size(text, width) + " ", style=STYLES.get(text, "") if column is STATE else "")
+                line.append(
+                    set_cell_size(text, width) + " ", style=STYLES.get(text.rstrip("?"), "") if column is STATE else ""
+                )
             else:
                 line.append(f"{text[:width]:>{width}} ")
 
@@ -123,7 +126,10 @@ class View:
             self._bar(line, done / len(playing), "done" if done == len(playing) else "training")
             line.append(f"{done}/{len(playing)} answers")
         elif children and node.key is None:
-            line.append(f"{sum(child.alive for child in children)}/{len(children)} there")
+            waits_for = f", waits for {node.waits_for}" if node.waits_for else ""
+            line.append(f"{sum(child.alive for child in children)}/{len(children)} there{waits_for}")
+        elif node.preparing:
+            line.append(f"waits for {node.waits_for}" if node.waits_for else "prepares", style="dim")
         elif node.step is Step.TRAINING and playing and word(node) == "training":
             rounds = lab.experiment.institution.rounds
             share = (_local_round(node) + done / len(playing)) / rounds

@@ -33,7 +33,9 @@ def line(lab: Lab, event: str, facts: Mapping[str, Any], now: float) -> str | No
             told = f"{facts['node']}: {facts['state']}{reason}"
         case "warning":
             told = f"warning: {facts['reason']}"
-        case "restarted" | "refused":
+        case "waiting":
+            told = f"{facts['node']}: waits for {facts['waits_for']}"
+        case "restarted" | "refused" | "declined":
             told = f"{facts['node']}: {event}{reason}"
         case "broker":
             told = f"broker {facts['broker']}: {facts['state']}"
@@ -64,6 +66,10 @@ def tree(lab: Lab, now: float) -> dict[str, object]:
 def branch(node: Node, now: float) -> dict[str, object]:
     """Return what is known of a node and those below it."""
     facts: dict[str, object] = {"role": node.role, "state": node.state}
+    if node.alive:
+        facts["proven"] = node.proven
+    if node.waits_for:
+        facts["waits_for"] = node.waits_for
     if node.key is not None:
         facts |= {"iteration": node.key.iteration + 1, "round": node.key.round + 1, "epochs": node.epochs}
         facts |= {"step": node.step.name.lower(), "done": round(node.done, 4)}
@@ -78,7 +84,7 @@ def branch(node: Node, now: float) -> dict[str, object]:
 def word(node: Node) -> str:
     """Return in a word what a node does, or that it is gone."""
     if node.state in GONE or (node.key is None and not node.measuring):
-        return node.state
+        return "preparing" if node.preparing and node.state not in GONE else node.state
     if node.measuring:
         return "measuring"
     parent = node.parent
