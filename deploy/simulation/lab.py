@@ -97,7 +97,7 @@ class SimulatedLab:
         self._at_end = at_end
         self._started: list[SimulatedProcess] = []
         self._seconds: dict[str, SimulatedProcess] = {}
-        self._faults: list[tuple[float, str]] = []
+        self.faults: list[tuple[float, str]] = []
         self._changed = asyncio.Event()
 
     def run(self) -> LabOutcome:
@@ -121,7 +121,7 @@ class SimulatedLab:
                     trainings=self.hardware.trainings,
                     errors=tuple(str(e.get("exception") or e["message"])[:500] for e in self.loop.errors),
                     warnings=tuple(warnings),
-                    faults=tuple(self._faults),
+                    faults=tuple(self.faults),
                     rounds=round_rows(self.agents.runs),
                 )
         finally:
@@ -149,7 +149,7 @@ class SimulatedLab:
 
     def record(self, fault: str) -> None:
         """Add a fault to the outcome."""
-        self._faults.append((round(self.now(), 6), fault))
+        self.faults.append((round(self.now(), 6), fault))
 
     def broker(self, name: str = BROKER) -> SimulatedBroker:
         """Return a broker."""
