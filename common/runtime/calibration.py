@@ -36,7 +36,7 @@ REPEAT_S: Final = 2.0
 CODEC: Final = "noise"
 TOGETHER_BYTES_S: Final = 25e6  # so much is measured at a time: more is a matter of the broker, not of the links
 TOGETHER_MOST: Final = 4
-PATIENCE: Final = 0.25  # of `idle_s` for one child: others wait for the measurements' end
+PATIENCE: Final = 0.5  # of `idle_s` for one child: others wait for the measurements' end
 
 log = logging.getLogger("fedstrata.probes")
 
@@ -169,7 +169,7 @@ async def measure_all(probes: Probes, ways: Ways, links: Links, peers: Iterable[
             if isinstance(result, Measured):
                 found[peer] = result
             elif isinstance(result, TimeoutError | RefusedModel):
-                log.warning("the link of %s could not be measured: %s", peer, result or "no answer")
+                log.warning("the link of %s could not be measured: %s", peer, str(result) or "no answer")
             else:
                 raise result
     for peer, measured in found.items():

@@ -146,7 +146,9 @@ def warns_of_no_bug(drawn: DrawnLab, faulty: Played, twin: Played) -> str:
 def is_exact(drawn: DrawnLab, twin: Played) -> str:
     """Return what is wrong with an undisturbed lab: its end, its warnings, its ledgers, its trainings."""
     outcome, evidence = twin.outcome, twin.evidence
-    strange = [w for w in outcome.warnings if not any(p.search(w) for p in _UNDISTURBED)]
+    slow = bool(drawn.unequal) or drawn.conditions.up_rate is not None
+    expected = _EXPECTED if slow else _UNDISTURBED
+    strange = [w for w in outcome.warnings if not any(p.search(w) for p in expected)]
     wrongs = (
         "" if outcome.ok else f"{outcome.result} {outcome.errors}",
         f"warnings: {strange[:5]}" if strange else "",

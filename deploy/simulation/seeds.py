@@ -84,7 +84,7 @@ def play_lab(
         set_links(lab, drawn.unequal)
         if watch is not None:
             watch(lab)
-        beside = [asyncio.create_task(monitor.sample()), asyncio.create_task(supervise(lab))]
+        beside = [asyncio.create_task(supervise(lab)), *([asyncio.create_task(monitor.sample())] if faults else ())]
         try:
             await play_faults(lab, faults)
             if scenario is not None:
