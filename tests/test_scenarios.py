@@ -461,7 +461,7 @@ def test_an_institution_without_any_device_says_so_until_some_come_back(
     assert outcome.virtual_s < undisturbed.virtual_s + 40.0 + 5.0
     reasons = [(at, reason) for at, state, reason in found[0] if state == NodeState.READY]
     assert [reason for _, reason in reasons][:3] == ["", "no device is present", ""]
-    assert 3.0 <= reasons[1][0] < 4.0 and 43.0 <= reasons[2][0] < 44.0
+    assert 8.0 <= reasons[1][0] < 9.0 and 43.0 <= reasons[2][0] < 44.0
     warned(outcome, "institution-0: no device is present")
 
 
