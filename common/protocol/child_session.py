@@ -40,6 +40,7 @@ from common.protocol.messages import (
 )
 from common.protocol.outbox import Output, Publish
 from common.protocol.participant import HEARTBEAT_S, Answered, Participant
+from common.protocol.presence import Proof
 from common.protocol.refusals import Refusal
 from common.protocol.round_state import LIVING
 from common.protocol.session import Session
@@ -150,6 +151,7 @@ class ChildSession(Session):
         self._gone_since: float | None = now
         self._lost = False
         self._ended = False
+        self._found_end: Presence | None = None
         self._declined: Declined | None = None
         self._preparing: Preparing | None = None
         self._prepare_at = inf
@@ -277,8 +279,16 @@ class ChildSession(Session):
             self._end(presence)
 
     def _state_of_the_dead(self, peer: str, presence: Presence) -> None:
-        """Take the parent's retained state that was left for those who were away when the run ended."""
-        if presence.state is NodeState.FINISHED:
+        """Take the parent's retained state that was left for those who were away when the run ended.
+
+        An old store may hold that of a run which was resumed: a parent that was there before is asked first.
+        """
+        proof = self.proofs.proof(peer)
+        if presence.state is not NodeState.FINISHED or proof is Proof.PROVEN:
+            return
+        if proof is Proof.DOUBTED:
+            self._found_end = presence
+        else:
             self._end(presence)
 
     def _elsewhere(self, run: str, sender: str, session: str, message: Message) -> None:
@@ -303,7 +313,8 @@ class ChildSession(Session):
             self._events.append(ModelFailed(event.blob, event.reason))
 
     def _silent(self, peer: str, now: float) -> None:
-        pass  # its absence is counted already
+        if self._found_end is not None:  # else its absence is counted already
+            self._end(self._found_end)
 
     def _take_events(self, now: float) -> None:
         while (event := self.participant.next_event()) is not None:
@@ -351,7 +362,7 @@ class ChildSession(Session):
         return (self._gone_since or 0.0) + self.transfer.idle_s if gone else inf
 
     def _lives(self, peer: str, session: str, now: float) -> None:
-        self._gone_since = None
+        self._gone_since = self._found_end = None
         if session != self._parent_session or self._lost:
             self.receiver.ask_again(peer, now=now)  # its connection is new
         if session != self._parent_session:
