@@ -69,7 +69,7 @@ from common.protocol.messages import (
     Task,
     WhoIsThere,
 )
-from common.protocol.outbox import Publish, PublishChunk, Subscribe
+from common.protocol.outbox import Publish, Subscribe
 from common.protocol.parent_session import GoodbyeSaid, PeerChanged, TargetsChanged, UploadOffered, UploadRefused
 from common.protocol.participant import ParticipantState
 from common.protocol.pending import ANSWER_S, ANSWERS_MOST, ASKS_KEPT, SEEKERS_KEPT

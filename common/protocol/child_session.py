@@ -49,6 +49,8 @@ from common.protocol.traffic import Traffic
 from common.spec import Transfer
 
 FAREWELL_S: Final = 1.0  # before it is sent again
+QUIET_S: Final = 30.0  # without a message of the parent, until it is to prove that it lives
+QUIET_BYTES: Final = 1024  # in that time, of acknowledgements and pings; more are a model on its way
 LEDGERS_KEPT: Final = 16  # of the parent's: one for each of its processes
 
 
@@ -150,6 +152,9 @@ class ChildSession(Session):
         self._parent_session = parent_session
         self._gone_since: float | None = now
         self._lost = False
+        self._quiet_s = min(QUIET_S, transfer.idle_s / 2)
+        self._quiet_at = inf
+        self._carried = 0
         self._ended = False
         self._found_end: Presence | None = None
         self._declined: Declined | None = None
@@ -325,11 +330,23 @@ class ChildSession(Session):
                 self._events.append(TaskReceived(event.task))
 
     def _tick(self, now: float) -> None:
+        if self._connected and now >= self._quiet_at:
+            self._quiet(now)
         if not self._connected and self._gone_since is None:
             self._gone_since = now
         elif self._gone_since is not None and now >= self._gone_since + self.transfer.idle_s and not self._ended:
             self._ended = True
             self._events.append(ParentGone())
+
+    def _quiet(self, now: float) -> None:
+        """Ask a parent that has sent nothing for so long whether it lives: the message of its end may be lost."""
+        carried = self.meter.received()
+        if abs(carried - self._carried) > QUIET_BYTES:
+            self._gone_since = None if not self._lost else self._gone_since
+        elif self._gone_since is None:
+            self._gone_since = now
+            self.proofs.doubt(self.parent, now)
+        self._carried, self._quiet_at = carried, now + self._quiet_s
 
     def _due(self, now: float) -> Iterable[tuple[str, Message]]:
         messages: list[Message] = []
@@ -351,7 +368,8 @@ class ChildSession(Session):
     def _next_deadline(self) -> float | None:
         due = self.participant.next_deadline()
         declined = -inf if self._declined is not None else inf
-        times = (self._prepare_at, self._farewell_at, declined, self._gone_at(), inf if due is None else due)
+        quiet = inf if self._ended else self._quiet_at
+        times = (self._prepare_at, self._farewell_at, declined, self._gone_at(), quiet, inf if due is None else due)
         return min(times) if min(times) < inf else None
 
     def _next_deadline_away(self) -> float:
@@ -363,6 +381,7 @@ class ChildSession(Session):
 
     def _lives(self, peer: str, session: str, now: float) -> None:
         self._gone_since = self._found_end = None
+        self._quiet_at = now + self._quiet_s
         if session != self._parent_session or self._lost:
             self.receiver.ask_again(peer, now=now)  # its connection is new
         if session != self._parent_session:

@@ -242,6 +242,7 @@ class ParentEndpoint(Endpoint):
             self._observe("refused", {"node": event.child, "reason": event.reason})
         elif isinstance(event, PeerChanged):
             self._changed.set()
+            self.probes.abandon(event.child)
             reason = {"reason": event.reason} if event.reason else {}
             self._observe("child", {"node": event.child, "state": event.state, **reason})
         elif isinstance(event, GoodbyeSaid):
