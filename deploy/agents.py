@@ -17,11 +17,16 @@ from deploy.reporting import report
 Agent: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 
 
-async def run_agents(agents: Mapping[str, Agent], *, shared_failure: Callable[[], Exception | None]) -> None:
+async def run_agents(
+    agents: Mapping[str, Agent],
+    *,
+    shared_failure: Callable[[], Exception | None],
+    together: Callable[[], bool] = lambda: False,
+) -> None:
     """Run agents, by their nodes' names, each to its end.
 
     An agent's error is reported at once; the others go on, unless `shared_failure` returns the error of what they
-    share. Raises typer.Exit with the exit code of the first error.
+    share, or `together` that all must be able to work. Raises typer.Exit with the exit code of the first error.
     """
     errors: list[Exception] = []
 
@@ -41,7 +46,7 @@ async def run_agents(agents: Mapping[str, Agent], *, shared_failure: Callable[[]
         context.run(logs.NODE.set, name)
         tasks.add(asyncio.create_task(run(name, agent), name=name, context=context))
     try:
-        while tasks and not (errors and shared_failure() is not None):
+        while tasks and not (errors and (shared_failure() is not None or together())):
             done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()

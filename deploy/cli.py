@@ -266,6 +266,9 @@ def device(
     connect_timeout: ConnectTimeout = 30.0,
     metrics: MetricsAddress = METRICS,
     spool: SpoolFolder = "none",
+    together: Annotated[
+        bool, typer.Option("--together", hidden=True, help="End if one of them cannot work before any trains.")
+    ] = False,
 ) -> None:
     """Start one or more devices: they wait for the experiment and train what their institution wishes."""
     brokers = broker or ["localhost"]
@@ -302,7 +305,7 @@ def device(
                 ).run
                 for each, home, where in zip(name, homes, addresses, strict=True)
             }
-            await run_agents(agents, shared_failure=lambda: pool.failure)
+            await run_agents(agents, shared_failure=lambda: pool.failure, together=lambda: together and pool.moves == 0)
 
     _run_role(take_part)
 

@@ -29,6 +29,7 @@ from deploy.records import PREDICTION
 from device.pool import cores
 
 FAREWELL_S: Final = 20.0
+REASON_S: Final = 5.0  # in which the cloud may end too, whose reason is the better one: it names what failed
 POLL_S: Final = 0.2
 STOP_S: Final = 5.0
 SPOOL: Final = ".spool"  # beside the runs' folders: what institutions need when a run is resumed
@@ -59,11 +60,15 @@ class Lab:
         self._prediction = prediction
         self._roles: dict[str, subprocess.Popen[bytes]] = {}
         self._told: set[str] = set()
+        self._began = False
         self._events: queue.Queue[tuple[str, dict[str, object]] | None] = queue.Queue()
         self._folder: Path | None = None
 
     def run(self) -> int:
-        """Run to the end and return the cloud's exit code. Raises FedstrataError, KeyboardInterrupt."""
+        """Run to the end and return the exit code of the cloud, or of a role that cannot work before the first round.
+
+        Raises FedstrataError, KeyboardInterrupt.
+        """
         with tempfile.TemporaryDirectory(prefix="fedstrata-") as name, interruptible():
             home = Path(name)
             os.chmod(home, 0o755)  # a mosquitto that drops its privileges reads its configuration there
@@ -77,14 +82,14 @@ class Lab:
         try:
             self._start(home, network)
             with show(json_lines=self._json_lines) as observe:
-                self._follow(observe, home)
+                role = self._follow(observe, home)
             self._show_unexpected(home)
-            code = self._roles["cloud"].wait()
+            code = self._roles[role].wait()
             if code < 0:
                 self._tell_how_to_go_on(network)
                 raise RunFailed(f"the cloud was killed by signal {-code}")
             if code:
-                tell(_last_words(home / "cloud.log"), level=logging.ERROR)
+                tell(_last_words(home / f"{role}.log"), level=logging.ERROR)
             else:
                 self._see_off()
             return code
@@ -124,7 +129,7 @@ class Lab:
             ]
             # One process finds its cores or GPUs itself; several must not each take all of them.
             several = ["--slots", str(count)] if len(slots) > 1 else []
-            self._spawn(home, network, process, ["device", *who, *own, *several])
+            self._spawn(home, network, process, ["device", *who, *own, *several, "--together"])
         threading.Thread(target=self._read_events, daemon=True).start()
 
     def _spawn(self, home: Path, network: Network, process: str, arguments: list[str]) -> None:
@@ -133,7 +138,7 @@ class Lab:
             self._roles[process] = spawn(command, log=home / f"{process}.log", read_output=process == CLOUD)
 
     def _read_events(self) -> None:
-        output = self._roles["cloud"].stdout
+        output = self._roles[CLOUD].stdout
         for line in output if output is not None else ():
             try:
                 event: dict[str, Any] = json.loads(line)
@@ -142,39 +147,47 @@ class Lab:
             self._events.put((str(event.pop("event")), event))
         self._events.put(None)
 
-    def _follow(self, observe: Observe, home: Path) -> None:
-        """Show the cloud's events until it ends; end the lab when another role cannot work."""
+    def _follow(self, observe: Observe, home: Path) -> str:
+        """Show the cloud's events until it ends, or another role that cannot work; return the role that ended."""
         while True:
             try:
                 item = self._events.get(timeout=POLL_S)
             except queue.Empty:
-                self._look_after(home)
+                if (failed := self._failed_role(home)) is not None:
+                    return failed
                 continue
             if item is None:
-                return
+                return CLOUD
             event, facts = item
+            self._began = self._began or event == "progress"
             if event == "run":
                 self._folder = Path(str(facts["folder"]))
                 if self._prediction is not None:
                     (self._folder / PREDICTION).write_text(json.dumps(self._prediction, indent=2) + "\n")
             observe(event, facts)
 
-    def _look_after(self, home: Path) -> None:
+    def _failed_role(self, home: Path) -> str | None:
+        """Return a role that ended before the first round as it cannot work; the cloud waits for another one.
+
+        Raises RunFailed for one that ended later.
+        """
         for role, process in self._roles.items():
             code = process.poll()
-            if code is None or code == 0 or role == "cloud" or role in self._told:
+            if code is None or code == 0 or role == CLOUD or role in self._told:
                 continue
             self._told.add(role)
-            if code > 0:
-                # The cloud hears of it too, and its word is the better one: it names what failed.
-                deadline = time.monotonic() + 5.0
-                while self._roles["cloud"].poll() is None and time.monotonic() < deadline:
-                    time.sleep(POLL_S)
-                if self._roles["cloud"].poll() is None:
+            if code < 0:
+                tell(f"{role} was killed by signal {-code}; the run goes on without it", level=logging.WARNING)
+                continue
+            deadline = time.monotonic() + REASON_S
+            while self._roles[CLOUD].poll() is None:
+                if time.monotonic() >= deadline:
+                    if not self._began:
+                        return role
                     self._show_unexpected(home)
                     raise RunFailed(f"{role} ended with code {code}: {_last_words(home / f'{role}.log')}")
-            else:
-                tell(f"{role} was killed by signal {-code}; the run goes on without it", level=logging.WARNING)
+                time.sleep(POLL_S)
+        return None
 
     def _show_unexpected(self, home: Path) -> None:
         """Pass on what roles logged of unexpected errors, with their tracebacks."""

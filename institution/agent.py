@@ -29,7 +29,7 @@ from institution.rounds import LocalRounds
 FAREWELL_S = 5.0
 REPORT_S = 1.0
 NO_DEVICE = "no device is present"
-NO_DEVICE_S = 5.0  # before it is reported where none ever came
+NO_DEVICE_S = 5.0  # before it is reported; a broker that restarts loses them all for a moment
 
 log = logging.getLogger("fedstrata.institution")
 
@@ -131,6 +131,7 @@ class InstitutionAgent:
                     await up.serve(layout, rounds.work)
             finally:
                 passing_on.cancel()
+                presence.close()
 
         async def goodbye() -> None:
             await down.farewells(timeout_s=FAREWELL_S)
@@ -152,7 +153,6 @@ class InstitutionAgent:
 
         def waiting(text: str) -> None:
             nonlocal waits_for
-            presence.look(patience_s=NO_DEVICE_S)
             waits_for = presence.reason or text
 
         async def report() -> None:
@@ -198,23 +198,39 @@ class _OwnPresence:
         self._name = name
         self._endpoints = (up, down)
         self._down = down
-        self._since = down.now()
+        self._timer: asyncio.TimerHandle | None = None
+        self.look()
 
-    def look(self, *, patience_s: float = 0.0) -> None:
-        """Publish whether devices are there, where that has changed; none for `patience_s` since the start counts."""
-        presence = self._down.session.own.presence
-        there = bool(self._down.session.present())
-        changed = there is bool(self.reason)
-        if presence.state not in LIVING or not changed or self._down.now() < self._since + patience_s:
+    def look(self) -> None:
+        """Publish that no device is there, once none has been for `NO_DEVICE_S`; and that one is again."""
+        if not self._down.session.present():
+            if self._timer is None and not self.reason:
+                self._timer = asyncio.get_running_loop().call_later(NO_DEVICE_S, self._report)
             return
-        self.reason = "" if there else NO_DEVICE
-        if there:
+        self.close()
+        if self.reason:
+            self.reason = ""
             log.info("%s: a device is present again", self._name)
-        else:
-            log.warning("%s: %s", self._name, NO_DEVICE)
-        self.publish(presence.state, samples=presence.samples)
+            self._publish_reason()
 
     def publish(self, state: NodeState, *, samples: int) -> None:
         """Publish a state."""
         for endpoint in self._endpoints:
             endpoint.set_state(state, reason=self.reason, samples=samples)
+
+    def close(self) -> None:
+        """Report nothing any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _report(self) -> None:
+        self._timer = None
+        self.reason = NO_DEVICE
+        log.warning("%s: %s", self._name, NO_DEVICE)
+        self._publish_reason()
+
+    def _publish_reason(self) -> None:
+        presence = self._down.session.own.presence
+        if presence.state in LIVING:
+            self.publish(presence.state, samples=presence.samples)

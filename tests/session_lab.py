@@ -25,7 +25,7 @@ from common.protocol import serialization, topics
 from common.protocol.child_session import ChildSession, ModelArrived, ModelFailed, TaskReceived
 from common.protocol.identity import Identity
 from common.protocol.manifest import ModelForm, describe
-from common.protocol.messages import Key, Message, NodeState, Phase, Presence, Result, Task
+from common.protocol.messages import DIGEST_BYTES, Key, Message, NodeState, Phase, Presence, Result, Task
 from common.protocol.outbox import Output, Publish, PublishChunk, Subscribe
 from common.protocol.parent_session import ParentSession, UploadArrived, UploadOffered
 from common.protocol.round_state import Assignment, Closed, Stalled
@@ -651,7 +651,7 @@ class Lab:
 
     def note(self, sender: str, output: Publish) -> None:
         if output.body:
-            self.kinds[serialization.KINDS[msgpack.unpackb(output.body)[2]].__name__] += 1
+            self.kinds[serialization.KINDS[msgpack.unpackb(output.body[DIGEST_BYTES:])[2]].__name__] += 1
             levels = output.topic.split("/")
             if "inbox" in levels:
                 self.messages[sender, levels[3], int(self.now)] += 1

@@ -23,12 +23,16 @@ def failing(error: Exception, after: Callable[[], bool] = lambda: True) -> Agent
     return run
 
 
-def code_of(agents: Mapping[str, Agent], shared_failure: Callable[[], Exception | None] = lambda: None) -> int:
+def code_of(
+    agents: Mapping[str, Agent],
+    shared_failure: Callable[[], Exception | None] = lambda: None,
+    together: Callable[[], bool] = lambda: False,
+) -> int:
     """Return the exit code of a process with these agents."""
 
     async def bounded() -> None:
         async with asyncio.timeout(10):
-            await run_agents(agents, shared_failure=shared_failure)
+            await run_agents(agents, shared_failure=shared_failure, together=together)
 
     try:
         asyncio.run(bounded())
@@ -115,3 +119,17 @@ def test_a_cancellation_ends_all() -> None:
 
     asyncio.run(run())
     assert sorted(cancelled) == ["d0", "d1"]
+
+
+def test_agents_that_must_all_work_end_together() -> None:
+    ended = []
+
+    async def wait() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(logs.NODE.get())
+
+    error = InvalidExperiment("data.root", "data/d1", "is not there", "Give it.")
+    assert code_of({"d0": wait, "d1": failing(error)}, together=lambda: True) == 4
+    assert ended == ["d0"]

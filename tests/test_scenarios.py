@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import re
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -12,11 +14,12 @@ from itertools import pairwise
 from typing import Any, Final
 
 import pytest
+import typer
 
-from common.errors import DuplicateName, FedstrataError
 from common.protocol import serialization, topics
 from common.protocol.counters import packet_bytes
 from common.protocol.fetches import PATIENCE_S
+from common.protocol.identity import CHALLENGED_MOST
 from common.protocol.messages import (
     Acknowledgement,
     Ask,
@@ -35,6 +38,7 @@ from common.protocol.messages import (
 )
 from common.protocol.traffic import Traffic
 from common.spec import CLOUD, parse
+from deploy.agents import run_agents
 from deploy.simulation.agents import AgentFactory
 from deploy.simulation.broker import Routed
 from deploy.simulation.hardware import Durations, Hardware
@@ -364,7 +368,7 @@ async def black_holes(sim: SimulatedLab) -> None:
 def test_children_that_offer_and_do_not_serve_hold_no_slots_under_a_quorum(withhold: Scenario) -> None:
     institution = {"rounds": 2, "closing": quorum(2, deadline_s=DEADLINE_S)}
     outcome = lab(withhold, tree=SERVING | {"institution": institution})
-    assert ended_with(outcome, CLOUD) == "", outcome
+    assert outcome.ok, outcome
     assert len(outcome.rounds) == 2
     assert float(outcome.rounds[-1]["elapsed_s"]) < 4 * (PATIENCE_S + DEADLINE_S)
 
@@ -457,7 +461,7 @@ def test_an_institution_without_any_device_says_so_until_some_come_back(
     assert outcome.virtual_s < undisturbed.virtual_s + 40.0 + 5.0
     reasons = [(at, reason) for at, state, reason in found[0] if state == NodeState.READY]
     assert [reason for _, reason in reasons][:3] == ["", "no device is present", ""]
-    assert 3.0 <= reasons[1][0] < 4.0 and 43.0 <= reasons[2][0] < 44.0
+    assert 8.0 <= reasons[1][0] < 9.0 and 43.0 <= reasons[2][0] < 44.0
     warned(outcome, "institution-0: no device is present")
 
 
@@ -622,8 +626,15 @@ def test_a_members_flood_of_asks_does_not_delay_its_siblings(undisturbed: LabOut
     warned(outcome, "institution-0: refused a message .too many. from device-1")
 
 
+def kept_of(names: set[str]) -> int:
+    """Return how many of these names any set, dictionary or queue of this process holds, `names` aside."""
+    containers = (found for found in gc.get_objects() if isinstance(found, set | dict | deque) and found is not names)
+    return len({name for container in containers for name in tuple(container) if type(name) is str and name in names})
+
+
 def test_a_flood_of_sessions_under_a_nodes_name_ends_with_the_flood(undisturbed: LabOutcome) -> None:
     routed: list[Routed] = []
+    kept: list[int] = []
 
     async def flood(sim: SimulatedLab) -> None:
         sim.network.hooks.append(routed.append)
@@ -631,56 +642,77 @@ def test_a_flood_of_sessions_under_a_nodes_name_ends_with_the_flood(undisturbed:
         for node in ("institution-0", "device-0"):
             topic = topics.state(topics.DEFAULT_LAB, run_of(sim), node)
             presence = Presence(NodeState.INIT, "institution")
-            await pour(sim, ((topic, serialization.encode(presence, f"{number:016x}")) for number in range(500)))
+            sessions = {f"{number:016x}" for number in range(500)}
+            await pour(sim, ((topic, serialization.encode(presence, session)) for session in sorted(sessions)))
+            await asyncio.sleep(1.0)
+            kept.append(kept_of(sessions))
 
     outcome = lab(flood)
     assert outcome.ok, outcome
     assert outcome.digest == undisturbed.digest
     assert outcome.virtual_s < undisturbed.virtual_s + 10.0
-    assert len(routed) < 3 * 1000 + 200
+    assert len(routed) < 3 * 1000 + 300
+    assert max(kept) <= 2 * CHALLENGED_MOST
 
 
 def test_a_flood_of_seekers_and_of_made_up_reports_costs_nothing(undisturbed: LabOutcome) -> None:
+    kept: list[int] = []
+
     async def flood(sim: SimulatedLab) -> None:
         await asyncio.sleep(2.5)
         seek = serialization.encode(WhoIsThere("feedface"), "feedface")
         await pour(sim, ((topics.seek(topics.DEFAULT_LAB, "cloud", f"seeker-{n}"), seek) for n in range(500)))
         session, topic = session_of(sim, "institution-0"), inbox(sim, "cloud", "institution-0")
-        for start in range(0, 5000, 500):
-            reports = Reports(tuple(ChildReport(f"made-up-{number}") for number in range(start, start + 500)))
-            sim.inject(topic, serialization.encode(reports, session))
-            await asyncio.sleep(0.01)
+        made_up = {f"made-up-{number}" for number in range(500)}
+        sim.inject(topic, serialization.encode(Reports(tuple(map(ChildReport, sorted(made_up)))), session))
+        await asyncio.sleep(1.0)
+        kept.extend([kept_of(made_up), kept_of({f"seeker-{number}" for number in range(500)})])
 
     outcome = lab(flood)
     assert outcome.ok, outcome
     assert outcome.digest == undisturbed.digest
     assert outcome.virtual_s < undisturbed.virtual_s + 5.0
+    assert kept == [0, 0]
 
 
-@pytest.mark.parametrize("node", ["device-0", "institution-0"])
-def test_a_second_node_of_a_name_ends_and_the_lab_does_not(node: str, undisturbed: LabOutcome) -> None:
-    failures: list[Exception] = []
+async def start_again(sim: SimulatedLab, *nodes: str) -> int:
+    """Run a second process of one or more nodes to its end and return its exit code."""
+    host = f"second {nodes[0]}"
+    world, factory = SimulatedWorld(sim.network, host, generation=99), replace(sim.agents, spool=False)
+    codes: list[int] = []
+
+    async def main() -> None:
+        agents = {node: factory.new(node, world, resume=False).run for node in nodes}
+        try:
+            await run_agents(agents, shared_failure=lambda: None)
+        except typer.Exit as end:
+            codes.append(end.exit_code)
+
+    world.process = SimulatedProcess(sim.loop, host, main)
+    await world.process.ended.wait()
+    return codes[0]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(["device-0", "device-1"], ["device-0"]), (["device-0"], ["device-0", "device-1"]), ([], ["institution-0"])],
+    ids=["a device", "a device beside another one", "an institution"],
+)
+def test_a_second_node_of_a_name_ends_and_the_lab_does_not(
+    first: list[str], second: list[str], undisturbed: LabOutcome, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes: list[int] = []
 
     async def twice(sim: SimulatedLab) -> None:
         await asyncio.sleep(2.5)
-        world = SimulatedWorld(sim.network, f"{node} again", generation=99)
-        factory = replace(sim.agents, spool=False)
+        codes.append(await start_again(sim, *second))
 
-        async def main() -> None:
-            try:
-                await factory.new(node, world, resume=False).run()
-            except FedstrataError as error:
-                failures.append(error)
-
-        world.process = SimulatedProcess(sim.loop, f"{node} again", main)
-        await world.process.ended.wait()
-
-    outcome = lab(twice)
+    others = [CLOUD, "institution-0", "institution-1", "device-2", "device-3"]
+    outcome = lab(twice, autostart=[*others, *(first or ["device-0", "device-1"])], grace_s=5.0)
     assert outcome.ok, outcome
-    (failure,) = failures
-    assert isinstance(failure, DuplicateName) and str(failure).startswith(f"{node} is already alive")
+    assert codes == [3] and f"{second[0]} is already alive" in capsys.readouterr().err
     assert outcome.digest == undisturbed.digest
-    assert outcome.virtual_s < undisturbed.virtual_s + 5.0
+    assert outcome.virtual_s < undisturbed.virtual_s + 8.0
 
 
 # 9. Slow links, chunks that never arrive, who is away at the end
@@ -706,11 +738,12 @@ def test_chunks_that_never_arrive_end_the_run_for_lack_of_progress() -> None:
     assert outcome.virtual_s < 2 * IDLE_S
 
 
-def test_who_is_away_when_the_run_ends_learns_of_it_later() -> None:
+@pytest.mark.parametrize("broker_each", [False, True], ids=["one broker", "brokers of their own"])
+def test_who_is_away_when_the_run_ends_learns_of_it_later(broker_each: bool) -> None:
     back: list[float] = []
 
     async def away(sim: SimulatedLab) -> None:
-        links = (sim.link("institution-0"), sim.link("device-3", "institution-1"))
+        links = (sim.link("institution-0"), sim.link("device-3"))
         await asyncio.sleep(3.0)
         for link in links:
             link.change(cut=True)
@@ -723,15 +756,16 @@ def test_who_is_away_when_the_run_ends_learns_of_it_later() -> None:
 
     closing = quorum(1, deadline_s=0.2)
     tree = {"cloud": {"closing": closing}, "institution": {"closing": closing}}
-    outcome = lab(away, tree=tree, broker_each=True)
+    outcome = lab(away, tree=tree, broker_each=broker_each)
     assert outcome.ok, outcome
     assert outcome.virtual_s < back[0] + 20.0
 
 
 SHAPED: Final = ((40_000, 0.05), (1_000_000, 1.0), (10_000_000, 8.0))  # bytes of a model, Mbit/s: 6 to 10 s
+QUICK: Final = (50_000, 20.0)  # 20 ms
 
 
-@pytest.mark.parametrize(("model_bytes", "mbit"), SHAPED, ids=["40 kB", "1 MB", "10 MB"])
+@pytest.mark.parametrize(("model_bytes", "mbit"), [*SHAPED, QUICK], ids=["40 kB", "1 MB", "10 MB", "50 kB in 20 ms"])
 @pytest.mark.parametrize("way", ["down", "up"])
 def test_a_shaped_link_takes_payload_and_headers_by_its_rate(way: str, model_bytes: int, mbit: float) -> None:
     sender, receiver = ("cloud", "institution-0") if way == "down" else ("institution-0", "cloud")
@@ -762,8 +796,8 @@ def test_a_shaped_link_takes_payload_and_headers_by_its_rate(way: str, model_byt
     outcome = lab(follow, tree=tree, model_bytes=model_bytes)
     assert outcome.ok, outcome
     expected = sum(carried) / (1e6 * mbit / 8)
-    assert sum(carried) >= model_bytes and expected > 5.0
-    assert times[-1] - times[0] == pytest.approx(expected, rel=0.01)
+    assert sum(carried) >= model_bytes and (expected > 5.0 or mbit == QUICK[1])
+    assert times[-1] - times[0] == pytest.approx(expected, rel=0.01, abs=0.004)  # and two messages' round trips
 
 
 # 10. Brokers that refuse

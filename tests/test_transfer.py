@@ -1287,12 +1287,13 @@ class Slots:
             owner, self.manifest.blob, stream=ALL, index=index, number=self.number, data=data, now=self.now
         )
 
-    def wait(self, seconds: float) -> dict[str, Ask]:
-        """Let time pass on a connection that others keep busy; return what is asked meanwhile."""
+    def wait(self, seconds: float, *, busy: bool = True) -> dict[str, Ask]:
+        """Let time pass on a connection that others keep `busy`, or that is silent; return what is asked meanwhile."""
         asked: dict[str, Ask] = {}
         for _ in range(int(seconds)):
             self.now += 1.0
-            self.core.heard(self.now)
+            if busy:
+                self.core.heard(self.now)
             self.core.tick(self.now)
             asked |= self.asked()
         return asked
@@ -1311,6 +1312,18 @@ def test_a_fetch_that_starves_goes_behind_those_that_wait_and_keeps_its_chunks()
     assert ask.lacking == bytes([0b01010000])
     assert slots.chunk("silent", 1) and slots.chunk("silent", 3)
     assert slots.buffers["silent"] == slots.data and not slots.core.wanted()
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_silent_connection_and_repeated_chunks_hold_no_slot(busy: bool) -> None:
+    slots = Slots("silent", "second")
+    slots.asked()
+    assert slots.chunk("silent", 0)
+    asked: dict[str, Ask] = {}
+    for _ in range(5):
+        asked |= slots.wait(4, busy=busy)
+        slots.chunk("silent", 0)
+    assert "second" in asked
 
 
 def test_a_parked_fetch_may_end_without_a_slot() -> None:

@@ -40,6 +40,7 @@ from common.protocol.messages import (
 )
 from common.protocol.outbox import Output, Publish
 from common.protocol.participant import HEARTBEAT_S, Answered, Participant
+from common.protocol.presence import Proof
 from common.protocol.refusals import Refusal
 from common.protocol.round_state import LIVING
 from common.protocol.session import Session
@@ -48,6 +49,8 @@ from common.protocol.traffic import Traffic
 from common.spec import Transfer
 
 FAREWELL_S: Final = 1.0  # before it is sent again
+QUIET_S: Final = 30.0  # without a message of the parent, until it is to prove that it lives
+QUIET_BYTES: Final = 1024  # in that time, of acknowledgements and pings; more are a model on its way
 LEDGERS_KEPT: Final = 16  # of the parent's: one for each of its processes
 
 
@@ -149,7 +152,11 @@ class ChildSession(Session):
         self._parent_session = parent_session
         self._gone_since: float | None = now
         self._lost = False
+        self._quiet_s = min(QUIET_S, transfer.idle_s / 2)
+        self._quiet_at = inf
+        self._carried = 0
         self._ended = False
+        self._found_end: Presence | None = None
         self._declined: Declined | None = None
         self._preparing: Preparing | None = None
         self._prepare_at = inf
@@ -277,8 +284,16 @@ class ChildSession(Session):
             self._end(presence)
 
     def _state_of_the_dead(self, peer: str, presence: Presence) -> None:
-        """Take the parent's retained state that was left for those who were away when the run ended."""
-        if presence.state is NodeState.FINISHED:
+        """Take the parent's retained state that was left for those who were away when the run ended.
+
+        An old store may hold that of a run which was resumed: a parent that was there before is asked first.
+        """
+        proof = self.proofs.proof(peer)
+        if presence.state is not NodeState.FINISHED or proof is Proof.PROVEN:
+            return
+        if proof is Proof.DOUBTED:
+            self._found_end = presence
+        else:
             self._end(presence)
 
     def _elsewhere(self, run: str, sender: str, session: str, message: Message) -> None:
@@ -303,7 +318,8 @@ class ChildSession(Session):
             self._events.append(ModelFailed(event.blob, event.reason))
 
     def _silent(self, peer: str, now: float) -> None:
-        pass  # its absence is counted already
+        if self._found_end is not None:  # else its absence is counted already
+            self._end(self._found_end)
 
     def _take_events(self, now: float) -> None:
         while (event := self.participant.next_event()) is not None:
@@ -314,11 +330,23 @@ class ChildSession(Session):
                 self._events.append(TaskReceived(event.task))
 
     def _tick(self, now: float) -> None:
+        if self._connected and now >= self._quiet_at:
+            self._quiet(now)
         if not self._connected and self._gone_since is None:
             self._gone_since = now
         elif self._gone_since is not None and now >= self._gone_since + self.transfer.idle_s and not self._ended:
             self._ended = True
             self._events.append(ParentGone())
+
+    def _quiet(self, now: float) -> None:
+        """Ask a parent that has sent nothing for so long whether it lives: the message of its end may be lost."""
+        carried = self.meter.received()
+        if abs(carried - self._carried) > QUIET_BYTES:
+            self._gone_since = None if not self._lost else self._gone_since
+        elif self._gone_since is None:
+            self._gone_since = now
+            self.proofs.doubt(self.parent, now)
+        self._carried, self._quiet_at = carried, now + self._quiet_s
 
     def _due(self, now: float) -> Iterable[tuple[str, Message]]:
         messages: list[Message] = []
@@ -340,7 +368,8 @@ class ChildSession(Session):
     def _next_deadline(self) -> float | None:
         due = self.participant.next_deadline()
         declined = -inf if self._declined is not None else inf
-        times = (self._prepare_at, self._farewell_at, declined, self._gone_at(), inf if due is None else due)
+        quiet = inf if self._ended else self._quiet_at
+        times = (self._prepare_at, self._farewell_at, declined, self._gone_at(), quiet, inf if due is None else due)
         return min(times) if min(times) < inf else None
 
     def _next_deadline_away(self) -> float:
@@ -351,7 +380,8 @@ class ChildSession(Session):
         return (self._gone_since or 0.0) + self.transfer.idle_s if gone else inf
 
     def _lives(self, peer: str, session: str, now: float) -> None:
-        self._gone_since = None
+        self._gone_since = self._found_end = None
+        self._quiet_at = now + self._quiet_s
         if session != self._parent_session or self._lost:
             self.receiver.ask_again(peer, now=now)  # its connection is new
         if session != self._parent_session:

@@ -99,8 +99,8 @@ class Outbox:
         """Return whether nothing waits for its link."""
         return not self._waiting
 
-    def send(self, peer: str, message: Message, now: float) -> None:
-        """Send a control message to a peer's inbox."""
+    def send(self, peer: str, message: Message, now: float) -> float:
+        """Send a control message to a peer's inbox; return when it leaves."""
         identity = self._identity
         topic = topics.inbox(identity.lab, identity.run, peer, identity.name)
         body = serialization.encode(message, identity.session)
@@ -108,6 +108,7 @@ class Outbox:
         size = packet_bytes(topic, len(body), qos=qos)
         due = self._shaper.reserve((peer,), size, now)
         self._put(due, Publish(topic, body, qos), peer, size, inline_bytes(message))
+        return due
 
     def to_send(self, now: float) -> list[Output]:
         """Return what is due, chunks that receivers lack and links have room for among it."""

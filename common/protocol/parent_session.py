@@ -294,7 +294,8 @@ class ParentSession(Session):
             self.ledger.enter_reports(sender, session, message.children)
         elif isinstance(message, Farewell):
             self.farewells.add(sender)
-            self.outbox.send(sender, Goodbye(), now)
+            if self._budget.take(sender, now):
+                self.outbox.send(sender, Goodbye(), now)
             self._events.append(GoodbyeSaid(sender))
             self._count(sender, session, message.traffic, message.below)
         else:

@@ -187,7 +187,9 @@ class Receiver:
         self.heard(now)
         if not sound:
             return False
-        fetch.heard, fetch.moved, fetch.damaged, fetch.starved = now, now, 0, 0
+        fetch.heard, fetch.damaged = now, 0
+        if fetch.lacking[index] or not self._queued:  # where others wait, repeats must not hold the slot
+            fetch.moved, fetch.starved = now, 0
         if not fetch.lacking[index]:
             self.chunks_duplicate += 1
             return False
@@ -243,7 +245,8 @@ class Receiver:
             if silent or starved:
                 self.chunks_asked_again += 1
                 fetch.due = fetch.restart = True
-                fetch.heard = now
+                if starved or not self._queued:  # nor must the silence of the connection
+                    fetch.heard = now
         if silent:
             self._heard = now
             self._repair_s = max(self._repair_s, min(2 * self._repair_s, REPAIR_MOST_S))

@@ -114,9 +114,12 @@ class Endpoint(ABC):
         """Stop answering others under this name: what follows on its state topic is this node's own clearing."""
         self.session.own.leaving = True
 
-    async def leave(self, *, timeout_s: float) -> None:
-        """Clear what this node keeps on the broker, as far as the broker is there within `timeout_s`."""
-        for output in self.session.leave(keep_state=self._someone_is_away()):
+    async def leave(self, *, keep_state: bool, timeout_s: float) -> None:
+        """Clear what this node keeps on the broker, as far as the broker is there within `timeout_s`.
+
+        `keep_state`: its last state stays, for those that are away.
+        """
+        for output in self.session.leave(keep_state=keep_state):
             self._perform(output)
         await self.flush(timeout_s=timeout_s)
 
@@ -142,7 +145,7 @@ class Endpoint(ABC):
             if not self.session.sender.holds(blob):
                 body.detach()
 
-    def _someone_is_away(self) -> bool:
+    def someone_is_away(self) -> bool:
         """Return whether a peer may come back to read this node's last state."""
         return False
 

@@ -97,8 +97,9 @@ async def _leave(endpoints: Sequence[Endpoint]) -> None:
         await endpoint.flush(timeout_s=LAST_STATE_S)
     for endpoint in endpoints:  # all of them first: one that sees another's clearing must not defend the name
         endpoint.release_name()
+    keep_state = any(endpoint.someone_is_away() for endpoint in endpoints)  # they may share the broker, and the topic
     for endpoint in endpoints:
-        await endpoint.leave(timeout_s=LAST_STATE_S)
+        await endpoint.leave(keep_state=keep_state, timeout_s=LAST_STATE_S)
 
 
 def _state(error: FedstrataError | None) -> NodeState:

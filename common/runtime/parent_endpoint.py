@@ -242,6 +242,7 @@ class ParentEndpoint(Endpoint):
             self._observe("refused", {"node": event.child, "reason": event.reason})
         elif isinstance(event, PeerChanged):
             self._changed.set()
+            self.probes.abandon(event.child)
             reason = {"reason": event.reason} if event.reason else {}
             self._observe("child", {"node": event.child, "state": event.state, **reason})
         elif isinstance(event, GoodbyeSaid):
@@ -273,7 +274,8 @@ class ParentEndpoint(Endpoint):
             return False
         return True
 
-    def _someone_is_away(self) -> bool:
+    def someone_is_away(self) -> bool:
+        """Return whether a child has not said goodbye."""
         return not self.session.farewells >= set(self.peers)
 
     # Models

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from cloud.agent import CloudAgent
+from cloud.iterations import Observe
 from cloud.results import RunFolder
 from common.metrics import Metrics
 from common.net.link import BrokerAddress
@@ -21,6 +22,10 @@ BROKER: Final = "broker"
 CONNECT_TIMEOUT_S: Final = 120.0
 
 
+def ignore(event: str, facts: dict[str, object]) -> None:
+    """Take an event of the cloud and do nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class AgentFactory:
     """Makes agents. `broker_each`: an institution's devices have a broker of their own, named like the institution."""
@@ -32,6 +37,7 @@ class AgentFactory:
     homes: dict[str, str]
     broker_each: bool
     spool: bool
+    observe: Observe = ignore
 
     @property
     def runs(self) -> Path:
@@ -51,13 +57,16 @@ class AgentFactory:
         shutil.rmtree(self._files(node), ignore_errors=True)
 
     def new(
-        self, node: str, world: SimulatedWorld, *, resume: bool, parent: str | None = None
+        self, node: str, world: SimulatedWorld, *, resume: bool, parent: str | None = None, files: str = ""
     ) -> CloudAgent | InstitutionAgent | DeviceAgent:
-        """Return an agent; `resume`: a cloud goes on with the run that is there. `parent`: a device's."""
+        """Return an agent; `resume`: a cloud goes on with the run that is there. `parent`: a device's.
+
+        `files`: the name under which it keeps files, its own by default.
+        """
         common: dict[str, Any] = {"connect_timeout_s": CONNECT_TIMEOUT_S, "metrics": self.metrics, "world": world}
         if self.spool:
-            common["spool"] = self._files(node)
-            self._files(node).mkdir(parents=True, exist_ok=True)
+            common["spool"] = self._files(files or node)
+            self._files(files or node).mkdir(parents=True, exist_ok=True)
         above, below = BrokerAddress(self.upper_broker(node)), BrokerAddress(self.lower_broker(node))
         if node == CLOUD:
             begun = next(self.runs.glob("*/manifest.json"), None) if resume else None
@@ -70,7 +79,7 @@ class AgentFactory:
                 folder,
                 broker=above,
                 resume=begun is not None,
-                observe=_ignore,
+                observe=self.observe,
                 evaluator=lambda experiment, path: evaluator,
                 **common,
             )
@@ -81,7 +90,3 @@ class AgentFactory:
 
     def _files(self, node: str) -> Path:
         return self.path / "spool" / node
-
-
-def _ignore(event: str, facts: dict[str, object]) -> None:
-    pass

@@ -63,6 +63,11 @@ class SimulatedConnection:
         self._flushed: asyncio.Future[None] | None = None
 
     @property
+    def user(self) -> object:
+        """Return what receives the messages: an endpoint, or a node's search for its run."""
+        return getattr(self._received, "__self__", None)
+
+    @property
     def up(self) -> bool:
         """Return whether the broker is connected."""
         return self.stream is not None

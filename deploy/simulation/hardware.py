@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -37,6 +38,7 @@ class Hardware:
     durations: Durations
     seed: int
     trainings: int = 0
+    trained: Counter[tuple[str, int]] = field(default_factory=Counter)  # by device and round
     hanging: set[str] = field(default_factory=set)
 
 
@@ -85,6 +87,7 @@ class SimulatedMember:
             self._pool.moves += 1
             progress(part, parts)
         hardware.trainings += 1
+        hardware.trained[self._node, round_] += 1
         loss, steps = hardware.workload.train(self._node, row, out, epochs=epochs, round_=round_)
         return LocalResult(hardware.workload.samples(self._node), loss, steps, train_s=seconds, wait_s=0.0)
 

@@ -17,9 +17,10 @@ from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Final
 
+from cloud.iterations import Observe
 from common.metrics import Metrics
 from common.spec import CLOUD, Experiment
-from deploy.simulation.agents import BROKER, AgentFactory
+from deploy.simulation.agents import BROKER, AgentFactory, ignore
 from deploy.simulation.broker import SimulatedBroker
 from deploy.simulation.hardware import Durations, Hardware
 from deploy.simulation.loop import START_S, SimulationError, VirtualLoop
@@ -41,7 +42,7 @@ class SimulatedLab:
     a scenario changes some. `broker_each`: every institution has a broker of its own for its devices, named like the
     institution. `autostart`: the nodes that start at once, all by default. `spool`: whether nodes keep files for a
     restart. `time_limit_s`: virtual seconds until the lab is given up; `grace_s`: those that the other nodes have when
-    the cloud has ended.
+    the cloud has ended. `observe` gets the cloud's events, `at_end` the lab before it is torn down.
     """
 
     def __init__(
@@ -60,6 +61,8 @@ class SimulatedLab:
         executor_delay_s: float = 0.0,
         time_limit_s: float = 3600.0,
         grace_s: float = 60.0,
+        observe: Observe = ignore,
+        at_end: Callable[[SimulatedLab], None] = lambda lab: None,
     ) -> None:
         children = experiment.topology.children()
         self.seed = seed
@@ -77,13 +80,24 @@ class SimulatedLab:
         path = Path(tempfile.mkdtemp(prefix="fedstrata-simulation-", dir=MEMORY if MEMORY.is_dir() else None))
         self._remove_files = weakref.finalize(self, shutil.rmtree, path, ignore_errors=True)
         self.agents = AgentFactory(
-            experiment, self.hardware, Metrics(), path, self.homes, broker_each=broker_each, spool=spool
+            experiment,
+            self.hardware,
+            Metrics(),
+            path,
+            self.homes,
+            broker_each=broker_each,
+            spool=spool,
+            observe=observe,
         )
+        self.usual: dict[str, LinkConditions] = {}  # of the nodes whose links are not like the others'
+        self.worlds: dict[str, list[SimulatedWorld]] = {name: [] for name in self.names}
         self._scenario = scenario
         self._autostart = self.names if autostart is None else tuple(autostart)
         self._grace_s = grace_s
+        self._at_end = at_end
         self._started: list[SimulatedProcess] = []
-        self._faults: list[tuple[float, str]] = []
+        self._seconds: dict[str, SimulatedProcess] = {}
+        self.faults: list[tuple[float, str]] = []
         self._changed = asyncio.Event()
 
     def run(self) -> LabOutcome:
@@ -96,6 +110,7 @@ class SimulatedLab:
                     result = self.loop.run_until_complete(self._run_nodes())
                 except SimulationError as error:
                     result = f"{type(error).__name__}: {error}"
+                self._at_end(self)
                 outcome = LabOutcome(
                     result=result,
                     ended=dict(self.ended),
@@ -106,7 +121,7 @@ class SimulatedLab:
                     trainings=self.hardware.trainings,
                     errors=tuple(str(e.get("exception") or e["message"])[:500] for e in self.loop.errors),
                     warnings=tuple(warnings),
-                    faults=tuple(self._faults),
+                    faults=tuple(self.faults),
                     rounds=round_rows(self.agents.runs),
                 )
         finally:
@@ -119,6 +134,11 @@ class SimulatedLab:
 
     # For scenarios
 
+    @property
+    def over(self) -> bool:
+        """Whether the cloud has ended."""
+        return CLOUD in self.ended
+
     def now(self) -> float:
         """Return the seconds since the lab began."""
         return self.loop.time() - START_S
@@ -129,7 +149,7 @@ class SimulatedLab:
 
     def record(self, fault: str) -> None:
         """Add a fault to the outcome."""
-        self._faults.append((round(self.now(), 6), fault))
+        self.faults.append((round(self.now(), 6), fault))
 
     def broker(self, name: str = BROKER) -> SimulatedBroker:
         """Return a broker."""
@@ -159,21 +179,17 @@ class SimulatedLab:
         if not keep_files:
             self.agents.forget_files(node)
         again = node in self.processes
-        generation = len(self._started)
-        world = SimulatedWorld(self.network, node, generation=generation, clock_offset_s=clock_offset_s)
-
-        async def main() -> None:
-            try:
-                await self.agents.new(node, world, resume=again, parent=parent).run()
-            except Exception as error:  # noqa: BLE001 - it is in the outcome
-                self._ended(node, f"{type(error).__name__}: {error}")
-            else:
-                self._ended(node, "")
-
         self.ended.pop(node, None)
-        world.process = self.processes[node] = SimulatedProcess(self.loop, node, main)
-        self._started.append(world.process)
-        return world.process
+        process = self.processes[node] = self._process(node, resume=again, parent=parent, clock_offset_s=clock_offset_s)
+        return process
+
+    def start_second(self, node: str) -> SimulatedProcess:
+        """Start another node under the name of a device or an institution, with a link and files of its own.
+
+        Where the first one ends by it, the second takes its place.
+        """
+        self.record(f"second {node}")
+        return self._process(node, second=True)
 
     def kill(self, node: str) -> None:
         """Send SIGKILL to a node."""
@@ -214,7 +230,7 @@ class SimulatedLab:
             pass
         disturbing.cancel()
         failed = [f"{node}: {error}" for node, error in self.ended.items() if error]
-        stuck = sorted(process.name for process in present if process.alive)
+        stuck = sorted(process.name for process in present if process.alive and not process.seeks)
         if failed:
             return "failed: " + "; ".join(failed)
         return f"stuck: {' '.join(stuck)}" if stuck else OK
@@ -230,6 +246,41 @@ class SimulatedLab:
         if self._scenario is not None:
             await self._scenario(self)
 
-    def _ended(self, node: str, error: str) -> None:
+    def _process(
+        self,
+        node: str,
+        *,
+        resume: bool = False,
+        parent: str | None = None,
+        clock_offset_s: float = 0.0,
+        second: bool = False,
+    ) -> SimulatedProcess:
+        generation = len(self._started)
+        host = f"second {node}" if second else node
+        world = SimulatedWorld(self.network, host, generation=generation, clock_offset_s=clock_offset_s)
+        self.worlds[node].append(world)
+        files = host.replace(" ", "-")
+
+        async def main() -> None:
+            try:
+                await self.agents.new(node, world, resume=resume, parent=parent, files=files).run()
+            except Exception as error:  # noqa: BLE001 - it is in the outcome
+                self._ended(node, world.process, f"{type(error).__name__}: {error}")
+            else:
+                self._ended(node, world.process, "")
+
+        process = world.process = SimulatedProcess(self.loop, node, main)
+        self._started.append(process)
+        if second:
+            self._seconds[node] = process
+        return process
+
+    def _ended(self, node: str, process: SimulatedProcess, error: str) -> None:
+        second = self._seconds.get(node)
+        if second is not None and process in (second, self.processes[node]) and error.startswith("DuplicateName"):
+            del self._seconds[node]
+            if process is not second:
+                self.processes[node] = second
+            return
         self.ended[node] = error
         self.loop.call_soon(self._changed.set)

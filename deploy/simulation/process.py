@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from deploy.simulation.callbacks import OWNER
 from deploy.simulation.loop import VirtualLoop
+
+DISCOVERY: Final = "discovery"  # the task's name
 
 
 class Socket(Protocol):
@@ -45,6 +47,11 @@ class SimulatedProcess:
     def alive(self) -> bool:
         """Whether it runs or is stopped."""
         return not self.killed and not self._running.done()
+
+    @property
+    def seeks(self) -> bool:
+        """Whether it looks for a run: a node that has none waits for the next one."""
+        return any(task.get_name() == DISCOVERY for task in self.tasks)
 
     def kill(self) -> None:
         """Send SIGKILL: nothing of it runs again, and the kernel closes its sockets."""

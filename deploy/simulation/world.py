@@ -29,6 +29,7 @@ class SimulatedWorld:
         self._network = network
         self._name = name
         self._clock_offset_s = clock_offset_s
+        self.connections: list[SimulatedConnection] = []
         self._draw = random.Random(f"{network.seed} process {name} {generation}")
 
     def connection(
@@ -45,7 +46,7 @@ class SimulatedWorld:
         will: tuple[str, bytes] | None = None,
     ) -> Connection:
         """Return a connection to a simulated broker."""
-        return SimulatedConnection(
+        connection = SimulatedConnection(
             address,
             broker=self._network.brokers[address.host],
             link=self._network.link(self._name, address.host),
@@ -59,6 +60,8 @@ class SimulatedWorld:
             landed=landed,
             will=will,
         )
+        self.connections.append(connection)
+        return connection
 
     async def packet_limit(self, address: BrokerAddress) -> int | None:
         """Return the broker's limit."""

@@ -1,0 +1,91 @@
+"""The faults of a drawn lab, as data: what, when, for how long, to whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+
+class FaultKind(StrEnum):
+    """What happens."""
+
+    KILL = "kill"
+    TERMINATE = "terminate"
+    STOP = "stop"
+    BROKER = "broker restart"
+    PARTITION = "partition"
+    LOSS = "loss"
+    DUPLICATION = "duplication"
+    REORDERING = "reordering"
+    SLOW = "slow link"
+    BLACK_HOLE = "black hole"
+    MUTE = "message loss"
+    STRANGER = "stranger"
+    FLIP = "flipped bits"
+    FLOOD = "flood of asks"
+    SEEKERS = "flood of seekers"
+    HANG = "hang in preparation"
+    WRONG = "wrong configuration"
+    REMAINS = "remains of a dead run"
+    SECOND = "second node"
+
+
+RESTARTS: Final = (FaultKind.KILL, FaultKind.TERMINATE, FaultKind.HANG, FaultKind.WRONG, FaultKind.SECOND)
+CUTS: Final = (FaultKind.STOP, FaultKind.PARTITION, FaultKind.BLACK_HOLE, FaultKind.SLOW)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault. `node` may be a broker's name, or empty where everybody is meant.
+
+    amount: a share, bytes, bytes per second, or a clock's offset in seconds, as the kind has it
+    detail: the kind of message that is lost, or the store of a restarted broker
+    keep: whether the files of a restarted node are there; `clean`: SIGTERM in place of SIGKILL
+    """
+
+    kind: FaultKind
+    at_s: float
+    for_s: float
+    node: str = ""
+    amount: float = 0.0
+    detail: str = ""
+    keep: bool = True
+    clean: bool = False
+
+    @property
+    def end_s(self) -> float:
+        """Return when it is over."""
+        return self.at_s + self.for_s
+
+    @property
+    def restarts(self) -> bool:
+        """Return whether a process of `node` begins anew."""
+        return self.kind in RESTARTS
+
+    def __str__(self) -> str:
+        words = [f"{self.at_s:.2f}+{self.for_s:.2f}s", self.kind.value, self.node, self.detail]
+        words += [f"{self.amount:g}"] if self.amount else []
+        words += [] if self.keep else ["without files"]
+        words += ["clean"] if self.clean else []
+        return " ".join(word for word in words if word)
+
+
+def longest_s(faults: tuple[Fault, ...], *, keepalive_s: float) -> float:
+    """Return the longest time without an undisturbed moment, each fault's recovery included."""
+    longest = end = begin = 0.0
+    for fault in sorted(faults, key=lambda fault: fault.at_s):
+        over = fault.end_s + recovery_s(fault, keepalive_s=keepalive_s)
+        if fault.at_s > end:
+            begin, end = fault.at_s, over
+        end = max(end, over)
+        longest = max(longest, end - begin)
+    return longest
+
+
+def recovery_s(fault: Fault, *, keepalive_s: float) -> float:
+    """Return how long it may take after a fault until everything moves again: connections, repeats, asks."""
+    return RECOVERY_S + (2 * keepalive_s if fault.kind in CUTS else 0.0)
+
+
+RECOVERY_S: Final = 10.0

@@ -1,0 +1,167 @@
+"""What can happen to messages: some kinds are lost, some are damaged, strangers and floods come on top."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, Final
+
+import msgpack
+
+from common.errors import WireError
+from common.protocol import serialization, topics
+from common.protocol.manifest import describe
+from common.protocol.messages import (
+    DIGEST_BYTES,
+    Acknowledgement,
+    Alive,
+    Announcement,
+    Ask,
+    Farewell,
+    Gone,
+    Goodbye,
+    Key,
+    Message,
+    NodeState,
+    Phase,
+    Preparing,
+    Presence,
+    Progress,
+    Task,
+    WhoIsThere,
+)
+from common.protocol.serialization import KINDS
+from common.protocol.traffic import Traffic
+from common.runtime.endpoint import Endpoint
+from common.spec import CLOUD
+from deploy.simulation.agents import BROKER
+from deploy.simulation.broker import Routed
+from deploy.simulation.faults import Fault, FaultKind
+from deploy.simulation.lab import SimulatedLab
+
+CHUNK: Final = "chunk"
+DEAD_RUN: Final = "20200101T000000Z-dead00"
+DEAD_SESSION: Final = "0123456789abcdef"
+
+
+def kind_of(message: Routed) -> str:
+    """Return the kind of a message: its record's name, `chunk`, "" for an empty one or one that is none."""
+    if "/blob/" in message.topic:
+        return CHUNK
+    unpacker = msgpack.Unpacker()
+    unpacker.feed(message.body[DIGEST_BYTES:][:200])
+    try:
+        unpacker.read_array_header()
+        unpacker.skip()
+        unpacker.skip()
+        return str(KINDS[unpacker.unpack()].__name__)
+    except (ValueError, TypeError, IndexError, msgpack.UnpackException):
+        return ""
+
+
+def sender_of(topic: str) -> str:
+    """Return who sent a message, by its topic; "" where it is no topic of fedstrata."""
+    try:
+        parsed = topics.parse(topic)
+    except WireError:
+        return ""
+    if isinstance(parsed, topics.InboxTopic):
+        return parsed.sender
+    return parsed.child if isinstance(parsed, topics.SeekTopic) else parsed.node
+
+
+class MuteFilter:
+    """Loses one kind of message, of one sender or of all."""
+
+    def __init__(self, lab: SimulatedLab, fault: Fault) -> None:
+        self._fault = fault
+
+    def __call__(self, message: Routed) -> bool:
+        """Return whether a message is passed on."""
+        fault = self._fault
+        return kind_of(message) != fault.detail or fault.node not in ("", sender_of(message.topic))
+
+
+class Flipper:
+    """Flips one bit in a share of one sender's messages."""
+
+    def __init__(self, lab: SimulatedLab, fault: Fault) -> None:
+        self._lab, self._fault = lab, fault
+        self._draw = random.Random(f"{lab.seed} flip {fault}")
+        self._flipping = False
+
+    def __call__(self, message: Routed) -> bool:
+        """Return whether a message is passed on as it is."""
+        if self._flipping or not message.body or sender_of(message.topic) != self._fault.node:
+            return True
+        if self._draw.random() >= self._fault.amount:
+            return True
+        body = bytearray(message.body)
+        place = self._draw.randrange(8 * len(body))
+        body[place // 8] ^= 1 << place % 8
+        self._flipping = True
+        self._lab.broker(message.broker).route(message.topic, bytes(body), qos=message.qos, retain=message.retain)
+        self._flipping = False
+        return False
+
+
+def send_as_stranger(lab: SimulatedLab, fault: Fault, number: int) -> None:
+    """Publish a message of an unknown session under a node's name."""
+    node, draw = fault.node, random.Random(f"{lab.seed} stranger {fault} {number}")
+    for endpoint in _endpoints(lab, node):
+        identity = endpoint.identity
+        session = draw.randbytes(8).hex()
+        peer = draw.choice(endpoint.session.peers)
+        body = serialization.encode(draw.choice(_messages(node == CLOUD)), session)
+        broker = endpoint.connection.address.host
+        if draw.random() < 0.2:
+            state = draw.choice([NodeState.INIT, NodeState.READY, NodeState.LOST])
+            body = serialization.encode(Presence(state, identity.role, samples=7), session)
+            lab.inject(topics.state(identity.lab, identity.run, node), body, retain=draw.random() < 0.5, broker=broker)
+        else:
+            lab.inject(topics.inbox(identity.lab, identity.run, peer, node), body, broker=broker)
+
+
+def flood(lab: SimulatedLab, fault: Fault, number: int) -> None:
+    """Publish one message of a flood: asks of a node's own session, or unknown nodes that seek it."""
+    draw = random.Random(f"{lab.seed} flood {fault} {number}")
+    for endpoint in _endpoints(lab, fault.node):
+        identity, broker = endpoint.identity, endpoint.connection.address.host
+        if fault.kind is FaultKind.SEEKERS:
+            question = WhoIsThere(f"{number:016x}", identity.run)
+            body = serialization.encode(question, f"{number:016x}")
+            lab.inject(topics.seek(identity.lab, fault.node, f"stranger-{number}"), body, qos=0, broker=broker)
+        else:
+            ask = Ask(draw.randbytes(8).hex(), b"\xff" * 8, 0, 0, 64, True)
+            for peer in endpoint.session.peers:
+                topic = topics.inbox(identity.lab, identity.run, peer, fault.node)
+                lab.inject(topic, serialization.encode(ask, identity.session), qos=0, broker=broker)
+
+
+def leave_remains(lab: SimulatedLab, fault: Fault) -> None:
+    """Publish what a dead run left on a broker: presences that say READY, and an experiment."""
+    presence = Presence(NodeState.READY, "device", samples=10, books=DEAD_SESSION)
+    for node in {fault.node, lab.homes.get(fault.node, CLOUD), CLOUD}:
+        for broker in lab.network.brokers:
+            topic = topics.state("lab", DEAD_RUN, node)
+            lab.inject(topic, serialization.encode(presence, DEAD_SESSION), retain=True, broker=broker)
+    announcement = serialization.encode(Announcement("{}", "{}"), DEAD_SESSION)
+    lab.inject(topics.spec("lab", DEAD_RUN, CLOUD), announcement, retain=True, broker=BROKER)
+
+
+def _endpoints(lab: SimulatedLab, node: str) -> list[Endpoint]:
+    if not lab.alive(node):
+        return []
+    users = [connection.user for connection in lab.worlds[node][-1].connections if connection.up]
+    return [user for user in users if isinstance(user, Endpoint)]
+
+
+def _messages(parent: bool) -> list[Message]:
+    key, nothing, blob = Key(0, 99, 0), Traffic(), "0123456789abcdef"
+    alive = Alive("f" * 16, Presence(NodeState.READY, "x"))
+    both: list[Message] = [Ask(blob, b"\xff", 0, 0, 8, True), Gone(blob), WhoIsThere("f" * 16), alive]
+    if parent:
+        manifest: Any = describe(memoryview(b"1" * 64), chunk_bytes=32_768, codec="fp32", layout="0" * 16)
+        return [*both, Task(key, 1, manifest, None), Acknowledgement(key, "no"), Goodbye()]
+    return [
+        *both, Progress(key, Phase.TRAINING, 1, 2, nothing, nothing), Preparing(1, ""), Farewell(nothing, nothing),
+    ]  # fmt: skip

@@ -1,0 +1,230 @@
+"""What must hold of every lab that a seed plays, each by a name. An invariant returns what is wrong, or ""."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+from common.rules import remembers
+from common.spec import participants
+from deploy.simulation.accounts import exact_accounts, plausible_accounts
+from deploy.simulation.drawn import DrawnLab
+from deploy.simulation.faults import RESTARTS, FaultKind, longest_s
+from deploy.simulation.monitor import Evidence
+from deploy.simulation.outcome import LabOutcome
+
+DOCUMENTED: Final = re.compile(r"NoProgress|RunFailed|InvalidBelow|ConnectionFailed")
+GONE_STATE: Final = re.compile(r"RunFailed: .*(rule remembers of iteration|gave up)")
+STALL_S: Final = 45.0  # beyond two undisturbed rounds and two keep-alives: back-off, repeats, proof of life
+TASKS_MOST: Final = {"cloud": (16, 2), "institution": (24, 2), "device": (16, 0)}  # and so many for each child
+SIZE_MOST: Final = 48
+SIZE_EACH: Final = 14  # for each child: the cells of its account are twelve
+FLOOD_MOST: Final = 300  # `SEEKERS_KEPT`, and some
+KEPT_MOST: Final = 3  # retained topics of a run that go with a node that was away: presence, experiment
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A lab that was played."""
+
+    outcome: LabOutcome
+    evidence: Evidence
+
+
+def ends_as_documented(drawn: DrawnLab, faulty: Played, twin: Played) -> str:
+    """Return how a lab ended that could go on, or that ended otherwise than documented."""
+    outcome = faulty.outcome
+    if outcome.result == "ok":
+        return ""
+    if not outcome.result.startswith("failed: "):
+        return outcome.result
+    errors = {node: error for node, error in outcome.ended.items() if error}
+    strange = {node: error for node, error in errors.items() if not DOCUMENTED.match(error)}
+    if strange:
+        return f"undocumented: {strange}"
+    if may_fail(drawn):
+        return ""
+    if forgets(drawn) and any(GONE_STATE.match(error) for error in errors.values()):
+        return ""
+    return f"could go on: {outcome.result}"
+
+
+def does_not_stall(drawn: DrawnLab, faulty: Played, twin: Played) -> str:
+    """Return how long no global round closed after the last fault, if that is too long."""
+    gap, bound = gap_and_bound(drawn, faulty, twin)
+    return f"no global round closed for {gap:.1f} s after the last fault (bound {bound:.1f} s)" if gap > bound else ""
+
+
+def gap_and_bound(drawn: DrawnLab, faulty: Played, twin: Played) -> tuple[float, float]:
+    """Return the seconds from the end of the last fault to the next closing, and how many they may be."""
+    outcome, closed = faulty.outcome, faulty.evidence.closed_s
+    last = max((fault.end_s for fault in drawn.faults), default=0.0)
+    following = [at for at in closed if at > last] or [outcome.virtual_s if outcome.ok and not closed else last]
+    longest = max((after - before for before, after in pairwise([0.0, *twin.evidence.closed_s])), default=0.0)
+    transfer = drawn.experiment.transfer
+    waits = transfer.idle_s if may_fail(drawn) or drawn.timed else 0.0
+    spread = drawn.durations.spread + 1
+    return following[0] - last, 2 * spread * longest + 2 * transfer.keepalive_s + STALL_S + waits
+
+
+def gives_the_same_model(drawn: DrawnLab, faulty: Played, twin: Played) -> str:
+    """Return what differs where nothing depends on time."""
+    if drawn.timed or not faulty.outcome.ok or faulty.outcome.digest == twin.outcome.digest:
+        return ""
+    return f"model {faulty.outcome.digest or 'none'}, undisturbed {twin.outcome.digest}"
+
+
+def stays_bounded(drawn: DrawnLab, faulty: Played, twin: Played | None = None) -> str:
+    """Return the containers and the tasks that grew beyond their bounds."""
+    evidence = faulty.evidence
+    children = max(len(drawn.experiment.topology.institution_names()), *drawn.experiment.topology.sizes())
+    flooded = any(fault.kind in (FaultKind.SEEKERS, FaultKind.FLOOD) for fault in drawn.faults)
+    most = (FLOOD_MOST if flooded else SIZE_MOST) + SIZE_EACH * children
+    wrong = [f"{path}: {size}" for path, size in evidence.sizes.items() if size > most]
+    for role, tasks in evidence.tasks.items():
+        base, each = TASKS_MOST[role]
+        if tasks > base + each * children:
+            wrong.append(f"{role} has {tasks} tasks")
+    return "; ".join(wrong)
+
+
+def leaves_clean_brokers(drawn: DrawnLab, faulty: Played, twin: Played) -> str:
+    """Return what brokers retain besides presences and experiments of nodes that were away or killed."""
+    if not faulty.outcome.ok:
+        return ""
+    wrong = [topic for topic in faulty.evidence.retained if not topic.endswith(("/state", "/spec"))]
+    names = len(faulty.evidence.starts)
+    if len(faulty.evidence.retained) > KEPT_MOST * names:
+        wrong.append(f"{len(faulty.evidence.retained)} topics")
+    return " ".join(wrong)
+
+
+def has_agreeing_ledgers(drawn: DrawnLab, faulty: Played, twin: Played) -> str:
+    """Return where a receiver counted more than was sent to it."""
+    return plausible_accounts(drawn, faulty.evidence)
+
+
+def accounts_for_trainings(drawn: DrawnLab, faulty: Played, twin: Played) -> str:
+    """Return what was trained more often than restarts explain, or never although it was used."""
+    evidence, homes = faulty.evidence, _homes(drawn)
+    wrong = []
+    for (device, round_), times in faulty.evidence.trained.items():
+        again = sum(evidence.starts[node] - 1 for node in (device, homes[device], "cloud"))
+        if times > 1 + again:
+            wrong.append(f"{device} trained round {round_} {times} times in {1 + again} lives")
+    if faulty.outcome.ok and not drawn.timed:
+        lacking = twin.evidence.trained.keys() - evidence.trained.keys()
+        if lacking:
+            wrong.append(f"never trained: {sorted(lacking)}")
+        extra = evidence.trained.keys() - twin.evidence.trained.keys()
+        if extra:
+            wrong.append(f"trained in vain: {sorted(extra)}")
+    return "; ".join(wrong)
+
+
+def has_no_unhandled_errors(drawn: DrawnLab, faulty: Played, twin: Played | None = None) -> str:
+    """Return the errors that nobody handled."""
+    return "; ".join(faulty.outcome.errors)
+
+
+def warns_of_no_bug(drawn: DrawnLab, faulty: Played, twin: Played) -> str:
+    """Return the warnings that no fault explains."""
+    kinds = {fault.kind for fault in drawn.faults}
+    strange = []
+    for warning in faulty.outcome.warnings:
+        if any(pattern.search(warning) for pattern in _EXPECTED):
+            continue
+        needed = next((kind for pattern, kind in _EXPLAINED if pattern.search(warning)), None)
+        if needed is None or not kinds & needed:
+            strange.append(warning)
+    return "; ".join(strange[:5])
+
+
+def is_exact(drawn: DrawnLab, twin: Played) -> str:
+    """Return what is wrong with an undisturbed lab: its end, its warnings, its ledgers, its trainings."""
+    outcome, evidence = twin.outcome, twin.evidence
+    strange = [w for w in outcome.warnings if not any(p.search(w) for p in _UNDISTURBED)]
+    wrongs = (
+        "" if outcome.ok else f"{outcome.result} {outcome.errors}",
+        f"warnings: {strange[:5]}" if strange else "",
+        f"retained: {evidence.retained}" if evidence.retained and not drawn.timed else "",
+        stays_bounded(drawn, twin),
+        exact_accounts(drawn, evidence),
+        _trainings(drawn, twin),
+    )
+    return "; ".join(filter(None, wrongs))
+
+
+def _trainings(drawn: DrawnLab, twin: Played) -> str:
+    most = max(twin.evidence.trained.values(), default=0)
+    if most > 1:
+        return f"a round was trained {most} times"
+    experiment = drawn.experiment
+    sizes = [participants(n, experiment.institution.participation) for n in experiment.topology.sizes()]
+    expected = experiment.iterations * experiment.institution.rounds * sum(sizes)
+    if not drawn.timed and experiment.cloud.participation == 1.0 and twin.outcome.trainings != expected:
+        return f"{twin.outcome.trainings} trainings, expected {expected}"
+    return ""
+
+
+def may_fail(drawn: DrawnLab) -> bool:
+    """Return whether the faults may leave a node without progress for `idle_s`."""
+    transfer = drawn.experiment.transfer
+    return longest_s(drawn.faults, keepalive_s=transfer.keepalive_s) >= transfer.idle_s
+
+
+def forgets(drawn: DrawnLab) -> bool:
+    """Return whether a restart may lose what an institution's rule remembers."""
+    if not remembers(drawn.experiment.institution.aggregation):
+        return False
+    return any(fault.restarts and (not fault.keep or not drawn.spool) for fault in drawn.faults)
+
+
+def _homes(drawn: DrawnLab) -> dict[str, str]:
+    return {device: home for home, devices in drawn.experiment.topology.children().items() for device in devices}
+
+
+_UNDISTURBED: Final = [
+    re.compile(pattern)
+    for pattern in (
+        r"waits for its children",
+        r"waits for \S+ (of lab \S+ )?on broker",
+        r"no device is present",
+        r" begins without: ",
+        r"no iteration before \d+ is remembered",
+        r", declared ",
+    )
+]
+_EXPECTED: Final = [
+    *_UNDISTURBED,
+    re.compile(r"leaves run"),
+    re.compile(r"\(unknown (session|sender)\)"),
+    re.compile(r"could not be measured"),
+]
+_EXPLAINED: Final = [
+    (re.compile(r"\(malformed\)"), {FaultKind.FLIP, FaultKind.STRANGER}),
+    (re.compile(r"\(too many\)"), {FaultKind.FLOOD, FaultKind.SEEKERS}),
+    (re.compile(r"\(does not fit\)"), {FaultKind.STRANGER, *RESTARTS}),
+]
+
+DISTURBED: Final[Mapping[str, Callable[[DrawnLab, Played, Played], str]]] = {
+    check.__name__: check
+    for check in (
+        ends_as_documented,
+        gives_the_same_model,
+        has_no_unhandled_errors,
+        does_not_stall,
+        stays_bounded,
+        leaves_clean_brokers,
+        has_agreeing_ledgers,
+        accounts_for_trainings,
+        warns_of_no_bug,
+    )
+}
+UNDISTURBED: Final[Mapping[str, Callable[[DrawnLab, Played], str]]] = {
+    "undisturbed lab is exact": is_exact,
+    "undisturbed lab has no unhandled errors": has_no_unhandled_errors,
+}

@@ -1,0 +1,165 @@
+"""What is read of a lab while it plays and when it ends: sizes of containers, tasks, bytes, retained messages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from common.protocol import topics
+from common.protocol.child_session import ChildSession
+from common.protocol.counters import packet_bytes
+from common.protocol.parent_session import ParentSession
+from common.protocol.session import Session
+from common.protocol.traffic import Traffic
+from common.runtime.endpoint import Endpoint
+from common.spec import CLOUD
+from deploy.simulation.broker import Routed
+from deploy.simulation.interference import kind_of
+from deploy.simulation.lab import SimulatedLab
+
+SAMPLE_S: Final = 7.3  # no multiple of any period of the protocol
+ANNOUNCEMENT_LEAST: Final = 1000  # bytes of an experiment
+CONTAINERS: Final = (dict, list, set, deque, frozenset)
+ROOMS: Final = ("common.protocol", "common.runtime")
+
+
+@dataclass(slots=True)
+class LinkCount:
+    """MQTT bytes of one parent and child over all their processes, as each end counted its own."""
+
+    sent: Counter[str] = field(default_factory=Counter)
+    received: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
+class Evidence:
+    """What a lab showed.
+
+    sizes: the largest size of each container, by its path    tasks: the most asyncio tasks of each role
+    closed_s: when each global round closed    retained: what the brokers kept at the end
+    up, down: each child's link to its parent, by (parent, child)    ledger: what the cloud's ledger ended with
+    trained: how often each device completed each round    starts: processes of each node    late: late results
+    unheard: bytes of a parent's messages to a child that had not joined the run, by (parent, child)
+    """
+
+    sizes: Counter[str] = field(default_factory=Counter)
+    tasks: Counter[str] = field(default_factory=Counter)
+    closed_s: list[float] = field(default_factory=list)
+    retained: list[str] = field(default_factory=list)
+    up: dict[tuple[str, str], LinkCount] = field(default_factory=dict)
+    down: dict[tuple[str, str], LinkCount] = field(default_factory=dict)
+    ledgers: dict[str, Mapping[str, Traffic]] = field(default_factory=dict)
+    trained: Counter[tuple[str, int]] = field(default_factory=Counter)
+    starts: Counter[str] = field(default_factory=Counter)
+    unheard: Counter[tuple[str, str]] = field(default_factory=Counter)
+    late: int = 0
+    run_s: float = 0.0
+
+
+class Monitor:
+    """Collects the evidence of one lab."""
+
+    def __init__(self) -> None:
+        self.evidence = Evidence()
+        self._joined: set[str] = set()
+        self.lab: SimulatedLab
+
+    def observe(self, event: str, facts: dict[str, object]) -> None:
+        """Take an event of the cloud."""
+        if event == "iteration":
+            self.evidence.closed_s.append(self.lab.now())
+
+    def routed(self, message: Routed) -> None:
+        """Count what is sent to a node that has not joined the run: questions, and the answers to its search."""
+        topic = topics.parse(message.topic)
+        if isinstance(topic, topics.StateTopic):
+            self._joined.add(topic.node)
+        elif isinstance(topic, topics.InboxTopic):
+            late = len(message.body) > ANNOUNCEMENT_LEAST and kind_of(message) == "Alive"
+            if late or topic.node not in self._joined:
+                size = packet_bytes(message.topic, len(message.body), qos=message.qos)
+                self.evidence.unheard[topic.sender, topic.node] += size
+
+    async def sample(self) -> None:
+        """Look at all sessions now and then, until cancelled."""
+        while True:
+            await asyncio.sleep(SAMPLE_S)
+            self.look()
+
+    def look(self) -> None:
+        """Note the sizes of now."""
+        lab, evidence = self.lab, self.evidence
+        for node, process in lab.processes.items():
+            if not process.alive:
+                continue
+            role = "cloud" if node == CLOUD else "device" if node in lab.homes else "institution"
+            evidence.tasks[role] = max(evidence.tasks[role], len(process.tasks))
+            for endpoint in endpoints(lab, node, last=True):
+                for path, size in sizes(endpoint):
+                    evidence.sizes[f"{role} {path}"] = max(evidence.sizes[f"{role} {path}"], size)
+
+    def end(self, lab: SimulatedLab) -> None:
+        """Take what the lab shows at its end."""
+        self.look()
+        evidence = self.evidence
+        evidence.run_s = lab.now()
+        evidence.trained = lab.hardware.trained
+        evidence.starts = Counter({node: len(worlds) for node, worlds in lab.worlds.items()})
+        evidence.retained = sorted({topic for broker in lab.network.brokers.values() for topic in broker.retained})
+        for node in lab.names:
+            for endpoint in endpoints(lab, node):
+                self._count(node, endpoint.session)
+
+    def _count(self, node: str, session: Session) -> None:
+        evidence = self.evidence
+        if isinstance(session, ParentSession):
+            evidence.ledgers[node] = session.ledger.links()
+            evidence.late += session.coordinator.late
+        for (peer, direction, kind), tally in session.counters.cells.items():
+            if isinstance(session, ParentSession):
+                to = evidence.down if direction == "sent" else evidence.up
+                link = to.setdefault((node, peer), LinkCount())
+            else:
+                assert isinstance(session, ChildSession)
+                to = evidence.up if direction == "sent" else evidence.down
+                link = to.setdefault((peer, node), LinkCount())
+            counts = link.sent if direction == "sent" else link.received
+            counts[kind] += tally.message
+
+
+def endpoints(lab: SimulatedLab, node: str, *, last: bool = False) -> Iterator[Endpoint]:
+    """Yield the endpoints of all processes of a node, or of the last one."""
+    for world in lab.worlds[node][-1:] if last else lab.worlds[node]:
+        for connection in world.connections:
+            if isinstance(connection.user, Endpoint):
+                yield connection.user
+
+
+def sizes(thing: Any, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, int]]:
+    """Yield the path and the size of every container that belongs to an object of fedstrata's."""
+    seen = set() if seen is None else seen
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, CONTAINERS):
+        yield path, len(thing)
+        for item in list(thing.values() if isinstance(thing, dict) else thing):
+            if _is_ours(item) or isinstance(item, CONTAINERS):
+                yield from sizes(item, f"{path}[]", seen)
+    elif _is_ours(thing):
+        for name in _fields(thing):
+            value = getattr(thing, name, None)
+            if isinstance(value, CONTAINERS) or _is_ours(value):
+                yield from sizes(value, f"{path}.{name}" if path else name, seen)
+
+
+def _is_ours(thing: Any) -> bool:
+    return type(thing).__module__.startswith(ROOMS) and not isinstance(thing, type)
+
+
+def _fields(thing: Any) -> list[str]:
+    slots = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
+    return [*slots, *getattr(thing, "__dict__", ())]

@@ -1,0 +1,62 @@
+"""What a person reads of played seeds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from common.spec import Closing
+from deploy.simulation.drawn import draw_lab
+from deploy.simulation.faults import FaultKind
+from deploy.simulation.seeds import SeedReport
+
+TEXT_MOST = 600
+
+
+def print_report(report: SeedReport) -> None:
+    """Print a seed's violations, its faults and how to play it alone."""
+    print(f"seed {report.seed}: {'VIOLATED' if report.violations else 'holds'}")
+    for name, wrong in report.violations:
+        print(f"  {name}: {wrong[:TEXT_MOST]}")
+    if report.violations:
+        print(describe(report.seed))
+        print(f"  python -m deploy.simulation --seed {report.seed} --trace", flush=True)
+
+
+def describe(seed: int) -> str:
+    """Return a seed's lab and its faults in a few lines."""
+    drawn = draw_lab(seed)
+    experiment = drawn.experiment
+    cloud, institution, transfer = experiment.cloud, experiment.institution, experiment.transfer
+    lines = [
+        f"  {experiment.topology.sizes()} devices, {'a broker each' if drawn.broker_each else 'one broker'}, "
+        f"{experiment.iterations} x {institution.rounds} rounds, about {drawn.expected_s:.0f} s",
+        f"  {cloud.aggregation.name}/{institution.aggregation.name}, closing {_closing(cloud.closing)}/"
+        f"{_closing(institution.closing)}, participation {cloud.participation:g}/{institution.participation:g}, "
+        f"{cloud.epoch_control.name}",
+        f"  model {drawn.model_bytes} B, inline {transfer.inline_bytes}, chunks {transfer.chunk_bytes}, idle "
+        f"{transfer.idle_s:g} s, keep-alive {transfer.keepalive_s} s, codecs {transfer.wan.up}/{transfer.lan.up}, "
+        f"{'files' if drawn.spool else 'no files'}, train {drawn.durations.train_s:g} s",
+        *(f"  [{place}] {fault}" for place, fault in enumerate(drawn.faults)),
+    ]
+    return "\n".join(lines)
+
+
+def _closing(closing: Closing) -> str:
+    return closing.rule if closing.quorum is None else f"quorum {closing.quorum} after {closing.deadline_s:.1f} s"
+
+
+def summary(reports: Sequence[SeedReport], *, real_s: float) -> str:
+    """Return the counts of many seeds."""
+    labs, virtual_s = sum(report.labs for report in reports), sum(report.virtual_s for report in reports)
+    busy_s = sum(report.real_s for report in reports)
+    drawn = Counter(fault.kind for report in reports for fault in report.faults)
+    violated = [report.seed for report in reports if report.violations]
+    lines = [
+        f"{len(reports)} seeds, {labs} labs in {real_s:.0f} s: {labs / max(real_s, 1e-9):.1f} labs a second, "
+        f"{labs / max(busy_s, 1e-9):.1f} a second and process; {virtual_s / 3600:.1f} virtual hours",
+        f"{sum(report.failed for report in reports)} labs ended with a documented error, {len(violated)} seeds violate "
+        f"an invariant{': ' + ' '.join(map(str, violated)) if violated else ''}",
+        *(f"  {drawn[kind]:6d}  {kind.value}" for kind in FaultKind),
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,112 @@
+"""One seed: a drawn lab with its faults, and its undisturbed twin, judged by the invariants."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from deploy.simulation.drawn import DrawnLab, draw_lab
+from deploy.simulation.faults import Fault
+from deploy.simulation.invariants import DISTURBED, UNDISTURBED, Played, gap_and_bound
+from deploy.simulation.lab import Scenario, SimulatedLab
+from deploy.simulation.monitor import Monitor
+from deploy.simulation.playing import play_faults, set_links, supervise
+
+TWIN_SEED: Final = 1_000_000_007
+TIME_FACTOR: Final = 30.0  # of the expected time, until a lab is given up
+TIME_SPARE_S: Final = 1500.0
+
+Watch = Callable[[SimulatedLab], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SeedReport:
+    """How a seed went. `violations` are (invariant, what is wrong); `gap_s`: from the last fault to the next close."""
+
+    seed: int
+    violations: tuple[tuple[str, str], ...]
+    faults: tuple[Fault, ...]
+    labs: int
+    virtual_s: float
+    real_s: float
+    failed: bool = False
+    gap_s: float = 0.0
+    bound_s: float = 0.0
+    notes: tuple[str, ...] = field(default=())
+
+
+def play_seed(seed: int, *, only: Collection[int] | None = None, watch: Watch | None = None) -> SeedReport:
+    """Play one seed. `only`: the faults, by their numbers, that take place; `watch` gets the faulty lab first."""
+    begun = time.perf_counter()
+    drawn = draw_lab(seed)
+    if only is not None:
+        drawn = replace(drawn, faults=tuple(fault for place, fault in enumerate(drawn.faults) if place in only))
+    twin = play_lab(drawn, seed=seed + TWIN_SEED, faults=())
+    violations = [(name, wrong) for name, check in UNDISTURBED.items() if (wrong := check(drawn, twin))]
+    faulty = play_lab(drawn, seed=seed, faults=drawn.faults, watch=watch)
+    gap_s, bound_s = gap_and_bound(drawn, faulty, twin)
+    if not violations:
+        for name, check in DISTURBED.items():
+            if wrong := check(drawn, faulty, twin):
+                violations.append((name, wrong))
+    return SeedReport(
+        seed=seed,
+        violations=tuple(violations),
+        faults=drawn.faults,
+        labs=2,
+        virtual_s=twin.outcome.virtual_s + faulty.outcome.virtual_s,
+        real_s=time.perf_counter() - begun,
+        failed=not faulty.outcome.ok,
+        gap_s=gap_s,
+        bound_s=bound_s,
+    )
+
+
+def play_lab(
+    drawn: DrawnLab,
+    *,
+    seed: int,
+    faults: tuple[Fault, ...],
+    watch: Watch | None = None,
+    scenario: Scenario | None = None,
+) -> Played:
+    """Play a drawn lab once."""
+    monitor = Monitor()
+
+    async def disturb(lab: SimulatedLab) -> None:
+        monitor.lab = lab
+        if not faults:
+            lab.network.hooks.append(monitor.routed)
+        set_links(lab, drawn.unequal)
+        if watch is not None:
+            watch(lab)
+        beside = [asyncio.create_task(monitor.sample()), asyncio.create_task(supervise(lab))]
+        try:
+            await play_faults(lab, faults)
+            if scenario is not None:
+                await scenario(lab)
+            await asyncio.get_running_loop().create_future()
+        finally:
+            for task in beside:
+                task.cancel()
+
+    idle_s = drawn.experiment.transfer.idle_s
+    lab = SimulatedLab(
+        drawn.experiment,
+        seed=seed,
+        scenario=disturb,
+        model_bytes=drawn.model_bytes,
+        durations=drawn.durations,
+        conditions=drawn.conditions,
+        broker_each=drawn.broker_each,
+        spool=drawn.spool,
+        executor_delay_s=drawn.executor_delay_s,
+        time_limit_s=TIME_FACTOR * drawn.expected_s + TIME_SPARE_S + 4 * idle_s,
+        grace_s=idle_s + 60.0,
+        observe=monitor.observe,
+        at_end=monitor.end,
+    )
+    return Played(lab.run(), monitor.evidence)
