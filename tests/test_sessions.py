@@ -347,7 +347,7 @@ def test_a_task_that_does_not_fit_changes_nothing_at_the_child() -> None:
         places = set(changed(before, snapshot(child.session)))
         assert places <= {
             ".refusals._counts", "._events", "._declined", ".counters.cells", ".receiver._heard", ".receiver._arrived",
-            ".receiver._carried",
+            ".receiver._carried", "._quiet_at",
         }  # fmt: skip
         child.wake()
         lab.rest(0.1)
@@ -624,7 +624,7 @@ def test_a_broker_that_is_away_is_no_childs_fault(away_s: float) -> None:
     longer = away_s > IDLE_S
     for node in lab.nodes():
         assert bool(node.of(BrokerAway)) is longer
-        assert len(node.of(ParentGone)) == (longer and node is not lab.parent)
+        assert not node.of(ParentGone)
 
 
 # Restarts

@@ -332,9 +332,7 @@ class ChildSession(Session):
     def _tick(self, now: float) -> None:
         if self._connected and now >= self._quiet_at:
             self._quiet(now)
-        if not self._connected and self._gone_since is None:
-            self._gone_since = now
-        elif self._gone_since is not None and now >= self._gone_since + self.transfer.idle_s and not self._ended:
+        if now >= self._gone_at():
             self._ended = True
             self._events.append(ParentGone())
 
@@ -376,7 +374,7 @@ class ChildSession(Session):
         return self._gone_at()
 
     def _gone_at(self) -> float:
-        gone = self._gone_since is not None and not self._ended
+        gone = self._gone_since is not None and self._away_since is None and not self._ended
         return (self._gone_since or 0.0) + self.transfer.idle_s if gone else inf
 
     def _lives(self, peer: str, session: str, now: float) -> None:
