@@ -126,7 +126,7 @@ class InstitutionAgent:
         async def work() -> None:
             passing_on = asyncio.create_task(self._pass_targets_on(up, down), name="targets")
             try:
-                if await up.unless_over(self._prepare(up, down, experiment, presence)):
+                if await up.unless_over(self._prepare(up, down, experiment)):
                     presence.publish(NodeState.READY, samples=sum(down.samples.values()))
                     await up.serve(layout, rounds.work)
             finally:
@@ -147,13 +147,13 @@ class InstitutionAgent:
         spool.close()
 
     @staticmethod
-    async def _prepare(up: ChildEndpoint, down: ParentEndpoint, experiment: Experiment, presence: _OwnPresence) -> bool:
+    async def _prepare(up: ChildEndpoint, down: ParentEndpoint, experiment: Experiment) -> bool:
         """Gather the devices and measure their links; report meanwhile how far that is, and whom it waits for."""
         waits_for = ""
 
         def waiting(text: str) -> None:
             nonlocal waits_for
-            waits_for = presence.reason or text
+            waits_for = text
 
         async def report() -> None:
             while True:
