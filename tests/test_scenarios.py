@@ -478,7 +478,7 @@ def test_an_institution_whose_devices_never_came_says_so() -> None:
     assert outcome.ok, outcome
     reasons = [(state, reason) for _, state, reason in found[0]]
     assert (NodeState.INIT, "no device is present") in reasons and (NodeState.READY, "") in reasons
-    warned(outcome, "cloud waits for its children: institution-0 waits for no device is present")
+    warned(outcome, "cloud waits for its children: institution-0 waits for device-0 never came; device-1 never came")
 
 
 def test_an_institution_that_still_waits_when_the_run_ends_ends_with_it(undisturbed: LabOutcome) -> None:
