@@ -729,11 +729,12 @@ def test_a_wan_that_is_slower_than_the_lan_ends_no_run() -> None:
     assert 4 * crossing_s < outcome.virtual_s < 4 * crossing_s + 15.0
 
 
-def test_chunks_that_never_arrive_end_the_run_for_lack_of_progress() -> None:
+@pytest.mark.parametrize("chunk_bytes", [32_768, 1_000_000])
+def test_chunks_that_never_arrive_end_the_run_for_lack_of_progress(chunk_bytes: int) -> None:
     async def denied(sim: SimulatedLab) -> None:
         sim.broker().denied.append("fs1/+/+/device-0/blob/#")
 
-    outcome = lab(denied)
+    outcome = lab(denied, tree={"transfer": TREE["transfer"] | {"chunk_bytes": chunk_bytes}})
     assert re.search("NoProgress: .*device-0 made no progress for 60 s", ended_with(outcome, CLOUD))
     assert outcome.virtual_s < 2 * IDLE_S
 
