@@ -34,15 +34,8 @@ from session_lab import (
 from common.errors import WireError
 from common.links import Link
 from common.protocol import serialization, topics
-from common.protocol.child_session import (
-    FAREWELL_S,
-    ModelFailed,
-    ParentGone,
-    ParentMoved,
-    ResultRefused,
-    RunEnded,
-    TaskReceived,
-)
+from common.protocol.child_events import ModelFailed, ParentGone, ParentMoved, ResultRefused, RunEnded, TaskReceived
+from common.protocol.child_session import FAREWELL_S
 from common.protocol.manifest import ModelForm
 from common.protocol.messages import (
     DIGEST_BYTES,
@@ -70,7 +63,7 @@ from common.protocol.messages import (
     WhoIsThere,
 )
 from common.protocol.outbox import Publish, Subscribe
-from common.protocol.parent_session import GoodbyeSaid, PeerChanged, TargetsChanged, UploadOffered, UploadRefused
+from common.protocol.parent_events import GoodbyeSaid, PeerChanged, TargetsChanged, UploadOffered, UploadRefused
 from common.protocol.participant import ParticipantState
 from common.protocol.pending import ANSWER_S, ANSWERS_MOST, ASKS_KEPT, SEEKERS_KEPT
 from common.protocol.presence import ASK_S, Proof
