@@ -1,6 +1,6 @@
 .DEFAULT_GOAL := help
 .PHONY: help demo test bench bench-aggregation bench-devices bench-kills bench-links bench-matrix bench-plan bench-slow bench-stacked bench-tiers bench-training \
-    check clean broker table1 test-slow
+    check clean broker simulate table1 test-slow
 .DELETE_ON_ERROR:
 
 INSTALLED := .venv/.installed
@@ -58,6 +58,11 @@ check: $(INSTALLED) ## lint, format, types, import rules
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
 	.venv/bin/lint-imports
+
+SEEDS ?= 200
+FROM ?= 0
+simulate: $(INSTALLED) ## play SEEDS=N labs with faults in virtual time, FROM=K on
+	.venv/bin/python -m deploy.simulation --seeds $(SEEDS) --from $(FROM)
 
 clean: ## remove what the other targets made, except runs/ and data/
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

@@ -614,7 +614,7 @@ def test_a_members_flood_of_asks_does_not_delay_its_siblings(undisturbed: LabOut
         )  # fmt: skip
         await asyncio.sleep(2.5)
         topic, session = inbox(sim, "institution-0", "device-1"), session_of(sim, "device-1")
-        asks = (Ask(f"{number:016x}", b"\x80", 0, 0, 8, True) for number in range(5000))
+        asks = (Ask(f"{number:016x}", b"\x80", 0, 0, 8, True) for number in range(2000))
         await pour(sim, ((topic, serialization.encode(ask, session)) for ask in asks))
 
     links = {"check": "off", "lan": {"up_mbit": 1.0, "down_mbit": 1.0}}
@@ -622,7 +622,7 @@ def test_a_members_flood_of_asks_does_not_delay_its_siblings(undisturbed: LabOut
     assert outcome.ok, outcome
     assert outcome.digest == undisturbed.digest
     assert outcome.virtual_s < alone.virtual_s + 5.0
-    assert len(answers) < 1000
+    assert len(answers) < 500
     warned(outcome, "institution-0: refused a message .too many. from device-1")
 
 
@@ -729,11 +729,12 @@ def test_a_wan_that_is_slower_than_the_lan_ends_no_run() -> None:
     assert 4 * crossing_s < outcome.virtual_s < 4 * crossing_s + 15.0
 
 
-def test_chunks_that_never_arrive_end_the_run_for_lack_of_progress() -> None:
+@pytest.mark.parametrize("chunk_bytes", [32_768, 1_000_000])
+def test_chunks_that_never_arrive_end_the_run_for_lack_of_progress(chunk_bytes: int) -> None:
     async def denied(sim: SimulatedLab) -> None:
         sim.broker().denied.append("fs1/+/+/device-0/blob/#")
 
-    outcome = lab(denied)
+    outcome = lab(denied, tree={"transfer": TREE["transfer"] | {"chunk_bytes": chunk_bytes}})
     assert re.search("NoProgress: .*device-0 made no progress for 60 s", ended_with(outcome, CLOUD))
     assert outcome.virtual_s < 2 * IDLE_S
 

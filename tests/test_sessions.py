@@ -34,15 +34,8 @@ from session_lab import (
 from common.errors import WireError
 from common.links import Link
 from common.protocol import serialization, topics
-from common.protocol.child_session import (
-    FAREWELL_S,
-    ModelFailed,
-    ParentGone,
-    ParentMoved,
-    ResultRefused,
-    RunEnded,
-    TaskReceived,
-)
+from common.protocol.child_events import ModelFailed, ParentGone, ParentMoved, ResultRefused, RunEnded, TaskReceived
+from common.protocol.child_session import FAREWELL_S
 from common.protocol.manifest import ModelForm
 from common.protocol.messages import (
     DIGEST_BYTES,
@@ -70,7 +63,7 @@ from common.protocol.messages import (
     WhoIsThere,
 )
 from common.protocol.outbox import Publish, Subscribe
-from common.protocol.parent_session import GoodbyeSaid, PeerChanged, TargetsChanged, UploadOffered, UploadRefused
+from common.protocol.parent_events import GoodbyeSaid, PeerChanged, TargetsChanged, UploadOffered, UploadRefused
 from common.protocol.participant import ParticipantState
 from common.protocol.pending import ANSWER_S, ANSWERS_MOST, ASKS_KEPT, SEEKERS_KEPT
 from common.protocol.presence import ASK_S, Proof
@@ -928,15 +921,18 @@ def test_a_chunk_that_was_placed_and_is_not_wanted_any_more_is_written_nowhere()
 # Any bytes
 
 
+LEAVES: list[Any] = [
+    None, True, -1, 0, 17, 2**63, 2**63 - 1, 0.0, float("nan"), float("inf"), "", "x", "a" * 5000, "0" * 16, RUN,
+    "device-0", b"", b"\xff" * 9, [], [[]], [1, 2, 3], {},
+]  # fmt: skip
+
+
 def mutated(draw: random.Random, tree: Any) -> Any:
     """Return a message's tree with one leaf or branch replaced."""
     if isinstance(tree, (list, tuple)) and tree and draw.random() < 0.8:
         place = draw.randrange(len(tree))
         return [mutated(draw, each) if i == place else each for i, each in enumerate(tree)]
-    return draw.choice(
-        [None, True, -1, 0, 2**63, 2**63 - 1, 0.0, float("nan"), float("inf"), "", "x", b"", b"\xff" * 9, [], [[]], {}]
-        + ["a" * 5000, 17, [1, 2, 3], "0" * 16, RUN, "device-0"]
-    )
+    return draw.choice(LEAVES)
 
 
 def any_message(draw: random.Random, lab: Lab) -> tuple[str, bytes]:

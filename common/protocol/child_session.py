@@ -7,9 +7,9 @@ For a task the shell has four entries besides the broker's: `TaskReceived` asks 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,13 +17,21 @@ import numpy.typing as npt
 from common.errors import RefusedModel, WireError
 from common.links import Link, Ways
 from common.protocol import serialization, topics
+from common.protocol.child_events import (
+    ModelArrived,
+    ModelFailed,
+    ParentGone,
+    ParentMoved,
+    ResultRefused,
+    RunEnded,
+    TaskReceived,
+)
 from common.protocol.fetches import Fetched, FetchFailed, ReceiverEvent
 from common.protocol.identity import Identity
 from common.protocol.manifest import ModelForm
 from common.protocol.messages import (
     Acknowledgement,
     Alive,
-    Announcement,
     ChildReport,
     Declined,
     Farewell,
@@ -44,7 +52,7 @@ from common.protocol.presence import Proof
 from common.protocol.refusals import Refusal
 from common.protocol.round_state import LIVING
 from common.protocol.session import Session
-from common.protocol.session_events import Meter, SessionEvent
+from common.protocol.session_events import Meter
 from common.protocol.traffic import Traffic
 from common.spec import Transfer
 
@@ -52,62 +60,6 @@ FAREWELL_S: Final = 1.0  # before it is sent again
 QUIET_S: Final = 30.0  # without a message of the parent, until it is to prove that it lives
 QUIET_BYTES: Final = 1024  # in that time, of acknowledgements and pings; more are a model on its way
 LEDGERS_KEPT: Final = 16  # of the parent's: one for each of its processes
-
-
-@dataclass(frozen=True, slots=True)
-class TaskReceived:
-    """A new task whose model fits: `fetch` it. Whatever was under way before is void."""
-
-    task: Task
-
-
-@dataclass(frozen=True, slots=True)
-class ModelArrived:
-    """The task's model lies complete in its buffer, every chunk checked."""
-
-    blob: str
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFailed:
-    """The task's model cannot be had."""
-
-    blob: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ResultRefused:
-    """The parent did not use a result, and why."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class RunEnded:
-    """The parent has finished, or failed with a reason."""
-
-    state: NodeState
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ParentMoved:
-    """The parent is alive in another run, while it is not in this one."""
-
-    run: str
-    session: str
-    announcement: Announcement
-
-
-@dataclass(frozen=True, slots=True)
-class ParentGone:
-    """The parent has not been there for `idle_s`."""
-
-
-ChildEvent: TypeAlias = (
-    SessionEvent | TaskReceived | ModelArrived | ModelFailed | ResultRefused | RunEnded | ParentMoved | ParentGone
-)
 
 
 class ChildSession(Session):

@@ -45,7 +45,7 @@ def ends_as_documented(drawn: DrawnLab, faulty: Played, twin: Played) -> str:
     strange = {node: error for node, error in errors.items() if not DOCUMENTED.match(error)}
     if strange:
         return f"undocumented: {strange}"
-    if may_fail(drawn):
+    if may_fail(drawn) or all(_is_orphan(drawn, outcome, node) for node in errors):
         return ""
     if forgets(drawn) and any(GONE_STATE.match(error) for error in errors.values()):
         return ""
@@ -181,6 +181,12 @@ def forgets(drawn: DrawnLab) -> bool:
     if not remembers(drawn.experiment.institution.aggregation):
         return False
     return any(fault.restarts and (not fault.keep or not drawn.spool) for fault in drawn.faults)
+
+
+def _is_orphan(drawn: DrawnLab, outcome: LabOutcome, node: str) -> bool:
+    """Return whether a device's institution was gone, for good, when the run ended well."""
+    home = _homes(drawn).get(node)
+    return home is not None and outcome.ended.get("cloud") == "" and outcome.ended.get(home) != ""
 
 
 def _homes(drawn: DrawnLab) -> dict[str, str]:
