@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-aggregation bench-devices bench-kills bench-links bench-plan bench-slow bench-stacked bench-tiers bench-training \
+.PHONY: help demo test bench bench-aggregation bench-devices bench-kills bench-links bench-matrix bench-plan bench-slow bench-stacked bench-tiers bench-training \
     check clean broker simulate table1 test-slow
 .DELETE_ON_ERROR:
 
@@ -37,6 +37,9 @@ bench-training: $(INSTALLED) ## measure a device's training against a plain PyTo
 
 bench-kills: $(INSTALLED) broker ## kill broker, sender and receiver in mid-transfer, 10 times each
 	.venv/bin/python tests/bench/kills.py
+
+bench-matrix: $(INSTALLED) broker ## stop each role and the broker at each state of the protocol: is the model the same?
+	.venv/bin/python tests/bench/matrix.py
 
 bench-slow: $(INSTALLED) broker ## measure slow receivers beside fast ones
 	.venv/bin/python tests/bench/slow.py

@@ -605,13 +605,19 @@ def test_a_child_that_prepares_is_waited_for_as_long_as_it_gets_on() -> None:
     assert one.events() == []
 
 
-def test_a_child_that_waits_for_its_own_children_is_not_idle() -> None:
-    one = OneParent(1, idle_s=20.0, ready=False)
-    one.presence("device-0", NodeState.INIT, 1.0)
-    for number in range(1, 50):
-        one.coordinator.preparing("device-0", 3, waits=True, now=19.0 * number)
-        one.coordinator.tick(19.0 * number + 0.5)
-    assert one.events() == [] and one.coordinator.hanging(950.0) == []
+def test_a_child_that_waits_for_its_own_children_is_not_idle_before_a_round_is_open() -> None:
+    parent = Coordinator(["a"], idle_s=20.0)
+    parent.presence("a", "s", Presence(NodeState.INIT, "institution"), now=0.0)
+    for now in range(0, 900, 19):
+        parent.preparing("a", 3, waits=True, now=float(now))
+        assert parent.hanging(now + 19.0) == []
+    key = parent.open(iteration=0, round_=0, assignments=assignments(["a"]), closing=ALL, now=900.0)
+    assert key == OLD
+    for now in range(900, 921, 4):
+        parent.preparing("a", 3, waits=True, now=float(now))
+        parent.tick(float(now))
+    parent.tick(920.0)
+    assert isinstance(parent.next_event(), Stalled)
 
 
 @pytest.mark.parametrize("reports", [True, False])

@@ -14,8 +14,19 @@ from math import inf
 from typing import Final
 
 from common.protocol.closing import Standing, Verdict, judge
-from common.protocol.messages import Acknowledgement, Key, NodeState, Phase, Presence, Progress, Result, Task
+from common.protocol.messages import (
+    Acknowledgement,
+    Key,
+    Manifest,
+    NodeState,
+    Phase,
+    Presence,
+    Progress,
+    Result,
+    Task,
+)
 from common.protocol.round_state import (
+    ANSWER_S,
     LIVING,
     REPEAT_S,
     UNFINISHED,
@@ -81,7 +92,7 @@ class Coordinator:
         child = self._children[name]
         if message.key != self._key or not self._open or child.assignment is None:
             if isinstance(message, Result):
-                self._answer_old(name, child, message)
+                self._answer_old(name, child, message, now)
             return
         child.repeat_at = now + REPEAT_MOST_S  # it has the task: send it again only after silence
         if child.go(ChildCause.MESSAGE):
@@ -93,16 +104,16 @@ class Coordinator:
         elif child.go(ChildCause.RESULT):
             self._received_model(child, now)
             child.result, child.moved = message, now
-            child.carried_most = child.carried + CHUNKS_CARRIED * message.model.chunk_bytes
+            child.carried_most = child.carried + CHUNKS_CARRIED * _chunk_of(message.model)
             first = self.timeline.first_result
             self.timeline.first_result = now if first is None else first
             if all(c.result for c in self._taking_part()):
                 self.timeline.last_result = now
             self._events.append(Offered(name, message))
         elif child.state is ChildState.ACCEPTED:
-            self._acknowledgements.append((name, Acknowledgement(message.key, "")))
+            self._answer_again(name, Acknowledgement(message.key, ""), now)
         elif child.state is ChildState.REFUSED:
-            self._acknowledgements.append((name, Acknowledgement(message.key, child.refusal)))
+            self._answer_again(name, Acknowledgement(message.key, child.refusal), now)
 
     def declined(self, name: str, key: Key, reason: str) -> None:
         """Note why a child declined its task; it is sent again, and named where the child gets nowhere."""
@@ -152,7 +163,7 @@ class Coordinator:
         if child.state is ChildState.OFFERED:
             self._collected = now
             if child.result is not None:
-                child.carried_most = child.carried + CHUNKS_CARRIED * child.result.model.chunk_bytes
+                child.carried_most = child.carried + CHUNKS_CARRIED * _chunk_of(child.result.model)
 
     def reconnected(self, now: float) -> None:
         """Note that our own connection is new: while it was away, no child could move."""
@@ -293,7 +304,7 @@ class Coordinator:
             if child.state is not ChildState.OFFERED:
                 child.moved = now
                 if child.assignment is not None:
-                    child.carried_most = carried + CHUNKS_CARRIED * child.assignment.model.chunk_bytes
+                    child.carried_most = carried + CHUNKS_CARRIED * _chunk_of(child.assignment.model)
         elif carried >= child.carried + CARRIED_BYTES:
             if carried <= child.carried_most:
                 child.moved = now
@@ -304,13 +315,19 @@ class Coordinator:
         self._acknowledgements.append((name, Acknowledgement(key, reason)))
         self._judge(now)
 
-    def _answer_old(self, name: str, child: ChildInRound, result: Result) -> None:
+    def _answer_again(self, name: str, answer: Acknowledgement, now: float) -> None:
+        child = self._children[name]
+        if now >= child.answer_at:  # a flood of results costs few answers; a lost one is asked for again
+            child.answer_at = now + ANSWER_S
+            self._acknowledgements.append((name, answer))
+
+    def _answer_old(self, name: str, child: ChildInRound, result: Result, now: float) -> None:
         if self._key is None or (self._open and result.key >= self._key):
             return
         if child.answered is None or child.answered[0] != result.key:
             self.late += 1
             child.answered = result.key, "the round has closed"
-        self._acknowledgements.append((name, Acknowledgement(*child.answered)))
+        self._answer_again(name, Acknowledgement(*child.answered), now)
 
     def _received_model(self, child: ChildInRound, now: float) -> None:
         child.has_model, child.absent = True, False  # it works, whatever became of its presence
@@ -363,3 +380,8 @@ class Coordinator:
                 reasons.append(f"{name} made no progress for {self._idle_s:g} s ({state}{why})")
         reasons += [f"{n}'s model was refused: {c.refusal}" for n, c in self._children.items() if c.refusal]
         return "; ".join(reasons) or "no child is left"
+
+
+def _chunk_of(model: Manifest) -> int:
+    """Return the bytes of a model's largest chunk."""
+    return min(model.size, model.chunk_bytes)

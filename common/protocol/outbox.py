@@ -99,8 +99,8 @@ class Outbox:
         """Return whether nothing waits for its link."""
         return not self._waiting
 
-    def send(self, peer: str, message: Message, now: float) -> None:
-        """Send a control message to a peer's inbox."""
+    def send(self, peer: str, message: Message, now: float) -> float:
+        """Send a control message to a peer's inbox; return when it leaves."""
         identity = self._identity
         topic = topics.inbox(identity.lab, identity.run, peer, identity.name)
         body = serialization.encode(message, identity.session)
@@ -108,16 +108,16 @@ class Outbox:
         size = packet_bytes(topic, len(body), qos=qos)
         due = self._shaper.reserve((peer,), size, now)
         self._put(due, Publish(topic, body, qos), peer, size, inline_bytes(message))
+        return due
 
     def to_send(self, now: float) -> list[Output]:
         """Return what is due, chunks that receivers lack and links have room for among it."""
         out: list[Output] = []
         self._release(now, out)
-        if self._in_client < CHUNKS_IN_CLIENT:
-            self._shaper.begin_pass()
         while self._in_client < CHUNKS_IN_CLIENT:
             chunk = self._sender.next_publication(now, lambda peers: self._shaper.ready(peers, now))
             if chunk is None:
+                self._shaper.passed()
                 break
             self._reserve(chunk, now)
             self._release(now, out)

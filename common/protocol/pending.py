@@ -12,6 +12,7 @@ from common.protocol.messages import Ask, WhoIsThere
 ASKS_KEPT: Final = 16  # of one peer, each for another blob
 ANSWER_S: Final = 0.2  # between two answers to one who asks who is there
 SEEKERS_KEPT: Final = 256  # names that no peer has
+ANSWERS_MOST: Final = 16  # to one peer at once; more come one each ANSWER_S
 
 
 class PendingAsks:
@@ -69,6 +70,25 @@ class PendingAnswers:
         self._answered |= dict.fromkeys(ready, now)
         return [(asker, self._questions.pop(asker)[1]) for asker in ready]
 
+    def sent(self, asker: str, due: float) -> None:
+        """Note when an answer leaves: on a slow link the next one waits until then."""
+        self._answered[asker] = due
+
     def next_deadline(self) -> float:
         """Return when `due` has something."""
         return min((due for due, _ in self._questions.values()), default=inf)
+
+
+class AnswerBudget:
+    """How many small answers a peer may cost. One that is not sent is asked for again."""
+
+    def __init__(self) -> None:
+        self._full_at: dict[str, float] = {}
+
+    def take(self, peer: str, now: float) -> bool:
+        """Return whether a peer may have one more answer."""
+        full_at = max(self._full_at.get(peer, now), now) + ANSWER_S
+        if full_at > now + ANSWERS_MOST * ANSWER_S:
+            return False
+        self._full_at[peer] = full_at
+        return True

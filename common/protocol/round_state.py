@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from math import inf
 from typing import Final, TypeAlias
 
 from common.protocol.messages import Failure, Key, Manifest, NodeState, Phase, Result
 
 REPEAT_S: Final = 1.0
+ANSWER_S: Final = 0.2  # between two acknowledgements of one child's results, which it repeats each second at most
 LIVING: Final = (NodeState.INIT, NodeState.READY)
 
 
@@ -127,6 +129,7 @@ class ChildInRound:
     carried_most: int = 0
     prepared: int = -1
     answered: tuple[Key, str] | None = None
+    answer_at: float = -inf  # the earliest for a further answer
     has_model: bool = False
 
     @property

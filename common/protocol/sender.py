@@ -48,6 +48,14 @@ class _Asker:
     seen_own: int
     last_own: int
     restarted_at: float
+    repeats: int = 0  # of chunks that it had on its own stream, since `repeats_from`
+    repeats_from: float = -inf
+
+    def may_repeat(self, now: float) -> bool:
+        """Return whether it may have another chunk once more: one that never has enough gets a window in RESTART_S."""
+        if now >= self.repeats_from + RESTART_S:
+            self.repeats, self.repeats_from = 0, now
+        return self.repeats < WINDOW_MOST
 
 
 class _Blob:
@@ -175,7 +183,7 @@ class Sender:
         blobs = list(self._blobs.values())
         for offset in range(len(blobs)):
             blob = blobs[(self._turn + offset) % len(blobs)]
-            publication = self._repair(blob, ready) or self._advance(blob, now, ready)
+            publication = self._repair(blob, now, ready) or self._advance(blob, now, ready)
             if publication is not None:
                 self._turn = (self._turn + offset + 1) % len(blobs)
                 self.chunks_published += 1
@@ -183,8 +191,10 @@ class Sender:
         return None
 
     def next_deadline(self, now: float) -> float | None:
-        """Return when a gathering broadcast may start without those who have not asked."""
+        """Return when a broadcast may start without those who have not asked, or a repeat is due that was put off."""
         waits = [b.gather_until for b in self._blobs.values() if b.awaited and b.gather_until is not None]
+        askers = (asker for blob in self._blobs.values() for asker in blob.askers.values())
+        waits += [asker.repeats_from + RESTART_S for asker in askers if asker.repeats >= WINDOW_MOST]
         return min((at for at in waits if at > now), default=None)
 
     def _advance(self, blob: _Blob, now: float, ready: Callable[[Iterable[str]], bool]) -> Publication | None:
@@ -205,9 +215,9 @@ class Sender:
             blob.cursor += 1  # few lack it, or none that has room: each gets it on its own stream, or by a repair
             for name in lacking:
                 askers[name].lost[index] = True
-        return self._repair(blob, ready)
+        return self._repair(blob, now, ready)
 
-    def _repair(self, blob: _Blob, ready: Callable[[Iterable[str]], bool]) -> Publication | None:
+    def _repair(self, blob: _Blob, now: float, ready: Callable[[Iterable[str]], bool]) -> Publication | None:
         for name, asker in blob.askers.items():
             if not asker.lost.any() or not self._room(blob, asker):
                 continue
@@ -216,8 +226,11 @@ class Sender:
             if 2 * len(losers) > len(blob.askers) and len(losers) > 1:
                 if ready(blob.askers):
                     return self._publish_all(blob, index, losers)
+            elif asker.own[index] >= 0 and not asker.may_repeat(now):
+                continue
             elif ready((name,)):
                 self.chunks_repeated += bool(blob.published[index] >= 0 or asker.own[index] >= 0)
+                asker.repeats += bool(asker.own[index] >= 0)
                 asker.last_own = blob.last_own[name] = asker.last_own + 1
                 asker.own[index] = asker.last_own
                 asker.lost[index] = False

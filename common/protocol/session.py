@@ -37,7 +37,7 @@ from common.protocol.messages import (
 )
 from common.protocol.offers import Offers
 from common.protocol.outbox import Outbox, Output, Publish, Subscribe, inline_bytes, qos_of
-from common.protocol.pending import PendingAnswers, PendingAsks
+from common.protocol.pending import AnswerBudget, PendingAnswers, PendingAsks
 from common.protocol.presence import OwnPresence, PeerProofs
 from common.protocol.receiver import Receiver
 from common.protocol.refusals import Refusal, Refusals
@@ -96,6 +96,7 @@ class Session(Side):
         self._announce = self._left = False
         self._asks = PendingAsks()
         self._answers = PendingAnswers(self._known)
+        self._budget = AnswerBudget()
         self._now = 0.0
         self._events: deque[object] = deque()
 
@@ -349,7 +350,8 @@ class Session(Side):
             inside = question.run == self.identity.run
             if inside or self._announcement is not None:  # else there is nothing to join yet; it asks again
                 announcement = None if inside else self._announcement
-                self.outbox.send(peer, Alive(question.nonce, self.own.presence, announcement), now)
+                answer = Alive(question.nonce, self.own.presence, announcement)
+                self._answers.sent(peer, self.outbox.send(peer, answer, now))
 
     def _take_asks(self, now: float) -> None:
         for peer, ask in self._asks.take():
@@ -357,7 +359,7 @@ class Session(Side):
             answer = self.sender.receive(peer, ask, now=now)
             if self.sender.chunks_delivered > before:
                 self._moved(peer, now)
-            if answer is not None:
+            if answer is not None and self._budget.take(peer, now):
                 self.outbox.send(peer, answer, now)
 
     def _refuse(self, refusal: Refusal, sender: str, reason: str) -> None:

@@ -18,15 +18,15 @@ from common.protocol.identity import Identity
 from common.protocol.ledger import Ledger
 from common.protocol.manifest import missing
 from common.protocol.messages import Announcement, Failure, Target
-from common.protocol.parent_session import (
+from common.protocol.parent_events import (
     GoodbyeSaid,
-    ParentSession,
     PeerChanged,
     TargetsChanged,
     UploadArrived,
     UploadOffered,
     UploadRefused,
 )
+from common.protocol.parent_session import ParentSession
 from common.protocol.round_state import Assignment, Closed, Stalled
 from common.protocol.session_events import NoiseFetched, ProbeReceived
 from common.runtime.arriving import Arriving
