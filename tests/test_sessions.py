@@ -918,6 +918,217 @@ def test_a_chunk_that_was_placed_and_is_not_wanted_any_more_is_written_nowhere()
     assert child.session.place("no topic", CHUNK) is None
 
 
+# A connection, and what belongs to it
+
+
+def fetching_child(**how: Any) -> tuple[Lab, ChildNode, str]:
+    """Return a lab whose child has its task and gets no chunk of its model, and that model's blob."""
+    lab = Lab(names_of(1), **how)
+    lab.rest(1.0)
+    silence_chunks(lab, PARENT)
+    lab.open()
+    child = lab.children["device-0"]
+    lab.until(lambda: bool(child.session.receiver.wanted()))
+    lab.rest(0.1)
+    ((_, blob),) = child.session.receiver.wanted()
+    return lab, child, blob
+
+
+def offered_upload() -> tuple[Lab, ChildNode]:
+    """Return a lab whose child offers a result of which no chunk arrives."""
+    lab = Lab(names_of(1))
+    lab.rest(1.0)
+    silence_chunks(lab, "device-0")
+    lab.open()
+    lab.until(lambda: bool(lab.parent.session.receiver.wanted()))
+    lab.rest(0.1)
+    return lab, lab.children["device-0"]
+
+
+def asks_in(outputs: Iterable[object]) -> list[Ask]:
+    messages = [serialization.decode(o.body)[1] for o in outputs if isinstance(o, Publish) and o.body]
+    return [message for message in messages if isinstance(message, Ask)]
+
+
+def test_what_was_in_flight_is_asked_for_again_on_a_new_connection() -> None:
+    lab, child, blob = fetching_child()
+    child.session.disconnected(lab.now)
+    child.session.connected(lab.now)
+    (ask,) = asks_in(child.session.to_send(lab.now))
+    assert ask.blob == blob and ask.restart
+
+
+def test_what_waits_dies_with_its_connection() -> None:
+    lab = Lab(names_of(1), link=Link(down_mbit=0.001))
+    lab.rest(1.0)
+    lab.open()
+    lab.rest(0.5)
+    session = lab.parent.session
+    assert not session.outbox.empty
+    inject(
+        lab.parent, "device-0", lab.children["device-0"].session.identity.session, Ask("0" * 16, b"x", 0, 0, 8, True)
+    )
+    session.disconnected(lab.now)
+    assert session.outbox.empty
+    session.connected(lab.now)
+    session.to_send(lab.now)
+    assert not any(message for _, message in session._asks.take())
+    bodies = [entry[2].output.body for entry in session.outbox._waiting if isinstance(entry[2].output, Publish)]
+    assert not any(isinstance(serialization.decode(body)[1], Gone) for body in bodies)
+
+
+def test_an_ask_is_answered_and_one_of_a_lost_connection_is_not() -> None:
+    lab = Lab(names_of(1))
+    lab.rest(1.0)
+    mine, session = lab.children["device-0"].session.identity.session, lab.parent.session
+    for lost in (False, True):
+        inject(lab.parent, "device-0", mine, Ask("0" * 16, b"x", 0, 0, 8, True))
+        if lost:
+            session.disconnected(lab.now)
+            session.connected(lab.now)
+        sent = [serialization.decode(o.body)[1] for o in session.to_send(lab.now) if isinstance(o, Publish) and o.body]
+        assert any(isinstance(message, Gone) for message in sent) is not lost
+
+
+def test_a_chunk_of_another_run_is_none_of_ours() -> None:
+    lab, child, blob = fetching_child()
+    data = model_of(0)[:CHUNK]
+    for run, wanted in (("run-2", False), (RUN, True)):
+        topic = topics.chunk(LAB, run, PARENT, "all", blob, 0, 1)
+        assert (child.session.place(topic, CHUNK) is not None) is wanted
+        child.session.receive(topic, data, retained=False, now=lab.now)
+        assert (child.session.receiver.lacks(PARENT, blob) == 5) is wanted
+    assert child.session.refusals.of(Refusal.STRANGER) == 1
+
+
+def test_a_child_that_died_is_served_no_more_and_frees_its_slot() -> None:
+    lab, _, _ = fetching_child()
+    assert lab.parent.session.sender.serving("device-0")
+    lab.kill("device-0", will_after_s=0.0)
+    lab.rest(0.1)
+    assert not lab.parent.session.sender.serving("device-0")
+    lab = Lab(names_of(2), transfer=Transfer(inline_bytes=0, idle_s=60.0, upload_slots=1))
+    lab.rest(1.0)
+    silence_chunks(lab, "device-0")
+    lab.children["device-1"].train_s = 4.0
+    lab.open()
+    lab.until(lambda: len(lab.parent.of(UploadOffered)) == 2)
+    lab.rest(1.0)
+    lab.kill("device-0", will_after_s=0.0)
+    lab.rest(1.0)
+    assert lab.parent.session.coordinator.progress()["device-1"]["state"] == "accepted"
+
+
+def test_a_child_that_reconnects_is_asked_for_the_rest_at_once() -> None:
+    lab, child = offered_upload()
+    before = lab.kinds["Ask"]
+    child.disconnect(will_after_s=None, back_after_s=0.0)
+    lab.rest(0.2)
+    assert lab.kinds["Ask"] == before + 1
+
+
+def test_a_buffer_that_was_found_too_late_is_not_written() -> None:
+    lab = Lab(names_of(2))
+    lab.rest(1.0)
+    lab.children["device-1"].train_s = 100.0
+    lab.open(closing=Closing(rule="quorum", quorum=1, deadline_s=4.0))
+    lab.parent._fetch = lambda event: None  # type: ignore[method-assign] # the buffer is looked for
+    lab.until(lambda: bool(lab.parent.of(UploadOffered)))
+    (upload,) = lab.parent.of(UploadOffered)
+    lab.kill("device-0", will_after_s=0.0)
+    lab.start("device-0")
+    lab.rest(0.5)
+    lab.parent.session.fetch(upload, memoryview(bytearray(upload.result.model.size)), lab.now)
+    assert not lab.parent.session.receiver.wanted() and not lab.parent.session._pending
+
+
+@pytest.mark.parametrize("why", ["the round closed", "its child restarted"])
+def test_an_upload_that_is_void_is_not_written_any_more(why: str) -> None:
+    lab, child = offered_upload()
+    (buffer,) = lab.parent.buffers.values()
+    result = child.session.participant._result
+    assert result is not None and child._answer is not None
+    if why == "the round closed":
+        lab.parent.session.end_round(["device-0"], lab.now)
+    else:
+        lab.kill("device-0", will_after_s=None)
+        lab.start("device-0")
+        lab.rest(0.2)
+    session = lab.parent.session
+    for index in range(result.model.chunks):
+        topic = topics.chunk(LAB, RUN, "device-0", "all", result.model.blob, index, index + 1)
+        data = child._answer[result.model.span(index)]
+        assert session.place(topic, len(data)) is None
+        session.receive(topic, data, retained=False, now=lab.now)
+    assert buffer == bytes(len(buffer)) and not session.receiver.wanted() and not session._pending
+
+
+def test_a_parent_that_comes_back_learns_at_once_what_is_offered() -> None:
+    lab, child = offered_upload()
+    lab.rest(10.0)  # the result is repeated each 5 s by now
+    lab.parent.disconnect(will_after_s=0.0, back_after_s=0.5)
+    before = lab.kinds["Result"]
+    lab.rest(0.6)
+    assert lab.kinds["Result"] == before + 1
+    assert child.session.participant.state is ParticipantState.OFFERING
+
+
+def test_a_farewell_is_sent_at_once_on_a_new_connection() -> None:
+    lab = Lab(names_of(1))
+    lab.rest(1.0)
+    child = lab.children["device-0"]
+    lab.broker.drop = lambda topic: "inbox" in topic
+    child.session.say_goodbye((), lab.now)
+    child.wake()
+    lab.rest(0.1)
+    child.disconnect(will_after_s=None, back_after_s=0.1)
+    lab.rest(0.2)
+    assert lab.kinds["Farewell"] == 2
+
+
+def test_an_old_end_that_was_disproved_is_forgotten() -> None:
+    lab = Lab(names_of(1))
+    lab.rest(1.0)
+    child = lab.children["device-0"]
+    leave_remains(lab, PARENT, NodeState.FINISHED)
+    child.disconnect(will_after_s=None, back_after_s=0.0)
+    lab.rest(10.0)
+    assert child.session.proofs.proof(PARENT) is Proof.PROVEN
+    lab.stop_parent(will_after_s=None)
+    lab.restart_broker(down_s=0.1, retained={})
+    lab.rest(IDLE_S + 1.0)
+    assert child.of(ParentGone) and not child.of(RunEnded)
+
+
+def test_a_parent_that_dies_while_a_child_is_cut_off_is_missed() -> None:
+    lab = Lab(names_of(1))
+    lab.rest(1.0)
+    child = lab.children["device-0"]
+    lab.stop_parent(will_after_s=None)
+    lab.broker.retained.clear()
+    child.session.disconnected(lab.now)
+    child.connection = None
+    child.connect()
+    lab.rest(IDLE_S - 1.0)
+    assert not child.of(ParentGone)
+    lab.rest(2.0)
+    assert child.of(ParentGone)
+
+
+def test_a_child_counts_its_bytes_for_each_ledger_of_its_parent() -> None:
+    lab = Lab(names_of(1))
+    lab.rest(1.0)
+    child, size = lab.children["device-0"].session, manifest_of(model_of(0)).size
+    counted: dict[str, list[int]] = {}
+    for books in ("a", "b", "a"):
+        lab.parent.session.own.presence = replace(lab.parent.session.own.presence, books=books)
+        lab.parent.set_state(NodeState.READY)
+        lab.rest(0.1)
+        lab.round(model=model_of(sum(map(len, counted.values())), len(model_of(0))))
+        counted.setdefault(books, []).append(child._traffic().received_model_payload)
+    assert counted == {"a": [size, 3 * size], "b": [size]}
+
+
 # Any bytes
 
 
