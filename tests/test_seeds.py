@@ -13,12 +13,14 @@ from deploy.simulation.report import describe, summary
 from deploy.simulation.search import play_seeds
 from deploy.simulation.seeds import SeedReport, play_seed
 
-SEEDS = range(40)
+SEEDS = range(30)
 MANY = range(10_000, 12_000)
 FOUND = (
     177,  # a device restarts while its link is measured: the institution waited for idle_s
     188,  # the parent's last presence is damaged: the child waited for ever
     207,  # a device is stopped as the run ends: the institution had cleared its state from the broker
+    2255,  # the cloud supersedes a task: an upload came for the round that was cancelled, and the institution crashed
+    2102,  # links that nobody declared are slow: their measurement had too little patience
 )
 
 

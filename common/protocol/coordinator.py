@@ -115,6 +115,10 @@ class Coordinator:
         elif child.state is ChildState.REFUSED:
             self._answer_again(name, Acknowledgement(message.key, child.refusal), now)
 
+    def end(self) -> None:
+        """End the open round, if there is one, whatever it lacks: what comes for it from now on is late."""
+        self._open = False
+
     def declined(self, name: str, key: Key, reason: str) -> None:
         """Note why a child declined its task; it is sent again, and named where the child gets nowhere."""
         if self._open and key == self._key and self._children[name].state is ChildState.ASSIGNED:

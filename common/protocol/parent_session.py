@@ -149,6 +149,7 @@ class ParentSession(Session):
         for name in children:
             self.receiver.drop(name, now=now)
         self._pending.clear()
+        self.coordinator.end()
 
     # Who is there
 

@@ -328,6 +328,8 @@ class ParentEndpoint(Endpoint):
 
     def _check(self, upload: UploadArrived) -> None:
         """Decode an upload and accept it if it is sound; a small one at once, without a task."""
+        if not self.session.coordinator.is_offered(upload.child, upload.result.key):
+            return  # the round has ended, and with it what its models are against
         layout, row = self._require_layout(), self._uploads.array[self._places[upload.child]]
         buffer, reference = self._buffers[upload.child], upload.result.model.reference
         decode = self.models.decoder(layout, buffer, row, reference=reference)
