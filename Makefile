@@ -1,6 +1,6 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-aggregation bench-devices bench-kills bench-links bench-plan bench-slow bench-stacked bench-tiers bench-training \
-    check clean broker table1 test-slow
+.PHONY: help demo test bench bench-aggregation bench-devices bench-kills bench-links bench-matrix bench-plan bench-slow bench-stacked bench-tiers bench-training \
+    check clean broker simulate table1 test-slow
 .DELETE_ON_ERROR:
 
 INSTALLED := .venv/.installed
@@ -38,6 +38,9 @@ bench-training: $(INSTALLED) ## measure a device's training against a plain PyTo
 bench-kills: $(INSTALLED) broker ## kill broker, sender and receiver in mid-transfer, 10 times each
 	.venv/bin/python tests/bench/kills.py
 
+bench-matrix: $(INSTALLED) broker ## stop each role and the broker at each state of the protocol: is the model the same?
+	.venv/bin/python tests/bench/matrix.py
+
 bench-slow: $(INSTALLED) broker ## measure slow receivers beside fast ones
 	.venv/bin/python tests/bench/slow.py
 
@@ -55,6 +58,11 @@ check: $(INSTALLED) ## lint, format, types, import rules
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
 	.venv/bin/lint-imports
+
+SEEDS ?= 200
+FROM ?= 0
+simulate: $(INSTALLED) ## play SEEDS=N labs with faults in virtual time, FROM=K on
+	.venv/bin/python -m deploy.simulation --seeds $(SEEDS) --from $(FROM)
 
 clean: ## remove what the other targets made, except runs/ and data/
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

@@ -7,7 +7,7 @@ a lab of processes; and the bytes of these blobs are counted. Nothing is late or
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -55,7 +55,10 @@ class Clock:
 
 
 class Calls:
-    """A parent's children, each of them one function. `below` returns what its children's links carried."""
+    """A parent's children, each of them one function.
+
+    `below` returns what a child's own children's links carried, `names_below` has those children's names.
+    """
 
     def __init__(
         self,
@@ -68,13 +71,14 @@ class Calls:
         resident_mb: float,
         clock: Clock,
         below: Callable[[str], Traffic] = lambda child: Traffic(),
+        names_below: Mapping[str, Collection[str]] | None = None,
         observe: Observe = lambda event, facts: None,
     ) -> None:
         self.peers = tuple(children)
         self.samples = dict(samples)
         self.moves = 0
         self._account = Account()
-        self.ledger = Ledger(self.peers, self._account)
+        self.ledger = Ledger(self.peers, self._account, below=names_below)
         self.now = clock.now
         self._children = children
         self._layout = layout

@@ -267,7 +267,7 @@ def device(
     metrics: MetricsAddress = METRICS,
     spool: SpoolFolder = "none",
     together: Annotated[
-        bool, typer.Option("--together", hidden=True, help="End if one of them cannot work before any trains.")
+        bool, typer.Option("--together", help="End all of them if one cannot take part, before any has trained.")
     ] = False,
 ) -> None:
     """Start one or more devices: they wait for the experiment and train what their institution wishes."""

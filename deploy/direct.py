@@ -89,6 +89,7 @@ async def _play(folder: RunFolder, *, resume: bool, accelerator: str, observe: O
         codecs=experiment.transfer.wan,
         spool=spool,
         below=lambda name: below[name].ledger.total(),
+        names_below=experiment.topology.children(),
         observe=tell,
     )
     try:

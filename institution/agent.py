@@ -29,7 +29,7 @@ from institution.rounds import LocalRounds
 FAREWELL_S = 5.0
 REPORT_S = 1.0
 NO_DEVICE = "no device is present"
-NO_DEVICE_S = 5.0  # before it is reported where none ever came
+NO_DEVICE_S = 5.0  # before it is reported; a broker that restarts loses them all for a moment
 
 log = logging.getLogger("fedstrata.institution")
 
@@ -126,11 +126,12 @@ class InstitutionAgent:
         async def work() -> None:
             passing_on = asyncio.create_task(self._pass_targets_on(up, down), name="targets")
             try:
-                if await up.unless_over(self._prepare(up, down, experiment, presence)):
+                if await up.unless_over(self._prepare(up, down, experiment)):
                     presence.publish(NodeState.READY, samples=sum(down.samples.values()))
                     await up.serve(layout, rounds.work)
             finally:
                 passing_on.cancel()
+                presence.close()
 
         async def goodbye() -> None:
             await down.farewells(timeout_s=FAREWELL_S)
@@ -146,14 +147,13 @@ class InstitutionAgent:
         spool.close()
 
     @staticmethod
-    async def _prepare(up: ChildEndpoint, down: ParentEndpoint, experiment: Experiment, presence: _OwnPresence) -> bool:
+    async def _prepare(up: ChildEndpoint, down: ParentEndpoint, experiment: Experiment) -> bool:
         """Gather the devices and measure their links; report meanwhile how far that is, and whom it waits for."""
         waits_for = ""
 
         def waiting(text: str) -> None:
             nonlocal waits_for
-            presence.look(patience_s=NO_DEVICE_S)
-            waits_for = presence.reason or text
+            waits_for = text
 
         async def report() -> None:
             while True:
@@ -198,23 +198,39 @@ class _OwnPresence:
         self._name = name
         self._endpoints = (up, down)
         self._down = down
-        self._since = down.now()
+        self._timer: asyncio.TimerHandle | None = None
+        self.look()
 
-    def look(self, *, patience_s: float = 0.0) -> None:
-        """Publish whether devices are there, where that has changed; none for `patience_s` since the start counts."""
-        presence = self._down.session.own.presence
-        there = bool(self._down.session.present())
-        changed = there is bool(self.reason)
-        if presence.state not in LIVING or not changed or self._down.now() < self._since + patience_s:
+    def look(self) -> None:
+        """Publish that no device is there, once none has been for `NO_DEVICE_S`; and that one is again."""
+        if not self._down.session.present():
+            if self._timer is None and not self.reason:
+                self._timer = asyncio.get_running_loop().call_later(NO_DEVICE_S, self._report)
             return
-        self.reason = "" if there else NO_DEVICE
-        if there:
+        self.close()
+        if self.reason:
+            self.reason = ""
             log.info("%s: a device is present again", self._name)
-        else:
-            log.warning("%s: %s", self._name, NO_DEVICE)
-        self.publish(presence.state, samples=presence.samples)
+            self._publish_reason()
 
     def publish(self, state: NodeState, *, samples: int) -> None:
         """Publish a state."""
         for endpoint in self._endpoints:
             endpoint.set_state(state, reason=self.reason, samples=samples)
+
+    def close(self) -> None:
+        """Report nothing any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _report(self) -> None:
+        self._timer = None
+        self.reason = NO_DEVICE
+        log.warning("%s: %s", self._name, NO_DEVICE)
+        self._publish_reason()
+
+    def _publish_reason(self) -> None:
+        presence = self._down.session.own.presence
+        if presence.state in LIVING:
+            self.publish(presence.state, samples=presence.samples)

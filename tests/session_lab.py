@@ -22,12 +22,14 @@ import xxhash
 
 from common.links import Link
 from common.protocol import serialization, topics
-from common.protocol.child_session import ChildSession, ModelArrived, ModelFailed, TaskReceived
+from common.protocol.child_events import ModelArrived, ModelFailed, TaskReceived
+from common.protocol.child_session import ChildSession
 from common.protocol.identity import Identity
 from common.protocol.manifest import ModelForm, describe
 from common.protocol.messages import DIGEST_BYTES, Key, Message, NodeState, Phase, Presence, Result, Task
 from common.protocol.outbox import Output, Publish, PublishChunk, Subscribe
-from common.protocol.parent_session import ParentSession, UploadArrived, UploadOffered
+from common.protocol.parent_events import UploadArrived, UploadOffered
+from common.protocol.parent_session import ParentSession
 from common.protocol.round_state import Assignment, Closed, Stalled
 from common.protocol.session import Session
 from common.protocol.traffic import Wire

@@ -78,7 +78,7 @@ def test_an_unforeseen_error_is_logged_and_ends_one_agent(caplog: pytest.LogCapt
 
     assert code_of({"d0": good, "d1": failing(ZeroDivisionError("oh"))}) == 1
     (record,) = caplog.records
-    assert ended and record.levelno == logging.CRITICAL and record.getMessage() == "d1: unforeseen"
+    assert ended and record.levelno == logging.ERROR and record.getMessage() == "d1 ended by an unexpected error"
     assert record.exc_info and record.exc_info[0] is ZeroDivisionError
 
 

@@ -26,6 +26,7 @@ from tests.helpers.nodes import (
     assert_models,
     child_of,
     drawn,
+    introduced,
     layout_of,
     living,
     parent_of,
@@ -292,3 +293,35 @@ async def test_a_parent_that_is_restarted_finds_its_child_with_what_it_had(site:
         assert not lacking & here, key
     again = sum(one.session.sender.chunks_published for one in (first, second)) - watched.chunks
     assert 0 <= again <= FINE.window
+
+
+@virtual
+async def test_a_broker_that_is_away_is_named_even_where_the_parent_was_lost_with_it(site: SimulatedSite) -> None:
+    """A broker that ends in order publishes every will; that the parent is gone says nothing then."""
+    layout, transfer = layout_of(4000), Transfer(idle_s=20.0)
+    parent = parent_of(site, ["device-0"], layout=layout, transfer=transfer)
+    child = child_of(site, "device-0", transfer=transfer)
+    tasks = [living(site, parent), serving(site, child, layout, 0)]
+    await introduced(child)
+    site.broker.terminate()
+    for task in tasks:
+        with pytest.raises(NoProgress, match=f"broker {site.address} was away for 20 s"):
+            await task
+
+
+@virtual
+async def test_the_time_that_a_broker_was_away_is_not_the_parents_absence(site: SimulatedSite) -> None:
+    layout, transfer = layout_of(4000), Transfer(idle_s=20.0)
+    parent = parent_of(site, ["device-0"], layout=layout, transfer=transfer)
+    child = child_of(site, "device-0", transfer=transfer)
+    row = drawn(layout, 1)
+    async with together(living(site, parent), serving(site, child, layout, 0)):
+        await introduced(child)
+        site.link(PARENT).change(cut=True)
+        site.broker.kill()
+        await asyncio.sleep(15)
+        site.broker.start()
+        await until(lambda: child.connection.up)
+        await asyncio.sleep(15)  # 30 s without the parent, 15 s of which its absence could be seen
+        site.link(PARENT).change(cut=False)
+        assert_models(await play(parent, row), row, layout=layout, places={"device-0": 0})

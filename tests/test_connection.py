@@ -481,3 +481,32 @@ def test_a_cancelled_connection_is_not_lost() -> None:
             assert not lost and not connection.up
 
     assert scenario(run()) == []
+
+
+def test_a_client_that_disconnects_reads_until_the_broker_has_closed() -> None:
+    """Else what the broker still sends is answered by a reset, which may overtake DISCONNECT: a will is published."""
+    sent: list[int] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(65_536)
+        writer.write(b"\x20\x02\x00\x00")
+        received = b""
+        while not received.endswith(b"\xe0\x00"):  # DISCONNECT
+            received += await reader.readexactly(1)
+        for number in range(3):
+            writer.write(b"\x30\x04\x00\x01tx")
+            await writer.drain()
+            await asyncio.sleep(0.02)  # a reset would come meanwhile
+            sent.append(number)
+        assert await reader.read() == b""
+        writer.close()
+
+    async def run() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        async with server:
+            connection = connection_to(BrokerAddress(*server.sockets[0].getsockname()))
+            async with running(connection):
+                await until(lambda: connection.up)
+            assert sent == [0, 1, 2]
+
+    assert scenario(run()) == []

@@ -18,7 +18,8 @@ import pytest
 from common.layout import ModelLayout
 from common.links import Link
 from common.protocol import serialization, topics
-from common.protocol.child_session import ChildSession, ModelArrived, RunEnded, TaskReceived
+from common.protocol.child_events import ModelArrived, RunEnded, TaskReceived
+from common.protocol.child_session import ChildSession
 from common.protocol.identity import Identity
 from common.protocol.manifest import missing
 from common.protocol.messages import (
@@ -32,7 +33,8 @@ from common.protocol.messages import (
     Task,
 )
 from common.protocol.outbox import Output, Publish, PublishChunk
-from common.protocol.parent_session import ParentSession, UploadArrived, UploadOffered
+from common.protocol.parent_events import UploadArrived, UploadOffered
+from common.protocol.parent_session import ParentSession
 from common.protocol.round_state import Assignment, Closed
 from common.protocol.traffic import Traffic, Wire
 from common.runtime.models import Models

@@ -461,7 +461,7 @@ def test_an_institution_without_any_device_says_so_until_some_come_back(
     assert outcome.virtual_s < undisturbed.virtual_s + 40.0 + 5.0
     reasons = [(at, reason) for at, state, reason in found[0] if state == NodeState.READY]
     assert [reason for _, reason in reasons][:3] == ["", "no device is present", ""]
-    assert 3.0 <= reasons[1][0] < 4.0 and 43.0 <= reasons[2][0] < 44.0
+    assert 8.0 <= reasons[1][0] < 9.0 and 43.0 <= reasons[2][0] < 44.0
     warned(outcome, "institution-0: no device is present")
 
 
@@ -478,7 +478,7 @@ def test_an_institution_whose_devices_never_came_says_so() -> None:
     assert outcome.ok, outcome
     reasons = [(state, reason) for _, state, reason in found[0]]
     assert (NodeState.INIT, "no device is present") in reasons and (NodeState.READY, "") in reasons
-    warned(outcome, "cloud waits for its children: institution-0 waits for no device is present")
+    warned(outcome, "cloud waits for its children: institution-0 waits for device-0 never came; device-1 never came")
 
 
 def test_an_institution_that_still_waits_when_the_run_ends_ends_with_it(undisturbed: LabOutcome) -> None:
@@ -614,7 +614,7 @@ def test_a_members_flood_of_asks_does_not_delay_its_siblings(undisturbed: LabOut
         )  # fmt: skip
         await asyncio.sleep(2.5)
         topic, session = inbox(sim, "institution-0", "device-1"), session_of(sim, "device-1")
-        asks = (Ask(f"{number:016x}", b"\x80", 0, 0, 8, True) for number in range(5000))
+        asks = (Ask(f"{number:016x}", b"\x80", 0, 0, 8, True) for number in range(2000))
         await pour(sim, ((topic, serialization.encode(ask, session)) for ask in asks))
 
     links = {"check": "off", "lan": {"up_mbit": 1.0, "down_mbit": 1.0}}
@@ -622,7 +622,7 @@ def test_a_members_flood_of_asks_does_not_delay_its_siblings(undisturbed: LabOut
     assert outcome.ok, outcome
     assert outcome.digest == undisturbed.digest
     assert outcome.virtual_s < alone.virtual_s + 5.0
-    assert len(answers) < 1000
+    assert len(answers) < 500
     warned(outcome, "institution-0: refused a message .too many. from device-1")
 
 
@@ -729,11 +729,12 @@ def test_a_wan_that_is_slower_than_the_lan_ends_no_run() -> None:
     assert 4 * crossing_s < outcome.virtual_s < 4 * crossing_s + 15.0
 
 
-def test_chunks_that_never_arrive_end_the_run_for_lack_of_progress() -> None:
+@pytest.mark.parametrize("chunk_bytes", [32_768, 1_000_000])
+def test_chunks_that_never_arrive_end_the_run_for_lack_of_progress(chunk_bytes: int) -> None:
     async def denied(sim: SimulatedLab) -> None:
         sim.broker().denied.append("fs1/+/+/device-0/blob/#")
 
-    outcome = lab(denied)
+    outcome = lab(denied, tree={"transfer": TREE["transfer"] | {"chunk_bytes": chunk_bytes}})
     assert re.search("NoProgress: .*device-0 made no progress for 60 s", ended_with(outcome, CLOUD))
     assert outcome.virtual_s < 2 * IDLE_S
 

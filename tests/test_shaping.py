@@ -32,12 +32,12 @@ def send(rate: float, sizes: list[int], *, late_s: float = 0.0, peers: tuple[str
     """Send messages one after the other as an agent does, waking up late; return when each left."""
     shaper, randomness, now, left = shaper_of(rate), random.Random(0), 50.0, []
     for size in sizes:
-        shaper.begin_pass()
+        shaper.passed()
         while not shaper.ready(peers, now):
             ready_at = shaper.next_ready(now)
             assert ready_at is not None and ready_at > now
             now = ready_at + randomness.uniform(0, late_s)  # the wake-up that was asked for comes late
-            shaper.begin_pass()
+            shaper.passed()
         due = shaper.reserve(peers, size, now)
         assert due >= now
         left.append(due + randomness.uniform(0, late_s))
@@ -66,9 +66,9 @@ def test_the_rate_holds_for_messages_of_all_sizes(late_s: float) -> None:
 
 def waited(shaper: Shaper, *peers: str, now: float) -> None:
     """Let bulk messages find these peers' links busy, as the last pass before `now` did."""
-    shaper.begin_pass()
+    shaper.passed()
     assert not shaper.ready(peers, now)
-    shaper.begin_pass()
+    shaper.passed()
 
 
 def test_a_message_leaves_when_its_last_bit_would_arrive() -> None:
@@ -92,7 +92,7 @@ def test_an_idle_link_gives_nothing_away() -> None:
     shaper.reserve(("a",), 1000, 10.0)
     assert shaper.reserve(("a",), 1000, 11.5) == pytest.approx(12.5)
     waited(shaper, "a", now=12.0)
-    shaper.begin_pass()  # what waited has left since
+    shaper.passed()  # what waited has left since
     assert shaper.reserve(("a",), 1000, 20.0) == pytest.approx(21.0)
 
 

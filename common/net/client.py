@@ -6,7 +6,9 @@ The only module that imports aiomqtt. It changes these of its habits:
 - after 20 messages without an acknowledgement, which on a slow link waits behind a chunk for minutes, it sends nothing;
 - it registers a socket for writing one turn of the event loop late, when the socket may be closed;
 - it does not notice that the broker closes the connection before it answers the connect, for ten seconds;
-- after a failed connect or disconnect it leaves the socket open.
+- after a failed connect or disconnect it leaves the socket open;
+- it closes its socket right behind DISCONNECT: what the broker sends meanwhile is answered by a reset, which may reach
+  the broker before it has read DISCONNECT, so that it publishes the will of a node that took its leave.
 
 Two more are the caller's: its time-outs end publications on slow links, so give none (`math.inf`); then a call that
 waits when the connection ends waits for ever, so cancel it.
@@ -14,8 +16,10 @@ waits when the connection ends waits for ever, so cancel it.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
+import ssl
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["MqttClient", "MqttError"]
 
 PENDING_CALLS_MOST: Final = 1000  # aiomqtt warns above; a parent sends to all its children at once
+CLOSE_S: Final = 1.0  # that a broker has to close after DISCONNECT
 SOCKET_OPTIONS: Final = ((socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),)
 
 _log = logging.getLogger("fedstrata.mqtt")
@@ -80,6 +85,19 @@ class MqttClient(aiomqtt.Client):
             if future.done() and not future.cancelled():
                 future.exception()  # asyncio logs an exception that nobody retrieved
 
+    async def __aexit__(self, *error: Any) -> None:
+        """Disconnect: send DISCONNECT, then read until the broker has closed, at most for `CLOSE_S`."""
+        ours, rest = self._client.socket(), None
+        if isinstance(ours, socket.socket) and not isinstance(ours, ssl.SSLSocket) and not self._disconnected.done():
+            rest = ours.dup()  # the connection stays open when paho closes its socket
+        try:
+            await super().__aexit__(*error)
+            if rest is not None:
+                await _read_to_the_end(rest)
+        finally:
+            if rest is not None:
+                rest.close()
+
     def reason(self, error: MqttError) -> str:
         """Return why the connection ended, or could not be made."""
         ended = self._client.ended if isinstance(self._client, BulkClient) else ""
@@ -115,3 +133,14 @@ class MqttClient(aiomqtt.Client):
         except Exception as error:  # noqa: BLE001 - as aiomqtt does: whatever it is, the connection is lost
             if not self._disconnected.done():
                 self._disconnected.set_exception(error)
+
+
+async def _read_to_the_end(sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    try:
+        sock.shutdown(socket.SHUT_WR)
+        async with asyncio.timeout(CLOSE_S):
+            while await loop.sock_recv(sock, 65_536):
+                pass
+    except (OSError, TimeoutError):
+        pass  # it has ended in another way, or the broker is slow

@@ -7,9 +7,9 @@ For a task the shell has four entries besides the broker's: `TaskReceived` asks 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,13 +17,21 @@ import numpy.typing as npt
 from common.errors import RefusedModel, WireError
 from common.links import Link, Ways
 from common.protocol import serialization, topics
+from common.protocol.child_events import (
+    ModelArrived,
+    ModelFailed,
+    ParentGone,
+    ParentMoved,
+    ResultRefused,
+    RunEnded,
+    TaskReceived,
+)
 from common.protocol.fetches import Fetched, FetchFailed, ReceiverEvent
 from common.protocol.identity import Identity
 from common.protocol.manifest import ModelForm
 from common.protocol.messages import (
     Acknowledgement,
     Alive,
-    Announcement,
     ChildReport,
     Declined,
     Farewell,
@@ -44,68 +52,14 @@ from common.protocol.presence import Proof
 from common.protocol.refusals import Refusal
 from common.protocol.round_state import LIVING
 from common.protocol.session import Session
-from common.protocol.session_events import Meter, SessionEvent
+from common.protocol.session_events import Meter
 from common.protocol.traffic import Traffic
 from common.spec import Transfer
 
 FAREWELL_S: Final = 1.0  # before it is sent again
+QUIET_S: Final = 30.0  # without a message of the parent, until it is to prove that it lives
+QUIET_BYTES: Final = 1024  # in that time, of acknowledgements and pings; more are a model on its way
 LEDGERS_KEPT: Final = 16  # of the parent's: one for each of its processes
-
-
-@dataclass(frozen=True, slots=True)
-class TaskReceived:
-    """A new task whose model fits: `fetch` it. Whatever was under way before is void."""
-
-    task: Task
-
-
-@dataclass(frozen=True, slots=True)
-class ModelArrived:
-    """The task's model lies complete in its buffer, every chunk checked."""
-
-    blob: str
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFailed:
-    """The task's model cannot be had."""
-
-    blob: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ResultRefused:
-    """The parent did not use a result, and why."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class RunEnded:
-    """The parent has finished, or failed with a reason."""
-
-    state: NodeState
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ParentMoved:
-    """The parent is alive in another run, while it is not in this one."""
-
-    run: str
-    session: str
-    announcement: Announcement
-
-
-@dataclass(frozen=True, slots=True)
-class ParentGone:
-    """The parent has not been there for `idle_s`."""
-
-
-ChildEvent: TypeAlias = (
-    SessionEvent | TaskReceived | ModelArrived | ModelFailed | ResultRefused | RunEnded | ParentMoved | ParentGone
-)
 
 
 class ChildSession(Session):
@@ -150,6 +104,9 @@ class ChildSession(Session):
         self._parent_session = parent_session
         self._gone_since: float | None = now
         self._lost = False
+        self._quiet_s = min(QUIET_S, transfer.idle_s / 2)
+        self._quiet_at = inf
+        self._carried = 0
         self._ended = False
         self._found_end: Presence | None = None
         self._declined: Declined | None = None
@@ -325,11 +282,21 @@ class ChildSession(Session):
                 self._events.append(TaskReceived(event.task))
 
     def _tick(self, now: float) -> None:
-        if not self._connected and self._gone_since is None:
-            self._gone_since = now
-        elif self._gone_since is not None and now >= self._gone_since + self.transfer.idle_s and not self._ended:
+        if self._connected and now >= self._quiet_at:
+            self._quiet(now)
+        if now >= self._gone_at():
             self._ended = True
             self._events.append(ParentGone())
+
+    def _quiet(self, now: float) -> None:
+        """Ask a parent that has sent nothing for so long whether it lives: the message of its end may be lost."""
+        carried = self.meter.received()
+        if abs(carried - self._carried) > QUIET_BYTES:
+            self._gone_since = None if not self._lost else self._gone_since
+        elif self._gone_since is None:
+            self._gone_since = now
+            self.proofs.doubt(self.parent, now)
+        self._carried, self._quiet_at = carried, now + self._quiet_s
 
     def _due(self, now: float) -> Iterable[tuple[str, Message]]:
         messages: list[Message] = []
@@ -351,18 +318,20 @@ class ChildSession(Session):
     def _next_deadline(self) -> float | None:
         due = self.participant.next_deadline()
         declined = -inf if self._declined is not None else inf
-        times = (self._prepare_at, self._farewell_at, declined, self._gone_at(), inf if due is None else due)
+        quiet = inf if self._ended else self._quiet_at
+        times = (self._prepare_at, self._farewell_at, declined, self._gone_at(), quiet, inf if due is None else due)
         return min(times) if min(times) < inf else None
 
     def _next_deadline_away(self) -> float:
         return self._gone_at()
 
     def _gone_at(self) -> float:
-        gone = self._gone_since is not None and not self._ended
+        gone = self._gone_since is not None and self._away_since is None and not self._ended
         return (self._gone_since or 0.0) + self.transfer.idle_s if gone else inf
 
     def _lives(self, peer: str, session: str, now: float) -> None:
         self._gone_since = self._found_end = None
+        self._quiet_at = now + self._quiet_s
         if session != self._parent_session or self._lost:
             self.receiver.ask_again(peer, now=now)  # its connection is new
         if session != self._parent_session:

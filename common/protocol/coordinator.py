@@ -14,7 +14,17 @@ from math import inf
 from typing import Final
 
 from common.protocol.closing import Standing, Verdict, judge
-from common.protocol.messages import Acknowledgement, Key, NodeState, Phase, Presence, Progress, Result, Task
+from common.protocol.messages import (
+    Acknowledgement,
+    Key,
+    Manifest,
+    NodeState,
+    Phase,
+    Presence,
+    Progress,
+    Result,
+    Task,
+)
 from common.protocol.round_state import (
     ANSWER_S,
     LIVING,
@@ -94,7 +104,7 @@ class Coordinator:
         elif child.go(ChildCause.RESULT):
             self._received_model(child, now)
             child.result, child.moved = message, now
-            child.carried_most = child.carried + CHUNKS_CARRIED * message.model.chunk_bytes
+            child.carried_most = child.carried + CHUNKS_CARRIED * _chunk_of(message.model)
             first = self.timeline.first_result
             self.timeline.first_result = now if first is None else first
             if all(c.result for c in self._taking_part()):
@@ -104,6 +114,10 @@ class Coordinator:
             self._answer_again(name, Acknowledgement(message.key, ""), now)
         elif child.state is ChildState.REFUSED:
             self._answer_again(name, Acknowledgement(message.key, child.refusal), now)
+
+    def end(self) -> None:
+        """End the open round, if there is one, whatever it lacks: what comes for it from now on is late."""
+        self._open = False
 
     def declined(self, name: str, key: Key, reason: str) -> None:
         """Note why a child declined its task; it is sent again, and named where the child gets nowhere."""
@@ -153,7 +167,7 @@ class Coordinator:
         if child.state is ChildState.OFFERED:
             self._collected = now
             if child.result is not None:
-                child.carried_most = child.carried + CHUNKS_CARRIED * child.result.model.chunk_bytes
+                child.carried_most = child.carried + CHUNKS_CARRIED * _chunk_of(child.result.model)
 
     def reconnected(self, now: float) -> None:
         """Note that our own connection is new: while it was away, no child could move."""
@@ -294,7 +308,7 @@ class Coordinator:
             if child.state is not ChildState.OFFERED:
                 child.moved = now
                 if child.assignment is not None:
-                    child.carried_most = carried + CHUNKS_CARRIED * child.assignment.model.chunk_bytes
+                    child.carried_most = carried + CHUNKS_CARRIED * _chunk_of(child.assignment.model)
         elif carried >= child.carried + CARRIED_BYTES:
             if carried <= child.carried_most:
                 child.moved = now
@@ -370,3 +384,8 @@ class Coordinator:
                 reasons.append(f"{name} made no progress for {self._idle_s:g} s ({state}{why})")
         reasons += [f"{n}'s model was refused: {c.refusal}" for n, c in self._children.items() if c.refusal]
         return "; ".join(reasons) or "no child is left"
+
+
+def _chunk_of(model: Manifest) -> int:
+    """Return the bytes of a model's largest chunk."""
+    return min(model.size, model.chunk_bytes)

@@ -114,11 +114,10 @@ class Outbox:
         """Return what is due, chunks that receivers lack and links have room for among it."""
         out: list[Output] = []
         self._release(now, out)
-        if self._in_client < CHUNKS_IN_CLIENT:
-            self._shaper.begin_pass()
         while self._in_client < CHUNKS_IN_CLIENT:
             chunk = self._sender.next_publication(now, lambda peers: self._shaper.ready(peers, now))
             if chunk is None:
+                self._shaper.passed()
                 break
             self._reserve(chunk, now)
             self._release(now, out)

@@ -7,9 +7,8 @@ For an upload the shell has two entries besides the broker's: `UploadOffered` as
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from math import inf
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -35,95 +34,29 @@ from common.protocol.messages import (
     Progress,
     Reports,
     Result,
-    Target,
     WhoIsThere,
 )
 from common.protocol.outbox import Output
+from common.protocol.parent_events import (
+    GoodbyeSaid,
+    PeerChanged,
+    Readiness,
+    TargetsChanged,
+    UploadArrived,
+    UploadOffered,
+    UploadRefused,
+)
 from common.protocol.refusals import Refusal
 from common.protocol.reports import COUNT_MOST, check_report
-from common.protocol.round_state import LIVING, Assignment, Closed, Offered, Restarted, Stalled
+from common.protocol.round_state import LIVING, Assignment, Offered, Restarted
 from common.protocol.session import Session
-from common.protocol.session_events import Meter, SessionEvent
+from common.protocol.session_events import Meter
 from common.protocol.targets import STAYING, Targets
 from common.protocol.traffic import Traffic
 from common.spec import Closing, Transfer
 
 QUIET_S: Final = 5.0  # a child that prepares reports every two
 RATED_CHUNKS: Final = 8  # a model of fewer shows little of its link
-
-
-@dataclass(frozen=True, slots=True)
-class UploadOffered:
-    """A child offers a result whose description fits: `fetch` its model, or `refuse` it."""
-
-    child: str
-    result: Result
-
-
-@dataclass(frozen=True, slots=True)
-class UploadArrived:
-    """That model's blob lies complete in its buffer, every chunk checked: `accept` or `refuse` it."""
-
-    child: str
-    result: Result
-
-
-@dataclass(frozen=True, slots=True)
-class UploadRefused:
-    """A child's result was refused, and why."""
-
-    child: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class PeerChanged:
-    """A child's presence changed: its state, or `left`; `reason` is its own."""
-
-    child: str
-    state: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class GoodbyeSaid:
-    """A child has sent its final counts."""
-
-    child: str
-
-
-@dataclass(frozen=True, slots=True)
-class TargetsChanged:
-    """The children's /metrics addresses changed."""
-
-    targets: tuple[Target, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Readiness:
-    """Who may take part: `ready` children; `missing` ones, each with the reason.
-
-    Among the missing are the `failed` ones, and the `hanging` ones: they have prepared for `idle_s` without progress,
-    or failed for lack of progress below them.
-    """
-
-    ready: frozenset[str]
-    missing: Mapping[str, str]
-    hanging: frozenset[str]
-    failed: frozenset[str]
-
-
-ParentEvent: TypeAlias = (
-    SessionEvent
-    | UploadOffered
-    | UploadArrived
-    | UploadRefused
-    | Closed
-    | Stalled
-    | PeerChanged
-    | GoodbyeSaid
-    | TargetsChanged
-)
 
 
 class ParentSession(Session):
@@ -216,6 +149,7 @@ class ParentSession(Session):
         for name in children:
             self.receiver.drop(name, now=now)
         self._pending.clear()
+        self.coordinator.end()
 
     # Who is there
 

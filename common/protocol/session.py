@@ -287,12 +287,8 @@ class Session(Side):
         if isinstance(message, WhoIsThere):
             self._ask_for_proof(sender, message, now)
         elif isinstance(message, Alive):
-            if message.announcement is not None:
-                return  # late: it answers the search for this run, which is found
-            if not self.proofs.answered(sender, session, message):
-                self._refuse(Refusal.MISFIT, sender, "an answer to nothing that was asked")
+            if not self._take_answer(sender, session, message, now):
                 return
-            self._presence(sender, session, message.presence, now, published=False)
         elif not self.proofs.speaks(sender, session, now):
             self._refuse(Refusal.SESSION, sender, f"a {type(message).__name__} of session {session[:16]!r}")
             return
@@ -310,6 +306,16 @@ class Session(Side):
             self._events.append(ProbeReceived(sender, message))
         elif not isinstance(message, WhoIsThere | Alive):
             self._message(sender, session, message, now)
+
+    def _take_answer(self, sender: str, session: str, answer: Alive, now: float) -> bool:
+        """Take a proof of life; return whether it is one that was asked for."""
+        if answer.announcement is not None:
+            return False  # late: it answers the search for this run, which is found
+        if not self.proofs.answered(sender, session, answer):
+            self._refuse(Refusal.MISFIT, sender, "an answer to nothing that was asked")
+            return False
+        self._presence(sender, session, answer.presence, now, published=False)
+        return True
 
     def _state(self, topic: topics.StateTopic, body: bytes, now: float, *, retained: bool) -> None:
         session, message = serialization.decode(body) if body else ("", None)

@@ -28,8 +28,8 @@ class Shaper:
         self._waited: set[str] = set()
         self._waiting: set[str] = set()
 
-    def begin_pass(self) -> None:
-        """Begin to look for bulk messages that may leave: what waits after the last pass has waited in this one."""
+    def passed(self) -> None:
+        """Note that all bulk messages that may leave were looked at: what waits now has waited at the next look."""
         self._waited, self._waiting = self._waiting, set()
 
     def ready(self, peers: Iterable[str], now: float) -> bool:
@@ -53,7 +53,7 @@ class Shaper:
             if way.rate is None:
                 free_at = now
             else:
-                credit_s = CREDIT_S if peer in self._waited else 0.0
+                credit_s = CREDIT_S if peer in self._waited or peer in self._waiting else 0.0
                 free_at = max(self._free_at.get(peer, 0.0), now - credit_s) + nbytes / way.rate
                 self._free_at[peer] = free_at
             due = max(due, max(free_at, now) + way.delay_s, self._last.get(peer, 0.0))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
-from typing import Final
+from typing import Any, Final
 
 from common.errors import InvalidExperiment, RefusedModel
 from common.links import Links, Ways
@@ -36,6 +36,7 @@ REPEAT_S: Final = 2.0
 CODEC: Final = "noise"
 TOGETHER_BYTES_S: Final = 25e6  # so much is measured at a time: more is a matter of the broker, not of the links
 TOGETHER_MOST: Final = 4
+PATIENCE: Final = 0.5  # of `idle_s` for one child: others wait for the measurements' end
 
 log = logging.getLogger("fedstrata.probes")
 
@@ -48,6 +49,7 @@ class Probes:
         self._world = world
         self._answers: dict[str, tuple[str, asyncio.Future[Probed]]] = {}
         self._fetches: dict[str, asyncio.Future[float]] = {}
+        self._measuring: dict[str, list[asyncio.Future[Any]]] = {}
         self._asked: Manifest | None = None
         self._answer: Probed | None = None
         self._answering: asyncio.Task[None] | None = None
@@ -57,8 +59,9 @@ class Probes:
         noise = self._offer(peer)
         answered: asyncio.Future[Probed] = asyncio.get_running_loop().create_future()
         self._answers[peer] = noise.blob, answered
+        self._measuring[peer] = [answered]
         try:
-            async with asyncio.timeout(self._endpoint.session.transfer.idle_s):
+            async with asyncio.timeout(PATIENCE * self._endpoint.session.transfer.idle_s):
                 while not answered.done():
                     self._send(peer, Probe(noise))
                     await asyncio.wait((answered,), timeout=REPEAT_S)
@@ -68,6 +71,7 @@ class Probes:
                 return Measured(up, answer.rate, counters.probed(peer, "received"), counters.probed(peer, "sent"))
         finally:
             del self._answers[peer]
+            self._measuring.pop(peer, None)
             self._endpoint.retire(noise.blob)
 
     def receive(self, peer: str, message: Probe | Probed) -> None:
@@ -93,6 +97,12 @@ class Probes:
         else:
             fetched.set_exception(RefusedModel(event.reason))
 
+    def abandon(self, peer: str) -> None:
+        """Stop measuring the link to a child whose process has ended or began anew: it holds no noise of ours."""
+        for measuring in self._measuring.pop(peer, ()):
+            if not measuring.done():
+                measuring.set_exception(RefusedModel("its process has changed"))
+
     def end(self) -> None:
         """Hold no answer any more: the run begins, or another probe."""
         if self._answering is not None:
@@ -116,6 +126,8 @@ class Probes:
         receiver, now = self._endpoint.session.receiver, self._endpoint.now
         fetched: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._fetches[noise.blob] = fetched
+        if peer in self._measuring:
+            self._measuring[peer].append(fetched)
         self._endpoint.session.outbox.add_noise(noise.blob)
         receiver.fetch(peer, noise, memoryview(bytearray(noise.size)), now=now())
         self._endpoint.wake()
@@ -157,7 +169,7 @@ async def measure_all(probes: Probes, ways: Ways, links: Links, peers: Iterable[
             if isinstance(result, Measured):
                 found[peer] = result
             elif isinstance(result, TimeoutError | RefusedModel):
-                log.warning("the link of %s could not be measured: %s", peer, result or "no answer")
+                log.warning("the link of %s could not be measured: %s", peer, str(result) or "no answer")
             else:
                 raise result
     for peer, measured in found.items():

@@ -16,8 +16,7 @@ from common.host.offload import offload
 from common.layout import ModelLayout, Row
 from common.links import Link
 from common.net.link import BrokerAddress
-from common.protocol.child_session import (
-    ChildSession,
+from common.protocol.child_events import (
     ModelArrived,
     ModelFailed,
     ParentGone,
@@ -26,6 +25,7 @@ from common.protocol.child_session import (
     RunEnded,
     TaskReceived,
 )
+from common.protocol.child_session import ChildSession
 from common.protocol.fetches import Landing
 from common.protocol.identity import Identity
 from common.protocol.manifest import missing, shared

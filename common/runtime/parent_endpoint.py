@@ -18,15 +18,15 @@ from common.protocol.identity import Identity
 from common.protocol.ledger import Ledger
 from common.protocol.manifest import missing
 from common.protocol.messages import Announcement, Failure, Target
-from common.protocol.parent_session import (
+from common.protocol.parent_events import (
     GoodbyeSaid,
-    ParentSession,
     PeerChanged,
     TargetsChanged,
     UploadArrived,
     UploadOffered,
     UploadRefused,
 )
+from common.protocol.parent_session import ParentSession
 from common.protocol.round_state import Assignment, Closed, Stalled
 from common.protocol.session_events import NoiseFetched, ProbeReceived
 from common.runtime.arriving import Arriving
@@ -242,6 +242,7 @@ class ParentEndpoint(Endpoint):
             self._observe("refused", {"node": event.child, "reason": event.reason})
         elif isinstance(event, PeerChanged):
             self._changed.set()
+            self.probes.abandon(event.child)
             reason = {"reason": event.reason} if event.reason else {}
             self._observe("child", {"node": event.child, "state": event.state, **reason})
         elif isinstance(event, GoodbyeSaid):
@@ -327,6 +328,8 @@ class ParentEndpoint(Endpoint):
 
     def _check(self, upload: UploadArrived) -> None:
         """Decode an upload and accept it if it is sound; a small one at once, without a task."""
+        if not self.session.coordinator.is_offered(upload.child, upload.result.key):
+            return  # the round has ended, and with it what its models are against
         layout, row = self._require_layout(), self._uploads.array[self._places[upload.child]]
         buffer, reference = self._buffers[upload.child], upload.result.model.reference
         decode = self.models.decoder(layout, buffer, row, reference=reference)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from common.spec import CLOUD, Experiment
@@ -20,6 +21,21 @@ KINDS: Final = (
     FaultKind.SLOW, FaultKind.BLACK_HOLE, FaultKind.STRANGER, FaultKind.FLIP, FaultKind.FLOOD, FaultKind.SEEKERS,
     FaultKind.HANG, FaultKind.WRONG, FaultKind.REMAINS, FaultKind.SECOND,
 )  # fmt: skip
+
+AT_START: Final = (FaultKind.WRONG, FaultKind.REMAINS)
+CHAOS: Final = (FaultKind.LOSS, FaultKind.DUPLICATION, FaultKind.REORDERING)
+AMOUNTS: Final[Mapping[FaultKind, Sequence[float]]] = {
+    **dict.fromkeys(CHAOS, (0.05, 0.3)),
+    FaultKind.SLOW: (3e3, 2e4, 1e5),
+    FaultKind.BLACK_HOLE: (600, 1500, 10_000),
+    FaultKind.KILL: (0.0, 0.0, 0.0, -3600.0, 3600.0),
+    FaultKind.TERMINATE: (0.0, 0.0, 0.0, -3600.0, 3600.0),
+    FaultKind.FLIP: (0.1, 0.5),
+}
+DETAILS: Final[Mapping[FaultKind, Sequence[str]]] = {
+    FaultKind.MUTE: CONTROL,
+    FaultKind.BROKER: ("empty", "current", "old"),
+}
 
 
 def draw_faults(
@@ -45,34 +61,23 @@ def _fault(
     devices: list[str],
     brokers: list[str],
 ) -> Fault:
-    at_s = draw.uniform(0, 1.1 * expected_s)
-    for_s = draw.choice([draw.uniform(0, 0.5), draw.uniform(0, 3), draw.uniform(0, 8)])
     keepalive_s, idle_s = experiment.transfer.keepalive_s, experiment.transfer.idle_s
-    amount, detail, keep, clean = 0.0, "", draw.random() < 0.7, draw.random() < 0.5
-    if kind in (FaultKind.WRONG, FaultKind.HANG):
-        node = draw.choice(devices)
-    if kind is FaultKind.SECOND and node == CLOUD:
-        node = draw.choice(devices)
-    if kind in (FaultKind.WRONG, FaultKind.REMAINS):
-        at_s = 0.0
-    if kind is FaultKind.STOP and draw.random() < 0.4:
+    at_s = 0.0 if kind in AT_START else draw.uniform(0, 1.1 * expected_s)
+    for_s = draw.choice([draw.uniform(0, 0.5), draw.uniform(0, 3), draw.uniform(0, 8)])
+    keep, clean = draw.random() < 0.7, draw.random() < 0.5
+    if kind in (FaultKind.WRONG, FaultKind.HANG, FaultKind.SECOND) and node not in devices:
+        node = draw.choice(devices) if kind is not FaultKind.SECOND or node == CLOUD else node
+    if kind in (*CHAOS, FaultKind.MUTE):
+        node = draw.choice([node, ""])
+    elif kind is FaultKind.BROKER:
+        node = draw.choice(brokers)
+    if kind in CHAOS:
+        for_s *= 3
+    elif kind is FaultKind.STOP and draw.random() < 0.4:
         for_s = draw.uniform(1.2, 2.2) * keepalive_s
     elif kind is FaultKind.PARTITION and draw.random() < 0.5:
         for_s = draw.uniform(0.5, 2.5) * keepalive_s
-    elif kind in (FaultKind.LOSS, FaultKind.DUPLICATION, FaultKind.REORDERING):
-        amount, for_s, node = draw.choice([0.05, 0.3]), for_s * 3, draw.choice([node, ""])
-    elif kind is FaultKind.SLOW:
-        amount = draw.choice([3e3, 2e4, 1e5])
-    elif kind is FaultKind.BLACK_HOLE:
-        amount = draw.choice([600, 1500, 10_000])
-    elif kind is FaultKind.MUTE:
-        detail, node = draw.choice(CONTROL), draw.choice([node, ""])
-    elif kind is FaultKind.BROKER:
-        node, detail = draw.choice(brokers), draw.choice(["empty", "current", "old"])
-    elif kind in (FaultKind.KILL, FaultKind.TERMINATE):
-        amount = draw.choice([0.0, 0.0, 0.0, -3600.0, 3600.0])
-    elif kind is FaultKind.FLIP:
-        amount = draw.choice([0.1, 0.5])
-    if kind not in (FaultKind.WRONG, FaultKind.REMAINS, FaultKind.SECOND) and draw.random() < LETHAL:
+    if kind not in (*AT_START, FaultKind.SECOND) and draw.random() < LETHAL:
         for_s = idle_s * draw.uniform(0.9, 1.6)
+    amount, detail = draw.choice(AMOUNTS.get(kind, (0.0,))), draw.choice(DETAILS.get(kind, ("",)))
     return Fault(kind, round(at_s, 3), round(for_s, 3), node, amount, detail, keep, clean)

@@ -53,7 +53,7 @@ def kind_of(message: Routed) -> str:
         unpacker.read_array_header()
         unpacker.skip()
         unpacker.skip()
-        return KINDS[unpacker.unpack()].__name__
+        return str(KINDS[unpacker.unpack()].__name__)
     except (ValueError, TypeError, IndexError, msgpack.UnpackException):
         return ""
 
@@ -112,7 +112,7 @@ def send_as_stranger(lab: SimulatedLab, fault: Fault, number: int) -> None:
         session = draw.randbytes(8).hex()
         peer = draw.choice(endpoint.session.peers)
         body = serialization.encode(draw.choice(_messages(node == CLOUD)), session)
-        broker = endpoint.connection.address.host  # type: ignore[attr-defined]
+        broker = endpoint.connection.address.host
         if draw.random() < 0.2:
             state = draw.choice([NodeState.INIT, NodeState.READY, NodeState.LOST])
             body = serialization.encode(Presence(state, identity.role, samples=7), session)
@@ -125,7 +125,7 @@ def flood(lab: SimulatedLab, fault: Fault, number: int) -> None:
     """Publish one message of a flood: asks of a node's own session, or unknown nodes that seek it."""
     draw = random.Random(f"{lab.seed} flood {fault} {number}")
     for endpoint in _endpoints(lab, fault.node):
-        identity, broker = endpoint.identity, endpoint.connection.address.host  # type: ignore[attr-defined]
+        identity, broker = endpoint.identity, endpoint.connection.address.host
         if fault.kind is FaultKind.SEEKERS:
             question = WhoIsThere(f"{number:016x}", identity.run)
             body = serialization.encode(question, f"{number:016x}")
@@ -157,9 +157,8 @@ def _endpoints(lab: SimulatedLab, node: str) -> list[Endpoint]:
 
 def _messages(parent: bool) -> list[Message]:
     key, nothing, blob = Key(0, 99, 0), Traffic(), "0123456789abcdef"
-    both: list[Message] = [
-        Ask(blob, b"\xff", 0, 0, 8, True), Gone(blob), WhoIsThere("f" * 16), Alive("f" * 16, Presence(NodeState.READY, "x"))
-    ]  # fmt: skip
+    alive = Alive("f" * 16, Presence(NodeState.READY, "x"))
+    both: list[Message] = [Ask(blob, b"\xff", 0, 0, 8, True), Gone(blob), WhoIsThere("f" * 16), alive]
     if parent:
         manifest: Any = describe(memoryview(b"1" * 64), chunk_bytes=32_768, codec="fp32", layout="0" * 16)
         return [*both, Task(key, 1, manifest, None), Acknowledgement(key, "no"), Goodbye()]

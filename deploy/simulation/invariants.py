@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 from common.rules import remembers
@@ -15,7 +16,7 @@ from deploy.simulation.faults import RESTARTS, FaultKind, longest_s
 from deploy.simulation.monitor import Evidence
 from deploy.simulation.outcome import LabOutcome
 
-DOCUMENTED: Final = re.compile(r"NoProgress|RunFailed|InvalidBelow")
+DOCUMENTED: Final = re.compile(r"NoProgress|RunFailed|InvalidBelow|ConnectionFailed")
 GONE_STATE: Final = re.compile(r"RunFailed: .*(rule remembers of iteration|gave up)")
 STALL_S: Final = 45.0  # beyond two undisturbed rounds and two keep-alives: back-off, repeats, proof of life
 TASKS_MOST: Final = {"cloud": (16, 2), "institution": (24, 2), "device": (16, 0)}  # and so many for each child
@@ -44,7 +45,7 @@ def ends_as_documented(drawn: DrawnLab, faulty: Played, twin: Played) -> str:
     strange = {node: error for node, error in errors.items() if not DOCUMENTED.match(error)}
     if strange:
         return f"undocumented: {strange}"
-    if may_fail(drawn):
+    if may_fail(drawn) or all(_is_orphan(drawn, outcome, node) for node in errors):
         return ""
     if forgets(drawn) and any(GONE_STATE.match(error) for error in errors.values()):
         return ""
@@ -62,8 +63,7 @@ def gap_and_bound(drawn: DrawnLab, faulty: Played, twin: Played) -> tuple[float,
     outcome, closed = faulty.outcome, faulty.evidence.closed_s
     last = max((fault.end_s for fault in drawn.faults), default=0.0)
     following = [at for at in closed if at > last] or [outcome.virtual_s if outcome.ok and not closed else last]
-    marks = [0.0, *twin.evidence.closed_s]
-    longest = max((after - before for before, after in zip(marks, marks[1:], strict=False)), default=0.0)
+    longest = max((after - before for before, after in pairwise([0.0, *twin.evidence.closed_s])), default=0.0)
     transfer = drawn.experiment.transfer
     waits = transfer.idle_s if may_fail(drawn) or drawn.timed else 0.0
     spread = drawn.durations.spread + 1
@@ -146,26 +146,29 @@ def warns_of_no_bug(drawn: DrawnLab, faulty: Played, twin: Played) -> str:
 def is_exact(drawn: DrawnLab, twin: Played) -> str:
     """Return what is wrong with an undisturbed lab: its end, its warnings, its ledgers, its trainings."""
     outcome, evidence = twin.outcome, twin.evidence
-    if not outcome.ok:
-        return f"{outcome.result} {outcome.errors}"
-    strange = [w for w in outcome.warnings if not any(p.search(w) for p in _UNDISTURBED)]
-    if strange:
-        return f"warnings: {strange[:5]}"
-    if evidence.retained and not drawn.timed:
-        return f"retained: {evidence.retained}"
-    if wrong := stays_bounded(drawn, twin):
-        return wrong
-    if wrong := exact_accounts(drawn, evidence):
-        return wrong
-    experiment = drawn.experiment
-    most = max(evidence.trained.values(), default=0)
+    slow = bool(drawn.unequal) or drawn.conditions.up_rate is not None
+    expected = _EXPECTED if slow else _UNDISTURBED
+    strange = [w for w in outcome.warnings if not any(p.search(w) for p in expected)]
+    wrongs = (
+        "" if outcome.ok else f"{outcome.result} {outcome.errors}",
+        f"warnings: {strange[:5]}" if strange else "",
+        f"retained: {evidence.retained}" if evidence.retained and not drawn.timed else "",
+        stays_bounded(drawn, twin),
+        exact_accounts(drawn, evidence),
+        _trainings(drawn, twin),
+    )
+    return "; ".join(filter(None, wrongs))
+
+
+def _trainings(drawn: DrawnLab, twin: Played) -> str:
+    most = max(twin.evidence.trained.values(), default=0)
     if most > 1:
         return f"a round was trained {most} times"
+    experiment = drawn.experiment
     sizes = [participants(n, experiment.institution.participation) for n in experiment.topology.sizes()]
-    if not drawn.timed and experiment.cloud.participation == 1.0:
-        expected = experiment.iterations * experiment.institution.rounds * sum(sizes)
-        if outcome.trainings != expected:
-            return f"{outcome.trainings} trainings, expected {expected}"
+    expected = experiment.iterations * experiment.institution.rounds * sum(sizes)
+    if not drawn.timed and experiment.cloud.participation == 1.0 and twin.outcome.trainings != expected:
+        return f"{twin.outcome.trainings} trainings, expected {expected}"
     return ""
 
 
@@ -182,29 +185,37 @@ def forgets(drawn: DrawnLab) -> bool:
     return any(fault.restarts and (not fault.keep or not drawn.spool) for fault in drawn.faults)
 
 
+def _is_orphan(drawn: DrawnLab, outcome: LabOutcome, node: str) -> bool:
+    """Return whether a device's institution was gone, for good, when the run ended well."""
+    home = _homes(drawn).get(node)
+    return home is not None and outcome.ended.get("cloud") == "" and outcome.ended.get(home) != ""
+
+
 def _homes(drawn: DrawnLab) -> dict[str, str]:
     return {device: home for home, devices in drawn.experiment.topology.children().items() for device in devices}
 
 
-_EXPECTED: Final = [
+_UNDISTURBED: Final = [
     re.compile(pattern)
     for pattern in (
-        r"waits for its children", r"waits for \S+ on broker", r"leaves run", r" begins without: ",
-        r"\(unknown session\)", r"\(unknown sender\)", r"no iteration before \d+ is remembered",
+        r"waits for its children",
+        r"waits for \S+ (of lab \S+ )?on broker",
+        r"no device is present",
+        r" begins without: ",
+        r"no iteration before \d+ is remembered",
+        r", declared ",
     )
-]  # fmt: skip
-_UNDISTURBED: Final = [
-    re.compile(r"waits for its children"),
-    re.compile(r"waits for \S+ on broker"),
-    re.compile(r" begins without: "),
-    re.compile(r", declared "),
-    re.compile(r"no iteration before \d+ is remembered"),
+]
+_EXPECTED: Final = [
+    *_UNDISTURBED,
+    re.compile(r"leaves run"),
+    re.compile(r"\(unknown (session|sender)\)"),
+    re.compile(r"could not be measured"),
 ]
 _EXPLAINED: Final = [
     (re.compile(r"\(malformed\)"), {FaultKind.FLIP, FaultKind.STRANGER}),
     (re.compile(r"\(too many\)"), {FaultKind.FLOOD, FaultKind.SEEKERS}),
     (re.compile(r"\(does not fit\)"), {FaultKind.STRANGER, *RESTARTS}),
-    (re.compile(r", declared |could not be measured"), set(FaultKind)),
 ]
 
 DISTURBED: Final[Mapping[str, Callable[[DrawnLab, Played, Played], str]]] = {

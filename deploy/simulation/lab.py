@@ -97,7 +97,7 @@ class SimulatedLab:
         self._at_end = at_end
         self._started: list[SimulatedProcess] = []
         self._seconds: dict[str, SimulatedProcess] = {}
-        self._faults: list[tuple[float, str]] = []
+        self.faults: list[tuple[float, str]] = []
         self._changed = asyncio.Event()
 
     def run(self) -> LabOutcome:
@@ -121,7 +121,7 @@ class SimulatedLab:
                     trainings=self.hardware.trainings,
                     errors=tuple(str(e.get("exception") or e["message"])[:500] for e in self.loop.errors),
                     warnings=tuple(warnings),
-                    faults=tuple(self._faults),
+                    faults=tuple(self.faults),
                     rounds=round_rows(self.agents.runs),
                 )
         finally:
@@ -149,7 +149,7 @@ class SimulatedLab:
 
     def record(self, fault: str) -> None:
         """Add a fault to the outcome."""
-        self._faults.append((round(self.now(), 6), fault))
+        self.faults.append((round(self.now(), 6), fault))
 
     def broker(self, name: str = BROKER) -> SimulatedBroker:
         """Return a broker."""
@@ -264,7 +264,7 @@ class SimulatedLab:
         async def main() -> None:
             try:
                 await self.agents.new(node, world, resume=resume, parent=parent, files=files).run()
-            except Exception as error:  # noqa: BLE001 - the outcome says it
+            except Exception as error:  # noqa: BLE001 - it is in the outcome
                 self._ended(node, world.process, f"{type(error).__name__}: {error}")
             else:
                 self._ended(node, world.process, "")

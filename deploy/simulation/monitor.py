@@ -20,7 +20,8 @@ from deploy.simulation.broker import Routed
 from deploy.simulation.interference import kind_of
 from deploy.simulation.lab import SimulatedLab
 
-SAMPLE_S: Final = 7.3  # no multiple of any period of the protocol
+SAMPLE_S: Final = 3.3
+SAMPLE_GROWTH: Final = 1.9
 ANNOUNCEMENT_LEAST: Final = 1000  # bytes of an experiment
 CONTAINERS: Final = (dict, list, set, deque, frozenset)
 ROOMS: Final = ("common.protocol", "common.runtime")
@@ -84,10 +85,12 @@ class Monitor:
                 self.evidence.unheard[topic.sender, topic.node] += size
 
     async def sample(self) -> None:
-        """Look at all sessions now and then, until cancelled."""
+        """Look at all sessions now and then, less and less often, until cancelled."""
+        pause_s = SAMPLE_S
         while True:
-            await asyncio.sleep(SAMPLE_S)
+            await asyncio.sleep(pause_s)
             self.look()
+            pause_s *= SAMPLE_GROWTH
 
     def look(self) -> None:
         """Note the sizes of now."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from common.spec import Closing
 from deploy.simulation.drawn import draw_lab
 from deploy.simulation.faults import FaultKind
 from deploy.simulation.seeds import SeedReport
@@ -30,15 +31,19 @@ def describe(seed: int) -> str:
     lines = [
         f"  {experiment.topology.sizes()} devices, {'a broker each' if drawn.broker_each else 'one broker'}, "
         f"{experiment.iterations} x {institution.rounds} rounds, about {drawn.expected_s:.0f} s",
-        f"  {cloud.aggregation.name}/{institution.aggregation.name}, closing "
-        f"{cloud.closing.rule} {cloud.closing.quorum or ''}/{institution.closing.rule} {institution.closing.quorum or ''}"
-        f", participation {cloud.participation:g}/{institution.participation:g}, {cloud.epoch_control.name}",
+        f"  {cloud.aggregation.name}/{institution.aggregation.name}, closing {_closing(cloud.closing)}/"
+        f"{_closing(institution.closing)}, participation {cloud.participation:g}/{institution.participation:g}, "
+        f"{cloud.epoch_control.name}",
         f"  model {drawn.model_bytes} B, inline {transfer.inline_bytes}, chunks {transfer.chunk_bytes}, idle "
         f"{transfer.idle_s:g} s, keep-alive {transfer.keepalive_s} s, codecs {transfer.wan.up}/{transfer.lan.up}, "
         f"{'files' if drawn.spool else 'no files'}, train {drawn.durations.train_s:g} s",
         *(f"  [{place}] {fault}" for place, fault in enumerate(drawn.faults)),
     ]
     return "\n".join(lines)
+
+
+def _closing(closing: Closing) -> str:
+    return closing.rule if closing.quorum is None else f"quorum {closing.quorum} after {closing.deadline_s:.1f} s"
 
 
 def summary(reports: Sequence[SeedReport], *, real_s: float) -> str:

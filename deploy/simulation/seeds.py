@@ -18,6 +18,7 @@ from deploy.simulation.playing import play_faults, set_links, supervise
 TWIN_SEED: Final = 1_000_000_007
 TIME_FACTOR: Final = 30.0  # of the expected time, until a lab is given up
 TIME_SPARE_S: Final = 1500.0
+GRACE_S: Final = 60.0  # beside twice `idle_s` and the longest fault, for those whose parent is gone when the run ends
 
 Watch = Callable[[SimulatedLab], None]
 
@@ -83,7 +84,7 @@ def play_lab(
         set_links(lab, drawn.unequal)
         if watch is not None:
             watch(lab)
-        beside = [asyncio.create_task(monitor.sample()), asyncio.create_task(supervise(lab))]
+        beside = [asyncio.create_task(supervise(lab)), *([asyncio.create_task(monitor.sample())] if faults else ())]
         try:
             await play_faults(lab, faults)
             if scenario is not None:
@@ -105,7 +106,7 @@ def play_lab(
         spool=drawn.spool,
         executor_delay_s=drawn.executor_delay_s,
         time_limit_s=TIME_FACTOR * drawn.expected_s + TIME_SPARE_S + 4 * idle_s,
-        grace_s=idle_s + 60.0,
+        grace_s=2 * idle_s + GRACE_S + max((fault.for_s for fault in drawn.faults), default=0.0),
         observe=monitor.observe,
         at_end=monitor.end,
     )

@@ -17,9 +17,9 @@ def print_trace(lab: SimulatedLab) -> None:
     ended: dict[str, str] = {}
 
     def hook(message: Routed) -> None:
-        for at, fault in lab._faults[seen["faults"] :]:
+        for at, fault in lab.faults[seen["faults"] :]:
             print(f"{at:9.3f} --- {fault}")
-        seen["faults"] = len(lab._faults)
+        seen["faults"] = len(lab.faults)
         for node, error in lab.ended.items():
             if ended.get(node) != error:
                 ended[node] = error
@@ -54,18 +54,21 @@ def _is_chunk(topic: topics.Topic) -> bool:
 def _brief(content: Message | None) -> str:
     if content is None:
         return "nothing"
-    name = type(content).__name__
+    text = type(content).__name__
     if isinstance(content, Presence):
-        return f"{name} {content.state} {content.reason[:TEXT_MOST]} {content.answers[:4]}"
-    if isinstance(content, Task | Result):
+        text += f" {content.state} {content.reason[:TEXT_MOST]} {content.answers[:4]}"
+    elif isinstance(content, Task | Result):
         inline = " inline" if content.inline is not None else ""
-        return f"{name} {tuple(content.key)} {content.model.blob[:6]} {content.model.chunks} chunks{inline}"
-    if isinstance(content, Progress):
-        return f"{name} {tuple(content.key)} {content.phase} {content.done}/{content.total}"
-    if isinstance(content, Ask):
+        text += f" {tuple(content.key)} {content.model.blob[:6]} {content.model.chunks} chunks{inline}"
+    elif isinstance(content, Progress):
+        text += f" {tuple(content.key)} {content.phase} {content.done}/{content.total}"
+    elif isinstance(content, Ask):
         restart = " restart" if content.restart else ""
-        return f"{name} {content.blob[:6]} lacks {content.lacking.hex()} seen {content.seen_all}/{content.seen_own}{restart}"
-    if isinstance(content, Preparing | WhoIsThere):
-        return str(content)[:TEXT_MOST]
-    key = getattr(content, "key", None)
-    return f"{name} {tuple(key) if key else ''} {getattr(content, 'reason', '') or getattr(content, 'blob', '')}"
+        seen = f"{content.seen_all}/{content.seen_own}"
+        text += f" {content.blob[:6]} lacks {content.lacking.hex()} seen {seen}{restart}"
+    elif isinstance(content, Preparing | WhoIsThere):
+        text = str(content)[:TEXT_MOST]
+    else:
+        key = getattr(content, "key", None)
+        text += f" {tuple(key) if key else ''} {getattr(content, 'reason', '') or getattr(content, 'blob', '')}"
+    return text

@@ -14,6 +14,7 @@ from deploy.simulation.connection import SimulatedConnection
 from deploy.simulation.network import Network
 from deploy.simulation.process import SimulatedProcess
 
+NOISE_DRAWN: Final = 1021  # a prime: no two chunks begin alike
 EPOCH_S: Final = 1_700_000_000.0  # Unix seconds where the virtual time is 0
 
 
@@ -76,5 +77,6 @@ class SimulatedWorld:
         return EPOCH_S + self._clock_offset_s + asyncio.get_running_loop().time()
 
     def noise(self, nbytes: int) -> bytes:
-        """Return drawn bytes."""
-        return self._draw.randbytes(nbytes)
+        """Return bytes of which few are drawn: more would cost more than all that is done with them."""
+        drawn = self._draw.randbytes(NOISE_DRAWN)
+        return (drawn * (nbytes // NOISE_DRAWN + 1))[:nbytes]

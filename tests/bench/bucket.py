@@ -42,7 +42,7 @@ async def measure_rate(rate: float, chunk_bytes: int, *, seconds: float) -> tupl
         while leaving and leaving[0] <= now + EARLY_S:
             leaving.popleft()
             left.append(now)
-        shaper.begin_pass()
+        shaper.passed()
         while len(left) + len(leaving) < chunks and shaper.ready((PEER,), now):
             leaving.append(shaper.reserve((PEER,), chunk_bytes, now))
         ready_at = shaper.next_ready(now)

@@ -232,36 +232,36 @@ def _sender(port: int, model_bytes: int, mbit: float, meter: Any, told: Connecti
     keep_large_buffers()
 
     async def run() -> None:
-        face = ParentEndpoint(
+        endpoint = ParentEndpoint(
             BrokerAddress("127.0.0.1", port),
             Identity(RUN, SENDER, "institution", new_session()),
             links={RECEIVER: Link(down_mbit=mbit)},
             transfer=TRANSFER,
         )
-        face.set_layout(layout_of(model_bytes))
-        publish = face.endpoint.link.publish_body
+        endpoint.set_layout(layout_of(model_bytes))
+        publish = endpoint.connection.publish_body
 
         def counted(topic: str, body: Body, *, done: Callable[[], None]) -> None:
-            if face.endpoint.link.up:
+            if endpoint.connection.up:
                 meter.begun = meter.begun or time.monotonic()
                 meter.chunks += 1
                 meter.nbytes += len(body.view)
             publish(topic, body, done=done)
 
-        face.endpoint.link.publish_body = counted  # type: ignore[method-assign]
+        endpoint.connection.publish_body = counted  # type: ignore[method-assign]
         row = _model(model_bytes)
 
         async def work() -> None:
-            await _introduced(face.endpoint, meter)
-            face.endpoint.set_state(NodeState.READY)
-            await face.gather(Closing())
-            played = await face.round(
+            await _introduced(endpoint, meter)
+            endpoint.set_state(NodeState.READY)
+            await endpoint.gather(Closing())
+            played = await endpoint.round(
                 iteration=0, round_=0, models={RECEIVER: row}, epochs={RECEIVER: 1}, closing=Closing()
             )
             told.send((time.monotonic(), _digest(played.uploads.rows_K[0])))
             await asyncio.Event().wait()
 
-        await live((face.endpoint,), work(), connect_timeout_s=PATIENCE_S, goodbye=_nothing)
+        await live((endpoint,), work(), connect_timeout_s=PATIENCE_S, goodbye=_nothing)
 
     asyncio.run(run())
 
@@ -271,7 +271,7 @@ def _receiver(port: int, model_bytes: int, spool: Path | None, meter: Any, told:
 
     async def run() -> None:
         layout = layout_of(model_bytes)
-        face = ChildEndpoint(
+        endpoint = ChildEndpoint(
             BrokerAddress("127.0.0.1", port),
             Identity(RUN, RECEIVER, "device", new_session()),
             parent=SENDER,
@@ -280,14 +280,14 @@ def _receiver(port: int, model_bytes: int, spool: Path | None, meter: Any, told:
             spool=Spool.open(spool, run=RUN, node=RECEIVER),
         )
         out = layout.empty()
-        receive = face.endpoint.incoming.receive_chunk
+        receive = endpoint.session.receiver.receive_chunk
 
         def counted(*what: Any, **more: Any) -> bool:
             fresh = receive(*what, **more)
             meter.arrived += fresh
             return fresh
 
-        face.endpoint.incoming.receive_chunk = counted  # type: ignore[method-assign]
+        endpoint.session.receiver.receive_chunk = counted  # type: ignore[method-assign]
 
         async def work(task: Task, model: Arriving, report: Report) -> Answer:
             row = await model.whole()
@@ -297,11 +297,11 @@ def _receiver(port: int, model_bytes: int, spool: Path | None, meter: Any, told:
             return Answer(out, 1, 0.0, 1, 1, 0.0, 0.0)
 
         async def serve() -> None:
-            await _introduced(face.endpoint, meter)
-            await face.serve(layout, work)
+            await _introduced(endpoint, meter)
+            await endpoint.serve(layout, work)
 
-        face.endpoint.set_state(NodeState.READY, samples=1)
-        await live((face.endpoint,), serve(), connect_timeout_s=PATIENCE_S, goodbye=_nothing)
+        endpoint.set_state(NodeState.READY, samples=1)
+        await live((endpoint,), serve(), connect_timeout_s=PATIENCE_S, goodbye=_nothing)
 
     asyncio.run(run())
 

@@ -99,9 +99,9 @@ class Told:
     @classmethod
     def of(cls, endpoint: Endpoint) -> Told:
         """Read an endpoint's counts."""
-        out = endpoint.outgoing
-        received = message_bytes(endpoint.account, "received")
-        meter, reconnects = endpoint.link.meter, endpoint.link.reconnects
+        out = endpoint.session.sender
+        received = message_bytes(endpoint.session.counters, "received")
+        meter, reconnects = endpoint.connection.meter, endpoint.connection.reconnects
         return cls(out.chunks_published, out.chunks_repeated, reconnects, received, meter.sample())
 
 
@@ -169,20 +169,20 @@ async def run_parent(setting: Setting) -> tuple[Told, list[float], list[float]]:
     """Play the rounds as their parent; return its counts, and the seconds of each round's two ways."""
     layout = layout_of(setting.model_bytes)
     identity = Identity(RUN, PARENT, "institution", new_session())
-    face = ParentEndpoint(
+    endpoint = ParentEndpoint(
         BrokerAddress("127.0.0.1", PORT), identity, links={CHILD: setting.link}, transfer=setting.transfer, shaped=False
     )
-    face.set_layout(layout)
+    endpoint.set_layout(layout)
     row = layout.empty()
     layout.floats(row)[:] = np.random.default_rng(1).standard_normal(layout.columns, np.float32)
     down_s, up_s = [], []
 
     async def rounds() -> None:
-        face.endpoint.set_state(NodeState.READY)
-        await face.gather(Closing())
+        endpoint.set_state(NodeState.READY)
+        await endpoint.gather(Closing())
         for iteration in range(setting.rounds):
             layout.floats(row)[:] += 1
-            played = await face.round(
+            played = await endpoint.round(
                 iteration=iteration, round_=0, models={CHILD: row}, epochs={CHILD: 1}, closing=Closing()
             )
             phases = played.timeline.phases()
@@ -190,10 +190,10 @@ async def run_parent(setting: Setting) -> tuple[Told, list[float], list[float]]:
             up_s.append(phases["train"] + phases["wait"] + phases["collect"])
 
     async def goodbye() -> None:
-        await face.farewells(timeout_s=20)
+        await endpoint.farewells(timeout_s=20)
 
-    await live((face.endpoint,), rounds(), connect_timeout_s=10, goodbye=goodbye)
-    return Told.of(face.endpoint), down_s, up_s
+    await live((endpoint,), rounds(), connect_timeout_s=10, goodbye=goodbye)
+    return Told.of(endpoint), down_s, up_s
 
 
 def run_child(host: str, setting: Setting, told: Connection) -> None:
@@ -202,7 +202,7 @@ def run_child(host: str, setting: Setting, told: Connection) -> None:
     async def run() -> Endpoint:
         layout = layout_of(setting.model_bytes)
         identity = Identity(RUN, CHILD, "device", new_session())
-        face = ChildEndpoint(
+        endpoint = ChildEndpoint(
             BrokerAddress(host, PORT),
             identity,
             parent=PARENT,
@@ -218,11 +218,11 @@ def run_child(host: str, setting: Setting, told: Connection) -> None:
             return Answer(out, 1, 0.0, 1, 1, 0.0, 0.0)
 
         async def goodbye() -> None:
-            await face.farewell((), timeout_s=20)
+            await endpoint.farewell((), timeout_s=20)
 
-        face.endpoint.set_state(NodeState.READY, samples=1)
-        await live((face.endpoint,), face.serve(layout, work), connect_timeout_s=10, goodbye=goodbye)
-        return face.endpoint
+        endpoint.set_state(NodeState.READY, samples=1)
+        await live((endpoint,), endpoint.serve(layout, work), connect_timeout_s=10, goodbye=goodbye)
+        return endpoint
 
     told.send(Told.of(asyncio.run(run())))
 

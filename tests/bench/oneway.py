@@ -107,11 +107,11 @@ async def _parent(
 ) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
     """Return the seconds and the CPU seconds of each way, once for each repeat and once before."""
     layout = layout_of(model_bytes)
-    face = ParentEndpoint(
+    endpoint = ParentEndpoint(
         BrokerAddress("127.0.0.1", port), Identity(RUN, PARENT, "institution", new_session()), links={CHILD: Link()},
         transfer=TRANSFER,
     )  # fmt: skip
-    face.set_layout(layout)
+    endpoint.set_layout(layout)
     row = layout.empty()
     draw = np.random.default_rng(1)
     state: dict[str, npt.NDArray[np.float32]] = {
@@ -124,7 +124,7 @@ async def _parent(
         before, start = _cpu_s(processes), time.monotonic()
         layout.flatten(state, row)
         playing = asyncio.create_task(
-            face.round(iteration=iteration, round_=0, models={CHILD: row}, epochs={CHILD: 1}, closing=Closing())
+            endpoint.round(iteration=iteration, round_=0, models={CHILD: row}, epochs={CHILD: 1}, closing=Closing())
         )
         arrived = await asyncio.to_thread(arrivals.get)
         seconds, cpu_s = [arrived - start], [_cpu_s(processes) - before]
@@ -136,14 +136,14 @@ async def _parent(
         return tuple(seconds), tuple(cpu_s)
 
     async def rounds() -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
-        face.endpoint.set_state(NodeState.READY)
-        await face.gather(Closing())
+        endpoint.set_state(NodeState.READY)
+        await endpoint.gather(Closing())
         return [await one(i) for i in range(repeats + 1)]
 
     async def goodbye() -> None:
-        await face.farewells(timeout_s=5)
+        await endpoint.farewells(timeout_s=5)
 
-    return await live((face.endpoint,), rounds(), connect_timeout_s=10, goodbye=goodbye)
+    return await live((endpoint,), rounds(), connect_timeout_s=10, goodbye=goodbye)
 
 
 def _child(port: int, model_bytes: int, arrivals: SimpleQueue[float]) -> None:
@@ -151,7 +151,7 @@ def _child(port: int, model_bytes: int, arrivals: SimpleQueue[float]) -> None:
     layout = layout_of(model_bytes)
 
     async def run() -> None:
-        face = ChildEndpoint(
+        endpoint = ChildEndpoint(
             BrokerAddress("127.0.0.1", port), Identity(RUN, CHILD, "device", new_session()), parent=PARENT,
             transfer=TRANSFER, link=Link(),
         )  # fmt: skip
@@ -164,10 +164,10 @@ def _child(port: int, model_bytes: int, arrivals: SimpleQueue[float]) -> None:
             return Answer(out, 1, 0.0, 1, 1, 0.0, 0.0)
 
         async def goodbye() -> None:
-            await face.farewell((), timeout_s=2)
+            await endpoint.farewell((), timeout_s=2)
 
-        face.endpoint.set_state(NodeState.READY, samples=1)
-        await live((face.endpoint,), face.serve(layout, work), connect_timeout_s=10, goodbye=goodbye)
+        endpoint.set_state(NodeState.READY, samples=1)
+        await live((endpoint,), endpoint.serve(layout, work), connect_timeout_s=10, goodbye=goodbye)
 
     asyncio.run(run())
 

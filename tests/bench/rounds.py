@@ -110,14 +110,14 @@ def _run_parent(port: int, names: list[str], model_bytes: int, pipe: Connection,
 async def _parent(port: int, names: list[str], model_bytes: int, pipe: Connection, home: str) -> None:
     layout = layout_of(model_bytes)
     identity = Identity(RUN, PARENT, "institution", new_session())
-    face = ParentEndpoint(
+    endpoint = ParentEndpoint(
         BrokerAddress("127.0.0.1", port),
         identity,
         links=dict.fromkeys(names, Link()),
         transfer=Transfer(idle_s=30.0),
         spool=Spool.open(Path(home), run=RUN, node=PARENT),
     )
-    face.set_layout(layout)
+    endpoint.set_layout(layout)
     row = layout.empty()
     layout.floats(row)[:] = np.random.default_rng(1).standard_normal(layout.columns, np.float32)
     rule = aggregator.build(
@@ -127,7 +127,7 @@ async def _parent(port: int, names: list[str], model_bytes: int, pipe: Connectio
 
     async def one(iteration: int) -> float:
         start = time.perf_counter()
-        played = await face.round(
+        played = await endpoint.round(
             iteration=iteration, round_=0, models=rule.dispatch(iteration, names), epochs=dict.fromkeys(names, 1),
             closing=Closing(),
         )  # fmt: skip
@@ -135,17 +135,17 @@ async def _parent(port: int, names: list[str], model_bytes: int, pipe: Connectio
         return time.perf_counter() - start
 
     async def rounds() -> None:
-        face.endpoint.set_state(NodeState.READY)
-        await face.gather(Closing())
+        endpoint.set_state(NodeState.READY)
+        await endpoint.gather(Closing())
         iteration = 0
         while await asyncio.to_thread(pipe.recv):
             pipe.send(await one(iteration))
             iteration += 1
 
     async def goodbye() -> None:
-        await face.farewells(timeout_s=5)
+        await endpoint.farewells(timeout_s=5)
 
-    await live((face.endpoint,), rounds(), connect_timeout_s=10, goodbye=goodbye)
+    await live((endpoint,), rounds(), connect_timeout_s=10, goodbye=goodbye)
 
 
 def _devices(port: int, names: list[str], model_bytes: int) -> None:
@@ -162,7 +162,7 @@ def _devices(port: int, names: list[str], model_bytes: int) -> None:
 async def _device(port: int, name: str, model_bytes: int) -> None:
     layout = layout_of(model_bytes)
     identity = Identity(RUN, name, "device", new_session())
-    face = ChildEndpoint(
+    endpoint = ChildEndpoint(
         BrokerAddress("127.0.0.1", port), identity, parent=PARENT, transfer=Transfer(idle_s=30.0), link=Link()
     )
     out = layout.empty()
@@ -174,10 +174,10 @@ async def _device(port: int, name: str, model_bytes: int) -> None:
         return Answer(out, 1, 0.0, 1, 1, 0.0, 0.0)
 
     async def goodbye() -> None:
-        await face.farewell((), timeout_s=2)
+        await endpoint.farewell((), timeout_s=2)
 
-    face.endpoint.set_state(NodeState.READY, samples=1)
-    await live((face.endpoint,), face.serve(layout, work), connect_timeout_s=10, goodbye=goodbye)
+    endpoint.set_state(NodeState.READY, samples=1)
+    await live((endpoint,), endpoint.serve(layout, work), connect_timeout_s=10, goodbye=goodbye)
 
 
 if __name__ == "__main__":

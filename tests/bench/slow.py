@@ -107,8 +107,8 @@ async def _send(
 ) -> tuple[int, int]:
     layout = layout_of(model_bytes)
     identity = Identity(RUN, SENDER, "institution", new_session())
-    face = ParentEndpoint(address, identity, links=dict.fromkeys(names, Link()), transfer=transfer)
-    face.set_layout(layout)
+    endpoint = ParentEndpoint(address, identity, links=dict.fromkeys(names, Link()), transfer=transfer)
+    endpoint.set_layout(layout)
     row = layout.empty()
     draw = np.random.default_rng(1)
     iteration = 0
@@ -117,7 +117,7 @@ async def _send(
         nonlocal iteration
         layout.floats(row)[:] = draw.standard_normal(layout.columns, np.float32)
         start = time.monotonic()
-        played = await face.round(
+        played = await endpoint.round(
             iteration=iteration, round_=0, models=dict.fromkeys(to, row), epochs=dict.fromkeys(to, 1),
             closing=Closing(),
         )  # fmt: skip
@@ -126,15 +126,15 @@ async def _send(
         return {name: moment - start for name, moment in (arrivals.get() for _ in to)}
 
     async def work() -> None:
-        face.endpoint.set_state(NodeState.READY)
-        await face.gather(Closing())
+        endpoint.set_state(NodeState.READY)
+        await endpoint.gather(Closing())
         await play(broadcast)
 
     async def goodbye() -> None:
-        await face.farewells(timeout_s=5)
+        await endpoint.farewells(timeout_s=5)
 
-    await live((face.endpoint,), work(), connect_timeout_s=30, goodbye=goodbye)
-    return face.endpoint.outgoing.chunks_published, face.endpoint.outgoing.chunks_repeated
+    await live((endpoint,), work(), connect_timeout_s=30, goodbye=goodbye)
+    return endpoint.session.sender.chunks_published, endpoint.session.sender.chunks_repeated
 
 
 def _receivers(
@@ -156,9 +156,9 @@ async def _receiver(
     layout = layout_of(model_bytes)
     identity = Identity(RUN, name, "device", new_session())
     address = BrokerAddress("127.0.0.1", port)
-    face = ChildEndpoint(address, identity, parent=SENDER, transfer=transfer, link=Link())
+    endpoint = ChildEndpoint(address, identity, parent=SENDER, transfer=transfer, link=Link())
     out = layout.empty()
-    receive = face.endpoint.incoming.receive_chunk
+    receive = endpoint.session.receiver.receive_chunk
 
     def slowly(*what: Any, **more: Any) -> bool:
         time.sleep(pause_s)
@@ -171,12 +171,12 @@ async def _receiver(
         return Answer(out, 1, 0.0, 1, 1, 0.0, 0.0)
 
     async def goodbye() -> None:
-        await face.farewell((), timeout_s=2)
+        await endpoint.farewell((), timeout_s=2)
 
     if pause_s:
-        face.endpoint.incoming.receive_chunk = slowly  # type: ignore[method-assign]
-    face.endpoint.set_state(NodeState.READY, samples=1)
-    await live((face.endpoint,), face.serve(layout, work), connect_timeout_s=30, goodbye=goodbye)
+        endpoint.session.receiver.receive_chunk = slowly  # type: ignore[method-assign]
+    endpoint.set_state(NodeState.READY, samples=1)
+    await live((endpoint,), endpoint.serve(layout, work), connect_timeout_s=30, goodbye=goodbye)
 
 
 def beside(fast: int, slow: int, *, model_bytes: int, slow_s: float, repeats: int) -> Table:

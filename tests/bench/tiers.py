@@ -68,32 +68,32 @@ async def _cloud(
     port: int, devices: int, model_bytes: int, wan_mbit: float, repeats: int, arrivals: SimpleQueue[float]
 ) -> list[float]:
     layout = layout_of(model_bytes)
-    face = ParentEndpoint(
+    endpoint = ParentEndpoint(
         BrokerAddress("127.0.0.1", port),
         Identity(RUN, CLOUD, "cloud", new_session()),
         links={INSTITUTION: Link(down_mbit=wan_mbit)},
         transfer=TRANSFER,
     )
-    face.set_layout(layout)
+    endpoint.set_layout(layout)
     row = layout.empty()
 
     async def one(iteration: int) -> float:
         layout.floats(row)[:] = np.random.default_rng(iteration).standard_normal(layout.columns, np.float32)
         start = time.monotonic()
-        await face.round(
+        await endpoint.round(
             iteration=iteration, round_=0, models={INSTITUTION: row}, epochs={INSTITUTION: 1}, closing=Closing()
         )
         return max(arrivals.get() for _ in range(devices)) - start
 
     async def rounds() -> list[float]:
-        face.endpoint.set_state(NodeState.READY)
-        await face.gather(Closing())
+        endpoint.set_state(NodeState.READY)
+        await endpoint.gather(Closing())
         return [await one(i) for i in range(2 * (repeats + 1))]
 
     async def goodbye() -> None:
-        await face.farewells(timeout_s=5)
+        await endpoint.farewells(timeout_s=5)
 
-    return await live((face.endpoint,), rounds(), connect_timeout_s=10, goodbye=goodbye)
+    return await live((endpoint,), rounds(), connect_timeout_s=10, goodbye=goodbye)
 
 
 def _institution(port: int, names: list[str], model_bytes: int, wan_mbit: float, lan_mbit: float) -> None:
@@ -122,12 +122,12 @@ def _institution(port: int, names: list[str], model_bytes: int, wan_mbit: float,
             await up.farewell((), timeout_s=2)
 
         async def serve() -> None:
-            down.endpoint.set_state(NodeState.READY)
+            down.set_state(NodeState.READY)
             await down.gather(Closing())
-            up.endpoint.set_state(NodeState.READY, samples=1)
+            up.set_state(NodeState.READY, samples=1)
             await up.serve(layout, work)
 
-        await live((up.endpoint, down.endpoint), serve(), connect_timeout_s=10, goodbye=goodbye)
+        await live((up, down), serve(), connect_timeout_s=10, goodbye=goodbye)
 
     asyncio.run(run())
 
@@ -145,7 +145,7 @@ def _devices(port: int, names: list[str], model_bytes: int, arrivals: SimpleQueu
 
 async def _device(port: int, name: str, model_bytes: int, arrivals: SimpleQueue[float]) -> None:
     layout = layout_of(model_bytes)
-    face = ChildEndpoint(
+    endpoint = ChildEndpoint(
         BrokerAddress("127.0.0.1", port), Identity(RUN, name, "device", new_session()), parent=INSTITUTION,
         transfer=TRANSFER, link=Link(),
     )  # fmt: skip
@@ -158,10 +158,10 @@ async def _device(port: int, name: str, model_bytes: int, arrivals: SimpleQueue[
         return Answer(out, 1, 0.0, 1, 1, 0.0, 0.0)
 
     async def goodbye() -> None:
-        await face.farewell((), timeout_s=2)
+        await endpoint.farewell((), timeout_s=2)
 
-    face.endpoint.set_state(NodeState.READY, samples=1)
-    await live((face.endpoint,), face.serve(layout, work), connect_timeout_s=10, goodbye=goodbye)
+    endpoint.set_state(NodeState.READY, samples=1)
+    await live((endpoint,), endpoint.serve(layout, work), connect_timeout_s=10, goodbye=goodbye)
 
 
 if __name__ == "__main__":

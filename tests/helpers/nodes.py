@@ -286,10 +286,10 @@ class Watched:
             self.chunks += 1
         return fresh
 
-    def _ask(self, peer: str, message: Message, now: float) -> None:
+    def _ask(self, peer: str, message: Message, now: float) -> float:
         if isinstance(message, Ask):
             lacking = set(np.flatnonzero(np.unpackbits(np.frombuffer(message.lacking, np.uint8))).tolist())
             here = self.arrived.get((peer, message.blob), set())
             self.asks.append(((peer, message.blob), lacking, set(here)))
             self.restarts += message.restart
-        self._send(peer, message, now)
+        return self._send(peer, message, now)
