@@ -355,7 +355,7 @@ def test_the_chunks_of_a_manifest_tile_the_blob(manifest: Manifest) -> None:
 def test_a_presence_task_and_progress_by_hand() -> None:
     """The bytes that another release must still read."""
     assert serialization.encode(Presence(NodeState.READY, "device", samples=7), "s") == (
-        bytes.fromhex("e97fe3224997007b") + b"\x9c\x02\xa1s\x00\xa5ready\xa6device\xa0\x07\xa0\xa0\xa0\xc2\x90"
+        bytes.fromhex("3705f812c16c2365") + b"\x9c\x02\xa1s\x00\xa5ready\xa6device\xa0\x07\xa0\xa0\xa0\xa0\x90"
     )
     task = Task(Key(1, 2, 3), 4, replace(GOOD, size=1, digests=b"d" * 8), None)
     assert serialization.encode(task, "s") == (
@@ -461,14 +461,14 @@ def test_a_lab_of_another_form_is_refused(name: str) -> None:
     assert repr(name) in str(caught.value)
 
 
-def test_a_receiver_listens_on_two_lanes() -> None:
-    lanes = topics.lanes(LAB, "r-1", "cloud", "device-1", "0123456789abcdef")
-    assert lanes == (
+def test_a_receiver_subscribes_to_two_streams() -> None:
+    streams = topics.streams(LAB, "r-1", "cloud", "device-1", "0123456789abcdef")
+    assert streams == (
         "fs1/lab/r-1/cloud/blob/all/0123456789abcdef/+/+",
         "fs1/lab/r-1/cloud/blob/device-1/0123456789abcdef/+/+",
     )
-    for lane, filter_ in zip(("all", "device-1"), lanes, strict=True):
-        sent = topics.chunk(LAB, "r-1", "cloud", lane, "0123456789abcdef", 3, 14)
+    for stream, filter_ in zip(("all", "device-1"), streams, strict=True):
+        sent = topics.chunk(LAB, "r-1", "cloud", stream, "0123456789abcdef", 3, 14)
         assert sent.startswith(filter_.removesuffix("+/+"))
 
 
