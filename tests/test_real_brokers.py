@@ -75,6 +75,8 @@ def test_a_model_passes_an_institution_in_both_directions(site: RealSite) -> Non
 def test_a_real_broker_that_is_killed_in_mid_transfer_costs_no_chunk_that_had_arrived(
     breakable: RestartableBroker,
 ) -> None:
+    site = RealSite(breakable.address)
+
     async def run() -> None:
         layout, names = layout_of(2_000_000), ["device-0", "device-1"]
         link = Link(up_mbit=16.0, down_mbit=16.0)
@@ -119,7 +121,6 @@ def test_a_real_broker_that_is_killed_in_mid_transfer_costs_no_chunk_that_had_ar
             again = await play(parent, row, iteration=1)
             assert_models(again, row, layout=layout, places={"device-0": 0, "device-1": 1})
 
-    site = RealSite(breakable.address)
     real(run())
 
 
@@ -176,7 +177,7 @@ def test_a_cancellation_that_came_with_the_connection_is_not_lost(site: RealSite
                 async def __aexit__(self, *error: Any) -> None:
                     await client.__aexit__(*error)
 
-            return Swallowing()  # type: ignore[return-value]
+            return Swallowing()  # type: ignore[no-any-return]
 
         connection._new_client = swallowing
         task = asyncio.create_task(connection.run(connect_timeout_s=PATIENCE_S))
@@ -189,9 +190,10 @@ def test_a_cancellation_that_came_with_the_connection_is_not_lost(site: RealSite
 
 
 def test_the_keep_alive_is_the_experiments() -> None:
+    nowhere = RealSite(BrokerAddress("nowhere"))
+
     async def run() -> None:
         connection: Any = child_of(nowhere, "device-0", transfer=Transfer(keepalive_s=7)).connection
         assert connection._new_client()._keepalive == 7
 
-    nowhere = RealSite(BrokerAddress("nowhere"))
     real(run())
