@@ -315,11 +315,12 @@ class Lab:
 
     def _finish(self, error: FedstrataError | None) -> None:
         if not self.ended:
-            self.ended, self.end = True, error
             self._tell("end", {"state": "finished"} if error is None else {"state": "failed", "reason": str(error)})
+            self.ended, self.end = True, error
 
     def _tell(self, event: str, facts: dict[str, object]) -> None:
-        self._events.append((event, facts))
+        if not self.ended:  # the end is the last event: what comes after it are nodes that leave
+            self._events.append((event, facts))
 
 
 def _sum(meters: Iterable[Meter], now: float) -> Flow:
