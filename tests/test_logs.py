@@ -100,7 +100,7 @@ def test_an_unexpected_error_of_an_agent_is_logged_under_its_nodes_name() -> Non
     """Also one from before it has connected: see `common.runtime.lifecycle` for those after that."""
     handler = logging.StreamHandler(stream := io.StringIO())
     handler.setFormatter(logs.JsonLines())
-    logger = logging.getLogger("fedstrata.life")
+    logger = logging.getLogger("fedstrata.lifecycle")
 
     async def agent() -> None:
         async with asyncio.TaskGroup() as group:

@@ -7,7 +7,7 @@ or close the connection at it.
 from __future__ import annotations
 
 import logging
-from typing import ClassVar, Final
+from typing import Final
 
 HEAP: Final = "$SYS/broker/heap/current"
 DROPPED: Final = "$SYS/broker/publish/messages/dropped"
@@ -20,16 +20,16 @@ class BrokerStatistics:
     """The values that a broker published last (mosquitto: every ten seconds), by topic; empty where it does not."""
 
     topics = (HEAP, DROPPED)
-    _closing: ClassVar[set[str]] = set()  # brokers that closed a connection at the subscription, in this process
 
     def __init__(self, broker: str) -> None:
         self.values: dict[str, int] = {}
         self._broker = broker
+        self._closes = False  # the broker closed a connection at the subscription
         self._subscribed_at: float | None = None
 
     def to_subscribe(self, now: float) -> list[str]:
         """Return the topics to subscribe to on a new connection, once the node's own are acknowledged."""
-        if self._broker in self._closing:
+        if self._closes:
             return []
         self._subscribed_at = now
         return list(self.topics)
@@ -37,7 +37,7 @@ class BrokerStatistics:
     def disconnected(self, now: float) -> None:
         """Note the loss of a connection: if it followed the subscription at once, do not subscribe again."""
         if self._subscribed_at is not None and now - self._subscribed_at <= CLOSES_WITHIN_S:
-            self._closing.add(self._broker)
+            self._closes = True
             log.info("broker %s closed the connection at a subscription to $SYS: no broker statistics", self._broker)
         self._subscribed_at = None
 
