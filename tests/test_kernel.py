@@ -36,7 +36,7 @@ from common.runtime.work import Answer, Report
 from common.spec import Closing, Experiment, Transfer
 from deploy import broker
 from deploy.broker import Broker
-from tests.helpers.nodes import child_of, living, parent_of
+from tests.helpers.nodes import child_of, introduced, living, parent_of
 from tests.helpers.sites import PATIENCE_S, RealSite, real, until
 
 PARENT, CHILD = "institution-0", "device-0"
@@ -335,6 +335,7 @@ class Pair:
 
     async def play(self, iteration: int) -> None:
         """Play a round, and wait until the child's connection is at rest: the acknowledgement comes last."""
+        await introduced(self.child)  # else it may refuse the first task, and does not count it
         LAYOUT.floats(self._row)[:] = 1 + iteration  # all new: what the child has would not travel
         await self.parent.round(
             iteration=iteration, round_=0, models={CHILD: self._row}, epochs={CHILD: 1}, closing=Closing()
