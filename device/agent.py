@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from common.protocol.messages import Announcement, NodeState, Phase, Task
 from common.protocol.topics import DEFAULT_LAB, check_lab
 from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint
-from common.runtime.discovery import Found, Moved, discover
+from common.runtime.discovery import Found, join
 from common.runtime.exports import export_child
 from common.runtime.lifecycle import live
 from common.runtime.work import Answer, Report
@@ -31,8 +30,6 @@ from device.work import answer_of, round_of
 FAREWELL_S = 3.0
 PHASES = ("train", "wait", "pause", "stack")
 WAITING_S = 1.0
-
-log = logging.getLogger("fedstrata.device")
 
 
 class DeviceAgent:
@@ -74,22 +71,15 @@ class DeviceAgent:
 
         Raises FedstrataError.
         """
-        found = await discover(
+        await join(
             self._broker,
             self._name,
             self._institution,
+            self._take_part,
             lab=self._lab,
             connect_timeout_s=self._connect_timeout_s,
             world=self._world,
         )
-        while True:
-            try:
-                await self._take_part(found)
-            except Moved as moved:
-                log.warning("%s leaves run %s: %s", self._name, found.run, moved)
-                found = moved.found
-            else:
-                return
 
     async def _take_part(self, found: Found) -> None:
         run = found.run

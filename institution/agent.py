@@ -17,7 +17,7 @@ from common.protocol.round_state import LIVING
 from common.protocol.timeline import PHASES
 from common.protocol.topics import DEFAULT_LAB, check_lab
 from common.runtime.child_endpoint import ChildEndpoint
-from common.runtime.discovery import Found, Moved, discover
+from common.runtime.discovery import Found, join
 from common.runtime.exports import export_child, export_parent
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
@@ -62,22 +62,15 @@ class InstitutionAgent:
 
     async def run(self) -> None:
         """Take part in one run, to its end; in another one where the cloud went on to that. Raises FedstrataError."""
-        found = await discover(
+        await join(
             self._cloud_broker,
             self._name,
             CLOUD,
+            self._take_part,
             lab=self._lab,
             connect_timeout_s=self._connect_timeout_s,
             world=self._world,
         )
-        while True:
-            try:
-                await self._take_part(found)
-            except Moved as moved:
-                log.warning("%s leaves run %s: %s", self._name, found.run, moved)
-                found = moved.found
-            else:
-                return
 
     async def _take_part(self, found: Found) -> None:
         run, announcement = found.run, found.announcement

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -53,6 +54,31 @@ async def discover(
     repeated, less and less often. Raises ConnectionFailed.
     """
     return await _Seeker(address, name, parent, lab=lab, world=world).seek(connect_timeout_s=connect_timeout_s)
+
+
+async def join(
+    address: BrokerAddress,
+    name: str,
+    parent: str,
+    take_part: Callable[[Found], Awaitable[None]],
+    *,
+    lab: str,
+    connect_timeout_s: float,
+    world: World,
+) -> None:
+    """Find the parent's run and take part in it, to its end; in another one where the parent went on to that.
+
+    Raises ConnectionFailed, and what `take_part` raises.
+    """
+    found = await discover(address, name, parent, lab=lab, connect_timeout_s=connect_timeout_s, world=world)
+    while True:
+        try:
+            await take_part(found)
+        except Moved as moved:
+            log.warning("%s leaves run %s: %s", name, found.run, moved)
+            found = moved.found
+        else:
+            return
 
 
 class _Seeker:
