@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from common.protocol.messages import Announcement, NodeState, Task
-from common.protocol.session_events import SessionEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +56,3 @@ class ParentMoved:
 @dataclass(frozen=True, slots=True)
 class ParentGone:
     """The parent has not been there for `idle_s`."""
-
-
-ChildEvent: TypeAlias = (
-    SessionEvent | TaskReceived | ModelArrived | ModelFailed | ResultRefused | RunEnded | ParentMoved | ParentGone
-)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from common.protocol.messages import Result, Target
-from common.protocol.round_state import Closed, Stalled
-from common.protocol.session_events import SessionEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +67,3 @@ class Readiness:
     missing: Mapping[str, str]
     hanging: frozenset[str]
     failed: frozenset[str]
-
-
-ParentEvent: TypeAlias = (
-    SessionEvent
-    | UploadOffered
-    | UploadArrived
-    | UploadRefused
-    | Closed
-    | Stalled
-    | PeerChanged
-    | GoodbyeSaid
-    | TargetsChanged
-)

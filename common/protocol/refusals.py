@@ -14,7 +14,6 @@ class Refusal(Enum):
     MALFORMED = "malformed"
     STRANGER = "unknown sender"
     SESSION = "unknown session"
-    MISPLACED = "unexpected kind"
     MISFIT = "does not fit"
     FLOOD = "too many"
 

@@ -93,7 +93,7 @@ class Session(Side):
         self._first: list[Output] = []  # what a new connection begins with
         self._streams = Streams(identity)
         self._announcement: Announcement | None = None
-        self._announce = self._left = False
+        self._announce = False
         self._asks = PendingAsks()
         self._answers = PendingAnswers(self._known)
         self._budget = AnswerBudget()

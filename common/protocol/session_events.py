@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from common.protocol.fetches import ReceiverEvent
 from common.protocol.messages import Probe, Probed
-from common.protocol.refusals import MessageRefused
 from common.protocol.traffic import Wire
 
 
@@ -46,6 +45,3 @@ class NoiseFetched:
     """A fetch of noise has ended."""
 
     result: ReceiverEvent
-
-
-SessionEvent: TypeAlias = NameTaken | BrokerAway | ProbeReceived | NoiseFetched | MessageRefused

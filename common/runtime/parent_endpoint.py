@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, TypeAlias
 
@@ -336,25 +337,24 @@ class ParentEndpoint(Endpoint):
         if decode is None:
             self._soon(self._check_later(upload, buffer, row), name=f"check {upload.child}")
             return
-        try:
+        with self._judging(upload):
             decode()
-        except FedstrataError as error:
-            self.session.refuse(upload.child, upload.result.key, str(error), self.now())
-        else:
-            self._accept(upload)
 
     async def _check_later(self, upload: UploadArrived, buffer: memoryview, row: Row) -> None:
-        try:
+        with self._judging(upload):
             await self.models.decode(self._require_layout(), buffer, row, reference=upload.result.model.reference)
+        self.wake()
+
+    @contextmanager
+    def _judging(self, upload: UploadArrived) -> Iterator[None]:
+        """Accept an upload whose decoding, the body, succeeds, and refuse it with the reason where it fails."""
+        try:
+            yield
         except FedstrataError as error:
             self.session.refuse(upload.child, upload.result.key, str(error), self.now())
         else:
-            self._accept(upload)
-        self.wake()
-
-    def _accept(self, upload: UploadArrived) -> None:
-        self._uploads.release(self._places[upload.child])
-        self.session.accept(upload, self.now())
+            self._uploads.release(self._places[upload.child])
+            self.session.accept(upload, self.now())
 
     def _soon(self, checking: Coroutine[Any, Any, None], *, name: str) -> None:
         task = asyncio.create_task(checking, name=name)

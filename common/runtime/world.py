@@ -94,31 +94,7 @@ class World(Protocol):
 class RealWorld:
     """Sockets, the operating system's random numbers, and its clock."""
 
-    def connection(
-        self,
-        address: BrokerAddress,
-        *,
-        client_id: str,
-        keepalive_s: int,
-        received: Received,
-        connected: Callable[[], Awaitable[None]],
-        lost: Callable[[], None],
-        find_place: FindPlace = lambda topic, size: None,
-        landed: Callable[[str, Place], None] = lambda topic, place: None,
-        will: tuple[str, bytes] | None = None,
-    ) -> Connection:
-        """Return a connection over TCP."""
-        return BrokerConnection(
-            address,
-            client_id=client_id,
-            keepalive_s=keepalive_s,
-            received=received,
-            connected=connected,
-            lost=lost,
-            find_place=find_place,
-            landed=landed,
-            will=will,
-        )
+    connection = staticmethod(BrokerConnection)
 
     async def packet_limit(self, address: BrokerAddress) -> int | None:
         """Ask the broker over a connection of its own."""

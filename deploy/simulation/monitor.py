@@ -57,7 +57,6 @@ class Evidence:
     starts: Counter[str] = field(default_factory=Counter)
     unheard: Counter[tuple[str, str]] = field(default_factory=Counter)
     late: int = 0
-    run_s: float = 0.0
 
 
 class Monitor:
@@ -108,7 +107,6 @@ class Monitor:
         """Take what the lab shows at its end."""
         self.look()
         evidence = self.evidence
-        evidence.run_s = lab.now()
         evidence.trained = lab.hardware.trained
         evidence.starts = Counter({node: len(worlds) for node, worlds in lab.worlds.items()})
         evidence.retained = sorted({topic for broker in lab.network.brokers.values() for topic in broker.retained})

@@ -22,11 +22,11 @@ from common.protocol.messages import (
     Result,
     Task,
 )
+from common.protocol.round_state import LIVING
 from common.protocol.traffic import Traffic
 from deploy.watching.meter import Meter
 
 SESSIONS_KEPT: Final = 8
-LIVING: Final = (NodeState.INIT, NodeState.READY)
 
 
 class Step(IntEnum):
