@@ -48,6 +48,7 @@ from deploy import broker, namespaces
 from deploy.namespaces import FRAME_BYTES, Namespace, joined
 
 RUN, PARENT, CHILD = "bench-1", "parent", "child"
+SESSION = "5e55104e"  # the parent's; a node learns it when it finds the run
 PORT = 1883
 SEGMENT_BYTES = 1448
 HEADER_BYTES = FRAME_BYTES - SEGMENT_BYTES
@@ -168,7 +169,7 @@ def payload_bytes(space: Namespace) -> tuple[int, int]:
 async def run_parent(setting: Setting) -> tuple[Told, list[float], list[float]]:
     """Play the rounds as their parent; return its counts, and the seconds of each round's two ways."""
     layout = layout_of(setting.model_bytes)
-    identity = Identity(RUN, PARENT, "institution", new_session())
+    identity = Identity(RUN, PARENT, "institution", SESSION)
     endpoint = ParentEndpoint(
         BrokerAddress("127.0.0.1", PORT), identity, links={CHILD: setting.link}, transfer=setting.transfer, shaped=False
     )
@@ -206,6 +207,7 @@ def run_child(host: str, setting: Setting, told: Connection) -> None:
             BrokerAddress(host, PORT),
             identity,
             parent=PARENT,
+            parent_session=SESSION,
             transfer=setting.transfer,
             link=setting.link,
             shaped=False,

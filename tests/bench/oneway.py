@@ -42,6 +42,7 @@ from common.spec import Closing, Transfer
 from deploy import broker
 
 RUN, PARENT, CHILD = "oneway-1", "parent", "child"
+SESSION = "5e55104e"  # the parent's; a node learns it when it finds the run
 TENSORS = 122  # as many as a ResNet-18's state_dict has
 TRANSFER = Transfer(idle_s=30.0)
 
@@ -108,7 +109,7 @@ async def _parent(
     """Return the seconds and the CPU seconds of each way, once for each repeat and once before."""
     layout = layout_of(model_bytes)
     endpoint = ParentEndpoint(
-        BrokerAddress("127.0.0.1", port), Identity(RUN, PARENT, "institution", new_session()), links={CHILD: Link()},
+        BrokerAddress("127.0.0.1", port), Identity(RUN, PARENT, "institution", SESSION), links={CHILD: Link()},
         transfer=TRANSFER,
     )  # fmt: skip
     endpoint.set_layout(layout)
@@ -153,7 +154,7 @@ def _child(port: int, model_bytes: int, arrivals: SimpleQueue[float]) -> None:
     async def run() -> None:
         endpoint = ChildEndpoint(
             BrokerAddress("127.0.0.1", port), Identity(RUN, CHILD, "device", new_session()), parent=PARENT,
-            transfer=TRANSFER, link=Link(),
+            parent_session=SESSION, transfer=TRANSFER, link=Link(),
         )  # fmt: skip
         out = layout.empty()
         layout.floats(out)[:] = 0

@@ -41,6 +41,7 @@ from deploy import broker
 
 RUN = "bench-1"
 PARENT = "parent"
+SESSION = "5e55104e"  # the parent's; a node learns it when it finds the run
 
 
 def layout_of(model_bytes: int) -> ModelLayout:
@@ -109,7 +110,7 @@ def _run_parent(port: int, names: list[str], model_bytes: int, pipe: Connection,
 
 async def _parent(port: int, names: list[str], model_bytes: int, pipe: Connection, home: str) -> None:
     layout = layout_of(model_bytes)
-    identity = Identity(RUN, PARENT, "institution", new_session())
+    identity = Identity(RUN, PARENT, "institution", SESSION)
     endpoint = ParentEndpoint(
         BrokerAddress("127.0.0.1", port),
         identity,
@@ -163,7 +164,12 @@ async def _device(port: int, name: str, model_bytes: int) -> None:
     layout = layout_of(model_bytes)
     identity = Identity(RUN, name, "device", new_session())
     endpoint = ChildEndpoint(
-        BrokerAddress("127.0.0.1", port), identity, parent=PARENT, transfer=Transfer(idle_s=30.0), link=Link()
+        BrokerAddress("127.0.0.1", port),
+        identity,
+        parent=PARENT,
+        parent_session=SESSION,
+        transfer=Transfer(idle_s=30.0),
+        link=Link(),
     )
     out = layout.empty()
     noise = 1e-3 * (1 + int(name.rpartition("-")[2]))

@@ -34,6 +34,7 @@ from common.spec import CLOUD, Closing, Transfer
 from deploy import broker
 
 RUN = "tiers-1"
+SESSION = "5e55104e"  # each parent's; a node learns it when it finds the run
 INSTITUTION = "institution"
 TRANSFER = Transfer(idle_s=60.0)
 
@@ -70,7 +71,7 @@ async def _cloud(
     layout = layout_of(model_bytes)
     endpoint = ParentEndpoint(
         BrokerAddress("127.0.0.1", port),
-        Identity(RUN, CLOUD, "cloud", new_session()),
+        Identity(RUN, CLOUD, "cloud", SESSION),
         links={INSTITUTION: Link(down_mbit=wan_mbit)},
         transfer=TRANSFER,
     )
@@ -101,9 +102,9 @@ def _institution(port: int, names: list[str], model_bytes: int, wan_mbit: float,
 
     async def run() -> None:
         layout = layout_of(model_bytes)
-        identity = Identity(RUN, INSTITUTION, "institution", new_session())
+        identity = Identity(RUN, INSTITUTION, "institution", SESSION)
         address = BrokerAddress("127.0.0.1", port)
-        up = ChildEndpoint(address, identity, parent=CLOUD, transfer=TRANSFER, link=Link())
+        up = ChildEndpoint(address, identity, parent=CLOUD, parent_session=SESSION, transfer=TRANSFER, link=Link())
         down = ParentEndpoint(
             address, identity, links=dict.fromkeys(names, Link(down_mbit=lan_mbit)), transfer=TRANSFER
         )
@@ -147,7 +148,7 @@ async def _device(port: int, name: str, model_bytes: int, arrivals: SimpleQueue[
     layout = layout_of(model_bytes)
     endpoint = ChildEndpoint(
         BrokerAddress("127.0.0.1", port), Identity(RUN, name, "device", new_session()), parent=INSTITUTION,
-        transfer=TRANSFER, link=Link(),
+        parent_session=SESSION, transfer=TRANSFER, link=Link(),
     )  # fmt: skip
     out = layout.empty()
 
