@@ -131,14 +131,14 @@ class ChildEndpoint(Endpoint):
         row = self._rows.array[0]
         current: asyncio.Task[None] | None = None
         async with asyncio.TaskGroup() as group:
-            while not self._over.done():
+            while True:
                 begin = group.create_task(self._tasks.get(), name="next task")
                 await asyncio.wait((begin, self._over), return_when=asyncio.FIRST_COMPLETED)
                 await _stop(current)
-                if begin.done():
-                    current = group.create_task(self._do(begin.result(), layout, row, work), name="task")
-                else:
+                if self._over.done():  # a task that came with it is void
                     begin.cancel()
+                    break
+                current = group.create_task(self._do(begin.result(), layout, row, work), name="task")
         self._model = None
         self._check_end()
 
