@@ -12,9 +12,10 @@ from cloud.iterations import LABELS, PHASES, Observe
 from cloud.results import RunFolder
 from cloud.run import CloudRun, tier_bytes
 from common.errors import FedstrataError
-from common.layout import Row
+from common.experiment.schema import CLOUD, Experiment
 from common.metrics import Metrics
-from common.net.link import BrokerAddress
+from common.model.layout import Row
+from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
 from common.protocol.messages import Announcement, NodeState
 from common.protocol.targets import ADDRESS
@@ -24,7 +25,6 @@ from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.targets import discovery
 from common.runtime.world import REAL, World, new_session
-from common.spec import CLOUD, Experiment
 from common.storage.spool import Spool
 
 FAREWELL_S = 10.0

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from common.aggregation.aggregator import Aggregator
 from common.errors import InvalidExperiment, RefusedModel
-from common.layout import ModelLayout, Row
+from common.model.layout import ModelLayout, Row
 from common.storage import states
 
 KEPT: Final = 2

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from common.errors import InvalidExperiment, RunFailed
-from common.layout import ModelLayout, Row
-from common.spec import Experiment
+from common.experiment.schema import Experiment
+from common.model.layout import ModelLayout, Row
 
 
 @dataclass(frozen=True, slots=True)

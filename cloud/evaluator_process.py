@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from common.errors import InvalidExperiment
-from common.layout import Row
+from common.experiment.schema import parse
 from common.learning import splits
 from common.learning.evaluation import Examiner
-from common.spec import parse
+from common.model.layout import Row
 
 
 def main() -> None:

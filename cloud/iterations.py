@@ -11,19 +11,19 @@ from cloud import checkpoint, tempo
 from cloud.checkpoint import RunState
 from cloud.evaluator import Accuracy
 from cloud.results import RunFolder
+from common.accounting.traffic import Traffic
 from common.aggregation.aggregator import Aggregator, Outcome
 from common.aggregation.selection import draw
 from common.aggregation.statistics import tensor_distances
+from common.experiment.schema import CLOUD, Experiment
 from common.host.offload import offload
-from common.layout import ModelLayout, Row
 from common.metrics import Metrics
+from common.model.layout import ModelLayout, Row
 from common.protocol import timeline
 from common.protocol.reports import plans_of
-from common.protocol.traffic import Traffic
 from common.randomness import Purpose, generator
 from common.runtime.children import Children
 from common.runtime.round import Round
-from common.spec import CLOUD, Experiment
 
 LABELS: Final = ("cloud", "", "")
 PHASES: Final = ("record", *timeline.PHASES, "aggregate", "evaluate")

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple, TypeAlias
 
-from common.protocol.ledger import Ledger
-from common.protocol.traffic import Measured, Traffic, Wire
-from common.spec import CLOUD
+from common.accounting.ledger import Ledger
+from common.accounting.traffic import Measured, Traffic, Wire
+from common.experiment.schema import CLOUD
 
 FIELDS: Final = (
     "tier", "from", "to", "kind", "payload_bytes", "message_bytes", "wire_bytes", "overhead_percent", "segments",

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Final
 
 from cloud import links
+from common.accounting.child_report import ChildReport
+from common.accounting.ledger import Ledger
 from common.errors import InvalidExperiment
-from common.protocol.ledger import Ledger
-from common.protocol.messages import ChildReport
+from common.experiment.schema import Experiment, load, to_toml
 from common.runtime.world import REAL, World
-from common.spec import Experiment, load, to_toml
 
 PACKAGES: Final = ("fedstrata", "aiomqtt", "paho-mqtt", "numpy", "msgpack", "torch")
 DEVICE_FIELDS: Final = (

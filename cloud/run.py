@@ -8,14 +8,14 @@ from pathlib import Path
 from cloud import checkpoint
 from cloud.iterations import Evaluate, GlobalIterations, Observe
 from cloud.results import RunFolder
-from common import advice
+from common.accounting.ledger import Ledger
 from common.aggregation import aggregator
 from common.errors import InvalidExperiment
-from common.layout import ModelLayout, Row
+from common.experiment import lint
+from common.experiment.schema import CLOUD
 from common.metrics import Metrics
-from common.protocol.ledger import Ledger
+from common.model.layout import ModelLayout, Row
 from common.runtime.children import Children
-from common.spec import CLOUD
 from common.storage.spool import Spool
 
 
@@ -89,7 +89,7 @@ class CloudRun:
                 "metrics": metrics_address,
             },
         )
-        for reason in advice.warnings(experiment):
+        for reason in lint.warnings(experiment):
             self._observe("warning", {"reason": reason})
 
     async def play(self) -> Path:

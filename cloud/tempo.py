@@ -22,7 +22,7 @@ from typing import Final
 import numpy as np
 
 from common.errors import RunFailed
-from common.spec import EpochControl
+from common.experiment.schema import EpochControl
 
 FLOOR: Final = 1e-12
 EQUAL: Final = 1e-12

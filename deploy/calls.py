@@ -13,25 +13,25 @@ from functools import partial
 
 import numpy as np
 
+from common.accounting.counters import Account
+from common.accounting.ledger import Ledger
+from common.accounting.traffic import Traffic
 from common.aggregation.uploads import Uploads
 from common.errors import RefusedModel, RunFailed
-from common.layout import ModelLayout, Row
+from common.experiment.schema import Closing, Codecs
+from common.model.codecs import Codec, codec_of
+from common.model.layout import ModelLayout, Row
 from common.protocol.closing import Standing, Verdict, judge
-from common.protocol.counters import Account
-from common.protocol.ledger import Ledger
 from common.protocol.manifest import describe
 from common.protocol.messages import Key, Phase, Result, Task
 from common.protocol.reports import check_report
 from common.protocol.timeline import Timeline
-from common.protocol.traffic import Traffic
 from common.runtime.arriving import Arriving
 from common.runtime.parent_endpoint import Observe
 from common.runtime.round import Round
 from common.runtime.work import Work
 from common.runtime.world import new_session, nothing
-from common.spec import Closing, Codecs
 from common.storage.spool import Spool
-from common.wire.codecs import Codec, codec_of
 
 
 class Clock:

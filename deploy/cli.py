@@ -31,7 +31,7 @@ from deploy.serving import serve_metrics
 from deploy.watching.command import watch
 
 if TYPE_CHECKING:
-    from common.spec import Experiment
+    from common.experiment.schema import Experiment
 
 SPOOL = "/var/tmp/fedstrata"  # kept over a restart of the machine, unlike /tmp
 
@@ -139,7 +139,7 @@ def run(
         if netns and resume is None:  # a resumed run keeps its experiment
             chosen = by_kernel(chosen, delays=not no_delay)
         if dry_run:
-            from common.spec import to_toml
+            from common.experiment.schema import to_toml
 
             typer.echo(f"{chosen.to_json()}\n" if output == "json" else to_toml(chosen), nl=False)
             return
@@ -329,7 +329,7 @@ def main() -> None:
 
 
 def _experiment(path: Path | None, overrides: list[str] | None, resume: Path | None) -> Any:
-    from common.spec import load
+    from common.experiment.schema import load
 
     if resume is not None:
         if path is not None or overrides:
@@ -342,9 +342,9 @@ def _experiment(path: Path | None, overrides: list[str] | None, resume: Path | N
 
 def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lines: bool, accelerator: str) -> None:
     from cloud.results import RunFolder
-    from common.hardware import Hardware
+    from common.experiment.hardware import Hardware
+    from common.experiment.links import Links
     from common.host.memory import keep_large_buffers
-    from common.links import Links
     from deploy.direct import play
     from deploy.progress import show
 

@@ -17,7 +17,7 @@ from deploy import logs
 from deploy.reporting import reporting
 
 if TYPE_CHECKING:
-    from common.net.link import BrokerAddress
+    from common.net.address import BrokerAddress
 
 Username = Annotated[str | None, typer.Option(help="Login at the broker.", envvar="FEDSTRATA_USERNAME")]
 PasswordFile = Annotated[
@@ -46,7 +46,7 @@ ConnectTimeout = Annotated[float, typer.Option(min=0.1, help="Seconds to reach t
 
 def address(text: str, username: str | None, password_file: Path | None) -> BrokerAddress:
     """Return the broker that host[:port] names, with its login. Raises InvalidExperiment."""
-    from common.net.link import BrokerAddress
+    from common.net.address import BrokerAddress
 
     host, _, port = text.partition(":")
     if not host or (port and not (port.isdecimal() and 0 < int(port) < 65_536)):

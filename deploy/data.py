@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from common.data import FOLDERS
 from common.errors import InvalidExperiment
+from common.experiment.data import FOLDERS
 from deploy.logs import tell
 from deploy.reporting import reporting
 
 if TYPE_CHECKING:
+    from common.experiment.schema import Experiment
     from common.learning.datasets import Dataset
-    from common.spec import Experiment
 
 COLUMNS = ("dataset", "train", "test", "shape", "classes", "tokens", "users", "digest")
 
@@ -36,8 +36,8 @@ def check(
     output: Output = "table",
 ) -> None:
     """Read data sets whole, as a run would, and describe them. Exit code 4 if one is missing or damaged."""
+    from common.experiment.schema import parse
     from common.learning import datasets
-    from common.spec import parse
 
     wanted = names or [name for name, folder in FOLDERS.items() if (root / folder).is_dir()]
     with reporting():
@@ -75,7 +75,7 @@ def partition(
     partition.npz has each device's indices (int64), partition.json their digest and the samples by class,
     partition.svg shows these.
     """
-    from common.spec import load
+    from common.experiment.schema import load
 
     with reporting():
         facts = write_partition(load(experiment, overrides or ()), out)

@@ -18,16 +18,16 @@ from cloud.evaluator import Accuracy
 from cloud.iterations import Observe
 from cloud.results import DIRECT, RunFolder
 from cloud.run import CloudRun
-from common.data import check_alike
 from common.errors import FedstrataError
-from common.layout import Row
+from common.experiment.data import check_alike
+from common.experiment.schema import CLOUD, Experiment
 from common.learning import splits
 from common.learning.evaluation import Examiner
 from common.metrics import Metrics
+from common.model.layout import Row
 from common.protocol.messages import Phase, Task
 from common.runtime.arriving import Arriving
 from common.runtime.work import Answer, Report, Work
-from common.spec import CLOUD, Experiment
 from common.storage.spool import Spool
 from deploy.calls import Calls, Clock
 from deploy.processes import interruptible

@@ -20,8 +20,8 @@ from cloud import tempo
 from common.aggregation.aggregator import Uploads, build
 from common.aggregation.fedadp import gompertz
 from common.aggregation.statistics import Doubles
-from common.layout import ModelLayout, Section
-from common.rules import FedAdp, FedAvg, FedCDA, FedCross, FedMR, Independent, Rule
+from common.experiment.aggregation import FedAdp, FedAvg, FedCDA, FedCross, FedMR, Independent, Rule
+from common.model.layout import ModelLayout, Section
 from deploy.svg import Panel, curve, matrices
 
 SEED: Final = 5  # FedMR's permutations differ from layer to layer; at some seeds two happen to be alike

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from common.errors import RunFailed
+from common.experiment.aggregation import remembers
+from common.experiment.schema import CLOUD, Experiment, to_toml
 from common.protocol.topics import DEFAULT_LAB
-from common.rules import remembers
 from common.runtime.lifecycle import UNEXPECTED
-from common.spec import CLOUD, Experiment, to_toml
 from deploy.logs import options, tell, words_of
 from deploy.network import Network, Open, one_host, shares
 from deploy.processes import interruptible, spawn, stop_all

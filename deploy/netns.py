@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from common.errors import InvalidExperiment
-from common.spec import CLOUD, Experiment
+from common.experiment.schema import CLOUD, Experiment
 from deploy import broker
 from deploy.logs import tell
 from deploy.namespaces import Wire, joined

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from common.errors import InvalidExperiment
-from common.spec import CLOUD, Experiment
+from common.experiment.schema import CLOUD, Experiment
 from deploy import broker
 from deploy.logs import tell
 from device.pool import cores

@@ -12,7 +12,7 @@ from deploy.reporting import reporting
 from deploy.tabular import size
 
 if TYPE_CHECKING:
-    from common.spec import Experiment
+    from common.experiment.schema import Experiment
 
 INTERFACE_MBIT = 1000.0
 
@@ -38,7 +38,7 @@ def plan(
     Without --one-host each node has a machine of its own, as fast as this one.
     """
     from common.errors import InvalidExperiment
-    from common.spec import load
+    from common.experiment.schema import load
 
     with reporting():
         found = predict(load(experiment, overrides or ()), one_host=one_host, interface_mbit=interface)

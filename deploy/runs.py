@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from cloud.results import DIRECT, held
 from common.errors import InvalidExperiment
-from common.spec import Topology, parse
+from common.experiment.schema import Topology, parse
 from deploy.records import (
     COUNTS,
     PREDICTION,

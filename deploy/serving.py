@@ -8,7 +8,7 @@ from common.errors import InvalidExperiment
 
 if TYPE_CHECKING:
     from common.metrics import Metrics
-    from common.net.link import BrokerAddress
+    from common.net.address import BrokerAddress
 
 
 def serve_metrics(address: str, *, broker: BrokerAddress) -> tuple[Metrics, str]:

@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.data import check_alike, permit
 from common.errors import InvalidExperiment
-from common.layout import ModelLayout, Row
+from common.experiment.data import check_alike, permit
+from common.experiment.schema import Experiment, parse
 from common.metrics import Metrics
-from common.net.link import BrokerAddress
+from common.model.layout import ModelLayout, Row
+from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
 from common.protocol.messages import Announcement, NodeState, Phase, Task
 from common.protocol.topics import DEFAULT_LAB, check_lab
@@ -21,7 +22,6 @@ from common.runtime.exports import export_child
 from common.runtime.lifecycle import live
 from common.runtime.work import Answer, Report
 from common.runtime.world import REAL, World, new_session
-from common.spec import Experiment, parse
 from common.storage.spool import Spool
 from device.jobs import Prepared, TrainingPool
 from device.pace import keep

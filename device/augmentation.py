@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.training import Augmentation
+from common.experiment.training import Augmentation
 
 
 @dataclass(frozen=True, slots=True, eq=False)

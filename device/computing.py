@@ -7,7 +7,7 @@ import os
 import torch
 
 from common.errors import InvalidExperiment
-from common.training import Training
+from common.experiment.training import Training
 from device.accelerators import choose
 
 

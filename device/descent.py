@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.sgd import sgd
 
-from common.training import Training
+from common.experiment.training import Training
 
 Forward = Callable[[Tensor], Tensor]
 

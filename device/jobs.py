@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
+from common.accounting.child_report import TrainingPath
 from common.errors import FedstrataError
-from common.layout import ModelLayout, Row
-from common.protocol.messages import TrainingPath
-from common.spec import Experiment
+from common.experiment.schema import Experiment
+from common.model.layout import ModelLayout, Row
 
 Progress: TypeAlias = Callable[[int, int], None]
 

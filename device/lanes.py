@@ -9,8 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+from common.accounting.child_report import TrainingPath
 from common.host.offload import offload
-from common.protocol.messages import TrainingPath
 from device.gathering import most_together
 from device.jobs import Device, Ending, Job, Order, Prepared
 

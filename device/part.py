@@ -9,7 +9,7 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from common import spec
+from common.experiment import schema
 from common.learning import datasets, splits
 from common.learning.inputs import Inputs
 from common.randomness import Purpose, generator
@@ -33,7 +33,7 @@ class Part:
     partition: str
 
 
-def load_part(experiment: spec.Experiment, node: str, *, accelerator: torch.device) -> Part:
+def load_part(experiment: schema.Experiment, node: str, *, accelerator: torch.device) -> Part:
     """Load the data and find the device's part. Takes seconds. Raises InvalidExperiment."""
     dataset = datasets.load(experiment.data, node=node)
     samples, partition = torch.arange(len(dataset.train_labels)), ""
@@ -49,7 +49,7 @@ def load_part(experiment: spec.Experiment, node: str, *, accelerator: torch.devi
 
 
 def batches(
-    part: Part, experiment: spec.Experiment, *, node: str, epochs: int, round_: int
+    part: Part, experiment: schema.Experiment, *, node: str, epochs: int, round_: int
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield each step's (epoch, inputs [b, ...], labels int64 [b]): a new order each epoch, the last batch kept."""
     training = experiment.training
@@ -68,7 +68,7 @@ def batches(
 
 
 def orders(
-    part: Part, experiment: spec.Experiment, *, node: str, epochs: int, round_: int
+    part: Part, experiment: schema.Experiment, *, node: str, epochs: int, round_: int
 ) -> Iterator[tuple[Tensor, augmentation.Changes | None]]:
     """Yield each epoch's samples in the order of its batches, int64 [n] places in the images, and their changes."""
     training, device, count = experiment.training, part.samples.device, len(part.samples)

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.layout import Row
 from common.learning import models
+from common.model.layout import Row
 from device.descent import descend, forward_of
 from device.stacked import Recipe, Stack
 from device.stacking import Load, Plan, plan

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, Self
 
-from common.layout import Row
-from common.spec import Experiment
+from common.experiment.schema import Experiment
+from common.model.layout import Row
 from device.accelerators import choose, may_have_gpu
 from device.gathering import gather
 from device.jobs import Device, Job, LocalResult, Order, Prepared, Progress, Wish

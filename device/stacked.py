@@ -18,9 +18,9 @@ from torch.func import functional_call, vmap
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _NormBase
 
-from common.layout import ModelLayout, Row, Section
+from common.experiment.training import Training
 from common.learning.datasets import Normalise
-from common.training import Training
+from common.model.layout import ModelLayout, Row, Section
 from device.augmentation import Changes, change
 from device.descent import step as sgd_step
 

@@ -11,11 +11,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from common.accounting.child_report import TrainingPath
 from common.errors import RunFailed
+from common.experiment.schema import Experiment
+from common.experiment.training import learning_rate
 from common.learning import datasets, models
-from common.protocol.messages import TrainingPath
-from common.spec import Experiment
-from common.training import learning_rate
 from device.augmentation import Changes
 from device.computing import set_up, use_one_thread
 from device.gathering import Stacking

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from common.errors import RunFailed
-from common.layout import Row
+from common.model.layout import Row
 from device.augmentation import Changes
 from device.jobs import Cancelled, Progress
 from device.stacked import Batch, Recipe, Stack

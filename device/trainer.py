@@ -14,13 +14,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from common import spec
 from common.errors import InvalidExperiment, RunFailed
-from common.layout import ModelLayout, Row
+from common.experiment import schema
+from common.experiment.training import learning_rate
 from common.learning import models
 from common.learning.nets.layers import reseed
+from common.model.layout import ModelLayout, Row
 from common.randomness import Purpose, torch_seed
-from common.training import learning_rate
 from device.computing import resolve_accelerator, set_up, use_one_thread
 from device.descent import Forward, descend, forward_of
 from device.jobs import Cancelled, LocalResult, Progress
@@ -42,7 +42,7 @@ class _Prepared:
 class Trainer:
     """Trains one device's model; `prepare` first, then `train` any number of times, one at a time."""
 
-    def __init__(self, experiment: spec.Experiment, *, node: str, accelerator: str) -> None:
+    def __init__(self, experiment: schema.Experiment, *, node: str, accelerator: str) -> None:
         """Check the node and the accelerator ('cpu', 'cuda', 'cuda:N', 'auto'). Raises InvalidExperiment."""
         names = experiment.topology.device_names()
         if node not in names:

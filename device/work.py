@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from common.layout import Row
+from common.model.layout import Row
 from common.protocol.messages import Task
 from common.runtime.work import Answer
 from device.jobs import LocalResult, Progress

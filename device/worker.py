@@ -28,8 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from common.errors import FedstrataError, InvalidExperiment
+from common.experiment.schema import Experiment, parse
 from common.host.memory import keep_large_buffers
-from common.spec import Experiment, parse
 from device.jobs import Cancelled, Device, Ending, LocalResult, Order
 from device.shared import SharedRows
 

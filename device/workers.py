@@ -17,10 +17,10 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
+from common.accounting.child_report import TrainingPath
 from common.errors import InvalidExperiment, RunFailed
 from common.host.offload import offload
-from common.layout import ModelLayout
-from common.protocol.messages import TrainingPath
+from common.model.layout import ModelLayout
 from device.gathering import most_together
 from device.jobs import Cancelled, Device, Job, LocalResult, Prepared
 from device.shared import SharedRows, open_memory

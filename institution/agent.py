@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.errors import InvalidExperiment
-from common.layout import ModelLayout
+from common.experiment.schema import CLOUD, Experiment, parse
 from common.metrics import Metrics
-from common.net.link import BrokerAddress
+from common.model.layout import ModelLayout
+from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
 from common.protocol.messages import NodeState
 from common.protocol.round_state import LIVING
@@ -22,7 +23,6 @@ from common.runtime.exports import export_child, export_parent
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.world import REAL, World, new_session
-from common.spec import CLOUD, Experiment, parse
 from common.storage.spool import Spool
 from institution.rounds import LocalRounds
 

@@ -10,20 +10,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
+from common.accounting.child_report import ChildReport
+from common.accounting.traffic import Measured
 from common.aggregation import aggregator
 from common.aggregation.aggregator import Outcome
 from common.aggregation.selection import draw
+from common.experiment.aggregation import remembers
+from common.experiment.schema import Experiment
 from common.host.offload import offload
-from common.layout import ModelLayout, Row
 from common.metrics import Metrics
-from common.protocol.messages import ChildReport, Phase, Task
-from common.protocol.traffic import Measured
-from common.rules import remembers
+from common.model.layout import ModelLayout, Row
+from common.protocol.messages import Phase, Task
 from common.runtime.arriving import Arriving
 from common.runtime.children import Children
 from common.runtime.round import Round
 from common.runtime.work import Answer, Report
-from common.spec import Experiment
 from common.storage.spool import Spool
 from institution.memory import Memory
 

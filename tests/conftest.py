@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from cloud.results import RunFolder
+from common.experiment.schema import parse
 from common.protocol.messages import Manifest
-from common.spec import parse
 
 settings.register_profile(
     "same", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]

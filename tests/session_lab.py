@@ -20,7 +20,9 @@ import msgpack
 import numpy as np
 import xxhash
 
-from common.links import Link
+from common.accounting.traffic import Wire
+from common.experiment.links import Link
+from common.experiment.schema import Closing, Transfer
 from common.protocol import serialization, topics
 from common.protocol.child_events import ModelArrived, ModelFailed, TaskReceived
 from common.protocol.child_session import ChildSession
@@ -32,8 +34,6 @@ from common.protocol.parent_events import UploadArrived, UploadOffered
 from common.protocol.parent_session import ParentSession
 from common.protocol.round_state import Assignment, Closed, Stalled
 from common.protocol.session import Session
-from common.protocol.traffic import Wire
-from common.spec import Closing, Transfer
 
 LAB, RUN, PARENT, LAYOUT = "lab", "run-1", "cloud", "layout"
 CHUNK = 1024

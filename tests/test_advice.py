@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from common.advice import warnings
-from common.rules import RULES
-from common.spec import load, parse
+from common.experiment.aggregation import RULES
+from common.experiment.lint import warnings
+from common.experiment.schema import load, parse
 
 FILES = sorted((Path(__file__).parent.parent / "deploy" / "experiments").glob("*.toml"))
 SIZE: dict[str, Any] = {"iterations": 100, "topology": {"institutions": 3, "devices": 12}}

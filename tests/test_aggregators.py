@@ -16,10 +16,10 @@ from common.aggregation import fedcross, fedmr
 from common.aggregation.aggregator import Aggregator, Outcome, Uploads, build
 from common.aggregation.fedadp import gompertz
 from common.aggregation.statistics import gram, gram_by_entry
-from common.layout import ModelLayout, Row, Section
+from common.experiment.aggregation import FedCross, FedMR, remembers
+from common.experiment.schema import parse
+from common.model.layout import ModelLayout, Row, Section
 from common.randomness import Purpose, generator
-from common.rules import FedCross, FedMR, remembers
-from common.spec import parse
 
 Rows = npt.NDArray[np.uint8]
 Doubles = npt.NDArray[np.float64]

@@ -9,12 +9,12 @@ from typing import Literal
 import pytest
 
 from common.errors import DuplicateName, NoProgress
-from common.links import Link
+from common.experiment.links import Link
+from common.experiment.schema import Closing, Transfer
 from common.protocol import serialization, topics
 from common.protocol.messages import NodeState, Presence
 from common.protocol.session import SILENT_MOST_S
 from common.runtime.parent_endpoint import ParentEndpoint
-from common.spec import Closing, Transfer
 from deploy.simulation.broker import BrokerSession, SessionWill
 from tests.helpers.nodes import (
     FINE,

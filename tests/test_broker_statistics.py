@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from common.links import Link
-from common.net.link import BrokerAddress
+from common.experiment.links import Link
+from common.experiment.schema import Transfer
+from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
 from common.protocol.messages import NodeState
 from common.runtime.broker_statistics import DROPPED, HEAP, BrokerStatistics
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.world import new_session
-from common.spec import Transfer
 from deploy import broker
 
 

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.accounting.traffic import Measured
 from common.errors import InvalidExperiment
-from common.links import Link, Links, Way, Ways
+from common.experiment.links import Link, Links, Way, Ways
+from common.experiment.schema import Closing, Transfer
 from common.protocol.messages import Probe, Probed
-from common.protocol.traffic import Measured
 from common.runtime import calibration
 from common.runtime.calibration import TOGETHER_BYTES_S, TOGETHER_MOST, measure_all
-from common.spec import Closing, Transfer
 from tests.helpers.nodes import PARENT, child_of, layout_of, living, parent_of, together
 from tests.helpers.sites import SimulatedSite, virtual
 

@@ -20,9 +20,9 @@ import pytest
 from paho.mqtt import client as mqtt
 
 from common.errors import WireError
+from common.experiment.schema import load, parse
 from common.protocol import serialization
 from common.protocol.messages import NodeState, Presence
-from common.spec import load, parse
 from deploy import broker
 from deploy.processes import free_port
 

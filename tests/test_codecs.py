@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from common.codec_names import DOWN, UP
 from common.errors import InvalidExperiment, RefusedModel, WireError
-from common.layout import ModelLayout, Row, Section
-from common.spec import parse
-from common.wire.codecs import CODECS, Codec, codec_of
-from common.wire.forms import PIECE_COLUMNS, SCALE_COLUMNS
+from common.experiment.codecs import DOWN, UP
+from common.experiment.schema import parse
+from common.model.codecs import CODECS, Codec, codec_of
+from common.model.layout import ModelLayout, Row, Section
+from common.model.quantizers import PIECE_COLUMNS, SCALE_COLUMNS
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 TINY = 2.0**-126

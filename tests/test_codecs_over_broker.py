@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from common.errors import RunFailed
-from common.layout import ModelLayout, Row
+from common.experiment.schema import Closing, Codecs, Transfer
+from common.model.codecs import codec_of
+from common.model.layout import ModelLayout, Row
 from common.protocol.messages import Result
 from common.protocol.sender import Publication
 from common.runtime.child_endpoint import ChildEndpoint
-from common.spec import Closing, Codecs, Transfer
-from common.wire.codecs import codec_of
 from tests.helpers.nodes import (
     FINE,
     PARENT,

@@ -15,17 +15,18 @@ from typing import Any
 import pytest
 
 from common.errors import ConnectionFailed
-from common.links import Link
-from common.net import link
+from common.experiment.links import Link
+from common.experiment.schema import Transfer
+from common.net import connection
+from common.net.address import BrokerAddress
 from common.net.bulk import Body
 from common.net.client import MqttClient
+from common.net.connection import BrokerConnection, pause_s
 from common.net.failures import FailureLog
-from common.net.link import BrokerAddress, BrokerConnection, pause_s
 from common.protocol.identity import Identity
 from common.protocol.messages import NodeState
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.world import new_session
-from common.spec import Transfer
 from deploy import broker
 
 PATIENCE_S = 30.0
@@ -259,7 +260,7 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         failed.append(attempt)
         return 0.0
 
-    monkeypatch.setattr(link, "pause_s", pause)
+    monkeypatch.setattr(connection, "pause_s", pause)
     return failed
 
 
@@ -328,7 +329,7 @@ def test_only_a_connection_that_has_worked_resets_the_pauses(attempts: list[int]
 def test_a_connection_that_lasts_has_worked(
     attempts: list[int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link, "LIVED_S", 0.3)
+    monkeypatch.setattr(connection, "LIVED_S", 0.3)
 
     async def run() -> None:
         def answer(kind: int, _body: bytes) -> bytes | None:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
+from common.experiment.schema import load
 from common.learning import datasets, partitions
-from common.spec import load
 from deploy.cli import app
 from deploy.partition_picture import figure
 

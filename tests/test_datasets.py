@@ -14,14 +14,14 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from common import spec
 from common.errors import InvalidExperiment
+from common.experiment import schema
 from common.learning import datasets
 from common.learning.inputs import Inputs
 
 
-def data(name: str, root: Path) -> spec.Data:
-    return spec.parse({"data": {"dataset": name, "root": str(root)}}).data
+def data(name: str, root: Path) -> schema.Data:
+    return schema.parse({"data": {"dataset": name, "root": str(root)}}).data
 
 
 def idx(array: npt.NDArray[np.uint8]) -> bytes:
@@ -74,7 +74,7 @@ def write_cifar(root: Path) -> tuple[npt.NDArray[np.uint8], list[int]]:
 
 
 def test_digits_are_split_by_class() -> None:
-    digits = datasets.load(spec.Data())
+    digits = datasets.load(schema.Data())
     assert digits.train_images.shape == (1438, 1, 8, 8) and digits.test_images.shape == (359, 1, 8, 8)
     assert digits.train_images.dtype == torch.uint8 and digits.train_labels.dtype == torch.int64
     assert digits.train_images.max() == 16
@@ -84,12 +84,12 @@ def test_digits_are_split_by_class() -> None:
 
 
 def test_digits_test_set_is_fixed() -> None:
-    test = datasets.load(spec.Data()).test_images.double().sum((1, 2, 3))
+    test = datasets.load(schema.Data()).test_images.double().sum((1, 2, 3))
     assert (test[:5].tolist(), test.sum().item()) == ([290, 319, 286, 257, 322], 111932)
 
 
 def test_normalised_digits_have_mean_0_and_deviation_1() -> None:
-    digits = datasets.load(spec.Data())
+    digits = datasets.load(schema.Data())
     images = digits.normaliser()(digits.train_images)
     assert images.dtype == torch.float32
     assert images.mean().abs() < 2e-3 and (images.std() - 1).abs() < 2e-3
@@ -98,7 +98,7 @@ def test_normalised_digits_have_mean_0_and_deviation_1() -> None:
 
 
 def test_noise_has_its_deviation_and_is_always_the_same() -> None:
-    clean, noisy = datasets.load(spec.Data()), datasets.load(spec.Data(noise=0.4))
+    clean, noisy = datasets.load(schema.Data()), datasets.load(schema.Data(noise=0.4))
     for name in ("train_images", "test_images"):
         noise = (getattr(noisy, name) - getattr(clean, name).float()) * noisy.scale
         assert float(noise.std()) == pytest.approx(0.4, rel=0.01) and abs(float(noise.mean())) < 0.005
@@ -108,17 +108,17 @@ def test_noise_has_its_deviation_and_is_always_the_same() -> None:
     normalised = noisy.normaliser()(noisy.test_images)
     assert normalised.dtype == torch.float32 and torch.equal(noisy.test_images, before)
     datasets._load.cache_clear()
-    assert torch.equal(datasets.load(spec.Data(noise=0.4)).test_images, before)
+    assert torch.equal(datasets.load(schema.Data(noise=0.4)).test_images, before)
 
 
 def test_noise_is_for_images() -> None:
     with pytest.raises(InvalidExperiment, match=r"data\.noise = 0\.1: sent140 is text"):
-        spec.parse({"data": {"dataset": "sent140", "noise": 0.1}, "model": {"name": "sent_lstm"}})
+        schema.parse({"data": {"dataset": "sent140", "noise": 0.1}, "model": {"name": "sent_lstm"}})
 
 
 def test_one_data_set_per_process() -> None:
     loaded: list[datasets.Dataset] = []
-    threads = [threading.Thread(target=lambda: loaded.append(datasets.load(spec.Data()))) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: loaded.append(datasets.load(schema.Data()))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -197,8 +197,8 @@ def write_cifar100(root: Path) -> npt.NDArray[np.uint8]:
 def test_cifar100_has_two_kinds_of_labels(tmp_path: Path) -> None:
     images = write_cifar100(tmp_path)
     tree = {"dataset": "cifar100", "root": str(tmp_path)}
-    fine = datasets.load(spec.parse({"data": tree}).data)
-    coarse = datasets.load(spec.parse({"data": {**tree, "labels": "coarse"}}).data)
+    fine = datasets.load(schema.parse({"data": tree}).data)
+    coarse = datasets.load(schema.parse({"data": {**tree, "labels": "coarse"}}).data)
     assert np.array_equal(fine.train_images, images[:4]) and np.array_equal(coarse.test_images, images[4:])
     assert (fine.train_labels.tolist(), fine.test_labels.tolist()) == ([99, 0, 5, 7], [3, 1])
     assert (coarse.train_labels.tolist(), coarse.test_labels.tolist()) == ([19, 4, 1, 2], [8, 0])
@@ -211,9 +211,9 @@ def test_cifar100_without_the_labels_that_are_wanted(tmp_path: Path) -> None:
     images = write_cifar100(tmp_path)
     (tmp_path / "cifar-100-python" / "test").write_bytes(python2_batch(images[4:], [], fine_labels=[3, 1]))
     tree = {"dataset": "cifar100", "root": str(tmp_path)}
-    assert datasets.load(spec.parse({"data": tree}).data).classes == 100
+    assert datasets.load(schema.parse({"data": tree}).data).classes == 100
     with pytest.raises(InvalidExperiment, match=r"cifar-100-python/test.*coarse_labels"):
-        datasets.load(spec.parse({"data": {**tree, "labels": "coarse"}}).data)
+        datasets.load(schema.parse({"data": {**tree, "labels": "coarse"}}).data)
 
 
 def test_each_node_may_have_a_root_of_its_own(tmp_path: Path) -> None:

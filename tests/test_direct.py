@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 
 from cloud.results import RunFolder
 from common.errors import InvalidExperiment, RunFailed
-from common.layout import ModelLayout, Section
+from common.experiment.schema import Closing, Codecs, parse, to_toml
+from common.model.layout import ModelLayout, Section
 from common.protocol.messages import Task
 from common.runtime.arriving import Arriving
 from common.runtime.work import Answer, Report, Work
-from common.spec import Closing, Codecs, parse, to_toml
 from common.storage.spool import Spool
 from deploy.calls import Calls, Clock
 from deploy.cli import app

@@ -12,8 +12,8 @@ from typing import Any, Final
 import pytest
 from pydantic import BaseModel
 
-from common.rules import RULES
-from common.spec import EpochControl, parse
+from common.experiment.aggregation import RULES
+from common.experiment.schema import EpochControl, parse
 from deploy import metrics_table, sketches
 from deploy.drawing import PICTURES
 from deploy.manual import manual

@@ -28,22 +28,22 @@ from cloud.checkpoint import RunState
 from cloud.evaluator import Accuracy
 from cloud.iterations import GlobalIterations
 from cloud.results import RunFolder
+from common.accounting.counters import Account
+from common.accounting.ledger import Ledger
 from common.aggregation import aggregator
 from common.errors import InvalidExperiment, WireError
-from common.layout import ModelLayout, Row, Section
+from common.experiment.aggregation import FedAvg
+from common.experiment.schema import Closing, Experiment, parse, to_toml
 from common.metrics import Metrics
-from common.net.link import BrokerAddress
+from common.model.layout import ModelLayout, Row, Section
+from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
-from common.protocol.counters import Account
 from common.protocol.identity import Identity
-from common.protocol.ledger import Ledger
 from common.protocol.messages import Announcement, Message, NodeState, Phase, Presence, Progress, Task
-from common.rules import FedAvg
 from common.runtime import discovery
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.world import new_session
-from common.spec import Closing, Experiment, parse, to_toml
 from deploy import broker
 from deploy.broker import Broker
 from device.agent import DeviceAgent

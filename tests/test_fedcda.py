@@ -21,10 +21,10 @@ from common.aggregation.fedcda import Candidates, group, plan, search
 from common.aggregation.statistics import gram
 from common.aggregation.uploads import Outcome, Uploads
 from common.errors import InvalidExperiment
-from common.layout import ModelLayout, Section
+from common.experiment.aggregation import FedCDA, remembers
+from common.experiment.schema import parse
+from common.model.layout import ModelLayout, Section
 from common.randomness import Purpose, generator
-from common.rules import FedCDA, remembers
-from common.spec import parse
 
 Doubles = npt.NDArray[np.float64]
 

@@ -17,8 +17,8 @@ from common.aggregation import fedcross, mixing
 from common.aggregation.fedcross import Stage, by_similarity, in_order, pairwise, plan, stage
 from common.aggregation.mixing import Mixtures, whole
 from common.aggregation.statistics import Gram, gram, gram_by_entry
-from common.layout import ModelLayout, Section
-from common.rules import FedCross
+from common.experiment.aggregation import FedCross
+from common.model.layout import ModelLayout, Section
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from common.aggregation import mixing
 from common.aggregation.fedmr import layers, plan
-from common.layout import ModelLayout, Section
-from common.rules import FedMR
+from common.experiment.aggregation import FedMR
+from common.model.layout import ModelLayout, Section
 
 Rows = npt.NDArray[np.uint8]
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from common import spec
+from common.accounting.child_report import TrainingPath
 from common.errors import InvalidExperiment
-from common.layout import ModelLayout, Row, Section
+from common.experiment import schema
 from common.learning import datasets, models
-from common.protocol.messages import TrainingPath
+from common.model.layout import ModelLayout, Row, Section
 from common.randomness import Purpose, generator
 from device import gathering, stacks
 from device.gathering import VARIABLE, Stacking, gather, most_together, stacking
@@ -37,11 +37,11 @@ def _always(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
 
 
-def experiment(model: str = "cnn_digits", **training: Any) -> spec.Experiment:
-    return spec.parse({"model": {"name": model}, "topology": {"devices": 4}, "training": {**QUICK, **training}})
+def experiment(model: str = "cnn_digits", **training: Any) -> schema.Experiment:
+    return schema.parse({"model": {"name": model}, "topology": {"devices": 4}, "training": {**QUICK, **training}})
 
 
-def rows_of(lab: spec.Experiment) -> tuple[ModelLayout, list[Row]]:
+def rows_of(lab: schema.Experiment) -> tuple[ModelLayout, list[Row]]:
     module = models.build(lab.model.name, lab.seed, inputs=datasets.load(lab.data).inputs)
     layout, rows = models.layout_of(module), []
     for k in range(4):
@@ -54,7 +54,7 @@ def rows_of(lab: spec.Experiment) -> tuple[ModelLayout, list[Row]]:
     return layout, rows
 
 
-def alone(lab: spec.Experiment, k: int, row: Row, *, epochs: int, round_: int) -> tuple[Row, LocalResult]:
+def alone(lab: schema.Experiment, k: int, row: Row, *, epochs: int, round_: int) -> tuple[Row, LocalResult]:
     trainer = Trainer(lab, node=f"device-{k}", accelerator="cpu")
     trainer.prepare()
     out, never = trainer.layout.empty(), threading.Event()
@@ -64,7 +64,7 @@ def alone(lab: spec.Experiment, k: int, row: Row, *, epochs: int, round_: int) -
 class Work:
     """Four devices' orders, and how each ended."""
 
-    def __init__(self, lab: spec.Experiment, *, rounds: tuple[int, ...] = (2, 2, 2, 2)) -> None:
+    def __init__(self, lab: schema.Experiment, *, rounds: tuple[int, ...] = (2, 2, 2, 2)) -> None:
         self.lab = lab
         self.layout, self.rows = rows_of(lab)
         self.outs = [self.layout.empty() for _ in self.rows]

@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import nn
 
-from common import spec
-from common.layout import Row
+from common.experiment import schema
 from common.learning import datasets, models
 from common.learning.evaluation import evaluate
 from common.learning.nets.layers import Dropout
+from common.model.layout import Row
 from device.trainer import LocalResult, Trainer
 
 GPU = "cuda"
@@ -43,9 +43,9 @@ def write_leaf(root: Path) -> None:
         (folder / "all.json").write_text(json.dumps(tree))
 
 
-def text_lab(root: Path, **training: Any) -> spec.Experiment:
+def text_lab(root: Path, **training: Any) -> schema.Experiment:
     write_leaf(root)
-    return spec.parse(
+    return schema.parse(
         {
             "data": {"dataset": "shakespeare", "root": str(root), "partition": "natural"},
             "model": {"name": "char_lstm"},
@@ -55,13 +55,13 @@ def text_lab(root: Path, **training: Any) -> spec.Experiment:
     )
 
 
-def make(lab: spec.Experiment, node: str = "device-0", *, accelerator: str = GPU) -> Trainer:
+def make(lab: schema.Experiment, node: str = "device-0", *, accelerator: str = GPU) -> Trainer:
     trainer = Trainer(lab, node=node, accelerator=accelerator)
     trainer.prepare()
     return trainer
 
 
-def initial(lab: spec.Experiment) -> Row:
+def initial(lab: schema.Experiment) -> Row:
     module = models.build(lab.model.name, lab.seed, inputs=datasets.load(lab.data).inputs)
     layout = models.layout_of(module)
     row = layout.empty()
@@ -140,15 +140,15 @@ class _Dropping(nn.Module):
 
 
 @pytest.fixture
-def dropping(monkeypatch: pytest.MonkeyPatch) -> spec.Experiment:
+def dropping(monkeypatch: pytest.MonkeyPatch) -> schema.Experiment:
     torch.manual_seed(1)
     source = _Dropping()
     monkeypatch.setattr(models, "build", lambda *_, **__: copy.deepcopy(source))
     # One batch: the order of the samples matters to dropout alone.
-    return spec.parse({"topology": {"devices": 4}, "training": {"batch_size": 1000, "learning_rate": 0.5}})
+    return schema.parse({"topology": {"devices": 4}, "training": {"batch_size": 1000, "learning_rate": 0.5}})
 
 
-def test_dropout_depends_on_seed_node_and_round_alone(dropping: spec.Experiment) -> None:
+def test_dropout_depends_on_seed_node_and_round_alone(dropping: schema.Experiment) -> None:
     row = initial(dropping)
     trainers = [make(dropping), make(dropping), make(dropping, "device-1")]
     torch.cuda.manual_seed(2)
@@ -160,7 +160,7 @@ def test_dropout_depends_on_seed_node_and_round_alone(dropping: spec.Experiment)
     assert np.array_equal(first, run(trainers[0], row)[0])
 
 
-def test_dropout_keeps_half_on_either_device(dropping: spec.Experiment) -> None:
+def test_dropout_keeps_half_on_either_device(dropping: schema.Experiment) -> None:
     row = initial(dropping)
     dropped = [run(make(dropping, accelerator=where), row)[1].loss for where in ("cpu", GPU)]
     # The draws are other ones, so the losses differ, but by chance only.

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cloud.results import RunFolder
-from common import hardware
 from common.errors import InvalidExperiment
-from common.hardware import Machine, Pace, shipped
+from common.experiment import hardware
+from common.experiment.hardware import Machine, Pace, shipped
+from common.experiment.schema import load, parse, to_toml
 from common.protocol.messages import Phase
 from common.runtime.work import Answer
-from common.spec import load, parse, to_toml
 from device import pace
 
 # What the experiment says

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 from xxhash import xxh3_64_digest
 
+from common.accounting.traffic import Traffic, Wire
 from common.errors import NoProgress, RunFailed, WireError
-from common.layout import ModelLayout
-from common.links import Link
+from common.experiment.links import Link
+from common.experiment.schema import Transfer
+from common.model.layout import ModelLayout
 from common.protocol import serialization, topics
 from common.protocol.manifest import describe
 from common.protocol.messages import (
@@ -40,8 +42,6 @@ from common.protocol.messages import (
     WhoIsThere,
 )
 from common.protocol.refusals import Refusal
-from common.protocol.traffic import Traffic, Wire
-from common.spec import Transfer
 from tests.helpers.nodes import (
     FINE,
     LAB,

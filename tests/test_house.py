@@ -30,7 +30,7 @@ def test_imports_run_strictly_downward() -> None:
     [
         ("aiomqtt", {"common/net/client.py"}),
         ("prometheus_client", {"common/metrics.py"}),
-        ("zstandard", {"common/wire/codecs.py"}),
+        ("zstandard", {"common/model/codecs.py"}),
         ("torch", {"common/learning", "device/"}),
         ("PIL", {"common/learning/readers/folder.py", "deploy/raster.py"}),
     ],

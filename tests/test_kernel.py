@@ -22,18 +22,19 @@ import pytest
 
 from cloud import links
 from cloud.results import RunFolder
-from common.layout import ModelLayout, Section
-from common.net.kernel import WireMeter, tcp_info
-from common.net.link import BrokerAddress
-from common.protocol.counters import Account
-from common.protocol.ledger import Ledger
-from common.protocol.messages import ChildReport, Gone, Task
+from common.accounting.child_report import ChildReport
+from common.accounting.counters import Account
+from common.accounting.ledger import Ledger
+from common.accounting.tcp import WireMeter, tcp_info
+from common.accounting.traffic import Measured, Traffic, Wire
+from common.experiment.schema import Closing, Experiment, Transfer
+from common.model.layout import ModelLayout, Section
+from common.net.address import BrokerAddress
+from common.protocol.messages import Gone, Task
 from common.protocol.participant import ParticipantState
-from common.protocol.traffic import Measured, Traffic, Wire
 from common.runtime.arriving import Arriving
 from common.runtime.endpoint import Endpoint
 from common.runtime.work import Answer, Report
-from common.spec import Closing, Experiment, Transfer
 from deploy import broker
 from deploy.broker import Broker
 from tests.helpers.nodes import child_of, introduced, living, parent_of

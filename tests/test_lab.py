@@ -17,10 +17,10 @@ import numpy.typing as npt
 import pytest
 from safetensors.numpy import load_file
 
+from common.experiment.schema import Experiment, load
 from common.learning import models
 from common.learning.inputs import Inputs
-from common.spec import Experiment, load
-from common.wire.codecs import codec_of
+from common.model.codecs import codec_of
 from deploy import broker
 from device.trainer import Trainer
 

@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 from cloud.agent import CloudAgent
 from cloud.results import RunFolder
 from common.errors import WireError
+from common.experiment.schema import parse
 from common.metrics import Metrics
-from common.net.link import BrokerAddress
+from common.net.address import BrokerAddress
 from common.protocol import topics
 from common.protocol.messages import Announcement, NodeState, Presence
 from common.protocol.serialization import encode
-from common.spec import parse
 from deploy import broker
 from deploy.cli import app
 from deploy.direct import play

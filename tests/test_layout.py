@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import InvalidExperiment, RefusedModel, WireError
-from common.layout import Entry, ModelLayout, Section
-from common.wire.codecs import codec_of
+from common.model.codecs import codec_of
+from common.model.layout import Entry, ModelLayout, Section
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 

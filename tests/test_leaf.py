@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from common.errors import InvalidExperiment
+from common.experiment.schema import parse
 from common.learning import datasets
 from common.learning.inputs import Inputs
 from common.learning.readers import leaf
-from common.spec import parse
 
 Users = dict[str, tuple[list[Any], list[Any]]]
 

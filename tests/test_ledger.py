@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.accounting.child_report import ChildReport
+from common.accounting.counters import Account
+from common.accounting.ledger import BYTES_MOST, Ledger
+from common.accounting.traffic import Traffic, Wire
 from common.errors import WireError
-from common.protocol.counters import Account
-from common.protocol.ledger import BYTES_MOST, Ledger
-from common.protocol.messages import ChildReport
-from common.protocol.traffic import Traffic, Wire
 
 BELOW = {"child": ("device",)}
 

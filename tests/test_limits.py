@@ -8,8 +8,8 @@ import socket
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.net.address import BrokerAddress
 from common.net.limits import limit_of, packet_limit
-from common.net.link import BrokerAddress
 
 REASON = b"\x12\x00\x03abc"  # the client id that the broker assigned
 TOPIC_ALIASES = b"\x22\x00\x0a"

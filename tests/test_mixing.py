@@ -18,7 +18,7 @@ from common.aggregation import blocks, fedavg, mixing
 from common.aggregation.blocks import COLUMNS
 from common.aggregation.mixing import Mixture, Part, whole
 from common.aggregation.statistics import Statistics, gram, tensor_distances
-from common.layout import ModelLayout, Section
+from common.model.layout import ModelLayout, Section
 
 Floats = npt.NDArray[np.float32]
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from common.data import MODELS
 from common.errors import InvalidExperiment
-from common.layout import ModelLayout, Row, Section
+from common.experiment.data import MODELS
 from common.learning import models
 from common.learning.inputs import Inputs
 from common.learning.nets import layers
 from common.learning.nets.vgg import draw_vgg16
+from common.model.layout import ModelLayout, Row, Section
 
 DIGITS, GREY, COLOUR = Inputs((1, 8, 8), 10), Inputs((1, 28, 28), 10), Inputs((3, 32, 32), 10)
 FEMNIST = Inputs((1, 28, 28), 62)

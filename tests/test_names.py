@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from common.errors import DuplicateName
-from common.layout import ModelLayout
-from common.links import Link
-from common.net.link import BrokerAddress
+from common.experiment.links import Link
+from common.experiment.schema import Transfer
+from common.model.layout import ModelLayout
+from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
 from common.protocol.identity import Claim, Identity
 from common.protocol.messages import NodeState, Presence
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.world import World, new_session
-from common.spec import Transfer
 from tests.helpers.nodes import (
     LAB,
     PARENT,

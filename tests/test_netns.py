@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import InvalidExperiment
-from common.spec import CLOUD, Experiment, load, parse
+from common.experiment.schema import CLOUD, Experiment, load, parse
 from deploy.namespaces import FRAME_BYTES, End, Namespace, Wire, addressing, joined, shaping
 from deploy.netns import by_kernel, lay_out, namespaces, routing
 from deploy.network import Network, one_host, shares

@@ -10,12 +10,12 @@ import pytest
 import torch
 from PIL import Image
 
-from common.data import Data
 from common.errors import InvalidExperiment
+from common.experiment.data import Data
+from common.experiment.schema import parse
 from common.learning import datasets, models
 from common.learning.evaluation import evaluate
 from common.learning.inputs import Inputs
-from common.spec import parse
 
 CLASSES = ["dog", "cat"]
 

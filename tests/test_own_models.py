@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from common.data import Model, permit
 from common.errors import InvalidExperiment
+from common.experiment.data import Model, permit
+from common.experiment.schema import parse
 from common.learning import models
 from common.learning.inputs import Inputs
 from common.learning.nets.layers import Dropout
-from common.spec import parse
 
 GREY = Inputs((1, 8, 8), 10)
 TEXT = Inputs((5,), 3, tokens=7)

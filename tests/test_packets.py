@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from paho.mqtt.enums import CallbackAPIVersion
 
 from common.net import bulk
+from common.net.address import BrokerAddress
 from common.net.bulk import Body, BulkClient
-from common.net.link import BrokerAddress, BrokerConnection
+from common.net.connection import BrokerConnection
 from common.net.packets import HEAD_BYTES, PUBLISH_QOS0, NotMqtt, PacketReader
 
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from common.links import Way
-from common.spec import Transfer, parse
+from common.experiment.links import Way
+from common.experiment.schema import Transfer, parse
 from deploy.cli import app
 from deploy.planning import footprint, workload
 from deploy.planning.prediction import Branch, Device, Lab, Sizes, Speeds, seconds

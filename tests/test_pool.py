@@ -16,11 +16,11 @@ import numpy as np
 import psutil
 import pytest
 
-from common import spec
+from common.accounting.child_report import TrainingPath
 from common.errors import InvalidExperiment, RunFailed
-from common.layout import ModelLayout, Row, Section
+from common.experiment import schema
 from common.learning import datasets, models
-from common.protocol.messages import TrainingPath
+from common.model.layout import ModelLayout, Row, Section
 from device.accelerators import choose, may_have_gpu
 from device.jobs import Cancelled, Device, Job, LocalResult, Prepared
 from device.lanes import Thread
@@ -62,11 +62,11 @@ def build(*, shape, classes):
 """
 
 
-def experiment(model: str = "cnn_digits", devices: int = 4, **training: Any) -> spec.Experiment:
-    return spec.parse({"model": {"name": model}, "topology": {"devices": devices}, "training": training})
+def experiment(model: str = "cnn_digits", devices: int = 4, **training: Any) -> schema.Experiment:
+    return schema.parse({"model": {"name": model}, "topology": {"devices": devices}, "training": training})
 
 
-def initial(lab: spec.Experiment) -> Row:
+def initial(lab: schema.Experiment) -> Row:
     module = models.build(lab.model.name, lab.seed, inputs=datasets.load(lab.data).inputs)
     layout = models.layout_of(module)
     row = layout.empty()
@@ -74,7 +74,7 @@ def initial(lab: spec.Experiment) -> Row:
     return row
 
 
-def alone(lab: spec.Experiment, node: str, row: Row, *, epochs: int, round_: int) -> tuple[Row, LocalResult]:
+def alone(lab: schema.Experiment, node: str, row: Row, *, epochs: int, round_: int) -> tuple[Row, LocalResult]:
     trainer = Trainer(lab, node=node, accelerator="cpu")
     trainer.prepare()
     out = trainer.layout.empty()
@@ -153,7 +153,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def members_of(pool: Pool, names: Sequence[str], lab: spec.Experiment | None = None) -> list[Member]:
+async def members_of(pool: Pool, names: Sequence[str], lab: schema.Experiment | None = None) -> list[Member]:
     members = [pool.member(name) for name in names]
     for member in members:
         await member.prepare(lab or experiment())
@@ -399,18 +399,18 @@ def test_progress_is_told_and_a_running_training_is_called_off(lab: Lab) -> None
 
 
 @pytest.fixture
-def moody(lab: Lab) -> spec.Experiment:
+def moody(lab: Lab) -> schema.Experiment:
     return experiment("moody:build")
 
 
-async def train_moody(lab: Lab, what: spec.Experiment, row: Row) -> Row:
+async def train_moody(lab: Lab, what: schema.Experiment, row: Row) -> Row:
     member = lab.member("device-0")
     out = (await member.prepare(what)).layout.empty()
     await member.train(row, out, epochs=1, round_=0, progress=lambda *_: None)
     return out
 
 
-def test_a_worker_that_is_killed_once_costs_the_training_nothing(lab: Lab, moody: spec.Experiment) -> None:
+def test_a_worker_that_is_killed_once_costs_the_training_nothing(lab: Lab, moody: schema.Experiment) -> None:
     row = initial(moody)
     before = lab.pids()
     lab.order("kill")
@@ -418,7 +418,7 @@ def test_a_worker_that_is_killed_once_costs_the_training_nothing(lab: Lab, moody
     assert len(lab.pids()) == 2 and len(lab.pids() & before) == 1
 
 
-def test_a_training_that_kills_two_workers_fails_and_spares_the_others(lab: Lab, moody: spec.Experiment) -> None:
+def test_a_training_that_kills_two_workers_fails_and_spares_the_others(lab: Lab, moody: schema.Experiment) -> None:
     row = initial(moody)
     lab.order("kill", 2)
     with pytest.raises(RunFailed, match=r"trained device-0 was killed by SIGKILL, and so was .*--slots"):
@@ -426,7 +426,7 @@ def test_a_training_that_kills_two_workers_fails_and_spares_the_others(lab: Lab,
     assert np.array_equal(lab.do(train_moody(lab, moody, row)), alone(moody, "device-0", row, epochs=1, round_=0)[0])
 
 
-def test_exhausted_memory_fails_the_training_and_spares_the_worker(lab: Lab, moody: spec.Experiment) -> None:
+def test_exhausted_memory_fails_the_training_and_spares_the_worker(lab: Lab, moody: schema.Experiment) -> None:
     lab.do(train_moody(lab, moody, initial(moody)))
     before = lab.pids()
     lab.order("exhaust")
@@ -436,7 +436,7 @@ def test_exhausted_memory_fails_the_training_and_spares_the_worker(lab: Lab, moo
     assert lab.pids() == before
 
 
-def test_a_worker_that_fails_is_told_with_its_code(lab: Lab, moody: spec.Experiment) -> None:
+def test_a_worker_that_fails_is_told_with_its_code(lab: Lab, moody: schema.Experiment) -> None:
     lab.order("fail")
     with pytest.raises(RunFailed, match="trains device-0 ended with code 1; its message is above"):
         lab.do(train_moody(lab, moody, initial(moody)))

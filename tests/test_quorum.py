@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from common.errors import NoProgress, RunFailed
+from common.experiment.schema import Closing, Transfer
 from common.protocol.messages import Acknowledgement, Message, NodeState
 from common.runtime.child_endpoint import ChildEndpoint
-from common.spec import Closing, Transfer
 from tests.helpers.nodes import (
     FINE,
     Facts,

@@ -11,9 +11,9 @@ from typing import Any
 import aiomqtt
 import pytest
 
-from common.links import Link
-from common.net.link import BrokerAddress
-from common.spec import Transfer
+from common.experiment.links import Link
+from common.experiment.schema import Transfer
+from common.net.address import BrokerAddress
 from deploy import broker
 from deploy.broker import Broker, Kind
 from tests.helpers.nodes import (

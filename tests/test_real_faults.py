@@ -24,16 +24,16 @@ from cloud.agent import CloudAgent
 from cloud.evaluator import Accuracy, Beginning
 from cloud.iterations import Observe
 from cloud.results import RunFolder
+from common.accounting.traffic import Traffic
 from common.errors import InvalidExperiment, NoProgress, WireError
-from common.layout import Row
+from common.experiment.schema import Experiment, parse, to_toml
 from common.learning import splits
 from common.learning.evaluation import Examiner
 from common.metrics import Metrics
-from common.net.link import BrokerAddress
+from common.model.layout import Row
+from common.net.address import BrokerAddress
 from common.protocol import participant, receiver, serialization, topics
 from common.protocol.messages import Acknowledgement, Key, Message, NodeState, Phase, Presence, Progress, Task
-from common.protocol.traffic import Traffic
-from common.spec import Experiment, parse, to_toml
 from deploy import broker
 from deploy.broker import Broker
 from deploy.namespaces import Namespace, Wire, joined

@@ -15,8 +15,10 @@ import msgpack
 import numpy as np
 import pytest
 
-from common.layout import ModelLayout
-from common.links import Link
+from common.accounting.traffic import Traffic, Wire
+from common.experiment.links import Link
+from common.experiment.schema import Closing, Experiment, parse
+from common.model.layout import ModelLayout
 from common.protocol import serialization, topics
 from common.protocol.child_events import ModelArrived, RunEnded, TaskReceived
 from common.protocol.child_session import ChildSession
@@ -36,9 +38,7 @@ from common.protocol.outbox import Output, Publish, PublishChunk
 from common.protocol.parent_events import UploadArrived, UploadOffered
 from common.protocol.parent_session import ParentSession
 from common.protocol.round_state import Assignment, Closed
-from common.protocol.traffic import Traffic, Wire
 from common.runtime.models import Models
-from common.spec import Closing, Experiment, parse
 
 RECORDING = Path(__file__).parent / "recordings" / "run.msgpack"
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from cloud.results import RunFolder
-from common.spec import parse
+from common.experiment.schema import parse
 from deploy import charts, direct
 from deploy.cli import app
 from deploy.figures import COLOURS

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from session_lab import ALL, ChildNode, Lab, model_of, names_of
 from session_lab import manifest_of as blob_of
 
+from common.accounting.traffic import Traffic, Wire
+from common.experiment.schema import Closing, Transfer
 from common.protocol.closing import Standing, Verdict, judge
 from common.protocol.coordinator import Coordinator
 from common.protocol.messages import (
@@ -40,8 +42,6 @@ from common.protocol.round_state import (
     Stalled,
 )
 from common.protocol.timeline import Timeline
-from common.protocol.traffic import Traffic, Wire
-from common.spec import Closing, Transfer
 
 IDLE_S = 60.0
 OLD = Key(0, 0, 0)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from cloud.results import RunFolder, held
 from common.errors import InvalidExperiment
-from common.spec import parse
+from common.experiment.schema import parse
 from deploy.cli import app
 from deploy.records import COUNTS, PHASES
 from deploy.runs import Run, State, find, folders

@@ -16,14 +16,16 @@ from typing import Any, Final
 import pytest
 import typer
 
+from common.accounting.child_report import ChildReport
+from common.accounting.counters import packet_bytes
+from common.accounting.traffic import Traffic
+from common.experiment.schema import CLOUD, parse
 from common.protocol import serialization, topics
-from common.protocol.counters import packet_bytes
 from common.protocol.fetches import PATIENCE_S
 from common.protocol.identity import CHALLENGED_MOST
 from common.protocol.messages import (
     Acknowledgement,
     Ask,
-    ChildReport,
     Key,
     Manifest,
     Message,
@@ -36,8 +38,6 @@ from common.protocol.messages import (
     Task,
     WhoIsThere,
 )
-from common.protocol.traffic import Traffic
-from common.spec import CLOUD, parse
 from deploy.agents import run_agents
 from deploy.simulation.agents import AgentFactory
 from deploy.simulation.broker import Routed

@@ -31,8 +31,11 @@ from session_lab import (
     snapshot,
 )
 
+from common.accounting.child_report import ChildReport
+from common.accounting.traffic import Traffic
 from common.errors import WireError
-from common.links import Link
+from common.experiment.links import Link
+from common.experiment.schema import Closing, Transfer
 from common.protocol import serialization, topics
 from common.protocol.child_events import ModelFailed, ParentGone, ParentMoved, ResultRefused, RunEnded, TaskReceived
 from common.protocol.child_session import FAREWELL_S
@@ -43,7 +46,6 @@ from common.protocol.messages import (
     Alive,
     Announcement,
     Ask,
-    ChildReport,
     Declined,
     Farewell,
     Gone,
@@ -70,8 +72,6 @@ from common.protocol.presence import ASK_S, Proof
 from common.protocol.refusals import MessageRefused, Refusal
 from common.protocol.round_state import Closed, Stalled
 from common.protocol.session_events import BrokerAway, NameTaken, ProbeReceived
-from common.protocol.traffic import Traffic
-from common.spec import Closing, Transfer
 
 IDLE_S = CHUNKED.idle_s
 READY = Presence(NodeState.READY, "device", samples=10)

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from common.links import Link
-from common.spec import Closing, Transfer
+from common.experiment.links import Link
+from common.experiment.schema import Closing, Transfer
 from tests.helpers.nodes import (
     FINE,
     assert_models,

@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from paho.mqtt import client as paho
 
-from common.links import Way, Ways
+from common.accounting.counters import Account, packet_bytes
+from common.accounting.traffic import Traffic, Wire
+from common.experiment.links import Way, Ways
 from common.protocol import serialization, topics
-from common.protocol.counters import Account, packet_bytes
 from common.protocol.identity import Identity
 from common.protocol.manifest import describe
 from common.protocol.messages import Acknowledgement, Ask, Goodbye, Key, Manifest, WhoIsThere
 from common.protocol.outbox import CHUNKS_IN_CLIENT, EARLY_S, NOISE_KEPT, Outbox, Output, Publish, PublishChunk
 from common.protocol.sender import Sender
 from common.protocol.shaping import CREDIT_S, LEAD_S, Shaper
-from common.protocol.traffic import Traffic, Wire
 
 
 def shaper_of(rate: float | None, *peers: str, delay_s: float = 0.0) -> Shaper:

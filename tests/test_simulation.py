@@ -14,10 +14,10 @@ import pytest
 
 from cloud.results import RunFolder
 from common.errors import FedstrataError
+from common.experiment.schema import Experiment, parse
+from common.net.address import BrokerAddress
 from common.net.bulk import Body
-from common.net.link import BrokerAddress
 from common.runtime.world import Connection
-from common.spec import Experiment, parse
 from deploy.simulation.hardware import Durations
 from deploy.simulation.lab import Scenario, SimulatedLab
 from deploy.simulation.loop import START_S, Deadlock, Livelock, TimeLimit, VirtualLoop

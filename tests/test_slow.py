@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 from common.errors import ConnectionFailed
-from common.layout import ModelLayout, Row
-from common.net.link import BrokerAddress
+from common.experiment.schema import Closing, Transfer
+from common.model.layout import ModelLayout, Row
+from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
 from common.protocol.messages import Task
 from common.protocol.sender import Publication
@@ -26,7 +27,6 @@ from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.round import Round
 from common.runtime.work import Answer, Report
-from common.spec import Closing, Transfer
 from deploy import broker
 from deploy.broker import Broker
 from deploy.simulation.broker import Routed

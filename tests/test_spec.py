@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common import links
 from common.errors import InvalidExperiment
-from common.links import Link, Profile, Way, shipped
-from common.rules import RULES
-from common.spec import Experiment, load, parse, participants, to_toml
+from common.experiment import links
+from common.experiment.aggregation import RULES
+from common.experiment.links import Link, Profile, Way, shipped
+from common.experiment.schema import Experiment, load, parse, participants, to_toml
 
 FILES = sorted((Path(__file__).parent.parent / "deploy" / "experiments").glob("*.toml"))
 

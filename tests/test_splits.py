@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from cloud.evaluator import Beginning, Evaluator
-from common.data import check_alike
 from common.errors import InvalidExperiment
+from common.experiment.data import check_alike
+from common.experiment.schema import Experiment, parse, to_toml
 from common.learning import splits
-from common.spec import Experiment, parse, to_toml
 from device.trainer import Trainer
 
 PATIENCE_S = 90

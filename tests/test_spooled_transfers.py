@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from common.links import Link
+from common.experiment.links import Link
+from common.experiment.schema import Closing, Transfer
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.parent_endpoint import ParentEndpoint
-from common.spec import Closing, Transfer
 from common.storage.spool import Spool
 from tests.helpers.nodes import (
     FINE,

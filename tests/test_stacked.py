@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.layout import ModelLayout, Row
+from common.experiment.training import Training
 from common.learning import models
 from common.learning.inputs import Inputs
 from common.learning.nets.layers import Dropout
-from common.training import Training
+from common.model.layout import ModelLayout, Row
 from device import paths, together
 from device.augmentation import Changes, change, draw
 from device.descent import descend, forward_of

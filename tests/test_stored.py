@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from common.data import Data
+from common.experiment.data import Data
+from common.experiment.schema import parse
 from common.learning import datasets, stored
 from common.learning.stored import Stored
-from common.spec import parse
 
 ROOT = Path(__file__).parents[1]
 
@@ -167,7 +167,7 @@ def cifar_sized(samples: int = 4000, **more: object) -> Data:
 LOAD = """
 import re, sys
 from common.learning import datasets
-from common.spec import parse
+from common.experiment.schema import parse
 data = datasets.load(parse(sys.argv[1]).data)
 print(int(data.train_images.sum()), flush=True)
 sys.stdin.read()

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from common.links import Link
+from common.experiment.links import Link
+from common.experiment.schema import Transfer
 from common.metrics import Metrics
-from common.net.link import BrokerAddress
+from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
 from common.protocol.messages import NodeState, Presence, Target
 from common.protocol.targets import REPORT_S, Targets
@@ -22,7 +23,6 @@ from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.targets import discovery, reachable
 from common.runtime.world import new_session
-from common.spec import Transfer
 from deploy.broker import Broker, start
 
 DEVICES = {"i0": ("d0", "d1", "d2"), "i1": ("d3",)}

@@ -17,13 +17,13 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from common import spec
 from common.errors import InvalidExperiment, RunFailed
-from common.layout import Row
+from common.experiment import schema
 from common.learning import datasets, models, partitions
 from common.learning.evaluation import evaluate
 from common.learning.inputs import Inputs
 from common.learning.nets.layers import Dropout
+from common.model.layout import Row
 from common.randomness import Purpose, generator
 from device import descent
 from device import trainer as trainer_module
@@ -31,17 +31,17 @@ from device.jobs import Cancelled
 from device.trainer import LocalResult, Trainer, resolve_accelerator
 
 
-def experiment(*, model: str = "cnn_digits", devices: int = 4, **training: Any) -> spec.Experiment:
-    return spec.parse({"model": {"name": model}, "topology": {"devices": devices}, "training": training})
+def experiment(*, model: str = "cnn_digits", devices: int = 4, **training: Any) -> schema.Experiment:
+    return schema.parse({"model": {"name": model}, "topology": {"devices": devices}, "training": training})
 
 
-def make(lab: spec.Experiment, node: str = "device-0", accelerator: str = "cpu") -> Trainer:
+def make(lab: schema.Experiment, node: str = "device-0", accelerator: str = "cpu") -> Trainer:
     trainer = Trainer(lab, node=node, accelerator=accelerator)
     trainer.prepare()
     return trainer
 
 
-def initial(lab: spec.Experiment) -> Row:
+def initial(lab: schema.Experiment) -> Row:
     module = models.build(lab.model.name, lab.seed, inputs=datasets.load(lab.data).inputs)
     layout = models.layout_of(module)
     row = layout.empty()
@@ -70,7 +70,7 @@ class _Order(torch.utils.data.Sampler[int]):
         return self.samples
 
 
-def plain_loop(lab: spec.Experiment, *, epochs: int, round_: int) -> tuple[nn.Module, float]:
+def plain_loop(lab: schema.Experiment, *, epochs: int, round_: int) -> tuple[nn.Module, float]:
     """Train device-0 as a textbook does."""
     data = datasets.load(lab.data)
     parts = partitions.split(data.train_labels.numpy(), data=lab.data, topology=lab.topology, seed=lab.seed)
@@ -139,7 +139,7 @@ def test_equals_a_plain_loop(model: str, training: dict[str, Any]) -> None:
 def test_every_kind_of_layer_is_trained_as_in_a_plain_loop(model: str, shape: list[int], steps: int) -> None:
     size = {"dataset": "synthetic", "classes": 4, "image_shape": shape, "samples": 8 * steps, "test_samples": 1}
     training = {"batch_size": 8, "momentum": 0.9, "weight_decay": 0.01}
-    lab = spec.parse({"data": size, "model": {"name": model}, "training": training})
+    lab = schema.parse({"data": size, "model": {"name": model}, "training": training})
     trainer = make(lab)
     out, result = run(trainer, initial(lab), epochs=1)
     module, loss = plain_loop(lab, epochs=1, round_=0)
@@ -369,7 +369,7 @@ def test_text_is_trained_and_evaluated(tmp_path: Path) -> None:
         "topology": {"devices": 3},
         "training": {"learning_rate": 0.5, "batch_size": 3},
     }
-    lab = spec.parse(tree)
+    lab = schema.parse(tree)
     trainers = [make(lab, f"device-{i}") for i in range(3)]
     assert [trainer.samples for trainer in trainers] == [4, 5, 6]
     row = initial(lab)
@@ -402,7 +402,7 @@ def test_a_device_trains_on_all_images_of_its_own(tmp_path: Path) -> None:
         "model": {"name": "cnn_fedavg"},
         "topology": {"devices": 2},
     }
-    lab = spec.parse(tree)
+    lab = schema.parse(tree)
     trainers = [make(lab, f"device-{i}") for i in range(2)]
     assert [trainer.samples for trainer in trainers] == [5, 3]
     row = trainers[0].layout.empty()
@@ -415,7 +415,7 @@ def test_devices_with_copies_of_one_set_split_it_alike(tmp_path: Path) -> None:
         write_leaf(tmp_path / node)
     tree = {"dataset": "shakespeare", "partition": "iid"}
     shared, own = (
-        spec.parse(
+        schema.parse(
             {"data": {**tree, "root": str(root)}, "model": {"name": "char_lstm"}, "topology": {"devices": 2}},
         )
         for root in (tmp_path / "cloud", tmp_path / "{node}")
@@ -481,10 +481,10 @@ def test_an_operation_without_a_deterministic_form_is_named(monkeypatch: pytest.
 def test_an_iterations_rounds_have_its_learning_rate() -> None:
     schedule = {"name": "step", "warmup": 1, "every": 1, "factor": 0.5}
     tree = {"topology": {"devices": 4}, "institution": {"rounds": 3}, "iterations": 4}
-    lab = spec.parse({**tree, "training": {"learning_rate": 0.04, "schedule": schedule}})
+    lab = schema.parse({**tree, "training": {"learning_rate": 0.04, "schedule": schedule}})
     row = initial(lab)
     for round_, rate in ((0, 0.02), (2, 0.02), (3, 0.04), (6, 0.02), (11, 0.01)):
-        constant = spec.parse({**tree, "training": {"learning_rate": rate}})
+        constant = schema.parse({**tree, "training": {"learning_rate": rate}})
         wanted, _ = run(make(constant), row, round_=round_)
         assert np.array_equal(run(make(lab), row, round_=round_)[0], wanted)
 

@@ -17,9 +17,9 @@ from torch.nn import functional
 from torch.optim import lr_scheduler
 
 from common.errors import InvalidExperiment
+from common.experiment.schema import Experiment, parse
+from common.experiment.training import Augmentation, Schedule, Training, learning_rate
 from common.learning import datasets
-from common.spec import Experiment, parse
-from common.training import Augmentation, Schedule, Training, learning_rate
 from device import augmentation, part
 from device.descent import descend
 

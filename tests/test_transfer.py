@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from common.errors import RefusedModel
-from common.links import Way
+from common.experiment.links import Way
 from common.protocol.fetches import PATIENCE_S, Fetched, FetchFailed, FetchFailure, ReceiverEvent
 from common.protocol.manifest import ModelForm, chunk_bytes_for, chunk_digest, describe, window_for
 from common.protocol.messages import Ask, Gone, Manifest

@@ -22,8 +22,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from common.accounting.child_report import ChildReport
+from common.accounting.traffic import Traffic, Wire
 from common.errors import ConnectionFailed, NoProgress, RunFailed
-from common.net.link import BrokerAddress
+from common.experiment.schema import Experiment, parse
+from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
 from common.protocol.manifest import describe
 from common.protocol.messages import (
@@ -31,7 +34,6 @@ from common.protocol.messages import (
     Alive,
     Announcement,
     Ask,
-    ChildReport,
     Declined,
     Farewell,
     Gone,
@@ -51,8 +53,6 @@ from common.protocol.messages import (
     Task,
     WhoIsThere,
 )
-from common.protocol.traffic import Traffic, Wire
-from common.spec import Experiment, parse
 from deploy import broker
 from deploy.processes import free_port
 from deploy.watching import words

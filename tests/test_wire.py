@@ -15,11 +15,11 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.accounting.traffic import Traffic, Wire
 from common.errors import WireError
+from common.model.codecs import CODECS, codec_of
 from common.protocol import messages, serialization, topics
 from common.protocol.messages import Key, Manifest, NodeState, Phase, Presence, Progress, Task
-from common.protocol.traffic import Traffic, Wire
-from common.wire.codecs import CODECS, codec_of
 
 SESSION = "c0ffee"
 COUNTS = st.integers(0, serialization.MAX_INT)

@@ -19,8 +19,8 @@ from common.aggregation.cached import CachedModels
 from common.aggregation.several import SeveralModels
 from common.aggregation.single import SingleModel
 from common.aggregation.uploads import Outcome, Uploads
-from common.layout import ModelLayout, Row
-from common.rules import FedAdp, FedAvg, FedCDA, Rule
+from common.experiment.aggregation import FedAdp, FedAvg, FedCDA, Rule
+from common.model.layout import ModelLayout, Row
 
 __all__ = ["Aggregator", "Outcome", "Uploads", "build"]
 

@@ -20,9 +20,9 @@ from common.aggregation.mixing import Mixture, whole
 from common.aggregation.single import OneModel
 from common.aggregation.statistics import Doubles, gram
 from common.aggregation.uploads import Outcome, Uploads
-from common.layout import ModelLayout, Row
+from common.experiment.aggregation import FedCDA
+from common.model.layout import ModelLayout, Row
 from common.randomness import Purpose, generator
-from common.rules import FedCDA
 
 
 class CachedModels(OneModel):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from common.aggregation.mixing import Mixture
 from common.aggregation.statistics import Statistics
-from common.rules import Weights
+from common.experiment.aggregation import Weights
 
 
 def plan(statistics: Statistics, *, weights: Weights) -> Mixture:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from common.aggregation.mixing import Mixture, Mixtures
 from common.aggregation.statistics import Gram
-from common.rules import FedCross
+from common.experiment.aggregation import FedCross
 
 LEAST_ALPHA: Final = 0.5
 

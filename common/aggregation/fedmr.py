@@ -12,9 +12,9 @@ from hashlib import blake2b
 from itertools import groupby
 
 from common.aggregation.mixing import Mixture, Part
-from common.layout import Entry, ModelLayout
+from common.experiment.aggregation import FedMR
+from common.model.layout import Entry, ModelLayout
 from common.randomness import Purpose, generator
-from common.rules import FedMR
 
 Layer = tuple[Entry, ...]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.layout import Row
+from common.model.layout import Row
 
 
 class Kept:

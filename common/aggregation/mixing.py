@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.aggregation.blocks import cut, over
-from common.layout import Entry, ModelLayout, Row, Section
+from common.model.layout import Entry, ModelLayout, Row, Section
 
 Floats = npt.NDArray[np.float32]
 

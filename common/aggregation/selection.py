@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from common.experiment.schema import participants
 from common.randomness import Purpose, generator
-from common.spec import participants
 
 
 def draw(children: Sequence[str], fraction: float, *, seed: int, node: str, r: int) -> list[str]:

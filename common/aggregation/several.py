@@ -17,9 +17,9 @@ from common.aggregation import fedcross, fedmr, independent, mixing
 from common.aggregation.mixing import Mixture, Part, whole
 from common.aggregation.statistics import Doubles, Gram, gram, gram_by_entry, spread
 from common.aggregation.uploads import Outcome, Uploads
-from common.layout import ModelLayout, Row
+from common.experiment.aggregation import FedMR, Independent, Several
+from common.model.layout import ModelLayout, Row
 from common.randomness import Purpose, generator
-from common.rules import FedMR, Independent, Several
 
 
 class SeveralModels:

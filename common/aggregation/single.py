@@ -11,8 +11,8 @@ from common.aggregation.fedadp import Angle, Angles
 from common.aggregation.mixing import Mixture, whole
 from common.aggregation.statistics import Gram, gram
 from common.aggregation.uploads import Outcome, Uploads
-from common.layout import ModelLayout, Row
-from common.rules import FedAdp, FedAvg
+from common.experiment.aggregation import FedAdp, FedAvg
+from common.model.layout import ModelLayout, Row
 
 
 class OneModel:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.aggregation.blocks import cut, over
-from common.layout import Entry, ModelLayout, Row, Section
+from common.model.layout import Entry, ModelLayout, Row, Section
 
 Numbers = npt.NDArray[np.float32] | npt.NDArray[np.int64]
 Doubles = npt.NDArray[np.float64]

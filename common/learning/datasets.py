@@ -19,14 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.data import FOLDERS, Data
 from common.errors import InvalidExperiment
+from common.experiment.data import FOLDERS, Data
+from common.experiment.schema import CLOUD
 from common.learning import readers, stored
 from common.learning.inputs import Inputs
 from common.learning.readers import cifar, folder, idx, leaf, made
 from common.learning.readers.parts import Labels, Parts, Samples
 from common.randomness import Purpose, generator
-from common.spec import CLOUD
 
 Normalise = Callable[[Tensor], Tensor]
 

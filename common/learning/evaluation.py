@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from common.layout import Row
+from common.experiment.schema import Experiment
 from common.learning import datasets, models
-from common.spec import Experiment
+from common.model.layout import Row
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import InvalidExperiment
-from common.layout import ModelLayout, Row, Section
 from common.learning.inputs import Inputs
 from common.learning.nets import lstm, resnet, small, vgg
 from common.learning.nets.layers import draw_default
 from common.learning.own import build_own
+from common.model.layout import ModelLayout, Row, Section
 from common.randomness import Purpose, torch_seed
 
 Draw = Callable[[nn.Module, torch.Generator], None]

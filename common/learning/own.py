@@ -9,8 +9,8 @@ What it draws from torch's global generator as it is made is seeded by the exper
 random, as layers of its own (`nn.Dropout`, `Dropout1d`, `2d`, `3d`; not `nn.LSTM(dropout=...)`). The module must be
 importable wherever the model is trained or evaluated: on the devices and at the cloud. So the experiment names code to
 run. The cloud is given its experiment by its user; a device takes it from a broker, and imports only what its own user
-has allowed by `fedstrata device --allow-models PACKAGE` (`common.data.permit`), and nothing of Python's own library.
-`fedstrata run` allows its devices the model of the experiment that its user named.
+has allowed by `fedstrata device --allow-models PACKAGE` (`common.experiment.data.permit`), and nothing of Python's own
+library. `fedstrata run` allows its devices the model of the experiment that its user named.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from common.data import Data
 from common.errors import InvalidExperiment
+from common.experiment.data import Data
+from common.experiment.schema import Topology
 from common.randomness import Purpose, generator
-from common.spec import Topology
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 

@@ -12,11 +12,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from common import spec
 from common.errors import InvalidExperiment
+from common.experiment import schema
+from common.experiment.schema import CLOUD
 from common.learning import datasets, partitions
 from common.learning.partitions import Indices
-from common.spec import CLOUD
 
 ARRAYS: Final = "partition.npz"
 FACTS: Final = "partition.json"
@@ -35,7 +35,7 @@ class Split:
     digest: str
 
 
-def split_of(experiment: spec.Experiment, *, node: str = CLOUD) -> Split:
+def split_of(experiment: schema.Experiment, *, node: str = CLOUD) -> Split:
     """Return the split as the node's files give it; nodes of this process that share their files share it too.
 
     Raises InvalidExperiment, also where every device has images of its own and nothing is split.
@@ -49,7 +49,7 @@ def split_of(experiment: spec.Experiment, *, node: str = CLOUD) -> Split:
         return _split(experiment.to_json(), home)
 
 
-def keep(experiment: spec.Experiment, folder: Path) -> str:
+def keep(experiment: schema.Experiment, folder: Path) -> str:
     """Write the cloud's split into the run's folder and return its digest; nothing and '' where nothing is split.
 
     Raises InvalidExperiment, also where the run was begun with another split.
@@ -65,7 +65,7 @@ def keep(experiment: spec.Experiment, folder: Path) -> str:
     return split.digest
 
 
-def write(experiment: spec.Experiment, split: Split, folder: Path) -> dict[str, Any]:
+def write(experiment: schema.Experiment, split: Split, folder: Path) -> dict[str, Any]:
     """Write each device's indices, int64, and the facts about them into two files; return the facts. Raises OSError."""
     names = experiment.topology.device_names()
     homes = {name: home for home, members in experiment.topology.children().items() for name in members}
@@ -95,7 +95,7 @@ _SPLITTING = threading.Lock()
 
 @lru_cache(maxsize=4)
 def _split(experiment_json: str, node: str) -> Split:
-    experiment = spec.parse(experiment_json)
+    experiment = schema.parse(experiment_json)
     dataset = datasets.load(experiment.data, node=node)
     labels = dataset.train_labels.numpy()
     parts = partitions.split(

@@ -31,7 +31,7 @@ from common.net.bulk import CLOSED, BulkClient, usable
 from common.net.packets import FindPlace, Place
 
 if TYPE_CHECKING:
-    from common.net.link import BrokerAddress
+    from common.net.address import BrokerAddress
 
 __all__ = ["MqttClient", "MqttError"]
 

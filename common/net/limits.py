@@ -10,7 +10,7 @@ import asyncio
 import secrets
 from typing import Final
 
-from common.net.link import BrokerAddress
+from common.net.address import BrokerAddress
 
 ASK_S: Final = 2.0
 _CONNECT, _CONNACK, _DISCONNECT = 0x10, 0x20, b"\xe0\x00"

@@ -14,8 +14,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from common.accounting.child_report import ChildReport
+from common.accounting.traffic import Traffic
 from common.errors import RefusedModel, WireError
-from common.links import Link, Ways
+from common.experiment.links import Link, Ways
+from common.experiment.schema import Transfer
 from common.protocol import serialization, topics
 from common.protocol.child_events import (
     ModelArrived,
@@ -32,7 +35,6 @@ from common.protocol.manifest import ModelForm
 from common.protocol.messages import (
     Acknowledgement,
     Alive,
-    ChildReport,
     Declined,
     Farewell,
     Goodbye,
@@ -53,8 +55,6 @@ from common.protocol.refusals import Refusal
 from common.protocol.round_state import LIVING
 from common.protocol.session import Session
 from common.protocol.session_events import Meter
-from common.protocol.traffic import Traffic
-from common.spec import Transfer
 
 FAREWELL_S: Final = 1.0  # before it is sent again
 QUIET_S: Final = 30.0  # without a message of the parent, until it is to prove that it lives

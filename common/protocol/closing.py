@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from common.spec import Closing
+from common.experiment.schema import Closing
 
 
 class Verdict(Enum):

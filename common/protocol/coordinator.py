@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from math import inf
 from typing import Final
 
+from common.experiment.schema import Closing
 from common.protocol.closing import Standing, Verdict, judge
 from common.protocol.messages import (
     Acknowledgement,
@@ -41,7 +42,6 @@ from common.protocol.round_state import (
     Stalled,
 )
 from common.protocol.timeline import Timeline
-from common.spec import Closing
 
 REPEAT_MOST_S: Final = 5.0
 CHUNKS_CARRIED: Final = 2

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import xxhash
 
 from common.errors import RefusedModel
-from common.links import Way
+from common.experiment.links import Way
 from common.protocol.messages import Manifest
 
 MIN_RATED_CHUNK: Final = 32_768

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, NamedTuple, TypeAlias
 
+from common.accounting.child_report import ChildReport, TrainingPath
+from common.accounting.traffic import Traffic
 from common.errors import WireError
-from common.protocol.traffic import Measured, Traffic
 
 DIGEST_BYTES: Final = 8
 MIN_CHUNK_BYTES: Final = 1024
@@ -143,37 +144,6 @@ class Alive:
     announcement: Announcement | None = None
 
 
-class TrainingPath(StrEnum):
-    """How a device's trainings were run: in its own process, by worker processes, or stacked with other devices'."""
-
-    NONE = ""
-    LEAN = "lean"
-    WORKERS = "workers"
-    STACKED = "stacked"
-
-
-@dataclass(frozen=True, slots=True)
-class ChildReport:
-    """What one device did in an iteration, its link as measured before the run, and the link's bytes since.
-
-    `up` and `down` are each counted where they arrive: `up` at the parent, `down` at the child. The seconds are
-    those of `Result`, summed over the rounds.
-    """
-
-    name: str
-    samples: int = 0
-    rounds: int = 0
-    epochs: int = 0
-    steps: int = 0
-    loss: float = 0.0
-    train_s: float = 0.0
-    wait_s: float = 0.0
-    pause_s: float = 0.0
-    path: TrainingPath = TrainingPath.NONE
-    measured: Measured = Measured()
-    traffic: Traffic = Traffic()
-
-
 @dataclass(frozen=True, slots=True)
 class Task:
     """A parent's wish, said again until it is answered: train this model for so many epochs."""
@@ -216,8 +186,8 @@ class Result:
     `path_steps`: the steps of SGD that no device could have taken beside others, of each local round the slowest
     device's. `plans`: what the child's own aggregation decided in each of its rounds, as JSON, a list of objects.
     `train_s`: of the trainings; `wait_s`: for a slot before them; `pause_s`: after them, where the child plays a slower
-    machine (`common/hardware.py`). An institution's are sums over its rounds, of each the largest of its devices'.
-    `traffic` and `below` as in Progress, at the time of the offer. `path`: a device's.
+    machine (`common/experiment/hardware.py`). An institution's are sums over its rounds, of each the largest of its
+    devices'. `traffic` and `below` as in Progress, at the time of the offer. `path`: a device's.
     """
 
     key: Key

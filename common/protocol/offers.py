@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from common.links import Ways
+from common.experiment.links import Ways
+from common.experiment.schema import Transfer
 from common.protocol.manifest import chunk_bytes_for, renamed
 from common.protocol.messages import Manifest
 from common.protocol.outbox import Outbox
 from common.protocol.sender import Sender
-from common.spec import Transfer
 
 
 class Offers:

@@ -6,9 +6,9 @@ import heapq
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from common.links import Ways
+from common.accounting.counters import Account, packet_bytes
+from common.experiment.links import Ways
 from common.protocol import serialization, topics
-from common.protocol.counters import Account, packet_bytes
 from common.protocol.identity import Identity
 from common.protocol.messages import (
     Acknowledgement,

@@ -13,13 +13,15 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from common.accounting.ledger import Ledger
+from common.accounting.traffic import Traffic
 from common.errors import RefusedModel, WireError
-from common.links import Link, Ways
+from common.experiment.links import Link, Ways
+from common.experiment.schema import Closing, Transfer
 from common.protocol import topics
 from common.protocol.coordinator import Coordinator
 from common.protocol.fetches import Fetched, FetchFailed, FetchFailure, ReceiverEvent
 from common.protocol.identity import Identity
-from common.protocol.ledger import Ledger
 from common.protocol.manifest import ModelForm
 from common.protocol.messages import (
     Declined,
@@ -52,8 +54,6 @@ from common.protocol.round_state import LIVING, Assignment, Offered, Restarted
 from common.protocol.session import Session
 from common.protocol.session_events import Meter
 from common.protocol.targets import STAYING, Targets
-from common.protocol.traffic import Traffic
-from common.spec import Closing, Transfer
 
 QUIET_S: Final = 5.0  # a child that prepares reports every two
 RATED_CHUNKS: Final = 8  # a model of fewer shows little of its link

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final, TypeAlias
 
+from common.accounting.traffic import Traffic
 from common.protocol.messages import Acknowledgement, Key, Phase, Progress, Result, Task
-from common.protocol.traffic import Traffic
 
 HEARTBEAT_S: Final = 2.0
 PROGRESS_S: Final = 0.5

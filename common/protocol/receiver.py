@@ -25,7 +25,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from common.links import Way
+from common.experiment.links import Way
 from common.protocol.fetches import PATIENCE_S, Fetch, Fetched, FetchFailed, FetchFailure, Landing, ReceiverEvent
 from common.protocol.manifest import chunk_digest, window_for
 from common.protocol.messages import Ask, Manifest

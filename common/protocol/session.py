@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from math import inf
 from typing import Final
 
+from common.accounting.counters import Account, packet_bytes
 from common.errors import WireError
-from common.links import Ways
+from common.experiment.links import Ways
+from common.experiment.schema import Transfer
 from common.protocol import serialization, topics
-from common.protocol.counters import Account, packet_bytes
 from common.protocol.fetches import Landing
 from common.protocol.identity import Identity
 from common.protocol.messages import (
@@ -45,7 +46,6 @@ from common.protocol.sender import Publication, Sender
 from common.protocol.session_events import BrokerAway, Meter, NameTaken, NoiseFetched, ProbeReceived
 from common.protocol.side import Side
 from common.protocol.streams import Streams
-from common.spec import Transfer
 
 SILENT_MOST_S: Final = 30.0
 

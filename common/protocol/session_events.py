@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from common.accounting.traffic import Wire
 from common.protocol.fetches import ReceiverEvent
 from common.protocol.messages import Probe, Probed
-from common.protocol.traffic import Wire
 
 
 class Meter(Protocol):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from common.links import Way
+from common.experiment.links import Way
 
 CREDIT_S: Final = 0.02
 LEAD_S: Final = 0.02

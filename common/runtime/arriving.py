@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from common.layout import Row
+from common.model.layout import Row
 from common.protocol.messages import Manifest
 
 

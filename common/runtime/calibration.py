@@ -16,12 +16,12 @@ import logging
 from collections.abc import Iterable
 from typing import Any, Final
 
+from common.accounting.traffic import Measured
 from common.errors import InvalidExperiment, RefusedModel
-from common.links import Links, Ways
+from common.experiment.links import Links, Ways
 from common.protocol.fetches import Fetched, ReceiverEvent
 from common.protocol.manifest import describe
 from common.protocol.messages import Manifest, Probe, Probed
-from common.protocol.traffic import Measured
 from common.runtime.endpoint import Endpoint
 from common.runtime.world import World
 

@@ -11,11 +11,14 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from common.accounting.child_report import ChildReport
+from common.accounting.traffic import Traffic
 from common.errors import NoProgress, RefusedModel, RunFailed
+from common.experiment.links import Link
+from common.experiment.schema import PLAIN, Codecs, Transfer
 from common.host.offload import offload
-from common.layout import ModelLayout, Row
-from common.links import Link
-from common.net.link import BrokerAddress
+from common.model.layout import ModelLayout, Row
+from common.net.address import BrokerAddress
 from common.protocol.child_events import (
     ModelArrived,
     ModelFailed,
@@ -29,9 +32,8 @@ from common.protocol.child_session import ChildSession
 from common.protocol.fetches import Landing
 from common.protocol.identity import Identity
 from common.protocol.manifest import missing, shared
-from common.protocol.messages import ChildReport, Manifest, NodeState, Phase, Task
+from common.protocol.messages import Manifest, NodeState, Phase, Task
 from common.protocol.session_events import NoiseFetched, ProbeReceived
-from common.protocol.traffic import Traffic
 from common.runtime.arriving import Arriving, NotHad
 from common.runtime.calibration import Probes
 from common.runtime.discovery import Found, Moved
@@ -39,7 +41,6 @@ from common.runtime.endpoint import Endpoint
 from common.runtime.models import Models, Reference
 from common.runtime.work import Work
 from common.runtime.world import REAL, World
-from common.spec import PLAIN, Codecs, Transfer
 from common.storage.spool import Spool
 
 _T = TypeVar("_T")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from common.layout import Row
-from common.protocol.ledger import Ledger
+from common.accounting.ledger import Ledger
+from common.experiment.schema import Closing
+from common.model.layout import Row
 from common.runtime.arriving import Arriving
 from common.runtime.round import Round
 from common.runtime.world import nothing
-from common.spec import Closing
 
 
 class Children(Protocol):

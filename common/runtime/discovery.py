@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from common.errors import FedstrataError, WireError
-from common.net.link import BrokerAddress
+from common.experiment.schema import Transfer
+from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
 from common.protocol.messages import Alive, Announcement, WhoIsThere
 from common.runtime.world import REAL, World, new_session, nothing
-from common.spec import Transfer
 
 ASK_S: Final = 0.25
 ASK_MOST_S: Final = 2.0

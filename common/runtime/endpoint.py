@@ -15,8 +15,9 @@ from math import inf
 from typing import Final
 
 from common.errors import ConnectionFailed, DuplicateName, NoProgress
+from common.experiment.schema import Transfer
+from common.net.address import BrokerAddress
 from common.net.bulk import Body
-from common.net.link import BrokerAddress
 from common.net.packets import Place
 from common.protocol import serialization, topics
 from common.protocol.fetches import Landing
@@ -30,7 +31,6 @@ from common.protocol.session import Session
 from common.protocol.session_events import BrokerAway, NameTaken
 from common.runtime.broker_statistics import BrokerStatistics
 from common.runtime.world import World, nothing
-from common.spec import Transfer
 
 PACKET_ROOM: Final = 1024  # for what goes with a chunk, or with a model inside its announcement
 

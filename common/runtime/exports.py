@@ -7,8 +7,8 @@ from functools import partial
 from itertools import product
 from typing import Final
 
+from common.accounting.traffic import Measured
 from common.metrics import STATES, Metrics, Node, Reading
-from common.protocol.traffic import Measured
 from common.runtime.broker_statistics import DROPPED, HEAP
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.endpoint import Endpoint

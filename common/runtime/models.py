@@ -11,11 +11,11 @@ import numpy as np
 
 from common.errors import RefusedModel, WireError
 from common.host.offload import offload
-from common.layout import ModelLayout, Row
+from common.model.codecs import Codec, codec_of
+from common.model.layout import ModelLayout, Row
 from common.protocol.manifest import ModelForm, describe
 from common.protocol.messages import Manifest
 from common.runtime.arriving import Arriving
-from common.wire.codecs import Codec, codec_of
 
 SMALL_BYTES: Final = 500_000  # some 0.1 ms of digests, or of sums
 

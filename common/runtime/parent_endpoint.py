@@ -9,14 +9,15 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, TypeAlias
 
+from common.accounting.ledger import Ledger
 from common.aggregation.uploads import Uploads
 from common.errors import FedstrataError, InvalidBelow, NoProgress, RefusedModel, RunFailed
+from common.experiment.links import Link, Links, Way
+from common.experiment.schema import PLAIN, Closing, Codecs, Transfer
 from common.host.offload import offload
-from common.layout import ModelLayout, Row
-from common.links import Link, Links, Way
-from common.net.link import BrokerAddress
+from common.model.layout import ModelLayout, Row
+from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
-from common.protocol.ledger import Ledger
 from common.protocol.manifest import missing
 from common.protocol.messages import Announcement, Failure, Target
 from common.protocol.parent_events import (
@@ -37,7 +38,6 @@ from common.runtime.endpoint import Endpoint
 from common.runtime.models import Models
 from common.runtime.round import Round
 from common.runtime.world import REAL, World, nothing
-from common.spec import PLAIN, Closing, Codecs, Transfer
 from common.storage.spool import Spool
 
 log = logging.getLogger("fedstrata.parent")

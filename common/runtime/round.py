@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from common.aggregation.uploads import Uploads
-from common.layout import Row
+from common.model.layout import Row
 from common.protocol.messages import Result
 from common.protocol.timeline import Timeline
 

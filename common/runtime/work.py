@@ -7,8 +7,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from common.layout import Row
-from common.protocol.messages import ChildReport, Manifest, Phase, Result, Task, TrainingPath
+from common.accounting.child_report import ChildReport, TrainingPath
+from common.model.layout import Row
+from common.protocol.messages import Manifest, Phase, Result, Task
 from common.runtime.arriving import Arriving
 
 

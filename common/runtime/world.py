@@ -10,9 +10,10 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
 
+from common.net.address import BrokerAddress
 from common.net.bulk import Body
+from common.net.connection import BrokerConnection
 from common.net.limits import packet_limit
-from common.net.link import BrokerAddress, BrokerConnection
 from common.net.packets import FindPlace, Place
 from common.protocol.session_events import Meter
 
@@ -20,7 +21,7 @@ Received = Callable[[str, bytes, bool], None]
 
 
 class Connection(Protocol):
-    """An MQTT connection that is opened again when it breaks; see `common.net.link.BrokerConnection`."""
+    """An MQTT connection that is opened again when it breaks; see `common.net.connection.BrokerConnection`."""
 
     address: BrokerAddress
     reconnects: int
@@ -76,7 +77,7 @@ class World(Protocol):
         landed: Callable[[str, Place], None] = lambda topic, place: None,
         will: tuple[str, bytes] | None = None,
     ) -> Connection:
-        """Return a connection, which `run` opens; for the callbacks see `common.net.link.BrokerConnection`."""
+        """Return a connection, which `run` opens; for the callbacks see `common.net.connection.BrokerConnection`."""
 
     async def packet_limit(self, address: BrokerAddress) -> int | None:
         """Return the largest packet that a broker accepts, in bytes; None if unlimited or unknown."""

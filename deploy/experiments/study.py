@@ -29,7 +29,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from common.spec import Experiment, parse
+from common.experiment.schema import Experiment, parse
 from deploy.experiments.configurations import PARTS, Part, Seen, merged
 from deploy.processes import interruptible
 

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from common.spec import load
+from common.experiment.schema import load
 from deploy.lab import Lab
 from deploy.runs import Run, State, folders
 

@@ -19,10 +19,10 @@ from typing import Final
 
 import numpy as np
 
+from common.experiment.schema import Experiment, parse
 from common.protocol import serialization
 from common.protocol.manifest import chunk_digest
 from common.protocol.messages import Key, Manifest, Task
-from common.spec import Experiment, parse
 from deploy.planning.prediction import Speeds
 
 TRAINING_S: Final = 2.0

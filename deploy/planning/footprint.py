@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from common.spec import CLOUD, Experiment, Transfer, participants
+from common.experiment.schema import CLOUD, Experiment, Transfer, participants
 from deploy.planning.prediction import Lab, Sizes
 
 DOWN_BYTES: Final = 295  # of a child's round, besides its model: the task and the receipt

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Final, TypeVar
 
-from common.links import Way
+from common.experiment.links import Way
+from common.experiment.schema import Transfer
 from common.protocol.manifest import chunk_bytes_for
 from common.protocol.receiver import SLOT_BYTES_S
 from common.protocol.timeline import Timeline
-from common.spec import Transfer
 from deploy.planning.stage import Host, Process, Stage
 
 AT_PARENT: Final = 0.4  # of the work of a round with one child, a queue there; the rest is the child's and the broker's

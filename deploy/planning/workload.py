@@ -19,12 +19,12 @@ import numpy as np
 
 from common.aggregation.selection import draw
 from common.errors import InvalidExperiment
-from common.layout import ModelLayout, Row
+from common.experiment.schema import CLOUD, Experiment, parse, participants
 from common.learning import datasets, splits
 from common.learning.datasets import Dataset
 from common.learning.evaluation import Examiner
-from common.spec import CLOUD, Experiment, parse, participants
-from common.wire.codecs import codec_of
+from common.model.codecs import codec_of
+from common.model.layout import ModelLayout, Row
 from deploy.planning.prediction import Branch, Device, Lab, Sizes, Speeds
 from deploy.runs import Run
 

@@ -10,9 +10,9 @@ from typing import Any, Final
 from cloud.agent import CloudAgent
 from cloud.iterations import Observe
 from cloud.results import RunFolder
+from common.experiment.schema import CLOUD, Experiment
 from common.metrics import Metrics
-from common.net.link import BrokerAddress
-from common.spec import CLOUD, Experiment
+from common.net.address import BrokerAddress
 from deploy.simulation.hardware import Hardware, SimulatedEvaluator, SimulatedPool
 from deploy.simulation.world import SimulatedWorld
 from device.agent import DeviceAgent

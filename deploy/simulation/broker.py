@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
-from common.protocol.counters import packet_bytes
+from common.accounting.counters import packet_bytes
 from deploy.simulation.subscriptions import SubscriptionTree, matches
 
 QUEUE_MOST = 1_000_000  # what `deploy.broker` sets for mosquitto; mosquitto's own default is 1000

@@ -8,12 +8,13 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
+from common.accounting.counters import packet_bytes
+from common.accounting.traffic import Wire
 from common.errors import ConnectionFailed
+from common.net.address import BrokerAddress
 from common.net.bulk import Body
-from common.net.link import LIVED_S, BrokerAddress, pause_s
+from common.net.connection import LIVED_S, pause_s
 from common.net.packets import FindPlace, Place
-from common.protocol.counters import packet_bytes
-from common.protocol.traffic import Wire
 from common.runtime.world import Received, nothing
 from deploy.simulation.broker import REFUSED, SessionWill, SimulatedBroker
 from deploy.simulation.network import SimulatedLink
@@ -26,7 +27,7 @@ ROUND_TRIPS: Final = 2  # TCP's and MQTT's
 
 
 class SimulatedConnection:
-    """One MQTT connection that comes back by itself, as `common.net.link.BrokerConnection` does."""
+    """One MQTT connection that comes back by itself, as `common.net.connection.BrokerConnection` does."""
 
     def __init__(
         self,
@@ -226,7 +227,7 @@ class SimulatedConnection:
 
 
 class SimulatedMeter:
-    """The bytes of a simulated connection; see `common.net.kernel.WireMeter`."""
+    """The bytes of a simulated connection; see `common.accounting.tcp.WireMeter`."""
 
     def __init__(self, connection: SimulatedConnection) -> None:
         self._connection = connection

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from common.codec_names import DOWN, UP
 from common.errors import InvalidExperiment
-from common.spec import Experiment, parse, participants
+from common.experiment.codecs import DOWN, UP
+from common.experiment.schema import Experiment, parse, participants
 from deploy.simulation.fault_draws import draw_faults
 from deploy.simulation.faults import Fault
 from deploy.simulation.hardware import Durations

@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from common.spec import CLOUD, Experiment
+from common.experiment.schema import CLOUD, Experiment
 from deploy.simulation.agents import BROKER
 from deploy.simulation.faults import Fault, FaultKind
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from cloud.evaluator import Accuracy, Beginning
-from common.layout import Row
-from common.spec import Experiment
+from common.experiment.schema import Experiment
+from common.model.layout import Row
 from deploy.simulation.workload import STEPS_MOST, Workload
 from device.jobs import LocalResult, Prepared, Progress
 

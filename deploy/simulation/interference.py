@@ -7,7 +7,9 @@ from typing import Any, Final
 
 import msgpack
 
+from common.accounting.traffic import Traffic
 from common.errors import WireError
+from common.experiment.schema import CLOUD
 from common.protocol import serialization, topics
 from common.protocol.manifest import describe
 from common.protocol.messages import (
@@ -30,9 +32,7 @@ from common.protocol.messages import (
     WhoIsThere,
 )
 from common.protocol.serialization import KINDS
-from common.protocol.traffic import Traffic
 from common.runtime.endpoint import Endpoint
-from common.spec import CLOUD
 from deploy.simulation.agents import BROKER
 from deploy.simulation.broker import Routed
 from deploy.simulation.faults import Fault, FaultKind

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from common.rules import remembers
-from common.spec import participants
+from common.experiment.aggregation import remembers
+from common.experiment.schema import participants
 from deploy.simulation.accounts import exact_accounts, plausible_accounts
 from deploy.simulation.drawn import DrawnLab
 from deploy.simulation.faults import RESTARTS, FaultKind, longest_s

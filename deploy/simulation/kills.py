@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from common.spec import CLOUD, parse
+from common.experiment.schema import CLOUD, parse
 from deploy.simulation.broker import Routed
 from deploy.simulation.drawn import DrawnLab, draw_lab
 from deploy.simulation.faults import Fault, FaultKind

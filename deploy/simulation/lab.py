@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Final
 
 from cloud.iterations import Observe
+from common.experiment.schema import CLOUD, Experiment
 from common.metrics import Metrics
-from common.spec import CLOUD, Experiment
 from deploy.simulation.agents import BROKER, AgentFactory, ignore
 from deploy.simulation.broker import SimulatedBroker
 from deploy.simulation.hardware import Durations, Hardware

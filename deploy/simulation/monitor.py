@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from common.accounting.counters import packet_bytes
+from common.accounting.traffic import Traffic
+from common.experiment.schema import CLOUD
 from common.protocol import topics
 from common.protocol.child_session import ChildSession
-from common.protocol.counters import packet_bytes
 from common.protocol.parent_session import ParentSession
 from common.protocol.session import Session
-from common.protocol.traffic import Traffic
 from common.runtime.endpoint import Endpoint
-from common.spec import CLOUD
 from deploy.simulation.broker import Routed
 from deploy.simulation.interference import kind_of
 from deploy.simulation.lab import SimulatedLab

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from common.spec import Closing
+from common.experiment.schema import Closing
 from deploy.simulation.drawn import draw_lab
 from deploy.simulation.faults import FaultKind
 from deploy.simulation.seeds import SeedReport

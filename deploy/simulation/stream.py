@@ -6,8 +6,8 @@ import asyncio
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from common.protocol.counters import packet_bytes
-from common.protocol.traffic import Wire
+from common.accounting.counters import packet_bytes
+from common.accounting.traffic import Wire
 from deploy.simulation.loop import VirtualLoop
 from deploy.simulation.network import LinkConditions
 from deploy.simulation.packets import Flight, Packet, PacketKind

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
-from common.layout import ModelLayout, Row, Section
-from common.spec import Experiment
+from common.experiment.schema import Experiment
+from common.model.layout import ModelLayout, Row, Section
 
 if TYPE_CHECKING:
     from device.trainer import Trainer

@@ -7,7 +7,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from common.net.link import BrokerAddress
+from common.net.address import BrokerAddress
 from common.net.packets import FindPlace, Place
 from common.runtime.world import Connection, Received
 from deploy.simulation.connection import SimulatedConnection

@@ -9,10 +9,11 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 from common.errors import ConnectionFailed, NoProgress
-from common.net.link import BrokerAddress, BrokerConnection
+from common.experiment.schema import CLOUD
+from common.net.address import BrokerAddress
+from common.net.connection import BrokerConnection
 from common.protocol import topics
 from common.protocol.participant import HEARTBEAT_S
-from common.spec import CLOUD
 from deploy.watching.lab import Lab
 from deploy.watching.runs import Runs, filters
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from common.errors import FedstrataError, NoProgress, RunFailed, WireError
+from common.experiment.schema import CLOUD, Experiment
 from common.protocol import serialization, topics
 from common.protocol.messages import (
     Acknowledgement,
@@ -31,7 +32,6 @@ from common.protocol.messages import (
     Result,
     Task,
 )
-from common.spec import CLOUD, Experiment
 from deploy.watching.meter import Meter
 from deploy.watching.node import Node
 

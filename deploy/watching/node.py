@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final
 
+from common.accounting.child_report import ChildReport
+from common.accounting.traffic import Traffic
 from common.protocol.messages import (
     Acknowledgement,
     Ask,
-    ChildReport,
     Declined,
     Key,
     Manifest,
@@ -23,7 +24,6 @@ from common.protocol.messages import (
     Task,
 )
 from common.protocol.round_state import LIVING
-from common.protocol.traffic import Traffic
 from deploy.watching.meter import Meter
 
 SESSIONS_KEPT: Final = 8

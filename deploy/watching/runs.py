@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from common.errors import InvalidExperiment, WireError
+from common.experiment.schema import CLOUD, Experiment, parse
 from common.protocol import serialization, topics
 from common.protocol.messages import Announcement, NodeState, Presence
-from common.spec import CLOUD, Experiment, parse
 
 SETTLE_S: Final = 0.5  # what a broker has kept comes at once, but in any order
 DEVICES_MOST: Final = 100_000

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Final
 
-from common.protocol.messages import ChildReport, NodeState
+from common.accounting.child_report import ChildReport
+from common.protocol.messages import NodeState
 from deploy.tabular import size
 from deploy.watching.lab import Lab
 from deploy.watching.node import Node, Step

@@ -31,10 +31,10 @@ from common.aggregation.aggregator import Aggregator, Uploads, build
 from common.aggregation.fedcross import Stage
 from common.aggregation.mixing import Mixture, whole
 from common.aggregation.statistics import gram
-from common.layout import ModelLayout
+from common.experiment.aggregation import RULES, FedCDA, FedMR, Rule
 from common.learning import models
 from common.learning.inputs import Inputs
-from common.rules import RULES, FedCDA, FedMR, Rule
+from common.model.layout import ModelLayout
 
 REPEATS = 5
 MODELS = (10, 40)

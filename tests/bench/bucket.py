@@ -18,11 +18,11 @@ from collections import deque
 from rich.console import Console
 from rich.table import Table
 
-from common.links import Way
+from common.experiment.links import Way
+from common.experiment.schema import Transfer
 from common.protocol.manifest import chunk_bytes_for
 from common.protocol.outbox import EARLY_S
 from common.protocol.shaping import Shaper
-from common.spec import Transfer
 
 RATES_MBIT = (0.25, 1, 10, 100, 1000)
 PEER = "peer"

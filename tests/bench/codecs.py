@@ -19,13 +19,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from common.layout import ModelLayout, Row
+from common.experiment.schema import Transfer
 from common.learning import models
 from common.learning.inputs import Inputs
+from common.model.codecs import CODECS, Codec
+from common.model.layout import ModelLayout, Row
 from common.protocol.manifest import chunk_digest, describe
 from common.protocol.messages import Manifest
-from common.spec import Transfer
-from common.wire.codecs import CODECS, Codec
 
 REPEATS = 9
 MOVED = 0.024

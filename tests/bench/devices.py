@@ -26,7 +26,7 @@ from typing import Any
 
 import psutil
 
-from common import spec
+from common.experiment import schema
 from common.host.memory import keep_large_buffers
 from device.pool import Member, Pool, cores
 
@@ -37,13 +37,15 @@ TICK_S = 0.005
 MB = 1e6
 
 
-def experiment(model: str, samples: int, shape: list[int]) -> spec.Experiment:
+def experiment(model: str, samples: int, shape: list[int]) -> schema.Experiment:
     data = {"dataset": "synthetic", "samples": samples, "test_samples": 1000, "image_shape": shape, "classes": 10}
     training = {"batch_size": 10, "momentum": 0.9}
-    return spec.parse({"data": data, "model": {"name": model}, "topology": {"devices": DEVICES}, "training": training})
+    return schema.parse(
+        {"data": data, "model": {"name": model}, "topology": {"devices": DEVICES}, "training": training}
+    )
 
 
-async def members_of(pool: Pool, lab: spec.Experiment) -> tuple[list[Member], Any]:
+async def members_of(pool: Pool, lab: schema.Experiment) -> tuple[list[Member], Any]:
     members = [pool.member(name) for name in lab.topology.device_names()]
     prepared = await asyncio.gather(*(member.prepare(lab) for member in members))
     return members, prepared[0].layout

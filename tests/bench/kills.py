@@ -32,11 +32,12 @@ from rich.console import Console
 from rich.table import Table
 from rounds import layout_of
 
+from common.experiment.links import Link
+from common.experiment.schema import Closing, Transfer
 from common.host.memory import keep_large_buffers
-from common.layout import Row
-from common.links import Link
+from common.model.layout import Row
+from common.net.address import BrokerAddress
 from common.net.bulk import Body
-from common.net.link import BrokerAddress
 from common.protocol.identity import Identity
 from common.protocol.messages import NodeState, Task
 from common.runtime.arriving import Arriving
@@ -46,7 +47,6 @@ from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.work import Answer, Report
 from common.runtime.world import new_session
-from common.spec import Closing, Transfer
 from common.storage.spool import Spool
 from deploy import broker
 

@@ -29,13 +29,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from rounds import layout_of
 
+from common.accounting.counters import Account, Direction
+from common.accounting.traffic import Wire
 from common.errors import ConnectionFailed, InvalidExperiment, RunFailed
-from common.links import Link
-from common.net.link import BrokerAddress
-from common.protocol.counters import Account, Direction
+from common.experiment.links import Link
+from common.experiment.schema import Closing, Transfer
+from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
 from common.protocol.messages import NodeState, Task
-from common.protocol.traffic import Wire
 from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.endpoint import Endpoint
@@ -43,7 +44,6 @@ from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.work import Answer, Report
 from common.runtime.world import new_session
-from common.spec import Closing, Transfer
 from deploy import broker, namespaces
 from deploy.namespaces import FRAME_BYTES, Namespace, joined
 

@@ -33,9 +33,9 @@ from rich.console import Console
 from rich.table import Table
 
 from common.errors import WireError
+from common.experiment.schema import parse, to_toml
 from common.protocol import serialization, topics
 from common.protocol.messages import Acknowledgement, Ask, Message, Phase, Progress, Result, Task
-from common.spec import parse, to_toml
 from deploy import broker
 from deploy.processes import free_port
 

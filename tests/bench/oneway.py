@@ -26,10 +26,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import tcp
 
+from common.experiment.links import Link
+from common.experiment.schema import Closing, Transfer
 from common.host.memory import keep_large_buffers
-from common.layout import ModelLayout, Section
-from common.links import Link
-from common.net.link import BrokerAddress
+from common.model.layout import ModelLayout, Section
+from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
 from common.protocol.messages import NodeState, Task
 from common.runtime.arriving import Arriving
@@ -38,7 +39,6 @@ from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.work import Answer, Report
 from common.runtime.world import new_session
-from common.spec import Closing, Transfer
 from deploy import broker
 
 RUN, PARENT, CHILD = "oneway-1", "parent", "child"

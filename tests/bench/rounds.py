@@ -22,20 +22,20 @@ from typing import Literal, Self
 import numpy as np
 
 from common.aggregation import aggregator
+from common.experiment.aggregation import FedAvg
+from common.experiment.links import Link
+from common.experiment.schema import Closing, Transfer
 from common.host.memory import keep_large_buffers
-from common.layout import ModelLayout, Section
-from common.links import Link
-from common.net.link import BrokerAddress
+from common.model.layout import ModelLayout, Section
+from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
 from common.protocol.messages import NodeState, Task
-from common.rules import FedAvg
 from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.work import Answer, Report
 from common.runtime.world import new_session
-from common.spec import Closing, Transfer
 from common.storage.spool import Spool
 from deploy import broker
 

@@ -28,9 +28,10 @@ from rich.console import Console
 from rich.table import Table
 from rounds import end, layout_of, peak_bytes
 
+from common.experiment.links import Link
+from common.experiment.schema import Closing, Transfer
 from common.host.memory import keep_large_buffers
-from common.links import Link
-from common.net.link import BrokerAddress
+from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
 from common.protocol.messages import NodeState, Task
 from common.runtime.arriving import Arriving
@@ -39,7 +40,6 @@ from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.work import Answer, Report
 from common.runtime.world import new_session
-from common.spec import Closing, Transfer
 from deploy import broker
 
 RUN: Final = "slow-1"

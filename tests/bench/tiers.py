@@ -19,9 +19,10 @@ from pathlib import Path
 import numpy as np
 from rounds import layout_of
 
+from common.experiment.links import Link
+from common.experiment.schema import CLOUD, Closing, Transfer
 from common.host.memory import keep_large_buffers
-from common.links import Link
-from common.net.link import BrokerAddress
+from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
 from common.protocol.messages import NodeState, Task
 from common.runtime.arriving import Arriving
@@ -30,7 +31,6 @@ from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.work import Answer, Report
 from common.runtime.world import new_session
-from common.spec import CLOUD, Closing, Transfer
 from deploy import broker
 
 RUN = "tiers-1"

@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
-from common import spec
+from common.experiment import schema
 from common.host.memory import keep_large_buffers
 from common.learning import datasets, models
 from common.randomness import Purpose, generator
@@ -49,10 +49,10 @@ class Case:
     target: float
     training: dict[str, Any]
 
-    def lab(self) -> spec.Experiment:
+    def lab(self) -> schema.Experiment:
         """Return an experiment of one device that has all the samples."""
         data = {"dataset": "synthetic", "image_shape": list(self.shape), "classes": 10, "samples": self.samples}
-        return spec.parse({"data": data, "model": {"name": self.model}, "training": self.training})
+        return schema.parse({"data": data, "model": {"name": self.model}, "training": self.training})
 
 
 CASES = (
@@ -87,7 +87,7 @@ class _Order(Sampler[int]):
         return self._samples
 
 
-def plain(lab: spec.Experiment) -> Callable[[], float]:
+def plain(lab: schema.Experiment) -> Callable[[], float]:
     """Return a textbook's local round, which gives its loss."""
     data, training = datasets.load(lab.data), lab.training
     images = data.normaliser()(data.train_images)
@@ -112,7 +112,7 @@ def plain(lab: spec.Experiment) -> Callable[[], float]:
     return train
 
 
-def ours(lab: spec.Experiment) -> Callable[[], float]:
+def ours(lab: schema.Experiment) -> Callable[[], float]:
     """Return a device's local round, which gives its loss."""
     trainer = Trainer(lab, node=DEVICE, accelerator="cpu")
     trainer.prepare()

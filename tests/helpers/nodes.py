@@ -19,8 +19,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from common.layout import ModelLayout, Row, Section
-from common.links import Link
+from common.experiment.links import Link
+from common.experiment.schema import PLAIN, Closing, Codecs, Transfer
+from common.model.layout import ModelLayout, Row, Section
 from common.protocol.identity import Identity
 from common.protocol.messages import Ask, Message, NodeState, Phase, Result, Task
 from common.protocol.presence import Proof
@@ -32,7 +33,6 @@ from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.round import Round
 from common.runtime.work import Answer, Report
 from common.runtime.world import World, new_session
-from common.spec import PLAIN, Closing, Codecs, Transfer
 from common.storage.spool import Spool
 from tests.helpers.sites import PATIENCE_S, Site, forever, until
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
-from common.net.link import BrokerAddress
+from common.net.address import BrokerAddress
 from common.runtime.endpoint import Endpoint
 from common.runtime.world import REAL, World
 from deploy import broker as brokers

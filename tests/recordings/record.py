@@ -15,7 +15,7 @@ from pathlib import Path
 import msgpack
 import paho.mqtt.client as mqtt
 
-from common.spec import parse, to_toml
+from common.experiment.schema import parse, to_toml
 from deploy import broker
 
 RECORDING = Path(__file__).with_name("run.msgpack")

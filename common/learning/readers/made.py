@@ -7,8 +7,8 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from common.data import Data
 from common.errors import InvalidExperiment
+from common.experiment.data import Data
 from common.learning.readers.parts import Labels, Parts
 from common.randomness import Purpose, generator
 

@@ -8,16 +8,16 @@ import math
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from paho.mqtt.reasoncodes import ReasonCode
 
+from common.accounting.tcp import WireMeter
 from common.errors import ConnectionFailed
+from common.net.address import BrokerAddress
 from common.net.bulk import Body, BulkClient
 from common.net.client import MqttClient, MqttError
 from common.net.failures import FailureLog
-from common.net.kernel import WireMeter
 from common.net.packets import FindPlace, Place
 
 BACKOFF_S: Final = 0.1
@@ -27,19 +27,6 @@ LIVED_S: Final = 5.0  # a connection that lasts so long has worked
 REFUSED: Final = 0x80  # of a SUBACK
 
 log = logging.getLogger("fedstrata.connection")
-
-
-@dataclass(frozen=True, slots=True)
-class BrokerAddress:
-    """Where a broker listens and how to log in; the password comes from a file or the environment."""
-
-    host: str
-    port: int = 1883
-    username: str | None = None
-    password: str | None = None
-
-    def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
 
 
 class _Sent(NamedTuple):

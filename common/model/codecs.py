@@ -3,8 +3,8 @@
     blob = [ trainable columns in the codec's form | float32 buffers | int64 buffers ]      zstd: the whole, one frame
 
 Buffers travel exactly whatever the form: they are few, and a variance of a normalisation layer that rounding made
-zero or negative would ruin the model. `common.codec_names` lists the codecs; the forms and their errors are in
-`common.wire.forms`.
+zero or negative would ruin the model. `common.experiment.codecs` lists the codecs; the forms and their errors are in
+`common.model.quantizers`.
 
 A codec whose blob *is* the row (`fp32`, bit for bit) needs no copy at either end: chunks are cut from the row that
 the node holds, and assembled in the row that the algorithm will read. The other forms are assembled at the row's end
@@ -20,10 +20,10 @@ from typing import Final, Protocol
 import numpy as np
 import zstandard
 
-from common.codec_names import DELTA, FORMS, UP, ZSTD
 from common.errors import RefusedModel, WireError
-from common.layout import ModelLayout, Row
-from common.wire.forms import PIECE_BYTES, PIECE_COLUMNS, Brain, Bytes, Form, Half, Piece, Planes, Scaled
+from common.experiment.codecs import DELTA, FORMS, UP, ZSTD
+from common.model.layout import ModelLayout, Row
+from common.model.quantizers import PIECE_BYTES, PIECE_COLUMNS, Brain, Bytes, Form, Half, Piece, Planes, Scaled
 
 ZSTD_LEVEL: Final = 1  # level 3 takes twice the time for the same bytes: what is left after the forms is entropy alone
 ZSTD_PIECE_BYTES: Final = 131_072

@@ -16,7 +16,7 @@ import struct
 import sys
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from common.protocol.traffic import Wire
+from common.accounting.traffic import Wire
 
 if TYPE_CHECKING:
     import paho.mqtt.client as mqtt

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from common.tables import Name, Positive, Table, named
+from common.experiment.tables import Name, Positive, Table, named
 
 
 @dataclass(frozen=True, slots=True)

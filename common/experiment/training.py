@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from common.data import TEXTS, Data
 from common.errors import InvalidExperiment
-from common.tables import Count, Fraction, Positive, Table
+from common.experiment.data import TEXTS, Data
+from common.experiment.tables import Count, Fraction, Positive, Table
 
 Share = Annotated[float, Field(ge=0, le=1)]
 

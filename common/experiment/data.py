@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from common.errors import InvalidExperiment
-from common.tables import Count, Positive, Table, proposal
+from common.experiment.tables import Count, Positive, Table, proposal
 
 DatasetName = Literal[
     "digits", "mnist", "fashionmnist", "cifar10", "cifar100", "femnist", "shakespeare", "sent140", "folder", "synthetic"

@@ -1,4 +1,4 @@
-"""The names of the forms that a model may have on the wire; what they do is `common.wire.codecs`.
+"""The names of the forms that a model may have on the wire; what they do is `common.model.codecs`.
 
     [delta+]form[+zstd]        form: fp32, fp16, bf16, int8
 

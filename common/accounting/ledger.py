@@ -13,10 +13,10 @@ from dataclasses import astuple, dataclass, field, fields, replace
 from operator import attrgetter
 from typing import Any, Final
 
+from common.accounting.child_report import ChildReport, TrainingPath
+from common.accounting.counters import Account
+from common.accounting.traffic import Measured, Traffic, Wire
 from common.errors import WireError
-from common.protocol.counters import Account
-from common.protocol.messages import ChildReport, TrainingPath
-from common.protocol.traffic import Measured, Traffic, Wire
 
 BYTES_MOST: Final = 2**50
 NOTHING: Final = Traffic()

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BeforeValidator, Field
 
 from common.errors import InvalidExperiment
-from common.tables import Count, Fraction, Table
+from common.experiment.tables import Count, Fraction, Table
 
 Weights = Literal["data", "uniform"]
 Carry = Literal["reset", "recentre"]

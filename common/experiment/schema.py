@@ -1,8 +1,8 @@
 """The experiment as typed data: what a TOML file under `deploy/experiments/` may say.
 
 Every key has its default here (of links, data, models, training, rules and hardware: in `links.py`, `data.py`,
-`training.py`, `rules.py`, `hardware.py`) and nowhere else. An unknown key, a value of the wrong type and a lab that
-cannot work are errors that name the key, the value and the remedy (`InvalidExperiment`, exit code 4).
+`training.py`, `aggregation.py`, `hardware.py`) and nowhere else. An unknown key, a value of the wrong type and a lab
+that cannot work are errors that name the key, the value and the remedy (`InvalidExperiment`, exit code 4).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Annotated, Any, Final, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from common import codec_names, hardware, links, rules
-from common.data import Data, Model
-from common.data import check as check_data
 from common.errors import InvalidExperiment
-from common.hardware import Hardware, Machine
-from common.links import Link, Links, Profile
-from common.rules import RULES, Aggregation, FedAvg
-from common.tables import Count, Fraction, Name, Positive, proposal, write
-from common.tables import Table as _Table
-from common.training import Training
-from common.training import check as check_training
+from common.experiment import aggregation, codecs, hardware, links
+from common.experiment.aggregation import RULES, Aggregation, FedAvg
+from common.experiment.data import Data, Model
+from common.experiment.data import check as check_data
+from common.experiment.hardware import Hardware, Machine
+from common.experiment.links import Link, Links, Profile
+from common.experiment.tables import Count, Fraction, Name, Positive, proposal, write
+from common.experiment.tables import Table as _Table
+from common.experiment.training import Training
+from common.experiment.training import check as check_training
 
 CLOUD: Final = "cloud"
 _FORMS: Final = frozenset({"int", "float", "constrained-int", "list[constrained-str]", "[key]"})  # pydantic's, not keys
@@ -116,7 +116,7 @@ class Institution(_Table):
 
 
 class Codecs(_Table):
-    """How a tier's models are written (`common/codec_names.py`), `up` towards the cloud; fp32 is bit for bit."""
+    """How a tier's models are written (`common/codecs.py`), `up` towards the cloud; fp32 is bit for bit."""
 
     up: str = "fp32"
     down: str = "fp32"
@@ -176,15 +176,15 @@ class Experiment(_Table):
         _check_closing("cloud.closing", self.cloud.closing, institutions)
         drawn = [participants(size, self.institution.participation) for size in sizes]
         _check_closing("institution.closing", self.institution.closing, min(drawn))
-        rules.check("cloud.aggregation", self.cloud.aggregation, institutions)
-        rules.check("institution.aggregation", self.institution.aggregation, max(drawn))
+        aggregation.check("cloud.aggregation", self.cloud.aggregation, institutions)
+        aggregation.check("institution.aggregation", self.institution.aggregation, max(drawn))
         for child in self.links.of:
             _check_child("links.of", child, self.topology)
         for device in self.hardware.of:
             _check_device("hardware.of", device, self.topology)
-        for key, codecs in (("transfer.wan", self.transfer.wan), ("transfer.lan", self.transfer.lan)):
-            codec_names.check_name(f"{key}.up", codecs.up, codec_names.UP)
-            codec_names.check_name(f"{key}.down", codecs.down, codec_names.DOWN)
+        for key, way in (("transfer.wan", self.transfer.wan), ("transfer.lan", self.transfer.lan)):
+            codecs.check_name(f"{key}.up", way.up, codecs.UP)
+            codecs.check_name(f"{key}.down", way.down, codecs.DOWN)
         return self
 
     def link(self, child: str) -> Link:

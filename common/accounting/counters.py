@@ -2,7 +2,7 @@
 
 `payload` are a blob's bytes, or a control message's body; `message` is the whole MQTT packet. What the connection
 carries besides (login, subscriptions, presences, acknowledgements, pings) is in the kernel's count alone:
-`common.net.kernel`.
+`common.accounting.tcp`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from common.protocol.traffic import Traffic
+from common.accounting.traffic import Traffic
 
 Direction: TypeAlias = Literal["sent", "received"]
 Kind: TypeAlias = Literal["model", "control", "probe"]

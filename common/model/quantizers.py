@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.errors import RefusedModel
-from common.layout import ModelLayout, Section
+from common.model.layout import ModelLayout, Section
 
 PIECE_COLUMNS: Final = 65_536
 PIECE_BYTES: Final = 4 * PIECE_COLUMNS  # packed, at most

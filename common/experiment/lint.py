@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from common.data import Data
-from common.rules import FedAdp, FedCDA, FedCross, FedMR, Independent, Rule, Several
-from common.spec import Experiment, participants
-from common.training import Schedule
+from common.experiment.aggregation import FedAdp, FedCDA, FedCross, FedMR, Independent, Rule, Several
+from common.experiment.data import Data
+from common.experiment.schema import Experiment, participants
+from common.experiment.training import Schedule
 
 BATCH_NORM: Final = frozenset({"resnet18_cifar", "resnet20", "resnet20_b", "resnet20_preact", "vgg16_bn"})
 SKEWED: Final = 1.0  # Dirichlet's concentration from which label skew shows

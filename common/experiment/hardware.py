@@ -17,8 +17,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from common.experiment.tables import Name, Table, named
 from common.randomness import Purpose, generator
-from common.tables import Name, Table, named
 
 
 class Pace(Table):

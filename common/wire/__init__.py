@@ -1,1 +1,0 @@
-"""The bytes of a model as they travel."""
