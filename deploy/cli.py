@@ -285,7 +285,7 @@ def device(
     async def take_part() -> None:
         from deploy.agents import run_agents
         from device.agent import DeviceAgent
-        from device.pool import Pool
+        from device.pool.pool import Pool
 
         registry, address = serve_metrics(metrics, broker=_address(addresses[0], username, password_file))
         count = None if slots == "auto" else int(slots)

@@ -31,8 +31,8 @@ from common.runtime.work import Answer, Report, Work
 from common.storage.spool import Spool
 from deploy.calls import Calls, Clock
 from deploy.processes import interruptible
-from device.trainer import Trainer
-from device.work import LocalWork
+from device.training.trainer import Trainer
+from device.training.work import LocalWork
 from institution.rounds import LocalRounds
 
 WITHOUT_A_NETWORK: Final = {

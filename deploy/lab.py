@@ -26,7 +26,7 @@ from deploy.network import Network, Open, one_host, shares
 from deploy.processes import interruptible, spawn, stop_all
 from deploy.progress import Observe, show
 from deploy.records import PREDICTION
-from device.pool import cores
+from device.pool.pool import cores
 
 FAREWELL_S: Final = 20.0
 REASON_S: Final = 5.0  # in which the cloud may end too, whose reason is the better one: it names what failed

@@ -12,7 +12,7 @@ from common.errors import InvalidExperiment
 from common.experiment.schema import CLOUD, Experiment
 from deploy import broker
 from deploy.logs import tell
-from device.pool import cores
+from device.pool.pool import cores
 
 
 @dataclass(frozen=True, slots=True)

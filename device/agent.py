@@ -23,9 +23,9 @@ from common.runtime.lifecycle import live
 from common.runtime.work import Answer, Report
 from common.runtime.world import REAL, World, new_session
 from common.storage.spool import Spool
+from device.emulation import keep
 from device.jobs import Prepared, TrainingPool
-from device.pace import keep
-from device.work import answer_of, round_of
+from device.training.work import answer_of, round_of
 
 FAREWELL_S = 3.0
 PHASES = ("train", "wait", "pause", "stack")

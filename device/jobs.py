@@ -122,7 +122,7 @@ class Job(Wish):
 
 
 class PoolMember(Protocol):
-    """One device's access to a pool of trainings; see `device.pool.Member`."""
+    """One device's access to a pool of trainings; see `device.pool.pool.Member`."""
 
     @property
     def moves(self) -> int:
@@ -136,7 +136,7 @@ class PoolMember(Protocol):
 
 
 class TrainingPool(Protocol):
-    """What a device agent asks of a pool; see `device.pool.Pool`."""
+    """What a device agent asks of a pool; see `device.pool.pool.Pool`."""
 
     def member(self, node: str) -> PoolMember:
         """Add a device."""

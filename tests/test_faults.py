@@ -47,8 +47,8 @@ from common.runtime.world import new_session
 from deploy import broker
 from deploy.broker import Broker
 from device.agent import DeviceAgent
-from device.pool import Pool
-from device.trainer import Trainer
+from device.pool.pool import Pool
+from device.training.trainer import Trainer
 from institution.agent import InstitutionAgent
 
 PATIENCE_S = 90

@@ -17,16 +17,16 @@ from common.experiment import schema
 from common.learning import datasets, models
 from common.model.layout import ModelLayout, Row, Section
 from common.randomness import Purpose, generator
-from device import gathering, stacks
-from device.gathering import VARIABLE, Stacking, gather, most_together, stacking
 from device.jobs import Cancelled, Device, Ending, Job, LocalResult, Order, Prepared
-from device.lanes import Lane, Thread
-from device.paths import Speeds
-from device.pool import Pool
-from device.together import train as train_together
-from device.trainer import Trainer
-from device.trainers import Trainers
-from device.workers import Worker
+from device.pool.executors import Lane, Thread
+from device.pool.pool import Pool
+from device.pool.trainers import Trainers
+from device.pool.worker_process import Worker
+from device.training.trainer import Trainer
+from device.vmapped import gathering, trainer
+from device.vmapped.calibration import Speeds
+from device.vmapped.gathering import VARIABLE, Stacking, gather, most_together, stacking
+from device.vmapped.loop import train as train_together
 
 QUICK = {"batch_size": 50, "learning_rate": 0.05}
 
@@ -105,7 +105,7 @@ def test_orders_are_trained_in_a_stack_as_alone(training: dict[str, Any]) -> Non
 def test_each_learning_rate_has_a_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     monkeypatch.setattr(
-        stacks,
+        trainer,
         "train",
         lambda recipe, turns, most: (sizes.append(len(turns)), train_together(recipe, turns, most=most)),
     )
@@ -122,14 +122,14 @@ def test_a_deterministic_run_has_no_stack() -> None:
 @pytest.mark.parametrize(("stacked_s", "path"), [(2.0, TrainingPath.STACKED), (5.0, TrainingPath.LEAN)])
 def test_the_quicker_path_is_taken(monkeypatch: pytest.MonkeyPatch, stacked_s: float, path: TrainingPath) -> None:
     monkeypatch.setenv(VARIABLE, "auto")
-    monkeypatch.setattr("device.trainers.most_together", lambda _: 4)
+    monkeypatch.setattr("device.pool.trainers.most_together", lambda _: 4)
     measured: list[int] = []
 
     def measure(_: object, turns: Any) -> Speeds:
         measured.append(len(turns))
         return Speeds(alone_s=1.0, single_s=stacked_s, stacked_s=stacked_s, size=4)
 
-    monkeypatch.setattr(stacks, "measure", measure)
+    monkeypatch.setattr(trainer, "measure", measure)
     trainers, work = Trainers(), Work(experiment())
     assert work.train(trainers) == [path] * 4
     assert work.train(trainers) == [path] * 4
@@ -142,7 +142,7 @@ def test_without_memory_for_the_data_each_is_trained_alone(monkeypatch: pytest.M
 
     work = Work(experiment())
     with monkeypatch.context() as patch:
-        patch.setattr(stacks._Shared, "know", full)
+        patch.setattr(trainer._Shared, "know", full)
         assert work.train() == [TrainingPath.LEAN] * 4
     assert work.train() == [TrainingPath.STACKED] * 4
 
@@ -238,7 +238,7 @@ def test_a_gpus_lane_waits_for_those_who_come_together(
                 work = [member.train(row, row, epochs=1, round_=0, progress=lambda *_: None) for member in some]
                 await asyncio.gather(*work)
 
-    monkeypatch.setattr("device.pool.may_have_gpu", lambda: True)
+    monkeypatch.setattr("device.pool.pool.may_have_gpu", lambda: True)
     asyncio.run(play())
     assert sorted((len(names) for lane in lanes for names in lane.begun), reverse=True) == sorted(sizes, reverse=True)
 

@@ -20,7 +20,7 @@ from common.experiment.hardware import Machine, Pace, shipped
 from common.experiment.schema import load, parse, to_toml
 from common.protocol.messages import Phase
 from common.runtime.work import Answer
-from device import pace
+from device import emulation
 
 # What the experiment says
 
@@ -144,7 +144,7 @@ def at_a_pace(
         loop = asyncio.get_running_loop()
         start = loop.time()
         keeping = asyncio.create_task(
-            pace.keep(machine, answer, since=start + since, report=lambda *words: told.append(words))
+            emulation.keep(machine, answer, since=start + since, report=lambda *words: told.append(words))
         )
         if cancel_after_s is not None:
             await asyncio.sleep(cancel_after_s)

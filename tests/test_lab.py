@@ -22,7 +22,7 @@ from common.learning import models
 from common.learning.inputs import Inputs
 from common.model.codecs import codec_of
 from deploy import broker
-from device.trainer import Trainer
+from device.training.trainer import Trainer
 
 DEMO = Path(__file__).parents[1] / "deploy" / "experiments" / "demo.toml"
 SMALL = ("topology.institutions=2", "topology.devices=4", "iterations=2", "institution.rounds=2")

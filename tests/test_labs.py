@@ -30,7 +30,7 @@ from deploy.watching.follower import Follower
 from deploy.watching.lab import Lab
 from deploy.watching.runs import Runs
 from device.agent import DeviceAgent
-from device.pool import Pool
+from device.pool.pool import Pool
 from institution.agent import InstitutionAgent
 
 PATIENCE_S = 90

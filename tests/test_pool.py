@@ -23,10 +23,10 @@ from common.learning import datasets, models
 from common.model.layout import ModelLayout, Row, Section
 from device.accelerators import choose, may_have_gpu
 from device.jobs import Cancelled, Device, Job, LocalResult, Prepared
-from device.lanes import Thread
-from device.pool import Member, Pool
-from device.trainer import Trainer
-from device.workers import Worker
+from device.pool.executors import Thread
+from device.pool.pool import Member, Pool
+from device.pool.worker_process import Worker
+from device.training.trainer import Trainer
 
 T = TypeVar("T")
 PATIENCE_S = 110.0
@@ -322,7 +322,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         pool = runner.run(open_pool())
         yield Lab(runner, pool, folder)
         runner.run(pool.__aexit__())
-    assert [child for child in psutil.Process().children() if "device.worker" in child.cmdline()] == []
+    assert [child for child in psutil.Process().children() if "device.pool.worker" in child.cmdline()] == []
 
 
 def test_workers_give_the_bits_of_a_trainer_alone(lab: Lab) -> None:
@@ -456,7 +456,7 @@ def test_workers_hear_no_interrupt_of_the_terminal(lab: Lab) -> None:
 AGENT = """
 import asyncio, os, sys
 from device.agent import DeviceAgent
-from device.pool import Pool
+from device.pool.pool import Pool
 
 async def main():
     async with Pool(accelerator="cpu", slots=2, devices=2) as pool:

@@ -38,7 +38,7 @@ from deploy import broker
 from deploy.broker import Broker
 from deploy.namespaces import Namespace, Wire, joined
 from device.agent import DeviceAgent
-from device.pool import Pool
+from device.pool.pool import Pool
 from institution.agent import InstitutionAgent
 
 DEMO: Final = Path(__file__).parents[1] / "deploy" / "experiments" / "demo.toml"

@@ -18,7 +18,7 @@ from common.errors import InvalidExperiment
 from common.experiment.data import check_alike
 from common.experiment.schema import Experiment, parse, to_toml
 from common.learning import splits
-from device.trainer import Trainer
+from device.training.trainer import Trainer
 
 PATIENCE_S = 90
 

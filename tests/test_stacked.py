@@ -19,14 +19,14 @@ from common.learning import models
 from common.learning.inputs import Inputs
 from common.learning.nets.layers import Dropout
 from common.model.layout import ModelLayout, Row
-from device import paths, together
-from device.augmentation import Changes, change, draw
-from device.descent import descend, forward_of
 from device.jobs import Cancelled
-from device.paths import Speeds, measure, most_in_memory, problem_of
-from device.stacked import Recipe, Stack
-from device.stacking import Load, plan
-from device.together import Outcome, Turn, Visits
+from device.training.augmentation import Changes, change, draw
+from device.training.sgd import descend, forward_of
+from device.vmapped import calibration, loop
+from device.vmapped.calibration import Speeds, measure, most_in_memory, problem_of
+from device.vmapped.loop import Outcome, Turn, Visits
+from device.vmapped.schedule import Load, plan
+from device.vmapped.stack import Recipe, Stack
 
 CPU = torch.device("cpu")
 BATCHES_OF_4 = Training(batch_size=4, learning_rate=0.05, momentum=0.9, weight_decay=0.01)
@@ -128,7 +128,7 @@ class Case:
         return done
 
     def train(self, most: int = 100) -> list[Outcome]:
-        together.train(self.recipe, self.turns, most=most)
+        loop.train(self.recipe, self.turns, most=most)
         return [how for how in self.ended if isinstance(how, Outcome)]
 
     def alone(self, k: int, steps: int | None = None) -> tuple[dict[str, Tensor], float, int]:
@@ -170,7 +170,7 @@ class Case:
 
         monkeypatch.setattr(Stack, "read", spy)
         self.train()
-        made = together.plan(list(self.loads), batch_size=self.training.batch_size, pad=self.recipe.pads)
+        made = loop.plan(list(self.loads), batch_size=self.training.batch_size, pad=self.recipe.pads)
         places = {int(k): place for place, k in enumerate(made.order)}
         return [{name: t[places[k]] for name, t in kept[-1].items()} for k in range(len(self.loads))]
 
@@ -228,7 +228,7 @@ def test_one_step_in_float32(name: str) -> None:
 
 
 def test_bf16_is_near_its_own_training() -> None:
-    # In smaller batches a CPU's linear layers compute in fp32 (`device.descent`), but not in a stack.
+    # In smaller batches a CPU's linear layers compute in fp32 (`device.training.sgd`), but not in a stack.
     training = Training(batch_size=32, learning_rate=0.05, precision="bf16")
     case = Case(mlp(Inputs((1, 8, 8), 10)), (1, 8, 8), training=training, dtype=torch.float32)
     for k, how in enumerate(case.train()):
@@ -247,14 +247,14 @@ def rows_of(case: Case) -> list[bytes | None]:
 
 
 def test_each_tells_its_own_progress_and_ends_with_its_own_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(together, "LOOK_S", 0.0)
+    monkeypatch.setattr(loop, "LOOK_S", 0.0)
     case = quick()
     ends: list[int] = []
     turns = case.turns
     for k, turn in enumerate(turns):
         done = turn.done
         object.__setattr__(turn, "done", lambda how, k=k, done=done: (ends.append(k), done(how)))
-    together.train(case.recipe, turns, most=100)
+    loop.train(case.recipe, turns, most=100)
     totals = [4, 3, 3, 5, 4]
     assert [seen[-1] for seen in case.progress] == [(total, total) for total in totals]
     assert all(seen == sorted(seen) for seen in case.progress)
@@ -273,12 +273,12 @@ class _Clock:
             step(*args)
 
         monkeypatch.setattr(Stack, "step", slow)
-        monkeypatch.setattr(together.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(loop.time, "monotonic", lambda: self.now)
 
 
 @pytest.mark.parametrize("look_s", [0.0, 3.0, 100.0])
 def test_a_steps_time_is_shared_among_those_who_take_it(monkeypatch: pytest.MonkeyPatch, look_s: float) -> None:
-    monkeypatch.setattr(together, "LOOK_S", look_s)
+    monkeypatch.setattr(loop, "LOOK_S", look_s)
     _Clock(monkeypatch)
     case = quick()
     outcomes = case.train()
@@ -457,7 +457,7 @@ def test_a_cap_follows_from_what_a_few_devices_take(monkeypatch: pytest.MonkeyPa
     case = quick()
     assert most_in_memory(case.recipe, case.turns) >= 5  # a host's memory is not asked
     gpu = SimpleNamespace(accelerator=torch.device("cuda", 0))
-    monkeypatch.setattr(paths, "_peak_bytes", lambda _, turns: 100 + 50 * len(turns))
+    monkeypatch.setattr(calibration, "_peak_bytes", lambda _, turns: 100 + 50 * len(turns))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 5000))
     assert most_in_memory(gpu, case.turns) == 16  # type: ignore[arg-type]
@@ -495,7 +495,7 @@ def test_a_gpu_is_left_as_it_was_and_takes_stacks_of_lenet(precision: str) -> No
     speeds = measure(recipe, turns)
     assert speeds.stacked_s < 40 * speeds.alone_s
     before = torch.cuda.memory_allocated()
-    together.train(recipe, turns, most=40)
+    loop.train(recipe, turns, most=40)
     assert all(isinstance(how, Outcome) for how in case.ended)
     assert torch.cuda.memory_allocated() == before
 
@@ -510,7 +510,7 @@ def test_a_gpu_that_runs_out_of_memory_halves_the_stack() -> None:
     total = torch.cuda.get_device_properties(where).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, 4e8 / total), where)
     try:
-        together.train(case.recipe, case.turns, most=64)
+        loop.train(case.recipe, case.turns, most=64)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, where)
     assert all(isinstance(how, Outcome) and how.steps == 2 for how in case.ended)

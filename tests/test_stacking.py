@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.experiment import schema
 from common.learning import partitions
-from device.stacking import Load, Plan, plan
+from device.vmapped.schedule import Load, Plan, plan
 
 Visit = tuple[int, int]
 

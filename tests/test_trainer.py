@@ -25,10 +25,10 @@ from common.learning.inputs import Inputs
 from common.learning.nets.layers import Dropout
 from common.model.layout import Row
 from common.randomness import Purpose, generator
-from device import descent
-from device import trainer as trainer_module
 from device.jobs import Cancelled
-from device.trainer import LocalResult, Trainer, resolve_accelerator
+from device.training import sgd
+from device.training import trainer as trainer_module
+from device.training.trainer import LocalResult, Trainer, resolve_accelerator
 
 
 def experiment(*, model: str = "cnn_digits", devices: int = 4, **training: Any) -> schema.Experiment:
@@ -327,7 +327,7 @@ def test_exhausted_memory_fails_the_run_and_spares_the_trainer(monkeypatch: pyte
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(descent, "sgd", exhausted)
+        patch.setattr(sgd, "sgd", exhausted)
         with pytest.raises(RunFailed, match=r"training\.batch_size = 10.*smaller") as caught:
             run(trainer, initial(lab))
     assert caught.value.__context__ is None
@@ -469,10 +469,10 @@ def test_an_operation_without_a_deterministic_form_is_named(monkeypatch: pytest.
         raise RuntimeError("adaptive_avg_pool2d_backward_cuda does not have a deterministic implementation, but you")
 
     with monkeypatch.context() as patch:
-        patch.setattr(descent, "sgd", refused)
+        patch.setattr(sgd, "sgd", refused)
         with pytest.raises(InvalidExperiment, match=r"^training\.deterministic = True: adaptive.*cuda has no.*false"):
             run(trainer, initial(lab))
-        patch.setattr(descent, "sgd", lambda *_, **__: torch.zeros(2) @ torch.zeros(3))
+        patch.setattr(sgd, "sgd", lambda *_, **__: torch.zeros(2) @ torch.zeros(3))
         with pytest.raises(RuntimeError, match="size"):
             run(trainer, initial(lab))
     assert np.array_equal(run(trainer, initial(lab))[0], run(make(experiment()), initial(lab))[0])

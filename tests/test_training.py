@@ -20,8 +20,8 @@ from common.errors import InvalidExperiment
 from common.experiment.schema import Experiment, parse
 from common.experiment.training import Augmentation, Schedule, Training, learning_rate
 from common.learning import datasets
-from device import augmentation, part
-from device.descent import descend
+from device.training import augmentation, batches
+from device.training.sgd import descend
 
 CPU = torch.device("cpu")
 
@@ -211,8 +211,8 @@ def lab_of(**settings: Any) -> Experiment:
 
 
 def rounds_inputs(lab: Experiment, *, node: str = "device-0", round_: int = 0, epochs: int = 2) -> list[torch.Tensor]:
-    device = part.load_part(parse({"topology": {"devices": 1}}), "device-0", accelerator=CPU)
-    return [inputs for _, inputs, _ in part.batches(device, lab, node=node, epochs=epochs, round_=round_)]
+    device = batches.load_part(parse({"topology": {"devices": 1}}), "device-0", accelerator=CPU)
+    return [inputs for _, inputs, _ in batches.batches(device, lab, node=node, epochs=epochs, round_=round_)]
 
 
 def test_a_rounds_images_depend_on_seed_node_and_round_and_not_on_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ def test_a_rounds_images_depend_on_seed_node_and_round_and_not_on_blocks(monkeyp
     assert torch.equal(torch.cat(rounds_inputs(lab)), first)
     assert not torch.equal(torch.cat(rounds_inputs(lab, round_=1)), first)
     assert not torch.equal(torch.cat(rounds_inputs(lab, node="device-1")), first)
-    monkeypatch.setattr(part, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(batches, "BLOCK_BYTES", 1)
     assert torch.equal(torch.cat(rounds_inputs(lab)), first)
 
 

@@ -80,7 +80,7 @@ def train(experiment_json: str) -> Training:
     from common.learning import datasets, models
     from common.learning.evaluation import evaluate
     from device.jobs import Cancelled
-    from device.trainer import Trainer
+    from device.training.trainer import Trainer
 
     experiment = parse(experiment_json)
     data = datasets.load(experiment.data)

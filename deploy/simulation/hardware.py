@@ -43,7 +43,7 @@ class Hardware:
 
 
 class SimulatedPool:
-    """Stands for `device.pool.Pool` in one process; any number of trainings run at once."""
+    """Stands for `device.pool.pool.Pool` in one process; any number of trainings run at once."""
 
     def __init__(self, hardware: Hardware) -> None:
         self.hardware = hardware

@@ -12,7 +12,7 @@ from common.experiment.schema import Experiment
 from common.model.layout import ModelLayout, Row, Section
 
 if TYPE_CHECKING:
-    from device.trainer import Trainer
+    from device.training.trainer import Trainer
 
 STEPS_MOST: Final = 8
 NULL_CHANGE: Final = 0.01
@@ -94,7 +94,7 @@ class RealWorkload:
         return found.accuracy, found.loss
 
     def _trainer(self, node: str) -> Trainer:
-        from device.trainer import Trainer
+        from device.training.trainer import Trainer
 
         if node not in self._trainers:
             self._trainers[node] = Trainer(self._experiment, node=node, accelerator="cpu")

@@ -28,7 +28,7 @@ import psutil
 
 from common.experiment import schema
 from common.host.memory import keep_large_buffers
-from device.pool import Member, Pool, cores
+from device.pool.pool import Member, Pool, cores
 
 DEVICES = 40
 EPOCHS = 2
@@ -74,7 +74,7 @@ async def held_up(most: list[float]) -> None:
 async def speed(workers: int) -> None:
     import numpy as np
 
-    from device.trainer import Trainer
+    from device.training.trainer import Trainer
 
     lab = experiment("lenet5", 600 * DEVICES, [1, 28, 28])
     lone = Trainer(lab, node="device-0", accelerator="cpu")

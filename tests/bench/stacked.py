@@ -29,10 +29,10 @@ from common.experiment import schema
 from common.learning import models
 from common.learning.inputs import Inputs
 from common.model.layout import Row
-from device.gathering import VARIABLE
 from device.jobs import Device, Ending, LocalResult, Order
-from device.stacks import Work
-from device.trainers import Trainers
+from device.pool.trainers import Trainers
+from device.vmapped.gathering import VARIABLE
+from device.vmapped.trainer import Work
 
 ALONE = 10
 

@@ -33,7 +33,7 @@ from common.experiment import schema
 from common.host.memory import keep_large_buffers
 from common.learning import datasets, models
 from common.randomness import Purpose, generator
-from device.trainer import Trainer
+from device.training.trainer import Trainer
 
 DEVICE = "device-0"
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from common.accounting.child_report import TrainingPath
 from common.host.offload import offload
-from device.gathering import most_together
 from device.jobs import Device, Ending, Job, Order, Prepared
+from device.vmapped.gathering import most_together
 
 if TYPE_CHECKING:
-    from device.trainers import Trainers
+    from device.pool.trainers import Trainers
 
 
 class Lane(Protocol):
@@ -89,8 +89,8 @@ class Thread:
         return self._made
 
     def _start(self) -> Sequence[str]:
-        from device.computing import accelerators  # torch: seconds, and 250 MB
-        from device.trainers import Trainers
+        from device.pool.trainers import Trainers
+        from device.training.computing import accelerators  # torch: seconds, and 250 MB
 
         self._made = Trainers()
         there: Sequence[str] = accelerators()

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from common.errors import RunFailed
 from common.model.layout import Row
-from device.augmentation import Changes
 from device.jobs import Cancelled, Progress
-from device.stacked import Batch, Recipe, Stack
-from device.stacking import Integers, Load, Plan, plan
+from device.training.augmentation import Changes
+from device.vmapped.schedule import Integers, Load, Plan, plan
+from device.vmapped.stack import Batch, Recipe, Stack
 
 LOOK_S = 0.5
 

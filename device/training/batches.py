@@ -13,7 +13,7 @@ from common.experiment import schema
 from common.learning import datasets, splits
 from common.learning.inputs import Inputs
 from common.randomness import Purpose, generator
-from device import augmentation
+from device.training import augmentation
 
 BLOCK_BYTES = 1 << 20  # of samples gathered, changed and normalised at once: they stay in a core's cache
 

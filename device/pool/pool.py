@@ -18,10 +18,10 @@ from typing import Any, Final, Self
 from common.experiment.schema import Experiment
 from common.model.layout import Row
 from device.accelerators import choose, may_have_gpu
-from device.gathering import gather
 from device.jobs import Device, Job, LocalResult, Order, Prepared, Progress, Wish
-from device.lanes import Lane, Thread
-from device.workers import Worker
+from device.pool.executors import Lane, Thread
+from device.pool.worker_process import Worker
+from device.vmapped.gathering import gather
 
 HARMLESS: Final = ("cpu", "auto")  # which every machine has
 

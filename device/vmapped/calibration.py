@@ -19,10 +19,10 @@ from torch import Tensor
 
 from common.learning import models
 from common.model.layout import Row
-from device.descent import descend, forward_of
-from device.stacked import Recipe, Stack
-from device.stacking import Load, Plan, plan
-from device.together import Batches, Outcome, Turn, Visits, train
+from device.training.sgd import descend, forward_of
+from device.vmapped.loop import Batches, Outcome, Turn, Visits, train
+from device.vmapped.schedule import Load, Plan, plan
+from device.vmapped.stack import Recipe, Stack
 
 WARM = 2
 TIMED = 5

@@ -1,4 +1,4 @@
-"""A worker process from its agent's side; `device.worker` is what runs there and has the protocol."""
+"""A worker process from its agent's side; `device.pool.worker` is what runs there and has the protocol."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from common.accounting.child_report import TrainingPath
 from common.errors import InvalidExperiment, RunFailed
 from common.host.offload import offload
 from common.model.layout import ModelLayout
-from device.gathering import most_together
 from device.jobs import Cancelled, Device, Job, LocalResult, Prepared
-from device.shared import SharedRows, open_memory
+from device.pool.shared import SharedRows, open_memory
+from device.vmapped.gathering import most_together
 
 LINE_BYTES: Final = 1 << 24  # of an answer at most: a layout, the longest, has some 60 for each tensor
 LAST_BREATH_S: Final = 5.0
@@ -102,7 +102,7 @@ class Worker:
         with theirs:
             self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=LINE_BYTES)
             self._process = subprocess.Popen(  # noqa: ASYNC220 - a millisecond; no fork of this process's memory
-                [sys.executable, "-m", "device.worker", str(self._memory)],
+                [sys.executable, "-m", "device.pool.worker", str(self._memory)],
                 stdin=theirs.fileno(),
                 stdout=2,  # what a library prints must not end up among this process's data
                 pass_fds=(self._memory,),

@@ -16,15 +16,15 @@ from common.errors import RunFailed
 from common.experiment.schema import Experiment
 from common.experiment.training import learning_rate
 from common.learning import datasets, models
-from device.augmentation import Changes
-from device.computing import set_up, use_one_thread
-from device.gathering import Stacking
 from device.jobs import Cancelled, Device, Ending, LocalResult, Order
-from device.part import Part, load_part, orders
-from device.paths import Speeds, measure, most_in_memory, problem_of
-from device.stacked import Recipe
-from device.stacking import Load, plan
-from device.together import Outcome, Turn, Visits, train
+from device.training.augmentation import Changes
+from device.training.batches import Part, load_part, orders
+from device.training.computing import set_up, use_one_thread
+from device.vmapped.calibration import Speeds, measure, most_in_memory, problem_of
+from device.vmapped.gathering import Stacking
+from device.vmapped.loop import Outcome, Turn, Visits, train
+from device.vmapped.schedule import Load, plan
+from device.vmapped.stack import Recipe
 
 CPU: Final = torch.device("cpu")
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Final
 
 from common.errors import FedstrataError
-from device.computing import resolve_accelerator
-from device.gathering import most_together, stacking
 from device.jobs import Cancelled, Device, Prepared
-from device.stacks import Done, Stacks, Work
-from device.trainer import Trainer
+from device.training.computing import resolve_accelerator
+from device.training.trainer import Trainer
+from device.vmapped.gathering import most_together, stacking
+from device.vmapped.trainer import Done, Stacks, Work
 
 KEPT_BYTES: Final = 256 << 20
 

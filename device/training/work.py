@@ -11,7 +11,7 @@ from common.runtime.work import Answer
 from device.jobs import LocalResult, Progress
 
 if TYPE_CHECKING:
-    from device.trainer import Trainer
+    from device.training.trainer import Trainer
 
 
 def round_of(task: Task, *, rounds: int) -> int:

@@ -21,8 +21,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from common.experiment.training import Training
 from common.learning.datasets import Normalise
 from common.model.layout import ModelLayout, Row, Section
-from device.augmentation import Changes, change
-from device.descent import step as sgd_step
+from device.training.augmentation import Changes, change
+from device.training.sgd import step as sgd_step
 
 Tensors = dict[str, Tensor]
 

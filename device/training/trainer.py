@@ -21,10 +21,10 @@ from common.learning import models
 from common.learning.nets.layers import reseed
 from common.model.layout import ModelLayout, Row
 from common.randomness import Purpose, torch_seed
-from device.computing import resolve_accelerator, set_up, use_one_thread
-from device.descent import Forward, descend, forward_of
 from device.jobs import Cancelled, LocalResult, Progress
-from device.part import Part, batches, load_part
+from device.training.batches import Part, batches, load_part
+from device.training.computing import resolve_accelerator, set_up, use_one_thread
+from device.training.sgd import Forward, descend, forward_of
 
 __all__ = ["Cancelled", "LocalResult", "Progress", "Trainer", "resolve_accelerator"]
 

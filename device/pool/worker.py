@@ -1,4 +1,4 @@
-"""A worker: a process that trains for the devices of another process, started by `device.workers`.
+"""A worker: a process that trains for the devices of another process, started by `device.pool.worker_process`.
 
 Standard input is a socket: a line of JSON for each request, one for each answer. Models go through the shared memory
 whose descriptor is the argument. When the agent's end of the socket closes, however that process ended, so does this.
@@ -31,10 +31,10 @@ from common.errors import FedstrataError, InvalidExperiment
 from common.experiment.schema import Experiment, parse
 from common.host.memory import keep_large_buffers
 from device.jobs import Cancelled, Device, Ending, LocalResult, Order
-from device.shared import SharedRows
+from device.pool.shared import SharedRows
 
 if TYPE_CHECKING:
-    from device.trainers import Trainers
+    from device.pool.trainers import Trainers
 
 
 class Desk:
@@ -79,8 +79,8 @@ def main() -> None:
     keep_large_buffers()
     desk = Desk()
     threading.Thread(target=desk.listen, daemon=True).start()
-    from device.computing import accelerators  # torch: seconds
-    from device.trainers import Trainers
+    from device.pool.trainers import Trainers
+    from device.training.computing import accelerators  # torch: seconds
 
     trainers, rows = Trainers(), SharedRows(int(sys.argv[1]))
     experiments: dict[str, Experiment] = {}

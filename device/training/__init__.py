@@ -1,0 +1,1 @@
+"""Training a model on one device: local data, batches, augmentation and SGD."""

@@ -1,0 +1,1 @@
+"""Training the models of several devices in one batch of vmapped steps."""
