@@ -69,7 +69,7 @@ clean: ## remove what the other targets made, except runs/ and data/
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 broker:
-	@deploy/ensure-broker.sh
+	@deploy/brokers/ensure-broker.sh
 
 $(INSTALLED): pyproject.toml
 	@test -x .venv/bin/python || { \

@@ -10,8 +10,8 @@ import pytest
 import typer
 
 from common.errors import DuplicateName, InvalidExperiment
-from deploy import logs
-from deploy.agents import Agent, run_agents
+from deploy.console import logs
+from deploy.local.agents import Agent, run_agents
 
 
 def failing(error: Exception, after: Callable[[], bool] = lambda: True) -> Agent:

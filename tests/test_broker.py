@@ -15,8 +15,8 @@ import aiomqtt
 import pytest
 
 from common.errors import ConnectionFailed
-from deploy.broker import Broker, Kind, choose, start
-from deploy.processes import free_port, spawn, stop
+from common.host.processes import free_port, spawn, stop
+from deploy.brokers.broker import Broker, Kind, choose, start
 
 PATIENCE_S = 10.0
 
@@ -228,7 +228,7 @@ def test_the_environment_goes_before_the_argument(monkeypatch: pytest.MonkeyPatc
 
 def test_in_the_foreground_until_a_signal(kind: Kind) -> None:
     port = free_port()
-    code = f"from deploy.broker import run_foreground; run_foreground(port={port}, kind={kind!r})"
+    code = f"from deploy.brokers.broker import run_foreground; run_foreground(port={port}, kind={kind!r})"
     process = spawn([sys.executable, "-c", code])
     assert process.stdout is not None
     line = process.stdout.readline().decode()
@@ -241,7 +241,7 @@ def test_in_the_foreground_until_a_signal(kind: Kind) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends a child with its parent on Linux alone")
 def test_a_broker_does_not_outlive_a_killed_parent(kind: Kind, tmp_path: Path) -> None:
     code = (
-        "import pathlib, signal; from deploy.broker import start\n"
+        "import pathlib, signal; from deploy.brokers.broker import start\n"
         f"print(start(directory=pathlib.Path({str(tmp_path)!r}), kind={kind!r}).process.pid, flush=True)\n"
         "signal.pause()"
     )

@@ -15,7 +15,7 @@ from common.protocol.messages import NodeState
 from common.runtime.broker_statistics import DROPPED, HEAP, BrokerStatistics
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.world import new_session
-from deploy import broker
+from deploy.brokers import broker
 
 
 @pytest.mark.parametrize("open_", [True, False], ids=["open", "forbidden"])

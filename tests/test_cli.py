@@ -21,10 +21,10 @@ from paho.mqtt import client as mqtt
 
 from common.errors import WireError
 from common.experiment.schema import load, parse
+from common.host.processes import free_port
 from common.protocol import serialization
 from common.protocol.messages import NodeState, Presence
-from deploy import broker
-from deploy.processes import free_port
+from deploy.brokers import broker
 
 EXPERIMENTS = Path(__file__).parents[1] / "deploy" / "experiments"
 DEMO = EXPERIMENTS / "demo.toml"
@@ -202,7 +202,14 @@ def test_roles_without_training_are_small_quick_and_free_of_torch(tmp_path: Path
 
 @pytest.mark.parametrize(
     "module",
-    ["cloud.agent", "institution.agent", "deploy.cli", "deploy.lab", "deploy.report", "deploy.watching.screens"],
+    [
+        "cloud.agent",
+        "institution.agent",
+        "deploy.cli.main",
+        "deploy.local.lab",
+        "deploy.report.page",
+        "deploy.watching.screens",
+    ],
 )
 def test_torch_is_not_imported(module: str) -> None:
     code = f"import sys, {module}; print(json.dumps(sorted(sys.modules)))"

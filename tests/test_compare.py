@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from common.errors import InvalidExperiment
-from deploy.cli import app
-from deploy.compare import check, differences, group, notes, speed_up, target_of, tell_apart, to_target
-from deploy.runs import Run
-from deploy.tabular import Column, Spread, Table, show
+from deploy.cli.main import app
+from deploy.console.tabular import Column, Spread, Table, show
+from deploy.report.compare import check, differences, group, notes, speed_up, target_of, tell_apart, to_target
+from deploy.runs.run import Run
 
 MakeRun = Callable[..., Path]
 TEMPO = {"cloud": {"epoch_control": {"name": "tempo"}}}

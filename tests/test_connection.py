@@ -27,7 +27,7 @@ from common.protocol.identity import Identity
 from common.protocol.messages import NodeState
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.world import new_session
-from deploy import broker
+from deploy.brokers import broker
 
 PATIENCE_S = 30.0
 

@@ -13,8 +13,8 @@ from typer.testing import CliRunner, Result
 
 from common.experiment.schema import load
 from common.learning import datasets, partitions
-from deploy.cli import app
-from deploy.partition_picture import figure
+from deploy.cli.main import app
+from deploy.report.partition_picture import figure
 
 EXPERIMENT = """
 seed = 3

@@ -25,10 +25,10 @@ from common.protocol.messages import Task
 from common.runtime.arriving import Arriving
 from common.runtime.work import Answer, Report, Work
 from common.storage.spool import Spool
-from deploy.calls import Calls, Clock
-from deploy.cli import app
-from deploy.direct import play
+from deploy.cli.main import app
 from deploy.experiments.configurations import merged
+from deploy.local.calls import Calls, Clock
+from deploy.local.direct import play
 
 PATIENCE_S = 90
 SMALL: dict[str, Any] = {

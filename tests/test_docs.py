@@ -14,9 +14,9 @@ from pydantic import BaseModel
 
 from common.experiment.aggregation import RULES
 from common.experiment.schema import EpochControl, parse
-from deploy import metrics_table, sketches
-from deploy.drawing import PICTURES
-from deploy.manual import manual
+from docs.tools import metrics_table, sketches
+from docs.tools.drawing import PICTURES
+from docs.tools.manual import manual
 
 ROOT: Final = Path(__file__).parents[1]
 PICTURED: Final = ROOT / "docs" / "algorithms"
@@ -80,23 +80,23 @@ def span(schema: dict[str, Any]) -> str:
 @pytest.mark.parametrize("name", PICTURES)
 def test_pictures_are_what_the_code_draws(name: str) -> None:
     kept = (PICTURED / name).read_text(encoding="utf-8")
-    assert kept == PICTURES[name](), "draw them anew: python -m deploy.drawing docs/algorithms"
+    assert kept == PICTURES[name](), "draw them anew: python -m docs.tools.drawing docs/algorithms"
 
 
 def test_the_table_of_metrics_is_what_the_code_has() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    assert page.endswith(f"\n\n{metrics_table.table()}"), "print it anew: python -m deploy.metrics_table"
+    assert page.endswith(f"\n\n{metrics_table.table()}"), "print it anew: python -m docs.tools.metrics_table"
 
 
 @pytest.mark.parametrize("name", sketches.PICTURES)
 def test_sketches_are_what_the_code_draws(name: str) -> None:
     kept = (ROOT / "docs" / name).read_text(encoding="utf-8")
-    assert kept == sketches.PICTURES[name](), "draw them anew: python -m deploy.sketches docs"
+    assert kept == sketches.PICTURES[name](), "draw them anew: python -m docs.tools.sketches docs"
 
 
 def test_the_manual_is_what_the_commands_say() -> None:
     kept = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
-    assert kept == manual(), "write it anew: python -m deploy.manual > docs/commands.md"
+    assert kept == manual(), "write it anew: python -m docs.tools.manual > docs/commands.md"
 
 
 def test_each_message_of_the_troubleshooting_is_in_the_code() -> None:

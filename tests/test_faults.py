@@ -44,8 +44,8 @@ from common.runtime import discovery
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.world import new_session
-from deploy import broker
-from deploy.broker import Broker
+from deploy.brokers import broker
+from deploy.brokers.broker import Broker
 from device.agent import DeviceAgent
 from device.pool.pool import Pool
 from device.training.trainer import Trainer
@@ -344,7 +344,11 @@ def family(role: Role) -> dict[str, psutil.Process]:
         except psutil.NoSuchProcess:
             continue
         roles = [word for word in ("cloud", "institution", "device", "cloud.evaluator_process") if word in words]
-        brokers = [word for word in words if word.endswith("mosquitto") or word in ("deploy.broker", "deploy.embedded")]
+        brokers = [
+            word
+            for word in words
+            if word.endswith("mosquitto") or word in ("deploy.brokers.broker", "deploy.brokers.embedded")
+        ]
         kind = roles[0] if roles else "broker" if brokers else "other"
         found[f"{kind} {process.pid}"] = process
     return found

@@ -32,7 +32,7 @@ def test_imports_run_strictly_downward() -> None:
         ("prometheus_client", {"common/metrics.py"}),
         ("zstandard", {"common/model/codecs.py"}),
         ("torch", {"common/learning", "device/"}),
-        ("PIL", {"common/learning/readers/folder.py", "deploy/raster.py"}),
+        ("PIL", {"common/learning/readers/folder.py", "deploy/report/raster.py"}),
     ],
 )
 def test_libraries_stay_in_their_rooms(library: str, home: set[str]) -> None:

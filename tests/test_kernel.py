@@ -35,8 +35,8 @@ from common.protocol.participant import ParticipantState
 from common.runtime.arriving import Arriving
 from common.runtime.endpoint import Endpoint
 from common.runtime.work import Answer, Report
-from deploy import broker
-from deploy.broker import Broker
+from deploy.brokers import broker
+from deploy.brokers.broker import Broker
 from tests.helpers.nodes import child_of, introduced, living, parent_of
 from tests.helpers.sites import PATIENCE_S, RealSite, real, until
 

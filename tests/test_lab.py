@@ -21,7 +21,7 @@ from common.experiment.schema import Experiment, load
 from common.learning import models
 from common.learning.inputs import Inputs
 from common.model.codecs import codec_of
-from deploy import broker
+from deploy.brokers import broker
 from device.training.trainer import Trainer
 
 DEMO = Path(__file__).parents[1] / "deploy" / "experiments" / "demo.toml"

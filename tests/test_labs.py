@@ -23,9 +23,9 @@ from common.net.address import BrokerAddress
 from common.protocol import topics
 from common.protocol.messages import Announcement, NodeState, Presence
 from common.protocol.serialization import encode
-from deploy import broker
-from deploy.cli import app
-from deploy.direct import play
+from deploy.brokers import broker
+from deploy.cli.main import app
+from deploy.local.direct import play
 from deploy.watching.follower import Follower
 from deploy.watching.lab import Lab
 from deploy.watching.runs import Runs

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from common.errors import RunFailed
-from deploy import logs
-from deploy.connecting import run_agent
-from deploy.processes import free_port
+from common.host.processes import free_port
+from deploy.console import logs
+from deploy.console.connecting import run_agent
 
 DEMO = Path(__file__).parents[1] / "deploy" / "experiments" / "demo.toml"
 

@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidExperiment
 from common.experiment.schema import CLOUD, Experiment, load, parse
-from deploy.namespaces import FRAME_BYTES, End, Namespace, Wire, addressing, joined, shaping
-from deploy.netns import by_kernel, lay_out, namespaces, routing
-from deploy.network import Network, one_host, shares
+from deploy.local.namespaces import FRAME_BYTES, End, Namespace, Wire, addressing, joined, shaping
+from deploy.local.netns import by_kernel, lay_out, namespaces, routing
+from deploy.local.network import Network, one_host, shares
 
 DEMO = Path(__file__).parents[1] / "deploy" / "experiments" / "demo.toml"
 SMALL = ("topology.institutions=2", "topology.devices=4", "iterations=2", "institution.rounds=2")

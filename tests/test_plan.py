@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from common.experiment.links import Way
 from common.experiment.schema import Transfer, parse
-from deploy.cli import app
+from deploy.cli.main import app
 from deploy.planning import footprint, workload
 from deploy.planning.prediction import Branch, Device, Lab, Sizes, Speeds, seconds
 from deploy.planning.stage import Host, Process, Stage

@@ -21,10 +21,10 @@ from typing import Any, Final
 import pytest
 import yaml
 
+from common.host.processes import free_port
 from common.metrics import FAMILIES
-from deploy import broker
-from deploy.dashboards import DASHBOARDS, dashboard
-from deploy.processes import free_port
+from deploy.brokers import broker
+from docs.tools.dashboards import DASHBOARDS, dashboard
 
 ROOT: Final = Path(__file__).parents[1]
 DEMO: Final = ROOT / "deploy" / "experiments" / "demo.toml"
@@ -315,7 +315,7 @@ def test_every_metric_that_is_asked_for_exists() -> None:
 @pytest.mark.parametrize("name", DASHBOARDS)
 def test_dashboards_are_what_the_code_makes(name: str) -> None:
     kept = (GRAFANA / "dashboards" / f"{name}.json").read_text(encoding="utf-8")
-    assert kept == dashboard(name), "write them anew: python -m deploy.dashboards deploy/grafana/dashboards"
+    assert kept == dashboard(name), "write them anew: python -m docs.tools.dashboards deploy/grafana/dashboards"
 
 
 def test_panels_stand_beside_each_other_and_have_names_of_their_own() -> None:

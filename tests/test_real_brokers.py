@@ -14,8 +14,8 @@ import pytest
 from common.experiment.links import Link
 from common.experiment.schema import Transfer
 from common.net.address import BrokerAddress
-from deploy import broker
-from deploy.broker import Broker, Kind
+from deploy.brokers import broker
+from deploy.brokers.broker import Broker, Kind
 from tests.helpers.nodes import (
     FINE,
     PARENT,

@@ -34,9 +34,9 @@ from common.model.layout import Row
 from common.net.address import BrokerAddress
 from common.protocol import participant, receiver, serialization, topics
 from common.protocol.messages import Acknowledgement, Key, Message, NodeState, Phase, Presence, Progress, Task
-from deploy import broker
-from deploy.broker import Broker
-from deploy.namespaces import Namespace, Wire, joined
+from deploy.brokers import broker
+from deploy.brokers.broker import Broker
+from deploy.local.namespaces import Namespace, Wire, joined
 from device.agent import DeviceAgent
 from device.pool.pool import Pool
 from institution.agent import InstitutionAgent

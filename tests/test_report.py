@@ -22,15 +22,16 @@ from typer.testing import CliRunner, Result
 
 from cloud.results import RunFolder
 from common.experiment.schema import parse
-from deploy import charts, direct
-from deploy.cli import app
-from deploy.figures import COLOURS
-from deploy.maps import Rates, epochs, topology
-from deploy.raster import png
-from deploy.records import COUNTS, PHASES
-from deploy.report import compose
-from deploy.runs import Run
-from deploy.tabular import THIN, html
+from deploy.cli.main import app
+from deploy.console.tabular import THIN, html
+from deploy.local import direct
+from deploy.report import charts
+from deploy.report.figures import COLOURS
+from deploy.report.maps import Rates, epochs, topology
+from deploy.report.page import compose
+from deploy.report.raster import png
+from deploy.runs.records import COUNTS, PHASES
+from deploy.runs.run import Run
 
 MakeRun = Callable[..., Path]
 LAB: dict[str, Any] = {

@@ -15,9 +15,9 @@ from typer.testing import CliRunner, Result
 from cloud.results import RunFolder, held
 from common.errors import InvalidExperiment
 from common.experiment.schema import parse
-from deploy.cli import app
-from deploy.records import COUNTS, PHASES
-from deploy.runs import Run, State, find, folders
+from deploy.cli.main import app
+from deploy.runs.records import COUNTS, PHASES
+from deploy.runs.run import Run, State, find, folders
 
 MakeRun = Callable[..., Path]
 

@@ -38,7 +38,7 @@ from common.protocol.messages import (
     Task,
     WhoIsThere,
 )
-from deploy.agents import run_agents
+from deploy.local.agents import run_agents
 from deploy.simulation.agents import AgentFactory
 from deploy.simulation.broker import Routed
 from deploy.simulation.hardware import Durations, Hardware

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import pytest
 
 from common.errors import ConnectionFailed
-from deploy import broker as brokers
+from deploy.brokers import broker as brokers
 from deploy.simulation.broker import RetainedMessage, SessionWill, SimulatedBroker
 from deploy.simulation.subscriptions import SubscriptionTree, matches
 

@@ -81,7 +81,7 @@ def test_the_model_does_not_depend_on_time(options: Mapping[str, Any], undisturb
 
 
 def test_real_training_gives_the_model_of_a_direct_run(tmp_path: Path) -> None:
-    from deploy.direct import play  # torch takes seconds, which the processes below need not
+    from deploy.local.direct import play  # torch takes seconds, which the processes below need not
 
     experiment = small(
         topology={"institutions": 1, "devices": 2},

@@ -27,8 +27,8 @@ from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.round import Round
 from common.runtime.work import Answer, Report
-from deploy import broker
-from deploy.broker import Broker
+from deploy.brokers import broker
+from deploy.brokers.broker import Broker
 from deploy.simulation.broker import Routed
 from tests.helpers.nodes import FINE, LAB, RUN, child_of, drawn, layout_of, living, parent_of, play, together
 from tests.helpers.sites import PATIENCE_S, RealSite, SimulatedSite, Site, real, until, virtual

@@ -23,7 +23,7 @@ from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.targets import discovery, reachable
 from common.runtime.world import new_session
-from deploy.broker import Broker, start
+from deploy.brokers.broker import Broker, start
 
 DEVICES = {"i0": ("d0", "d1", "d2"), "i1": ("d3",)}
 

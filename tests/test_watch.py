@@ -26,6 +26,7 @@ from common.accounting.child_report import ChildReport
 from common.accounting.traffic import Traffic, Wire
 from common.errors import ConnectionFailed, NoProgress, RunFailed
 from common.experiment.schema import Experiment, parse
+from common.host.processes import free_port
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
 from common.protocol.manifest import describe
@@ -53,8 +54,7 @@ from common.protocol.messages import (
     Task,
     WhoIsThere,
 )
-from deploy import broker
-from deploy.processes import free_port
+from deploy.brokers import broker
 from deploy.watching import words
 from deploy.watching.follower import Follower
 from deploy.watching.lab import GOODBYE_S, SILENT_S, Event, Lab

@@ -14,7 +14,7 @@ from common.runtime.world import nothing
 
 
 class Children(Protocol):
-    """The children on a broker (`common.runtime.parent_endpoint`) or in this process (`deploy.calls`)."""
+    """The children on a broker (`common.runtime.parent_endpoint`) or in this process (`deploy.local.calls`)."""
 
     @property
     def samples(self) -> dict[str, int]:

@@ -3,7 +3,7 @@
     python deploy/experiments/study.py [--part 'two-*' ...] [--seeds 5] [--jobs 2] [--quick] [--out runs/study]
 
 Runs of one seed share split, draws and batches, so differences are paired. Each run is a lab without a network
-(`deploy.direct`) in a process of a pool; what it gave is kept by its experiment's digest, so the study can be
+(`deploy.local.direct`) in a process of a pool; what it gave is kept by its experiment's digest, so the study can be
 interrupted and goes on. `study.csv` has a row for each run, `study.md` the tables of all parts that are complete.
 """
 
@@ -30,8 +30,8 @@ from statistics import mean, stdev
 from typing import Any
 
 from common.experiment.schema import Experiment, parse
+from common.host.processes import interruptible
 from deploy.experiments.configurations import PARTS, Part, Seen, merged
-from deploy.processes import interruptible
 
 LAST = 10  # iterations over which the final accuracy is averaged: one by itself wobbles by a point
 
@@ -70,7 +70,7 @@ def experiment(part: Part, row: str, seed: int, *, quick: bool) -> Experiment:
 def play(tree: str) -> Run:
     """Run an experiment, given as JSON, without a network; in a process of the pool."""
     from cloud.results import RunFolder
-    from deploy import direct
+    from deploy.local import direct
 
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fedstrata-study-") as home:

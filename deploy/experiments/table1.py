@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Final
 
 from common.experiment.schema import load
-from deploy.lab import Lab
-from deploy.runs import Run, State, folders
+from deploy.local.lab import Lab
+from deploy.runs.run import Run, State, folders
 
 DEMO: Final = Path(__file__).with_name("demo.toml")
 C: Final = 6  # the paper's

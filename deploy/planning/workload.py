@@ -26,7 +26,7 @@ from common.learning.evaluation import Examiner
 from common.model.codecs import codec_of
 from common.model.layout import ModelLayout, Row
 from deploy.planning.prediction import Branch, Device, Lab, Sizes, Speeds
-from deploy.runs import Run
+from deploy.runs.run import Run
 
 MOST_LISTED: Final = 20_000  # devices; beyond them all are alike
 REHEARSED: Final = 3  # iterations: by then Tempo's epochs have found their way
@@ -196,7 +196,7 @@ def _sizes(experiment: Experiment, layout: ModelLayout, row: Row) -> Sizes:
 def _play(experiment: Experiment) -> dict[str, int]:
     """Return the institutions' epochs after some iterations without a network."""
     from cloud.results import RunFolder
-    from deploy import direct
+    from deploy.local import direct
 
     with tempfile.TemporaryDirectory(prefix="fedstrata-") as home:
         short = parse(experiment.model_dump(mode="json") | {"iterations": REHEARSED, "target_accuracy": None})

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 from common.accounting.counters import packet_bytes
 from deploy.simulation.subscriptions import SubscriptionTree, matches
 
-QUEUE_MOST = 1_000_000  # what `deploy.broker` sets for mosquitto; mosquitto's own default is 1000
+QUEUE_MOST = 1_000_000  # what `deploy.brokers.broker` sets for mosquitto; mosquitto's own default is 1000
 REFUSED = 0x80
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from common.protocol.topics import DEFAULT_LAB
-from deploy.connecting import ConnectTimeout, LabOption, PasswordFile, Username, address, run_connected
+from deploy.console.connecting import ConnectTimeout, LabOption, PasswordFile, Username, address, run_connected
 
 
 def watch(

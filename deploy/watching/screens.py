@@ -12,7 +12,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from deploy import logs
+from deploy.console import logs
 from deploy.watching import words
 from deploy.watching.follower import UNHEARD, Screen
 from deploy.watching.lab import Lab

@@ -10,7 +10,7 @@ from rich.cells import set_cell_size
 from rich.text import Text
 
 from common.protocol.messages import NodeState
-from deploy.tabular import size
+from deploy.console.tabular import size
 from deploy.watching.lab import Flow, Lab
 from deploy.watching.node import Node, Step
 from deploy.watching.words import GONE, counts, seconds, step, word

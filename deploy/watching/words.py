@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from common.accounting.child_report import ChildReport
 from common.protocol.messages import NodeState
-from deploy.tabular import size
+from deploy.console.tabular import size
 from deploy.watching.lab import Lab
 from deploy.watching.node import Node, Step
 

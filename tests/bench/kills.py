@@ -48,7 +48,7 @@ from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.work import Answer, Report
 from common.runtime.world import new_session
 from common.storage.spool import Spool
-from deploy import broker
+from deploy.brokers import broker
 
 RUN: Final = "kills-1"
 SENDER, RECEIVER, BROKER = "sender", "receiver", "broker"

@@ -44,8 +44,9 @@ from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.work import Answer, Report
 from common.runtime.world import new_session
-from deploy import broker, namespaces
-from deploy.namespaces import FRAME_BYTES, Namespace, joined
+from deploy.brokers import broker
+from deploy.local import namespaces
+from deploy.local.namespaces import FRAME_BYTES, Namespace, joined
 
 RUN, PARENT, CHILD = "bench-1", "parent", "child"
 SESSION = "5e55104e"  # the parent's; a node learns it when it finds the run

@@ -34,10 +34,10 @@ from rich.table import Table
 
 from common.errors import WireError
 from common.experiment.schema import parse, to_toml
+from common.host.processes import free_port
 from common.protocol import serialization, topics
 from common.protocol.messages import Acknowledgement, Ask, Message, Phase, Progress, Result, Task
-from deploy import broker
-from deploy.processes import free_port
+from deploy.brokers import broker
 
 PATIENCE_S: Final = 120.0
 KEEPALIVE_S: Final = 5

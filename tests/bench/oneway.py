@@ -39,7 +39,7 @@ from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.work import Answer, Report
 from common.runtime.world import new_session
-from deploy import broker
+from deploy.brokers import broker
 
 RUN, PARENT, CHILD = "oneway-1", "parent", "child"
 SESSION = "5e55104e"  # the parent's; a node learns it when it finds the run

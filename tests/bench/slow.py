@@ -40,7 +40,7 @@ from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.work import Answer, Report
 from common.runtime.world import new_session
-from deploy import broker
+from deploy.brokers import broker
 
 RUN: Final = "slow-1"
 SESSION: Final = "5e55104e"  # the sender's; a node learns it when it finds the run

@@ -31,7 +31,7 @@ from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.work import Answer, Report
 from common.runtime.world import new_session
-from deploy import broker
+from deploy.brokers import broker
 
 RUN = "tiers-1"
 SESSION = "5e55104e"  # each parent's; a node learns it when it finds the run

@@ -13,8 +13,8 @@ from typing import Any, Final, Protocol, TypeVar
 from common.net.address import BrokerAddress
 from common.runtime.endpoint import Endpoint
 from common.runtime.world import REAL, World
-from deploy import broker as brokers
-from deploy.broker import Kind
+from deploy.brokers import broker as brokers
+from deploy.brokers.broker import Kind
 from deploy.simulation.broker import Routed
 from deploy.simulation.callbacks import OWNER
 from deploy.simulation.loop import START_S, SimulationError, VirtualLoop

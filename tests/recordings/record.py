@@ -16,7 +16,7 @@ import msgpack
 import paho.mqtt.client as mqtt
 
 from common.experiment.schema import parse, to_toml
-from deploy import broker
+from deploy.brokers import broker
 
 RECORDING = Path(__file__).with_name("run.msgpack")
 EXPERIMENT = {

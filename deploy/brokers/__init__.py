@@ -1,0 +1,1 @@
+"""MQTT brokers that fedstrata starts."""

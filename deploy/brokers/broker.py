@@ -1,0 +1,235 @@
+"""Start an MQTT broker and know that it is ready: mosquitto where it is installed, else one in Python.
+
+The embedded broker (amqtt) needs nothing but pip and is 10 to 20 times slower: right for a first look, never for a
+measurement.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal, Self
+
+from common.errors import ConnectionFailed
+from common.host.processes import free_port, spawn, stop
+from deploy.console.logs import tell
+
+Kind = Literal["mosquitto", "embedded"]
+
+_READY_S = 10.0
+_POLL_S = 0.02
+_SBIN = (Path("/usr/sbin/mosquitto"), Path("/usr/local/sbin/mosquitto"))  # on root's PATH only
+_CONNECT = bytes.fromhex("10 0c 0004 4d515454 04 02 000a 0000")  # MQTT 3.1.1, clean session, no client id
+_DISCONNECT = bytes.fromhex("e000")
+
+# Nothing is dropped and no packet refused (some 2.0.x drop at `max_queued_messages 0`). Read by 2.0 and by 2.1, which
+# calls password_file deprecated; what replaces it is unknown to 2.0.
+_MOSQUITTO: Mapping[str, str | int] = {
+    "persistence": "false",
+    "max_queued_messages": 1_000_000,
+    "max_inflight_messages": 16,
+    "max_packet_size": 268_435_455,
+    "set_tcp_nodelay": "true",
+}
+_LOGGED = ("log_dest stderr", "log_type error", "log_type warning", "log_type notice")
+# Keep large payloads in the heap: mapped, each message would be faulted in again.
+_MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_TOP_PAD_": str(16 << 20)}
+
+
+class _PortTaken(ConnectionFailed):
+    """Somebody else listens there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Broker:
+    """A broker that answers on `host`:`port` until `stop`."""
+
+    host: str
+    port: int
+    kind: Kind
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def stop(self) -> None:
+        """End the broker; harmless when it has ended."""
+        stop(self.process)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def choose(kind: Literal["auto", "mosquitto", "embedded"] = "auto") -> Kind:
+    """Return the kind of broker to start; FEDSTRATA_BROKER goes before `kind`.
+
+    Raises ConnectionFailed for an unknown name, and when mosquitto is asked for and not installed.
+    """
+    wanted = os.environ.get("FEDSTRATA_BROKER") or kind
+    match wanted:
+        case "auto" if _mosquitto() is not None:
+            return "mosquitto"
+        case "auto" | "embedded":
+            if find_spec("amqtt") is None:
+                raise ConnectionFailed("no broker: apt install mosquitto, or pip install 'fedstrata[embedded]'")
+            return "embedded"
+        case "mosquitto" if _mosquitto() is not None:
+            return "mosquitto"
+        case "mosquitto":
+            raise ConnectionFailed("mosquitto is not installed: apt install mosquitto, or FEDSTRATA_BROKER=embedded")
+    raise ConnectionFailed(f"there is no broker {wanted!r}: auto, mosquitto or embedded")
+
+
+def start(
+    *,
+    directory: Path,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    kind: Literal["auto", "mosquitto", "embedded"] = "auto",
+    password_file: Path | None = None,
+    settings: Mapping[str, str | int] | None = None,
+) -> Broker:
+    """Start a broker and return it once it answers an MQTT CONNECT; port 0 is a free one.
+
+    Its configuration and log go into `directory`. Anybody may log in, unless there is a `password_file` (written by
+    mosquitto_passwd; `name:argon2 hash` for the embedded broker): an empty one refuses everybody. `settings` go before
+    ours in mosquitto's configuration, by their names there: so a test meets a broker that others have set up.
+    Raises ConnectionFailed, which names the port and ends with the broker's last words.
+    """
+    chosen = choose(kind)
+    for attempts_left in range(0 if port else 4, -1, -1):
+        try:
+            return _start_on(
+                port or free_port(), host=host, kind=chosen, directory=directory, passwords=password_file,
+                settings=settings or {},
+            )  # fmt: skip
+        except _PortTaken:
+            if not attempts_left:
+                raise
+    raise AssertionError("unreachable")
+
+
+def run_foreground(
+    *,
+    host: str = "127.0.0.1",
+    port: int = 1883,
+    kind: Literal["auto", "mosquitto", "embedded"] = "auto",
+    password_file: Path | None = None,
+) -> None:
+    """Run a broker until SIGINT or SIGTERM; one line on standard error says which one and where.
+
+    Call from the main thread. Raises ConnectionFailed when it cannot start or ends by itself.
+    """
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="fedstrata-broker-") as directory,
+            start(directory=Path(directory), host=host, port=port, kind=kind, password_file=password_file) as broker,
+        ):
+            slow = " (slow, not for measurements: apt install mosquitto)" if broker.kind == "embedded" else ""
+            tell(f"broker: {broker.kind} listens on {host}:{broker.port}{slow}")
+            code = broker.process.wait()
+            raise ConnectionFailed(f"{broker.kind} ended with code {code}:{_last_words(broker.log)}")
+    except KeyboardInterrupt:
+        return
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _start_on(
+    port: int,
+    *,
+    host: str,
+    kind: Kind,
+    directory: Path,
+    passwords: Path | None,
+    settings: Mapping[str, str | int],
+) -> Broker:
+    try:
+        # A foreign broker on this port would answer in place of ours, so look before.
+        socket.create_server((host, port), family=_family(host)).close()
+    except OSError as error:
+        failure = _PortTaken if error.errno == errno.EADDRINUSE else ConnectionFailed
+        raise failure(f"the broker cannot listen on {host}:{port}: {error.strerror}") from error
+    log = directory / f"broker-{port}.log"
+    argv, env = _command(kind, directory, host=host, port=port, passwords=passwords, settings=settings)
+    process = spawn(argv, log=log, env=env)
+    try:
+        _await_ready(process, log, host=host, port=port)
+    except BaseException:
+        stop(process)
+        raise
+    return Broker(host=host, port=port, kind=kind, process=process, log=log)
+
+
+def _command(
+    kind: Kind,
+    directory: Path,
+    *,
+    host: str,
+    port: int,
+    passwords: Path | None,
+    settings: Mapping[str, str | int],
+) -> tuple[Sequence[str], Mapping[str, str]]:
+    if kind == "embedded":
+        argv = [sys.executable, "-m", "deploy.brokers.embedded", "--host", host, "--port", str(port)]
+        return argv + ([] if passwords is None else ["--password-file", str(passwords)]), {}
+    lines = [f"listener {port} {host}", *(f"{name} {value}" for name, value in {**_MOSQUITTO, **settings}.items())]
+    lines += _LOGGED
+    lines.append("allow_anonymous true" if passwords is None else f"allow_anonymous false\npassword_file {passwords}")
+    if os.geteuid() == 0:
+        lines.append("user root")  # its own user could not read our directory
+    config = directory / f"broker-{port}.conf"
+    config.write_text("\n".join(lines) + "\n")
+    return [str(_mosquitto()), "-c", str(config)], _MALLOC
+
+
+def _await_ready(process: subprocess.Popen[bytes], log: Path, *, host: str, port: int) -> None:
+    deadline = time.monotonic() + _READY_S
+    while not _answers(host, port):
+        if process.poll() is not None:
+            words = _last_words(log)
+            failure = _PortTaken if os.strerror(errno.EADDRINUSE) in words else ConnectionFailed
+            raise failure(f"the broker on {host}:{port} ended with code {process.returncode}:{words}")
+        if time.monotonic() > deadline:
+            raise ConnectionFailed(f"the broker on {host}:{port} gave no answer in {_READY_S:.0f} s:{_last_words(log)}")
+        time.sleep(_POLL_S)
+
+
+def _answers(host: str, port: int) -> bool:
+    """Tell whether a CONNACK comes back, be it a refusal."""
+    target = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
+    try:
+        with socket.create_connection((target, port), timeout=1.0) as connection:
+            connection.sendall(_CONNECT)
+            answer = connection.recv(4)
+            connection.sendall(_DISCONNECT)
+            return answer.startswith(b"\x20\x02")
+    except OSError:
+        return False
+
+
+def _last_words(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()[-5:]
+    return "".join(f"\n  {line}" for line in lines)
+
+
+def _mosquitto() -> Path | None:
+    found = shutil.which("mosquitto")
+    return Path(found) if found else next((path for path in _SBIN if os.access(path, os.X_OK)), None)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,0 +1,100 @@
+"""The embedded broker: amqtt in a process of its own, mended where nodes that come and go would break it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from amqtt.adapters import StreamReaderAdapter, StreamWriterAdapter  # type: ignore[import-untyped]
+from amqtt.broker import Broker as Amqtt  # type: ignore[import-untyped]
+from amqtt.contexts import BrokerConfig, ListenerConfig, ListenerType  # type: ignore[import-untyped]
+
+
+def _repaired(passwords: Path | None) -> Any:
+    class Repaired(Amqtt):  # type: ignore[misc]
+        """amqtt 0.12 without what it does wrong when nodes come and go; tests/test_broker.py shows each case."""
+
+        async def _handle_client_session(
+            self, reader: Any, writer: Any, session: Any, handler: Any, *rest: Any
+        ) -> None:
+            # amqtt ignores an elapsed keep-alive: a node whose link went silent would never be said dead.
+            session.keep_alive += session.keep_alive // 2
+            handler.handle_read_timeout = lambda: handler._reader_task.cancel()  # noqa: PLW0108 - it is made later
+            await super()._handle_client_session(reader, writer, session, handler, *rest)
+
+        async def _delete_session(self, client_id: str) -> None:
+            # amqtt leaves the previous connection of this client open, and sends its will whenever that breaks.
+            _, handler = self._sessions.get(client_id, (None, None))
+            if handler is not None:
+                await handler.handle_connection_closed()
+                await handler.stop()
+            await super()._delete_session(client_id)
+
+        async def _publish_retained_messages_for_subscription(
+            self, subscription: tuple[str, int], session: Any
+        ) -> None:
+            # amqtt offers a new client what all others subscribed to, and drops it if one of them subscribes meanwhile.
+            if any(owner is session for owner, _ in self._subscriptions.get(subscription[0], ())):
+                await super()._publish_retained_messages_for_subscription(subscription, session)
+
+    plugins: dict[str, dict[str, object]] = {"amqtt.plugins.authentication.AnonymousAuthPlugin": {}}
+    if passwords is not None:
+        passwords.open().close()  # amqtt would only say that a plugin failed
+        plugins = {"amqtt.plugins.authentication.FileAuthPlugin": {"password_file": str(passwords)}}
+    listener = ListenerConfig(type=ListenerType.EXTERNAL)  # the sockets are ours
+    return Repaired(BrokerConfig(listeners={"default": listener}, plugins=plugins))
+
+
+async def _serve(host: str, port: int, *, passwords: Path | None) -> None:
+    class Writer(StreamWriterAdapter):  # type: ignore[misc]
+        async def close(self) -> None:
+            # amqtt waits for a peer to take what is still queued for it, but the peer may be gone.
+            with contextlib.suppress(TimeoutError, OSError):
+                await asyncio.wait_for(super().close(), timeout=1.0)
+            self._writer.transport.abort()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await broker.external_connected(StreamReaderAdapter(reader), Writer(writer), "default")
+        except Exception as error:  # noqa: BLE001
+            # Anything at all may arrive on the socket: it ends that connection and nothing else.
+            print(f"connection ended by {error!r}", file=sys.stderr, flush=True)
+        finally:
+            writer.transport.abort()
+
+    logging.getLogger("amqtt").setLevel(logging.CRITICAL)
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _loop, _context: None)  # amqtt drops its futures when a client leaves
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ended.set)
+    broker = _repaired(passwords)
+    await broker.start()
+    server = await asyncio.start_server(serve, host, port)
+    await ended.wait()
+    server.close()
+    await broker.shutdown()
+
+
+def main() -> None:
+    """Serve until SIGINT or SIGTERM."""
+    parser = argparse.ArgumentParser(prog="python -m deploy.brokers.embedded")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--password-file", type=Path)
+    asked = parser.parse_args()
+    try:
+        asyncio.run(_serve(asked.host, asked.port, passwords=asked.password_file))
+    except OSError as error:
+        sys.exit(f"{error.filename or f'{asked.host}:{asked.port}'}: {os.strerror(error.errno or 0)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The command `fedstrata`: one sub-command for each role and each question."""

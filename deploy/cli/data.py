@@ -1,0 +1,130 @@
+"""The commands `fedstrata data ...`: what lies below a root, and who would get which samples of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from common.errors import InvalidExperiment
+from common.experiment.data import FOLDERS
+from deploy.console.logs import tell
+from deploy.console.reporting import reporting
+
+if TYPE_CHECKING:
+    from common.experiment.schema import Experiment
+    from common.learning.datasets import Dataset
+
+COLUMNS = ("dataset", "train", "test", "shape", "classes", "tokens", "users", "digest")
+
+app = typer.Typer(help="Look at data sets and at how they are split.", no_args_is_help=True, rich_markup_mode=None)
+
+Output = Annotated[Literal["table", "json"], typer.Option("--format", help="Standard output: table or JSON lines.")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set data.concentration=0.1.")]
+
+
+@app.command()
+def check(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Which sets; without it, all whose folder is there.")
+    ] = None,
+    root: Annotated[Path, typer.Option(help="The folder of data sets, data.root.")] = Path("data"),
+    output: Output = "table",
+) -> None:
+    """Read data sets whole, as a run would, and describe them. Exit code 4 if one is missing or damaged."""
+    from common.experiment.schema import parse
+    from common.learning import datasets
+
+    wanted = names or [name for name, folder in FOLDERS.items() if (root / folder).is_dir()]
+    with reporting():
+        if not wanted:
+            known = ", ".join(f"{folder} ({name})" for name, folder in FOLDERS.items())
+            raise InvalidExperiment("data.root", str(root), "no data set is here", f"Known folders: {known}.")
+        if output == "table":
+            typer.echo("\t".join(COLUMNS))
+        failed: InvalidExperiment | None = None
+        for name in wanted:
+            try:
+                if name not in FOLDERS:
+                    raise InvalidExperiment("data.dataset", name, "not read from a root", f"Use {', '.join(FOLDERS)}.")
+                found = datasets.load(parse({"data": {"dataset": name, "root": str(root)}}).data)
+            except InvalidExperiment as error:
+                if failed is not None:
+                    tell(f"fedstrata: {failed}", level=logging.ERROR)
+                failed = error
+                continue
+            facts = _describe(name, found)
+            typer.echo(json.dumps(facts) if output == "json" else "\t".join(str(facts[key]) for key in COLUMNS))
+        if failed is not None:
+            raise failed
+
+
+@app.command()
+def partition(
+    experiment: Annotated[Path, typer.Argument(help="The experiment, a TOML file.")],
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option(help="Folder for the three files.")] = Path("partition"),
+    output: Output = "table",
+) -> None:
+    """Split the data as the experiment's devices would, and write who gets which samples.
+
+    partition.npz has each device's indices (int64), partition.json their digest and the samples by class,
+    partition.svg shows these.
+    """
+    from common.experiment.schema import load
+
+    with reporting():
+        facts = write_partition(load(experiment, overrides or ()), out)
+        if output == "json":
+            typer.echo(json.dumps(facts))
+            return
+        typer.echo("\t".join(("device", "institution", "samples", "classes")))
+        for name, device in facts["devices"].items():
+            held = sum(count > 0 for count in device["by_class"])
+            typer.echo(f"{name}\t{device['institution']}\t{device['samples']}\t{held}")
+        tell(f"digest {facts['digest']}, in {out}")
+
+
+def write_partition(experiment: Experiment, out: Path) -> dict[str, Any]:
+    """Write the three files into a folder and return what partition.json says. Raises InvalidExperiment."""
+    from common.learning import splits
+    from deploy.report.partition_picture import figure
+
+    split = splits.split_of(experiment)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        facts = splits.write(experiment, split, out)
+        (out / "partition.svg").write_text(figure(facts).file(), encoding="utf-8")
+    except OSError as error:
+        raise InvalidExperiment("--out", str(out), error.strerror or str(error), "Name a folder to write to.") from None
+    return facts
+
+
+def _describe(name: str, dataset: Dataset) -> dict[str, Any]:
+    return {
+        "dataset": name,
+        "train": len(dataset.train_labels),
+        "test": len(dataset.test_labels),
+        "shape": list(dataset.inputs.shape),
+        "classes": dataset.classes,
+        "tokens": dataset.tokens,
+        "users": len(dataset.users),
+        "digest": _digest(
+            tensor.numpy()
+            for tensor in (dataset.train_images, dataset.train_labels, dataset.test_images, dataset.test_labels)
+        ),
+    }
+
+
+def _digest(arrays: Iterable[Any]) -> str:
+    """Return 16 hexadecimal digits over what was read, to compare two machines' files."""
+    from xxhash import xxh3_64
+
+    total = xxh3_64()
+    for array in arrays:
+        total.update(memoryview(array).cast("B"))
+    return total.hexdigest()

@@ -1,0 +1,201 @@
+"""The commands that read what runs left: `report`, `compare`, `runs list`, `runs show`."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from common.errors import InvalidExperiment
+from deploy.console.logs import tell
+from deploy.console.reporting import reporting
+
+if TYPE_CHECKING:
+    from deploy.report.page import Page
+    from deploy.runs.run import Run
+
+Names = Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders of runs, or beginnings of their ids.")]
+Runs = Annotated[Path, typer.Option(help="Where runs leave their folders.", envvar="FEDSTRATA_RUNS")]
+Output = Annotated[Literal["table", "json"], typer.Option("--format", help="Standard output: table or JSON lines.")]
+
+app = typer.Typer(help="List the runs, or show one.", no_args_is_help=True, rich_markup_mode=None)
+
+
+def report(
+    names: Names,
+    runs: Runs = Path("runs"),
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The file.  [default: report.html in the first run's folder]", show_default=False),
+    ] = None,
+    figures: Annotated[
+        Path | None,
+        typer.Option(help="Also write each figure and table there: SVG, PNG, CSV, LaTeX.", show_default=False),
+    ] = None,
+    output: Output = "table",
+) -> None:
+    """Write a report of a run, or of several together: one HTML file that needs nothing else."""
+    from deploy.report.page import compose
+
+    with reporting():
+        found = list(_runs(names, runs))
+        page, title = compose(found)
+        file = out or found[0].path / "report.html"
+        written = [file]
+        try:
+            file.write_text(page.html(title), encoding="utf-8")
+            if figures is not None:
+                written += _export(page, figures)
+        except OSError as error:
+            key, where = ("--figures", figures) if written[1:] else ("--out", file)
+            raise InvalidExperiment(
+                key, str(where), error.strerror or str(error), "Name a place to write to."
+            ) from None
+        if output == "json":
+            typer.echo(
+                json.dumps({"report": str(file), "runs": [run.id for run in found], "files": list(map(str, written))})
+            )
+        else:
+            typer.echo(file)
+
+
+def compare(
+    names: Names,
+    runs: Runs = Path("runs"),
+    target: Annotated[
+        float | None, typer.Option(help="Accuracy to reach.  [default: the experiments' own]", show_default=False)
+    ] = None,
+    label: Annotated[
+        list[str] | None, typer.Option(help="A name for each group of runs, in order; else what tells them apart.")
+    ] = None,
+    allow: Annotated[
+        str, typer.Option(help="Compare although these differ: some of links,hardware,data.", show_default=False)
+    ] = "",
+    output: Annotated[
+        Literal["table", "json", "csv", "latex"], typer.Option("--format", help="Standard output's form.")
+    ] = "table",
+) -> None:
+    """Compare what runs cost to reach an accuracy: iterations, seconds, bytes, SGD steps, over their seeds.
+
+    Runs that differ in nothing but the seed are one group; speed-ups are against the first. Runs that never had the
+    accuracy count in no mean. Exit code 4 where links, hardware or data differ.
+    """
+    from deploy.report import compare as comparing
+
+    with reporting():
+        found = list(_runs(names, runs))
+        allowed = [kind.strip() for kind in allow.split(",") if kind.strip()]
+        for stranger in (kind for kind in allowed if kind not in comparing.KINDS):
+            raise typer.BadParameter(f"{stranger!r}: use {', '.join(comparing.KINDS)}", param_hint="--allow")
+        comparing.check(found, allowed)
+        goal = comparing.target_of(found, target)
+        groups = comparing.group(found, goal, label or ())
+        for note in comparing.notes(groups):
+            tell(note)
+        if output == "json":
+            typer.echo(json.dumps(comparing.to_json(groups, goal)))
+            return
+        table = comparing.table(groups, goal)
+        typer.echo({"table": table.aligned, "csv": table.csv, "latex": table.latex}[output](), nl=False)
+
+
+@app.command("list")
+def list_runs(runs: Runs = Path("runs"), output: Output = "table") -> None:
+    """List the runs of a folder: how they stand, and what they cost so far."""
+    from deploy.console.tabular import Column, Table, size
+    from deploy.runs.run import Run, folders
+
+    with reporting():
+        rows = []
+        for path in folders(runs):
+            try:
+                facts = _summary(Run(path))
+            except InvalidExperiment as error:
+                tell(f"fedstrata: {error}", level=logging.ERROR)
+                continue
+            if output == "json":
+                typer.echo(json.dumps(facts))
+            done = f"{facts['iterations_done']}/{facts['iterations']}"
+            carried = size(sum(facts["bytes"].values()))
+            rows.append((facts["run"], facts["name"], facts["started"], facts["state"], done, facts["accuracy"],
+                         facts["seconds"], carried))  # fmt: skip
+        columns = [*(Column(name, text=True) for name in ("run", "name", "started", "state")), Column("iterations"),
+                   Column("accuracy", digits=4), Column("time", "s"), Column("bytes")]  # fmt: skip
+        if output == "table":
+            typer.echo(Table("runs", "Runs", columns, rows).aligned(), nl=False)
+
+
+@app.command("show")
+def show_run(
+    name: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or the beginning of its id.")],
+    runs: Runs = Path("runs"),
+    output: Output = "table",
+) -> None:
+    """Show the facts of a run, and the files in its folder."""
+    from deploy.console.tabular import Column, Table
+    from deploy.report.sections import facts
+
+    with reporting():
+        (run,) = _runs([name], runs)
+        files = {
+            str(path.relative_to(run.path)): path.stat().st_size
+            for path in sorted(run.path.rglob("*"))
+            if path.is_file()
+        }
+        if output == "json":
+            typer.echo(json.dumps({**_summary(run), "manifest": run.manifest, "experiment": run.tree, "files": files}))
+            return
+        columns = (Column("fact", text=True), Column("value", text=True))
+        typer.echo(Table("facts", "Facts", columns, facts(run)).aligned())
+        columns = (Column("file", text=True), Column("bytes"))
+        typer.echo(Table("files", "Files", columns, list(files.items())).aligned(), nl=False)
+
+
+def _runs(names: list[str], root: Path) -> Iterator[Run]:
+    from deploy.runs.run import Run, find
+
+    for name in names:
+        yield Run(find(name, root))
+
+
+def _summary(run: Run) -> dict[str, Any]:
+    return {
+        "run": run.id,
+        "name": run.name,
+        "started": run.started,
+        "state": str(run.state),
+        "iterations_done": len(run.rounds),
+        "iterations": run.iterations,
+        "accuracy": run.accuracy,
+        "seconds": run.seconds,
+        "bytes": run.totals,
+        "seed": run.seed,
+        "folder": str(run.path),
+    }
+
+
+def _export(page: Page, folder: Path) -> list[Path]:
+    """Write a page's figures and tables as files of their own, and return which."""
+    from deploy.report.raster import png
+
+    files: dict[str, str | bytes] = {}
+    for figure in page.figures:
+        files[f"{figure.name}.svg"] = figure.file()
+        try:
+            files[f"{figure.name}.png"] = png(figure)
+        except ImportError:
+            remedy = "Install it: pip install 'fedstrata[report]'."
+            raise InvalidExperiment("--figures", str(folder), "PNG needs pillow, which is not here", remedy) from None
+        if figure.table is not None:
+            files[f"{figure.name}.csv"] = figure.table.csv()
+    for table in page.tables:
+        files[f"{table.name}.csv"] = table.csv()
+        files[f"{table.name}.tex"] = table.latex()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return [folder / name for name in files]

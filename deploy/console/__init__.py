@@ -1,0 +1,1 @@
+"""What all commands share: options, log lines, tables, progress, and how an error ends a command."""

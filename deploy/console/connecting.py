@@ -1,0 +1,90 @@
+"""How a command reaches a broker, and how one that lives on a connection runs and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from common.errors import InvalidExperiment
+from common.protocol.topics import check_lab
+from deploy.console import logs
+from deploy.console.reporting import reporting
+
+if TYPE_CHECKING:
+    from common.net.address import BrokerAddress
+
+Username = Annotated[str | None, typer.Option(help="Login at the broker.", envvar="FEDSTRATA_USERNAME")]
+PasswordFile = Annotated[
+    Path | None, typer.Option(help="File with the password; else FEDSTRATA_PASSWORD.", envvar="FEDSTRATA_PASSWORD_FILE")
+]
+
+
+def _checked_lab(name: str) -> str:
+    try:
+        return check_lab(name)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+LabOption = Annotated[
+    str,
+    typer.Option(
+        "--lab",
+        help="The lab's name. Labs with different names can share a broker.",
+        envvar="FEDSTRATA_LAB",
+        callback=_checked_lab,
+    ),
+]
+ConnectTimeout = Annotated[float, typer.Option(min=0.1, help="Seconds to reach the broker at the start.")]
+
+
+def address(text: str, username: str | None, password_file: Path | None) -> BrokerAddress:
+    """Return the broker that host[:port] names, with its login. Raises InvalidExperiment."""
+    from common.net.address import BrokerAddress
+
+    host, _, port = text.partition(":")
+    if not host or (port and not (port.isdecimal() and 0 < int(port) < 65_536)):
+        raise InvalidExperiment("--broker", text, "no address", "Write host or host:port.")
+    password = os.environ.get("FEDSTRATA_PASSWORD")
+    if password_file is not None:
+        try:
+            password = password_file.read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise InvalidExperiment(
+                "--password-file", str(password_file), error.strerror or str(error), "Name a readable file."
+            ) from None
+    return BrokerAddress(host, int(port or 1883), username, password)
+
+
+async def run_agent(node: str, agent: Coroutine[Any, Any, object]) -> None:
+    """Run a node's agent to its end. Raises FedstrataError; an unexpected error is logged with its traceback."""
+    from common.runtime.lifecycle import as_known
+
+    logs.NODE.set(node)
+    try:
+        await agent
+    except Exception as error:
+        if (known := as_known(error, node)) is None:
+            raise
+        raise known from known.__cause__
+
+
+def run_connected(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run a command's coroutine to its end; SIGINT and SIGTERM cancel it, and errors of ours end the command."""
+
+    async def interruptible() -> None:
+        task = asyncio.current_task()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if task is not None:
+                loop.add_signal_handler(number, task.cancel)
+        await work()
+
+    with reporting():
+        asyncio.run(interruptible())

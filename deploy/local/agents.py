@@ -1,0 +1,59 @@
+"""Several agents in one process: the error of one ends that one alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from contextvars import copy_context
+from typing import Any, TypeAlias
+
+import typer
+
+from common.errors import FedstrataError
+from common.runtime.lifecycle import as_known
+from deploy.console import logs
+from deploy.console.reporting import report
+
+Agent: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
+
+
+async def run_agents(
+    agents: Mapping[str, Agent],
+    *,
+    shared_failure: Callable[[], Exception | None],
+    together: Callable[[], bool] = lambda: False,
+) -> None:
+    """Run agents, by their nodes' names, each to its end.
+
+    An agent's error is reported at once; the others go on, unless `shared_failure` returns the error of what they
+    share, or `together` that all must be able to work. Raises typer.Exit with the exit code of the first error.
+    """
+    errors: list[Exception] = []
+
+    async def run(name: str, agent: Agent) -> None:
+        try:
+            await agent()
+        except Exception as error:  # noqa: BLE001 - reported here; the other agents go on
+            known = as_known(error, name)
+            if known is not None and known not in errors:  # several may end by the same failure of what they share
+                alone = len(agents) == 1 or known is shared_failure()
+                report(known, node="" if alone else name)
+            errors.append(known or error)
+
+    tasks: set[asyncio.Task[None]] = set()
+    for name, agent in agents.items():
+        context = copy_context()
+        context.run(logs.NODE.set, name)
+        tasks.add(asyncio.create_task(run(name, agent), name=name, context=context))
+    try:
+        while tasks and not (errors and (shared_failure() is not None or together())):
+            done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+    if errors:
+        raise typer.Exit(errors[0].exit_code if isinstance(errors[0], FedstrataError) else 1)

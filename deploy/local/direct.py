@@ -1,0 +1,152 @@
+"""A lab without a network: all roles in this process, and one device trains after another.
+
+The iterations, the local rounds, the rules and the trainings are those of the agents; `deploy.local.calls` alone stands
+where their brokers would. The final model is that of a lab of processes, bit for bit; bytes are those of the models
+alone, and seconds are this machine's computing time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from cloud.evaluator import Accuracy
+from cloud.iterations import Observe
+from cloud.results import DIRECT, RunFolder
+from cloud.run import CloudRun
+from common.errors import FedstrataError
+from common.experiment.data import check_alike
+from common.experiment.schema import CLOUD, Experiment
+from common.host.processes import interruptible
+from common.learning import splits
+from common.learning.evaluation import Examiner
+from common.metrics import Metrics
+from common.model.layout import Row
+from common.protocol.messages import Phase, Task
+from common.runtime.arriving import Arriving
+from common.runtime.work import Answer, Report, Work
+from common.storage.spool import Spool
+from deploy.local.calls import Calls, Clock
+from device.training.trainer import Trainer
+from device.training.work import LocalWork
+from institution.rounds import LocalRounds
+
+WITHOUT_A_NETWORK: Final = {
+    "bytes": "payload of whole models; nothing was sent, and message bytes repeat it",
+    "seconds": "computing time of this machine, where one device trained after another",
+    "links": "declared, not kept",
+    "hardware": "declared, not played",
+}
+
+
+def play(folder: RunFolder, *, resume: bool, accelerator: str, observe: Observe) -> Path:
+    """Play a run to its end and return the final model's path. Raises FedstrataError, KeyboardInterrupt."""
+    with interruptible():
+        return asyncio.run(_play(folder, resume=resume, accelerator=accelerator, observe=observe))
+
+
+async def _play(folder: RunFolder, *, resume: bool, accelerator: str, observe: Observe) -> Path:
+    asyncio.get_running_loop().set_default_executor(_AtOnce())
+    experiment = folder.experiment
+    folder.note(**{DIRECT: WITHOUT_A_NETWORK})
+
+    def tell(event: str, facts: dict[str, object]) -> None:
+        folder.event(event, facts)
+        observe(event, facts)
+
+    clock, metrics = Clock(), Metrics()
+    partition = splits.keep(experiment, folder.path)
+    examiner = Examiner(experiment)
+
+    async def evaluate(iteration: int, row: Row) -> Accuracy:
+        with clock.stopped():
+            found = examiner.examine(row)
+        return Accuracy(iteration, found.accuracy, found.loss)
+
+    layout = examiner.layout
+    calls = partial(Calls, layout=layout, resident_mb=experiment.transfer.resident_mb, clock=clock)
+    below: dict[str, Calls] = {}
+    institutions: dict[str, Work] = {}
+    for name, devices in experiment.topology.children().items():
+        spool = _spool(folder, name)
+        trainers = {device: _trainer(experiment, device, accelerator, partition=partition) for device in devices}
+        below[name] = calls(
+            {device: _device(trainer, experiment) for device, trainer in trainers.items()},
+            samples={device: trainer.samples for device, trainer in trainers.items()},
+            codecs=experiment.transfer.lan,
+            spool=spool,
+        )
+        rounds = LocalRounds(name, experiment, layout=layout, spool=spool, down=below[name], metrics=metrics)
+        institutions[name] = rounds.work
+    spool = _spool(folder, CLOUD)
+    down = calls(
+        institutions,
+        samples={name: sum(devices.samples.values()) for name, devices in below.items()},
+        codecs=experiment.transfer.wan,
+        spool=spool,
+        below=lambda name: below[name].ledger.total(),
+        names_below=experiment.topology.children(),
+        observe=tell,
+    )
+    try:
+        run = CloudRun(
+            folder,
+            layout=layout,
+            row=examiner.first,
+            partition=partition,
+            spool=spool,
+            down=down,
+            evaluate=evaluate,
+            metrics=metrics,
+            observe=tell,
+            resume=resume,
+        )
+        run.introduce()
+        model = await run.play()
+    except FedstrataError as error:
+        tell("failed", {"reason": str(error)})
+        raise
+    finally:
+        folder.write_links(down.ledger)
+    for name in (*institutions, CLOUD):
+        _spool(folder, name).close()
+    return model
+
+
+def _spool(folder: RunFolder, node: str) -> Spool:
+    path = folder.path / "spool" / node
+    path.mkdir(parents=True, exist_ok=True)
+    return Spool(path)
+
+
+def _trainer(experiment: Experiment, name: str, accelerator: str, *, partition: str) -> Trainer:
+    trainer = Trainer(experiment, node=name, accelerator=accelerator)
+    trainer.prepare()
+    check_alike(experiment.data, name, partition=trainer.partition, clouds=partition)
+    return trainer
+
+
+def _device(trainer: Trainer, experiment: Experiment) -> Work:
+    local = LocalWork(trainer, rounds=experiment.institution.rounds)
+    never = threading.Event()
+
+    async def work(task: Task, model: Arriving, report: Report) -> Answer:
+        return local(task, await model.whole(), progress=partial(report, Phase.TRAINING), cancelled=never)
+
+    return work
+
+
+class _AtOnce(ThreadPoolExecutor):
+    """Does what it is given at once, in the caller's thread: there is no keep-alive that could lapse meanwhile."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 - raised where the result is awaited
+            future.set_exception(error)
+        return future

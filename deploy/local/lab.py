@@ -1,0 +1,218 @@
+"""A whole lab on this machine: a broker and all roles as processes, shown as one run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from common.errors import RunFailed
+from common.experiment.aggregation import remembers
+from common.experiment.schema import CLOUD, Experiment, to_toml
+from common.host.processes import interruptible, spawn, stop_all
+from common.protocol.topics import DEFAULT_LAB
+from common.runtime.lifecycle import UNEXPECTED
+from deploy.console.logs import options, tell, words_of
+from deploy.console.progress import Observe, show
+from deploy.local.network import Network, Open, one_host, shares
+from deploy.runs.records import PREDICTION
+from device.pool.pool import cores
+
+FAREWELL_S: Final = 20.0
+REASON_S: Final = 5.0  # in which the cloud may end too, whose reason is the better one: it names what failed
+POLL_S: Final = 0.2
+STOP_S: Final = 5.0
+SPOOL: Final = ".spool"  # beside the runs' folders: what institutions need when a run is resumed
+
+
+class Lab:
+    """One run of an experiment with every role on this machine; a prediction of it is kept in its folder."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        *,
+        runs: Path,
+        resume: Path | None,
+        json_lines: bool,
+        network: Open = one_host,
+        lab: str = DEFAULT_LAB,
+        metrics: str,
+        prediction: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._experiment = experiment
+        self._network = network
+        self._lab = lab
+        self._metrics = metrics
+        self._runs = runs
+        self._resume = resume
+        self._json_lines = json_lines
+        self._prediction = prediction
+        self._roles: dict[str, subprocess.Popen[bytes]] = {}
+        self._told: set[str] = set()
+        self._began = False
+        self._events: queue.Queue[tuple[str, dict[str, object]] | None] = queue.Queue()
+        self._folder: Path | None = None
+
+    def run(self) -> int:
+        """Run to the end and return the exit code of the cloud, or of a role that cannot work before the first round.
+
+        Raises FedstrataError, KeyboardInterrupt.
+        """
+        with tempfile.TemporaryDirectory(prefix="fedstrata-") as name, interruptible():
+            home = Path(name)
+            os.chmod(home, 0o755)  # a mosquitto that drops its privileges reads its configuration there
+            try:
+                with self._network(self._experiment, home) as network:
+                    return self._play(home, network)
+            finally:
+                self._keep_logs(home)
+
+    def _play(self, home: Path, network: Network) -> int:
+        try:
+            self._start(home, network)
+            with show(json_lines=self._json_lines) as observe:
+                role = self._follow(observe, home)
+            self._show_unexpected(home)
+            code = self._roles[role].wait()
+            if code < 0:
+                self._tell_how_to_go_on(network)
+                raise RunFailed(f"the cloud was killed by signal {-code}")
+            if code:
+                tell(_last_words(home / f"{role}.log"), level=logging.ERROR)
+            else:
+                self._see_off()
+            return code
+        except KeyboardInterrupt:
+            self._tell_how_to_go_on(network)
+            raise
+        finally:
+            stop_all(self._roles.values(), grace_s=STOP_S)
+
+    def _tell_how_to_go_on(self, network: Network) -> None:
+        if self._folder is not None:
+            tell(f"\ngo on with: fedstrata run --resume {self._folder}{network.flags}")
+
+    def _start(self, home: Path, network: Network) -> None:
+        file = home / "experiment.toml"
+        file.write_text(to_toml(self._experiment), encoding="utf-8")
+        what = ["--resume", str(self._resume)] if self._resume else [str(file)]
+        memory = ["--spool", "none"]  # a lab that is killed is killed as a whole: no device would offer again
+        runs = ["--broker", network.upward[CLOUD], "--runs", str(self._runs), "--format", "json"]
+        self._spawn(home, network, CLOUD, ["cloud", *what, *runs, *memory, "--metrics", self._metrics])
+        keeps = remembers(self._experiment.institution.aggregation)
+        home_of_runs = self._resume.resolve().parent if self._resume else self._runs
+        states = ["--spool", str(home_of_runs / SPOOL)] if keeps else memory
+        homes = {}
+        for name, members in self._experiment.topology.children().items():
+            homes.update(dict.fromkeys(members, name))
+            brokers = ["--broker", network.upward[name], "--device-broker", network.downward[name]]
+            self._spawn(home, network, name, ["institution", "--name", name, *brokers, *states])
+        model = self._experiment.model.name
+        own = ["--allow-models", model] if ":" in model else []  # whoever starts the lab named it
+        slots = shares(cores(), len(network.groups))
+        for (process, devices), count in zip(network.groups.items(), slots, strict=True):
+            who = [
+                word
+                for device in devices
+                for word in ("--name", device, "--institution", homes[device], "--broker", network.upward[device])
+            ]
+            # One process finds its cores or GPUs itself; several must not each take all of them.
+            several = ["--slots", str(count)] if len(slots) > 1 else []
+            self._spawn(home, network, process, ["device", *who, *own, *several, "--together"])
+        threading.Thread(target=self._read_events, daemon=True).start()
+
+    def _spawn(self, home: Path, network: Network, process: str, arguments: list[str]) -> None:
+        command = [sys.executable, "-m", "deploy.cli", *options(), *arguments, "--lab", self._lab]
+        with network.inside(process):
+            self._roles[process] = spawn(command, log=home / f"{process}.log", read_output=process == CLOUD)
+
+    def _read_events(self) -> None:
+        output = self._roles[CLOUD].stdout
+        for line in output if output is not None else ():
+            try:
+                event: dict[str, Any] = json.loads(line)
+            except ValueError:
+                continue  # cut short: the cloud was killed
+            self._events.put((str(event.pop("event")), event))
+        self._events.put(None)
+
+    def _follow(self, observe: Observe, home: Path) -> str:
+        """Show the cloud's events until it ends, or another role that cannot work; return the role that ended."""
+        while True:
+            try:
+                item = self._events.get(timeout=POLL_S)
+            except queue.Empty:
+                if (failed := self._failed_role(home)) is not None:
+                    return failed
+                continue
+            if item is None:
+                return CLOUD
+            event, facts = item
+            self._began = self._began or event == "progress"
+            if event == "run":
+                self._folder = Path(str(facts["folder"]))
+                if self._prediction is not None:
+                    (self._folder / PREDICTION).write_text(json.dumps(self._prediction, indent=2) + "\n")
+            observe(event, facts)
+
+    def _failed_role(self, home: Path) -> str | None:
+        """Return a role that ended before the first round as it cannot work; the cloud waits for another one.
+
+        Raises RunFailed for one that ended later.
+        """
+        for role, process in self._roles.items():
+            code = process.poll()
+            if code is None or code == 0 or role == CLOUD or role in self._told:
+                continue
+            self._told.add(role)
+            if code < 0:
+                tell(f"{role} was killed by signal {-code}; the run goes on without it", level=logging.WARNING)
+                continue
+            deadline = time.monotonic() + REASON_S
+            while self._roles[CLOUD].poll() is None:
+                if time.monotonic() >= deadline:
+                    if not self._began:
+                        return role
+                    self._show_unexpected(home)
+                    raise RunFailed(f"{role} ended with code {code}: {_last_words(home / f'{role}.log')}")
+                time.sleep(POLL_S)
+        return None
+
+    def _show_unexpected(self, home: Path) -> None:
+        """Pass on what roles logged of unexpected errors, with their tracebacks."""
+        for role in self._roles:
+            lines = (home / f"{role}.log").read_text(encoding="utf-8", errors="replace").splitlines()
+            first = next((place for place, line in enumerate(lines) if UNEXPECTED in line), len(lines))
+            for line in lines[first:]:
+                print(line, file=sys.stderr)
+
+    def _see_off(self) -> None:
+        deadline = time.monotonic() + FAREWELL_S
+        for process in self._roles.values():
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                pass  # stopped by the caller
+
+    def _keep_logs(self, home: Path) -> None:
+        if self._folder is not None and self._folder.is_dir():
+            logs = self._folder / "logs"
+            logs.mkdir(exist_ok=True)
+            for log in home.glob("*.log"):
+                shutil.copy(log, logs / log.name)
+
+
+def _last_words(log: Path) -> str:
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return words_of(lines[-1]) if lines else "it said nothing"

@@ -1,0 +1,106 @@
+"""The command `fedstrata plan`: what a run will cost, before it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from deploy.console.reporting import reporting
+from deploy.console.tabular import size
+
+if TYPE_CHECKING:
+    from common.experiment.schema import Experiment
+
+INTERFACE_MBIT = 1000.0
+
+
+def plan(
+    experiment: Annotated[Path, typer.Argument(help="The experiment, a TOML file.")],
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set iterations=5.")] = None,
+    one_host: Annotated[
+        bool, typer.Option("--one-host", help="All roles on this machine, as `fedstrata run` has them.")
+    ] = False,
+    interface: Annotated[
+        float, typer.Option(min=0.001, help="What the network interface of each host carries, Mbit/s.")
+    ] = INTERFACE_MBIT,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the prediction there too, as JSON.", show_default=False)
+    ] = None,
+    output: Annotated[
+        Literal["table", "json"], typer.Option("--format", help="Standard output: table or JSON.")
+    ] = "table",
+) -> None:
+    """Predict seconds, bytes and memory of a run from its experiment, and from how fast this machine trains.
+
+    Without --one-host each node has a machine of its own, as fast as this one.
+    """
+    from common.errors import InvalidExperiment
+    from common.experiment.schema import load
+
+    with reporting():
+        found = predict(load(experiment, overrides or ()), one_host=one_host, interface_mbit=interface)
+        if out is not None:
+            try:
+                out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+            except OSError as error:
+                raise InvalidExperiment("--out", str(out), error.strerror or str(error), "Name another file.") from None
+        typer.echo(json.dumps(found) if output == "json" else _table(found), nl=output == "json")
+
+
+def predict(experiment: Experiment, *, one_host: bool, interface_mbit: float = INTERFACE_MBIT) -> dict[str, Any]:
+    """Return what prediction.json holds. Raises InvalidExperiment.
+
+    Of one iteration `seconds` by phase, MQTT bytes of each link by `FROM TO` and of the `tiers`; `memory`, bytes by
+    role; what was `assumed`, in words; and the `speeds` of this machine.
+    """
+    import os
+    from dataclasses import asdict
+
+    from deploy.planning import footprint, prediction, workload
+    from deploy.planning.calibration import measure
+
+    work = workload.workload(experiment)
+    cores = len(os.sched_getaffinity(0))
+    speeds = measure(work.single, cores=cores, together=one_host, row_bytes=work.sizes.row)
+    workload.rehearse(work, speeds)
+    lab = workload.lab(work, speeds, one_host=one_host, interface_mbit=interface_mbit)
+    seconds = prediction.seconds(lab, speeds)
+    iteration_s = sum(seconds.values())
+    devices = max(experiment.topology.sizes()) if one_host else 1
+    return {
+        "experiment": experiment.name,
+        "experiment_digest": experiment.digest,
+        "one_host": one_host,
+        "iterations": experiment.iterations,
+        "iteration_s": iteration_s,
+        "total_s": iteration_s * experiment.iterations,
+        "seconds": seconds,
+        "bytes": footprint.links_of(experiment, work.sizes) if work.listed else {},
+        "tiers": footprint.tiers_of(lab),
+        "memory": footprint.memory_of(lab, data_bytes=work.data_bytes, devices=devices),
+        "epochs": dict(work.epochs),
+        "assumed": [*work.assumed, *([] if one_host else [f"each host's interface carries {interface_mbit:g} Mbit/s"])],
+        "speeds": asdict(speeds),
+    }
+
+
+def _table(found: dict[str, Any]) -> str:
+    lines = [f"an iteration   {_duration(found['iteration_s'])}"]
+    lines += [f"  {phase:<14} {_duration(length)}" for phase, length in found["seconds"].items()]
+    lines.append(f"{found['iterations']} iterations".ljust(15) + _duration(found["total_s"]))
+    lines.append("bytes of an iteration")
+    lines += [f"  {tier.replace('_', ' '):<14} {size(count)}" for tier, count in found["tiers"].items()]
+    lines.append("memory of a process")
+    lines += [f"  {role.replace('_', ' '):<14} {size(count)}" for role, count in found["memory"].items()]
+    lines += [f"assumed: {text}" for text in found["assumed"]]
+    return "\n".join(lines) + "\n"
+
+
+def _duration(seconds: float) -> str:
+    for unit, length in (("d", 86_400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"

@@ -1,0 +1,1 @@
+"""The report of one run or several: figures, tables and the page."""

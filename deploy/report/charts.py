@@ -1,0 +1,193 @@
+"""Curves over axes, and bars whose parts add up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from deploy.console.tabular import Column, Table, show
+from deploy.report.figures import DASHES, SERIES, Figure, dot, legend, path, rect, text
+
+Point = tuple[float, float]
+DOTS_MOST = 60  # points of a curve that are told one by one
+COLUMNS_MOST = 60  # bars side by side; more are joined
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """What an axis counts, and the factor from the points' unit to the one that is shown."""
+
+    name: str
+    unit: str = ""
+    factor: float = 1.0
+
+    @property
+    def head(self) -> str:
+        """Return the name with its unit."""
+        return f"{self.name}, {self.unit}" if self.unit else self.name
+
+
+def curves(
+    name: str,
+    title: str,
+    lines: Mapping[str, Sequence[Point]],
+    *,
+    x: Axis,
+    y: Axis,
+    target: float | None = None,
+) -> Figure:
+    """Draw a line for each name, `target` as a level across."""
+    (left, top), (width, height) = (46.0, 34.0), (372.0, 200.0)
+    points = [point for line in lines.values() for point in line]
+    x_ticks = ticks(0.0, x.factor * max((at for at, _ in points), default=1.0))
+    levels = [y.factor * level for _, level in points] + ([] if target is None else [y.factor * target])
+    y_ticks = ticks(min(levels, default=0.0), max(levels, default=1.0))
+
+    def place(point: Point) -> Point:
+        across = (x.factor * point[0] - x_ticks[0]) / (x_ticks[-1] - x_ticks[0])
+        up = (y.factor * point[1] - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
+        return left + width * across, top + height * (1 - up)
+
+    elements = [text(2, 16, title)]
+    for tick in y_ticks:
+        _, at = place((0.0, tick / y.factor))
+        elements += [path([(left, at), (left + width, at)], "grid"), text(left - 6, at + 4, _tick(tick), anchor="end")]
+    for tick in x_ticks:
+        at, _ = place((tick / x.factor, 0.0))
+        elements += [
+            path([(at, top + height), (at, top + height + 4)], "line"),
+            text(at, top + height + 18, _tick(tick), anchor="middle"),
+        ]
+    elements.append(path([(left, top + height), (left + width, top + height)], "line"))
+    elements.append(text(left + width / 2, top + height + 36, x.head, anchor="middle", kind="soft"))
+    if target is not None:
+        _, at = place((0.0, target))
+        elements.append(path([(left, at), (left + width, at)], "target"))
+        elements.append(text(left + 4, at - 4, "target", kind="soft"))
+    for i, (label, line) in enumerate(lines.items()):
+        if len(line) > 1:
+            elements.append(path([place(point) for point in line], stroke(i)))
+        for point in line if len(line) <= DOTS_MOST else line[:0]:
+            told = f"{label}: {_tick(x.factor * point[0])} {x.unit or x.name}, {y.factor * point[1]:.4g} {y.unit}"
+            elements.append(dot(*place(point), f"fill-s{i % SERIES}", title=told))
+    bottom = top + height + 56
+    names, tall = legend(left, bottom, [(stroke(i), label) for i, label in enumerate(lines)], width=width)
+    if len(lines) > 1:
+        elements, bottom = elements + names, bottom + tall
+    rows = [(label, x.factor * at, y.factor * level) for label, line in lines.items() for at, level in line]
+    columns = (Column("run", text=True), Column(x.name, x.unit, 4), Column(y.name, y.unit, 4))
+    return Figure(
+        name, title, _told(lines, x, y), (left + width + 12, bottom - 8), elements, Table(name, title, columns, rows)
+    )
+
+
+def stroke(i: int) -> str:
+    """Return the classes of the i-th line."""
+    return f"stroke-s{i % SERIES} dash-{i // SERIES % len(DASHES)}"
+
+
+def bars(
+    name: str,
+    title: str,
+    parts: Sequence[tuple[str, str]],
+    rows: Mapping[str, Sequence[float]],
+    *,
+    axis: Axis,
+) -> Figure:
+    """Draw a lying bar for each name, of parts (class, words) one after another; the sum stands at its end."""
+    (left, top), (width, step) = (8.0, 36.0), (370.0, 44.0)
+    most = axis.factor * max((math.fsum(values) for values in rows.values()), default=0.0)
+    marks = ticks(0.0, most)
+    elements, tall = legend(2, top + 4, parts, width=left + width)
+    elements.insert(0, text(2, 16, title))
+    top += tall
+    for tick in marks:
+        at = left + width * tick / marks[-1]
+        elements.append(path([(at, top), (at, top + step * len(rows))], "grid"))
+        elements.append(text(at, top + step * len(rows) + 16, _tick(tick), anchor="middle"))
+    for i, (label, values) in enumerate(rows.items()):
+        y, at = top + step * i + 20, left
+        whole = f"{label}: {show(axis.factor * math.fsum(values), 2)} {axis.unit}"
+        elements.append(text(left + 2, y - 5, whole))
+        for (kind, words), value in zip(parts, values, strict=True):
+            wide = width * axis.factor * value / marks[-1]
+            if wide > 0:
+                told = f"{label}, {words}: {show(axis.factor * value, 3)} {axis.unit}"
+                elements.append(rect(at, y, max(wide - 1, 0.4), 18, kind, title=told))
+            at += wide
+    bottom = top + step * len(rows) + 34
+    elements.append(text(left + width / 2, bottom, axis.head, anchor="middle", kind="soft"))
+    columns = (Column("bar", text=True), *(Column(words, axis.unit, 3) for _, words in parts))
+    table = Table(name, title, columns, [(label, *(axis.factor * v for v in values)) for label, values in rows.items()])
+    told = "; ".join(
+        f"{label}: {show(axis.factor * math.fsum(values), 2)} {axis.unit}" for label, values in rows.items()
+    )
+    return Figure(name, title, told, (left + width + 52, bottom + 10), elements, table)
+
+
+def columns(
+    name: str,
+    title: str,
+    parts: Sequence[tuple[str, str]],
+    values: Sequence[Sequence[float]],
+    *,
+    x: str,
+    axis: Axis,
+) -> Figure:
+    """Draw a standing bar for each of `values`, [bars][parts]; more than COLUMNS_MOST are joined to their means."""
+    joined = math.ceil(len(values) / COLUMNS_MOST)
+    groups = [values[start : start + joined] for start in range(0, len(values), max(joined, 1))]
+    means = [[math.fsum(part) / len(group) for part in zip(*group, strict=True)] for group in groups]
+    (left, top), (width, height) = (46.0, 36.0), (372.0, 150.0)
+    marks = ticks(0.0, axis.factor * max((math.fsum(bar) for bar in means), default=0.0))
+    elements, tall = legend(2, top + 4, parts, width=left + width)
+    elements.insert(0, text(2, 16, title))
+    top += tall + 4
+    for tick in marks:
+        at = top + height * (1 - tick / marks[-1])
+        elements += [path([(left, at), (left + width, at)], "grid"), text(left - 6, at + 4, _tick(tick), anchor="end")]
+    wide = width / max(len(means), 1)
+    gap = min(wide * 0.25, 4.0)
+    for i, bar in enumerate(means):
+        first, at = 1 + i * joined, top + height
+        label = f"{first}" if joined == 1 else f"{first} to {min(first + joined - 1, len(values))}"
+        for (kind, words), value in zip(parts, bar, strict=True):
+            tall = height * axis.factor * value / marks[-1]
+            at -= tall
+            if tall > 0:
+                told = f"{x} {label}, {words}: {show(axis.factor * value, 3)} {axis.unit}"
+                elements.append(rect(left + wide * i + gap / 2, at, min(wide - gap, 40), tall, kind, title=told))
+        if i % math.ceil(len(means) / 9) == 0:
+            middle = left + wide * i + gap / 2 + min(wide - gap, 40) / 2
+            elements.append(text(middle, top + height + 16, str(first), anchor="middle"))
+    elements.append(text(left + width / 2, top + height + 34, x, anchor="middle", kind="soft"))
+    heads = (Column(x), *(Column(words, axis.unit, 3) for _, words in parts))
+    rows = [(i + 1, *(axis.factor * value for value in bar)) for i, bar in enumerate(values)]
+    told = f"{len(values)} bars" + (f", {joined} iterations joined to a mean in each" if joined > 1 else "")
+    return Figure(name, title, told, (left + width + 12, top + height + 44), elements, Table(name, title, heads, rows))
+
+
+def ticks(low: float, high: float, *, wanted: int = 5) -> list[float]:
+    """Return round numbers, evenly apart, from at most `low` to at least `high`."""
+    span = high - low
+    if not span > 1e-9 * max(abs(low), abs(high), 1e-9):  # all points are one
+        span = abs(low) if abs(low) > 1e-9 else 1.0
+        high = low + span
+    rough = span / wanted
+    size = 10.0 ** math.floor(math.log10(rough))
+    step = size * next(factor for factor in (1, 2, 5, 10) if factor * size >= rough * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [float(f"{step * i:.12g}") for i in range(first, last + 1)]
+
+
+def _tick(value: float) -> str:
+    return f"{value:.4g}" if abs(value) < 1e4 else show(round(value))
+
+
+def _told(lines: Mapping[str, Sequence[Point]], x: Axis, y: Axis) -> str:
+    return "; ".join(
+        f"{label}: {y.factor * line[-1][1]:.4g} {y.unit} at {_tick(x.factor * line[-1][0])} {x.unit or x.name}"
+        for label, line in lines.items()
+        if line
+    )

@@ -1,0 +1,124 @@
+"""A figure as SVG elements that take their colours from classes, so that a page, a file and a PNG agree.
+
+Elements are of few kinds, which `deploy.report.raster` knows too: rect, path of M and L, circle, text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from deploy.console.tabular import Table, html
+
+FONT: Final = "ui-sans-serif, system-ui, sans-serif"
+LETTER: Final = 7.2  # pixels of a letter of 12, in a wide font
+SERIES: Final = 7
+# Light and dark: the first series is that of docs/, the others are Okabe and Ito's, darker on white where they were
+# too pale for a line.
+COLOURS: Final[Mapping[str, tuple[str, str]]] = {
+    "ink": ("#1f2328", "#e6edf3"),
+    "soft": ("#59636e", "#9198a1"),
+    "ground": ("#ffffff", "#0d1117"),
+    "line": ("#8c959f", "#6e7681"),
+    "grid": ("#d8dee4", "#2a313c"),
+    "s0": ("#0969da", "#4493f8"),
+    "s1": ("#d55e00", "#e8762c"),
+    "s2": ("#00805c", "#2bb58e"),
+    "s3": ("#b0568b", "#d68fb8"),
+    "s4": ("#a66f00", "#e6a817"),
+    "s5": ("#2f87ba", "#79c8f2"),
+    "s6": ("#6e7781", "#9198a1"),
+    "record": ("#8c959f", "#6e7681"),
+    "dispatch": ("#009e73", "#009e73"),
+    "train": ("#0969da", "#1f6feb"),
+    "wait": ("#a8d1f7", "#9cc8f0"),
+    "collect": ("#e69f00", "#e69f00"),
+    "aggregate": ("#cc79a7", "#cc79a7"),
+    "evaluate": ("#d55e00", "#d55e00"),
+}
+DASHES: Final = ("", "6 3", "2 3")  # the series after the seventh have the same colours in another line
+_VARIABLES: Final = tuple("".join(f"--{name}: {pair[i]}; " for name, pair in COLOURS.items()) for i in (0, 1))
+STYLE: Final = f""":root {{ color-scheme: light dark; {_VARIABLES[0]}}}
+@media (prefers-color-scheme: dark) {{ :root {{ {_VARIABLES[1]}}} }}
+svg text {{ font: 12px {FONT}; fill: var(--ink) }} svg text.soft {{ fill: var(--soft) }}
+.ground {{ fill: var(--ground) }}
+.grid {{ stroke: var(--grid); fill: none }} .line {{ stroke: var(--line); fill: none }}
+.weight {{ fill: var(--s0) }} .node {{ stroke: var(--line); fill: var(--ground) }}
+.target {{ stroke: var(--soft); fill: none; stroke-dasharray: 2 3 }}
+{" ".join(f".fill-{name} {{ fill: var(--{name}) }}" for name in COLOURS)}
+{" ".join(f".stroke-s{i} {{ stroke: var(--s{i}); fill: none; stroke-width: 2 }}" for i in range(SERIES))}
+{" ".join(f".dash-{i} {{ stroke-dasharray: {dash} }}" for i, dash in enumerate(DASHES) if dash)}"""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A picture: `name` is a file's, `text` says it to who does not see it, `table` has its numbers."""
+
+    name: str
+    title: str
+    text: str
+    size: tuple[float, float]
+    elements: Sequence[str]
+    table: Table | None = None
+
+    def inline(self, key: str) -> str:
+        """Return the `svg` for a page that has STYLE; `key` makes its ids the only ones there."""
+        return self._svg(f' role="img" aria-labelledby="{key}-t {key}-d"', f' id="{key}-t"', f' id="{key}-d"', "")
+
+    def file(self) -> str:
+        """Return an SVG file, which brings its style and its ground."""
+        own = f"<style>{STYLE}</style>\n{rect(0, 0, *self.size, 'ground')}\n"
+        return self._svg(' xmlns="http://www.w3.org/2000/svg"', "", "", own) + "\n"
+
+    def _svg(self, attributes: str, title: str, text: str, style: str) -> str:
+        width, height = (f"{side:g}" for side in self.size)
+        body = "\n".join(self.elements)
+        return (
+            f'<svg{attributes} width="{width}" height="{height}" viewBox="0 0 {width} {height}">\n'
+            f"<title{title}>{html(self.title)}</title><desc{text}>{html(self.text)}</desc>\n{style}{body}\n</svg>"
+        )
+
+
+def text(x: float, y: float, words: str, *, anchor: str = "start", kind: str = "ink") -> str:
+    """Return words at their base line."""
+    soft = ' class="soft"' if kind == "soft" else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{soft}>{html(words)}</text>'
+
+
+def rect(x: float, y: float, width: float, height: float, kind: str, *, title: str = "", opacity: float = 1) -> str:
+    """Return a rectangle of a class; its title is told where it is pointed at."""
+    faint = f' fill-opacity="{opacity:.2f}"' if opacity < 1 else ""
+    place = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
+    return (
+        f'<rect class="{kind}" {place}{faint}/>'
+        if not title
+        else (f'<rect class="{kind}" {place}{faint}><title>{html(title)}</title></rect>')
+    )
+
+
+def path(points: Sequence[tuple[float, float]], kind: str) -> str:
+    """Return a line through points."""
+    return f'<path class="{kind}" d="M{" L".join(f"{x:.1f} {y:.1f}" for x, y in points)}"/>'
+
+
+def dot(x: float, y: float, kind: str, *, title: str, radius: float = 2.5) -> str:
+    """Return a disc that tells its title."""
+    return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}"><title>{html(title)}</title></circle>'
+
+
+def legend(x: float, y: float, entries: Sequence[tuple[str, str]], *, width: float) -> tuple[list[str], float]:
+    """Return swatches (class, words) in as many lines as they need, and their height."""
+    elements, at, line = [], x, 0
+    for kind, words in entries:
+        needed = 18 + LETTER * len(words) + 14
+        if at > x and at + needed > x + width:
+            at, line = x, line + 1
+        top = y + 18 * line
+        if kind.startswith("stroke"):
+            elements.append(path([(at, top - 4), (at + 13, top - 4)], kind))
+        else:
+            elements.append(rect(at, top - 10, 11, 11, kind))
+        elements.append(text(at + 18, top, words))
+        at += needed
+    return elements, 18.0 * (line + 1) if entries else 0.0

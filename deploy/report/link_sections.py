@@ -1,0 +1,149 @@
+"""What a report says of links: bytes by tier and link, and who is joined to whom at which rate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from deploy.console.tabular import Cell, Column, Table
+from deploy.report import charts, maps
+from deploy.report.charts import Axis
+from deploy.report.figures import Figure
+from deploy.report.maps import Rates
+from deploy.runs.records import BROKER, TIERS, Link
+from deploy.runs.run import Run
+
+FOLD: Final = 60  # rows of links.csv beyond which the table is folded
+
+BYTES: Final = (
+    "Payload and MQTT packets are counted where they arrive. The TCP stream is the kernel's count for the child's own "
+    "broker connection (TCP_INFO), which has logins, acknowledgements and pings too; the noise that measured the rate "
+    "before the run is left out. It is as of the child's last word. Headers of TCP and IP are in no count."
+)
+DIRECT: Final = (
+    "This run had no network: bytes are whole models' payload, seconds are one machine's computing time where one "
+    "device trained after another, links are declared and not kept."
+)
+TOPOLOGY: Final = "Rates are declared in the experiment and were measured before the run where it says so."
+
+_BYTE_PARTS: Final = [
+    ("fill-s0", "models"),
+    ("fill-s2", "control"),
+    ("fill-s4", "MQTT's own"),
+    ("fill-s1", "rest of TCP"),
+]
+_THREE: Final = (Column("payload"), Column("MQTT packets"), Column("TCP stream"))
+
+
+def file_name(name: str, run: Run) -> str:
+    """Return a file's name that other runs' figures do not have."""
+    return f"{name}-{run.id.rpartition('-')[2]}"
+
+
+def bytes_axis(name: str, lines: Mapping[str, Sequence[charts.Point]]) -> Axis:
+    """Return an axis in the unit that fits the most of some points."""
+    most = max((x for line in lines.values() for x, _ in line), default=0.0)
+    unit, factor = next(((u, f) for u, f in (("GB", 1e-9), ("MB", 1e-6), ("kB", 1e-3)) if most * f >= 1), ("B", 1.0))
+    return Axis(name, unit, factor)
+
+
+def traffic(run: Run) -> Figure:
+    """Return each tier's bytes by what they were."""
+    rows = {}
+    for (tier, way), found in _ways(run).items():
+        models = sum(link.payload or 0 for link in found if link.kind == "model")
+        control = sum(link.payload or 0 for link in found if link.kind == "control")
+        whole = [link for link in found if link.kind == "all"]
+        message = sum(link.message or 0 for link in whole)
+        wire = _carried(whole)
+        rest = 0 if wire is None else max(0, wire - message)
+        rows[f"{tier.upper()} {way}"] = [models, control, message - models - control, rest]
+    axis = bytes_axis("bytes", {"": [(sum(values), 0.0) for values in rows.values()]})
+    return charts.bars(file_name("bytes", run), "Bytes of the run", _BYTE_PARTS, rows, axis=axis)
+
+
+def tiers(run: Run) -> Table:
+    """Return the three counts of each tier and direction, and what was foretold of an iteration."""
+    count, told = max(len(run.rounds), 1), run.prediction
+    columns = [
+        Column("tier", text=True),
+        Column("direction", text=True),
+        *_THREE,
+        Column("MQTT an iteration", digits=0),
+    ]
+    columns += [Column("predicted", digits=0)] * (told is not None)
+    rows: list[list[Cell]] = []
+    for (tier, way), found in _ways(run).items():
+        whole = [link for link in found if link.kind == "all"]
+        message = sum(link.message or 0 for link in whole)
+        line: list[Cell] = [tier.upper(), way, sum(link.payload or 0 for link in whole), message, _carried(whole)]
+        line.append(message / count)
+        if told is not None:
+            foretold = [told.bytes_[link.goes] for link in whole if link.goes in told.bytes_]
+            line.append(sum(foretold) if foretold else None)
+        rows.append(line)
+    return Table(file_name("tiers", run), "Bytes by tier and direction", columns, rows)
+
+
+def links(run: Run) -> Table:
+    """Return the rows of links.csv, exactly."""
+    columns = [Column("tier", text=True), Column("from", text=True), Column("to", text=True), Column("kind", text=True),
+               Column("payload"), Column("MQTT"), Column("TCP, noise included"), Column("noise before the run"),
+               Column("over payload", "%", 2), Column("sent again"), Column("round trip", "ms", 2),
+               Column("least", "ms", 3), Column("declared", "Mbit/s"), Column("measured", "Mbit/s", 2)]  # fmt: skip
+    rows: list[list[Cell]] = []
+    for link in run.links:
+        declared = _declared(run, link) if link.kind == "all" else None
+        rows.append([link.tier, link.source, link.target, link.kind, link.payload, link.message, link.wire, link.probe,
+                     link.overhead_percent, link.retransmitted, link.rtt_ms, link.rtt_min_ms, declared,
+                     link.measured_mbit])  # fmt: skip
+    return Table(file_name("links", run), "Bytes of each link", columns, rows)
+
+
+def topology(run: Run) -> Figure:
+    """Return the lab as a drawing."""
+    measured = {link.goes: link.measured_mbit for link in run.links if link.kind == "all"}
+    homes = {device: name for name, devices in run.children.items() for device in devices}
+    rates = {}
+    for name, link in _declared_links(run).items():
+        parent = homes.get(name, "cloud")
+        declared = (_rate(link.get("down_mbit")), _rate(link.get("up_mbit")))
+        seen = (measured.get(f"{parent} {name}"), measured.get(f"{name} {parent}"))
+        rates[name] = Rates(declared, _rate(link.get("delay_ms")) or 0.0, seen)
+    return maps.topology(file_name("topology", run), run.children, rates)
+
+
+def _ways(run: Run) -> dict[tuple[str, str], list[Link]]:
+    """Return the links' rows by tier and direction."""
+    found: dict[tuple[str, str], list[Link]] = {(tier, way): [] for tier in TIERS for way in ("down", "up")}
+    for link in run.links:
+        parents = ("cloud",) if link.tier == "wan" else run.children
+        if link.kind != BROKER and link.tier in TIERS:
+            found[link.tier, "down" if link.source in parents else "up"].append(link)
+    return found
+
+
+def _carried(whole: Sequence[Link]) -> int | None:
+    """Return the TCP stream's bytes without the noise before the run, None where a child has not told."""
+    wires = [link.wire - link.probe for link in whole if link.wire is not None]
+    return sum(wires) if whole and len(wires) == len(whole) else None
+
+
+def _declared_links(run: Run) -> dict[str, Mapping[str, Any]]:
+    links = run.manifest.get("links")
+    of = links.get("of") if isinstance(links, Mapping) else None
+    return (
+        {str(name): link for name, link in of.items() if isinstance(link, Mapping)} if isinstance(of, Mapping) else {}
+    )
+
+
+def _declared(run: Run, link: Link) -> float | None:
+    of = _declared_links(run)
+    up, down = of.get(link.source), of.get(link.target)
+    if link.tier == "lan" and link.source in run.children:
+        up = None
+    return _rate(up.get("up_mbit") if up is not None else (down or {}).get("down_mbit"))
+
+
+def _rate(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None

@@ -1,0 +1,132 @@
+"""Pictures of a lab: epochs of each institution over the iterations, and who is joined to whom at which rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from deploy.console.tabular import Column, Table
+from deploy.report.figures import LETTER, Figure, path, rect, text
+
+ROW = 22.0  # pixels
+
+
+def epochs(key: str, rows: Mapping[str, Sequence[int | None]]) -> Figure:
+    """Draw tau_c of each institution in each iteration, None where it was not in it; darker is more."""
+    count = max(map(len, rows.values()), default=0)
+    most = max((cell for cells in rows.values() for cell in cells if cell is not None), default=1)
+    left, top = 12 + LETTER * max(map(len, rows), default=0), 52.0
+    wide = min(30.0, 640.0 / max(count, 1))
+    title = "Epochs of each institution"
+    elements = [text(2, 16, title)]
+    for i in range(0, count, math.ceil(30 / wide)):
+        elements.append(text(left + wide * (i + 0.5), top - 8, str(i + 1), anchor="middle", kind="soft"))
+    for line, (name, cells) in enumerate(rows.items()):
+        y = top + ROW * line
+        elements.append(text(left - 8, y + 15, name, anchor="end"))
+        for start, end, cell in _stretches(cells):
+            if cell is None:
+                continue
+            told = f"{name}, iteration {start + 1}{f' to {end}' if end > start + 1 else ''}: {cell} epochs"
+            place = (left + wide * start, y + 1, max(wide * (end - start) - (1 if wide > 6 else 0), 0.3), ROW - 2)
+            elements.append(rect(*place, "weight", title=told, opacity=0.12 + 0.6 * cell / most))
+            if wide >= 16:
+                elements += [
+                    text(left + wide * (i + 0.5), y + 15, str(cell), anchor="middle") for i in range(start, end)
+                ]
+    columns = (Column("iteration"), *(Column(name) for name in rows))
+    table = Table(key, title, columns, [(i + 1, *(cells[i] for cells in rows.values())) for i in range(count)])
+    size = (left + wide * count + 12, top + ROW * len(rows) + 8)
+    return Figure(key, title, "Rows are institutions, columns iterations.", size, elements, table)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """A link's rates in Mbit/s, (down, up): as declared, None = not limited, and as measured, None = not measured."""
+
+    declared: tuple[float | None, float | None]
+    delay_ms: float
+    measured: tuple[float | None, float | None]
+
+
+def topology(key: str, children: Mapping[str, Sequence[str]], rates: Mapping[str, Rates]) -> Figure:
+    """Draw the cloud, its institutions, and their devices, those of one institution and like links in one box."""
+    boxes = {name: _alike(devices, rates) for name, devices in children.items()}
+    wide = 16 + LETTER * max(map(len, [*children, "999 devices", *(d for g in boxes.values() for d in _single(g))]))
+    cloud_x, edge = 4.0, 250.0
+    home_x = cloud_x + 62 + edge
+    group_x = home_x + wide + edge
+    elements, y = [text(2, 16, "Links: declared and measured, down / up")], 40.0
+    middles = []
+    for name, groups in boxes.items():
+        height = 46.0 * max(len(groups), 1)
+        middle = y + height / 2
+        middles.append(middle)
+        elements += _node(home_x, middle, wide, name)
+        for i, group in enumerate(groups):
+            at = y + 46 * (i + 0.5)
+            elements += _edge(
+                home_x + wide, middle, group_x, at, [rates[device] for device in group if device in rates]
+            )
+            elements += _node(group_x, at, wide, group[0] if len(group) == 1 else f"{len(group)} devices")
+        y += height + 6
+    centre = sum(middles) / len(middles) if middles else y
+    for name, middle in zip(boxes, middles, strict=True):
+        elements += _edge(cloud_x + 62, centre, home_x, middle, [rates[name]] if name in rates else [])
+    elements += _node(cloud_x, centre, 62, "cloud")
+    told = f"A cloud, {len(children)} institutions, {sum(map(len, children.values()))} devices."
+    return Figure(key, "Topology", told, (group_x + wide + 4, y + 4), elements)
+
+
+def _stretches(cells: Sequence[int | None]) -> list[tuple[int, int, int | None]]:
+    """Return (start, end, cell) of equal neighbours."""
+    found: list[tuple[int, int, int | None]] = []
+    for i, cell in enumerate(cells):
+        if found and found[-1][2] == cell:
+            found[-1] = (found[-1][0], i + 1, cell)
+        else:
+            found.append((i, i + 1, cell))
+    return found
+
+
+def _alike(devices: Sequence[str], rates: Mapping[str, Rates]) -> list[list[str]]:
+    groups: dict[object, list[str]] = {}
+    for device in devices:
+        link = rates.get(device)
+        groups.setdefault((link.declared, link.delay_ms) if link else None, []).append(device)
+    return list(groups.values())
+
+
+def _single(groups: Sequence[Sequence[str]]) -> list[str]:
+    return [group[0] for group in groups if len(group) == 1]
+
+
+def _node(x: float, y: float, wide: float, words: str) -> list[str]:
+    return [rect(x, y - 13, wide, 26, "node", title=words), text(x + wide / 2, y + 4, words, anchor="middle")]
+
+
+def _edge(x: float, y: float, to_x: float, to_y: float, rates: Sequence[Rates]) -> list[str]:
+    """Return a line that turns near its start: its words lie along its level end. `rates` are declared alike."""
+    turn = x + 14
+    points = [(x, y), (turn, y), (turn, to_y), (to_x, to_y)] if y != to_y else [(x, y), (to_x, to_y)]
+    elements = [path(points, "line")]
+    if rates:
+        late = f", {rates[0].delay_ms:g} ms" if rates[0].delay_ms else ""
+        down, up = ([link.measured[way] for link in rates] for way in (0, 1))
+        elements.append(text(turn + 8, to_y - 5, f"{_declared(rates[0].declared)}{late}"))
+        if any(rate is not None for rate in (*down, *up)):
+            elements.append(text(turn + 8, to_y + 14, f"measured {_range(down)} / {_range(up)}", kind="soft"))
+    return elements
+
+
+def _declared(rates: tuple[float | None, float | None]) -> str:
+    if rates == (None, None):
+        return "not limited"
+    return f"{' / '.join('-' if rate is None else f'{rate:.4g}' for rate in rates)} Mbit/s"
+
+
+def _range(rates: Sequence[float | None]) -> str:
+    known = [rate for rate in rates if rate is not None]
+    least, most = (f"{end:.3g}" for end in (min(known, default=0.0), max(known, default=0.0)))
+    return "-" if not known else least if least == most else f"{least} to {most}"

@@ -1,0 +1,355 @@
+"""The Grafana dashboards: `python -m docs.tools.dashboards deploy/grafana/dashboards` writes them anew.
+
+Each is a few rows of panels over the metrics of `common.metrics` and the recording rules of `deploy/prometheus`, in
+JSON by Grafana's dashboard schema 36, which Grafana 10 and later read.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+SOURCE: Final = {"type": "prometheus", "uid": "fedstrata"}
+WIDTH: Final = 24
+RATE: Final = "[$__rate_interval]"
+CLOUD: Final = 'run="$run", role="cloud"'
+INSTITUTION: Final = 'run="$run", role="institution", institution="$institution"'
+DEVICE: Final = 'run="$run", role="device", institution="$institution", device="$device"'
+BOTH: Final = 'run=~"$run_a|$run_b"'
+
+Query = tuple[str, str]  # an expression and how its series are called
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One panel; `kind` is Grafana's, `width` of 24 columns."""
+
+    title: str
+    queries: Sequence[Query]
+    unit: str = "short"
+    kind: str = "timeseries"
+    width: int = 12
+    stacked: bool = False
+    most: float | None = None
+
+    def json(self, number: int, *, x: int, y: int) -> dict[str, Any]:
+        """Return it as Grafana reads it."""
+        defaults: dict[str, Any] = {"unit": self.unit, "min": 0}
+        options: dict[str, Any] = {"reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False}}
+        if self.most is not None:
+            defaults["max"] = self.most
+        if self.kind == "timeseries":
+            stacking = {"mode": "normal" if self.stacked else "none", "group": "A"}
+            defaults["custom"] = {"fillOpacity": 40 if self.stacked else 0, "stacking": stacking}
+            options = {
+                "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []},
+                "tooltip": {"mode": "multi", "sort": "none"},
+            }
+        targets = [
+            {"refId": chr(ord("A") + i), "datasource": SOURCE, "expr": expr, "legendFormat": legend,
+             "instant": "$__range" in expr, "range": "$__range" not in expr}
+            for i, (expr, legend) in enumerate(self.queries)
+        ]  # fmt: skip
+        return {
+            "id": number, "type": self.kind, "title": self.title, "datasource": SOURCE, "targets": targets,
+            "gridPos": {"x": x, "y": y, "w": self.width, "h": self.height},
+            "fieldConfig": {"defaults": defaults, "overrides": []}, "options": options,
+        }  # fmt: skip
+
+    @property
+    def height(self) -> int:
+        """Return its height in Grafana's units."""
+        return 4 if self.kind == "stat" else 8
+
+
+def one(title: str, expr: str, *, unit: str = "short") -> Panel:
+    """Return a panel of one number."""
+    return Panel(title, [(expr, "")], unit, "stat", width=4)
+
+
+def machine(of: str) -> list[Panel]:
+    """Return panels of the process in which a node is, which may be others' too, and of its host."""
+    here = f"and on (run, instance) fedstrata_run_info{{{of}}}"
+    return [
+        Panel(
+            "CPU of its process, cores", [(f"rate(fedstrata_process_cpu_seconds_total{RATE}) {here}", "{{instance}}")]
+        ),
+        Panel("Memory of its process", [(f"fedstrata_process_resident_bytes {here}", "{{instance}}")], "bytes"),
+        Panel("Temperature of its host", [(f"fedstrata_host_temperature_celsius {here}", "{{sensor}}")], "celsius"),
+        Panel("GPUs of its host", [(f"fedstrata_gpu_busy_ratio {here}", "GPU {{gpu}}")], "percentunit", most=1),
+    ]
+
+
+def traffic(of: str) -> list[Panel]:
+    """Return panels of what a node receives and sends."""
+    return [
+        Panel(
+            f"Bytes {direction}, MQTT packets",
+            [(f'sum by (peer, kind) (rate(fedstrata_message_bytes_total{{{of}, direction="{direction}"}}{RATE}))',
+              "{{peer}} {{kind}}")],
+            "Bps",
+            stacked=True,
+        )
+        for direction in ("received", "sent")
+    ]  # fmt: skip
+
+
+def phases(of: str) -> list[Panel]:
+    """Return panels of a node's seconds."""
+    return [
+        Panel("Seconds by phase, so far", [(f"fedstrata_phase_seconds_total{{{of}}}", "{{phase}}")], "s", stacked=True),
+        Panel(
+            "Share of time by phase",
+            [(f"rate(fedstrata_phase_seconds_total{{{of}}}{RATE})", "{{phase}}")],
+            "percentunit",
+            stacked=True,
+        ),
+    ]
+
+
+LAB: Final = [
+    one("Iteration", f"fedstrata_round{{{CLOUD}}}"),
+    one("Test accuracy", f"fedstrata_accuracy_ratio{{{CLOUD}}}", unit="percentunit"),
+    one("Training time", 'run:fedstrata_training_seconds:sum{run="$run"}', unit="s"),
+    one("WAN, both ways", 'run:fedstrata_wan_received_bytes:sum{run="$run"}', unit="bytes"),
+    one("LAN, both ways", 'run:fedstrata_lan_received_bytes:sum{run="$run"}', unit="bytes"),
+    one("Alerts", 'count(ALERTS{alertstate="firing"}) or vector(0)'),
+    Panel("Test accuracy", [(f"fedstrata_accuracy_ratio{{{CLOUD}}}", "accuracy")], "percentunit", most=1),
+    Panel(
+        "Loss",
+        [
+            (f"fedstrata_test_loss{{{CLOUD}}}", "test"),
+            (f"fedstrata_train_loss{{{CLOUD}}}", "training, cloud"),
+            ('fedstrata_train_loss{run="$run", role="institution"}', "training, {{institution}}"),
+        ],
+    ),
+    *phases(CLOUD),
+    Panel(
+        "Cloud: institutions by state",
+        [(f"fedstrata_nodes{{{CLOUD}}} > 0", "{{state}}")],
+        stacked=True,
+        width=8,
+    ),
+    Panel(
+        "Institutions: devices by state",
+        [('sum by (institution, state) (fedstrata_nodes{run="$run", role="institution"}) > 0',
+          "{{institution}} {{state}}")],
+        stacked=True,
+        width=8,
+    ),
+    Panel(
+        "Devices that train",
+        [('sum by (institution) (rate(fedstrata_phase_seconds_total{run="$run", role="device", phase="train"}'
+          f"{RATE}))", "{{institution}}")],
+        stacked=True,
+        width=8,
+    ),
+    Panel("Epochs by institution", [(f"fedstrata_epochs{{{CLOUD}}}", "{{institution}}")], width=8),
+    Panel(
+        "No progress for", [('max by (peer) (fedstrata_idle_seconds{run="$run"})', "{{peer}}")], "s", width=8
+    ),
+    Panel("Roles that answer", [('sum by (role) (up{run="$run"})', "{{role}}")], stacked=True, width=8),
+    Panel(
+        "Broker's memory",
+        [
+            ('max by (broker) (fedstrata_broker_heap_bytes{run="$run"})', "{{broker}}"),
+            ("fedstrata:broker_heap_bound_bytes", "bound"),
+        ],
+        "bytes",
+        width=8,
+    ),
+    Panel("CPU of hosts", [("host:fedstrata_cpu_busy:ratio_rate1m", "{{host}}")], "percentunit", width=8, most=1),
+    Panel("Free memory of hosts", [("host:fedstrata_memory_available:ratio", "{{host}}")], "percentunit", width=8),
+]  # fmt: skip
+
+_RECEIVED: Final = 'fedstrata:received_bytes:rate1m{run="$run", role='
+LINKS: Final = [
+    Panel("WAN up, over a minute", [(f'sum by (peer) ({_RECEIVED}"cloud"}})', "{{peer}}")], "Bps"),
+    Panel(
+        "WAN down, over a minute",
+        [(f'sum by (institution) ({_RECEIVED}"institution", peer="cloud"}})', "{{institution}}")],
+        "Bps",
+    ),
+    Panel(
+        "LAN up, over a minute",
+        [(f'sum by (peer) ({_RECEIVED}"institution", peer!="cloud", institution="$institution"}})', "{{peer}}")],
+        "Bps",
+    ),
+    Panel(
+        "LAN down, over a minute",
+        [(f'sum by (device) ({_RECEIVED}"device", institution="$institution"}})', "{{device}}")],
+        "Bps",
+    ),
+    Panel(
+        "Measured, of what is declared",
+        [('fedstrata:link_measured:ratio{run="$run"}', "{{peer}}, {{direction}} by its parent")],
+        "percentunit",
+        "bargauge",
+    ),
+    Panel(
+        "Declared",
+        [('fedstrata_link_declared_bytes_per_second{run="$run"}', "{{peer}}, {{direction}} by its parent")],
+        "Bps",
+        "bargauge",
+    ),
+    Panel(
+        "Three counts, both ways, all links",
+        [
+            (f'sum (fedstrata_{count}_bytes_total{{run="$run", role="device"}})'
+             f' + sum (fedstrata_{count}_bytes_total{{run="$run", role="institution", peer="cloud"}})', count)
+            for count in ("payload", "message", "wire")
+        ],
+        "bytes",
+    ),
+    Panel(
+        "Sent again by TCP",
+        [('fedstrata:retransmitted:ratio_rate1m{run="$run"}', "{{role}} {{institution}} {{device}}")],
+        "percentunit",
+    ),
+    Panel(
+        "Round trip to the broker",
+        [('fedstrata_rtt_seconds{run="$run"}', "{{role}} {{institution}} {{device}} ({{peer}})")],
+        "s",
+    ),
+    Panel(
+        "Chunks published again, messages dropped by brokers",
+        [
+            (f'sum by (role) (rate(fedstrata_chunks_repeated_total{{run="$run"}}{RATE}))', "again, {{role}}"),
+            (f'max by (broker) (rate(fedstrata_broker_dropped_messages_total{{run="$run"}}{RATE}))',
+             "dropped, {{broker}}"),
+        ],
+    ),
+]  # fmt: skip
+
+ONE_INSTITUTION: Final = [
+    one("Rounds", f"fedstrata_round{{{INSTITUTION}}}"),
+    one("Epochs", f"fedstrata_epochs{{{INSTITUTION}}}"),
+    one("Training loss", f"fedstrata_train_loss{{{INSTITUTION}}}"),
+    one("Devices there", f"sum (fedstrata_child_up{{{INSTITUTION}}})"),
+    one("Refused models", f"fedstrata_refused_models_total{{{INSTITUTION}}}"),
+    one("Late results", f"fedstrata_late_results_total{{{INSTITUTION}}}"),
+    *phases(INSTITUTION),
+    *traffic(INSTITUTION),
+    Panel("Training loss", [
+        (f"fedstrata_train_loss{{{INSTITUTION}}}", "mean"),
+        ('fedstrata_train_loss{run="$run", role="device", institution="$institution"}', "{{device}}"),
+    ]),
+    Panel("Devices there", [(f"fedstrata_child_up{{{INSTITUTION}}}", "{{peer}}")], stacked=True),
+    Panel("No progress for", [(f"fedstrata_idle_seconds{{{INSTITUTION}}}", "{{peer}}")], "s"),
+    Panel("Links of its devices, measured of declared",
+          [(f"fedstrata:link_measured:ratio{{{INSTITUTION}}}", "{{peer}} {{direction}}")], "percentunit", "bargauge"),
+    *machine(INSTITUTION),
+]  # fmt: skip
+
+ONE_DEVICE: Final = [
+    one("Rounds", f"fedstrata_round{{{DEVICE}}}"),
+    one("SGD steps", f"fedstrata_sgd_steps_total{{{DEVICE}}}"),
+    one("Training loss", f"fedstrata_train_loss{{{DEVICE}}}"),
+    one("Epochs", f"fedstrata_epochs{{{DEVICE}}}"),
+    one("Round trip", f"fedstrata_rtt_seconds{{{DEVICE}}}", unit="s"),
+    one("Reconnects", f"fedstrata_reconnects_total{{{DEVICE}}}"),
+    *phases(DEVICE),
+    *traffic(DEVICE),
+    Panel("Training loss", [(f"fedstrata_train_loss{{{DEVICE}}}", "loss")]),
+    Panel("Steps", [(f"rate(fedstrata_sgd_steps_total{{{DEVICE}}}{RATE})", "steps per second")]),
+    *machine(DEVICE),
+]
+
+COMPARE: Final = [
+    Panel("Iterations", [(f'fedstrata_round{{{BOTH}, role="cloud"}}', "{{run}}")]),
+    Panel("Test accuracy", [(f'fedstrata_accuracy_ratio{{{BOTH}, role="cloud"}}', "{{run}}")], "percentunit", most=1),
+    *(
+        Panel(title, [(f"max by (run{more}) (max_over_time({expr}[$__range]))", legend)], unit, "bargauge")
+        for title, expr, more, legend, unit in (
+            ("Best accuracy", f'fedstrata_accuracy_ratio{{{BOTH}, role="cloud"}}', "", "{{run}}", "percentunit"),
+            ("Training time", f"run:fedstrata_training_seconds:sum{{{BOTH}}}", "", "{{run}}", "s"),
+            ("Seconds by phase", f'fedstrata_phase_seconds_total{{{BOTH}, role="cloud"}}', ", phase",
+             "{{run}} {{phase}}", "s"),
+            ("WAN, both ways", f"run:fedstrata_wan_received_bytes:sum{{{BOTH}}}", "", "{{run}}", "bytes"),
+            ("LAN, both ways", f"run:fedstrata_lan_received_bytes:sum{{{BOTH}}}", "", "{{run}}", "bytes"),
+            ("SGD steps", f'fedstrata_sgd_steps_total{{{BOTH}, role="cloud"}}', "", "{{run}}", "short"),
+        )
+    ),
+    Panel(
+        "What they are",
+        [(f'max by (run, experiment, algorithm, digest) (fedstrata_run_info{{{BOTH}, role="cloud"}})',
+          "{{run}}: {{experiment}}, {{algorithm}}, {{digest}}")],
+        kind="stat",
+        width=24,
+    ),
+]  # fmt: skip
+
+_RUN: Final = {"run": "label_values(fedstrata_run_info, run)"}
+_INSTITUTION: Final = {"institution": 'label_values(fedstrata_run_info{run="$run", role="institution"}, institution)'}
+_DEVICE: Final = {
+    "device": 'label_values(fedstrata_run_info{run="$run", role="device", institution="$institution"}, device)'
+}
+DASHBOARDS: Final[Mapping[str, tuple[str, Mapping[str, str], Sequence[Panel]]]] = {
+    "lab": ("Lab", _RUN, LAB),
+    "links": ("Links", _RUN | _INSTITUTION, LINKS),
+    "institution": ("One institution", _RUN | _INSTITUTION, ONE_INSTITUTION),
+    "device": ("One device", _RUN | _INSTITUTION | _DEVICE, ONE_DEVICE),
+    "compare": ("Two runs", dict.fromkeys(("run_a", "run_b"), _RUN["run"]), COMPARE),
+}
+
+
+def dashboard(name: str) -> str:
+    """Return a dashboard's JSON."""
+    title, variables, panels = DASHBOARDS[name]
+    run = 'run="$run"' if "run" in variables else BOTH
+    made = {
+        "uid": f"fedstrata-{name}", "title": f"fedstrata: {title}", "tags": ["fedstrata"], "schemaVersion": 36,
+        "version": 1, "editable": True, "refresh": "5s", "time": {"from": "now-30m", "to": "now"},
+        "links": [{"type": "dashboards", "tags": ["fedstrata"], "asDropdown": False, "includeVars": True,
+                   "keepTime": True, "targetBlank": False, "title": "", "tooltip": "", "url": "", "icon": "dashboard"}],
+        "templating": {"list": [_variable(*variable) for variable in variables.items()]},
+        "annotations": {"list": list(_annotations(run))},
+        "panels": list(_placed(panels)),
+    }  # fmt: skip
+    return json.dumps(made, indent=1) + "\n"
+
+
+def main() -> None:
+    """Write all dashboards into the folder named on the command line."""
+    for name in DASHBOARDS:
+        Path(sys.argv[1], f"{name}.json").write_text(dashboard(name), encoding="utf-8")
+
+
+def _placed(panels: Sequence[Panel]) -> Iterator[dict[str, Any]]:
+    """Yield the panels from left to right, in rows as high as the highest."""
+    x = y = height = 0
+    for number, panel in enumerate(panels, 1):
+        if x + panel.width > WIDTH:
+            x, y, height = 0, y + height, 0
+        yield panel.json(number, x=x, y=y)
+        x, height = x + panel.width, max(height, panel.height)
+
+
+def _variable(name: str, query: str) -> dict[str, Any]:
+    return {
+        "name": name, "label": name.replace("_", " "), "type": "query", "datasource": SOURCE, "definition": query,
+        "query": {"query": query, "refId": name}, "refresh": 2, "sort": 2 if name.startswith("run") else 3,
+    }  # fmt: skip
+
+
+def _annotations(run: str) -> Iterator[dict[str, Any]]:
+    """Yield what is marked in all panels.
+
+    Grafana marks values above 0 only, and joins marks that are no more than a step apart; an iteration stands where the
+    clock of the cloud's host had it.
+    """
+    iterations = f'fedstrata_round_timestamp_seconds{{{run}, role="cloud"}} * 1000'
+    for name, expr, text, colour, more in (
+        ("Deaths", f"1 - fedstrata_child_up{{{run}}} > 0", "{{peer}} is gone", "red", {"step": "5s"}),
+        ("Iterations", iterations, "iteration", "rgba(128, 128, 128, 0.5)", {"step": "1s", "useValueForTime": True}),
+    ):
+        yield {"name": name, "datasource": SOURCE, "enable": True, "iconColor": colour, "expr": expr,
+               "titleFormat": text, **more}  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

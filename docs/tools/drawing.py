@@ -1,0 +1,206 @@
+"""Draw the pictures of `docs/algorithms/` by running the rules: `python -m docs.tools.drawing docs/algorithms`.
+
+Upload k carries a one in a buffer column of its own. Buffers are mixed with the weights of the parameters and no plan
+looks at them, so the models that a rule hands out next carry its mixing matrix: W @ I = W.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import cos, exp, pi, radians, sin
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from cloud import tempo
+from common.aggregation.aggregator import Uploads, build
+from common.aggregation.fedadp import gompertz
+from common.aggregation.statistics import Doubles
+from common.experiment.aggregation import FedAdp, FedAvg, FedCDA, FedCross, FedMR, Independent, Rule
+from common.model.layout import ModelLayout, Section
+from docs.tools.svg import Panel, curve, matrices
+
+SEED: Final = 5  # FedMR's permutations differ from layer to layer; at some seeds two happen to be alike
+ANGLES: Final = (0, 20, 60, 130)  # degrees: no two pairs of models are equally similar
+
+Point = tuple[float, float]
+
+
+def at(angle: float) -> Point:
+    """Return the point of the unit circle at an angle in degrees."""
+    return cos(radians(angle)), sin(radians(angle))
+
+
+@dataclass
+class Report:
+    """What a child says of its training."""
+
+    samples: int
+    loss: float = 0.5
+
+
+class Probe:
+    """A rule over models that are one point of the plane in each layer, and as many marks as there are uploads."""
+
+    def __init__(self, rule: Rule, *, marks: int, layers: Sequence[str] = ("layer",)) -> None:
+        kinds = [("weight", 2, Section.PARAMETER), ("mark", marks, Section.BUFFER)]
+        self._layers = layers
+        self._layout = ModelLayout.build(
+            [(f"{layer}.{name}", (n,), kind) for layer in layers for name, n, kind in kinds]
+        )
+        self._rule = build(rule, layout=self._layout, node="cloud", tier="cloud", seed=SEED, rows=self._rows)
+        self._rule.begin(self._rows("start", 1)[0])
+        self.facts: Mapping[str, object] = {}
+
+    def play(
+        self, r: int, children: Sequence[str], points: Sequence[Point], *, samples: Sequence[int], marks: Sequence[int]
+    ) -> dict[str, Doubles]:
+        """Play round r, and return each layer's W [K, marks]: what the models that go out next are made of."""
+        uploads = self._rows("uploads", len(children))
+        for row, point, mark in zip(uploads, points, marks, strict=True):
+            views = self._layout.views(row)
+            for layer in self._layers:
+                views[f"{layer}.weight"][:] = point
+                views[f"{layer}.mark"][mark] = 1
+        order = tuple(self._rule.dispatch(r, children))
+        self.facts = self._rule.aggregate(r, Uploads(order, uploads, tuple(map(Report, samples)), lambda: None)).facts
+        following = [self._layout.views(row) for row in self._rule.dispatch(r + 1, children).values()]
+        return {layer: np.array([views[f"{layer}.mark"] for views in following], float) for layer in self._layers}
+
+    def _rows(self, name: str, count: int) -> npt.NDArray[np.uint8]:
+        return np.zeros((count, self._layout.row_bytes), np.uint8)
+
+
+def mix(
+    rule: Rule, r: int = 0, *, samples: Sequence[int] = (100,) * 4, layers: Sequence[str] = ("layer",)
+) -> dict[str, Doubles]:
+    """Return each layer's W [4, 4] after round r of a rule."""
+    probe = Probe(rule, marks=4, layers=layers)
+    return probe.play(r, "abcd", [at(angle) for angle in ANGLES], samples=samples, marks=range(4))
+
+
+def square(title: str, weights_KK: Doubles) -> Panel:
+    """Return the panel of W from the uploads v to the next models w."""
+    return Panel(title, weights_KK, [f"w{k}" for k in range(4)], [f"v{k}" for k in range(4)])
+
+
+def fedavg() -> str:
+    """Draw FedAvg's two weights, and `independent`."""
+    samples = (300, 100, 400, 200)
+    columns = [f"n = {n}" for n in samples]
+    weights = {
+        'weights = "data"': FedAvg(),
+        'weights = "uniform"': FedAvg(weights="uniform"),
+    }
+    means = [Panel(title, mix(rule, samples=samples)["layer"][:1], ["w"], columns) for title, rule in weights.items()]
+    return matrices("Mixing of FedAvg and independent", [means, [square("independent", mix(Independent())["layer"])]])
+
+
+def fedcross() -> str:
+    """Draw FedCross's strategies and stages at alpha = 0.9."""
+    in_order = FedCross(alpha=0.9, strategy="in_order")
+    dynamic = FedCross(alpha=0.9, strategy="in_order", dynamic_alpha_rounds=5)
+    rows: list[dict[str, tuple[FedCross, int]]] = [
+        {f"in_order, r = {r}": (in_order, r) for r in range(3)},
+        {
+            "lowest": (FedCross(alpha=0.9), 0),
+            "highest": (FedCross(alpha=0.9, strategy="highest"), 0),
+            "propellers, r = 0": (FedCross(alpha=0.9, propeller_rounds=1), 0),
+        },
+        {
+            "dynamic alpha, r = 0 of 5": (dynamic, 0),
+            "dynamic alpha, r = 2 of 5": (dynamic, 2),
+            "first stage": (FedCross(alpha=0.9, first_stage_rounds=1), 0),
+        },
+    ]
+    panels = [[square(title, mix(rule, r)["layer"]) for title, (rule, r) in row.items()] for row in rows]
+    return matrices("Mixing of FedCross", panels)
+
+
+def fedmr() -> str:
+    """Draw FedMR's permutation of each layer."""
+    found = mix(FedMR(), layers=("conv1", "conv2", "fc"))
+    return matrices("Mixing of FedMR", [[square(layer, weights) for layer, weights in found.items()]])
+
+
+def fedcda() -> str:
+    """Draw which uploads FedCDA's mean is made of: in its warm-up's last round, and in the one after."""
+    children, rule = "abcd", FedCDA(depth=3, warmup_rounds=3)
+    points = {
+        "a": [(3.0, 0.0), (0.0, 2.0), (0.2, 0.1), (2.0, 2.0)],
+        "b": [(0.0, 3.0), (0.0, -0.1), (1.5, -1.0), (-1.0, 2.0)],
+        "c": [(2.0, 2.0), (1.5, 0.0), (0.5, 0.0)],
+        "d": [(-2.0, 1.0), (-1.0, 1.0), (-0.5, 0.0)],
+    }
+    probe, panels = Probe(rule, marks=16), []
+    kept: dict[str, list[int]] = {child: [] for child in children}
+    for r, drawn in enumerate(("abcd", "abcd", "abcd", "ab")):
+        places = [children.index(child) for child in drawn]
+        found = probe.play(
+            r,
+            drawn,
+            [points[child][r] for child in drawn],
+            samples=[100 * (1 + place) for place in places],
+            marks=[4 * place + r for place in places],
+        )
+        weights = np.full((4, 4), np.nan)
+        for place, child in enumerate(children):
+            kept[child] = [*kept[child], *([r] if child in drawn else [])][-rule.depth :]
+            weights[place, kept[child]] = found["layer"][0, 4 * place :][kept[child]]
+        title = f"r = {r}: {'the warm-up ends' if r < rule.warmup_rounds else 'a and b take part'}"
+        panels.append(Panel(title, weights, list(children), [f"r = {past}" for past in range(4)]))
+    return matrices("Mixing of FedCDA", [panels[2:]])
+
+
+def fedadp() -> str:
+    """Draw FedAdp's weights beside FedAvg's, for steps of which three are close and one is not."""
+    steps, weights, columns = [at(angle) for angle in (0, 40, -30, 110)], [], []
+    for rule in (FedAvg(), FedAdp()):
+        probe = Probe(rule, marks=4)
+        weights.append(probe.play(0, "abcd", steps, samples=(100,) * 4, marks=range(4))["layer"][0])
+        angles = probe.facts.get("angles")
+        columns = [f"{angle:.2f}" for angle in angles.values()] if isinstance(angles, dict) else []
+    panel = Panel("angle to the mean step, rad", np.array(weights), ["FedAvg", "FedAdp"], columns)
+    return matrices("Mixing of FedAdp", [[panel]])
+
+
+def fedadp_gain() -> str:
+    """Draw what its angle does to a child's weight under FedAdp."""
+    points = [(s, exp(gompertz(s, 5.0) - 5.0)) for s in np.linspace(0, pi, 201).tolist()]
+    x_ticks = {"0": 0.0, "0.5": 0.5, "1": 1.0, "π/2": pi / 2, "2": 2.0, "2.5": 2.5, "π": pi}
+    title = "exp(f) at a = 5, as a part of exp(a)"
+    return curve(title, points, x_ticks=x_ticks, y_ticks={"0": 0, "0.5": 0.5, "1": 1}, axis="smoothed angle s, rad")
+
+
+def epochs() -> str:
+    """Draw Tempo's epochs over an institution's distance at c = 6, where the farthest is 100 times the nearest."""
+    points: list[Point] = []
+    for exponent in (i / 200 for i in range(401)):  # exact: a logarithm's last bit depends on the processor
+        tau = tempo.next_epochs({"near": 1.0, "m": 10.0**exponent, "far": 100.0}, 6)["m"]
+        points += [(exponent, points[-1][1] if points else tau), (exponent, tau)]
+    return curve(
+        "tau_c of institution m in the next iteration, c = 6",
+        points,
+        x_ticks={"1": 0.0, "3.16": 0.5, "10": 1.0, "31.6": 1.5, "100": 2.0},
+        y_ticks={"3": 3, "6": 6, "9": 9, "12": 12},
+        axis="omega of m; the nearest has 1, the farthest 100",
+    )
+
+
+PICTURES: Final[Mapping[str, Callable[[], str]]] = {
+    "fedavg.svg": fedavg,
+    "fedcross.svg": fedcross,
+    "fedmr.svg": fedmr,
+    "fedcda.svg": fedcda,
+    "fedadp.svg": fedadp,
+    "fedadp-gain.svg": fedadp_gain,
+    "tempo.svg": epochs,
+}
+
+if __name__ == "__main__":
+    for name, draw in PICTURES.items():
+        Path(sys.argv[1], name).write_text(draw(), encoding="utf-8")

@@ -1,0 +1,81 @@
+"""docs/commands.md, made from the commands themselves.
+
+python -m docs.tools.manual > docs/commands.md
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import typer
+
+from deploy.cli.main import app
+
+INTRO: Final = """\
+# Commands
+
+Made from the code by `python -m docs.tools.manual`. Standard output is data (`--format json`: an object, or one for
+each line), standard error is for people. Exit codes: 0 done, 1 the run failed, 2 usage, 3 connection or login, 4 an
+experiment that cannot work, 5 timed out without progress, 130 interrupted. An option goes before its environment
+variable, that before the experiment's file, that before the default.
+"""
+EXAMPLES: Final[Mapping[str, str]] = {
+    "run": "fedstrata run deploy/experiments/demo.toml --set iterations=5",
+    "cloud": "fedstrata cloud my.toml --broker 10.0.0.1",
+    "institution": "fedstrata institution --name institution-0 --broker 10.0.0.1 --device-broker localhost",
+    "device": "fedstrata device --name device-0 --institution institution-0 --broker 10.0.0.1",
+    "broker": "fedstrata broker --host 0.0.0.0",
+    "watch": "fedstrata watch --broker 10.0.0.1 --devices",
+    "plan": "fedstrata plan deploy/experiments/demo.toml --one-host",
+    "report": "fedstrata report runs/20261120T130301Z-demo-89f8b0",
+    "compare": "fedstrata compare runs/*tempo* runs/*fixed* --target 0.9 --format latex",
+    "runs list": "fedstrata runs list --runs runs",
+    "runs show": "fedstrata runs show 89f8b0",
+    "data check": "fedstrata data check --root data",
+    "data partition": "fedstrata data partition deploy/experiments/demo.toml --out partition",
+}
+TYPERS: Final = ("help", "install_completion", "show_completion")  # whose words change with its releases
+
+
+def manual() -> str:
+    """Return the page."""
+    lines = [INTRO, "## fedstrata\n\nBefore the command's name:\n", *_options(typer.main.get_command(app))]
+    for name, command in commands():
+        lines += [f"## fedstrata {name}\n", f"{inspect.cleandoc(command.help)}\n", f"```sh\n{EXAMPLES[name]}\n```\n"]
+        lines += _options(command)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Return each command that does something, by its words after `fedstrata`; typer brings a click of its own."""
+    group = typer.main.get_command(app) if group is None else group
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, (*path, name))
+        else:
+            yield " ".join((*path, name)), command
+
+
+def _options(command: Any) -> Iterator[str]:
+    rows = [_row(parameter) for parameter in command.params if parameter.name not in TYPERS]
+    if rows:
+        yield "| option | default | meaning |\n|---|---|---|"
+        yield from rows
+        yield ""
+
+
+def _row(parameter: Any) -> str:
+    words = " ".join((parameter.help or "", *(f"`{name}`" for name in [parameter.envvar] if name)))
+    named = parameter.param_type_name == "option"
+    name = (
+        " / ".join(f"`{o}`" for o in (*parameter.opts, *parameter.secondary_opts)) if named else parameter.name.upper()
+    )
+    default = parameter.default
+    told = default not in (None, "", [], ()) and not isinstance(default, bool)
+    return f"| {name} | {'required' if parameter.required else f'`{default}`' if told else ''} | {words} |"
+
+
+if __name__ == "__main__":
+    print(manual(), end="")

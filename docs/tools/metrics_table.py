@@ -1,0 +1,19 @@
+"""The table of all metrics, for docs/metrics.md: `python -m docs.tools.metrics_table` prints it."""
+
+from __future__ import annotations
+
+from common.metrics import FAMILIES
+
+
+def table() -> str:
+    """Return a row for each metric: its name, its kind, its labels and what it is."""
+    rows = ["| metric | kind | labels | what it is |", "|---|---|---|---|"]
+    for name, family in FAMILIES.items():
+        of = ["node"] if family.of else []
+        labels = ", ".join(of + [f"`{label}`" for label in family.labels])
+        rows.append(f"| `{family.exposed(name)}` | {family.kind} | {labels} | {family.text} |")
+    return "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")

@@ -1,0 +1,104 @@
+"""The pictures of docs/concepts.md: the three layers, and the messages and phases of a round.
+
+python -m docs.tools.sketches docs
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from deploy.report.figures import Figure, path, rect, text
+
+BOX: Final = (104.0, 34.0)
+
+
+def layers() -> str:
+    """Draw a cloud over two institutions over their devices, and what passes between them."""
+    places = {"cloud": (280.0, 16.0), "institution 0": (120.0, 116.0), "institution 1": (440.0, 116.0)}
+    devices = [(40.0 + 80.0 * i + (80.0 if i > 2 else 0.0), 216.0) for i in range(6)]
+    elements: list[str] = []
+    for institution in ("institution 0", "institution 1"):
+        elements.append(path([_under(places["cloud"]), places[institution]], "line"))
+    for i, place in enumerate(devices):
+        home = places["institution 0" if i < 3 else "institution 1"]
+        elements.append(path([_under(home), place], "line"))
+    for name, place in places.items():
+        elements += _box(place, name, width=BOX[0])
+    for i, place in enumerate(devices):
+        elements += _box(place, f"device {i}", width=68.0)
+    notes = (
+        (576.0, 28.0, "iterations: a rule over the institutions;"),
+        (576.0, 44.0, "Tempo: how many epochs in the next one"),
+        (576.0, 76.0, "WAN: a model down, a model up, once"),
+        (576.0, 128.0, "tau_i local rounds: a rule over the devices"),
+        (576.0, 176.0, "LAN: a model down, a model up, tau_i times"),
+        (576.0, 228.0, "tau_c epochs of SGD on the device's own data"),
+    )
+    elements += [text(x, y, words, kind="soft") for x, y, words in notes]
+    said = "A cloud, two institutions, three devices each, and what passes between the layers."
+    return Figure("concepts-layers", "The three layers", said, (880, 260), elements).file()
+
+
+def a_round() -> str:
+    """Draw one iteration with one local round as lines of time, and its phases as the cloud sees them."""
+    left, right = 130.0, 850.0
+    rows = {"cloud": 60.0, "institution 0": 110.0, "device 0": 160.0, "institution 1": 230.0, "device 3": 280.0}
+    elements: list[str] = []
+    for name, y in rows.items():
+        elements += [text(4, y + 4, name), path([(left, y), (right, y)], "grid")]
+    marks = {"dispatch": 260.0, "train": 470.0, "wait": 610.0, "collect": 740.0, "aggregate": 800.0}
+    start = left + 20
+    for phase, end in marks.items():
+        elements.append(rect(start, 330, end - start - 1, 16, f"fill-{phase}"))
+        elements.append(text((start + end) / 2, 364, phase, anchor="middle", kind="soft"))
+        elements.append(path([(end, 40), (end, 330)], "target"))
+        start = end
+    for home, device, arrives, trained, announced, there in (
+        ("institution 0", "device 0", 230.0, 400.0, 470.0, 600.0),
+        ("institution 1", "device 3", 260.0, 540.0, 610.0, 740.0),
+    ):
+        elements.append(rect(arrives + 25, rows[device] - 8, trained - arrives - 25, 16, "fill-train"))
+        elements.append(text((arrives + trained + 25) / 2, rows[device] - 12, "SGD", anchor="middle", kind="soft"))
+        elements.append(rect(announced - 14, rows[home] - 8, 14, 16, "fill-aggregate"))
+        elements += _arrow((left + 20, rows["cloud"]), (arrives, rows[home]), "wish, model" if arrives < 240 else "")
+        elements += _arrow((arrives - 60, rows[home]), (arrives + 25, rows[device]), "")
+        elements += _arrow((trained, rows[device]), (announced - 14, rows[home]), "")
+        elements += _arrow((announced, rows[home]), (there, rows["cloud"]), "answer, model")
+    elements.append(rect(740, rows["cloud"] - 8, 60, 16, "fill-aggregate"))
+    elements.append(text(4, 342, "phases"))
+    said = (
+        "The cloud's model reaches the institutions, which pass its chunks on to their devices as they come; the"
+        " devices train; each institution mixes and announces its result, and the cloud fetches it."
+    )
+    return Figure("concepts-round", "An iteration", said, (right + 10, 376), elements).file()
+
+
+def _box(place: tuple[float, float], name: str, *, width: float) -> list[str]:
+    x, y = place
+    return [rect(x - width / 2, y, width, BOX[1], "node"), text(x, y + 21, name, anchor="middle")]
+
+
+def _under(place: tuple[float, float]) -> tuple[float, float]:
+    return place[0], place[1] + BOX[1]
+
+
+def _arrow(start: tuple[float, float], end: tuple[float, float], words: str) -> list[str]:
+    """Draw a line with a small head, and words at its middle."""
+    (x0, y0), (x1, y1) = start, end
+    length = ((x1 - x0) ** 2 + (y1 - y0) ** 2) ** 0.5
+    dx, dy = (x1 - x0) / length, (y1 - y0) / length
+    head = [(x1 - 8 * dx - 4 * dy, y1 - 8 * dy + 4 * dx), (x1, y1), (x1 - 8 * dx + 4 * dy, y1 - 8 * dy - 4 * dx)]
+    drawn = [path([start, end], "line"), path(head, "line")]
+    if words:
+        drawn.append(text((x0 + x1) / 2 + 6, (y0 + y1) / 2 - 2, words, kind="soft"))
+    return drawn
+
+
+PICTURES: Final[Mapping[str, Callable[[], str]]] = {"concepts-layers.svg": layers, "concepts-round.svg": a_round}
+
+if __name__ == "__main__":
+    for name, draw in PICTURES.items():
+        Path(sys.argv[1], name).write_text(draw(), encoding="utf-8")

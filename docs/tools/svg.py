@@ -1,0 +1,101 @@
+"""Small SVG files: matrices as shaded cells, and curves, readable on light and on dark pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from deploy.report.figures import Figure, path, rect, text
+
+CELL: Final = (54, 24)  # pixels
+GAP: Final = 28
+HEAD: Final = 40  # above the cells
+LETTER: Final = 7  # pixels of a letter, about
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A matrix [rows, columns] with its labels: 0 is an empty cell, NaN is no cell."""
+
+    title: str
+    weights: npt.NDArray[np.float64]
+    rows: Sequence[str]
+    columns: Sequence[str]
+
+    @property
+    def width(self) -> int:
+        """Return pixels."""
+        return max(self._margin + CELL[0] * len(self.columns), LETTER * len(self.title))
+
+    @property
+    def height(self) -> int:
+        """Return pixels."""
+        return HEAD + CELL[1] * len(self.rows)
+
+    @property
+    def _margin(self) -> int:
+        return 8 + LETTER * max(map(len, self.rows))
+
+    def draw(self, x: int, y: int) -> Iterator[str]:
+        """Return the elements, the upper left corner at x, y."""
+        left, top, (width, height) = x + self._margin, y + HEAD, CELL
+        yield text(x, y + 12, self.title)
+        for j, label in enumerate(self.columns):
+            yield text(left + j * width + width // 2, top - 8, label, anchor="middle")
+        for i, label in enumerate(self.rows):
+            yield text(left - 6, top + i * height + 16, label, anchor="end")
+        for (i, j), weight in np.ndenumerate(self.weights):
+            if np.isnan(weight):
+                continue
+            at_x, at_y = left + j * width, top + i * height
+            if weight:
+                yield rect(at_x, at_y, width, height, "weight", opacity=0.1 + 0.6 * float(weight))
+                yield text(at_x + width // 2, at_y + 16, f"{weight:.3f}".rstrip("0").rstrip("."), anchor="middle")
+            yield rect(at_x, at_y, width, height, "line")
+
+
+def matrices(title: str, rows: Sequence[Sequence[Panel]]) -> str:
+    """Draw matrices in rows."""
+    heights = [GAP + max(panel.height for panel in row) for row in rows]
+    elements: list[str] = []
+    for i, row in enumerate(rows):
+        x, y = GAP // 2, GAP // 2 + sum(heights[:i])
+        for panel in row:
+            elements += panel.draw(x, y)
+            x += panel.width + GAP
+    width = max(sum(GAP + panel.width for panel in row) for row in rows)
+    return Figure("matrices", title, "W: rows are the models that go out next.", (width, sum(heights)), elements).file()
+
+
+def curve(
+    title: str,
+    points: Sequence[tuple[float, float]],
+    *,
+    x_ticks: Mapping[str, float],
+    y_ticks: Mapping[str, float],
+    axis: str,
+) -> str:
+    """Draw y over x, between the outer ticks of both; `axis` names x."""
+    (left, top), (width, height) = (48, HEAD), (420, 180)
+    (x_low, x_high), (y_low, y_high) = ((min(ticks.values()), max(ticks.values())) for ticks in (x_ticks, y_ticks))
+
+    def at_x(x: float) -> float:
+        return left + width * (x - x_low) / (x_high - x_low)
+
+    def at_y(y: float) -> float:
+        return top + height * (y_high - y) / (y_high - y_low)
+
+    elements = [text(left, 22, title)]
+    for label, x in x_ticks.items():
+        elements.append(path([(at_x(x), top), (at_x(x), top + height)], "line"))
+        elements.append(text(at_x(x), top + height + 18, label, anchor="middle"))
+    for label, y in y_ticks.items():
+        elements.append(path([(left, at_y(y)), (left + width, at_y(y))], "line"))
+        elements.append(text(left - 8, at_y(y) + 4, label, anchor="end"))
+    elements.append(path([(at_x(x), at_y(y)) for x, y in points], "stroke-s0"))
+    elements.append(text(left + width // 2, top + height + 38, axis, anchor="middle"))
+    return Figure("curve", title, axis, (left + width + GAP, top + height + 52), elements).file()
