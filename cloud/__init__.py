@@ -1,1 +1,1 @@
-"""The cloud: global iterations, epoch control, evaluation, checkpoints and results."""
+"""The cloud: global rounds, epoch control, evaluation, checkpoints and results."""

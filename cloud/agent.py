@@ -1,4 +1,4 @@
-"""The cloud: starts the evaluator, announces the experiment, plays the iterations, leaves the run's folder."""
+"""The cloud: starts the evaluator, announces the experiment, plays the global rounds, leaves the run's folder."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Protocol
 
 from cloud.evaluator import Accuracy, Beginning, Evaluator
-from cloud.iterations import LABELS, PHASES, Observe
+from cloud.global_rounds import LABELS, PHASES, Observe
 from cloud.results import RunFolder
 from cloud.run import CloudRun, tier_bytes
 from common.errors import FedstrataError
-from common.experiment.schema import CLOUD, Experiment
+from common.experiment.schema import Experiment
+from common.experiment.topology import CLOUD
 from common.metrics import Metrics
 from common.model.layout import Row
 from common.net.address import BrokerAddress
@@ -37,7 +38,7 @@ class ModelEvaluator(Protocol):
     async def start(self) -> Beginning:
         """Return the first model. Raises FedstrataError."""
 
-    async def evaluate(self, iteration: int, row: Row) -> Accuracy:
+    async def evaluate(self, global_round: int, row: Row) -> Accuracy:
         """Return the accuracy and loss of a model, uint8 [row_bytes]. Raises FedstrataError."""
 
     def close(self) -> None:

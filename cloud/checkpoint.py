@@ -1,4 +1,4 @@
-"""A run's state after an iteration: the model by name in a safetensors file, with what else a run needs as its JSON
+"""A run's state after a global round: the model by name in a safetensors file, with what else a run needs as its JSON
 metadata; and in a folder of the same name what the cloud's rule needs beside the model.
 """
 
@@ -24,21 +24,21 @@ KEPT: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """What the next iteration needs beside the model. `iteration`: iterations that are complete."""
+    """What the next global round needs beside the model. `global_round`: global rounds that are complete."""
 
     run: str
     digest: str
-    iteration: int
+    global_round: int
     elapsed_s: float
     epochs: dict[str, int]
 
 
 def save(folder: Path, state: RunState, *, layout: ModelLayout, row: Row, rule: Aggregator) -> Path:
     """Write a checkpoint, which is there once its last file is, and drop all but the last two."""
-    path = folder / f"iteration-{state.iteration:06d}.safetensors"
+    path = folder / f"round-{state.global_round:06d}.safetensors"
     states.write(folder, path.stem, rule.save)
     save_model(path, layout=layout, row=row, facts=asdict(state))
-    for old in sorted(folder.glob("iteration-*.safetensors"))[:-KEPT]:
+    for old in sorted(folder.glob("round-*.safetensors"))[:-KEPT]:
         old.unlink(missing_ok=True)
     states.prune(folder, keep=KEPT)
     return path
@@ -53,7 +53,7 @@ def save_model(path: Path, *, layout: ModelLayout, row: Row, facts: dict[str, An
 
 def latest(folder: Path) -> Path | None:
     """Return the newest checkpoint of a folder; None where a run ended before its first."""
-    return max(folder.glob("iteration-*.safetensors"), default=None)
+    return max(folder.glob("round-*.safetensors"), default=None)
 
 
 def load(path: Path, *, layout: ModelLayout, row: Row, rule: Aggregator) -> RunState:

@@ -22,7 +22,7 @@ from common.model.layout import ModelLayout, Row
 class Accuracy:
     """How a model does on the test set."""
 
-    iteration: int
+    global_round: int
     accuracy: float
     loss: float
 
@@ -49,9 +49,9 @@ class Evaluator:
         """Start the process and return what it found. Raises RunFailed, InvalidExperiment."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._start)
 
-    async def evaluate(self, iteration: int, row: Row) -> Accuracy:
+    async def evaluate(self, global_round: int, row: Row) -> Accuracy:
         """Return a model's test accuracy and loss; `row` must not change meanwhile. Raises RunFailed."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._evaluate, iteration, row)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._evaluate, global_round, row)
 
     def close(self) -> None:
         """End the process."""
@@ -73,9 +73,9 @@ class Evaluator:
             raise self._died()
         return Beginning(ModelLayout.from_json(head["layout"]), row, head["partition"])
 
-    def _evaluate(self, iteration: int, row: Row) -> Accuracy:
-        answer = self._ask(json.dumps({"iteration": iteration}).encode() + b"\n", row.data)
-        return Accuracy(answer["iteration"], answer["accuracy"], answer["loss"])
+    def _evaluate(self, global_round: int, row: Row) -> Accuracy:
+        answer = self._ask(json.dumps({"global_round": global_round}).encode() + b"\n", row.data)
+        return Accuracy(answer["global_round"], answer["accuracy"], answer["loss"])
 
     def _ask(self, *parts: bytes | memoryview) -> Any:
         process = self._process

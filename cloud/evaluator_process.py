@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from common.errors import InvalidExperiment
-from common.experiment.schema import parse
+from common.experiment.reading import parse
 from common.learning import splits
 from common.learning.evaluation import Examiner
 from common.model.layout import Row

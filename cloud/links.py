@@ -17,7 +17,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from common.accounting.ledger import Ledger
 from common.accounting.traffic import Measured, Traffic, Wire
-from common.experiment.schema import CLOUD
+from common.experiment.topology import CLOUD
 
 FIELDS: Final = (
     "tier", "from", "to", "kind", "payload_bytes", "message_bytes", "wire_bytes", "overhead_percent", "segments",

@@ -1,8 +1,8 @@
 """The folder that a run leaves, written as the run goes and safe to kill.
 
-experiment.toml  the effective experiment        rounds.csv   a row for each global iteration
+experiment.toml  the effective experiment        rounds.csv   a row for each global round
 manifest.json    versions, hosts, links, digest  links.csv    bytes by link and direction
-events.jsonl     what happened, one per line     devices.csv  work of each device in each iteration
+events.jsonl     what happened, one per line     devices.csv  work of each device in each global round
 checkpoints/     the last two                    model.safetensors  the final model
 partition.npz    each device's samples           partition.json     their digest, and how many of each class
 """
@@ -26,15 +26,17 @@ from cloud import links
 from common.accounting.child_report import ChildReport
 from common.accounting.ledger import Ledger
 from common.errors import InvalidExperiment
-from common.experiment.schema import Experiment, load, to_toml
+from common.experiment.reading import load, to_toml
+from common.experiment.schema import Experiment
 from common.runtime.world import REAL, World
 
 PACKAGES: Final = ("fedstrata", "aiomqtt", "paho-mqtt", "numpy", "msgpack", "torch")
 DEVICE_FIELDS: Final = (
-    "round", "institution", "device", "samples", "local_rounds", "epochs", "sgd_steps", "loss", "train_s", "wait_s",
-    "pause_s", "path",
+    "global_round", "institution", "device", "samples", "local_rounds", "epochs", "sgd_steps", "loss", "train_s",
+    "wait_s", "pause_s", "path",
 )  # fmt: skip
 LEDGER: Final = "ledger.json"
+FORMAT: Final = 2  # of a run's folder; `deploy.runs` reads earlier ones, too
 HELD: Final = "experiment.toml"  # the file that is locked: it is never replaced
 DIRECT: Final = "direct"  # in manifest.json: what is different in a run without a network
 
@@ -75,10 +77,13 @@ class RunFolder:
         """Take up a run's folder again. Raises InvalidExperiment where it is none, or none of a direct run."""
         try:
             manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-            run = str(manifest["run"])
+            run, earlier = str(manifest["run"]), manifest.get("format") != FORMAT
             was_direct = DIRECT in manifest
         except (OSError, ValueError, KeyError, TypeError):
             raise InvalidExperiment("--resume", str(path), "no run's folder", "Name a folder under runs/.") from None
+        if earlier:
+            remedy = "Begin a new run; report, compare and runs read this one."
+            raise InvalidExperiment("--resume", str(path), "the run was begun by an earlier release", remedy)
         if direct is not was_direct:  # its seconds and bytes would be of two kinds
             had, remedy = ("no network", "Add --direct.") if was_direct else ("a network", "Leave out --direct.")
             raise InvalidExperiment("--resume", str(path), f"the run was begun with {had}", remedy)
@@ -102,16 +107,16 @@ class RunFolder:
             file.write(line + "\n")
 
     def add_round(self, row: Mapping[str, object]) -> None:
-        """Append an iteration to rounds.csv."""
+        """Append a global round to rounds.csv."""
         self._last_round = (self._append("rounds.csv", list(row), [row]), dict(row))
 
-    def complete_round(self, iteration: int, found: Mapping[str, str]) -> None:
-        """Fill in what became known of the last iteration after its row was written.
+    def complete_round(self, global_round: int, found: Mapping[str, str]) -> None:
+        """Fill in what became known of the last global round after its row was written.
 
         The row grows, so one write in its place can leave nothing of the old one.
         """
-        if self._last_round is None or self._last_round[1]["round"] != iteration:
-            raise ValueError(f"the last row is not that of iteration {iteration}")
+        if self._last_round is None or self._last_round[1]["global_round"] != global_round:
+            raise ValueError(f"the last row is not that of global round {global_round}")
         start, row = self._last_round
         text = io.StringIO()
         csv.DictWriter(text, list(row)).writerow(row | dict(found))
@@ -119,29 +124,29 @@ class RunFolder:
             file.seek(start)
             file.write(text.getvalue().encode())
 
-    def add_devices(self, iteration: int, institution: str, reports: Iterable[ChildReport]) -> None:
+    def add_devices(self, global_round: int, institution: str, reports: Iterable[ChildReport]) -> None:
         """Append an institution's devices to devices.csv."""
         rows = []
         for r in reports:
-            work = (iteration, institution, r.name, r.samples, r.rounds, r.epochs, r.steps)
+            work = (global_round, institution, r.name, r.samples, r.rounds, r.epochs, r.steps)
             costs = (f"{value:.6g}" for value in (r.loss, r.train_s, r.wait_s, r.pause_s))
             rows.append(dict(zip(DEVICE_FIELDS, (*work, *costs, r.path), strict=True)))
         self._append("devices.csv", DEVICE_FIELDS, rows)
 
-    def forget_after(self, iterations: int) -> list[dict[str, str]]:
-        """Drop the rows of iterations that a resumed run will do again, and return the other rows of rounds.csv."""
+    def forget_after(self, global_rounds: int) -> list[dict[str, str]]:
+        """Drop the rows of global rounds that a resumed run will do again, and return the other rows of rounds.csv."""
         kept: dict[str, list[dict[str, str]]] = {}
         for name in ("rounds.csv", "devices.csv"):
             path = self.path / name
             if path.exists():
                 fields, rows = _read(path)
-                kept[name] = [row for row in rows if int(row["round"]) <= iterations]
+                kept[name] = [row for row in rows if int(row["global_round"]) <= global_rounds]
                 self._rewrite(path, fields, kept[name])
         rounds = kept.get("rounds.csv", [])
         if rounds:
             rewritten = (self.path / "rounds.csv").read_bytes()
             start = rewritten.rindex(b"\n", 0, -1) + 1
-            self._last_round = (start, rounds[-1] | {"round": int(rounds[-1]["round"])})
+            self._last_round = (start, rounds[-1] | {"global_round": int(rounds[-1]["global_round"])})
         return rounds
 
     def write_links(self, ledger: Ledger) -> None:
@@ -184,6 +189,7 @@ class RunFolder:
     def _write_manifest(self, utc: str) -> None:
         experiment = self.experiment
         manifest = {
+            "format": FORMAT,
             "run": self.run,
             "started": utc,
             "experiment_digest": experiment.digest,

@@ -6,13 +6,13 @@ from functools import partial
 from pathlib import Path
 
 from cloud import checkpoint
-from cloud.iterations import Evaluate, GlobalIterations, Observe
+from cloud.global_rounds import Evaluate, GlobalRounds, Observe
 from cloud.results import RunFolder
 from common.accounting.ledger import Ledger
 from common.aggregation import aggregator
 from common.errors import InvalidExperiment
 from common.experiment import lint
-from common.experiment.schema import CLOUD
+from common.experiment.topology import CLOUD
 from common.metrics import Metrics
 from common.model.layout import ModelLayout, Row
 from common.runtime.children import Children
@@ -55,7 +55,7 @@ class CloudRun:
             rows=partial(spool.memory, row_bytes=layout.row_bytes, resident_mb=experiment.transfer.resident_mb),
             folder=folder.path / "cache",
         )
-        self._iterations = GlobalIterations(
+        self._global_rounds = GlobalRounds(
             folder,
             layout=layout,
             row=row,
@@ -67,10 +67,10 @@ class CloudRun:
         )
         if resume:
             newest = checkpoint.latest(folder.checkpoints)
-            state = checkpoint.load(newest, layout=layout, row=row, rule=rule) if newest else self._iterations.state
+            state = checkpoint.load(newest, layout=layout, row=row, rule=rule) if newest else self._global_rounds.state
             if state.digest != experiment.digest:
                 raise InvalidExperiment("--resume", str(folder.path), "its experiment was changed", "Restore the file.")
-            self._iterations.resume(state)
+            self._global_rounds.resume(state)
 
     def introduce(self, *, metrics_address: str = "") -> None:
         """Tell what is about to be played."""
@@ -81,8 +81,8 @@ class CloudRun:
                 "run": self._folder.run,
                 "folder": str(self._folder.path),
                 "experiment": experiment.name,
-                "iterations": experiment.iterations,
-                "done": self._iterations.state.iteration,
+                "global_rounds": experiment.rounds,
+                "done": self._global_rounds.state.global_round,
                 "institutions": {name: len(devices) for name, devices in experiment.topology.children().items()},
                 "model": experiment.model.name,
                 "model_bytes": self._layout.row_bytes,
@@ -93,19 +93,19 @@ class CloudRun:
             self._observe("warning", {"reason": reason})
 
     async def play(self) -> Path:
-        """Play the iterations that are left, and leave the final model, whose path is returned."""
-        iterations, folder = self._iterations, self._folder
-        await iterations.run()
+        """Play the global rounds that are left, and leave the final model, whose path is returned."""
+        global_rounds, folder = self._global_rounds, self._folder
+        await global_rounds.run()
         path = folder.path / "model.safetensors"
         facts = {"run": folder.run, "experiment": self._experiment.name, "digest": self._experiment.digest}
-        checkpoint.save_model(path, layout=self._layout, row=iterations.row, facts=facts)
+        checkpoint.save_model(path, layout=self._layout, row=global_rounds.row, facts=facts)
         self._observe(
             "finished",
             {
-                "round": iterations.state.iteration,
-                "elapsed_s": iterations.state.elapsed_s,
-                "accuracy": iterations.last.accuracy if iterations.last else None,
-                "loss": iterations.last.loss if iterations.last else None,
+                "global_round": global_rounds.state.global_round,
+                "elapsed_s": global_rounds.state.elapsed_s,
+                "accuracy": global_rounds.last.accuracy if global_rounds.last else None,
+                "loss": global_rounds.last.loss if global_rounds.last else None,
                 "model": str(path),
                 "model_bytes": self._layout.row_bytes,
                 **tier_bytes(self._down.ledger),

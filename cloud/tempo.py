@@ -22,7 +22,7 @@ from typing import Final
 import numpy as np
 
 from common.errors import RunFailed
-from common.experiment.schema import EpochControl
+from common.experiment.rounds import EpochControl
 
 FLOOR: Final = 1e-12
 EQUAL: Final = 1e-12
@@ -37,10 +37,10 @@ def decide(
     samples: Mapping[str, int],
     draw: np.random.Generator,
 ) -> dict[str, int]:
-    """Return tau_c[m] for the next iteration of each institution that reported, as the experiment says.
+    """Return tau_c[m] for the next global round of each institution that reported, as the experiment says.
 
     `omegas`: ||w_m - w_c||, or for the variant `plato` the sums over the tensors (`statistics.tensor_distances`), here
-    weighed by `samples`. `ran`: the epochs of the iteration that led to them. `draw` deals out the controls' epochs.
+    weighed by `samples`. `ran`: the epochs of the global round that led to them. `draw` deals out the controls' epochs.
     """
     if control.per_epoch:
         omegas = {name: omega / ran[name] for name, omega in omegas.items()}
@@ -55,7 +55,7 @@ def decide(
 
 
 def next_epochs(omegas: Mapping[str, float], c: int, *, centre: int | None = None) -> dict[str, int]:
-    """Return tau_c[m] for the next iteration from omega_m = ||w_m - w_c|| of each institution that reported.
+    """Return tau_c[m] for the next global round from omega_m = ||w_m - w_c|| of each institution that reported.
 
     The farthest gets ceil(centre / 2), the nearest 2 * centre; the paper's centre is c, the default. One institution,
     or omegas that are all equal or zero, give c everywhere; values below 1e-12 of the largest are raised to that.

@@ -47,7 +47,7 @@ class Family(NamedTuple):
 LINK: Final = ("peer", "direction", "kind")
 FAMILIES: Final[Mapping[str, Family]] = {
     "run": Family("info", (), "Facts of the run, as labels"),
-    "round": Family("gauge", (), "Rounds closed by this node; at the cloud the iterations of the whole run"),
+    "round": Family("gauge", (), "Rounds closed by this node; at the cloud the global rounds of the whole run"),
     "round_timestamp_seconds": Family("gauge", (), "When the last round closed, by this host's clock, for annotations"),
     "accuracy_ratio": Family("gauge", (), "Test accuracy of the global model"),
     "test_loss": Family("gauge", (), "Test loss of the global model"),

@@ -30,17 +30,17 @@ class Purpose(IntEnum):
     HARDWARE = 13
 
 
-def _entropy(seed: int, purpose: Purpose, node: str, round_: int) -> list[int]:
+def _entropy(seed: int, purpose: Purpose, node: str, round_number: int) -> list[int]:
     name = hashlib.blake2b(node.encode(), digest_size=8).digest()
-    return [seed, int(purpose), int.from_bytes(name, "little"), round_]
+    return [seed, int(purpose), int.from_bytes(name, "little"), round_number]
 
 
-def generator(seed: int, purpose: Purpose, node: str = "", round_: int = 0) -> np.random.Generator:
+def generator(seed: int, purpose: Purpose, node: str = "", round_number: int = 0) -> np.random.Generator:
     """Return the generator of one purpose at one node in one round (0-based, never reset)."""
-    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(_entropy(seed, purpose, node, round_))))
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(_entropy(seed, purpose, node, round_number))))
 
 
-def torch_seed(seed: int, purpose: Purpose, node: str = "", round_: int = 0) -> int:
+def torch_seed(seed: int, purpose: Purpose, node: str = "", round_number: int = 0) -> int:
     """Return a 63-bit seed for a `torch.Generator` of that purpose, node and round."""
-    state = np.random.SeedSequence(_entropy(seed, purpose, node, round_)).generate_state(1, np.uint64)
+    state = np.random.SeedSequence(_entropy(seed, purpose, node, round_number)).generate_state(1, np.uint64)
     return int(state[0] >> np.uint64(1))

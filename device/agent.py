@@ -8,7 +8,8 @@ from pathlib import Path
 
 from common.errors import InvalidExperiment
 from common.experiment.data import check_alike, permit
-from common.experiment.schema import Experiment, parse
+from common.experiment.reading import parse
+from common.experiment.schema import Experiment
 from common.metrics import Metrics
 from common.model.layout import ModelLayout, Row
 from common.net.address import BrokerAddress
@@ -177,7 +178,7 @@ class DeviceAgent:
         waiting = asyncio.create_task(wait_aloud(), name=f"{self._name} waits")
         try:
             result = await self._training.train(
-                row, out, epochs=task.epochs, round_=round_of(task, rounds=rounds), progress=train_aloud
+                row, out, epochs=task.epochs, local_round=round_of(task, rounds=rounds), progress=train_aloud
             )
         finally:
             waiting.cancel()

@@ -59,7 +59,7 @@ class Order:
     row: Row
     out: Row
     epochs: int
-    round_: int
+    local_round: int
     progress: Progress
     cancelled: threading.Event
 
@@ -131,7 +131,7 @@ class PoolMember(Protocol):
     async def prepare(self, experiment: Experiment) -> Prepared:
         """Join an experiment. Raises InvalidExperiment, RunFailed."""
 
-    async def train(self, row: Row, out: Row, *, epochs: int, round_: int, progress: Progress) -> LocalResult:
+    async def train(self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress) -> LocalResult:
         """Train the model in `row` and write it into `out`, both uint8 [row_bytes]. Raises RunFailed."""
 
 

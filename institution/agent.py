@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.errors import InvalidExperiment
-from common.experiment.schema import CLOUD, Experiment, parse
+from common.experiment.reading import parse
+from common.experiment.schema import Experiment
+from common.experiment.topology import CLOUD
 from common.metrics import Metrics
 from common.model.layout import ModelLayout
 from common.net.address import BrokerAddress

@@ -1,7 +1,7 @@
-"""What an institution's rule remembers from one global iteration to the next, on disk where there is a folder.
+"""What an institution's rule remembers from one global round to the next, on disk where there is a folder.
 
-The cloud may ask for an iteration again: after a restart it goes on from its last checkpoint, and an institution that
-was killed begins its iteration anew. The rule must then stand as it stood before that iteration.
+The cloud may ask for a global round again: after a restart it goes on from its last checkpoint, and an institution that
+was killed begins its global round anew. The rule must then stand as it stood before that global round.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Memory:
     """One institution's rule. `build` makes a fresh one; `remembers`: more than the model from above makes it.
 
     `folder`: None where the rule remembers nothing, or only as long as this process lives. `kept`: how many
-    iterations the cloud may go back. `always`: this institution plays in every iteration.
+    global rounds the cloud may go back. `always`: this institution plays in every global round.
     """
 
     def __init__(
@@ -33,36 +33,38 @@ class Memory:
         self._kept = kept
         self._always = always
         self._rule = build()
-        self._stands: int | None = None  # before this iteration at the earliest; None: we do not know, or amid one
+        self._stands: int | None = None  # before this global round at the earliest; None: we do not know, or amid one
 
-    def before(self, iteration: int) -> Aggregator:
-        """Return the rule as it stood before a global iteration, about to play it. Raises RunFailed."""
-        if self._remembers and (self._stands is None or self._stands > iteration):
+    def before(self, global_round: int) -> Aggregator:
+        """Return the rule as it stood before a global round, about to play it. Raises RunFailed."""
+        if self._remembers and (self._stands is None or self._stands > global_round):
             self._rule = self._build()
-            if iteration > 0:
-                self._restore(iteration)
+            if global_round > 0:
+                self._restore(global_round)
         self._stands = None
         return self._rule
 
-    def after(self, iteration: int) -> None:
-        """Keep the rule as it stands after a global iteration."""
-        self._stands = iteration + 1
+    def after(self, global_round: int) -> None:
+        """Keep the rule as it stands after a global round."""
+        self._stands = global_round + 1
         if self._remembers and self._folder is not None:
-            states.write(self._folder, _name(iteration + 1), self._rule.save)
+            states.write(self._folder, _name(global_round + 1), self._rule.save)
             states.prune(self._folder, keep=self._kept)
 
-    def _restore(self, iteration: int) -> None:
-        found = states.latest(self._folder, _name(iteration)) if self._folder is not None else None
+    def _restore(self, global_round: int) -> None:
+        found = states.latest(self._folder, _name(global_round)) if self._folder is not None else None
         if found is not None:
             states.read(found, self._rule.restore)
         elif self._always:
             raise RunFailed(
-                f"what this institution's rule remembers of iteration {iteration} is gone. Start institutions with "
-                "--spool DIR, the same after a restart; or begin the run anew."
+                f"what this institution's rule remembers of global round {global_round} is gone. Start institutions "
+                "with --spool DIR, the same after a restart; or begin the run anew."
             )
         else:
-            log.warning("no iteration before %d is remembered: this institution was in none, or lost it", iteration + 1)
+            log.warning(
+                "no global round before %d is remembered: this institution was in none, or lost it", global_round + 1
+            )
 
 
-def _name(iteration: int) -> str:
-    return f"before-{iteration:06d}"
+def _name(global_round: int) -> str:
+    return f"before-{global_round:06d}"

@@ -69,26 +69,26 @@ class LocalRounds:
         self._did: dict[str, ChildReport] = {}
 
     async def work(self, task: Task, model: Arriving, report: Report) -> Answer:
-        """Play the rounds of one global iteration from the cloud's model; return the last mean.
+        """Play the rounds of one global round from the cloud's model; return the last mean.
 
         Where the rule only passes the model on, the first round begins at once: the devices get its chunks as they
-        come from the cloud. Raises RunFailed where an earlier iteration's state is needed and gone.
+        come from the cloud. Raises RunFailed where an earlier global round's state is needed and gone.
         """
         settings, seed, down = self._experiment.institution, self._experiment.seed, self._down
         self._did = {}
         train_s = wait_s = pause_s = 0.0
         path_steps = 0
         plans: list[dict[str, object]] = []
-        rule = await offload(partial(self._memory.before, task.key.iteration))
+        rule = await offload(partial(self._memory.before, task.key.global_round))
         if rule.reads_start:
             await model.whole()
         await offload(partial(rule.begin, model.row))
         for i in range(settings.rounds):
-            r = task.key.iteration * settings.rounds + i
+            r = task.key.global_round * settings.rounds + i
             drawn = draw(down.peers, settings.participation, seed=seed, node=self._name, r=r)
             played = await down.round(
-                iteration=task.key.iteration,
-                round_=i,
+                global_round=task.key.global_round,
+                local_round=i,
                 models=self._models(rule.dispatch(r, drawn), model),
                 epochs=dict.fromkeys(down.peers, task.epochs),
                 closing=settings.closing,
@@ -101,7 +101,7 @@ class LocalRounds:
             pause_s += max(result.pause_s for result in played.results.values())
             path_steps += max(result.path_steps for result in played.results.values())
             plans.append(self._count(played, outcome, epochs=task.epochs))
-        await offload(partial(self._memory.after, task.key.iteration))
+        await offload(partial(self._memory.after, task.key.global_round))
         samples = sum(down.samples.values())  # n_m counts all devices, also those not drawn
         steps = sum(report.steps for report in self._did.values())
         return Answer(
@@ -110,7 +110,7 @@ class LocalRounds:
         )  # fmt: skip
 
     def reports(self) -> tuple[ChildReport, ...]:
-        """Return what each device did in the last iteration, with its link's bytes in the whole run."""
+        """Return what each device did in the last global round, with its link's bytes in the whole run."""
         ledger = self._down.ledger
         traffic = ledger.links()
         return tuple(

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from cloud.results import RunFolder
-from common.experiment.schema import parse
+from common.experiment.reading import parse
 from common.protocol.messages import Manifest
 
 settings.register_profile(
@@ -101,14 +101,14 @@ PHASES_S = {"record": 0.01, "dispatch": 0.2, "train": 1.0, "wait": 0.3, "collect
 def _make_run(
     root: Path, tree: Mapping[str, Any], *, accuracies: Sequence[float | None] = ACCURACIES, last: str = "finished"
 ) -> Path:
-    """Leave the folder of a run that nobody played, an iteration for each accuracy; `last` is its last event."""
+    """Leave the folder of a run that nobody played, a global round for each accuracy; `last` is its last event."""
     folder = RunFolder.create(root, parse(tree))
-    folder.event("run", {"iterations": folder.experiment.iterations, "done": 0})
+    folder.event("run", {"global_rounds": folder.experiment.rounds, "done": 0})
     names = folder.experiment.topology.institution_names()
     for number, accuracy in enumerate(accuracies, 1):
         folder.add_round(
             {
-                "round": number, "elapsed_s": round(number * sum(PHASES_S.values()), 6),
+                "global_round": number, "elapsed_s": round(number * sum(PHASES_S.values()), 6),
                 "accuracy": "" if accuracy is None else accuracy, "loss": 1.5, "mixed_accuracy": "", "mixed_loss": "",
                 "train_loss": 0.25, **{f"{phase}_s": seconds for phase, seconds in PHASES_S.items()},
                 "sgd_steps": 100 * number, "path_steps": 10 * number, "wan_up_bytes": 1_000_003,
@@ -118,7 +118,7 @@ def _make_run(
             }
         )  # fmt: skip
     if last:
-        folder.event(last, {"round": len(accuracies), "reason": "so"})
+        folder.event(last, {"global_round": len(accuracies), "reason": "so"})
     return folder.path
 
 

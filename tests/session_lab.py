@@ -22,7 +22,8 @@ import xxhash
 
 from common.accounting.traffic import Wire
 from common.experiment.links import Link
-from common.experiment.schema import Closing, Transfer
+from common.experiment.rounds import Closing
+from common.experiment.schema import Transfer
 from common.protocol import serialization, topics
 from common.protocol.child_events import ModelArrived, ModelFailed, TaskReceived
 from common.protocol.child_session import ChildSession
@@ -360,8 +361,8 @@ class ParentNode(Node):
             assignments |= {name: Assignment(manifest, epochs, inline) for name in receivers}
         self.expected = {name: trained(model, name, epochs) for name, model in models.items()}
         key = self.session.open(
-            iteration=global_round,
-            round_=local_round,
+            global_round=global_round,
+            local_round=local_round,
             assignments=assignments,
             closing=closing,
             now=self.lab.loop.now,

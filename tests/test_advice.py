@@ -9,10 +9,10 @@ import pytest
 
 from common.experiment.aggregation import RULES
 from common.experiment.lint import warnings
-from common.experiment.schema import load, parse
+from common.experiment.reading import load, parse
 
 FILES = sorted((Path(__file__).parent.parent / "deploy" / "experiments").glob("*.toml"))
-SIZE: dict[str, Any] = {"iterations": 100, "topology": {"institutions": 3, "devices": 12}}
+SIZE: dict[str, Any] = {"rounds": 100, "topology": {"institutions": 3, "devices": 12}}
 ROUNDS = {"rounds": 4}
 
 
@@ -172,13 +172,13 @@ def test_the_experiments_that_ship_are_sound(path: Path) -> None:
             "training.schedule.final = 0.1: it is part of cosine alone",
         ),
         (
-            {"iterations": 5, "training": {"schedule": {"name": "step", "factor": 0.5, "every": 3, "warmup": 2}}},
-            {"iterations": 6, "training": {"schedule": {"name": "step", "factor": 0.5, "every": 3, "warmup": 2}}},
+            {"rounds": 5, "training": {"schedule": {"name": "step", "factor": 0.5, "every": 3, "warmup": 2}}},
+            {"rounds": 6, "training": {"schedule": {"name": "step", "factor": 0.5, "every": 3, "warmup": 2}}},
             "training.schedule.every = 3: the run ends before the first step",
         ),
         (
-            {"iterations": 5, "training": {"schedule": {"name": "cosine", "warmup": 5}}},
-            {"iterations": 5, "training": {"schedule": {"name": "cosine", "warmup": 4}}},
+            {"rounds": 5, "training": {"schedule": {"name": "cosine", "warmup": 5}}},
+            {"rounds": 5, "training": {"schedule": {"name": "cosine", "warmup": 4}}},
             "training.schedule.warmup = 5: the run ends before it does",
         ),
     ],

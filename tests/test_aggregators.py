@@ -17,7 +17,7 @@ from common.aggregation.aggregator import Aggregator, Outcome, Uploads, build
 from common.aggregation.fedadp import gompertz
 from common.aggregation.statistics import gram, gram_by_entry
 from common.experiment.aggregation import FedCross, FedMR, remembers
-from common.experiment.schema import parse
+from common.experiment.reading import parse
 from common.model.layout import ModelLayout, Row, Section
 from common.randomness import Purpose, generator
 
@@ -281,7 +281,7 @@ def test_a_saved_node_goes_on_bit_for_bit(tree: dict[str, Any], carry: str, tmp_
 
 
 @each_rule
-def test_what_outlives_a_global_iteration_is_said(tree: dict[str, Any], tmp_path: Path) -> None:
+def test_what_outlives_a_global_round_is_said(tree: dict[str, Any], tmp_path: Path) -> None:
     """A node that keeps nothing goes on alike after it was forgotten; one that does goes on from what it saved."""
     rules = [aggregator(tree, node="site", tier="institution", folder=tmp_path / name) for name in ("one", "other")]
     rules[0].begin(first_model())
@@ -526,7 +526,7 @@ def test_another_number_of_children_is_refused(tree: dict[str, Any]) -> None:
         rule.dispatch(4, "abcd")
 
 
-# From one global iteration to the next
+# From one global round to the next
 
 
 @each_of_several
@@ -583,7 +583,7 @@ def test_recentre_with_equal_models_is_reset(first_stage: int) -> None:
 
 @pytest.mark.parametrize("tree", [{"name": "fedcross", "strategy": "in_order"}, {"name": "fedmr"}], ids=label)
 def test_recentre_to_its_own_mean_changes_nothing(tree: dict[str, Any]) -> None:
-    """One institution with one round per iteration is two layers, for models without float buffers."""
+    """One institution with one round per global round is two layers, for models without float buffers."""
     rules = [aggregator(tree | {"carry": "recentre"}, layout=PLAIN) for _ in range(2)]
     for rule in rules:
         rule.begin(first_model(0, PLAIN))

@@ -10,7 +10,8 @@ import pytest
 
 from common.errors import DuplicateName, NoProgress
 from common.experiment.links import Link
-from common.experiment.schema import Closing, Transfer
+from common.experiment.rounds import Closing
+from common.experiment.schema import Transfer
 from common.protocol import serialization, topics
 from common.protocol.messages import NodeState, Presence
 from common.protocol.session import SILENT_MOST_S
@@ -93,7 +94,7 @@ async def test_a_broker_that_is_killed_in_mid_transfer_costs_no_chunk_that_had_a
             for key, lacking, here in one.asks:
                 assert not lacking & here, key
         assert all(endpoint.connection.reconnects >= 2 for endpoint in endpoints)
-        again = await play(parent, row, iteration=1)
+        again = await play(parent, row, global_round=1)
         assert_models(again, row, layout=layout, places={"device-0": 0, "device-1": 1})
 
 
@@ -109,13 +110,13 @@ async def test_no_name_is_contested_after_a_broker_was_restarted(
     endpoints = [cloud, middle.up, middle.down, device]
     async with together(living(site, cloud), middle.live(), serving(site, device, layout, 4)):
         row = drawn(layout, 1)
-        for iteration in range(3):
-            played = await play(cloud, row, iteration=iteration)
+        for global_round in range(3):
+            played = await play(cloud, row, global_round=global_round)
             assert_models(played, row, layout=layout, places={PARENT: 4})
             site.broker.kill()
             await until(lambda: not any(endpoint.connection.up for endpoint in endpoints))
             site.broker.start(store)
-        await play(cloud, row, iteration=3)
+        await play(cloud, row, global_round=3)
         with pytest.raises(DuplicateName, match="device-0"):
             await serving(site, child_of(site, "device-0"), layout, 4)
 

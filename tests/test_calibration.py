@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from common.accounting.traffic import Measured
 from common.errors import InvalidExperiment
 from common.experiment.links import Link, Links, Way, Ways
-from common.experiment.schema import Closing, Transfer
+from common.experiment.rounds import Closing
+from common.experiment.schema import Transfer
 from common.protocol.messages import Probe, Probed
 from common.runtime import calibration
 from common.runtime.calibration import TOGETHER_BYTES_S, TOGETHER_MOST, measure_all

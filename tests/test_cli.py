@@ -20,7 +20,7 @@ import pytest
 from paho.mqtt import client as mqtt
 
 from common.errors import WireError
-from common.experiment.schema import load, parse
+from common.experiment.reading import load, parse
 from common.host.processes import free_port
 from common.protocol import serialization
 from common.protocol.messages import NodeState, Presence

@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 
 from common.errors import InvalidExperiment, RefusedModel, WireError
 from common.experiment.codecs import DOWN, UP
-from common.experiment.schema import parse
+from common.experiment.reading import parse
 from common.model.codecs import CODECS, Codec, codec_of
 from common.model.layout import ModelLayout, Row, Section
 from common.model.quantizers import PIECE_COLUMNS, SCALE_COLUMNS

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from common.errors import RunFailed
-from common.experiment.schema import Closing, Codecs, Transfer
+from common.experiment.codecs import Codecs
+from common.experiment.rounds import Closing
+from common.experiment.schema import Transfer
 from common.model.codecs import codec_of
 from common.model.layout import ModelLayout, Row
 from common.protocol.messages import Result
@@ -135,9 +137,9 @@ async def test_models_come_as_their_codecs_make_them(site: SimulatedSite, down: 
     children = [child_of(site, name, transfer=transfer, codecs=codecs) for name in places]
     works = [serving(site, child, layout, place) for place, child in enumerate(children)]
     async with together(living(site, parent), *works):
-        for iteration in range(3):
-            row = drawn(layout, iteration)
-            played = await play(parent, row, iteration=iteration)
+        for global_round in range(3):
+            row = drawn(layout, global_round)
+            played = await play(parent, row, global_round=global_round)
             assert_coded(played.models, row, layout=layout, places=places, codecs=codecs)
     assert parent.session.coordinator.refused == 0
 
@@ -149,11 +151,15 @@ async def test_children_with_models_of_their_own_answer_with_deltas_to_those(sit
     parent = parent_of(site, names, layout=layout, codecs=codecs)
     works = [serving(site, child_of(site, name, codecs=codecs), layout, 0) for name in names]
     async with together(living(site, parent), *works):
-        for iteration in range(2):
-            rows = [drawn(layout, 10 * iteration + seed) for seed in (1, 2)]
+        for global_round in range(2):
+            rows = [drawn(layout, 10 * global_round + seed) for seed in (1, 2)]
             models = dict(zip(names, [rows[0], rows[1], rows[0]], strict=True))
             played = await parent.round(
-                iteration=iteration, round_=0, models=models, epochs=dict.fromkeys(names, 1), closing=Closing()
+                global_round=global_round,
+                local_round=0,
+                models=models,
+                epochs=dict.fromkeys(names, 1),
+                closing=Closing(),
             )
             for name in names:
                 alone = {name: played.models[name]}

@@ -33,7 +33,7 @@ def runs(root: Path, make_run: MakeRun, *trees: dict[str, Any], **settings: Any)
     return [Run(make_run(root, tree, **settings)) for tree in trees]
 
 
-def test_the_cost_of_a_target_is_that_of_the_first_iteration_that_had_it(tmp_path: Path, make_run: MakeRun) -> None:
+def test_the_cost_of_a_target_is_that_of_the_first_global_round_that_had_it(tmp_path: Path, make_run: MakeRun) -> None:
     (run,) = runs(tmp_path, make_run, {}, accuracies=(0.5, None, 0.8, 0.7, 0.9))
     assert to_target(run, 0.8).costs == {
         "rounds": 3, "seconds": pytest.approx(3 * 1.58), "wan_up_bytes": 3_000_009, "wan_down_bytes": 6_000_015,
@@ -80,7 +80,7 @@ def test_means_are_over_the_runs_that_reached_it_and_the_others_are_told(tmp_pat
     assert each.spread("rounds") == Spread(2, pytest.approx(2**0.5)) and len(each.reached) == 2
     assert each.spread("wan_up_bytes") == Spread(2_000_006, pytest.approx(2**0.5 * 1_000_003))
     (note,) = notes([each])
-    assert "seed 3" in note and "at best 0.2500 in 2 of 10 iterations, interrupted" in note
+    assert "seed 3" in note and "at best 0.2500 in 2 of 10 global rounds, interrupted" in note
     done = fedstrata("compare", *(run.path for run in found), "--target", "0.9", "--format", "json")
     told = json.loads(done.stdout)["groups"][0]
     assert (told["reached"], told["of"], told["rounds"]["mean"]) == (2, 3, 2)
@@ -88,7 +88,7 @@ def test_means_are_over_the_runs_that_reached_it_and_the_others_are_told(tmp_pat
     assert note in done.stderr
     none = fedstrata("compare", *(run.path for run in found), "--target", "0.95", "--format", "csv")
     (row,) = csv.DictReader(io.StringIO(none.stdout))
-    assert row["reached"] == "0/3" and row["iterations"] == row["time_s"] == ""
+    assert row["reached"] == "0/3" and row["global_rounds"] == row["time_s"] == ""
 
 
 def test_speed_ups_are_paired_by_seed(tmp_path: Path, make_run: MakeRun) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from common.experiment.schema import load
+from common.experiment.reading import load
 from common.learning import datasets, partitions
 from deploy.cli.main import app
 from deploy.report.partition_picture import figure

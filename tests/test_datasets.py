@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from common.errors import InvalidExperiment
-from common.experiment import schema
+from common.experiment import reading, schema
 from common.learning import datasets
 from common.learning.inputs import Inputs
 
 
 def data(name: str, root: Path) -> schema.Data:
-    return schema.parse({"data": {"dataset": name, "root": str(root)}}).data
+    return reading.parse({"data": {"dataset": name, "root": str(root)}}).data
 
 
 def idx(array: npt.NDArray[np.uint8]) -> bytes:
@@ -113,7 +113,7 @@ def test_noise_has_its_deviation_and_is_always_the_same() -> None:
 
 def test_noise_is_for_images() -> None:
     with pytest.raises(InvalidExperiment, match=r"data\.noise = 0\.1: sent140 is text"):
-        schema.parse({"data": {"dataset": "sent140", "noise": 0.1}, "model": {"name": "sent_lstm"}})
+        reading.parse({"data": {"dataset": "sent140", "noise": 0.1}, "model": {"name": "sent_lstm"}})
 
 
 def test_one_data_set_per_process() -> None:
@@ -197,8 +197,8 @@ def write_cifar100(root: Path) -> npt.NDArray[np.uint8]:
 def test_cifar100_has_two_kinds_of_labels(tmp_path: Path) -> None:
     images = write_cifar100(tmp_path)
     tree = {"dataset": "cifar100", "root": str(tmp_path)}
-    fine = datasets.load(schema.parse({"data": tree}).data)
-    coarse = datasets.load(schema.parse({"data": {**tree, "labels": "coarse"}}).data)
+    fine = datasets.load(reading.parse({"data": tree}).data)
+    coarse = datasets.load(reading.parse({"data": {**tree, "labels": "coarse"}}).data)
     assert np.array_equal(fine.train_images, images[:4]) and np.array_equal(coarse.test_images, images[4:])
     assert (fine.train_labels.tolist(), fine.test_labels.tolist()) == ([99, 0, 5, 7], [3, 1])
     assert (coarse.train_labels.tolist(), coarse.test_labels.tolist()) == ([19, 4, 1, 2], [8, 0])
@@ -211,9 +211,9 @@ def test_cifar100_without_the_labels_that_are_wanted(tmp_path: Path) -> None:
     images = write_cifar100(tmp_path)
     (tmp_path / "cifar-100-python" / "test").write_bytes(python2_batch(images[4:], [], fine_labels=[3, 1]))
     tree = {"dataset": "cifar100", "root": str(tmp_path)}
-    assert datasets.load(schema.parse({"data": tree}).data).classes == 100
+    assert datasets.load(reading.parse({"data": tree}).data).classes == 100
     with pytest.raises(InvalidExperiment, match=r"cifar-100-python/test.*coarse_labels"):
-        datasets.load(schema.parse({"data": {**tree, "labels": "coarse"}}).data)
+        datasets.load(reading.parse({"data": {**tree, "labels": "coarse"}}).data)
 
 
 def test_each_node_may_have_a_root_of_its_own(tmp_path: Path) -> None:

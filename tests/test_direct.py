@@ -19,7 +19,9 @@ from typer.testing import CliRunner
 
 from cloud.results import RunFolder
 from common.errors import InvalidExperiment, RunFailed
-from common.experiment.schema import Closing, Codecs, parse, to_toml
+from common.experiment.codecs import Codecs
+from common.experiment.reading import parse, to_toml
+from common.experiment.rounds import Closing
 from common.model.layout import ModelLayout, Section
 from common.protocol.messages import Task
 from common.runtime.arriving import Arriving
@@ -34,14 +36,14 @@ PATIENCE_S = 90
 SMALL: dict[str, Any] = {
     "name": "direct",
     "seed": 3,
-    "iterations": 3,
+    "rounds": 3,
     "topology": {"institutions": 2, "devices": 4},
     "data": {"partition": "dirichlet", "concentration": 0.5},
     "model": {"name": "mlp_digits"},
     "training": {"momentum": 0.5, "learning_rate": 0.05},
     "institution": {"rounds": 2},
 }
-# One step a round: many small steps of SGD enlarge the rounding of means a hundredfold within three iterations.
+# One step a round: many small steps of SGD enlarge the rounding of means a hundredfold within three global rounds.
 ONE_STEP = {"batch_size": 2000, "momentum": 0.0, "learning_rate": 0.2}
 LOSSY = {tier: {"up": "delta+int8", "down": "fp16"} for tier in ("wan", "lan")}
 CROSS = {"name": "fedcross", "alpha": 0.9, "carry": "recentre"}
@@ -141,7 +143,7 @@ def test_a_run_leaves_its_folder(tmp_path: Path) -> None:
 
 
 def test_three_layers_with_one_local_round_are_two_layers(tmp_path: Path) -> None:
-    changes = ({"training": ONE_STEP, "institution": {"rounds": 1}}, {"iterations": 4})
+    changes = ({"training": ONE_STEP, "institution": {"rounds": 1}}, {"rounds": 4})
     three = run_direct(tmp_path, *changes)
     two = run_direct(tmp_path, *changes, {"topology": {"institutions": 1}})
     assert len({row["samples"] for row in table(two, "devices")}) == 4  # the weights matter
@@ -164,8 +166,8 @@ SEVERAL = [
 def test_one_institution_need_not_ask_the_cloud_between_its_rounds(rule: Tree, tmp_path: Path) -> None:
     alone = {"topology": {"institutions": 1, "devices": 6}, "training": ONE_STEP}
     rounds = {"participation": 0.5, "aggregation": rule}
-    together = run_direct(tmp_path, alone, {"iterations": 1, "institution": {"rounds": 4, **rounds}})
-    apart = run_direct(tmp_path, alone, {"iterations": 4, "institution": {"rounds": 1, **rounds}})
+    together = run_direct(tmp_path, alone, {"rounds": 1, "institution": {"rounds": 4, **rounds}})
+    apart = run_direct(tmp_path, alone, {"rounds": 4, "institution": {"rounds": 1, **rounds}})
     if rule in SINGLE:  # what comes down is what went up
         assert_same_bits(together, apart)
     else:
@@ -212,11 +214,11 @@ RULES = [
 
 
 def test_tempos_controls_spend_the_same_epochs_on_other_institutions(tmp_path: Path) -> None:
-    """The first iteration is the same for all; what follows from it is told beside it, and played next."""
+    """The first global round is the same for all; what follows from it is told beside it, and played next."""
 
     def second(name: str, **control: object) -> list[int]:
         tempo = {"cloud": {"epoch_control": {"name": "tempo", **control}}}
-        lab = {"iterations": 2, "topology": {"institutions": 5, "devices": 5}, "training": {"epochs": 4}}
+        lab = {"rounds": 2, "topology": {"institutions": 5, "devices": 5}, "training": {"epochs": 4}}
         folder = run_direct(tmp_path / name, lab, tempo)
         played = [int(table(folder)[1][f"epochs_institution-{m}"]) for m in range(5)]
         plans = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines() if '"plan"' in line]
@@ -237,10 +239,10 @@ def test_tempos_controls_spend_the_same_epochs_on_other_institutions(tmp_path: P
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: "-".join(map(str, rule.values())))
 def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(rule: Tree, tier: str, every: int, tmp_path: Path) -> None:
     def until_the_third(event: str, facts: Mapping[str, object]) -> None:
-        if event == "iteration" and facts["round"] == 3:
+        if event == "global_round" and facts["round"] == 3:
             raise KeyboardInterrupt
 
-    size: dict[str, Any] = {"iterations": 5, "topology": {"institutions": 3, "devices": 9}, "training": ONE_STEP}
+    size: dict[str, Any] = {"rounds": 5, "topology": {"institutions": 3, "devices": 9}, "training": ONE_STEP}
     cloud = {"checkpoint_every": every, "participation": 0.67 if every > 1 else 1.0}  # not all may have a last one
     tree = merged(SMALL, size, {"cloud": cloud}, {tier: {"aggregation": rule}})
     folder = RunFolder.create(tmp_path, parse(tree))
@@ -295,7 +297,7 @@ def called(children: Mapping[str, float], closing: Closing) -> tuple[dict[str, l
         row = LAYOUT.empty()
         LAYOUT.floats(row)[:] = 1
         played = await calls.round(
-            iteration=0, round_=0, models=dict.fromkeys(children, row), epochs=dict.fromkeys(children, 1),
+            global_round=0, local_round=0, models=dict.fromkeys(children, row), epochs=dict.fromkeys(children, 1),
             closing=closing,
         )  # fmt: skip
         assert LAYOUT.floats(row).tolist() == [1, 1, 1]

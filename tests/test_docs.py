@@ -13,7 +13,8 @@ import pytest
 from pydantic import BaseModel
 
 from common.experiment.aggregation import RULES
-from common.experiment.schema import EpochControl, parse
+from common.experiment.reading import parse
+from common.experiment.rounds import EpochControl
 from docs.tools import metrics_table, sketches
 from docs.tools.drawing import PICTURES
 from docs.tools.manual import manual

@@ -26,14 +26,16 @@ from paho.mqtt import client as mqtt
 
 from cloud.checkpoint import RunState
 from cloud.evaluator import Accuracy
-from cloud.iterations import GlobalIterations
+from cloud.global_rounds import GlobalRounds
 from cloud.results import RunFolder
 from common.accounting.counters import Account
 from common.accounting.ledger import Ledger
 from common.aggregation import aggregator
 from common.errors import InvalidExperiment, WireError
 from common.experiment.aggregation import FedAvg
-from common.experiment.schema import Closing, Experiment, parse, to_toml
+from common.experiment.reading import parse, to_toml
+from common.experiment.rounds import Closing
+from common.experiment.schema import Experiment
 from common.metrics import Metrics
 from common.model.layout import ModelLayout, Row, Section
 from common.net.address import BrokerAddress
@@ -55,7 +57,7 @@ PATIENCE_S = 90
 SMALL: dict[str, Any] = {
     "name": "faults",
     "seed": 5,
-    "iterations": 3,
+    "rounds": 3,
     "topology": {"institutions": 2, "devices": 4},
     "model": {"name": "mlp_digits"},
     "training": {"epochs": 40},
@@ -239,20 +241,20 @@ def assert_bytes_of_one_run(folder: Path, *, lives: int) -> None:
     models = {(row["from"], row["to"]): int(row["payload_bytes"]) / size for row in links if row["kind"] == "model"}
     assert len(models) == 2 * (2 + 4)
     for (source, target), count in models.items():
-        iterations = 3 if "cloud" in (source, target) else 3 * 2
-        assert iterations - 1 <= count <= iterations * lives, (source, target)
+        global_rounds = 3 if "cloud" in (source, target) else 3 * 2
+        assert global_rounds - 1 <= count <= global_rounds * lives, (source, target)
     for row in rounds(folder):
         for column in ("wan_up_bytes", "wan_down_bytes", "lan_up_bytes", "lan_down_bytes"):
             assert 0 <= int(row[column]) < lives * 1.2 * size * 8, column
 
 
-def wish(sender: str, iteration: int, round_: int) -> Callable[[topics.Topic, Message], bool]:
+def wish(sender: str, global_round: int, local_round: int) -> Callable[[topics.Topic, Message], bool]:
     """Tell a parent's wish in one round."""
     return lambda topic, said: (
         isinstance(topic, topics.InboxTopic)
         and topic.sender == sender
         and isinstance(said, Task)
-        and (said.key.iteration, said.key.round) == (iteration, round_)
+        and (said.key.global_round, said.key.local_round) == (global_round, local_round)
     )
 
 
@@ -278,7 +280,7 @@ def test_every_role_killed_once_and_started_again_gives_the_same_model(
         cloud.kill()
         (folder,) = lab.runs.iterdir()
         assert not (folder / "model.safetensors").exists()
-        assert [path.stem for path in sorted((folder / "checkpoints").glob("*.safetensors"))][-1] == "iteration-000002"
+        assert [path.stem for path in sorted((folder / "checkpoints").glob("*.safetensors"))][-1] == "round-000002"
         cloud = lab.cloud(resume=folder)
 
         for role in (cloud, one, two, some, others):
@@ -294,7 +296,7 @@ def test_a_name_that_is_taken_ends_one_of_a_process_and_the_other_completes_the_
     served: Broker, tmp_path: Path
 ) -> None:
     short = tmp_path / "short.toml"
-    short.write_text(to_toml(parse(SMALL | {"iterations": 1, "training": {"epochs": 1}})))
+    short.write_text(to_toml(parse(SMALL | {"rounds": 1, "training": {"epochs": 1}})))
     with ExitStack() as stack:
         overheard = stack.enter_context(overhearing(served))
         lab = Lab(short, served, tmp_path, stack)
@@ -391,9 +393,9 @@ def test_an_interrupted_lab_leaves_nothing_behind_and_can_be_resumed(
         until(lambda: "device" in kinds(family(middle)), "the devices")
         processes = family(middle)
         devices = [process for name, process in processes.items() if name.startswith("device ")]
-        until(lambda: happened(middle, "iteration"), "the first iteration")
+        until(lambda: happened(middle, "global_round"), "the first global round")
         for device in devices:
-            device.suspend()  # a busy machine might see the last iteration before it sees us
+            device.suspend()  # a busy machine might see the last global round before it sees us
         until(lambda: list(folder.glob("checkpoints/*.safetensors")), "the first checkpoint")
         middle.process.send_signal(signal.SIGINT)
         for device in devices:
@@ -444,18 +446,18 @@ def resumed(root: Path, *accuracies: str) -> tuple[RunFolder, list[int]]:
     """Resume a run with a target of 0.8 after rows of these accuracies; return its folder and what was evaluated."""
     evaluated = []
 
-    async def evaluate(iteration: int, row: Row) -> Accuracy:
-        evaluated.append(iteration)
-        return Accuracy(iteration, 0.5, 1.5)
+    async def evaluate(global_round: int, row: Row) -> Accuracy:
+        evaluated.append(global_round)
+        return Accuracy(global_round, 0.5, 1.5)
 
     async def run() -> None:
         alone = SimpleNamespace(peers=(), ledger=Ledger((), Account()), now=asyncio.get_running_loop().time)
-        iterations = GlobalIterations(
+        global_rounds = GlobalRounds(
             folder, layout=layout, row=layout.empty(), rule=rule, down=alone, evaluate=evaluate,
             metrics=Metrics(), observe=lambda event, facts: None,
         )  # fmt: skip
-        iterations.resume(RunState(folder.run, "", len(accuracies), 1.0, {}))
-        await iterations.run()  # another iteration would need the institutions
+        global_rounds.resume(RunState(folder.run, "", len(accuracies), 1.0, {}))
+        await global_rounds.run()  # another global round would need the institutions
 
     layout = ModelLayout.build([("weight", (100,), Section.PARAMETER)])
     rule = aggregator.build(

@@ -22,7 +22,7 @@ from common.aggregation.statistics import gram
 from common.aggregation.uploads import Outcome, Uploads
 from common.errors import InvalidExperiment
 from common.experiment.aggregation import FedCDA, remembers
-from common.experiment.schema import parse
+from common.experiment.reading import parse
 from common.model.layout import ModelLayout, Section
 from common.randomness import Purpose, generator
 

@@ -13,7 +13,7 @@ import torch
 
 from common.accounting.child_report import TrainingPath
 from common.errors import InvalidExperiment
-from common.experiment import schema
+from common.experiment import reading, schema
 from common.learning import datasets, models
 from common.model.layout import ModelLayout, Row, Section
 from common.randomness import Purpose, generator
@@ -38,7 +38,7 @@ def _always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def experiment(model: str = "cnn_digits", **training: Any) -> schema.Experiment:
-    return schema.parse({"model": {"name": model}, "topology": {"devices": 4}, "training": {**QUICK, **training}})
+    return reading.parse({"model": {"name": model}, "topology": {"devices": 4}, "training": {**QUICK, **training}})
 
 
 def rows_of(lab: schema.Experiment) -> tuple[ModelLayout, list[Row]]:
@@ -54,11 +54,13 @@ def rows_of(lab: schema.Experiment) -> tuple[ModelLayout, list[Row]]:
     return layout, rows
 
 
-def alone(lab: schema.Experiment, k: int, row: Row, *, epochs: int, round_: int) -> tuple[Row, LocalResult]:
+def alone(lab: schema.Experiment, k: int, row: Row, *, epochs: int, local_round: int) -> tuple[Row, LocalResult]:
     trainer = Trainer(lab, node=f"device-{k}", accelerator="cpu")
     trainer.prepare()
     out, never = trainer.layout.empty(), threading.Event()
-    return out, trainer.train(row, out, epochs=epochs, round_=round_, progress=lambda *_: None, cancelled=never)
+    return out, trainer.train(
+        row, out, epochs=epochs, local_round=local_round, progress=lambda *_: None, cancelled=never
+    )
 
 
 class Work:
@@ -84,7 +86,7 @@ class Work:
     def check(self, endings: Sequence[Any]) -> None:
         for k, how in enumerate(endings):
             order = self.orders[k]
-            wanted, result = alone(self.lab, k, self.rows[k], epochs=order.epochs, round_=order.round_)
+            wanted, result = alone(self.lab, k, self.rows[k], epochs=order.epochs, local_round=order.local_round)
             assert isinstance(how, LocalResult)
             assert (how.samples, how.steps) == (result.samples, result.steps)
             assert how.loss == pytest.approx(result.loss, rel=1e-4)
@@ -168,7 +170,7 @@ def test_a_pools_devices_meet_in_a_stack(lane: Callable[[], Lane]) -> None:
             async def train(k: int) -> LocalResult:
                 order, told = work.orders[k], []
                 result = await members[k].train(
-                    order.row, order.out, epochs=order.epochs, round_=2, progress=lambda *args: told.append(args)
+                    order.row, order.out, epochs=order.epochs, local_round=2, progress=lambda *args: told.append(args)
                 )
                 assert told[-1] == (result.steps, result.steps)
                 return result
@@ -235,7 +237,7 @@ def test_a_gpus_lane_waits_for_those_who_come_together(
             for member in members:
                 await member.prepare(experiment())
             for some in (members, members[:3]):  # of all nobody waits longer, for the fourth only a moment
-                work = [member.train(row, row, epochs=1, round_=0, progress=lambda *_: None) for member in some]
+                work = [member.train(row, row, epochs=1, local_round=0, progress=lambda *_: None) for member in some]
                 await asyncio.gather(*work)
 
     monkeypatch.setattr("device.pool.pool.may_have_gpu", lambda: True)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from common.experiment import schema
+from common.experiment import reading, schema
 from common.learning import datasets, models
 from common.learning.evaluation import evaluate
 from common.learning.nets.layers import Dropout
@@ -45,7 +45,7 @@ def write_leaf(root: Path) -> None:
 
 def text_lab(root: Path, **training: Any) -> schema.Experiment:
     write_leaf(root)
-    return schema.parse(
+    return reading.parse(
         {
             "data": {"dataset": "shakespeare", "root": str(root), "partition": "natural"},
             "model": {"name": "char_lstm"},
@@ -69,10 +69,12 @@ def initial(lab: schema.Experiment) -> Row:
     return row
 
 
-def run(trainer: Trainer, row: Row, *, epochs: int = 1, round_: int = 0) -> tuple[Row, LocalResult]:
+def run(trainer: Trainer, row: Row, *, epochs: int = 1, local_round: int = 0) -> tuple[Row, LocalResult]:
     out = trainer.layout.empty()
     cancelled = threading.Event()
-    return out, trainer.train(row, out, epochs=epochs, round_=round_, progress=lambda *_: None, cancelled=cancelled)
+    return out, trainer.train(
+        row, out, epochs=epochs, local_round=local_round, progress=lambda *_: None, cancelled=cancelled
+    )
 
 
 def assert_near(trainer: Trainer, one: Row, other: Row, *, apart: float) -> None:
@@ -145,7 +147,7 @@ def dropping(monkeypatch: pytest.MonkeyPatch) -> schema.Experiment:
     source = _Dropping()
     monkeypatch.setattr(models, "build", lambda *_, **__: copy.deepcopy(source))
     # One batch: the order of the samples matters to dropout alone.
-    return schema.parse({"topology": {"devices": 4}, "training": {"batch_size": 1000, "learning_rate": 0.5}})
+    return reading.parse({"topology": {"devices": 4}, "training": {"batch_size": 1000, "learning_rate": 0.5}})
 
 
 def test_dropout_depends_on_seed_node_and_round_alone(dropping: schema.Experiment) -> None:
@@ -156,7 +158,7 @@ def test_dropout_depends_on_seed_node_and_round_alone(dropping: schema.Experimen
     first, again, other = (run(trainer, row)[0] for trainer in trainers)
     assert torch.equal(torch.cuda.get_rng_state(), before), "the device's own generator was used"
     assert np.array_equal(first, again) and not np.array_equal(first, other)
-    assert not np.array_equal(first, run(trainers[0], row, round_=1)[0])
+    assert not np.array_equal(first, run(trainers[0], row, local_round=1)[0])
     assert np.array_equal(first, run(trainers[0], row)[0])
 
 

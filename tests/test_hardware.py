@@ -17,7 +17,7 @@ from cloud.results import RunFolder
 from common.errors import InvalidExperiment
 from common.experiment import hardware
 from common.experiment.hardware import Machine, Pace, shipped
-from common.experiment.schema import load, parse, to_toml
+from common.experiment.reading import load, parse, to_toml
 from common.protocol.messages import Phase
 from common.runtime.work import Answer
 from device import emulation

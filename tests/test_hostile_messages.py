@@ -228,7 +228,7 @@ async def test_a_flood_under_a_childs_name_hides_nothing_that_the_child_sends(si
         site.routed.clear()
         for number in range(500):
             site.inject(topic, serialization.encode(progress, f"stranger-{number}"))
-        assert_models(await play(parent, row, iteration=1), row, layout=layout, places={"device-0": 0})
+        assert_models(await play(parent, row, global_round=1), row, layout=layout, places={"device-0": 0})
     assert parent.session.refusals.of(Refusal.SESSION) == 500
     assert parent.ledger.total().received < 10_000
     questions = [
@@ -298,7 +298,7 @@ def test_offers_that_cannot_be_used_are_refused_with_a_reason(caplog: pytest.Log
                 await until(lambda name=name: children[name].refusals)
                 assert children[name].refusals == [played.refused[name]]
             # The next round finds all of them ready again.
-            second = await play(parent, row, iteration=1)
+            second = await play(parent, row, global_round=1)
             assert set(second.refused) == set(reasons)
 
     with caplog.at_level(logging.WARNING, "fedstrata.parent"):
@@ -351,5 +351,5 @@ async def test_a_task_that_does_not_fit_is_declined_and_the_parent_names_the_rea
         assert all(child.session.refusals.of(Refusal.MISFIT) for child in children)
         parent.set_layout(ours)
         row = drawn(ours, 1)
-        played = await play(parent, row, iteration=1)
+        played = await play(parent, row, global_round=1)
         assert_models(played, row, layout=ours, places={name: place for place, name in enumerate(names)})

@@ -27,7 +27,8 @@ from common.accounting.counters import Account
 from common.accounting.ledger import Ledger
 from common.accounting.tcp import WireMeter, tcp_info
 from common.accounting.traffic import Measured, Traffic, Wire
-from common.experiment.schema import Closing, Experiment, Transfer
+from common.experiment.rounds import Closing
+from common.experiment.schema import Experiment, Transfer
 from common.model.layout import ModelLayout, Section
 from common.net.address import BrokerAddress
 from common.protocol.messages import Gone, Task
@@ -320,7 +321,7 @@ class Pair:
 
         async def work(task: Task, model: Arriving, report: Report) -> Answer:
             self._out[:] = await model.whole()
-            self._out[0] = 1 + task.key.iteration
+            self._out[0] = 1 + task.key.global_round
             return Answer(self._out, 1, 0.5, 1, 1, 0.0, 0.0)
 
         parent, child = self.parent, self.child
@@ -334,12 +335,12 @@ class Pair:
         self.over = asyncio.Event()
         await self.over.wait()
 
-    async def play(self, iteration: int) -> None:
+    async def play(self, global_round: int) -> None:
         """Play a round, and wait until the child's connection is at rest: the acknowledgement comes last."""
         await introduced(self.child)  # else it may refuse the first task, and does not count it
-        LAYOUT.floats(self._row)[:] = 1 + iteration  # all new: what the child has would not travel
+        LAYOUT.floats(self._row)[:] = 1 + global_round  # all new: what the child has would not travel
         await self.parent.round(
-            iteration=iteration, round_=0, models={CHILD: self._row}, epochs={CHILD: 1}, closing=Closing()
+            global_round=global_round, local_round=0, models={CHILD: self._row}, epochs={CHILD: 1}, closing=Closing()
         )
         await until(lambda: self.child.session.participant.state is ParticipantState.DONE)
         await until(lambda: carried(self.child) == self.relay.counts)
@@ -364,11 +365,11 @@ def test_the_wire_bytes_are_those_that_a_relay_counts_over_reconnections_too(ser
     async def run() -> None:
         async with pair_of(served) as (pair, (parent, child)):
             relay, end = pair.relay, pair.child
-            for iteration in range(3):
-                await pair.play(iteration)
-                if iteration < 2:
+            for global_round in range(3):
+                await pair.play(global_round)
+                if global_round < 2:
                     relay.end_connections()
-                    await until(lambda: end.connection.reconnects == iteration + 1 and end.connection.up)  # noqa: B023
+                    await until(lambda: end.connection.reconnects == global_round + 1 and end.connection.up)  # noqa: B023
             assert relay.connections == 3 and min(relay.counts) > 3 * LAYOUT.row_bytes
             told = pair.parent.ledger.links()[CHILD].wire
             assert 0 < told.sent <= relay.counts[0] and 0 < told.received <= relay.counts[1]
@@ -416,8 +417,8 @@ CONNECT, CONNACK, PUBLISH, PUBACK, SUBSCRIBE, SUBACK, UNSUBSCRIBE, UNSUBACK, PIN
 def test_what_the_wire_has_more_than_the_messages_are_mqtts_own_packets(served: Broker) -> None:
     async def run() -> None:
         async with pair_of(served) as (pair, _):
-            for iteration in range(3):
-                await pair.play(iteration)
+            for global_round in range(3):
+                await pair.play(global_round)
             wire = pair.child.connection.meter.sample()
             link = pair.parent.ledger.links()[CHILD]
             told = pair.child.session.counters.traffic(PARENT)

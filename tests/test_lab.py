@@ -17,7 +17,8 @@ import numpy.typing as npt
 import pytest
 from safetensors.numpy import load_file
 
-from common.experiment.schema import Experiment, load
+from common.experiment.reading import load
+from common.experiment.schema import Experiment
 from common.learning import models
 from common.learning.inputs import Inputs
 from common.model.codecs import codec_of
@@ -25,7 +26,7 @@ from deploy.brokers import broker
 from device.training.trainer import Trainer
 
 DEMO = Path(__file__).parents[1] / "deploy" / "experiments" / "demo.toml"
-SMALL = ("topology.institutions=2", "topology.devices=4", "iterations=2", "institution.rounds=2")
+SMALL = ("topology.institutions=2", "topology.devices=4", "rounds=2", "institution.rounds=2")
 PATIENCE_S = 90
 
 
@@ -140,8 +141,8 @@ def test_links_csv_counts_models_as_they_travel(coded: Path, reference: Path) ->
     assert len(links) == 2 * (2 + 4)
     for row in links:
         upward = row["to"] == "cloud" or row["from"].startswith("device")
-        iterations = 2 if "cloud" in (row["from"], row["to"]) else 4
-        assert int(row["payload_bytes"]) == iterations * (up if upward else down), row
+        global_rounds = 2 if "cloud" in (row["from"], row["to"]) else 4
+        assert int(row["payload_bytes"]) == global_rounds * (up if upward else down), row
     manifest = json.loads((coded / "manifest.json").read_text())
     assert manifest["model_bytes"] == layout.row_bytes
     assert manifest["codecs"] == {tier: {"up": "delta+int8", "down": "fp16"} for tier in ("wan", "lan")}
@@ -167,11 +168,11 @@ def two_layer_fedavg(experiment: Experiment) -> npt.NDArray[np.float64]:
     for name in experiment.topology.device_names():
         trainers.append(Trainer(experiment, node=name, accelerator="cpu"))
         trainers[-1].prepare()
-    for iteration in range(experiment.iterations):
+    for global_round in range(experiment.rounds):
         total = np.zeros(layout.columns)
         for trainer in trainers:
             trainer.train(
-                row, out, epochs=experiment.training.epochs, round_=iteration,
+                row, out, epochs=experiment.training.epochs, local_round=global_round,
                 progress=lambda *_: None, cancelled=threading.Event(),
             )  # fmt: skip
             total += trainer.samples * layout.floats(out).astype(np.float64)
@@ -179,10 +180,10 @@ def two_layer_fedavg(experiment: Experiment) -> npt.NDArray[np.float64]:
     return layout.floats(row).astype(np.float64)
 
 
-@pytest.mark.parametrize("size", ["iterations=1", "iterations=4 training.batch_size=2000 training.momentum=0.0"])
+@pytest.mark.parametrize("size", ["rounds=1", "rounds=4 training.batch_size=2000 training.momentum=0.0"])
 def test_three_layers_with_one_local_round_equal_two_layer_fedavg(size: str, tmp_path: Path) -> None:
     # Many small steps of SGD enlarge the rounding of the institutions' means a hundredfold within three
-    # iterations; so either one iteration of small steps, or several of one large step.
+    # global rounds; so either one global round of small steps, or several of one large step.
     pairs = (*SMALL, "institution.rounds=1", 'cloud.epoch_control={name="fixed"}', *size.split())
     model = model_of(run_lab(tmp_path, *pairs))
     experiment = load(DEMO, pairs)
@@ -209,11 +210,11 @@ def test_a_run_leaves_its_folder(reference: Path) -> None:
     assert manifest["links"]["of"] == {name: experiment.link(name).model_dump() for name in nodes}
     with (reference / "rounds.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [int(row["round"]) for row in rows] == [1, 2]
+    assert [int(row["global_round"]) for row in rows] == [1, 2]
     for row in rows:
         assert 0 <= float(row["accuracy"]) <= 1
         assert {int(row[f"epochs_institution-{m}"]) for m in (0, 1)} <= {1, 2, 3, 4}
-    # A model down and one up for each link: WAN once an iteration, LAN once a local round.
+    # A model down and one up for each link: WAN once a global round, LAN once a local round.
     size = sum(entry.nbytes for entry in model_of(reference).values())
     for row in rows:
         for column, models_moved in (("wan_up", 2), ("wan_down", 2), ("lan_up", 8), ("lan_down", 8)):
@@ -239,8 +240,8 @@ def test_links_csv_counts_whole_models(reference: Path) -> None:
     moved = {(row["from"], row["to"]): int(row["payload_bytes"]) for row in links if row["kind"] == "model"}
     assert len(moved) == 2 * (2 + 4)
     for (source, target), payload in moved.items():
-        iterations = 2 if "cloud" in (source, target) else 4
-        assert payload == iterations * size, (source, target)
+        global_rounds = 2 if "cloud" in (source, target) else 4
+        assert payload == global_rounds * size, (source, target)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO is Linux's")
@@ -269,7 +270,7 @@ def _tier(parent: str) -> str:
 
 
 def test_a_device_that_plays_a_slower_machine_pauses(tmp_path: Path) -> None:
-    small = ("topology.institutions=1", "topology.devices=2", "iterations=1", "institution.rounds=2")
+    small = ("topology.institutions=1", "topology.devices=2", "rounds=1", "institution.rounds=2")
     folder = run_lab(tmp_path, *small, "hardware.of.device-1={ slowdown = 2.0, think_s = 0.4 }")
     with (folder / "devices.csv").open(newline="") as file:
         quick, slow = csv.DictReader(file)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from cloud.agent import CloudAgent
 from cloud.results import RunFolder
 from common.errors import WireError
-from common.experiment.schema import parse
+from common.experiment.reading import parse
 from common.metrics import Metrics
 from common.net.address import BrokerAddress
 from common.protocol import topics
@@ -37,7 +37,7 @@ PATIENCE_S = 90
 LABS = {"north": 1, "south": 2}  # and the seed of each
 TINY: dict[str, Any] = {
     "name": "tiny",
-    "iterations": 2,
+    "rounds": 2,
     "model": {"name": "mlp_digits"},
     "transfer": {"inline_bytes": 0, "chunk_bytes": 32_768},  # chunks, too, go by topics of the lab
 }

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from common.errors import InvalidExperiment
-from common.experiment.schema import parse
+from common.experiment.reading import parse
 from common.learning import datasets
 from common.learning.inputs import Inputs
 from common.learning.readers import leaf

@@ -1,4 +1,4 @@
-"""What an institution's rule remembers: the same after a restart, a step back, iterations without it."""
+"""What an institution's rule remembers: the same after a restart, a step back, global rounds without it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from institution.memory import Memory
 
 
 class Counting:
-    """A rule that remembers which iterations it played."""
+    """A rule that remembers which global rounds it played."""
 
     def __init__(self) -> None:
         self.played: list[int] = []
@@ -34,18 +34,18 @@ def memory(folder: Path | None, *, kept: int = 2, always: bool = True) -> Any:
     return Memory(build, remembers=True, folder=folder, kept=kept, always=always)
 
 
-def play(one: Any, *iterations: int) -> list[int]:
-    """Play iterations, and return what the rule remembered before the last of them."""
+def play(one: Any, *global_rounds: int) -> list[int]:
+    """Play global rounds, and return what the rule remembered before the last of them."""
     before: list[int] = []
-    for iteration in iterations:
-        rule = one.before(iteration)
+    for global_round in global_rounds:
+        rule = one.before(global_round)
         before = list(rule.played)
-        rule.played.append(iteration)
-        one.after(iteration)
+        rule.played.append(global_round)
+        one.after(global_round)
     return before
 
 
-def test_it_goes_on_from_iteration_to_iteration(tmp_path: Path) -> None:
+def test_it_goes_on_from_global_round_to_global_round(tmp_path: Path) -> None:
     for folder in (None, tmp_path):
         assert play(memory(folder), 0, 1, 2, 3) == [0, 1, 2]
 
@@ -55,7 +55,7 @@ def test_a_new_process_goes_on_with_what_the_last_one_left(tmp_path: Path) -> No
     assert play(memory(tmp_path), 3) == [0, 1, 2]
 
 
-def test_an_iteration_that_was_broken_off_begins_where_it_began(tmp_path: Path) -> None:
+def test_a_global_round_that_was_broken_off_begins_where_it_began(tmp_path: Path) -> None:
     one = memory(tmp_path)
     play(one, 0, 1)
     one.before(2).played.append("half")
@@ -75,13 +75,13 @@ def test_the_cloud_may_go_back_as_far_as_its_checkpoints(tmp_path: Path) -> None
 
 
 def test_what_is_lost_is_an_error_with_its_remedy(tmp_path: Path) -> None:
-    with pytest.raises(RunFailed, match=r"iteration 2 is gone.*--spool"):
+    with pytest.raises(RunFailed, match=r"global round 2 is gone.*--spool"):
         memory(tmp_path).before(2)
     with pytest.raises(RunFailed, match="--spool"):
         memory(None).before(2)
 
 
-def test_an_institution_that_is_not_drawn_remembers_its_last_iteration(tmp_path: Path) -> None:
+def test_an_institution_that_is_not_drawn_remembers_its_last_global_round(tmp_path: Path) -> None:
     one = memory(tmp_path, always=False)
     assert play(one, 2, 5, 6) == [2, 5]
     assert play(memory(tmp_path, always=False), 9) == [2, 5, 6]

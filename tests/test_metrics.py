@@ -49,7 +49,7 @@ def test_every_metric_has_a_text_a_unit_or_none_and_labels_without_bound_are_non
     for name, family in FAMILIES.items():
         assert family.text[0].isupper(), name
         assert not name.startswith("fedstrata_") and not name.endswith("_total"), name
-        assert not {"round", "iteration", "message", "run"} & {*family.labels, *family.of}, name
+        assert not {"round", "global_round", "message", "run"} & {*family.labels, *family.of}, name
         assert not {"ms", "mb", "kb", "mbit", "percent"} & {*name.split("_")}, name
 
 

@@ -105,7 +105,7 @@ async def test_a_second_cloud_ends_even_with_a_run_of_its_own(site: SimulatedSit
         second = parent_of(site, ["device-0"], layout=layout, name="cloud", run="run-2")
         with pytest.raises(DuplicateName, match=rf"cloud is already alive on broker {site.address}.*run"):
             await living(site, second)
-        assert_models(await play(first, row, iteration=1), row, layout=layout, places={"device-0": 2})
+        assert_models(await play(first, row, global_round=1), row, layout=layout, places={"device-0": 2})
 
 
 @pytest.mark.parametrize("role", ["device", "institution"])

@@ -23,13 +23,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import InvalidExperiment
-from common.experiment.schema import CLOUD, Experiment, load, parse
+from common.experiment.reading import load, parse
+from common.experiment.schema import Experiment
+from common.experiment.topology import CLOUD
 from deploy.local.namespaces import FRAME_BYTES, End, Namespace, Wire, addressing, joined, shaping
 from deploy.local.netns import by_kernel, lay_out, namespaces, routing
 from deploy.local.network import Network, one_host, shares
 
 DEMO = Path(__file__).parents[1] / "deploy" / "experiments" / "demo.toml"
-SMALL = ("topology.institutions=2", "topology.devices=4", "iterations=2", "institution.rounds=2")
+SMALL = ("topology.institutions=2", "topology.devices=4", "rounds=2", "institution.rounds=2")
 PATIENCE_S = 90.0
 
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from common.errors import InvalidExperiment
 from common.experiment.data import Data
-from common.experiment.schema import parse
+from common.experiment.reading import parse
 from common.learning import datasets, models
 from common.learning.evaluation import evaluate
 from common.learning.inputs import Inputs

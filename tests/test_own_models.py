@@ -11,7 +11,7 @@ from torch import nn
 
 from common.errors import InvalidExperiment
 from common.experiment.data import Model, permit
-from common.experiment.schema import parse
+from common.experiment.reading import parse
 from common.learning import models
 from common.learning.inputs import Inputs
 from common.learning.nets.layers import Dropout

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import InvalidExperiment
-from common.experiment import schema
+from common.experiment import reading, schema, topology
 from common.learning import partitions
 
 Indices = npt.NDArray[np.int64]
@@ -24,7 +24,7 @@ def labels_of(samples: int, classes: int = 10) -> Indices:
 def split(
     labels: Indices, partition: str, *, devices: int = 4, institutions: int = 1, seed: int = 1, **data: Any
 ) -> list[Indices]:
-    topology = schema.parse({"topology": {"devices": devices, "institutions": institutions}}).topology
+    topology = reading.parse({"topology": {"devices": devices, "institutions": institutions}}).topology
     return partitions.split(labels, data=schema.Data(partition=partition, **data), topology=topology, seed=seed)
 
 
@@ -91,7 +91,7 @@ def test_institutions_cover_and_share_equally(devices: int, institutions: int, s
     )
     check_disjoint_cover(parts, 500)
     assert min(len(part) for part in parts) >= max(1, least)
-    names = schema.Topology(devices=devices, institutions=institutions)
+    names = topology.Topology(devices=devices, institutions=institutions)
     sizes = dict(zip(names.device_names(), map(len, parts), strict=True))
     for members in names.children().values():
         own = [sizes[member] for member in members]
@@ -123,14 +123,14 @@ def test_shards_cover_and_are_runs_of_the_sorted_labels(
 @given(owners=st.lists(st.integers(0, 5), min_size=6, max_size=60), seed=st.integers(0, 9))
 def test_natural_gives_each_device_its_user(owners: list[int], seed: int) -> None:
     whose = np.array([*range(6), *owners])
-    experiment = schema.parse({"data": {"dataset": "femnist", "partition": "natural"}, "topology": {"devices": 4}})
+    experiment = reading.parse({"data": {"dataset": "femnist", "partition": "natural"}, "topology": {"devices": 4}})
     labels = labels_of(len(whose))
     parts = partitions.split(labels, data=experiment.data, topology=experiment.topology, seed=seed, owners=whose)
     assert [part.tolist() for part in parts] == [[i for i, user in enumerate(whose) if user == d] for d in range(4)]
 
 
 def test_natural_has_as_many_devices_as_users_at_most() -> None:
-    experiment = schema.parse({"data": {"dataset": "femnist", "partition": "natural"}, "topology": {"devices": 3}})
+    experiment = reading.parse({"data": {"dataset": "femnist", "partition": "natural"}, "topology": {"devices": 3}})
     with pytest.raises(InvalidExperiment, match=r"topology\.devices = 3.*2 users.*at most 2"):
         partitions.split(
             labels_of(4), data=experiment.data, topology=experiment.topology, seed=1, owners=np.array([0, 1, 1, 0])
@@ -154,7 +154,7 @@ def test_institutions_are_split_first_and_their_devices_within(
     assert min(map(len, parts)) >= 3
     # What the devices of an institution hold together does not depend on how it is split among them.
     whole = split(labels, first, devices=devices, institutions=institutions, seed=seed, **given_)
-    names = schema.Topology(devices=devices, institutions=institutions)
+    names = topology.Topology(devices=devices, institutions=institutions)
     places = {name: place for place, name in enumerate(names.device_names())}
     first_ones = next(iter(names.children().values()))
     held, wanted = (np.sort(np.concatenate([some[places[d]] for d in first_ones])) for some in (parts, whole))
@@ -164,8 +164,8 @@ def test_institutions_are_split_first_and_their_devices_within(
 def test_institution_shards_leave_an_institution_few_classes() -> None:
     labels = np.repeat(np.arange(10), 100)
     parts = split(labels, "institution_shards", devices=10, institutions=5, shards=2)
-    topology = schema.Topology(devices=10, institutions=5)
-    for m, _ in enumerate(topology.children()):
+    lab = topology.Topology(devices=10, institutions=5)
+    for m, _ in enumerate(lab.children()):
         together = np.concatenate(parts[2 * m : 2 * m + 2])
         assert np.unique(labels[together]).tolist() == np.unique(labels[parts[2 * m]]).tolist()
         assert len(np.unique(labels[together])) == 2
@@ -256,7 +256,7 @@ def test_institution_membership_is_followed() -> None:
             "members": {"x": ["a", "c"], "y": ["b"]},
         },
     }
-    experiment = schema.parse(tree)
+    experiment = reading.parse(tree)
     labels = labels_of(3000)
     a, b, c = partitions.split(labels, data=experiment.data, topology=experiment.topology, seed=3)
     assert np.abs(class_shares(labels, a) - class_shares(labels, c)).max() < 0.08
@@ -279,8 +279,8 @@ def test_overlap_weighs_each_class_as_sequential_draws_would() -> None:
 def test_a_device_may_be_renamed() -> None:
     labels = labels_of(500)
     data = schema.Data(partition="dirichlet_overlap", partition_size=20)
-    numbered = partitions.split(labels, data=data, topology=schema.Topology(devices=2), seed=1)
-    named = partitions.split(labels, data=data, topology=schema.Topology(devices=["left", "right"]), seed=1)
+    numbered = partitions.split(labels, data=data, topology=topology.Topology(devices=2), seed=1)
+    named = partitions.split(labels, data=data, topology=topology.Topology(devices=["left", "right"]), seed=1)
     assert partitions.digest(numbered, labels=labels) == partitions.digest(named, labels=labels)
 
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from common.experiment.links import Way
-from common.experiment.schema import Transfer, parse
+from common.experiment.reading import parse
+from common.experiment.schema import Transfer
 from deploy.cli.main import app
 from deploy.planning import footprint, workload
 from deploy.planning.prediction import Branch, Device, Lab, Sizes, Speeds, seconds
@@ -111,7 +112,7 @@ def test_one_host_trains_as_many_at_once_as_it_has_cores() -> None:
     assert total(seconds(lab(*branches), FAST)) == pytest.approx(2.0)
 
 
-def test_a_long_evaluation_holds_the_iteration_up() -> None:
+def test_a_long_evaluation_holds_the_global_round_up() -> None:
     found = seconds(lab(Branch(1, FREE, FREE, (device(train_s=1.0),))), replace(FAST, evaluation_s=3.0))
     assert found["evaluate"] == pytest.approx(2.0) and total(found) == pytest.approx(3.0)
 

@@ -18,7 +18,7 @@ import pytest
 
 from common.accounting.child_report import TrainingPath
 from common.errors import InvalidExperiment, RunFailed
-from common.experiment import schema
+from common.experiment import reading, schema
 from common.learning import datasets, models
 from common.model.layout import ModelLayout, Row, Section
 from device.accelerators import choose, may_have_gpu
@@ -63,7 +63,7 @@ def build(*, shape, classes):
 
 
 def experiment(model: str = "cnn_digits", devices: int = 4, **training: Any) -> schema.Experiment:
-    return schema.parse({"model": {"name": model}, "topology": {"devices": devices}, "training": training})
+    return reading.parse({"model": {"name": model}, "topology": {"devices": devices}, "training": training})
 
 
 def initial(lab: schema.Experiment) -> Row:
@@ -74,12 +74,12 @@ def initial(lab: schema.Experiment) -> Row:
     return row
 
 
-def alone(lab: schema.Experiment, node: str, row: Row, *, epochs: int, round_: int) -> tuple[Row, LocalResult]:
+def alone(lab: schema.Experiment, node: str, row: Row, *, epochs: int, local_round: int) -> tuple[Row, LocalResult]:
     trainer = Trainer(lab, node=node, accelerator="cpu")
     trainer.prepare()
     out = trainer.layout.empty()
     never = threading.Event()
-    result = trainer.train(row, out, epochs=epochs, round_=round_, progress=lambda *_: None, cancelled=never)
+    result = trainer.train(row, out, epochs=epochs, local_round=local_round, progress=lambda *_: None, cancelled=never)
     return out, result
 
 
@@ -145,7 +145,7 @@ def fake_pool(notes: Notes, *, accelerator: str = "cpu", slots: int | None = 1, 
 
 def trains(member: Member, row: Row | None = None) -> asyncio.Task[LocalResult]:
     rows = LAYOUT.empty() if row is None else row, LAYOUT.empty()
-    return asyncio.create_task(member.train(*rows, epochs=1, round_=0, progress=lambda *_: None))
+    return asyncio.create_task(member.train(*rows, epochs=1, local_round=0, progress=lambda *_: None))
 
 
 async def settle() -> None:
@@ -336,12 +336,12 @@ def test_workers_give_the_bits_of_a_trainer_alone(lab: Lab) -> None:
             member = lab.member(node)
             prepared = await member.prepare(what)
             out = prepared.layout.empty()
-            return prepared, await member.train(row, out, epochs=2, round_=3, progress=lambda *_: None), out
+            return prepared, await member.train(row, out, epochs=2, local_round=3, progress=lambda *_: None), out
 
         return await asyncio.gather(*map(one, nodes))
 
     for node, (prepared, result, out) in zip(nodes, lab.do(together()), strict=True):
-        wanted, single = alone(what, node, row, epochs=2, round_=3)
+        wanted, single = alone(what, node, row, epochs=2, local_round=3)
         assert np.array_equal(out, wanted)
         assert (result.samples, result.loss, result.steps) == (single.samples, single.loss, single.steps)
         assert prepared.samples == result.samples and prepared.layout.row_bytes == row.nbytes
@@ -356,14 +356,14 @@ def test_one_slot_is_a_thread_and_gives_the_same_bits() -> None:
         async with Pool(accelerator="cpu", slots=1, devices=2) as pool:
             member = pool.member("device-1")
             out = (await member.prepare(what)).layout.empty()
-            result = await member.train(row, out, epochs=1, round_=2, progress=lambda *_: None)
+            result = await member.train(row, out, epochs=1, local_round=2, progress=lambda *_: None)
             assert [type(lane) for lane in pool._lanes] == [Thread]
             with pytest.raises(InvalidExperiment, match="device-9"):
                 await pool.member("device-9").prepare(what)
             return result, out
 
     result, out = asyncio.run(play())
-    assert np.array_equal(out, alone(what, "device-1", row, epochs=1, round_=2)[0]) and result.path == "lean"
+    assert np.array_equal(out, alone(what, "device-1", row, epochs=1, local_round=2)[0]) and result.path == "lean"
 
 
 def test_progress_is_told_and_a_running_training_is_called_off(lab: Lab) -> None:
@@ -381,19 +381,19 @@ def test_progress_is_told_and_a_running_training_is_called_off(lab: Lab) -> None
             seen.append((done, of))
             moved.set()
 
-        task = asyncio.create_task(member.train(row, out, epochs=100_000, round_=0, progress=progress))
+        task = asyncio.create_task(member.train(row, out, epochs=100_000, local_round=0, progress=progress))
         await moved.wait()
         moves = member.moves
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert moves > 0 and (out == 7).all()
-        await member.train(row, out, epochs=1, round_=0, progress=progress)
+        await member.train(row, out, epochs=1, local_round=0, progress=progress)
         return out
 
     before = lab.pids()
     out = lab.do(play())
-    assert np.array_equal(out, alone(what, "device-0", row, epochs=1, round_=0)[0])
+    assert np.array_equal(out, alone(what, "device-0", row, epochs=1, local_round=0)[0])
     assert 0 < seen[0][0] < seen[0][1] == 3_600_000 and seen[-1] == (36, 36)
     assert lab.pids() == before
 
@@ -406,7 +406,7 @@ def moody(lab: Lab) -> schema.Experiment:
 async def train_moody(lab: Lab, what: schema.Experiment, row: Row) -> Row:
     member = lab.member("device-0")
     out = (await member.prepare(what)).layout.empty()
-    await member.train(row, out, epochs=1, round_=0, progress=lambda *_: None)
+    await member.train(row, out, epochs=1, local_round=0, progress=lambda *_: None)
     return out
 
 
@@ -414,7 +414,9 @@ def test_a_worker_that_is_killed_once_costs_the_training_nothing(lab: Lab, moody
     row = initial(moody)
     before = lab.pids()
     lab.order("kill")
-    assert np.array_equal(lab.do(train_moody(lab, moody, row)), alone(moody, "device-0", row, epochs=1, round_=0)[0])
+    assert np.array_equal(
+        lab.do(train_moody(lab, moody, row)), alone(moody, "device-0", row, epochs=1, local_round=0)[0]
+    )
     assert len(lab.pids()) == 2 and len(lab.pids() & before) == 1
 
 
@@ -423,7 +425,9 @@ def test_a_training_that_kills_two_workers_fails_and_spares_the_others(lab: Lab,
     lab.order("kill", 2)
     with pytest.raises(RunFailed, match=r"trained device-0 was killed by SIGKILL, and so was .*--slots"):
         lab.do(train_moody(lab, moody, row))
-    assert np.array_equal(lab.do(train_moody(lab, moody, row)), alone(moody, "device-0", row, epochs=1, round_=0)[0])
+    assert np.array_equal(
+        lab.do(train_moody(lab, moody, row)), alone(moody, "device-0", row, epochs=1, local_round=0)[0]
+    )
 
 
 def test_exhausted_memory_fails_the_training_and_spares_the_worker(lab: Lab, moody: schema.Experiment) -> None:

@@ -32,7 +32,7 @@ SHIPPED: Final = ROOT / "deploy" / "prometheus"
 GRAFANA: Final = ROOT / "deploy" / "grafana"
 PATIENCE_S: Final = 90
 INTERVAL_S: Final = 2
-ITERATIONS: Final = 12  # half of them after a device came back, which takes it four seconds to be found again
+GLOBAL_ROUNDS: Final = 12  # half of them after a device came back, which takes it four seconds to be found again
 HOME: Final = "institution-0"
 ABSENT: Final = ("fedstrata_host_temperature", "fedstrata_gpu_")  # not on every machine
 
@@ -178,8 +178,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         def device(*names: str) -> subprocess.Popen[bytes]:
             return role("device", "--institution", HOME, *(word for name in names for word in ("--name", name)))
 
-        # Slow links, not slow devices, leave the time to kill one: an iteration takes a second on any machine.
-        sizes = ("topology.institutions=1", "topology.devices=3", f"iterations={ITERATIONS}", "institution.rounds=1",
+        # Slow links, not slow devices, leave the time to kill one: a global round takes a second on any machine.
+        sizes = ("topology.institutions=1", "topology.devices=3", f"rounds={GLOBAL_ROUNDS}", "institution.rounds=1",
                  "links.wan.up_mbit=0.64", "links.wan.down_mbit=0.64")  # fmt: skip
         lab = [
             role("cloud", DEMO, "--runs", home / "runs", "--metrics", f"127.0.0.1:{cloud_port}",
@@ -272,7 +272,7 @@ def test_seconds_and_bytes_are_those_of_the_runs_files(story: Story) -> None:
 @pytest.mark.slow
 def test_the_demo_is_found_whole_and_agrees_with_its_files(tmp_path: Path) -> None:
     port, cloud = free_port(), free_port()
-    sizes = ("iterations=20", "links.wan.up_mbit=0.64", "links.wan.down_mbit=0.64")
+    sizes = ("rounds=20", "links.wan.up_mbit=0.64", "links.wan.down_mbit=0.64")
     with ExitStack() as stack:
         words = ["run", DEMO, "--runs", tmp_path / "runs", "--metrics", f"127.0.0.1:{cloud}"]
         words += [word for size in sizes for word in ("--set", size)]

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from common.errors import NoProgress, RunFailed
-from common.experiment.schema import Closing, Transfer
+from common.experiment.rounds import Closing
+from common.experiment.schema import Transfer
 from common.protocol.messages import Acknowledgement, Message, NodeState
 from common.runtime.child_endpoint import ChildEndpoint
 from tests.helpers.nodes import (
@@ -202,7 +203,7 @@ async def test_a_quorum_closes_by_its_deadline_and_late_results_are_answered(sit
         await until(lambda: late.refusals)
         assert "closed" in late.refusals[0]
         assert parent.session.coordinator.late == 1
-        second = await play(parent, row, iteration=1, closing=Closing(rule="quorum", quorum=3, deadline_s=0.1))
+        second = await play(parent, row, global_round=1, closing=Closing(rule="quorum", quorum=3, deadline_s=0.1))
         assert_models(second, row, layout=layout, places={"device-0": 0, "device-1": 1, "late": 2})
 
 

@@ -65,9 +65,9 @@ def test_a_model_passes_an_institution_in_both_directions(site: RealSite) -> Non
         middle = Middle(site, layout, children=names)
         devices = [serving(site, child_of(site, name), layout, place) for place, name in enumerate(names)]
         async with together(living(site, cloud), middle.live(), *devices):
-            for iteration in range(2):
-                row = drawn(layout, iteration)
-                assert_models(await play(cloud, row, iteration=iteration), row, layout=layout, places={PARENT: 0})
+            for global_round in range(2):
+                row = drawn(layout, global_round)
+                assert_models(await play(cloud, row, global_round=global_round), row, layout=layout, places={PARENT: 0})
 
     real(run())
 
@@ -118,7 +118,7 @@ def test_a_real_broker_that_is_killed_in_mid_transfer_costs_no_chunk_that_had_ar
                 for key, lacking, here in one.asks:
                     assert not lacking & here, key
             assert all(endpoint.connection.reconnects >= 2 for endpoint in endpoints)
-            again = await play(parent, row, iteration=1)
+            again = await play(parent, row, global_round=1)
             assert_models(again, row, layout=layout, places={"device-0": 0, "device-1": 1})
 
     real(run())

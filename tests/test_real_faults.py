@@ -22,11 +22,12 @@ from safetensors.numpy import load_file
 
 from cloud.agent import CloudAgent
 from cloud.evaluator import Accuracy, Beginning
-from cloud.iterations import Observe
+from cloud.global_rounds import Observe
 from cloud.results import RunFolder
 from common.accounting.traffic import Traffic
 from common.errors import InvalidExperiment, NoProgress, WireError
-from common.experiment.schema import Experiment, parse, to_toml
+from common.experiment.reading import parse, to_toml
+from common.experiment.schema import Experiment
 from common.learning import splits
 from common.learning.evaluation import Examiner
 from common.metrics import Metrics
@@ -46,7 +47,7 @@ PATIENCE_S: Final = 90.0
 SMALL: Final[dict[str, Any]] = {
     "name": "faults",
     "seed": 5,
-    "iterations": 1,
+    "rounds": 1,
     "topology": {"institutions": 1, "devices": 2},
     "model": {"name": "mlp_digits"},
     "training": {"epochs": 1},
@@ -65,9 +66,9 @@ class HereEvaluator:
         self._examiner = Examiner(self._experiment)
         return Beginning(self._examiner.layout, self._examiner.first, partition)
 
-    async def evaluate(self, iteration: int, row: Row) -> Accuracy:
+    async def evaluate(self, global_round: int, row: Row) -> Accuracy:
         found = self._examiner.examine(row)
-        return Accuracy(iteration, found.accuracy, found.loss)
+        return Accuracy(global_round, found.accuracy, found.loss)
 
     def close(self) -> None:
         pass
@@ -320,7 +321,7 @@ def test_a_lab_of_one_host_in_which_one_device_has_no_data_ends_with_4(tmp_path:
 @pytest.mark.timeout(2 * PATIENCE_S)
 def test_a_wan_that_is_slower_than_the_lan_ends_no_run(tmp_path: Path) -> None:
     pairs = (
-        "iterations=2", "topology.institutions=1", "topology.devices=2", "data.dataset=synthetic", "data.classes=10",
+        "rounds=2", "topology.institutions=1", "topology.devices=2", "data.dataset=synthetic", "data.classes=10",
         "data.samples=200", "model.name=resnet20", "links.wan={up_mbit=2,down_mbit=2}",
     )  # fmt: skip
     overrides = [word for pair in pairs for word in ("--set", pair)]
@@ -418,7 +419,7 @@ def test_a_persistent_broker_that_loses_power_with_its_lab_holds_up_no_later_one
         "persistence": "true", "persistence_location": f"{store}/",
         "autosave_interval": 1, "autosave_on_changes": "true",
     }  # fmt: skip
-    experiment = parse(SMALL | {"iterations": 200})
+    experiment = parse(SMALL | {"rounds": 200})
     served = stack.enter_context(broker.start(directory=tmp_path, settings=settings))
     address = BrokerAddress(served.host, served.port)
     (first_home := tmp_path / "first").mkdir()
@@ -462,7 +463,7 @@ def test_a_device_whose_large_packets_vanish_costs_a_quorum_its_deadlines(tmp_pa
     transfer = {"inline_bytes": 0, "keepalive_s": 5}
     experiment = parse(
         SMALL
-        | {"iterations": 3, "institution": {"closing": closing}, "transfer": transfer, "model": {"name": "cnn_digits"}}
+        | {"rounds": 3, "institution": {"closing": closing}, "transfer": transfer, "model": {"name": "cnn_digits"}}
     )
     wire = Wire(0, "device-0", "above", "below", up_mbit=50.0, down_mbit=50.0)
     spaces = stack.enter_context(joined(("above", "below"), (wire,)))

@@ -17,7 +17,9 @@ import pytest
 
 from common.accounting.traffic import Traffic, Wire
 from common.experiment.links import Link
-from common.experiment.schema import Closing, Experiment, parse
+from common.experiment.reading import parse
+from common.experiment.rounds import Closing
+from common.experiment.schema import Experiment
 from common.model.layout import ModelLayout
 from common.protocol import serialization, topics
 from common.protocol.child_events import ModelArrived, RunEnded, TaskReceived
@@ -220,7 +222,13 @@ def test_a_parent_plays_the_recorded_rounds_again(node: str, messages: list[Reco
             for task in tasks[key].values():
                 session.offers.offer(task.model, memoryview(blobs[task.model.blob]), children)
             assert (
-                session.open(iteration=key.iteration, round_=key.round, assignments=given, closing=Closing(), now=now)
+                session.open(
+                    global_round=key.global_round,
+                    local_round=key.local_round,
+                    assignments=given,
+                    closing=Closing(),
+                    now=now,
+                )
                 == key
             )
         while (event := session.next_event()) is not None:

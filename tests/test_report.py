@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from cloud.results import RunFolder
-from common.experiment.schema import parse
+from common.experiment.reading import parse
 from deploy.cli.main import app
 from deploy.console.tabular import THIN, html
 from deploy.local import direct
@@ -35,7 +35,7 @@ from deploy.runs.run import Run
 
 MakeRun = Callable[..., Path]
 LAB: dict[str, Any] = {
-    "name": "tiny", "iterations": 3, "target_accuracy": 0.99,
+    "name": "tiny", "rounds": 3, "target_accuracy": 0.99,
     "topology": {"institutions": 2, "devices": 4},
     "data": {"dataset": "synthetic", "classes": 3, "image_shape": [1, 8, 8], "samples": 120,
              "test_samples": 40},
@@ -141,14 +141,14 @@ def test_bytes_in_the_report_are_those_of_the_files(played: list[Path]) -> None:
         assert number(row[2]) == sum(int(x["payload_bytes"]) for x in mine) > 0
         assert number(row[3]) == sum(int(x["message_bytes"]) for x in mine)
         assert number(row[3]) == run.totals[f"{tier}_{way}_bytes"]  # rounds.csv counts the same
-    iterations = tree.tables["Each iteration"]
+    global_rounds = tree.tables["Each global round"]
     with (run.path / "rounds.csv").open(newline="") as file:
-        for row, line in zip(iterations[1:], csv.DictReader(file), strict=True):
+        for row, line in zip(global_rounds[1:], csv.DictReader(file), strict=True):
             assert [number(cell) for cell in row[-5:-1]] == [int(line[name]) for name in COUNTS]
             assert number(row[2]) == pytest.approx(float(line["accuracy"]), abs=5e-5)
 
 
-def test_phases_add_up_to_the_iterations(played: list[Path]) -> None:
+def test_phases_add_up_to_the_global_rounds(played: list[Path]) -> None:
     for path in played:
         run = Run(path)
         for before, row in pairwise([None, *run.rounds]):
@@ -216,13 +216,13 @@ def test_any_text_is_safe_in_html_and_xml(words: str) -> None:
 def test_a_run_under_way_or_killed_is_told_so_far(tmp_path: Path, make_run: MakeRun) -> None:
     killed = make_run(tmp_path, LAB, accuracies=(0.5, None), last="")
     text = compose([Run(killed)])[0].html("t")
-    assert "was interrupted or killed: 2 of 3 iterations are done" in text
+    assert "was interrupted or killed: 2 of 3 global rounds are done" in text
     folder = RunFolder.reopen(killed)
     assert "is still going: 2 of 3" in compose([Run(killed)])[0].html("t")
     del folder
     failed = make_run(tmp_path, LAB, accuracies=(), last="failed")
     tree = read(compose([Run(failed)])[0].html("t"))
-    assert "failed: so 0 of 3 iterations are done" in tree.words and "Seconds by phase" not in tree.tables
+    assert "failed: so 0 of 3 global rounds are done" in tree.words and "Seconds by phase" not in tree.tables
     both = read(compose([Run(killed), Run(failed)])[0].html("t"))
     assert [row[1] for row in both.tables["The runs, bytes as MQTT packets"][1:]] == ["interrupted", "failed"]
 
@@ -293,17 +293,17 @@ def test_ticks_are_few_round_and_hold_the_range(low: float, span: float) -> None
     assert found[0] <= low + slack and found[-1] >= low + span - slack
 
 
-def test_many_iterations_are_joined_to_means() -> None:
+def test_many_global_rounds_are_joined_to_means() -> None:
     parts = [("fill-train", "train"), ("fill-wait", "wait")]
-    figure = charts.columns("n", "t", parts, [[1.0, 2.0]] * 150, x="iteration", axis=charts.Axis("s", "s"))
-    assert sum("<rect" in e and "iteration" in e for e in figure.elements) == 2 * 50
-    assert figure.table is not None and len(figure.table.rows) == 150 and "3 iterations" in figure.text
+    figure = charts.columns("n", "t", parts, [[1.0, 2.0]] * 150, x="global_round", axis=charts.Axis("s", "s"))
+    assert sum("<rect" in e and "global_round" in e for e in figure.elements) == 2 * 50
+    assert figure.table is not None and len(figure.table.rows) == 150 and "3 global rounds" in figure.text
 
 
 def test_epochs_of_a_long_run_are_told_in_stretches() -> None:
     figure = epochs("epochs", {"i": [2] * 400 + [None] + [4] * 100})
     titles = [title for e in figure.elements for title in re.findall("<title>(.*?)</title>", e)]
-    assert titles == ["i, iteration 1 to 400: 2 epochs", "i, iteration 402 to 501: 4 epochs"]
+    assert titles == ["i, global round 1 to 400: 2 epochs", "i, global round 402 to 501: 4 epochs"]
 
 
 def test_devices_of_like_links_are_one_box() -> None:

@@ -13,7 +13,8 @@ from session_lab import ALL, ChildNode, Lab, model_of, names_of
 from session_lab import manifest_of as blob_of
 
 from common.accounting.traffic import Traffic, Wire
-from common.experiment.schema import Closing, Transfer
+from common.experiment.rounds import Closing
+from common.experiment.schema import Transfer
 from common.protocol.closing import Standing, Verdict, judge
 from common.protocol.coordinator import Coordinator
 from common.protocol.messages import (
@@ -65,7 +66,7 @@ def assignments(names: Sequence[str], *, model: int = 1, epochs: int = 1) -> dic
 
 def test_no_child_is_blamed_for_our_own_absence() -> None:
     parent = Coordinator(["a"], idle_s=10.0)
-    key = parent.open(iteration=0, round_=0, assignments=assignments(["a"]), closing=ALL, now=0.0)
+    key = parent.open(global_round=0, local_round=0, assignments=assignments(["a"]), closing=ALL, now=0.0)
     parent.presence("a", "s", Presence(NodeState.READY, "device"), now=0.0)
     parent.receive("a", progress_of(key), now=0.0)
     parent.reconnected(100.0)
@@ -78,7 +79,7 @@ def test_no_child_is_blamed_for_our_own_absence() -> None:
 def test_a_child_that_gave_up_before_the_round_is_not_waited_for() -> None:
     parent = Coordinator(["a"], idle_s=10.0)
     parent.presence("a", "s", Presence(NodeState.FAILED, "device", reason="no data"), now=0.0)
-    parent.open(iteration=0, round_=0, assignments=assignments(["a"]), closing=ALL, now=1.0)
+    parent.open(global_round=0, local_round=0, assignments=assignments(["a"]), closing=ALL, now=1.0)
     parent.tick(1.0)
     assert parent.next_event() == Stalled("a gave up: no data", idle=False, failures=frozenset({Failure.NONE}))
 
@@ -254,7 +255,7 @@ def parent_with_child_in(state: ChildState) -> tuple[Coordinator, Key]:
     for name in "ab":
         parent.presence(name, f"{name}-1", Presence(NodeState.READY, "device"), now=0.0)
     names = ["b"] if state is ChildState.IDLE else ["a", "b"]
-    key = parent.open(iteration=0, round_=0, assignments=assignments(names), closing=ALL, now=0.0)
+    key = parent.open(global_round=0, local_round=0, assignments=assignments(names), closing=ALL, now=0.0)
     if state not in (ChildState.IDLE, ChildState.ASSIGNED):
         parent.receive("a", progress_of(key), now=1.0)
     if state in (ChildState.OFFERED, ChildState.ACCEPTED, ChildState.REFUSED):
@@ -337,9 +338,13 @@ class OneParent:
         if ready:
             assert {name for name, _ in self.coordinator.to_send(0.0)} == set(self.names)
 
-    def open(self, *, iteration: int = 3, round_: int = 0, closing: Closing = ALL, now: float = 0.0) -> Key:
+    def open(self, *, global_round: int = 3, local_round: int = 0, closing: Closing = ALL, now: float = 0.0) -> Key:
         return self.coordinator.open(
-            iteration=iteration, round_=round_, assignments=assignments(self.names), closing=closing, now=now
+            global_round=global_round,
+            local_round=local_round,
+            assignments=assignments(self.names),
+            closing=closing,
+            now=now,
         )
 
     def presence(self, name: str, state: NodeState, now: float, *, session: str = "", reason: str = "") -> None:
@@ -447,7 +452,7 @@ def test_a_second_task_is_a_clean_sheet() -> None:
     one.coordinator.refuse("device-0", one.key, reason="no", now=1.0)
     one.finish("device-1", 2.0)
     one.events()
-    one.key = one.open(round_=1, now=3.0)
+    one.key = one.open(local_round=1, now=3.0)
     for name in one.names:
         one.finish(name, 4.0)
     closed = one.events()[-1]
@@ -467,7 +472,7 @@ def test_a_late_result_has_an_acknowledgement_and_is_counted_once() -> None:
     for now in (6.0, 7.0):  # its repeat, too
         one.receive("device-2", late, now)
         assert one.acknowledgements(now) == [("device-2", Acknowledgement(one.key, "the round has closed"))]
-    one.open(round_=1, now=8.0)
+    one.open(local_round=1, now=8.0)
     one.coordinator.to_send(8.0)
     one.receive("device-2", late, 9.0)
     assert ("device-2", Acknowledgement(one.key, "the round has closed")) in one.coordinator.to_send(9.0)
@@ -481,7 +486,7 @@ def test_a_result_that_was_taken_is_never_called_late() -> None:
     one.coordinator.to_send(1.0)
     one.receive("device-0", result_of(one.key), 2.0)
     assert one.acknowledgements(2.0) == [("device-0", Acknowledgement(one.key, ""))]
-    one.open(round_=1, now=3.0)
+    one.open(local_round=1, now=3.0)
     one.coordinator.to_send(3.0)
     one.receive("device-0", result_of(one.key), 3.5)
     assert ("device-0", Acknowledgement(one.key, "")) in one.coordinator.to_send(3.5)
@@ -611,7 +616,7 @@ def test_a_child_that_waits_for_its_own_children_is_not_idle_before_a_round_is_o
     for now in range(0, 900, 19):
         parent.preparing("a", 3, waits=True, now=float(now))
         assert parent.hanging(now + 19.0) == []
-    key = parent.open(iteration=0, round_=0, assignments=assignments(["a"]), closing=ALL, now=900.0)
+    key = parent.open(global_round=0, local_round=0, assignments=assignments(["a"]), closing=ALL, now=900.0)
     assert key == OLD
     for now in range(900, 921, 4):
         parent.preparing("a", 3, waits=True, now=float(now))
@@ -946,7 +951,7 @@ def test_an_open_round_has_phases_too() -> None:
 @pytest.mark.parametrize("start", [0.0, 100.0])
 def test_the_phases_are_the_moments_seen(start: float) -> None:
     one = OneParent(2)
-    one.key = one.open(round_=5, now=start)
+    one.key = one.open(local_round=5, now=start)
     one.receive("device-0", progress_of(one.key, Phase.FETCHING), start)
     one.receive("device-0", progress_of(one.key), start + 1.0)
     one.receive("device-1", progress_of(one.key), start + 2.0)  # all have the model

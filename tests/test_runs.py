@@ -8,18 +8,20 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from cloud.results import RunFolder, held
 from common.errors import InvalidExperiment
-from common.experiment.schema import parse
+from common.experiment.reading import parse
 from deploy.cli.main import app
 from deploy.runs.records import COUNTS, PHASES
 from deploy.runs.run import Run, State, find, folders
 
 MakeRun = Callable[..., Path]
+EARLIER: Final = Path(__file__).parent / "recordings" / "run-format-1"  # before global rounds had their name
 
 
 def fedstrata(*arguments: str | Path) -> Result:
@@ -27,8 +29,8 @@ def fedstrata(*arguments: str | Path) -> Result:
 
 
 def test_a_run_is_read_as_it_was_written(tmp_path: Path, make_run: MakeRun) -> None:
-    run = Run(make_run(tmp_path, {"name": "lab", "seed": 3, "iterations": 3}))
-    assert (run.name, run.seed, run.iterations, run.direct) == ("lab", 3, 3, False)
+    run = Run(make_run(tmp_path, {"name": "lab", "seed": 3, "rounds": 3}))
+    assert (run.name, run.seed, run.global_rounds, run.direct) == ("lab", 3, 3, False)
     assert [row.accuracy for row in run.rounds] == [0.5, 0.75, 0.9] and run.accuracy == 0.9
     assert run.totals == dict(zip(COUNTS, (3_000_009, 6_000_015, 90_000_021, 120_000_027), strict=True))
     assert [row.epochs for row in run.rounds] == [{"institution-0": n} for n in (1, 2, 3)]
@@ -89,8 +91,8 @@ def test_a_table_cut_anywhere_has_whole_rows(tmp_path: Path, make_run: MakeRun) 
 def test_a_resumed_run_forgets_a_row_that_was_cut(tmp_path: Path, make_run: MakeRun) -> None:
     path = make_run(tmp_path, {}, last="")
     whole = (path / "rounds.csv").read_bytes()
-    (path / "rounds.csv").write_bytes(whole + b"1")  # of iteration 10 or more
-    assert [row["round"] for row in RunFolder.reopen(path).forget_after(3)] == ["1", "2", "3"]
+    (path / "rounds.csv").write_bytes(whole + b"1")  # of global round 10 or more
+    assert [row["global_round"] for row in RunFolder.reopen(path).forget_after(3)] == ["1", "2", "3"]
     assert (path / "rounds.csv").read_bytes() == whole
 
 
@@ -148,12 +150,12 @@ def test_a_run_is_found_by_its_folder_or_the_beginning_of_its_id(tmp_path: Path,
 
 
 def test_runs_are_listed(tmp_path: Path, make_run: MakeRun) -> None:
-    first = make_run(tmp_path, {"name": "first", "iterations": 3})
-    make_run(tmp_path, {"name": "second", "iterations": 9}, accuracies=(0.25,), last="failed")
+    first = make_run(tmp_path, {"name": "first", "rounds": 3})
+    make_run(tmp_path, {"name": "second", "rounds": 9}, accuracies=(0.25,), last="failed")
     done = fedstrata("runs", "list", "--runs", tmp_path, "--format", "json")
     rows = {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
-    assert rows["first"]["state"] == "finished" and rows["first"]["iterations_done"] == 3
-    assert (rows["second"]["state"], rows["second"]["iterations"], rows["second"]["accuracy"]) == ("failed", 9, 0.25)
+    assert rows["first"]["state"] == "finished" and rows["first"]["global_rounds_done"] == 3
+    assert (rows["second"]["state"], rows["second"]["global_rounds"], rows["second"]["accuracy"]) == ("failed", 9, 0.25)
     assert rows["first"]["bytes"] == Run(first).totals and rows["first"]["seconds"] == pytest.approx(3 * 1.58)
     lines = fedstrata("runs", "list", "--runs", tmp_path).stdout.splitlines()
     assert lines[0].split()[:4] == ["run", "name", "started", "state"] and len(lines) == 3
@@ -173,3 +175,26 @@ def test_a_run_is_shown(tmp_path: Path, make_run: MakeRun) -> None:
     assert shown["seed"] == 5 and shown["files"]["rounds.csv"] == (path / "rounds.csv").stat().st_size
     assert parse(shown["experiment"]) == parse({"name": "lab", "seed": 5}) and "host" in shown["manifest"]
     assert "rounds.csv" in fedstrata("runs", "show", path).stdout
+
+
+def test_a_run_of_an_earlier_release_is_read() -> None:
+    run = Run(EARLIER)
+    assert (run.name, run.global_rounds, run.state) == ("demo", 4, State.FINISHED)
+    assert [row.number for row in run.rounds] == [1, 2, 3, 4] and run.accuracy == pytest.approx(0.802228)
+    assert {work.global_round for work in run.devices} == {1, 2, 3, 4}
+    names = [event.name for event in run.events]
+    assert names.count("global_round") == 4 and "iteration" not in names
+    assert [event.facts["global_round"] for event in run.events if event.name == "finished"] == [4]
+    assert not any("round" in event.facts for event in run.events)
+
+
+@pytest.mark.parametrize("command", [["report"], ["compare", "--target", "0.7"], ["runs", "show"]])
+def test_the_commands_read_a_run_of_an_earlier_release(command: list[str], tmp_path: Path) -> None:
+    words = [*command, EARLIER, *(["--out", tmp_path / "page.html"] if command == ["report"] else [])]
+    result = fedstrata(*words)
+    assert result.exit_code == 0, result.output
+
+
+def test_a_run_of_an_earlier_release_is_not_resumed() -> None:
+    with pytest.raises(InvalidExperiment, match=r"--resume = .*earlier release.*Begin a new run"):
+        RunFolder.reopen(EARLIER)

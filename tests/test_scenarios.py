@@ -19,7 +19,8 @@ import typer
 from common.accounting.child_report import ChildReport
 from common.accounting.counters import packet_bytes
 from common.accounting.traffic import Traffic
-from common.experiment.schema import CLOUD, parse
+from common.experiment.reading import parse
+from common.experiment.topology import CLOUD
 from common.protocol import serialization, topics
 from common.protocol.fetches import PATIENCE_S
 from common.protocol.identity import CHALLENGED_MOST
@@ -53,7 +54,7 @@ IDLE_S: Final = 60.0
 MODEL_BYTES: Final = 10_000
 TREE: Final[dict[str, Any]] = {
     "name": "scenario",
-    "iterations": 2,
+    "rounds": 2,
     "topology": {"institutions": 2, "devices": 4},
     "institution": {"rounds": 2},
     "links": {"check": "off"},
@@ -410,7 +411,7 @@ def test_a_lost_device_costs_a_quorum_one_deadline_at_most() -> None:
         sim.kill("device-3")
 
     institution = {"rounds": 1, "closing": quorum(3, deadline_s=20.0)}
-    outcome = lab(losing, tree={"iterations": 6, "topology": ONE, "institution": institution})
+    outcome = lab(losing, tree={"rounds": 6, "topology": ONE, "institution": institution})
     assert ended_with(outcome, CLOUD) == "", outcome
     seconds = round_seconds(outcome)
     assert len(seconds) == 6 and max(seconds[1:]) < 3.0 and seconds[0] < 20.0 + 3.0
@@ -422,7 +423,7 @@ def test_a_lost_institution_costs_a_quorum_one_deadline_at_most() -> None:
         for node in ("institution-1", "device-2", "device-3"):
             sim.kill(node)
 
-    outcome = lab(losing, tree={"iterations": 6, "cloud": {"closing": quorum(1, deadline_s=20.0)}})
+    outcome = lab(losing, tree={"rounds": 6, "cloud": {"closing": quorum(1, deadline_s=20.0)}})
     assert ended_with(outcome, CLOUD) == "", outcome
     seconds = round_seconds(outcome)
     assert len(seconds) == 6 and max(seconds[1:]) < 6.0 and seconds[0] < 20.0 + 6.0
@@ -491,7 +492,7 @@ def test_an_institution_that_still_waits_when_the_run_ends_ends_with_it(undistur
 # 7. The wrong experiment, the wrong device
 
 
-@pytest.mark.parametrize("other", [{}, {"iterations": 3, "seed": 9}], ids=["the same again", "another experiment"])
+@pytest.mark.parametrize("other", [{}, {"rounds": 3, "seed": 9}], ids=["the same again", "another experiment"])
 def test_a_cloud_that_begins_another_run_takes_its_children_along(
     other: dict[str, Any], undisturbed: LabOutcome
 ) -> None:
@@ -789,7 +790,7 @@ def test_a_shaped_link_takes_payload_and_headers_by_its_rate(way: str, model_byt
         sim.network.hooks.append(note)
 
     tree = {
-        "iterations": 1,
+        "rounds": 1,
         "topology": {"institutions": 1, "devices": 1},
         "institution": {"rounds": 1},
         "links": {"check": "off", "wan": {f"{way}_mbit": mbit}},

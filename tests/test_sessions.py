@@ -35,7 +35,8 @@ from common.accounting.child_report import ChildReport
 from common.accounting.traffic import Traffic
 from common.errors import WireError
 from common.experiment.links import Link
-from common.experiment.schema import Closing, Transfer
+from common.experiment.rounds import Closing
+from common.experiment.schema import Transfer
 from common.protocol import serialization, topics
 from common.protocol.child_events import ModelFailed, ParentGone, ParentMoved, ResultRefused, RunEnded, TaskReceived
 from common.protocol.child_session import FAREWELL_S

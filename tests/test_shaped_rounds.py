@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from common.experiment.links import Link
-from common.experiment.schema import Closing, Transfer
+from common.experiment.rounds import Closing
+from common.experiment.schema import Transfer
 from tests.helpers.nodes import (
     FINE,
     assert_models,

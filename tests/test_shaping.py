@@ -244,7 +244,7 @@ def number_of(output: Output) -> int:
     assert isinstance(output, Publish)
     _, message = serialization.decode(output.body)
     assert isinstance(message, Acknowledgement)
-    return message.key.round
+    return message.key.local_round
 
 
 def test_what_is_due_leaves_at_once() -> None:

@@ -14,7 +14,8 @@ import pytest
 
 from cloud.results import RunFolder
 from common.errors import FedstrataError
-from common.experiment.schema import Experiment, parse
+from common.experiment.reading import parse
+from common.experiment.schema import Experiment
 from common.net.address import BrokerAddress
 from common.net.bulk import Body
 from common.runtime.world import Connection
@@ -29,7 +30,7 @@ from deploy.simulation.world import SimulatedWorld
 
 SMALL = {
     "name": "simulated",
-    "iterations": 2,
+    "rounds": 2,
     "topology": {"institutions": 2, "devices": 4},
     "institution": {"rounds": 2},
     "links": {"check": "off"},

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from common.errors import ConnectionFailed
-from common.experiment.schema import Closing, Transfer
+from common.experiment.rounds import Closing
+from common.experiment.schema import Transfer
 from common.model.layout import ModelLayout, Row
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics

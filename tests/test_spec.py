@@ -16,7 +16,9 @@ from common.errors import InvalidExperiment
 from common.experiment import links
 from common.experiment.aggregation import RULES
 from common.experiment.links import Link, Profile, Way, shipped
-from common.experiment.schema import Experiment, load, parse, participants, to_toml
+from common.experiment.reading import load, parse, to_toml
+from common.experiment.rounds import participants
+from common.experiment.schema import Experiment
 
 FILES = sorted((Path(__file__).parent.parent / "deploy" / "experiments").glob("*.toml"))
 
@@ -164,7 +166,7 @@ def test_names_with_dots_are_one_key(tmp_path: Path) -> None:
 
 
 CHANGES: list[dict[str, Any]] = [
-    {"name": "other"}, {"seed": 2}, {"iterations": 11}, {"target_accuracy": 0.9}, {"topology": {"devices": 2}},
+    {"name": "other"}, {"seed": 2}, {"rounds": 11}, {"target_accuracy": 0.9}, {"topology": {"devices": 2}},
     {"topology": {"institutions": ["a"]}}, {"topology": {"devices": ["a"]}}, {"data": {"dataset": "mnist"}},
     {"data": {"root": "elsewhere"}}, {"model": {"name": "lenet5"}},
     *({"data": {"dataset": "cifar100"} | more} for more in ({}, {"labels": "coarse"})),
@@ -206,7 +208,7 @@ CHANGES: list[dict[str, Any]] = [
 def test_the_digest_changes_with_any_value() -> None:
     digests = [Experiment().digest, *(parse(change).digest for change in CHANGES)]
     assert len(set(digests)) == len(digests) and all(len(digest) == 16 for digest in digests)
-    assert parse({"seed": 1, "iterations": 10}).digest == Experiment().digest  # defaults, said or not
+    assert parse({"seed": 1, "rounds": 10}).digest == Experiment().digest  # defaults, said or not
     assert parse({"training": {"momentum": 0}}).digest == parse({"training": {"momentum": 0.0}}).digest
 
 
@@ -265,7 +267,7 @@ def test_keys_of_the_data_that_do_nothing_are_not_written_out() -> None:
 @pytest.mark.parametrize(
     ("tree", "key", "value", "remedy"),
     [
-        ({"itertions": 3}, "itertions", "3", "Did you mean 'iterations'?"),
+        ({"ronds": 3}, "ronds", "3", "Did you mean 'rounds'?"),
         ({"Seed": 3}, "Seed", "3", "Did you mean 'seed'?"),
         ({"training": {"learningrate": 0.1}}, "training.learningrate", "0.1", "Did you mean 'learning_rate'?"),
         ({"training": {"lr": 0.1}}, "training.lr", "0.1", "Known keys: epochs, batch_size, learning_rate"),
@@ -278,7 +280,7 @@ def test_keys_of_the_data_that_do_nothing_are_not_written_out() -> None:
         ({"profiles": {"mine": {"delay": 2}}}, "profiles.mine.delay", "2", "Did you mean 'delay_ms'?"),
         ({"profile": {"mine": {}}}, "profile", "{'mine': {}}", "Did you mean 'profiles'?"),
         ({"topology": {"device": 3}}, "topology.device", "3", "Did you mean 'devices'?"),
-        ({"xyzzy": "plugh"}, "xyzzy", "'plugh'", "Known keys: name, seed, iterations"),
+        ({"xyzzy": "plugh"}, "xyzzy", "'plugh'", "Known keys: name, seed, rounds"),
         (
             {"cloud": {"aggregation": {"name": "fedcross", "alph": 0.9}}},
             "cloud.aggregation.alph",
@@ -324,7 +326,7 @@ def test_an_unknown_key_has_a_proposal(tree: dict[str, Any], key: str, value: st
         ({"seed": True}, "seed", "True", "integer"),
         ({"seed": -1}, "seed", "-1", "greater than or equal to 0"),
         ({"seed": 2**63}, "seed", str(2**63), "less than"),
-        ({"iterations": 0}, "iterations", "0", "greater than or equal to 1"),
+        ({"rounds": 0}, "rounds", "0", "greater than or equal to 1"),
         ({"name": "no spaces"}, "name", "'no spaces'", "pattern"),
         ({"name": 3}, "name", "3", "string"),
         ({"target_accuracy": 1.5}, "target_accuracy", "1.5", "less than or equal to 1"),
@@ -434,7 +436,7 @@ def test_a_device_may_have_a_rules_name() -> None:
 
 
 def test_values_are_not_guessed_from_other_types() -> None:
-    for tree in ({"seed": "1"}, {"training": {"momentum": "0.9"}}, {"topology": {"devices": "3"}}, {"iterations": 1e1}):
+    for tree in ({"seed": "1"}, {"training": {"momentum": "0.9"}}, {"topology": {"devices": "3"}}, {"rounds": 1e1}):
         refusal(tree)
     assert parse({"training": {"learning_rate": 1}}).training.learning_rate == 1.0  # a whole number is a number
 
@@ -719,7 +721,7 @@ def test_a_broken_file(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(InvalidExperiment) as caught:
         load(path)
-    check_refusal(caught.value, key="experiment", value="broken.toml", problem="not TOML", remedy="Mend that line.")
+    check_refusal(caught.value, key="experiment", value="broken.toml", problem="not TOML", remedy="Fix that line.")
 
 
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
@@ -794,3 +796,22 @@ def test_an_override_that_is_wrong_is_named_like_the_file(tmp_path: Path, overri
     with pytest.raises(InvalidExperiment) as caught:
         load_text(tmp_path, "", override)
     assert str(caught.value).startswith(f"{key} = ") and says in str(caught.value)
+
+
+def test_a_key_of_an_earlier_release_is_read_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "old.toml"
+    file.write_text("iterations = 7\n")
+    assert load(file).rounds == 7
+    file.write_text("rounds = 7\n")
+    assert load(file, ["iterations=8"]).rounds == 8
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{file}: the key iterations is deprecated. Write rounds.",
+        "--set iterations=8: the key is deprecated. Write rounds.",
+    ]
+
+
+def test_a_key_under_its_old_and_its_new_name_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "both.toml"
+    file.write_text("iterations = 7\nrounds = 8\n")
+    with pytest.raises(InvalidExperiment, match=r"iterations = 7: the old name of rounds.*Remove iterations"):
+        load(file)

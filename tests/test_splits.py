@@ -16,7 +16,8 @@ import pytest
 from cloud.evaluator import Beginning, Evaluator
 from common.errors import InvalidExperiment
 from common.experiment.data import check_alike
-from common.experiment.schema import Experiment, parse, to_toml
+from common.experiment.reading import parse, to_toml
+from common.experiment.schema import Experiment
 from common.learning import splits
 from device.training.trainer import Trainer
 

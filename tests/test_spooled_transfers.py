@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from common.experiment.links import Link
-from common.experiment.schema import Closing, Transfer
+from common.experiment.rounds import Closing
+from common.experiment.schema import Transfer
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.storage.spool import Spool
@@ -123,7 +124,7 @@ async def test_chunks_that_a_child_has_in_its_last_model_or_in_its_result_do_not
         dealt["device-0"][12 * chunk :] = drawn(layout, 2)[12 * chunk :]  # these not, and the rest it made
         before = [one.chunks for one in watched]
         played = await parent.round(
-            iteration=1, round_=0, models=dealt, epochs=dict.fromkeys(names, 1), closing=Closing()
+            global_round=1, local_round=0, models=dealt, epochs=dict.fromkeys(names, 1), closing=Closing()
         )
         assert [one.chunks - begun for one, begun in zip(watched, before, strict=True)] == [8, 0]
         for name in names:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.experiment import schema
+from common.experiment import reading
 from common.learning import partitions
 from device.vmapped.schedule import Load, Plan, plan
 
@@ -109,7 +109,7 @@ def split(samples: int, devices: int, institutions: int) -> list[Load]:
         "topology": {"devices": devices},
         "data": {"partition": "dirichlet", "concentration": 0.1, "min_samples": 1},
     }
-    lab = schema.parse(tree)
+    lab = reading.parse(tree)
     labels = np.random.default_rng(1).integers(0, 10, samples)
     parts: Sequence[partitions.Indices] = partitions.split(labels, data=lab.data, topology=lab.topology, seed=1)
     epochs = np.random.default_rng(2).permutation(np.linspace(3, 12, institutions).astype(int))

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from common.experiment.data import Data
-from common.experiment.schema import parse
+from common.experiment.reading import parse
 from common.learning import datasets, stored
 from common.learning.stored import Stored
 
@@ -167,7 +167,7 @@ def cifar_sized(samples: int = 4000, **more: object) -> Data:
 LOAD = """
 import re, sys
 from common.learning import datasets
-from common.experiment.schema import parse
+from common.experiment.reading import parse
 data = datasets.load(parse(sys.argv[1]).data)
 print(int(data.train_images.sum()), flush=True)
 sys.stdin.read()

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from common.errors import InvalidExperiment, RunFailed
-from common.experiment import schema
+from common.experiment import reading, schema
 from common.learning import datasets, models, partitions
 from common.learning.evaluation import evaluate
 from common.learning.inputs import Inputs
@@ -32,7 +32,7 @@ from device.training.trainer import LocalResult, Trainer, resolve_accelerator
 
 
 def experiment(*, model: str = "cnn_digits", devices: int = 4, **training: Any) -> schema.Experiment:
-    return schema.parse({"model": {"name": model}, "topology": {"devices": devices}, "training": training})
+    return reading.parse({"model": {"name": model}, "topology": {"devices": devices}, "training": training})
 
 
 def make(lab: schema.Experiment, node: str = "device-0", accelerator: str = "cpu") -> Trainer:
@@ -50,10 +50,17 @@ def initial(lab: schema.Experiment) -> Row:
 
 
 def run(
-    trainer: Trainer, row: Row, *, epochs: int = 1, round_: int = 0, progress: trainer_module.Progress = lambda *_: None
+    trainer: Trainer,
+    row: Row,
+    *,
+    epochs: int = 1,
+    local_round: int = 0,
+    progress: trainer_module.Progress = lambda *_: None,
 ) -> tuple[Row, LocalResult]:
     out = trainer.layout.empty()
-    result = trainer.train(row, out, epochs=epochs, round_=round_, progress=progress, cancelled=threading.Event())
+    result = trainer.train(
+        row, out, epochs=epochs, local_round=local_round, progress=progress, cancelled=threading.Event()
+    )
     return out, result
 
 
@@ -70,13 +77,13 @@ class _Order(torch.utils.data.Sampler[int]):
         return self.samples
 
 
-def plain_loop(lab: schema.Experiment, *, epochs: int, round_: int) -> tuple[nn.Module, float]:
+def plain_loop(lab: schema.Experiment, *, epochs: int, local_round: int) -> tuple[nn.Module, float]:
     """Train device-0 as a textbook does."""
     data = datasets.load(lab.data)
     parts = partitions.split(data.train_labels.numpy(), data=lab.data, topology=lab.topology, seed=lab.seed)
     part = torch.from_numpy(parts[0])
     images = (data.train_images[part].float() * data.scale - data.mean[0]) / data.std[0]
-    order = _Order(generator(lab.seed, Purpose.BATCHES, "device-0", round_), len(part))
+    order = _Order(generator(lab.seed, Purpose.BATCHES, "device-0", local_round), len(part))
     loader = DataLoader(TensorDataset(images, data.train_labels[part]), lab.training.batch_size, sampler=order)
     module = models.build(lab.model.name, lab.seed, inputs=datasets.load(lab.data).inputs)
     training = lab.training
@@ -114,8 +121,8 @@ def plain_loop(lab: schema.Experiment, *, epochs: int, round_: int) -> tuple[nn.
 def test_equals_a_plain_loop(model: str, training: dict[str, Any]) -> None:
     lab = experiment(model=model, **training)
     trainer = make(lab)
-    out, result = run(trainer, initial(lab), epochs=2, round_=3)
-    module, loss = plain_loop(lab, epochs=2, round_=3)
+    out, result = run(trainer, initial(lab), epochs=2, local_round=3)
+    module, loss = plain_loop(lab, epochs=2, local_round=3)
     wanted = trainer.layout.empty()
     models.write_row(module, trainer.layout, wanted)
     floats, wanted_floats = trainer.layout.floats(out), trainer.layout.floats(wanted)
@@ -139,10 +146,10 @@ def test_equals_a_plain_loop(model: str, training: dict[str, Any]) -> None:
 def test_every_kind_of_layer_is_trained_as_in_a_plain_loop(model: str, shape: list[int], steps: int) -> None:
     size = {"dataset": "synthetic", "classes": 4, "image_shape": shape, "samples": 8 * steps, "test_samples": 1}
     training = {"batch_size": 8, "momentum": 0.9, "weight_decay": 0.01}
-    lab = schema.parse({"data": size, "model": {"name": model}, "training": training})
+    lab = reading.parse({"data": size, "model": {"name": model}, "training": training})
     trainer = make(lab)
     out, result = run(trainer, initial(lab), epochs=1)
-    module, loss = plain_loop(lab, epochs=1, round_=0)
+    module, loss = plain_loop(lab, epochs=1, local_round=0)
     wanted = trainer.layout.empty()
     models.write_row(module, trainer.layout, wanted)
     # Where rounding moves one value over a ReLU's kink, some of the gradients behind it differ by more.
@@ -182,7 +189,7 @@ def test_rounds_and_nodes_shuffle_differently() -> None:
     lab = experiment()
     row = initial(lab)
     trainer = make(lab)
-    first, again, later = (run(trainer, row, round_=round_)[0] for round_ in (0, 0, 1))
+    first, again, later = (run(trainer, row, local_round=local_round)[0] for local_round in (0, 0, 1))
     assert np.array_equal(first, again), "something was carried over from the round before"
     assert not np.array_equal(first, later)
     assert not np.array_equal(first, run(make(lab, "device-1"), row)[0])
@@ -266,7 +273,7 @@ def test_dropout_depends_on_seed_node_and_round_alone(monkeypatch: pytest.Monkey
     torch.manual_seed(2)
     first, again, other = (run(trainer, row)[0] for trainer in trainers)
     assert np.array_equal(first, again) and not np.array_equal(first, other)
-    assert not np.array_equal(first, run(trainers[0], row, round_=1)[0])
+    assert not np.array_equal(first, run(trainers[0], row, local_round=1)[0])
 
 
 def test_progress_is_monotone_and_ends_complete(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +307,7 @@ def test_cancelled_between_steps_then_trained_again(monkeypatch: pytest.MonkeyPa
             cancelled.set()
 
     with pytest.raises(Cancelled):
-        trainer.train(row, trainer.layout.empty(), epochs=1, round_=0, progress=progress, cancelled=cancelled)
+        trainer.train(row, trainer.layout.empty(), epochs=1, local_round=0, progress=progress, cancelled=cancelled)
     assert steps[-1] == 5
     assert np.array_equal(run(trainer, row)[0], wanted)
 
@@ -369,7 +376,7 @@ def test_text_is_trained_and_evaluated(tmp_path: Path) -> None:
         "topology": {"devices": 3},
         "training": {"learning_rate": 0.5, "batch_size": 3},
     }
-    lab = schema.parse(tree)
+    lab = reading.parse(tree)
     trainers = [make(lab, f"device-{i}") for i in range(3)]
     assert [trainer.samples for trainer in trainers] == [4, 5, 6]
     row = initial(lab)
@@ -402,7 +409,7 @@ def test_a_device_trains_on_all_images_of_its_own(tmp_path: Path) -> None:
         "model": {"name": "cnn_fedavg"},
         "topology": {"devices": 2},
     }
-    lab = schema.parse(tree)
+    lab = reading.parse(tree)
     trainers = [make(lab, f"device-{i}") for i in range(2)]
     assert [trainer.samples for trainer in trainers] == [5, 3]
     row = trainers[0].layout.empty()
@@ -415,7 +422,7 @@ def test_devices_with_copies_of_one_set_split_it_alike(tmp_path: Path) -> None:
         write_leaf(tmp_path / node)
     tree = {"dataset": "shakespeare", "partition": "iid"}
     shared, own = (
-        schema.parse(
+        reading.parse(
             {"data": {**tree, "root": str(root)}, "model": {"name": "char_lstm"}, "topology": {"devices": 2}},
         )
         for root in (tmp_path / "cloud", tmp_path / "{node}")
@@ -478,15 +485,15 @@ def test_an_operation_without_a_deterministic_form_is_named(monkeypatch: pytest.
     assert np.array_equal(run(trainer, initial(lab))[0], run(make(experiment()), initial(lab))[0])
 
 
-def test_an_iterations_rounds_have_its_learning_rate() -> None:
+def test_a_global_rounds_rounds_have_its_learning_rate() -> None:
     schedule = {"name": "step", "warmup": 1, "every": 1, "factor": 0.5}
-    tree = {"topology": {"devices": 4}, "institution": {"rounds": 3}, "iterations": 4}
-    lab = schema.parse({**tree, "training": {"learning_rate": 0.04, "schedule": schedule}})
+    tree = {"topology": {"devices": 4}, "institution": {"rounds": 3}, "rounds": 4}
+    lab = reading.parse({**tree, "training": {"learning_rate": 0.04, "schedule": schedule}})
     row = initial(lab)
-    for round_, rate in ((0, 0.02), (2, 0.02), (3, 0.04), (6, 0.02), (11, 0.01)):
-        constant = schema.parse({**tree, "training": {"learning_rate": rate}})
-        wanted, _ = run(make(constant), row, round_=round_)
-        assert np.array_equal(run(make(lab), row, round_=round_)[0], wanted)
+    for local_round, rate in ((0, 0.02), (2, 0.02), (3, 0.04), (6, 0.02), (11, 0.01)):
+        constant = reading.parse({**tree, "training": {"learning_rate": rate}})
+        wanted, _ = run(make(constant), row, local_round=local_round)
+        assert np.array_equal(run(make(lab), row, local_round=local_round)[0], wanted)
 
 
 @pytest.mark.parametrize(("model", "batch_size"), [("cnn_digits", 10), ("cnn_digits", 20), ("mlp_digits", 20)])
@@ -514,7 +521,7 @@ def test_augmentation_is_of_the_seed_the_node_and_the_round(augmentation: dict[s
     lab = experiment(augmentation=augmentation)
     row = initial(lab)
     trainer = make(lab)
-    first, again, later = (run(trainer, row, round_=round_)[0] for round_ in (0, 0, 1))
+    first, again, later = (run(trainer, row, local_round=local_round)[0] for local_round in (0, 0, 1))
     assert np.array_equal(first, again) and not np.array_equal(first, later)
     assert not np.array_equal(first, run(make(experiment()), row)[0])
 

@@ -17,7 +17,8 @@ from torch.nn import functional
 from torch.optim import lr_scheduler
 
 from common.errors import InvalidExperiment
-from common.experiment.schema import Experiment, parse
+from common.experiment.reading import parse
+from common.experiment.schema import Experiment
 from common.experiment.training import Augmentation, Schedule, Training, learning_rate
 from common.learning import datasets
 from device.training import augmentation, batches
@@ -32,12 +33,12 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def rates(schedule: Schedule, iterations: int, *, start: float = 0.1) -> list[float]:
+def rates(schedule: Schedule, global_rounds: int, *, start: float = 0.1) -> list[float]:
     training = Training(learning_rate=start, schedule=schedule)
-    return [learning_rate(training, iteration=t, iterations=iterations) for t in range(iterations)]
+    return [learning_rate(training, global_round=t, global_rounds=global_rounds) for t in range(global_rounds)]
 
 
-def by_pytorch(schedule: Schedule, iterations: int, *, start: float = 0.1) -> list[float]:
+def by_pytorch(schedule: Schedule, global_rounds: int, *, start: float = 0.1) -> list[float]:
     optimiser = torch.optim.SGD([torch.zeros(1)], start)
     after: lr_scheduler.LRScheduler
     if schedule.name == "step":
@@ -47,13 +48,13 @@ def by_pytorch(schedule: Schedule, iterations: int, *, start: float = 0.1) -> li
         assert schedule.factor
         after = lr_scheduler.ExponentialLR(optimiser, schedule.factor)
     elif schedule.name == "cosine":
-        length = iterations - schedule.warmup
+        length = global_rounds - schedule.warmup
         after = lr_scheduler.CosineAnnealingLR(optimiser, length, start * schedule.final)
     else:
         after = lr_scheduler.ConstantLR(optimiser, 1.0)
-    found = [start * (t + 1) / (schedule.warmup + 1) for t in range(min(schedule.warmup, iterations))]
+    found = [start * (t + 1) / (schedule.warmup + 1) for t in range(min(schedule.warmup, global_rounds))]
     with warnings.catch_warnings(action="ignore"):  # of schedulers without steps
-        while len(found) < iterations:
+        while len(found) < global_rounds:
             found.append(optimiser.param_groups[0]["lr"])
             after.step()
     return found
@@ -65,14 +66,14 @@ def by_pytorch(schedule: Schedule, iterations: int, *, start: float = 0.1) -> li
     every=st.integers(1, 9),
     factor=st.floats(0.1, 1),
     final=st.floats(0, 1),
-    iterations=st.integers(1, 30),
+    global_rounds=st.integers(1, 30),
 )
 def test_schedules_are_pytorchs(
-    name: Any, warmup: int, every: int, factor: float, final: float, iterations: int
+    name: Any, warmup: int, every: int, factor: float, final: float, global_rounds: int
 ) -> None:
     schedule = Schedule(name=name, warmup=warmup, every=every, factor=factor, final=final)
-    found = rates(schedule, iterations)
-    np.testing.assert_allclose(found, by_pytorch(schedule, iterations), rtol=1e-9, atol=1e-15)
+    found = rates(schedule, global_rounds)
+    np.testing.assert_allclose(found, by_pytorch(schedule, global_rounds), rtol=1e-9, atol=1e-15)
     assert all(rate > 0 for rate in found)
     rising, falling = found[: warmup + 1], found[warmup:]
     assert rising == sorted(rising) and all(a >= b * (1 - 1e-12) for a, b in pairwise(falling))
@@ -210,16 +211,18 @@ def lab_of(**settings: Any) -> Experiment:
     return parse({"training": {"augmentation": settings, "batch_size": 7}})
 
 
-def rounds_inputs(lab: Experiment, *, node: str = "device-0", round_: int = 0, epochs: int = 2) -> list[torch.Tensor]:
+def rounds_inputs(
+    lab: Experiment, *, node: str = "device-0", local_round: int = 0, epochs: int = 2
+) -> list[torch.Tensor]:
     device = batches.load_part(parse({"topology": {"devices": 1}}), "device-0", accelerator=CPU)
-    return [inputs for _, inputs, _ in batches.batches(device, lab, node=node, epochs=epochs, round_=round_)]
+    return [inputs for _, inputs, _ in batches.batches(device, lab, node=node, epochs=epochs, local_round=local_round)]
 
 
 def test_a_rounds_images_depend_on_seed_node_and_round_and_not_on_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     lab = lab_of(flip=True, crop=1)
     first = torch.cat(rounds_inputs(lab))
     assert torch.equal(torch.cat(rounds_inputs(lab)), first)
-    assert not torch.equal(torch.cat(rounds_inputs(lab, round_=1)), first)
+    assert not torch.equal(torch.cat(rounds_inputs(lab, local_round=1)), first)
     assert not torch.equal(torch.cat(rounds_inputs(lab, node="device-1")), first)
     monkeypatch.setattr(batches, "BLOCK_BYTES", 1)
     assert torch.equal(torch.cat(rounds_inputs(lab)), first)

@@ -25,7 +25,8 @@ from rich.console import Console
 from common.accounting.child_report import ChildReport
 from common.accounting.traffic import Traffic, Wire
 from common.errors import ConnectionFailed, NoProgress, RunFailed
-from common.experiment.schema import Experiment, parse
+from common.experiment.reading import parse
+from common.experiment.schema import Experiment
 from common.host.processes import free_port
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
@@ -72,11 +73,11 @@ MANY = 2**63 - 1
 ALL_MANY = Traffic(*[MANY] * 8, Wire(*[MANY] * 11))
 
 
-def experiment_of(institutions: int = 2, devices: int = 4, *, rounds: int = 2, iterations: int = 10) -> Experiment:
+def experiment_of(institutions: int = 2, devices: int = 4, *, rounds: int = 2, global_rounds: int = 10) -> Experiment:
     return parse(
         {
             "name": "small",
-            "iterations": iterations,
+            "rounds": global_rounds,
             "topology": {"institutions": institutions, "devices": devices},
             "institution": {"rounds": rounds},
         }
@@ -194,7 +195,7 @@ def test_a_child_goes_through_its_round() -> None:
     watched.say(home, "device-0", Acknowledgement(key, ""))
     assert device.step is Step.DONE
     names = [name for name, _ in watched.events()]
-    assert names == ["round", "result"]
+    assert names == ["local_round", "result"]
 
 
 def test_a_model_inside_its_message_is_here_at_once() -> None:
@@ -213,10 +214,10 @@ def test_a_watch_that_comes_late_learns_the_round_from_words_of_children() -> No
     watched.say("device-0", "institution-0", Ask(MODEL.blob, lacking(16, 4), 0, 0, 8, False))
     assert (watched["device-0"].key, watched["device-0"].done) == (key, 0.75)
     watched.say("institution-0", "cloud", progress(Key(0, 6, 0), Phase.TRAINING, 99, 0))
-    assert watched.lab.iteration == 7
+    assert watched.lab.global_round == 7
     assert watched.events() == [
-        ("round", {"node": "institution-0", "iteration": 7, "round": 2}),
-        ("iteration", {"iteration": 7}),
+        ("local_round", {"node": "institution-0", "global_round": 7, "local_round": 2}),
+        ("global_round", {"global_round": 7}),
     ]
 
 
@@ -253,30 +254,30 @@ def test_a_parent_that_begins_anew_may_go_back_whatever_its_children_still_say()
     watched = Watched()
     watched.all_ready()
     watched.say("cloud", "institution-0", task(Key(0, 7, 0)))
-    assert watched.lab.iteration == 8
+    assert watched.lab.global_round == 8
     watched.sessions["cloud"] = "cloud-2"
     watched.state("cloud", NodeState.INIT)
     watched.say("institution-0", "cloud", progress(Key(0, 7, 0), Phase.TRAINING, 1, 0))
-    assert watched.lab.iteration == 0
+    assert watched.lab.global_round == 0
     watched.say("cloud", "institution-0", task(Key(0, 5, 0)))
     watched.say("institution-0", "cloud", progress(Key(0, 7, 0), Phase.TRAINING, 2, 0))
-    assert watched.lab.iteration == 6
+    assert watched.lab.global_round == 6
     watched.say("institution-0", "cloud", progress(Key(0, 5, 0), Phase.TRAINING, 2, 0))
     assert watched["institution-0"].step is Step.TRAINING
 
 
-def test_iterations_and_rounds_are_told_once_however_many_take_part() -> None:
+def test_global_rounds_and_rounds_are_told_once_however_many_take_part() -> None:
     watched = Watched()
-    for iteration in range(2):
+    for global_round in range(2):
         for m in range(2):
-            watched.say("cloud", f"institution-{m}", task(Key(0, iteration, 0)))
+            watched.say("cloud", f"institution-{m}", task(Key(0, global_round, 0)))
         for i in range(2):
             for device in ("device-0", "device-1"):
                 for _ in range(2):  # wishes are repeated
-                    watched.say("institution-0", device, task(Key(0, iteration, i)))
+                    watched.say("institution-0", device, task(Key(0, global_round, i)))
     events = watched.events()
-    assert [facts["iteration"] for name, facts in events if name == "iteration"] == [1, 2]
-    rounds = [(facts["iteration"], facts["round"]) for name, facts in events if name == "round"]
+    assert [facts["global_round"] for name, facts in events if name == "global_round"] == [1, 2]
+    rounds = [(facts["global_round"], facts["local_round"]) for name, facts in events if name == "local_round"]
     assert rounds == [(1, 1), (1, 2), (2, 1), (2, 2)]
 
 
@@ -298,7 +299,7 @@ def test_devices_on_a_broker_of_their_own_are_known_from_their_institutions_repo
     )
     watched.say("institution-0", "cloud", result(key, children=reports, below=traffic(70, 50)))
     assert watched["device-1"].report == reports[1]
-    assert "slowest device-0, 4.5 s in its last iteration" in words.counts(watched["institution-0"])
+    assert "slowest device-0, 4.5 s in its last global round" in words.counts(watched["institution-0"])
     flows = watched.lab.flows(0.0)
     assert (flows["lan_up"].total, flows["lan_down"].total) == (50, 70)  # as its parent counts, so the other way
     watched.say("institution-0", "cloud", Reports((replace(reports[0], train_s=9.0),)))
@@ -383,7 +384,7 @@ def test_a_task_that_is_declined_is_reported_once_with_its_reason() -> None:
     for _ in range(3):  # the task is sent again
         watched.say("device-0", "institution-0", Declined(key, "wrong layout"))
     declined = [facts for event, facts in watched.events() if event == "declined"]
-    assert declined == [{"node": "device-0", "iteration": 1, "round": 1, "reason": "wrong layout"}]
+    assert declined == [{"node": "device-0", "global_round": 1, "local_round": 1, "reason": "wrong layout"}]
     assert words.line(watched.lab, "declined", declined[0], 0.0) == "device-0: declined (wrong layout)"
 
 
@@ -735,14 +736,14 @@ def test_a_count_that_falls_has_begun_anew() -> None:
 
 
 def scene() -> Watched:
-    """Return two institutions of two devices in the third iteration: one trains, one has been told."""
+    """Return two institutions of two devices in the third global round: one trains, one has been told."""
     watched = Watched()
     watched.all_ready()
-    for iteration in (1, 2):
+    for global_round in (1, 2):
         watched.now += 10.0
         for m in range(2):
-            watched.say("cloud", f"institution-{m}", task(Key(0, iteration, 0)))
-        if iteration == 1:
+            watched.say("cloud", f"institution-{m}", task(Key(0, global_round, 0)))
+        if global_round == 1:
             watched.say(
                 "institution-0", "cloud", result(Key(0, 1, 0), loss=0.4321, traffic=traffic(1_500_000, 900_000))
             )
@@ -769,7 +770,7 @@ def drawn(watched: Watched, width: int, *, height: int = 40, plain: bool = False
 
 PICTURES = {
     60: """
-small  iteration 3/10  training loss 0.4321  about 80 s left
+small  round 3/10  training loss 0.4321  about 80 s left
 20260101T000000Z-abcdef
 WAN  up    1.5 MB    2.9 kB/s  down  930.0 kB    2.9 kB/s
 LAN  up    4.0 MB  385.7 kB/s  down    3.0 MB  289.3 kB/s
@@ -785,7 +786,7 @@ cloud              ready      3/10 ░░░░░░░░ 0/2 answers
 device-2: lost
 """,
     100: """
-small  iteration 3/10  training loss 0.4321  about 80 s left
+small  round 3/10  training loss 0.4321  about 80 s left
 20260101T000000Z-abcdef
 WAN  up    1.5 MB    2.9 kB/s  down  930.0 kB    2.9 kB/s
 LAN  up    4.0 MB  385.7 kB/s  down    3.0 MB  289.3 kB/s
@@ -801,7 +802,7 @@ cloud                  ready            3/10                         ░░░�
 device-2: lost
 """,
     160: """
-small  iteration 3/10  training loss 0.4321  about 80 s left
+small  round 3/10  training loss 0.4321  about 80 s left
 20260101T000000Z-abcdef
 WAN  up    1.5 MB    2.9 kB/s  down  930.0 kB    2.9 kB/s
 LAN  up    4.0 MB  385.7 kB/s  down    3.0 MB  289.3 kB/s
@@ -938,8 +939,8 @@ def test_a_light_watch_does_not_hear_devices_and_no_watch_hears_chunks(address: 
             for topic, body in said:
                 await client.publish(topic, body, qos=1)
         await following
-        assert ("iteration", {"iteration": 1}) in seen.events
-        assert any(name == "round" for name, _ in seen.events) is not light
+        assert ("global_round", {"global_round": 1}) in seen.events
+        assert any(name == "local_round" for name, _ in seen.events) is not light
         assert watch._lab is not None and watch._lab.ignored == 0 and watch._lab._heard_bytes < 1000
 
     scenario(run())
@@ -978,7 +979,7 @@ def test_a_look_shows_the_present_state(
 
     scenario(run())
     *picture, tree = capsys.readouterr().out.splitlines()
-    assert picture[0].startswith("small  iteration 0/10")
+    assert picture[0].startswith("small  round 0/10")
     assert any(line.split() == ["cloud", "ready?", "0/10", "0/2", "there"] for line in picture)
     cloud = json.loads(tree)["nodes"]["cloud"]
     assert (cloud["state"], cloud["proven"]) == ("ready", False)  # nobody has sent anything: it may be a dead run's
@@ -1004,8 +1005,8 @@ def test_where_no_run_is_there_a_look_ends_with_5_and_an_interrupted_watch_with_
 
 @pytest.mark.timeout(300)  # its devices are started twice
 def test_a_lab_of_processes_is_watched_to_its_end(address: BrokerAddress, tmp_path: Path) -> None:
-    """Its devices are killed in the second iteration, and started again."""
-    pairs = ("topology.institutions=1", "topology.devices=2", "iterations=3", "institution.rounds=1")
+    """Its devices are killed in the second global round, and started again."""
+    pairs = ("topology.institutions=1", "topology.devices=2", "rounds=3", "institution.rounds=1")
     overrides = [word for pair in pairs for word in ("--set", pair)]
     names = ("device-0", "device-1")
     with ExitStack() as stack:
@@ -1028,7 +1029,7 @@ def test_a_lab_of_processes_is_watched_to_its_end(address: BrokerAddress, tmp_pa
         assert watch.stdout is not None
         for line in watch.stdout:
             told.append(json.loads(line))
-            if told[-1]["event"] == "iteration" and told[-1]["iteration"] == 2:
+            if told[-1]["event"] == "global_round" and told[-1]["global_round"] == 2:
                 devices.kill()
                 start_devices()
         assert watch.wait(PATIENCE_S) == 0
@@ -1046,8 +1047,8 @@ def test_a_lab_of_processes_is_watched_to_its_end(address: BrokerAddress, tmp_pa
         ]
     assert states["cloud"] == ["ready", "finished", "left"]
     assert [line["node"] for line in told if line["event"] == "restarted"] in ([*names], [*reversed(names)])
-    assert [line["iteration"] for line in told if line["event"] == "iteration"] == [1, 2, 3]
-    results = [line["iteration"] for line in told if line["event"] == "result" and line["node"] == "device-0"]
+    assert [line["global_round"] for line in told if line["event"] == "global_round"] == [1, 2, 3]
+    results = [line["global_round"] for line in told if line["event"] == "result" and line["node"] == "device-0"]
     assert results == [1, 2, 3]
     last = told[-1]
     assert (last["event"], last["state"]) == ("end", "finished")

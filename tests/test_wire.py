@@ -241,7 +241,9 @@ def test_an_unknown_kind_is_refused(kind: Any) -> None:
 
 
 def test_an_error_names_the_field() -> None:
-    assert refusal(pack([2, SESSION, 5, [0, 0, -1], ""])).startswith("Acknowledgement.key: Key.round: -1 is no count")
+    assert refusal(pack([2, SESSION, 5, [0, 0, -1], ""])).startswith(
+        "Acknowledgement.key: Key.local_round: -1 is no count"
+    )
     assert refusal(pack([2, SESSION, 0, "dozing", "device", "", 0, "", "", "", False, []])) == (
         "Presence.state: 'dozing' is no NodeState"
     )

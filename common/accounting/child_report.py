@@ -19,7 +19,7 @@ class TrainingPath(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ChildReport:
-    """What one device did in an iteration, its link as measured before the run, and the link's bytes since.
+    """What one device did in a global round, its link as measured before the run, and the link's bytes since.
 
     `up` and `down` are each counted where they arrive: `up` at the parent, `down` at the child. The seconds are
     those of `Result`, summed over the rounds.

@@ -1,7 +1,7 @@
 """One node's algorithm: which model each child gets, and what becomes of what the children send.
 
 A node calls, in this order: `begin` with the model from above (the cloud: with the initial model, once), then for
-each of its rounds `dispatch` and `aggregate`; an institution begins again with each global iteration's model. To go
+each of its rounds `dispatch` and `aggregate`; an institution begins again with each global round's model. To go
 on from a checkpoint, the cloud begins with the model that was saved and calls `restore`; an institution restores,
 and begins when the next model comes.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common.experiment.schema import participants
+from common.experiment.rounds import participants
 from common.randomness import Purpose, generator
 
 

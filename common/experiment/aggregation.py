@@ -1,7 +1,7 @@
 """What an experiment may say about a tier's aggregation rule: one table for each, told apart by its `name`.
 
 The formulas and their sources are in `common/aggregation/`, one file for each rule. Rounds are the node's own count,
-which is never reset: the cloud's global iterations, an institution's local rounds.
+which is never reset: the cloud's global rounds, an institution's local rounds.
 
 `weights` is a switch of each tier where a plain mean is taken: `data` weighs a child by its samples, p_k = n_k / sum
 of n, `uniform` by 1/K. FedAvg and FedCDA's warm-up weigh by data unless told otherwise; the mean that a rule of K
@@ -34,7 +34,7 @@ class FedAvg(Table):
 
 
 class _Several(Table):
-    """K models, one for each child that takes part; `carry` says how an institution starts its next iteration.
+    """K models, one for each child that takes part; `carry` says how an institution starts its next global round.
 
     `reset`: all K from the model that came from above; `recentre`: each keeps its offset from their mean.
     """
@@ -115,7 +115,7 @@ Aggregation = Annotated[Annotated[Rule, Field(discriminator="name")], BeforeVali
 
 
 def remembers(rule: Rule) -> bool:
-    """Return whether what a rule knows of its children outlives a global iteration at an institution."""
+    """Return whether what a rule knows of its children outlives a global round at an institution."""
     if isinstance(rule, FedCDA):
         return rule.history == "keep"
     return isinstance(rule, FedAdp) or (isinstance(rule, Several) and rule.carry == "recentre")

@@ -12,6 +12,7 @@ import difflib
 from typing import Final
 
 from common.errors import InvalidExperiment
+from common.experiment.tables import Table
 
 DELTA: Final = "delta"
 ZSTD: Final = "zstd"
@@ -24,6 +25,16 @@ FORMS: Final = ("fp32", "fp16", "bf16", "int8")
 DOWN: Final = tuple(form + end for form in FORMS for end in ("", f"+{ZSTD}"))
 # From a child to its parent.
 UP: Final = (*DOWN, *(f"{DELTA}+{name}" for name in DOWN if name != "fp32"))
+
+
+class Codecs(Table):
+    """How a tier's models are written (`common.model.codecs`), `up` towards the cloud; fp32 is bit for bit."""
+
+    up: str = "fp32"
+    down: str = "fp32"
+
+
+PLAIN: Final = Codecs()
 
 
 def check_name(key: str, name: str, known: tuple[str, ...]) -> None:

@@ -10,7 +10,8 @@ from typing import Final
 
 from common.experiment.aggregation import FedAdp, FedCDA, FedCross, FedMR, Independent, Rule, Several
 from common.experiment.data import Data
-from common.experiment.schema import Experiment, participants
+from common.experiment.rounds import participants
+from common.experiment.schema import Experiment
 from common.experiment.training import Schedule
 
 BATCH_NORM: Final = frozenset({"resnet18_cifar", "resnet20", "resnet20_b", "resnet20_preact", "vgg16_bn"})
@@ -27,14 +28,14 @@ def warnings(experiment: Experiment) -> list[str]:
     sizes = experiment.topology.sizes()
     drawn = [participants(size, institution.participation) for size in sizes]
     at_cloud = participants(len(sizes), cloud.participation)
-    local_rounds = experiment.iterations * institution.rounds
+    local_rounds = experiment.rounds * institution.rounds
     found = [
-        *_at_each_tier("cloud", cloud.aggregation, experiment, rounds=experiment.iterations, fewest=at_cloud),
+        *_at_each_tier("cloud", cloud.aggregation, experiment, rounds=experiment.rounds, fewest=at_cloud),
         *_at_each_tier("institution", institution.aggregation, experiment, rounds=local_rounds, fewest=min(drawn)),
         *_at_the_cloud(cloud.aggregation),
         *_at_an_institution(institution.aggregation, institution.rounds, institutions=len(sizes)),
         *_epochs(experiment),
-        *_schedule(experiment.training.schedule, iterations=experiment.iterations),
+        *_schedule(experiment.training.schedule, global_rounds=experiment.rounds),
     ]
     if experiment.model.name in BATCH_NORM and _skew(experiment.data) <= SKEWED:
         found.append(
@@ -123,15 +124,15 @@ def _epochs(experiment: Experiment) -> Iterator[str]:
         yield "cloud.epoch_control.name = 'fixed': its other settings are Tempo's."
 
 
-def _schedule(schedule: Schedule, *, iterations: int) -> Iterator[str]:
+def _schedule(schedule: Schedule, *, global_rounds: int) -> Iterator[str]:
     key = "training.schedule"
     for part, owners in (("every", ["step"]), ("factor", ["step", "exponential"]), ("final", ["cosine"])):
         value = getattr(schedule, part)
         if schedule.name not in owners and value != Schedule.model_fields[part].default:
             yield f"{key}.{part} = {value}: it is part of {' and '.join(owners)} alone, this is {schedule.name}."
-    if schedule.name == "step" and schedule.warmup + (schedule.every or 1) >= iterations:
+    if schedule.name == "step" and schedule.warmup + (schedule.every or 1) >= global_rounds:
         yield f"{key}.every = {schedule.every}: the run ends before the first step."
-    elif schedule.name != "constant" and schedule.warmup >= iterations:
+    elif schedule.name != "constant" and schedule.warmup >= global_rounds:
         yield f"{key}.warmup = {schedule.warmup}: the run ends before it does, and {schedule.name} never begins."
 
 

@@ -1,4 +1,4 @@
-"""What an experiment may say about a local round, and how fast it learns in each global iteration."""
+"""What an experiment may say about a local round, and how fast it learns in each global round."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Schedule(Table):
-    """How the learning rate changes over the global iterations; an iteration's local rounds all have the same.
+    """How the learning rate changes over the global rounds; a global round's local rounds all have the same.
 
-    Of an iteration t (0-based) the rate is `training.learning_rate` times, in the `warmup` first ones,
-    (t + 1) / (warmup + 1); and then, with s = t - warmup and S = iterations - warmup:
+    Of a global round t (0-based) the rate is `training.learning_rate` times, in the `warmup` first ones,
+    (t + 1) / (warmup + 1); and then, with s = t - warmup and S = global rounds - warmup:
 
     - constant: 1
     - step: factor ** floor(s / every)
     - exponential: factor ** s
-    - cosine: final + (1 - final) (1 + cos(pi s / S)) / 2, so `final` itself would come after the last iteration
+    - cosine: final + (1 - final) (1 + cos(pi s / S)) / 2, so `final` itself would come after the last global round
     """
 
     name: Literal["constant", "step", "exponential", "cosine"] = "constant"
-    warmup: Annotated[int, Field(ge=0)] = 0  # iterations
-    every: Count | None = None  # of step: iterations
+    warmup: Annotated[int, Field(ge=0)] = 0  # global rounds
+    every: Count | None = None  # of step: global rounds
     factor: Fraction | None = None  # of step and exponential
     final: Share = 0.0  # of cosine
 
@@ -63,12 +63,12 @@ class Training(Table):
     deterministic: bool = False
 
 
-def learning_rate(training: Training, *, iteration: int, iterations: int) -> float:
-    """Return the learning rate of a global iteration (0-based) of so many, as `Schedule` says."""
+def learning_rate(training: Training, *, global_round: int, global_rounds: int) -> float:
+    """Return the learning rate of a global round (0-based) of so many, as `Schedule` says."""
     schedule = training.schedule
-    if iteration < schedule.warmup:
-        return training.learning_rate * (iteration + 1) / (schedule.warmup + 1)
-    s, whole = iteration - schedule.warmup, iterations - schedule.warmup
+    if global_round < schedule.warmup:
+        return training.learning_rate * (global_round + 1) / (schedule.warmup + 1)
+    s, whole = global_round - schedule.warmup, global_rounds - schedule.warmup
     share = 1.0
     if schedule.factor is not None and schedule.name == "exponential":
         share = schedule.factor**s

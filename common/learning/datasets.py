@@ -21,7 +21,7 @@ from torch import Tensor
 
 from common.errors import InvalidExperiment
 from common.experiment.data import FOLDERS, Data
-from common.experiment.schema import CLOUD
+from common.experiment.topology import CLOUD
 from common.learning import readers, stored
 from common.learning.inputs import Inputs
 from common.learning.readers import cifar, folder, idx, leaf, made

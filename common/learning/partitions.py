@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from common.errors import InvalidExperiment
 from common.experiment.data import Data
-from common.experiment.schema import Topology
+from common.experiment.topology import Topology
 from common.randomness import Purpose, generator
 
 Indices: TypeAlias = npt.NDArray[np.int64]
@@ -182,7 +182,7 @@ def _overlapping(labels: Indices, *, data: Data, seed: int, place: int) -> Indic
     Tempo's sampling. The `partition_size` largest of log(weight) + Gumbel noise are a draw without
     replacement (Yellott 1977; Efraimidis and Spirakis 2006), in one pass however skewed the weights are.
     """
-    draw = generator(seed, Purpose.PARTITION, round_=place + 1)
+    draw = generator(seed, Purpose.PARTITION, round_number=place + 1)
     shares = draw.dirichlet(np.full(int(labels.max()) + 1, data.concentration))
     with np.errstate(divide="ignore"):
         keys = np.log(shares)[labels] + draw.gumbel(size=len(labels))

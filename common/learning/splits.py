@@ -13,8 +13,8 @@ from typing import Any, Final
 import numpy as np
 
 from common.errors import InvalidExperiment
-from common.experiment import schema
-from common.experiment.schema import CLOUD
+from common.experiment import reading, schema
+from common.experiment.topology import CLOUD
 from common.learning import datasets, partitions
 from common.learning.partitions import Indices
 
@@ -95,7 +95,7 @@ _SPLITTING = threading.Lock()
 
 @lru_cache(maxsize=4)
 def _split(experiment_json: str, node: str) -> Split:
-    experiment = schema.parse(experiment_json)
+    experiment = reading.parse(experiment_json)
     dataset = datasets.load(experiment.data, node=node)
     labels = dataset.train_labels.numpy()
     parts = partitions.split(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from common.experiment.schema import Closing
+from common.experiment.rounds import Closing
 
 
 class Verdict(Enum):

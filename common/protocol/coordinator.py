@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from math import inf
 from typing import Final
 
-from common.experiment.schema import Closing
+from common.experiment.rounds import Closing
 from common.protocol.closing import Standing, Verdict, judge
 from common.protocol.messages import (
     Acknowledgement,
@@ -66,14 +66,20 @@ class Coordinator:
         self.late = self.refused = 0
 
     def open(
-        self, *, iteration: int, round_: int, assignments: Mapping[str, Assignment], closing: Closing, now: float
+        self,
+        *,
+        global_round: int,
+        local_round: int,
+        assignments: Mapping[str, Assignment],
+        closing: Closing,
+        now: float,
     ) -> Key:
         """Open a round for the children named; an earlier round than the last begins a new attempt."""
         attempt = 0
         if self._key is not None:
-            back = (iteration, round_) <= (self._key.iteration, self._key.round)
+            back = (global_round, local_round) <= (self._key.global_round, self._key.local_round)
             attempt = self._key.attempt + back
-        self._key = Key(attempt, iteration, round_)
+        self._key = Key(attempt, global_round, local_round)
         self._closing = closing
         self._open = True
         self._judged = self._collected = -inf

@@ -25,8 +25,8 @@ class Key(NamedTuple):
     """
 
     attempt: int
-    iteration: int
-    round: int
+    global_round: int
+    local_round: int
 
 
 @dataclass(frozen=True, slots=True)

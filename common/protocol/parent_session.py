@@ -17,7 +17,8 @@ from common.accounting.ledger import Ledger
 from common.accounting.traffic import Traffic
 from common.errors import RefusedModel, WireError
 from common.experiment.links import Link, Ways
-from common.experiment.schema import Closing, Transfer
+from common.experiment.rounds import Closing
+from common.experiment.schema import Transfer
 from common.protocol import topics
 from common.protocol.coordinator import Coordinator
 from common.protocol.fetches import Fetched, FetchFailed, FetchFailure, ReceiverEvent
@@ -112,12 +113,18 @@ class ParentSession(Session):
         self._form = form
 
     def open(
-        self, *, iteration: int, round_: int, assignments: Mapping[str, Assignment], closing: Closing, now: float
+        self,
+        *,
+        global_round: int,
+        local_round: int,
+        assignments: Mapping[str, Assignment],
+        closing: Closing,
+        now: float,
     ) -> Key:
         """Open a round, see `Coordinator.open`."""
         self._references = {name: assignment.model.blob for name, assignment in assignments.items()}
         return self.coordinator.open(
-            iteration=iteration, round_=round_, assignments=assignments, closing=closing, now=now
+            global_round=global_round, local_round=local_round, assignments=assignments, closing=closing, now=now
         )
 
     def fetch(

@@ -14,8 +14,9 @@ import numpy.typing as npt
 from common.accounting.child_report import ChildReport
 from common.accounting.traffic import Traffic
 from common.errors import NoProgress, RefusedModel, RunFailed
+from common.experiment.codecs import PLAIN, Codecs
 from common.experiment.links import Link
-from common.experiment.schema import PLAIN, Codecs, Transfer
+from common.experiment.schema import Transfer
 from common.host.offload import offload
 from common.model.layout import ModelLayout, Row
 from common.net.address import BrokerAddress

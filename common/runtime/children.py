@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from common.accounting.ledger import Ledger
-from common.experiment.schema import Closing
+from common.experiment.rounds import Closing
 from common.model.layout import Row
 from common.runtime.arriving import Arriving
 from common.runtime.round import Round
@@ -38,8 +38,8 @@ class Children(Protocol):
     async def round(
         self,
         *,
-        iteration: int,
-        round_: int,
+        global_round: int,
+        local_round: int,
         models: Mapping[str, Row | Arriving],
         epochs: Mapping[str, int],
         closing: Closing,

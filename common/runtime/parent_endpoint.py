@@ -12,8 +12,10 @@ from typing import Any, Final, TypeAlias
 from common.accounting.ledger import Ledger
 from common.aggregation.uploads import Uploads
 from common.errors import FedstrataError, InvalidBelow, NoProgress, RefusedModel, RunFailed
+from common.experiment.codecs import PLAIN, Codecs
 from common.experiment.links import Link, Links, Way
-from common.experiment.schema import PLAIN, Closing, Codecs, Transfer
+from common.experiment.rounds import Closing
+from common.experiment.schema import Transfer
 from common.host.offload import offload
 from common.model.layout import ModelLayout, Row
 from common.net.address import BrokerAddress
@@ -137,8 +139,8 @@ class ParentEndpoint(Endpoint):
     async def round(
         self,
         *,
-        iteration: int,
-        round_: int,
+        global_round: int,
+        local_round: int,
         models: Mapping[str, Row | Arriving],
         epochs: Mapping[str, int],
         closing: Closing,
@@ -162,7 +164,9 @@ class ParentEndpoint(Endpoint):
         self._closed = asyncio.get_running_loop().create_future()
         for model in {model for model in models.values() if isinstance(model, Arriving)}:
             model.on_failure(partial(_break_off, self._closed))
-        self.session.open(iteration=iteration, round_=round_, assignments=assignments, closing=closing, now=now)
+        self.session.open(
+            global_round=global_round, local_round=local_round, assignments=assignments, closing=closing, now=now
+        )
         self._on_progress = on_progress
         self.wake()
         try:
@@ -373,9 +377,9 @@ class ParentEndpoint(Endpoint):
         return self._layout
 
 
-def _break_off(round_: asyncio.Future[Closed], error: BaseException) -> None:
-    if not round_.done():
-        round_.set_exception(error)
+def _break_off(closing: asyncio.Future[Closed], error: BaseException) -> None:
+    if not closing.done():
+        closing.set_exception(error)
 
 
 def _text(missing: Mapping[str, str]) -> str:

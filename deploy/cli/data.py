@@ -36,7 +36,7 @@ def check(
     output: Output = "table",
 ) -> None:
     """Read data sets whole, as a run would, and describe them. Exit code 4 if one is missing or damaged."""
-    from common.experiment.schema import parse
+    from common.experiment.reading import parse
     from common.learning import datasets
 
     wanted = names or [name for name, folder in FOLDERS.items() if (root / folder).is_dir()]
@@ -75,7 +75,7 @@ def partition(
     partition.npz has each device's indices (int64), partition.json their digest and the samples by class,
     partition.svg shows these.
     """
-    from common.experiment.schema import load
+    from common.experiment.reading import load
 
     with reporting():
         facts = write_partition(load(experiment, overrides or ()), out)

@@ -79,7 +79,7 @@ def compare(
         Literal["table", "json", "csv", "latex"], typer.Option("--format", help="Standard output's form.")
     ] = "table",
 ) -> None:
-    """Compare what runs cost to reach an accuracy: iterations, seconds, bytes, SGD steps, over their seeds.
+    """Compare what runs cost to reach an accuracy: global rounds, seconds, bytes, SGD steps, over their seeds.
 
     Runs that differ in nothing but the seed are one group; speed-ups are against the first. Runs that never had the
     accuracy count in no mean. Exit code 4 where links, hardware or data differ.
@@ -119,11 +119,11 @@ def list_runs(runs: Runs = Path("runs"), output: Output = "table") -> None:
                 continue
             if output == "json":
                 typer.echo(json.dumps(facts))
-            done = f"{facts['iterations_done']}/{facts['iterations']}"
+            done = f"{facts['global_rounds_done']}/{facts['global_rounds']}"
             carried = size(sum(facts["bytes"].values()))
             rows.append((facts["run"], facts["name"], facts["started"], facts["state"], done, facts["accuracy"],
                          facts["seconds"], carried))  # fmt: skip
-        columns = [*(Column(name, text=True) for name in ("run", "name", "started", "state")), Column("iterations"),
+        columns = [*(Column(name, text=True) for name in ("run", "name", "started", "state")), Column("global rounds"),
                    Column("accuracy", digits=4), Column("time", "s"), Column("bytes")]  # fmt: skip
         if output == "table":
             typer.echo(Table("runs", "Runs", columns, rows).aligned(), nl=False)
@@ -168,8 +168,8 @@ def _summary(run: Run) -> dict[str, Any]:
         "name": run.name,
         "started": run.started,
         "state": str(run.state),
-        "iterations_done": len(run.rounds),
-        "iterations": run.iterations,
+        "global_rounds_done": len(run.rounds),
+        "global_rounds": run.global_rounds,
         "accuracy": run.accuracy,
         "seconds": run.seconds,
         "bytes": run.totals,

@@ -140,7 +140,7 @@ def run(
         if netns and resume is None:  # a resumed run keeps its experiment
             chosen = by_kernel(chosen, delays=not no_delay)
         if dry_run:
-            from common.experiment.schema import to_toml
+            from common.experiment.reading import to_toml
 
             typer.echo(f"{chosen.to_json()}\n" if output == "json" else to_toml(chosen), nl=False)
             return
@@ -176,7 +176,7 @@ def cloud(
     metrics: MetricsAddress = METRICS,
     spool: SpoolFolder = SPOOL,
 ) -> None:
-    """Start the cloud: it announces the experiment, runs the iterations and leaves the run's folder."""
+    """Start the cloud: it announces the experiment, runs the global rounds and leaves the run's folder."""
     from cloud.agent import CloudAgent
     from cloud.results import RunFolder
     from deploy.console.progress import show
@@ -330,7 +330,7 @@ def main() -> None:
 
 
 def _experiment(path: Path | None, overrides: list[str] | None, resume: Path | None) -> Any:
-    from common.experiment.schema import load
+    from common.experiment.reading import load
 
     if resume is not None:
         if path is not None or overrides:

@@ -1,4 +1,4 @@
-"""What a person sees of a run: live on a terminal, a line an iteration elsewhere, and a table at the end."""
+"""What a person sees of a run: live on a terminal, a line a global round elsewhere, and a table at the end."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class RunView:
         match event:
             case "run":
                 self._run = facts
-            case "iteration":
+            case "global_round":
                 self._row = facts
             case "evaluated":
                 self._accuracy = facts["accuracy"]
@@ -93,7 +93,7 @@ class RunView:
                 row = self._row
                 traffic = ", ".join(f"{tier} {size(_both(row, tier))}" for tier in TIERS)
                 return (
-                    f"iteration {facts['round']}/{self._run.get('iterations', '?')}  "
+                    f"global round {facts['global_round']}/{self._run.get('global_rounds', '?')}  "
                     f"accuracy {facts['accuracy']:.4f}  loss {facts['loss']:.4f}  "
                     f"{row.get('elapsed_s', 0):.1f} s  {traffic}"
                 )
@@ -109,11 +109,11 @@ class RunView:
     def picture(self) -> Group:
         """Return what a terminal shows now."""
         run, row = self._run, self._row
-        done, total = row.get("round", run.get("done", 0)), run.get("iterations", 0)
+        done, total = row.get("global_round", run.get("done", 0)), run.get("global_rounds", 0)
         accuracy = "-" if self._accuracy is None else f"{self._accuracy:.4f}"
         head = Text.assemble(
             (f"{run.get('experiment', 'waiting for the lab')} ", "bold"),
-            f"iteration {done}/{total}  accuracy {accuracy}  {self._left(done, total)}",
+            f"global round {done}/{total}  accuracy {accuracy}  {self._left(done, total)}",
         )
         nodes = Table(box=None, pad_edge=False)
         for column in ("institution", "presence", "phase", "epochs"):
@@ -140,7 +140,7 @@ class RunView:
         accuracy = facts["accuracy"]
         for name, value in (
             ("test accuracy", "-" if accuracy is None else f"{accuracy:.4f}"),
-            ("iterations", str(facts["round"])),
+            ("global rounds", str(facts["global_round"])),
             ("training time", f"{facts['elapsed_s']:.1f} s"),
             *((f"{tier.upper()} up / down", self._sizes(tier)) for tier in TIERS),
             ("model", str(facts["model"])),

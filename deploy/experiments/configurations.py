@@ -4,8 +4,8 @@ The settings are those of short runs on digits, an MLP 64-32-10, batch 10, momen
 epochs were found with few runs (`docs/study.md`): at 0.1 the rules of K models lag far behind, with five epochs less.
 
 Two layers are a cloud over institutions of one device each: the rule is at the cloud, and what an institution does is
-to pass models on. (One institution that begins again with each iteration would forget its K models, or recentre them.)
-Three layers do equal local work: 300 rounds of 6 devices; 30 iterations of 4 rounds of 5 times 3 devices.
+to pass models on. (One institution that begins again with each global round would forget its K models, or recentre
+them.) Three layers do equal local work: 300 rounds of 6 devices; 30 global rounds of 4 rounds of 5 times 3 devices.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ DIGITS: Final = {
     "cloud": {"checkpoint_every": 10_000},
 }
 TWO_LAYERS: Final = merged(
-    DIGITS, {"topology": {"institutions": 30, "devices": 30}, "cloud": {"participation": 0.2}, "iterations": 300}
+    DIGITS, {"topology": {"institutions": 30, "devices": 30}, "cloud": {"participation": 0.2}, "rounds": 300}
 )
 THREE_LAYERS: Final = merged(
     DIGITS,
     {
         "topology": {"institutions": 5, "devices": 30},
         "institution": {"rounds": 4, "participation": 0.5},
-        "iterations": 30,
+        "rounds": 30,
     },
 )
 TEMPO: Final = merged(THREE_LAYERS, {"training": {"epochs": 4}})

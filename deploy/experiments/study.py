@@ -29,16 +29,17 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from common.experiment.schema import Experiment, parse
+from common.experiment.reading import parse
+from common.experiment.schema import Experiment
 from common.host.processes import interruptible
 from deploy.experiments.configurations import PARTS, Part, Seen, merged
 
-LAST = 10  # iterations over which the final accuracy is averaged: one by itself wobbles by a point
+LAST = 10  # global rounds over which the final accuracy is averaged: one by itself wobbles by a point
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run gave: after each iteration accuracy, and since the start seconds, steps, path steps and bytes."""
+    """What a run gave: after each global round accuracy, and since the start seconds, steps, path steps and bytes."""
 
     accuracies: list[float]
     seconds: list[float]
@@ -49,22 +50,22 @@ class Run:
 
     @property
     def final(self) -> float:
-        """Return the mean accuracy of the last iterations, in percent."""
+        """Return the mean accuracy of the last global rounds, in percent."""
         return 100 * mean(self.accuracies[-LAST:])
 
-    def at(self, iteration: int) -> float:
-        """Return the accuracy after so many iterations, in percent."""
-        return 100 * self.accuracies[min(iteration, len(self.accuracies)) - 1]
+    def at(self, global_round: int) -> float:
+        """Return the accuracy after so many global rounds, in percent."""
+        return 100 * self.accuracies[min(global_round, len(self.accuracies)) - 1]
 
     def reached(self, target: float) -> int | None:
-        """Return the place of the first iteration of this accuracy."""
+        """Return the place of the first global round of this accuracy."""
         return next((place for place, accuracy in enumerate(self.accuracies) if accuracy >= target), None)
 
 
 def experiment(part: Part, row: str, seed: int, *, quick: bool) -> Experiment:
-    """Return the experiment of a part's row; a quick one has a twentieth of the iterations."""
+    """Return the experiment of a part's row; a quick one has a twentieth of the global rounds."""
     tree = merged(part.base, part.rows[row], {"seed": seed})
-    return parse(merged(tree, {"iterations": max(3, tree["iterations"] // 20)}) if quick else tree)
+    return parse(merged(tree, {"rounds": max(3, tree["rounds"] // 20)}) if quick else tree)
 
 
 def play(tree: str) -> Run:
@@ -132,7 +133,7 @@ def table(part: Part, found: Mapping[str, Sequence[Run]]) -> list[str]:
     """Return a part's table: Δ are paired differences against its first row, costs are those to the target."""
     first = next(iter(found.values()))
     lines = [
-        f"| | round {part.early} | Δ | final | Δ | {100 * part.target:g} % | iterations | steps | path | MB | s |",
+        f"| | round {part.early} | Δ | final | Δ | {100 * part.target:g} % | global rounds | steps | path | MB | s |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row, runs in found.items():
@@ -189,7 +190,7 @@ def report(out: Path, shelf: Shelf, seeds: int, *, quick: bool) -> None:
                 costs |= {"bytes": run.nbytes, "seconds": run.seconds}
                 facts: dict[str, Any] = {"part": name, "configuration": row, "seed": seed}
                 facts |= {"digest": experiment(part, row, seed, quick=quick).digest, "early": run.at(part.early)}
-                facts |= {"final": run.final, "target": part.target, "iterations": "" if place is None else place + 1}
+                facts |= {"final": run.final, "target": part.target, "rounds": "" if place is None else place + 1}
                 rows.append(facts | {key: "" if place is None else values[place] for key, values in costs.items()})
     (out / "study.md").write_text("\n".join(lines))
     if rows:
@@ -205,7 +206,7 @@ def main() -> None:
     parser.add_argument("--part", action="append", help=f"which, as a pattern: {', '.join(PARTS)}")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--quick", action="store_true", help="a twentieth of the iterations: does it work?")
+    parser.add_argument("--quick", action="store_true", help="a twentieth of the global rounds: does it work?")
     parser.add_argument("--out", type=Path, default=Path("runs/study"))
     chosen = parser.parse_args()
     shelf = Shelf(chosen.out / "done")

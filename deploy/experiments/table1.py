@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from common.experiment.schema import load
+from common.experiment.reading import load
 from deploy.local.lab import Lab
 from deploy.runs.run import Run, State, folders
 
@@ -34,7 +34,7 @@ def main() -> int:
     found = []
     for epochs, control in [*((epochs, "fixed") for epochs in FIXED), (C, "tempo")]:
         for seed in range(1, given.seeds + 1):
-            keys = {"name": f"{control}-{epochs}", "seed": seed, "iterations": 40, "target_accuracy": given.target}
+            keys = {"name": f"{control}-{epochs}", "seed": seed, "rounds": 40, "target_accuracy": given.target}
             keys |= {"training.epochs": epochs, "cloud.epoch_control.name": control, "links.check": "off"}
             experiment = load(DEMO, [f"{key}={value}" for key, value in keys.items()])
             done = _finished(given.runs, experiment.digest)

@@ -18,7 +18,8 @@ from common.accounting.ledger import Ledger
 from common.accounting.traffic import Traffic
 from common.aggregation.uploads import Uploads
 from common.errors import RefusedModel, RunFailed
-from common.experiment.schema import Closing, Codecs
+from common.experiment.codecs import Codecs
+from common.experiment.rounds import Closing
 from common.model.codecs import Codec, codec_of
 from common.model.layout import ModelLayout, Row
 from common.protocol.closing import Standing, Verdict, judge
@@ -98,8 +99,8 @@ class Calls:
     async def round(
         self,
         *,
-        iteration: int,
-        round_: int,
+        global_round: int,
+        local_round: int,
         models: Mapping[str, Row | Arriving],
         epochs: Mapping[str, int],
         closing: Closing,
@@ -119,7 +120,7 @@ class Calls:
             model = models[name]
             row, nbytes = self._carry(self._down, await model.whole() if isinstance(model, Arriving) else model)
             self._sent[name] += nbytes
-            task = Task(Key(1, iteration, round_), epochs[name], self._manifest, None)
+            task = Task(Key(1, global_round, local_round), epochs[name], self._manifest, None)
             answer = await self._children[name](task, self._here(row), partial(self._moved, on_progress))
             try:
                 result = answer.result(task, self._manifest)

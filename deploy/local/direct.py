@@ -1,8 +1,8 @@
 """A lab without a network: all roles in this process, and one device trains after another.
 
-The iterations, the local rounds, the rules and the trainings are those of the agents; `deploy.local.calls` alone stands
-where their brokers would. The final model is that of a lab of processes, bit for bit; bytes are those of the models
-alone, and seconds are this machine's computing time.
+The global rounds, the local rounds, the rules and the trainings are those of the agents; `deploy.local.calls` alone
+stands where their brokers would. The final model is that of a lab of processes, bit for bit; bytes are those of the
+models alone, and seconds are this machine's computing time.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from cloud.evaluator import Accuracy
-from cloud.iterations import Observe
+from cloud.global_rounds import Observe
 from cloud.results import DIRECT, RunFolder
 from cloud.run import CloudRun
 from common.errors import FedstrataError
 from common.experiment.data import check_alike
-from common.experiment.schema import CLOUD, Experiment
+from common.experiment.schema import Experiment
+from common.experiment.topology import CLOUD
 from common.host.processes import interruptible
 from common.learning import splits
 from common.learning.evaluation import Examiner
@@ -62,10 +63,10 @@ async def _play(folder: RunFolder, *, resume: bool, accelerator: str, observe: O
     partition = splits.keep(experiment, folder.path)
     examiner = Examiner(experiment)
 
-    async def evaluate(iteration: int, row: Row) -> Accuracy:
+    async def evaluate(global_round: int, row: Row) -> Accuracy:
         with clock.stopped():
             found = examiner.examine(row)
-        return Accuracy(iteration, found.accuracy, found.loss)
+        return Accuracy(global_round, found.accuracy, found.loss)
 
     layout = examiner.layout
     calls = partial(Calls, layout=layout, resident_mb=experiment.transfer.resident_mb, clock=clock)

@@ -18,7 +18,9 @@ from typing import Any, Final
 
 from common.errors import RunFailed
 from common.experiment.aggregation import remembers
-from common.experiment.schema import CLOUD, Experiment, to_toml
+from common.experiment.reading import to_toml
+from common.experiment.schema import Experiment
+from common.experiment.topology import CLOUD
 from common.host.processes import interruptible, spawn, stop_all
 from common.protocol.topics import DEFAULT_LAB
 from common.runtime.lifecycle import UNEXPECTED

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from common.errors import InvalidExperiment
-from common.experiment.schema import CLOUD, Experiment
+from common.experiment.schema import Experiment
+from common.experiment.topology import CLOUD
 from deploy.brokers import broker
 from deploy.console.logs import tell
 from device.pool.pool import cores

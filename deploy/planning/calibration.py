@@ -19,7 +19,8 @@ from typing import Final
 
 import numpy as np
 
-from common.experiment.schema import Experiment, parse
+from common.experiment.reading import parse
+from common.experiment.schema import Experiment
 from common.protocol import serialization
 from common.protocol.manifest import chunk_digest
 from common.protocol.messages import Key, Manifest, Task
@@ -101,13 +102,13 @@ def train(experiment_json: str) -> Training:
     while not enough.is_set():
         start = time.monotonic()
         try:
-            trainer.train(row, out, epochs=epochs, round_=0, progress=progress, cancelled=enough)
+            trainer.train(row, out, epochs=epochs, local_round=0, progress=progress, cancelled=enough)
         except Cancelled:
             break
         epochs *= 2  # the first trainings warm up; the last one counts
     nothing = threading.Event()
     overhead = [
-        trainer.train(row, out, epochs=0, round_=0, progress=lambda *_: None, cancelled=nothing).train_s
+        trainer.train(row, out, epochs=0, local_round=0, progress=lambda *_: None, cancelled=nothing).train_s
         for _ in range(5)
     ]
     images, labels = data.test_images[:EVALUATED], data.test_labels[:EVALUATED]

@@ -19,7 +19,7 @@ INTERFACE_MBIT = 1000.0
 
 def plan(
     experiment: Annotated[Path, typer.Argument(help="The experiment, a TOML file.")],
-    overrides: Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set iterations=5.")] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set rounds=5.")] = None,
     one_host: Annotated[
         bool, typer.Option("--one-host", help="All roles on this machine, as `fedstrata run` has them.")
     ] = False,
@@ -38,7 +38,7 @@ def plan(
     Without --one-host each node has a machine of its own, as fast as this one.
     """
     from common.errors import InvalidExperiment
-    from common.experiment.schema import load
+    from common.experiment.reading import load
 
     with reporting():
         found = predict(load(experiment, overrides or ()), one_host=one_host, interface_mbit=interface)
@@ -53,7 +53,7 @@ def plan(
 def predict(experiment: Experiment, *, one_host: bool, interface_mbit: float = INTERFACE_MBIT) -> dict[str, Any]:
     """Return what prediction.json holds. Raises InvalidExperiment.
 
-    Of one iteration `seconds` by phase, MQTT bytes of each link by `FROM TO` and of the `tiers`; `memory`, bytes by
+    Of one global round `seconds` by phase, MQTT bytes of each link by `FROM TO` and of the `tiers`; `memory`, bytes by
     role; what was `assumed`, in words; and the `speeds` of this machine.
     """
     import os
@@ -68,15 +68,15 @@ def predict(experiment: Experiment, *, one_host: bool, interface_mbit: float = I
     workload.rehearse(work, speeds)
     lab = workload.lab(work, speeds, one_host=one_host, interface_mbit=interface_mbit)
     seconds = prediction.seconds(lab, speeds)
-    iteration_s = sum(seconds.values())
+    global_round_s = sum(seconds.values())
     devices = max(experiment.topology.sizes()) if one_host else 1
     return {
         "experiment": experiment.name,
         "experiment_digest": experiment.digest,
         "one_host": one_host,
-        "iterations": experiment.iterations,
-        "iteration_s": iteration_s,
-        "total_s": iteration_s * experiment.iterations,
+        "global_rounds": experiment.rounds,
+        "iteration_s": global_round_s,
+        "total_s": global_round_s * experiment.rounds,
         "seconds": seconds,
         "bytes": footprint.links_of(experiment, work.sizes) if work.listed else {},
         "tiers": footprint.tiers_of(lab),
@@ -88,10 +88,10 @@ def predict(experiment: Experiment, *, one_host: bool, interface_mbit: float = I
 
 
 def _table(found: dict[str, Any]) -> str:
-    lines = [f"an iteration   {_duration(found['iteration_s'])}"]
+    lines = [f"a global round   {_duration(found['global_round_s'])}"]
     lines += [f"  {phase:<14} {_duration(length)}" for phase, length in found["seconds"].items()]
-    lines.append(f"{found['iterations']} iterations".ljust(15) + _duration(found["total_s"]))
-    lines.append("bytes of an iteration")
+    lines.append(f"{found['global_rounds']} global rounds".ljust(15) + _duration(found["total_s"]))
+    lines.append("bytes of a global round")
     lines += [f"  {tier.replace('_', ' '):<14} {size(count)}" for tier, count in found["tiers"].items()]
     lines.append("memory of a process")
     lines += [f"  {role.replace('_', ' '):<14} {size(count)}" for role, count in found["memory"].items()]

@@ -1,4 +1,4 @@
-"""Bytes of an iteration on each tier, and the memory of each role and of the broker.
+"""Bytes of a global round on each tier, and the memory of each role and of the broker.
 
 Control messages and the roles' own memory were measured once, on the demo, on Linux x86-64 with PyTorch's CUDA build;
 what models take follows from their sizes.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from common.experiment.schema import CLOUD, Experiment, Transfer, participants
+from common.experiment.rounds import participants
+from common.experiment.schema import Experiment, Transfer
+from common.experiment.topology import CLOUD
 from deploy.planning.prediction import Lab, Sizes
 
 DOWN_BYTES: Final = 295  # of a child's round, besides its model: the task and the receipt
@@ -21,7 +23,7 @@ BROKER_BYTES: Final = 9_000_000
 
 
 def tiers_of(lab: Lab) -> dict[str, int]:
-    """Return an iteration's bytes of whole MQTT packets on each tier and way."""
+    """Return a global round's bytes of whole MQTT packets on each tier and way."""
     sizes = lab.sizes
     institutions = sum(branch.count for branch in lab.branches)
     devices = sum(branch.count * device.count for branch in lab.branches for device in branch.devices)
@@ -35,7 +37,7 @@ def tiers_of(lab: Lab) -> dict[str, int]:
 
 
 def links_of(experiment: Experiment, sizes: Sizes) -> dict[str, float]:
-    """Return the mean bytes of an iteration on each link, by `FROM TO`: who is not drawn gets nothing."""
+    """Return the mean bytes of a global round on each link, by `FROM TO`: who is not drawn gets nothing."""
     transfer, rounds = experiment.transfer, experiment.institution.rounds
     children = experiment.topology.children()
     cloud_share = participants(len(children), experiment.cloud.participation) / len(children)

@@ -1,4 +1,4 @@
-"""What an iteration will take, on paper: a simulation of one, from the experiment and a machine's speeds.
+"""What a global round will take, on paper: a simulation of one, from the experiment and a machine's speeds.
 
     cloud --WAN--> institutions --LAN--> devices: train;  tau_i rounds;  --LAN--> mean --WAN--> cloud: mean
 
@@ -30,7 +30,7 @@ class Speeds:
 
     `step_s`: a step of SGD; `training_s`: a training besides its steps; `evaluation_s`: the test set, once. Of a round
     with one child, at both ends and in the broker: `message_s`, and `byte_s` for each byte of a model, either way.
-    `mix_byte_s`: for each byte of the uploads that are mixed. `record_s`: what the cloud writes after an iteration.
+    `mix_byte_s`: for each byte of the uploads that are mixed. `record_s`: what the cloud writes after a global round.
     """
 
     step_s: float
@@ -88,11 +88,11 @@ class Lab:
 
 
 def seconds(lab: Lab, speeds: Speeds) -> dict[str, float]:
-    """Return an iteration's seconds by phase, in the columns of rounds.csv; they add up to the iteration."""
-    return _Iteration(lab, speeds).phases()
+    """Return a global round's seconds by phase, in the columns of rounds.csv; they add up to the global round."""
+    return _SimulatedGlobalRound(lab, speeds).phases()
 
 
-class _Iteration:
+class _SimulatedGlobalRound:
     def __init__(self, lab: Lab, speeds: Speeds) -> None:
         self._lab, self._speeds = lab, speeds
         self._stage = Stage()
@@ -102,7 +102,7 @@ class _Iteration:
         self._aggregated = self._evaluated = 0.0
 
     def phases(self) -> dict[str, float]:
-        """Play the iteration and return its seconds by phase."""
+        """Play the global round and return its seconds by phase."""
         self._stage.play(self._beside([self._rounds(), self._evaluation()]))
         timeline = self._timeline
         timeline.first_result, timeline.last_result = self._first, self._last
@@ -121,7 +121,7 @@ class _Iteration:
         self._aggregated = self._stage.now
 
     def _evaluation(self) -> Process:
-        """Evaluate the model of the iteration before, in a process of its own."""
+        """Evaluate the model of the global round before, in a process of its own."""
         yield self._cores(), self._speeds.evaluation_s
         self._evaluated = self._stage.now
 
@@ -135,11 +135,11 @@ class _Iteration:
         host, own_pipe = Host(1), Host(1)
         devices = _one_by_one(branch.devices) if self._shared else branch.devices
         drawn = sum(device.count for device in devices)
-        for round_ in range(self._lab.rounds):
+        for local_round in range(self._lab.rounds):
             children = []
             for device in devices:
                 lan_s = self._crossing(device.down, sizes.lan_down, drawn)
-                if round_ == 0:  # chunks are passed on as they come
+                if local_round == 0:  # chunks are passed on as they come
                     last_s = self._crossing(device.down, self._chunk(device.down, sizes.lan_down), drawn)
                     lan_s = max(wan_s + last_s, first_s + lan_s)
                 children.append(self._device(device, lan_s, host, own_pipe))

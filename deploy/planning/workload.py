@@ -19,7 +19,10 @@ import numpy as np
 
 from common.aggregation.selection import draw
 from common.errors import InvalidExperiment
-from common.experiment.schema import CLOUD, Experiment, parse, participants
+from common.experiment.reading import parse
+from common.experiment.rounds import participants
+from common.experiment.schema import Experiment
+from common.experiment.topology import CLOUD
 from common.learning import datasets, splits
 from common.learning.datasets import Dataset
 from common.learning.evaluation import Examiner
@@ -29,7 +32,7 @@ from deploy.planning.prediction import Branch, Device, Lab, Sizes, Speeds
 from deploy.runs.run import Run
 
 MOST_LISTED: Final = 20_000  # devices; beyond them all are alike
-REHEARSED: Final = 3  # iterations: by then Tempo's epochs have found their way
+REHEARSED: Final = 3  # global rounds: by then Tempo's epochs have found their way
 REHEARSAL_S: Final = 60.0
 
 
@@ -109,7 +112,7 @@ def workload(experiment: Experiment) -> Workload:
 
 
 def rehearse(work: Workload, speeds: Speeds) -> None:
-    """Fill in the epochs: `training.epochs`, or where Tempo decides what it does in some iterations on this machine."""
+    """Fill in the epochs: `training.epochs`, or where Tempo decides, those of some rounds on this machine."""
     experiment = work.experiment
     names = experiment.topology.institution_names() if work.listed else []
     work.epochs = dict.fromkeys(names, experiment.training.epochs)
@@ -120,7 +123,7 @@ def rehearse(work: Workload, speeds: Speeds) -> None:
         cost_s = REHEARSED * (experiment.institution.rounds * steps * speeds.step_s * 1.5 + speeds.evaluation_s)
         if cost_s <= REHEARSAL_S:
             work.epochs = _play(experiment)
-            work.assumed.append(f"epochs as Tempo has them after {REHEARSED - 1} iterations, which were played here")
+            work.assumed.append(f"epochs as Tempo has them after {REHEARSED - 1} global rounds, which were played here")
             return
     work.assumed.append(f"{experiment.training.epochs} epochs everywhere: what Tempo will decide is not known")
 
@@ -194,12 +197,12 @@ def _sizes(experiment: Experiment, layout: ModelLayout, row: Row) -> Sizes:
 
 
 def _play(experiment: Experiment) -> dict[str, int]:
-    """Return the institutions' epochs after some iterations without a network."""
+    """Return the institutions' epochs after some global rounds without a network."""
     from cloud.results import RunFolder
     from deploy.local import direct
 
     with tempfile.TemporaryDirectory(prefix="fedstrata-") as home:
-        short = parse(experiment.model_dump(mode="json") | {"iterations": REHEARSED, "target_accuracy": None})
+        short = parse(experiment.model_dump(mode="json") | {"rounds": REHEARSED, "target_accuracy": None})
         folder = RunFolder.create(Path(home), short)
         direct.play(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
         epochs = Run(folder.path).rounds[-1].epochs

@@ -164,7 +164,7 @@ def columns(
     elements.append(text(left + width / 2, top + height + 34, x, anchor="middle", kind="soft"))
     heads = (Column(x), *(Column(words, axis.unit, 3) for _, words in parts))
     rows = [(i + 1, *(axis.factor * value for value in bar)) for i, bar in enumerate(values)]
-    told = f"{len(values)} bars" + (f", {joined} iterations joined to a mean in each" if joined > 1 else "")
+    told = f"{len(values)} bars" + (f", {joined} global rounds joined to a mean in each" if joined > 1 else "")
     return Figure(name, title, told, (left + width + 12, top + height + 44), elements, Table(name, title, heads, rows))
 
 

@@ -24,7 +24,7 @@ _HOST: Final = ("host", "cpus")
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """A run, and what it cost until the first iteration of the target accuracy; None where it never had it."""
+    """A run, and what it cost until the first global round of the target accuracy; None where it never had it."""
 
     run: Run
     costs: Mapping[str, float] | None
@@ -143,7 +143,7 @@ def speed_up(first: Group, other: Group) -> tuple[Spread | None, int, int]:
 def table(groups: Sequence[Group], target: float) -> Table:
     """Return the groups as a table: the means and deviations of those runs that reached the target."""
     ways = (Column(f"{tier.upper()} {way}", "MB", 3) for tier in TIERS for way in ("up", "down"))
-    columns = [Column("experiment", text=True), Column("reached", text=True), Column("iterations"),
+    columns = [Column("experiment", text=True), Column("reached", text=True), Column("global rounds"),
                Column("time", "s"), *ways,
                Column("SGD steps", digits=0), Column("critical path", digits=0), Column("speed-up", digits=2),
                Column("seeds paired", text=True)]  # fmt: skip
@@ -183,7 +183,7 @@ def notes(groups: Sequence[Group]) -> list[str]:
         for left in (run for run in each.runs if run.costs is None):
             best = max((row.accuracy for row in left.run.rounds if row.accuracy is not None), default=None)
             seen = "no accuracy" if best is None else f"at best {best:.4f}"
-            done = f"{len(left.run.rounds)} of {left.run.iterations} iterations, {left.run.state}"
+            done = f"{len(left.run.rounds)} of {left.run.global_rounds} global rounds, {left.run.state}"
             found.append(f"{each.label}: {left.run.id} (seed {left.run.seed}) did not reach it: {seen} in {done}")
         seeds = [run.run.seed for run in each.runs]
         if len(set(map(str, seeds))) < len(seeds):

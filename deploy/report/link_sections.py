@@ -63,13 +63,13 @@ def traffic(run: Run) -> Figure:
 
 
 def tiers(run: Run) -> Table:
-    """Return the three counts of each tier and direction, and what was foretold of an iteration."""
+    """Return the three counts of each tier and direction, and what was foretold of a global round."""
     count, told = max(len(run.rounds), 1), run.prediction
     columns = [
         Column("tier", text=True),
         Column("direction", text=True),
         *_THREE,
-        Column("MQTT an iteration", digits=0),
+        Column("MQTT a global round", digits=0),
     ]
     columns += [Column("predicted", digits=0)] * (told is not None)
     rows: list[list[Cell]] = []

@@ -1,4 +1,4 @@
-"""Pictures of a lab: epochs of each institution over the iterations, and who is joined to whom at which rate."""
+"""Pictures of a lab: epochs of each institution over the global rounds, and who is joined to whom at which rate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROW = 22.0  # pixels
 
 
 def epochs(key: str, rows: Mapping[str, Sequence[int | None]]) -> Figure:
-    """Draw tau_c of each institution in each iteration, None where it was not in it; darker is more."""
+    """Draw tau_c of each institution in each global round, None where it was not in it; darker is more."""
     count = max(map(len, rows.values()), default=0)
     most = max((cell for cells in rows.values() for cell in cells if cell is not None), default=1)
     left, top = 12 + LETTER * max(map(len, rows), default=0), 52.0
@@ -28,17 +28,17 @@ def epochs(key: str, rows: Mapping[str, Sequence[int | None]]) -> Figure:
         for start, end, cell in _stretches(cells):
             if cell is None:
                 continue
-            told = f"{name}, iteration {start + 1}{f' to {end}' if end > start + 1 else ''}: {cell} epochs"
+            told = f"{name}, global round {start + 1}{f' to {end}' if end > start + 1 else ''}: {cell} epochs"
             place = (left + wide * start, y + 1, max(wide * (end - start) - (1 if wide > 6 else 0), 0.3), ROW - 2)
             elements.append(rect(*place, "weight", title=told, opacity=0.12 + 0.6 * cell / most))
             if wide >= 16:
                 elements += [
                     text(left + wide * (i + 0.5), y + 15, str(cell), anchor="middle") for i in range(start, end)
                 ]
-    columns = (Column("iteration"), *(Column(name) for name in rows))
+    columns = (Column("global round"), *(Column(name) for name in rows))
     table = Table(key, title, columns, [(i + 1, *(cells[i] for cells in rows.values())) for i in range(count)])
     size = (left + wide * count + 12, top + ROW * len(rows) + 8)
-    return Figure(key, title, "Rows are institutions, columns iterations.", size, elements, table)
+    return Figure(key, title, "Rows are institutions, columns global rounds.", size, elements, table)
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,7 @@ def _one(page: Page, run: Run, level: int) -> None:
     if left_out:
         page.say(f"{left_out} earlier ones are in events.jsonl.", "soft")
     page.tell(sections.plans(run), folded=True)
-    page.tell(sections.iterations(run), folded=True)
+    page.tell(sections.global_rounds(run), folded=True)
     page.head(level, "The run")
     page.facts(sections.facts(run))
     page.folded("experiment.toml", (run.path / "experiment.toml").read_text(encoding="utf-8", errors="replace"))
@@ -145,14 +145,14 @@ def _one(page: Page, run: Run, level: int) -> None:
 def _first_numbers(run: Run) -> Iterator[tuple[str, str]]:
     totals = run.totals
     yield "test accuracy", "-" if run.accuracy is None else f"{run.accuracy:.4f}"
-    yield "iterations", f"{len(run.rounds)} of {run.iterations}"
+    yield "global rounds", f"{len(run.rounds)} of {run.global_rounds}"
     yield "time", f"{show(run.seconds)} s"
     for tier in ("wan", "lan"):
         yield f"{tier.upper()} up / down", f"{size(totals[f'{tier}_up_bytes'])} / {size(totals[f'{tier}_down_bytes'])}"
 
 
 def _unfinished(run: Run) -> str:
-    done = f"{len(run.rounds)} of {run.iterations} iterations are done"
+    done = f"{len(run.rounds)} of {run.global_rounds} global rounds are done"
     if run.state is State.RUNNING:
         return f"{run.id} is still going: {done}, and this page tells it so far."
     if run.state is State.FAILED:

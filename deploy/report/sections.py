@@ -22,13 +22,14 @@ SECONDS_AXIS: Final = Axis("time", "s")
 
 ACCURACY: Final = (
     "Accuracy on the cloud's test set of the mean of the uploads, as the experiment evaluates it. Seconds are the "
-    "cloud's monotonic clock from the moment the whole lab was ready, evaluation beside the next iteration not "
+    "cloud's monotonic clock from the moment the whole lab was ready, evaluation beside the next global round not "
     "counted; bytes are MQTT packets, both directions of all links of a tier."
 )
 SECONDS: Final = (
-    "An iteration as the cloud sees it. record: writing what the last one left. dispatch: until every institution has "
-    "the model. train: until the first result. wait: for the last result. collect: its upload. aggregate. evaluate: "
-    "waiting for the last evaluation where it takes longer than an iteration. The phases add up to the iteration."
+    "A global round as the cloud sees it. record: writing what the last one left. dispatch: until every institution "
+    "has the model. train: until the first result. wait: for the last result. collect: its upload. aggregate. "
+    "evaluate: waiting for the last evaluation where it takes longer than a global round. The phases add up "
+    "to the global round."
 )
 EPOCHS: Final = (
     "Epochs that each institution's devices trained in each local round, and each device's work: seconds of training "
@@ -50,7 +51,7 @@ def labels(runs: Sequence[Run]) -> list[str]:
 
 def overview(runs: Sequence[Run], names: Sequence[str]) -> Table:
     """Return a line for each run."""
-    columns = [Column("run", text=True), Column("state", text=True), Column("seed"), Column("iterations"),
+    columns = [Column("run", text=True), Column("state", text=True), Column("seed"), Column("global rounds"),
                Column("test accuracy", digits=4), Column("time", "s"), *(Column(n) for n in _BYTE_NAMES)]  # fmt: skip
     rows = [
         (name, str(run.state), str(run.seed), len(run.rounds), run.accuracy, run.seconds, *run.totals.values())
@@ -60,7 +61,7 @@ def overview(runs: Sequence[Run], names: Sequence[str]) -> Table:
 
 
 def accuracy(runs: Sequence[Run], names: Sequence[str]) -> list[Figure]:
-    """Return the curves over iterations, seconds, and each tier's bytes."""
+    """Return the curves over global rounds, seconds, and each tier's bytes."""
     over: dict[str, dict[str, list[charts.Point]]] = {"rounds": {}, "seconds": {}, "wan": {}, "lan": {}}
     for run, name in zip(runs, names, strict=True):
         spent = dict.fromkeys(TIERS, 0)
@@ -76,9 +77,9 @@ def accuracy(runs: Sequence[Run], names: Sequence[str]) -> list[Figure]:
             over[key][name] = line
     targets = {run.tree.get("target_accuracy") for run in runs}
     target = targets.pop() if len(targets) == 1 else None
-    axes = {"rounds": Axis("iteration"), "seconds": SECONDS_AXIS}
+    axes = {"rounds": Axis("global round"), "seconds": SECONDS_AXIS}
     axes |= {tier: bytes_axis(f"{tier.upper()} bytes", over[tier]) for tier in TIERS}
-    titles = {"rounds": "Accuracy over iterations", "seconds": "Accuracy over time"}
+    titles = {"rounds": "Accuracy over global rounds", "seconds": "Accuracy over time"}
     titles |= {tier: f"Accuracy over {tier.upper()} bytes" for tier in TIERS}
     return [
         charts.curves(f"accuracy-{key}", f"{titles[key]}, %", lines, x=axes[key], y=PERCENT, target=target)
@@ -87,26 +88,26 @@ def accuracy(runs: Sequence[Run], names: Sequence[str]) -> list[Figure]:
 
 
 def budget(runs: Sequence[Run], names: Sequence[str]) -> Figure:
-    """Return the mean iteration of each run, and what was foretold of it."""
+    """Return the mean global round of each run, and what was foretold of it."""
     rows: dict[str, list[float]] = {}
     for run, name in zip(runs, names, strict=True):
         count = max(len(run.rounds), 1)
         rows[name] = [sum(row.phases[phase] for row in run.rounds) / count for phase in PHASES]
         if run.prediction is not None:
             rows[f"{name}, predicted"] = [run.prediction.seconds.get(phase, 0.0) for phase in PHASES]
-    title = "Seconds of an iteration, mean"
-    return charts.bars("budget", title, _PHASE_PARTS, rows, axis=Axis("seconds of an iteration", "s"))
+    title = "Seconds of a global round, mean"
+    return charts.bars("budget", title, _PHASE_PARTS, rows, axis=Axis("seconds of a global round", "s"))
 
 
 def budgets(run: Run) -> Figure:
-    """Return the budget of each iteration."""
+    """Return the budget of each global round."""
     values = [[row.phases[phase] for phase in PHASES] for row in run.rounds]
-    name, title = file_name("iterations", run), f"Seconds of each iteration, {run.id.rpartition('-')[2]}"
-    return charts.columns(name, title, _PHASE_PARTS, values, x="iteration", axis=Axis("seconds", "s"))
+    name, title = file_name("seconds", run), f"Seconds of each global round, {run.id.rpartition('-')[2]}"
+    return charts.columns(name, title, _PHASE_PARTS, values, x="global round", axis=Axis("seconds", "s"))
 
 
 def phases(runs: Sequence[Run], names: Sequence[str]) -> Table:
-    """Return each phase's seconds in the mean iteration of each run, and how well they add up to it.
+    """Return each phase's seconds in the mean global round of each run, and how well they add up to it.
 
     A single run has the totals and shares too.
     """
@@ -117,18 +118,18 @@ def phases(runs: Sequence[Run], names: Sequence[str]) -> Table:
         if len(runs) == 1:
             columns += [Column("total", "s", 3), Column("share", "%")]
             cells += [totals, {phase: 100 * total / (run.seconds or 1) for phase, total in totals.items()}]
-        columns.append(Column(name if len(runs) > 1 else "an iteration", "s", 4))
+        columns.append(Column(name if len(runs) > 1 else "a global round", "s", 4))
         cells.append({phase: total / max(len(run.rounds), 1) for phase, total in totals.items()})
         if run.prediction is not None:
             told = {phase: run.prediction.seconds[phase] for phase in PHASES if phase in run.prediction.seconds}
             columns.append(Column(f"{name}, predicted" if len(runs) > 1 else "predicted", "s", 4))
             cells.append(told | {_SUM: sum(told.values())})
     rows = [[phase, *(found.get(phase) for found in cells)] for phase in (*PHASES, _SUM, _ELAPSED)]
-    return Table("phases", "Seconds by phase" if len(runs) == 1 else "Seconds of an iteration, mean", columns, rows)
+    return Table("phases", "Seconds by phase" if len(runs) == 1 else "Seconds of a global round, mean", columns, rows)
 
 
 def epochs(run: Run) -> Figure:
-    """Return tau_c of each institution in each iteration."""
+    """Return tau_c of each institution in each global round."""
     return maps.epochs(
         file_name("epochs", run), {name: [row.epochs.get(name) for row in run.rounds] for name in run.children}
     )
@@ -136,8 +137,8 @@ def epochs(run: Run) -> Figure:
 
 def work(run: Run) -> Table:
     """Return what each device did in the run."""
-    columns = [Column("institution", text=True), Column("device", text=True), Column("samples"), Column("iterations"),
-               Column("epochs"), Column("SGD steps"), Column("training", "s", 3),
+    columns = [Column("institution", text=True), Column("device", text=True), Column("samples"),
+               Column("global rounds"), Column("epochs"), Column("SGD steps"), Column("training", "s", 3),
                Column("waiting for a slot", "s", 3)]  # fmt: skip
     found: dict[tuple[str, str], list[Any]] = {}
     pauses = any(each.pause_s is not None for each in run.devices)
@@ -158,7 +159,7 @@ def partition(run: Run) -> Figure | None:
 
 
 def events(run: Run) -> tuple[Table, int]:
-    """Return what happened but for plans and iterations, the last EVENTS_MOST, and how many were before them."""
+    """Return what happened but for plans and global rounds, the last EVENTS_MOST, and how many were before them."""
     told = [event for event in run.events if _worth_telling(event)]
     rows = [(event.time[:19].replace("T", " "), event.name, _words(event)) for event in told[-EVENTS_MOST:]]
     columns = [Column("time (UTC)", text=True), Column("event", text=True), Column("what", text=True)]
@@ -170,7 +171,9 @@ def plans(run: Run) -> Table:
     found: dict[tuple[str, str], list[object]] = {}
     for event in run.events:
         if event.name == "plan":
-            facts = {key: fact for key, fact in event.facts.items() if key not in ("round", "node", "local_round")}
+            facts = {
+                key: fact for key, fact in event.facts.items() if key not in ("global_round", "node", "local_round")
+            }
             for key, fact in facts.items():
                 found.setdefault((str(event.facts.get("node", "")), key), []).append(fact)
     columns = [Column("node", text=True), Column("fact", text=True), Column("plans"), Column("first", text=True),
@@ -179,9 +182,9 @@ def plans(run: Run) -> Table:
     return Table(file_name("plans", run), "What the rules decided", columns, rows)
 
 
-def iterations(run: Run) -> Table:
+def global_rounds(run: Run) -> Table:
     """Return the rows of rounds.csv."""
-    columns = [Column("iteration"), Column("time", "s", 3), Column("test accuracy", digits=4),
+    columns = [Column("global round"), Column("time", "s", 3), Column("test accuracy", digits=4),
                Column("test loss", digits=4), Column("training loss", digits=4),
                *(Column(phase, "s", 4) for phase in PHASES), Column("SGD steps"), Column("critical path"),
                *(Column(name) for name in _BYTE_NAMES), Column("missing", text=True)]  # fmt: skip
@@ -190,7 +193,7 @@ def iterations(run: Run) -> Table:
          *r.bytes_.values(), " ".join((*r.missing, *r.refused)))
         for r in run.rounds
     ]  # fmt: skip
-    return Table(file_name("rounds", run), "Each iteration", columns, rows)
+    return Table(file_name("rounds", run), "Each global round", columns, rows)
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
@@ -205,7 +208,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
 
 
 # Of these events the facts that stand nowhere else in the report.
-_TOLD: Final = {"run": ("done", "iterations"), "finished": ("round", "elapsed_s", "accuracy", "loss")}
+_TOLD: Final = {"run": ("done", "global_rounds"), "finished": ("global_round", "elapsed_s", "accuracy", "loss")}
 _BYTE_NAMES: Final = ("WAN up", "WAN down", "LAN up", "LAN down")
 _SUM, _ELAPSED = "sum of the phases", "elapsed"
 _PHASE_PARTS: Final = [(f"fill-{phase}", phase) for phase in PHASES]
@@ -215,7 +218,7 @@ def _worth_telling(event: Event) -> bool:
     """Return whether no figure or table has it, and it is more than a child's ordinary coming and going."""
     if event.name == "child":
         return event.facts.get("state") in ("lost", "failed", "disconnected")
-    return event.name not in ("plan", "iteration", "evaluated", "measured")
+    return event.name not in ("plan", "global_round", "evaluated", "measured")
 
 
 def _words(event: Event) -> str:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from common.protocol.timeline import PHASES as ROUND_PHASES
 
+_T = TypeVar("_T")
+
 PREDICTION: Final = "prediction.json"  # in a run's folder, where one was made
-PHASES: Final = ("record", *ROUND_PHASES, "aggregate", "evaluate")  # in their order; they add up to an iteration
+PHASES: Final = ("record", *ROUND_PHASES, "aggregate", "evaluate")  # in their order; they add up to a global round
 TIERS: Final = ("wan", "lan")
 COUNTS: Final = tuple(f"{tier}_{way}_bytes" for tier in TIERS for way in ("up", "down"))
+RENAMED: Final = {"round": "global_round", "iteration": "global_round", "iterations": "global_rounds"}  # of format 1
 BROKER: Final = "broker"  # the kind of a link's row that counts a parent's whole connection
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A row of rounds.csv: one global iteration. `bytes_` has the four of COUNTS; None = not known (yet)."""
+    """A row of rounds.csv: one global round. `bytes_` has the four of COUNTS; None = not known (yet)."""
 
     number: int
     elapsed_s: float
@@ -65,9 +68,9 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class DeviceWork:
-    """A row of devices.csv: a device in an iteration. `path` and `pause_s` are of later releases."""
+    """A row of devices.csv: a device in a global round. `path` and `pause_s` are of later releases."""
 
-    round: int
+    global_round: int
     institution: str
     device: str
     samples: int
@@ -91,16 +94,21 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What was foretold of one iteration: seconds by phase, MQTT bytes by `source target` of a link's direction."""
+    """What was foretold of one global round: seconds by phase, MQTT bytes by `source target` of a link's direction."""
 
     seconds: Mapping[str, float]
     bytes_: Mapping[str, float]
 
 
+def renamed(row: Mapping[str, _T]) -> dict[str, _T]:
+    """Return a row, or an event's facts, with the present names where a folder of format 1 has others."""
+    return {RENAMED.get(name, name): value for name, value in row.items()}
+
+
 def read_round(row: Mapping[str, str]) -> Round:
     """Read a row of rounds.csv."""
     return Round(
-        number=int(row["round"]),
+        number=int(row["global_round"]),
         elapsed_s=number(row["elapsed_s"]),
         accuracy=_maybe(row["accuracy"]),
         loss=_maybe(row["loss"]),
@@ -137,7 +145,7 @@ def read_link(row: Mapping[str, str]) -> Link:
 def read_device(row: Mapping[str, str]) -> DeviceWork:
     """Read a row of devices.csv."""
     return DeviceWork(
-        round=int(row["round"]),
+        global_round=int(row["global_round"]),
         institution=row["institution"],
         device=row["device"],
         samples=int(row["samples"]),

@@ -20,10 +20,12 @@ from pydantic import ValidationError
 
 from cloud.results import DIRECT, held
 from common.errors import InvalidExperiment
-from common.experiment.schema import Topology, parse
+from common.experiment.reading import parse, rename_keys
+from common.experiment.topology import Topology
 from deploy.runs.records import (
     COUNTS,
     PREDICTION,
+    RENAMED,
     DeviceWork,
     Event,
     Link,
@@ -33,6 +35,7 @@ from deploy.runs.records import (
     read_device,
     read_link,
     read_round,
+    renamed,
 )
 
 LIFE: Final = ("run", "finished", "failed")  # the events that change a run's state
@@ -67,6 +70,7 @@ class Run:
         except (OSError, ValueError) as error:
             raise self._damaged("experiment.toml", str(error)) from None
         try:
+            rename_keys(read)
             return parse(read).model_dump(mode="json", exclude_none=True)
         except InvalidExperiment:
             return read
@@ -83,7 +87,7 @@ class Run:
 
     @cached_property
     def rounds(self) -> Sequence[Round]:
-        """Return the iterations done."""
+        """Return the global rounds done."""
         return self._rows("rounds.csv", read_round)
 
     @cached_property
@@ -93,7 +97,7 @@ class Run:
 
     @cached_property
     def devices(self) -> Sequence[DeviceWork]:
-        """Return each device's work in each iteration."""
+        """Return each device's work in each global round."""
         return self._rows("devices.csv", read_device)
 
     @cached_property
@@ -152,9 +156,9 @@ class Run:
             return {home: [device for device in homes if homes[device] == home] for home in set(homes.values())}
 
     @property
-    def iterations(self) -> int:
-        """Return how many iterations were wanted."""
-        wanted = self.tree.get("iterations")
+    def global_rounds(self) -> int:
+        """Return how many global rounds were wanted."""
+        wanted = self.tree.get("rounds")
         return wanted if isinstance(wanted, int) else 0
 
     @property
@@ -164,12 +168,12 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of the iterations done."""
+        """Return the seconds of the global rounds done."""
         return self.rounds[-1].elapsed_s if self.rounds else 0.0
 
     @property
     def totals(self) -> dict[str, int]:
-        """Return the bytes of the iterations done, by tier and direction."""
+        """Return the bytes of the global rounds done, by tier and direction."""
         return {name: sum(row.bytes_[name] for row in self.rounds) for name in COUNTS}
 
     def _json(self, name: str) -> Mapping[str, Any]:
@@ -187,7 +191,8 @@ class Run:
             if any(mark in line for mark in marks):
                 try:
                     facts = json.loads(line)
-                    yield Event(str(facts.pop("time")), str(facts.pop("event")), facts)
+                    time, name = str(facts.pop("time")), str(facts.pop("event"))
+                    yield Event(time, RENAMED.get(name, name), renamed(facts))
                 except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
                     continue
 
@@ -199,7 +204,7 @@ class Run:
         try:
             for row in csv.DictReader(lines, strict=True):
                 try:
-                    found.append(read(row))
+                    found.append(read(renamed(row)))
                 except (KeyError, ValueError, TypeError) as error:
                     raise self._damaged(name, f"row {len(found) + 1}: {error!r}") from None
         except csv.Error as error:
@@ -215,7 +220,7 @@ class Run:
             raise self._damaged(name, error.strerror or str(error)) from None
 
     def _damaged(self, name: str, problem: str) -> InvalidExperiment:
-        return InvalidExperiment("RUN", str(self.path / name), problem, "Name the folder of a run, or mend the file.")
+        return InvalidExperiment("RUN", str(self.path / name), problem, "Name the folder of a run, or repair the file.")
 
 
 def find(text: str, root: Path) -> Path:

@@ -15,7 +15,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from common.experiment.schema import load
+from common.experiment.reading import load
 from deploy.simulation.kills import kill_each
 from deploy.simulation.lab import SimulatedLab
 from deploy.simulation.report import describe, print_report, summary

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from cloud.agent import CloudAgent
-from cloud.iterations import Observe
+from cloud.global_rounds import Observe
 from cloud.results import RunFolder
-from common.experiment.schema import CLOUD, Experiment
+from common.experiment.schema import Experiment
+from common.experiment.topology import CLOUD
 from common.metrics import Metrics
 from common.net.address import BrokerAddress
 from deploy.simulation.hardware import Hardware, SimulatedEvaluator, SimulatedPool

@@ -9,7 +9,9 @@ from typing import Any, Final
 
 from common.errors import InvalidExperiment
 from common.experiment.codecs import DOWN, UP
-from common.experiment.schema import Experiment, parse, participants
+from common.experiment.reading import parse
+from common.experiment.rounds import participants
+from common.experiment.schema import Experiment
 from deploy.simulation.fault_draws import draw_faults
 from deploy.simulation.faults import Fault
 from deploy.simulation.hardware import Durations
@@ -100,7 +102,7 @@ def _tree(draw: random.Random, durations: Durations) -> dict[str, Any]:
     return {
         "name": "drawn",
         "seed": draw.randrange(1000),
-        "iterations": min(draw.randint(1, 5), max(1, most)),
+        "rounds": min(draw.randint(1, 5), max(1, most)),
         "topology": {
             "institutions": len(sizes),
             "devices": devices,
@@ -198,4 +200,4 @@ def _expected_s(experiment: Experiment, durations: Durations, model_bytes: int, 
     training_s = durations.train_s * (1 + durations.spread / 2) * experiment.training.epochs
     local_s = 0.3 + training_s + 2 * model_bytes / slowest
     rounds = experiment.institution.rounds
-    return 1 + 4 * durations.boot_s + experiment.iterations * (rounds * local_s + 2 * model_bytes / slowest + 0.3)
+    return 1 + 4 * durations.boot_s + experiment.rounds * (rounds * local_s + 2 * model_bytes / slowest + 0.3)

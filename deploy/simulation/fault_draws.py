@@ -6,7 +6,8 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from common.experiment.schema import CLOUD, Experiment
+from common.experiment.schema import Experiment
+from common.experiment.topology import CLOUD
 from deploy.simulation.agents import BROKER
 from deploy.simulation.faults import Fault, FaultKind
 

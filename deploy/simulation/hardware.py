@@ -76,10 +76,10 @@ class SimulatedMember:
         workload = hardware.workload
         return Prepared(workload.layout, workload.samples(self._node), workload.partition)
 
-    async def train(self, row: Row, out: Row, *, epochs: int, round_: int, progress: Progress) -> LocalResult:
+    async def train(self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress) -> LocalResult:
         """Train after the drawn seconds have passed, with progress in between."""
         hardware, durations = self._hardware, self._hardware.durations
-        draw = random.Random(f"{hardware.seed} training {self._node} {round_}")
+        draw = random.Random(f"{hardware.seed} training {self._node} {local_round}")
         seconds = durations.train_s * epochs * (1 + durations.spread * draw.random())
         parts = max(1, min(STEPS_MOST, int(seconds / PROGRESS_S)))
         for part in range(1, parts + 1):
@@ -87,8 +87,8 @@ class SimulatedMember:
             self._pool.moves += 1
             progress(part, parts)
         hardware.trainings += 1
-        hardware.trained[self._node, round_] += 1
-        loss, steps = hardware.workload.train(self._node, row, out, epochs=epochs, round_=round_)
+        hardware.trained[self._node, local_round] += 1
+        loss, steps = hardware.workload.train(self._node, row, out, epochs=epochs, local_round=local_round)
         return LocalResult(hardware.workload.samples(self._node), loss, steps, train_s=seconds, wait_s=0.0)
 
 
@@ -104,10 +104,10 @@ class SimulatedEvaluator:
         await asyncio.sleep(3 * self._hardware.durations.boot_s)
         return Beginning(workload.layout, workload.first.copy(), workload.partition)
 
-    async def evaluate(self, iteration: int, row: Row) -> Accuracy:
+    async def evaluate(self, global_round: int, row: Row) -> Accuracy:
         """Return a model's accuracy and loss."""
         await asyncio.sleep(self._hardware.durations.evaluate_s)
-        return Accuracy(iteration, *self._hardware.workload.evaluate(row))
+        return Accuracy(global_round, *self._hardware.workload.evaluate(row))
 
     def close(self) -> None:
         """There is nothing to release."""

@@ -9,7 +9,7 @@ import msgpack
 
 from common.accounting.traffic import Traffic
 from common.errors import WireError
-from common.experiment.schema import CLOUD
+from common.experiment.topology import CLOUD
 from common.protocol import serialization, topics
 from common.protocol.manifest import describe
 from common.protocol.messages import (

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Final
 
 from common.experiment.aggregation import remembers
-from common.experiment.schema import participants
+from common.experiment.rounds import participants
 from deploy.simulation.accounts import exact_accounts, plausible_accounts
 from deploy.simulation.drawn import DrawnLab
 from deploy.simulation.faults import RESTARTS, FaultKind, longest_s
@@ -17,7 +17,7 @@ from deploy.simulation.monitor import Evidence
 from deploy.simulation.outcome import LabOutcome
 
 DOCUMENTED: Final = re.compile(r"NoProgress|RunFailed|InvalidBelow|ConnectionFailed")
-GONE_STATE: Final = re.compile(r"RunFailed: .*(rule remembers of iteration|gave up)")
+GONE_STATE: Final = re.compile(r"RunFailed: .*(rule remembers of global round|gave up)")
 STALL_S: Final = 45.0  # beyond two undisturbed rounds and two keep-alives: back-off, repeats, proof of life
 TASKS_MOST: Final = {"cloud": (16, 2), "institution": (24, 2), "device": (16, 0)}  # and so many for each child
 SIZE_MOST: Final = 48
@@ -111,10 +111,10 @@ def accounts_for_trainings(drawn: DrawnLab, faulty: Played, twin: Played) -> str
     """Return what was trained more often than restarts explain, or never although it was used."""
     evidence, homes = faulty.evidence, _homes(drawn)
     wrong = []
-    for (device, round_), times in faulty.evidence.trained.items():
+    for (device, local_round), times in faulty.evidence.trained.items():
         again = sum(evidence.starts[node] - 1 for node in (device, homes[device], "cloud"))
         if times > 1 + again:
-            wrong.append(f"{device} trained round {round_} {times} times in {1 + again} lives")
+            wrong.append(f"{device} trained round {local_round} {times} times in {1 + again} lives")
     if faulty.outcome.ok and not drawn.timed:
         lacking = twin.evidence.trained.keys() - evidence.trained.keys()
         if lacking:
@@ -166,7 +166,7 @@ def _trainings(drawn: DrawnLab, twin: Played) -> str:
         return f"a round was trained {most} times"
     experiment = drawn.experiment
     sizes = [participants(n, experiment.institution.participation) for n in experiment.topology.sizes()]
-    expected = experiment.iterations * experiment.institution.rounds * sum(sizes)
+    expected = experiment.rounds * experiment.institution.rounds * sum(sizes)
     if not drawn.timed and experiment.cloud.participation == 1.0 and twin.outcome.trainings != expected:
         return f"{twin.outcome.trainings} trainings, expected {expected}"
     return ""
@@ -202,7 +202,7 @@ _UNDISTURBED: Final = [
         r"waits for \S+ (of lab \S+ )?on broker",
         r"no device is present",
         r" begins without: ",
-        r"no iteration before \d+ is remembered",
+        r"no global round before \d+ is remembered",
         r", declared ",
     )
 ]

@@ -10,7 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from common.experiment.schema import CLOUD, parse
+from common.experiment.reading import parse
+from common.experiment.topology import CLOUD
 from deploy.simulation.broker import Routed
 from deploy.simulation.drawn import DrawnLab, draw_lab
 from deploy.simulation.faults import Fault, FaultKind
@@ -22,7 +23,7 @@ VICTIMS: Final = (CLOUD, "institution-0", "device-0", "device-1")
 DOWN_S: Final = 0.4
 SMALL: Final = {
     "name": "kills",
-    "iterations": 2,
+    "rounds": 2,
     "topology": {"institutions": 2, "devices": 3},
     "institution": {"rounds": 2},
     "links": {"check": "off"},

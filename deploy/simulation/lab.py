@@ -17,8 +17,9 @@ from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Final
 
-from cloud.iterations import Observe
-from common.experiment.schema import CLOUD, Experiment
+from cloud.global_rounds import Observe
+from common.experiment.schema import Experiment
+from common.experiment.topology import CLOUD
 from common.metrics import Metrics
 from deploy.simulation.agents import BROKER, AgentFactory, ignore
 from deploy.simulation.broker import SimulatedBroker

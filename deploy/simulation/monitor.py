@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from common.accounting.counters import packet_bytes
 from common.accounting.traffic import Traffic
-from common.experiment.schema import CLOUD
+from common.experiment.topology import CLOUD
 from common.protocol import topics
 from common.protocol.child_session import ChildSession
 from common.protocol.parent_session import ParentSession
@@ -69,7 +69,7 @@ class Monitor:
 
     def observe(self, event: str, facts: dict[str, object]) -> None:
         """Take an event of the cloud."""
-        if event == "iteration":
+        if event == "global_round":
             self.evidence.closed_s.append(self.lab.now())
 
     def routed(self, message: Routed) -> None:
@@ -129,6 +129,7 @@ class Monitor:
                 link = to.setdefault((peer, node), LinkCount())
             counts = link.sent if direction == "sent" else link.received
             counts[kind] += tally.message
+            counts[f"{kind} payload"] += tally.payload
 
 
 def endpoints(lab: SimulatedLab, node: str, *, last: bool = False) -> Iterator[Endpoint]:

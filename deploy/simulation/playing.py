@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
-from common.experiment.schema import CLOUD
+from common.experiment.topology import CLOUD
 from deploy.simulation import interference
 from deploy.simulation.faults import Fault, FaultKind
 from deploy.simulation.lab import SimulatedLab

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from common.experiment.schema import Closing
+from common.experiment.rounds import Closing
 from deploy.simulation.drawn import draw_lab
 from deploy.simulation.faults import FaultKind
 from deploy.simulation.seeds import SeedReport
@@ -30,7 +30,7 @@ def describe(seed: int) -> str:
     cloud, institution, transfer = experiment.cloud, experiment.institution, experiment.transfer
     lines = [
         f"  {experiment.topology.sizes()} devices, {'a broker each' if drawn.broker_each else 'one broker'}, "
-        f"{experiment.iterations} x {institution.rounds} rounds, about {drawn.expected_s:.0f} s",
+        f"{experiment.rounds} x {institution.rounds} rounds, about {drawn.expected_s:.0f} s",
         f"  {cloud.aggregation.name}/{institution.aggregation.name}, closing {_closing(cloud.closing)}/"
         f"{_closing(institution.closing)}, participation {cloud.participation:g}/{institution.participation:g}, "
         f"{cloud.epoch_control.name}",

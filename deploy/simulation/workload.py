@@ -28,7 +28,7 @@ class Workload(Protocol):
     def samples(self, node: str) -> int:
         """Return the number of a device's training samples."""
 
-    def train(self, node: str, row: Row, out: Row, *, epochs: int, round_: int) -> tuple[float, int]:
+    def train(self, node: str, row: Row, out: Row, *, epochs: int, local_round: int) -> tuple[float, int]:
         """Train the model in `row`, write it into `out`, and return the loss and the number of steps."""
 
     def evaluate(self, row: Row) -> tuple[float, float]:
@@ -52,9 +52,9 @@ class NullWorkload:
         """Return 50 to 149 samples, by the name."""
         return 50 + zlib.crc32(node.encode()) % 100
 
-    def train(self, node: str, row: Row, out: Row, *, epochs: int, round_: int) -> tuple[float, int]:
+    def train(self, node: str, row: Row, out: Row, *, epochs: int, local_round: int) -> tuple[float, int]:
         """Add noise, float32 [D]."""
-        draw = np.random.Generator(np.random.PCG64([zlib.crc32(node.encode()), round_, epochs]))
+        draw = np.random.Generator(np.random.PCG64([zlib.crc32(node.encode()), local_round, epochs]))
         noise = draw.standard_normal(self.layout.columns, np.float32)
         self.layout.floats(out)[:] = self.layout.floats(row) + NULL_CHANGE * noise
         return 1.0, epochs * STEPS_MOST
@@ -81,11 +81,13 @@ class RealWorkload:
         """Return the number of a device's training samples."""
         return self._trainer(node).samples
 
-    def train(self, node: str, row: Row, out: Row, *, epochs: int, round_: int) -> tuple[float, int]:
+    def train(self, node: str, row: Row, out: Row, *, epochs: int, local_round: int) -> tuple[float, int]:
         """Train for `epochs`."""
         never = threading.Event()
         trainer = self._trainer(node)
-        done = trainer.train(row, out, epochs=epochs, round_=round_, progress=lambda done, of: None, cancelled=never)
+        done = trainer.train(
+            row, out, epochs=epochs, local_round=local_round, progress=lambda done, of: None, cancelled=never
+        )
         return done.loss, done.steps
 
     def evaluate(self, row: Row) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 from common.errors import ConnectionFailed, NoProgress
-from common.experiment.schema import CLOUD
+from common.experiment.topology import CLOUD
 from common.net.address import BrokerAddress
 from common.net.connection import BrokerConnection
 from common.protocol import topics

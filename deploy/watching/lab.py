@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from common.errors import FedstrataError, NoProgress, RunFailed, WireError
-from common.experiment.schema import CLOUD, Experiment
+from common.experiment.schema import Experiment
+from common.experiment.topology import CLOUD
 from common.protocol import serialization, topics
 from common.protocol.messages import (
     Acknowledgement,
@@ -36,7 +37,7 @@ from deploy.watching.meter import Meter
 from deploy.watching.node import Node
 
 GOODBYE_S: Final = 12.0  # what a cloud that has finished takes to leave, at most
-ITERATIONS_KEPT: Final = 10
+GLOBAL_ROUNDS_KEPT: Final = 10
 SILENT_S: Final = 15.0  # a child at work says a word every two seconds
 OVER: Final = ("left", NodeState.FINISHED, NodeState.FAILED)
 
@@ -88,12 +89,12 @@ class Lab:
         self.began = now
         self.end: FedstrataError | None = None
         self.ended = False
-        self._starts: deque[float] = deque(maxlen=ITERATIONS_KEPT)
+        self._starts: deque[float] = deque(maxlen=GLOBAL_ROUNDS_KEPT)
         self._alive_at = now
         self._finished_at: float | None = None
         self._ready_at: float | None = None
         self._events: deque[Event] = deque()
-        facts = {"run": run, "experiment": experiment.name, "iterations": experiment.iterations}
+        facts = {"run": run, "experiment": experiment.name, "global_rounds": experiment.rounds}
         sizes = {name: len(node.children) for name, node in self.cloud.children.items()}
         self._tell("run", {**facts, "institutions": sizes})
 
@@ -156,10 +157,10 @@ class Lab:
     # What is known
 
     @property
-    def iteration(self) -> int:
-        """Return the global iteration that is under way, from 1, 0 before the first."""
+    def global_round(self) -> int:
+        """Return the global round that is under way, from 1, 0 before the first."""
         key = self.cloud.round_key
-        return key.iteration + 1 if key is not None else 0
+        return key.global_round + 1 if key is not None else 0
 
     @property
     def loss(self) -> float | None:
@@ -185,12 +186,12 @@ class Lab:
         }
 
     def left_s(self, now: float) -> float | None:
-        """Return how long the run still takes if its iterations go on as the last ones, None before one was seen."""
+        """Return how long the run still takes if its global rounds go on as the last ones, None before one was seen."""
         seen = len(self._starts) - 1
         if seen < 1:
             return None
         each = (self._starts[-1] - self._starts[0]) / seen
-        return max(0.0, each * (self.experiment.iterations - self.iteration + 1) - (now - self._starts[-1]))
+        return max(0.0, each * (self.experiment.rounds - self.global_round + 1) - (now - self._starts[-1]))
 
     # Messages
 
@@ -267,9 +268,12 @@ class Lab:
             return
         if parent is self.cloud:
             self._starts.append(now)
-            self._tell("iteration", {"iteration": key.iteration + 1})
+            self._tell("global_round", {"global_round": key.global_round + 1})
         else:
-            self._tell("round", {"node": parent.name, "iteration": key.iteration + 1, "round": key.round + 1})
+            self._tell(
+                "local_round",
+                {"node": parent.name, "global_round": key.global_round + 1, "local_round": key.local_round + 1},
+            )
 
     # The rest
 
@@ -330,7 +334,7 @@ def _sum(meters: Iterable[Meter], now: float) -> Flow:
 
 def _round(child: Node) -> dict[str, object]:
     key = child.key
-    place = {} if key is None else {"iteration": key.iteration + 1, "round": key.round + 1}
+    place = {} if key is None else {"global_round": key.global_round + 1, "local_round": key.local_round + 1}
     return {"node": child.name, **place}
 
 
@@ -338,5 +342,5 @@ def _result(child: Node, result: Result) -> dict[str, object]:
     seconds = {"train_s": result.train_s, "wait_s": result.wait_s, "pause_s": result.pause_s}
     finite = {name: value if math.isfinite(value) else None for name, value in {"loss": result.loss, **seconds}.items()}
     counts = {"samples": result.samples, "epochs": result.epochs, "steps": result.steps}
-    place = {"iteration": result.key.iteration + 1, "round": result.key.round + 1}
+    place = {"global_round": result.key.global_round + 1, "local_round": result.key.local_round + 1}
     return {"node": child.name, "role": child.role, **place, **counts, **finite}

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from common.errors import InvalidExperiment, WireError
-from common.experiment.schema import CLOUD, Experiment, parse
+from common.experiment.reading import parse
+from common.experiment.schema import Experiment
+from common.experiment.topology import CLOUD
 from common.protocol import serialization, topics
 from common.protocol.messages import Announcement, NodeState, Presence
 

@@ -44,7 +44,7 @@ def look(lab: Lab, now: float, *, json_lines: bool, devices: bool | None) -> Non
 
 
 class Lines:
-    """A log: a line for each iteration and each state, or a JSON line for each event."""
+    """A log: a line for each global round and each state, or a JSON line for each event."""
 
     def __init__(self, *, json_lines: bool) -> None:
         self._json_lines = json_lines

@@ -77,7 +77,7 @@ class View:
         return lines
 
     def _head(self, lab: Lab, now: float) -> list[Text]:
-        title = Text.assemble((lab.experiment.name, "bold"), f"  iteration {lab.iteration}/{lab.experiment.iterations}")
+        title = Text.assemble((lab.experiment.name, "bold"), f"  round {lab.global_round}/{lab.experiment.rounds}")
         if lab.loss is not None:
             title.append(f"  training loss {lab.loss:.4f}")
         if lab.cloud.alive and (left_s := lab.left_s(now)) is not None:
@@ -136,7 +136,7 @@ class View:
             self._bar(line, share, "training")
             line.append(f"{done}/{len(playing)} devices")
         elif node.key is None and node.report is not None and node.report.rounds:
-            line.append(f"{seconds(node.report):.1f} s in its last iteration", style="dim")
+            line.append(f"{seconds(node.report):.1f} s in its last global round", style="dim")
         elif node.key is not None or node.measuring:
             name = word(node)
             if node.step in (Step.FETCHING, Step.TRAINING, Step.OFFERING) and name == node.step.name.lower():
@@ -162,18 +162,18 @@ class View:
 
 def _round(lab: Lab, node: Node) -> str:
     if node is lab.cloud:
-        return f"{lab.iteration}/{lab.experiment.iterations}"
+        return f"{lab.global_round}/{lab.experiment.rounds}"
     if node.role == "institution":
         return f"{_local_round(node) + 1}/{lab.experiment.institution.rounds}" if node.playing() else ""
-    return f"{node.key.iteration + 1}.{node.key.round + 1}" if node.key is not None else ""
+    return f"{node.key.global_round + 1}.{node.key.local_round + 1}" if node.key is not None else ""
 
 
 def _local_round(node: Node) -> int:
-    """Return the round that an institution's devices play, from 0; before the first of its iteration, 0."""
+    """Return the round that an institution's devices play, from 0; before the first of its global round, 0."""
     key = node.round_key
-    if key is None or (node.key is not None and key.iteration != node.key.iteration):
+    if key is None or (node.key is not None and key.global_round != node.key.global_round):
         return 0
-    return key.round
+    return key.local_round
 
 
 def _flow(flow: Flow) -> str:

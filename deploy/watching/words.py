@@ -23,13 +23,13 @@ def line(lab: Lab, event: str, facts: Mapping[str, Any], now: float) -> str | No
         case "run":
             sizes = facts["institutions"]
             nodes = f"{len(sizes)} institutions, {sum(sizes.values())} devices"
-            told = f"run {facts['run']}: {facts['experiment']}, {nodes}, {facts['iterations']} iterations"
-        case "iteration":
+            told = f"run {facts['run']}: {facts['experiment']}, {nodes}, {facts['global_rounds']} global rounds"
+        case "global_round":
             loss = "" if lab.loss is None else f"  loss {lab.loss:.4f}"
             flows = lab.flows(now)
             sizes = {tier: flows[f"{tier}_up"].total + flows[f"{tier}_down"].total for tier in ("wan", "lan")}
             traffic = ", ".join(f"{tier} {size(total)}" for tier, total in sizes.items())
-            told = f"iteration {facts['iteration']}/{lab.experiment.iterations}{loss}  {traffic}"
+            told = f"global round {facts['global_round']}/{lab.experiment.rounds}{loss}  {traffic}"
         case "state" if facts["state"] not in (NodeState.INIT, "left"):
             told = f"{facts['node']}: {facts['state']}{reason}"
         case "warning":
@@ -46,9 +46,9 @@ def line(lab: Lab, event: str, facts: Mapping[str, Any], now: float) -> str | No
 
 
 def facts_of(lab: Lab, event: str, facts: Mapping[str, Any], now: float) -> dict[str, object]:
-    """Return an event's JSON line; `at_s` since the watch began. With an iteration goes what is known as it begins."""
+    """Return an event's JSON line; `at_s` since the watch began. A global round's has the sums so far."""
     told: dict[str, object] = {"event": event, "at_s": round(now - lab.began, 3), **facts}
-    return told | sums(lab, now) if event in ("iteration", "end") else told
+    return told | sums(lab, now) if event in ("global_round", "end") else told
 
 
 def sums(lab: Lab, now: float) -> dict[str, object]:
@@ -58,10 +58,10 @@ def sums(lab: Lab, now: float) -> dict[str, object]:
 
 def tree(lab: Lab, now: float) -> dict[str, object]:
     """Return all that is known of a run, as JSON can tell it."""
-    facts = {"run": lab.run, "experiment": lab.experiment.name, "iterations": lab.experiment.iterations}
+    facts = {"run": lab.run, "experiment": lab.experiment.name, "global_rounds": lab.experiment.rounds}
     brokers = {broker.address: "connected" if broker.up else "away" for broker in lab.brokers}
     nodes = {lab.cloud.name: branch(lab.cloud, now)}
-    return {**facts, "iteration": lab.iteration, **sums(lab, now), "brokers": brokers, "nodes": nodes}
+    return {**facts, "global_round": lab.global_round, **sums(lab, now), "brokers": brokers, "nodes": nodes}
 
 
 def branch(node: Node, now: float) -> dict[str, object]:
@@ -72,7 +72,11 @@ def branch(node: Node, now: float) -> dict[str, object]:
     if node.waits_for:
         facts["waits_for"] = node.waits_for
     if node.key is not None:
-        facts |= {"iteration": node.key.iteration + 1, "round": node.key.round + 1, "epochs": node.epochs}
+        facts |= {
+            "global_round": node.key.global_round + 1,
+            "local_round": node.key.local_round + 1,
+            "epochs": node.epochs,
+        }
         facts |= {"step": node.step.name.lower(), "done": round(node.done, 4)}
     if node.up.told:
         facts |= {"up_bytes": node.up.total, "down_bytes": node.down.total}
@@ -108,7 +112,7 @@ def counts(node: Node) -> str:
     reports = [child.report for child in children if child.report is not None]
     if reports and not node.playing():
         slow = max(reports, key=seconds)
-        return f"{text}; slowest {slow.name}, {seconds(slow):.1f} s in its last iteration"
+        return f"{text}; slowest {slow.name}, {seconds(slow):.1f} s in its last global round"
     return text
 
 
@@ -117,7 +121,7 @@ def _way(child: Node) -> tuple[Step, float]:
 
 
 def seconds(report: ChildReport) -> float:
-    """Return what a device's part in an iteration took, transfers left out."""
+    """Return what a device's part in a global round took, transfers left out."""
     return report.train_s + report.wait_s + report.pause_s
 
 

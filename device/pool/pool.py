@@ -209,7 +209,7 @@ class Member:
         prepared: Prepared = await self._pool.submit(Wish(device=self._device, place=self._place))
         return prepared
 
-    async def train(self, row: Row, out: Row, *, epochs: int, round_: int, progress: Progress) -> LocalResult:
+    async def train(self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress) -> LocalResult:
         """Train the model in `row` for `epochs` and write it into `out`, both uint8 [row_bytes].
 
         `row` is only read. `progress(steps_done, steps_total)` is called on the event loop, every half second and at
@@ -223,6 +223,6 @@ class Member:
             progress(done, of)
 
         asked = time.monotonic()
-        order = Order(row, out, epochs, round_, tell, threading.Event())
+        order = Order(row, out, epochs, local_round, tell, threading.Event())
         result: LocalResult = await self._pool.submit(Job(device=self._device, place=self._place, order=order))
         return replace(result, wait_s=time.monotonic() - asked - result.train_s)

@@ -44,7 +44,7 @@ class Trainers:
                     order.row,
                     order.out,
                     epochs=order.epochs,
-                    round_=order.round_,
+                    local_round=order.local_round,
                     progress=order.progress,
                     cancelled=order.cancelled,
                 )

@@ -28,7 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from common.errors import FedstrataError, InvalidExperiment
-from common.experiment.schema import Experiment, parse
+from common.experiment.reading import parse
+from common.experiment.schema import Experiment
 from common.host.memory import keep_large_buffers
 from device.jobs import Cancelled, Device, Ending, LocalResult, Order
 from device.pool.shared import SharedRows

@@ -147,7 +147,12 @@ class Worker:
         for number, job in begun.items():
             await offload(partial(np.copyto, pairs[number][0], job.order.row))
         wanted = [
-            {"job": number, "device": self._name(job.device), "epochs": job.order.epochs, "round": job.order.round_}
+            {
+                "job": number,
+                "device": self._name(job.device),
+                "epochs": job.order.epochs,
+                "round": job.order.local_round,
+            }
             for number, job in begun.items()
         ]
         self._say(train=wanted, row_bytes=row_bytes)

@@ -49,14 +49,16 @@ def load_part(experiment: schema.Experiment, node: str, *, accelerator: torch.de
 
 
 def batches(
-    part: Part, experiment: schema.Experiment, *, node: str, epochs: int, round_: int
+    part: Part, experiment: schema.Experiment, *, node: str, epochs: int, local_round: int
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield each step's (epoch, inputs [b, ...], labels int64 [b]): a new order each epoch, the last batch kept."""
     training = experiment.training
     # Whole batches; what is computed of a sample depends on no other, so the size of a block is not seen in it.
     batch_bytes = 4 * training.batch_size * part.images[0].numel()
     block = training.batch_size * max(1, BLOCK_BYTES // batch_bytes)
-    for epoch, (places, changes) in enumerate(orders(part, experiment, node=node, epochs=epochs, round_=round_)):
+    for epoch, (places, changes) in enumerate(
+        orders(part, experiment, node=node, epochs=epochs, local_round=local_round)
+    ):
         for start in range(0, len(places), block):
             some = slice(start, start + block)
             images = part.images.index_select(0, places[some])
@@ -68,12 +70,12 @@ def batches(
 
 
 def orders(
-    part: Part, experiment: schema.Experiment, *, node: str, epochs: int, round_: int
+    part: Part, experiment: schema.Experiment, *, node: str, epochs: int, local_round: int
 ) -> Iterator[tuple[Tensor, augmentation.Changes | None]]:
     """Yield each epoch's samples in the order of its batches, int64 [n] places in the images, and their changes."""
     training, device, count = experiment.training, part.samples.device, len(part.samples)
-    order = generator(experiment.seed, Purpose.BATCHES, node, round_)
-    source = generator(experiment.seed, Purpose.AUGMENTATION, node, round_)
+    order = generator(experiment.seed, Purpose.BATCHES, node, local_round)
+    source = generator(experiment.seed, Purpose.AUGMENTATION, node, local_round)
     changing = training.augmentation.flip or training.augmentation.crop > 0
     for _ in range(epochs):
         places = part.samples[torch.from_numpy(order.permutation(count)).to(device)]

@@ -84,11 +84,11 @@ class Trainer:
         return self._prepared.part.partition
 
     def train(
-        self, row: Row, out: Row, *, epochs: int, round_: int, progress: Progress, cancelled: threading.Event
+        self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress, cancelled: threading.Event
     ) -> LocalResult:
         """Train the model in `row` for `epochs` and write it into `out`, both uint8 [row_bytes].
 
-        `row` is only read. `round_` counts local rounds over the whole run: iteration * institution.rounds + i.
+        `row` is only read. `local_round` counts local rounds over the whole run: global round * institution.rounds + i.
         `progress(steps_done, steps_total)` is called from this thread every half second and at the end. Raises
         Cancelled, RunFailed when the accelerator's memory does not suffice, and InvalidExperiment when training should
         be deterministic and cannot; the trainer can be used again after any.
@@ -99,8 +99,8 @@ class Trainer:
         try:
             models.read_row(made.module, made.layout, row)
             self._move_to(self._accelerator)
-            reseed(made.module, self._dropout_seed(round_), self._accelerator)
-            loss, steps = self._descend(epochs=epochs, round_=round_, progress=progress, cancelled=cancelled)
+            reseed(made.module, self._dropout_seed(local_round), self._accelerator)
+            loss, steps = self._descend(epochs=epochs, local_round=local_round, progress=progress, cancelled=cancelled)
             self._move_to("cpu")
             models.write_row(made.module, made.layout, out)
         except torch.OutOfMemoryError:
@@ -122,11 +122,11 @@ class Trainer:
             raise RuntimeError("call Trainer.prepare first")
         return self._made
 
-    def _dropout_seed(self, round_: int) -> int:
-        return torch_seed(self._experiment.seed, Purpose.DROPOUT, self._node, round_)
+    def _dropout_seed(self, local_round: int) -> int:
+        return torch_seed(self._experiment.seed, Purpose.DROPOUT, self._node, local_round)
 
     def _descend(
-        self, *, epochs: int, round_: int, progress: Progress, cancelled: threading.Event
+        self, *, epochs: int, local_round: int, progress: Progress, cancelled: threading.Event
     ) -> tuple[float, int]:
         """Return the last epoch's mean loss and the number of steps."""
         use_one_thread(self._accelerator)
@@ -144,13 +144,15 @@ class Trainer:
             if cancelled.is_set():
                 raise Cancelled
 
-        iteration = round_ // experiment.institution.rounds
+        global_round = local_round // experiment.institution.rounds
         losses, steps = descend(
             made.forward,
             list(made.module.train().parameters()),
-            batches(made.part, experiment, node=self._node, epochs=epochs, round_=round_),
+            batches(made.part, experiment, node=self._node, epochs=epochs, local_round=local_round),
             training=experiment.training,
-            learning_rate=learning_rate(experiment.training, iteration=iteration, iterations=experiment.iterations),
+            learning_rate=learning_rate(
+                experiment.training, global_round=global_round, global_rounds=experiment.rounds
+            ),
             last_epoch=epochs - 1,
             watch=watch,
         )

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def round_of(task: Task, *, rounds: int) -> int:
-    """Return the number of a task's local round in the whole run, with `rounds` of them in each iteration."""
-    return task.key.iteration * rounds + task.key.round
+    """Return the number of a task's local round in the whole run, with `rounds` of them in each global round."""
+    return task.key.global_round * rounds + task.key.local_round
 
 
 def answer_of(task: Task, out: Row, result: LocalResult) -> Answer:
@@ -26,7 +26,7 @@ def answer_of(task: Task, out: Row, result: LocalResult) -> Answer:
 
 
 class LocalWork:
-    """A device's answers; the row of each is written again by the next. `rounds`: local rounds of an iteration."""
+    """A device's answers; the row of each is written again by the next. `rounds`: local rounds of a global round."""
 
     def __init__(self, trainer: Trainer, *, rounds: int) -> None:
         self._trainer = trainer
@@ -35,8 +35,8 @@ class LocalWork:
 
     def __call__(self, task: Task, row: Row, *, progress: Progress, cancelled: threading.Event) -> Answer:
         """Train the model in `row`, uint8 [row_bytes], as the task says. Raises what `Trainer.train` raises."""
-        round_ = round_of(task, rounds=self._rounds)
+        local_round = round_of(task, rounds=self._rounds)
         result = self._trainer.train(
-            row, self._out, epochs=task.epochs, round_=round_, progress=progress, cancelled=cancelled
+            row, self._out, epochs=task.epochs, local_round=local_round, progress=progress, cancelled=cancelled
         )
         return answer_of(task, self._out, result)

@@ -55,7 +55,7 @@ class Stacks:
         if self._shared is None or self._digest != first.digest:
             self._digest, self._shared = first.digest, _Shared(first.experiment, self._accelerator)
         shared = self._shared
-        by_rate: defaultdict[float, list[int]] = defaultdict(list)  # of another iteration, maybe another rate
+        by_rate: defaultdict[float, list[int]] = defaultdict(list)  # of another global round, maybe another rate
         for number, (_, order) in enumerate(work):
             by_rate[shared.rate(order)].append(number)
         use_one_thread(self._accelerator)
@@ -126,9 +126,11 @@ class _Shared:
         self._images, self._labels = (torch.cat(each).to(self._accelerator) for each in (images, labels))
 
     def rate(self, order: Order) -> float:
-        """Return the learning rate of the order's iteration."""
-        iteration = order.round_ // self._experiment.institution.rounds
-        return learning_rate(self._experiment.training, iteration=iteration, iterations=self._experiment.iterations)
+        """Return the learning rate of the order's global round."""
+        global_round = order.local_round // self._experiment.institution.rounds
+        return learning_rate(
+            self._experiment.training, global_round=global_round, global_rounds=self._experiment.rounds
+        )
 
     def recipe(self, rate: float) -> Recipe:
         """Return what a stack at this learning rate shares."""
@@ -139,7 +141,9 @@ class _Shared:
         """Return a device's order as a turn in a stack."""
         part = self._parts[device.node]
         begin, samples = self._held[part.images.data_ptr()]
-        visited = list(orders(part, self._experiment, node=device.node, epochs=order.epochs, round_=order.round_))
+        visited = list(
+            orders(part, self._experiment, node=device.node, epochs=order.epochs, local_round=order.local_round)
+        )
         places = torch.cat([places for places, _ in visited])
         changes = [changes for _, changes in visited if changes is not None]
         visits = Visits(begin + torch.searchsorted(samples, places), _joined(changes) if changes else None)

@@ -112,7 +112,7 @@ def phases(of: str) -> list[Panel]:
 
 
 LAB: Final = [
-    one("Iteration", f"fedstrata_round{{{CLOUD}}}"),
+    one("Global round", f"fedstrata_round{{{CLOUD}}}"),
     one("Test accuracy", f"fedstrata_accuracy_ratio{{{CLOUD}}}", unit="percentunit"),
     one("Training time", 'run:fedstrata_training_seconds:sum{run="$run"}', unit="s"),
     one("WAN, both ways", 'run:fedstrata_wan_received_bytes:sum{run="$run"}', unit="bytes"),
@@ -260,7 +260,7 @@ ONE_DEVICE: Final = [
 ]
 
 COMPARE: Final = [
-    Panel("Iterations", [(f'fedstrata_round{{{BOTH}, role="cloud"}}', "{{run}}")]),
+    Panel("Global rounds", [(f'fedstrata_round{{{BOTH}, role="cloud"}}', "{{run}}")]),
     Panel("Test accuracy", [(f'fedstrata_accuracy_ratio{{{BOTH}, role="cloud"}}', "{{run}}")], "percentunit", most=1),
     *(
         Panel(title, [(f"max by (run{more}) (max_over_time({expr}[$__range]))", legend)], unit, "bargauge")
@@ -339,13 +339,19 @@ def _variable(name: str, query: str) -> dict[str, Any]:
 def _annotations(run: str) -> Iterator[dict[str, Any]]:
     """Yield what is marked in all panels.
 
-    Grafana marks values above 0 only, and joins marks that are no more than a step apart; an iteration stands where the
-    clock of the cloud's host had it.
+    Grafana marks values above 0 only, and joins marks that are no more than a step apart; a global round stands where
+    the clock of the cloud's host had it.
     """
-    iterations = f'fedstrata_round_timestamp_seconds{{{run}, role="cloud"}} * 1000'
+    global_rounds = f'fedstrata_round_timestamp_seconds{{{run}, role="cloud"}} * 1000'
     for name, expr, text, colour, more in (
         ("Deaths", f"1 - fedstrata_child_up{{{run}}} > 0", "{{peer}} is gone", "red", {"step": "5s"}),
-        ("Iterations", iterations, "iteration", "rgba(128, 128, 128, 0.5)", {"step": "1s", "useValueForTime": True}),
+        (
+            "Global rounds",
+            global_rounds,
+            "global_round",
+            "rgba(128, 128, 128, 0.5)",
+            {"step": "1s", "useValueForTime": True},
+        ),
     ):
         yield {"name": name, "datasource": SOURCE, "enable": True, "iconColor": colour, "expr": expr,
                "titleFormat": text, **more}  # fmt: skip

@@ -183,7 +183,7 @@ def epochs() -> str:
         tau = tempo.next_epochs({"near": 1.0, "m": 10.0**exponent, "far": 100.0}, 6)["m"]
         points += [(exponent, points[-1][1] if points else tau), (exponent, tau)]
     return curve(
-        "tau_c of institution m in the next iteration, c = 6",
+        "tau_c of institution m in the next global round, c = 6",
         points,
         x_ticks={"1": 0.0, "3.16": 0.5, "10": 1.0, "31.6": 1.5, "100": 2.0},
         y_ticks={"3": 3, "6": 6, "9": 9, "12": 12},

@@ -22,7 +22,7 @@ experiment that cannot work, 5 timed out without progress, 130 interrupted. An o
 variable, that before the experiment's file, that before the default.
 """
 EXAMPLES: Final[Mapping[str, str]] = {
-    "run": "fedstrata run deploy/experiments/demo.toml --set iterations=5",
+    "run": "fedstrata run deploy/experiments/demo.toml --set rounds=5",
     "cloud": "fedstrata cloud my.toml --broker 10.0.0.1",
     "institution": "fedstrata institution --name institution-0 --broker 10.0.0.1 --device-broker localhost",
     "device": "fedstrata device --name device-0 --institution institution-0 --broker 10.0.0.1",

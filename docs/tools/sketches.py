@@ -30,7 +30,7 @@ def layers() -> str:
     for i, place in enumerate(devices):
         elements += _box(place, f"device {i}", width=68.0)
     notes = (
-        (576.0, 28.0, "iterations: a rule over the institutions;"),
+        (576.0, 28.0, "global rounds: a rule over the institutions;"),
         (576.0, 44.0, "Tempo: how many epochs in the next one"),
         (576.0, 76.0, "WAN: a model down, a model up, once"),
         (576.0, 128.0, "tau_i local rounds: a rule over the devices"),
@@ -43,7 +43,7 @@ def layers() -> str:
 
 
 def a_round() -> str:
-    """Draw one iteration with one local round as lines of time, and its phases as the cloud sees them."""
+    """Draw one global round with one local round as lines of time, and its phases as the cloud sees them."""
     left, right = 130.0, 850.0
     rows = {"cloud": 60.0, "institution 0": 110.0, "device 0": 160.0, "institution 1": 230.0, "device 3": 280.0}
     elements: list[str] = []
@@ -73,7 +73,7 @@ def a_round() -> str:
         "The cloud's model reaches the institutions, which pass its chunks on to their devices as they come; the"
         " devices train; each institution mixes and announces its result, and the cloud fetches it."
     )
-    return Figure("concepts-round", "An iteration", said, (right + 10, 376), elements).file()
+    return Figure("concepts-round", "A global round", said, (right + 10, 376), elements).file()
 
 
 def _box(place: tuple[float, float], name: str, *, width: float) -> list[str]:

@@ -26,7 +26,7 @@ from typing import Any
 
 import psutil
 
-from common.experiment import schema
+from common.experiment import reading, schema
 from common.host.memory import keep_large_buffers
 from device.pool.pool import Member, Pool, cores
 
@@ -40,7 +40,7 @@ MB = 1e6
 def experiment(model: str, samples: int, shape: list[int]) -> schema.Experiment:
     data = {"dataset": "synthetic", "samples": samples, "test_samples": 1000, "image_shape": shape, "classes": 10}
     training = {"batch_size": 10, "momentum": 0.9}
-    return schema.parse(
+    return reading.parse(
         {"data": data, "model": {"name": model}, "topology": {"devices": DEVICES}, "training": training}
     )
 
@@ -56,7 +56,7 @@ async def round_of(members: list[Member], rows: list[Any], *, epochs: int) -> in
     row, *outs = rows
     trained = await asyncio.gather(
         *(
-            member.train(row, out, epochs=epochs, round_=0, progress=lambda *_: None)
+            member.train(row, out, epochs=epochs, local_round=0, progress=lambda *_: None)
             for member, out in zip(members, outs, strict=True)
         )
     )
@@ -82,8 +82,10 @@ async def speed(workers: int) -> None:
 
     def alone(row: Any, out: Any) -> tuple[float, float]:
         start, cpu_start = time.monotonic(), time.thread_time()
-        for round_ in range(4):
-            lone.train(row, out, epochs=EPOCHS, round_=round_, progress=lambda *_: None, cancelled=threading.Event())
+        for local_round in range(4):
+            lone.train(
+                row, out, epochs=EPOCHS, local_round=local_round, progress=lambda *_: None, cancelled=threading.Event()
+            )
         samples = 4 * EPOCHS * lone.samples
         return samples / (time.monotonic() - start), samples / (time.thread_time() - cpu_start)
 

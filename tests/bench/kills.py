@@ -33,7 +33,8 @@ from rich.table import Table
 from rounds import layout_of
 
 from common.experiment.links import Link
-from common.experiment.schema import Closing, Transfer
+from common.experiment.rounds import Closing
+from common.experiment.schema import Transfer
 from common.host.memory import keep_large_buffers
 from common.model.layout import Row
 from common.net.address import BrokerAddress
@@ -256,7 +257,7 @@ def _sender(port: int, model_bytes: int, mbit: float, meter: Any, told: Connecti
             endpoint.set_state(NodeState.READY)
             await endpoint.gather(Closing())
             played = await endpoint.round(
-                iteration=0, round_=0, models={RECEIVER: row}, epochs={RECEIVER: 1}, closing=Closing()
+                global_round=0, local_round=0, models={RECEIVER: row}, epochs={RECEIVER: 1}, closing=Closing()
             )
             told.send((time.monotonic(), _digest(played.uploads.rows_K[0])))
             await asyncio.Event().wait()

@@ -33,7 +33,8 @@ from common.accounting.counters import Account, Direction
 from common.accounting.traffic import Wire
 from common.errors import ConnectionFailed, InvalidExperiment, RunFailed
 from common.experiment.links import Link
-from common.experiment.schema import Closing, Transfer
+from common.experiment.rounds import Closing
+from common.experiment.schema import Transfer
 from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
 from common.protocol.messages import NodeState, Task
@@ -182,10 +183,10 @@ async def run_parent(setting: Setting) -> tuple[Told, list[float], list[float]]:
     async def rounds() -> None:
         endpoint.set_state(NodeState.READY)
         await endpoint.gather(Closing())
-        for iteration in range(setting.rounds):
+        for global_round in range(setting.rounds):
             layout.floats(row)[:] += 1
             played = await endpoint.round(
-                iteration=iteration, round_=0, models={CHILD: row}, epochs={CHILD: 1}, closing=Closing()
+                global_round=global_round, local_round=0, models={CHILD: row}, epochs={CHILD: 1}, closing=Closing()
             )
             phases = played.timeline.phases()
             down_s.append(phases["dispatch"])

@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from common.errors import WireError
-from common.experiment.schema import parse, to_toml
+from common.experiment.reading import parse, to_toml
 from common.host.processes import free_port
 from common.protocol import serialization, topics
 from common.protocol.messages import Acknowledgement, Ask, Message, Phase, Progress, Result, Task
@@ -47,7 +47,7 @@ VICTIMS: Final = (DEVICE, INSTITUTION, CLOUD, BROKER)
 SIGNALS: Final = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
 EXPERIMENT: Final[dict[str, Any]] = {
     "name": "matrix",
-    "iterations": 4,
+    "rounds": 4,
     "topology": {"institutions": 2, "devices": 4},
     "data": {"partition": "dirichlet"},
     "model": {"name": "mlp_digits"},
@@ -70,7 +70,7 @@ def control(sender: str, receiver: str, kind: type[Message], *, at: int = 1) -> 
         if isinstance(message, Progress) and message.phase not in (Phase.WAITING, Phase.TRAINING):
             return False
         key = getattr(message, "key", None)
-        return isinstance(message, kind) and (key is None or key.iteration >= at)
+        return isinstance(message, kind) and (key is None or key.global_round >= at)
 
     return match
 
@@ -179,7 +179,7 @@ class Lab:
         """Return the times of day at which global rounds ended, Unix seconds."""
         lines = (self.folder / "events.jsonl").read_text().splitlines()
         events = [json.loads(line) for line in lines if line.endswith("}")]
-        return [datetime.fromisoformat(e["time"]).timestamp() for e in events if e["event"] == "iteration"]
+        return [datetime.fromisoformat(e["time"]).timestamp() for e in events if e["event"] == "global_round"]
 
     def ends(self) -> dict[str, int]:
         """Wait until all roles have ended, and return their exit codes."""

@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tcp
 
 from common.experiment.links import Link
-from common.experiment.schema import Closing, Transfer
+from common.experiment.rounds import Closing
+from common.experiment.schema import Transfer
 from common.host.memory import keep_large_buffers
 from common.model.layout import ModelLayout, Section
 from common.net.address import BrokerAddress
@@ -119,13 +120,15 @@ async def _parent(
         e.name: draw.standard_normal(e.shape, np.float32) for e in layout.entries
     }
 
-    async def one(iteration: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    async def one(global_round: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         for tensor in state.values():
             np.add(tensor, 1.0, out=tensor)  # all of them: chunks that the child has would not travel
         before, start = _cpu_s(processes), time.monotonic()
         layout.flatten(state, row)
         playing = asyncio.create_task(
-            endpoint.round(iteration=iteration, round_=0, models={CHILD: row}, epochs={CHILD: 1}, closing=Closing())
+            endpoint.round(
+                global_round=global_round, local_round=0, models={CHILD: row}, epochs={CHILD: 1}, closing=Closing()
+            )
         )
         arrived = await asyncio.to_thread(arrivals.get)
         seconds, cpu_s = [arrived - start], [_cpu_s(processes) - before]

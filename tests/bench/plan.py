@@ -1,7 +1,7 @@
 """What `fedstrata plan` foretells beside what is measured: `make bench-plan`.
 
-Each lab is predicted and then run on this machine by `fedstrata run --plan`; the first iteration, in which caches fill
-and Tempo has not yet decided, is left out of the measured mean.
+Each lab is predicted and then run on this machine by `fedstrata run --plan`; the first global round, in which caches
+fill and Tempo has not yet decided, is left out of the measured mean.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ IMAGES: Final = '[data]\ndataset = "synthetic"\nclasses = 10\nimage_shape = [3, 
 LABS: Final = {
     "the demo": (ROOT / "deploy" / "experiments" / "demo.toml").read_text(encoding="utf-8"),
     "10 x 45 MB, 50 Mbit/s": f"""
-iterations = 4
+rounds = 4
 {IMAGES}samples = 200
 [topology]
 devices = 10
@@ -34,7 +34,7 @@ lan = "wan-50mbit"
 check = "off"
 """,
     "3 x 8 devices, mixed links": f"""
-iterations = 5
+rounds = 5
 {IMAGES}samples = 2400
 [topology]
 institutions = 3

@@ -24,7 +24,8 @@ import numpy as np
 from common.aggregation import aggregator
 from common.experiment.aggregation import FedAvg
 from common.experiment.links import Link
-from common.experiment.schema import Closing, Transfer
+from common.experiment.rounds import Closing
+from common.experiment.schema import Transfer
 from common.host.memory import keep_large_buffers
 from common.model.layout import ModelLayout, Section
 from common.net.address import BrokerAddress
@@ -126,22 +127,22 @@ async def _parent(port: int, names: list[str], model_bytes: int, pipe: Connectio
     )
     rule.begin(row)
 
-    async def one(iteration: int) -> float:
+    async def one(global_round: int) -> float:
         start = time.perf_counter()
         played = await endpoint.round(
-            iteration=iteration, round_=0, models=rule.dispatch(iteration, names), epochs=dict.fromkeys(names, 1),
-            closing=Closing(),
+            global_round=global_round, local_round=0, models=rule.dispatch(global_round, names),
+            epochs=dict.fromkeys(names, 1), closing=Closing(),
         )  # fmt: skip
-        await asyncio.to_thread(rule.aggregate, iteration, played.uploads)
+        await asyncio.to_thread(rule.aggregate, global_round, played.uploads)
         return time.perf_counter() - start
 
     async def rounds() -> None:
         endpoint.set_state(NodeState.READY)
         await endpoint.gather(Closing())
-        iteration = 0
+        global_round = 0
         while await asyncio.to_thread(pipe.recv):
-            pipe.send(await one(iteration))
-            iteration += 1
+            pipe.send(await one(global_round))
+            global_round += 1
 
     async def goodbye() -> None:
         await endpoint.farewells(timeout_s=5)

@@ -29,7 +29,8 @@ from rich.table import Table
 from rounds import end, layout_of, peak_bytes
 
 from common.experiment.links import Link
-from common.experiment.schema import Closing, Transfer
+from common.experiment.rounds import Closing
+from common.experiment.schema import Transfer
 from common.host.memory import keep_large_buffers
 from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
@@ -112,17 +113,17 @@ async def _send(
     endpoint.set_layout(layout)
     row = layout.empty()
     draw = np.random.default_rng(1)
-    iteration = 0
+    global_round = 0
 
     async def broadcast(to: Sequence[str]) -> dict[str, float]:
-        nonlocal iteration
+        nonlocal global_round
         layout.floats(row)[:] = draw.standard_normal(layout.columns, np.float32)
         start = time.monotonic()
         played = await endpoint.round(
-            iteration=iteration, round_=0, models=dict.fromkeys(to, row), epochs=dict.fromkeys(to, 1),
+            global_round=global_round, local_round=0, models=dict.fromkeys(to, row), epochs=dict.fromkeys(to, 1),
             closing=Closing(),
         )  # fmt: skip
-        iteration += 1
+        global_round += 1
         assert all(np.array_equal(upload, row) for upload in played.models.values()), "another model came back"
         return {name: moment - start for name, moment in (arrivals.get() for _ in to)}
 

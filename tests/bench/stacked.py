@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from common.experiment import schema
+from common.experiment import reading
 from common.learning import models
 from common.learning.inputs import Inputs
 from common.model.layout import Row
@@ -70,7 +70,7 @@ def work_of(case: Case, count: int, *, samples: int, precision: str) -> list[Wor
         "topology": {"devices": count},
         "training": {"batch_size": 10, "precision": precision},
     }
-    lab = schema.parse(tree)
+    lab = reading.parse(tree)
     module = models.build(case.model, 1, inputs=Inputs(case.shape, 10))
     layout = models.layout_of(module)
     row: Row = layout.empty()

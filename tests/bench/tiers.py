@@ -20,7 +20,9 @@ import numpy as np
 from rounds import layout_of
 
 from common.experiment.links import Link
-from common.experiment.schema import CLOUD, Closing, Transfer
+from common.experiment.rounds import Closing
+from common.experiment.schema import Transfer
+from common.experiment.topology import CLOUD
 from common.host.memory import keep_large_buffers
 from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
@@ -78,11 +80,15 @@ async def _cloud(
     endpoint.set_layout(layout)
     row = layout.empty()
 
-    async def one(iteration: int) -> float:
-        layout.floats(row)[:] = np.random.default_rng(iteration).standard_normal(layout.columns, np.float32)
+    async def one(global_round: int) -> float:
+        layout.floats(row)[:] = np.random.default_rng(global_round).standard_normal(layout.columns, np.float32)
         start = time.monotonic()
         await endpoint.round(
-            iteration=iteration, round_=0, models={INSTITUTION: row}, epochs={INSTITUTION: 1}, closing=Closing()
+            global_round=global_round,
+            local_round=0,
+            models={INSTITUTION: row},
+            epochs={INSTITUTION: 1},
+            closing=Closing(),
         )
         return max(arrivals.get() for _ in range(devices)) - start
 
@@ -111,9 +117,9 @@ def _institution(port: int, names: list[str], model_bytes: int, wan_mbit: float,
         down.set_layout(layout)
 
         async def work(task: Task, model: Arriving, report: Report) -> Answer:
-            start = model if task.key.iteration % 2 == 0 else await model.whole()
+            start = model if task.key.global_round % 2 == 0 else await model.whole()
             played = await down.round(
-                iteration=task.key.iteration, round_=0, models=dict.fromkeys(names, start),
+                global_round=task.key.global_round, local_round=0, models=dict.fromkeys(names, start),
                 epochs=dict.fromkeys(names, 1), closing=Closing(),
             )  # fmt: skip
             return Answer(played.uploads.rows_K[0], 1, 0.0, 1, 1, 0.0, 0.0)

@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
-from common.experiment import schema
+from common.experiment import reading, schema
 from common.host.memory import keep_large_buffers
 from common.learning import datasets, models
 from common.randomness import Purpose, generator
@@ -52,7 +52,7 @@ class Case:
     def lab(self) -> schema.Experiment:
         """Return an experiment of one device that has all the samples."""
         data = {"dataset": "synthetic", "image_shape": list(self.shape), "classes": 10, "samples": self.samples}
-        return schema.parse({"data": data, "model": {"name": self.model}, "training": self.training})
+        return reading.parse({"data": data, "model": {"name": self.model}, "training": self.training})
 
 
 CASES = (
@@ -119,7 +119,7 @@ def ours(lab: schema.Experiment) -> Callable[[], float]:
     row, out = trainer.layout.empty(), trainer.layout.empty()
     models.write_row(models.build(lab.model.name, lab.seed, inputs=datasets.load(lab.data).inputs), trainer.layout, row)
     never = threading.Event()
-    return lambda: trainer.train(row, out, epochs=1, round_=0, progress=lambda *_: None, cancelled=never).loss
+    return lambda: trainer.train(row, out, epochs=1, local_round=0, progress=lambda *_: None, cancelled=never).loss
 
 
 def take_turns(connection: Connection, case: Case, *, textbook: bool) -> None:

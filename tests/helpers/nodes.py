@@ -19,8 +19,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from common.experiment.codecs import PLAIN, Codecs
 from common.experiment.links import Link
-from common.experiment.schema import PLAIN, Closing, Codecs, Transfer
+from common.experiment.rounds import Closing
+from common.experiment.schema import Transfer
 from common.model.layout import ModelLayout, Row, Section
 from common.protocol.identity import Identity
 from common.protocol.messages import Ask, Message, NodeState, Phase, Result, Task
@@ -229,12 +231,12 @@ class Middle:
 
 
 def play(
-    parent: ParentEndpoint, row: Row | Arriving, *, iteration: int = 0, closing: Closing | None = None
+    parent: ParentEndpoint, row: Row | Arriving, *, global_round: int = 0, closing: Closing | None = None
 ) -> Coroutine[Any, Any, Round]:
     """Play a round in which all children get the same model."""
     return parent.round(
-        iteration=iteration,
-        round_=0,
+        global_round=global_round,
+        local_round=0,
         models=dict.fromkeys(parent.peers, row),
         epochs=dict.fromkeys(parent.peers, 1),
         closing=closing or Closing(),

@@ -15,13 +15,13 @@ from pathlib import Path
 import msgpack
 import paho.mqtt.client as mqtt
 
-from common.experiment.schema import parse, to_toml
+from common.experiment.reading import parse, to_toml
 from deploy.brokers import broker
 
 RECORDING = Path(__file__).with_name("run.msgpack")
 EXPERIMENT = {
     "name": "recorded",
-    "iterations": 2,
+    "rounds": 2,
     "topology": {"institutions": 1, "devices": 2},
     "model": {"name": "mlp_digits"},
     "institution": {"rounds": 2},

@@ -1,4 +1,4 @@
-"""The cloud's global iterations: dispatch, wait, aggregate, decide the epochs, evaluate beside the next one."""
+"""The cloud's global rounds: dispatch, wait, aggregate, decide the epochs, evaluate beside the next one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from common.accounting.traffic import Traffic
 from common.aggregation.aggregator import Aggregator, Outcome
 from common.aggregation.selection import draw
 from common.aggregation.statistics import tensor_distances
-from common.experiment.schema import CLOUD, Experiment
+from common.experiment.schema import Experiment
+from common.experiment.topology import CLOUD
 from common.host.offload import offload
 from common.metrics import Metrics
 from common.model.layout import ModelLayout, Row
@@ -34,8 +35,8 @@ Observe = Callable[[str, dict[str, object]], None]
 Evaluate = Callable[[int, Row], Awaitable[Accuracy]]
 
 
-class GlobalIterations:
-    """One run's iterations at the cloud, from a first model or a checkpoint to the last."""
+class GlobalRounds:
+    """One run's global rounds at the cloud, from a first model or a checkpoint to the last."""
 
     def __init__(
         self,
@@ -68,15 +69,15 @@ class GlobalIterations:
         self.last: Accuracy | None = None
 
     def resume(self, state: RunState) -> None:
-        """Go on after the iterations of a checkpoint, whose model is in the row and whose rule has its state."""
+        """Go on after the global rounds of a checkpoint, whose model is in the row and whose rule has its state."""
         self._state = state
-        self._metrics.round.labels(*LABELS).set(state.iteration)
-        written = self._folder.forget_after(state.iteration)
+        self._metrics.round.labels(*LABELS).set(state.global_round)
+        written = self._folder.forget_after(state.global_round)
         self._folder.restore(self._down.ledger)
         self._wan, self._lan = self._totals()
         target = self._experiment.target_accuracy
         self._reached = target is not None and any(float(row["accuracy"] or 0) >= target for row in written)
-        if written and not written[-1]["accuracy"] and self._evaluates(state.iteration):
+        if written and not written[-1]["accuracy"] and self._evaluates(state.global_round):
             self._evaluate(self._rule.mixed)  # the run ended before that was known
 
     @property
@@ -90,20 +91,20 @@ class GlobalIterations:
         return self._state
 
     async def run(self) -> None:
-        """Play the iterations that are left, until the last or until the target accuracy."""
+        """Play the global rounds that are left, until the last or until the target accuracy."""
         self._mark = self._down.now()
-        while self._state.iteration < self._experiment.iterations and not self._reached:
+        while self._state.global_round < self._experiment.rounds and not self._reached:
             await self._iterate()
         await self._finish_evaluation()
 
     async def _iterate(self) -> None:
         state, settings = self._state, self._experiment.cloud
         started = self._down.now()
-        seed, r = self._experiment.seed, state.iteration
+        seed, r = self._experiment.seed, state.global_round
         drawn = draw(self._down.peers, settings.participation, seed=seed, node=CLOUD, r=r)
         played = await self._down.round(
-            iteration=state.iteration,
-            round_=0,
+            global_round=state.global_round,
+            local_round=0,
             models=self._rule.dispatch(r, drawn),
             epochs=state.epochs,
             closing=settings.closing,
@@ -116,18 +117,18 @@ class GlobalIterations:
         aggregated = self._down.now()
         await self._finish_evaluation()
         ended = self._down.now()
-        phases = {"record": started - self._mark} | played.timeline.phases()  # what the last iteration left to write
+        phases = {"record": started - self._mark} | played.timeline.phases()  # what the last global round left to write
         phases["dispatch"] += played.timeline.opened - started
         phases |= {"aggregate": aggregated - closed, "evaluate": ended - aggregated}
         phases = {phase: round(seconds, 6) for phase, seconds in phases.items()}  # the same in file and metrics
         elapsed_s = state.elapsed_s + ended - self._mark
         self._mark = ended
-        self._state = RunState(state.run, state.digest, state.iteration + 1, elapsed_s, epochs)
+        self._state = RunState(state.run, state.digest, state.global_round + 1, elapsed_s, epochs)
         self._record(played, outcome, phases=phases, epochs=state.epochs, omegas=omegas)
-        if self._evaluates(self._state.iteration):
+        if self._evaluates(self._state.global_round):
             self._evaluate(await offload(lambda: self._rule.mixed))
-        last = self._state.iteration == self._experiment.iterations
-        due = last or self._state.iteration % settings.checkpoint_every == 0
+        last = self._state.global_round == self._experiment.rounds
+        due = last or self._state.global_round % settings.checkpoint_every == 0
         if due or self._down.now() - self._booked >= BOOKS_S:
             self._folder.write_links(self._down.ledger)
             self._booked = self._down.now()
@@ -145,11 +146,11 @@ class GlobalIterations:
         return {name: found[name] for name in self._down.peers if name in found}
 
     def _next_epochs(self, omegas: Mapping[str, float]) -> dict[str, int]:
-        """Return the epochs of the next iteration of each institution that reported."""
+        """Return the epochs of the next global round of each institution that reported."""
         state, control = self._state, self._experiment.cloud.epoch_control
         if control.name == "fixed":
             return {}
-        chance = generator(self._experiment.seed, Purpose.EPOCHS, CLOUD, state.iteration)
+        chance = generator(self._experiment.seed, Purpose.EPOCHS, CLOUD, state.global_round)
         c, samples = self._experiment.training.epochs, self._down.samples
         return tempo.decide(control, omegas, c=c, ran=state.epochs, samples=samples, draw=chance)
 
@@ -168,13 +169,13 @@ class GlobalIterations:
         names = self._down.peers
         results = {name: played.results[name] for name in names if name in played.results}
         for name, result in results.items():
-            self._folder.add_devices(self._state.iteration, name, result.children)
+            self._folder.add_devices(self._state.global_round, name, result.children)
         steps = sum(result.steps for result in results.values())
         spreads = self._tell_plans(
             {CLOUD: [outcome.plan | self._tempo(omegas)]} | {name: plans_of(r) for name, r in results.items()}
         )
         row: dict[str, object] = {
-            "round": self._state.iteration,
+            "global_round": self._state.global_round,
             "elapsed_s": round(self._state.elapsed_s, 6),
             "accuracy": "",
             "loss": "",
@@ -195,9 +196,9 @@ class GlobalIterations:
             **{f"spread_{name}": _short(spreads.get(name)) for name in (CLOUD, *names)},
         }
         self._folder.add_round(row)
-        self._observe("iteration", dict(row))
+        self._observe("global_round", dict(row))
         metrics = self._metrics
-        metrics.closed(LABELS, rounds=self._state.iteration)
+        metrics.closed(LABELS, rounds=self._state.global_round)
         metrics.train_loss.labels(*LABELS).set(outcome.loss)
         metrics.steps.labels(*LABELS).inc(steps)
         for phase, seconds in phases.items():
@@ -213,11 +214,11 @@ class GlobalIterations:
 
     def _tell_plans(self, plans: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, float]:
         """Tell what each node's rule decided in each of its rounds; return the last spreads of those of K models."""
-        round_ = self._state.iteration
+        global_round = self._state.global_round
         spreads = {}
         for name, found in plans.items():
             for i, plan in enumerate(found):
-                self._folder.event("plan", {"round": round_, "node": name, "local_round": i, **plan})
+                self._folder.event("plan", {"global_round": global_round, "node": name, "local_round": i, **plan})
                 if "spread" in plan:
                     spreads[name] = float(plan["spread"])
         for name, spread in spreads.items():
@@ -225,23 +226,23 @@ class GlobalIterations:
                 reason = (
                     f"{name}'s models differ by {spread:.2f} of their size: beyond {SPREAD_MOST} they have collapsed"
                 )
-                self._observe("warning", {"round": round_, "node": name, "reason": reason})
+                self._observe("warning", {"global_round": global_round, "node": name, "reason": reason})
         return spreads
 
     def _totals(self) -> tuple[Traffic, Traffic]:
         """Return the bytes of all WAN links and of all LAN links in the run."""
         return self._down.ledger.total(), self._down.ledger.below()
 
-    def _evaluates(self, iteration: int) -> bool:
-        return iteration == self._experiment.iterations or iteration % self._experiment.cloud.evaluate_every == 0
+    def _evaluates(self, global_round: int) -> bool:
+        return global_round == self._experiment.rounds or global_round % self._experiment.cloud.evaluate_every == 0
 
     def _evaluate(self, mixed: Row | None) -> None:
         """Begin to evaluate the model, and the mean after mixing where that is another."""
-        iteration = self._state.iteration
+        global_round = self._state.global_round
         rows = [self._row.copy()] if mixed is None else [self._row.copy(), mixed]
 
         async def evaluate() -> list[Accuracy]:
-            return [await self._test(iteration, row) for row in rows]
+            return [await self._test(global_round, row) for row in rows]
 
         self._evaluating = asyncio.create_task(evaluate(), name="evaluate")
 
@@ -258,8 +259,8 @@ class GlobalIterations:
         facts = {"accuracy": self.last.accuracy, "loss": self.last.loss}
         for other in mixed:
             facts |= {"mixed_accuracy": other.accuracy, "mixed_loss": other.loss}
-        self._folder.complete_round(self.last.iteration, {name: _short(value) for name, value in facts.items()})
-        self._observe("evaluated", {"round": self.last.iteration, **facts})
+        self._folder.complete_round(self.last.global_round, {name: _short(value) for name, value in facts.items()})
+        self._observe("evaluated", {"global_round": self.last.global_round, **facts})
 
 
 def _short(value: float | None) -> str:

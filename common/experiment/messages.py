@@ -1,0 +1,67 @@
+"""Errors of an experiment's keys and values in words that name the key, the value and the remedy."""
+
+from __future__ import annotations
+
+from types import UnionType
+from typing import Any, Final, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from common.errors import InvalidExperiment
+from common.experiment.aggregation import RULES
+from common.experiment.tables import proposal
+
+_FORMS: Final = frozenset({"int", "float", "constrained-int", "list[constrained-str]", "[key]"})  # pydantic's, not keys
+
+
+def explain(error: ValidationError, root: type[BaseModel]) -> InvalidExperiment:
+    """Return the first error of a tree that `root` refused."""
+    errors = [(_path(details["loc"]), details) for details in error.errors(include_url=False)]
+    top = errors[0][0]
+    # Where a key takes either of two forms, the form that was meant is the one whose error lies deepest.
+    path, first = max((e for e in errors if e[0][: len(top)] == top), key=lambda e: len(e[0]))
+    key = ".".join(path) or "experiment"
+    if first["type"] == "extra_forbidden":
+        return _unknown(key, first["loc"], first["input"], root)
+    if first["type"] == "union_tag_invalid":
+        name = first["ctx"]["tag"]
+        return InvalidExperiment(f"{key}.name", name, "no rule has this name", proposal(name, RULES, what="There are"))
+    if first["type"] == "json_invalid":
+        return InvalidExperiment("experiment", "...", first["msg"], "Start all roles from one release.")
+    return InvalidExperiment(key, first["input"], first["msg"], "Correct the value.")
+
+
+def _unknown(key: str, loc: tuple[int | str, ...], value: object, root: type[BaseModel]) -> InvalidExperiment:
+    *parents, last = map(str, loc)
+    rule = parents[-1] if parents[1:2] == ["aggregation"] else ""
+    owners = [name for name, table in RULES.items() if rule and last in table.model_fields]
+    if owners:
+        remedy = f"It belongs to {' and '.join(owners)}; this is {rule}."
+    else:
+        remedy = proposal(last, _known_keys(parents, root), what="Known keys")
+    return InvalidExperiment(key, value, "unknown key", remedy)
+
+
+def _path(loc: tuple[int | str, ...]) -> list[str]:
+    """Return the key in the file: without pydantic's forms, and without the rule's name below an aggregation."""
+    return [str(part) for i, part in enumerate(loc) if part not in _FORMS and (i != 2 or loc[1] != "aggregation")]
+
+
+def _known_keys(path: list[str], root: type[BaseModel]) -> list[str]:
+    table: Any = root
+    for part in path:
+        if part not in _FORMS:
+            table = _below(table, part)
+        if get_origin(table) not in (dict, UnionType) and not (
+            isinstance(table, type) and issubclass(table, BaseModel)
+        ):
+            return []
+    return list(table.model_fields)
+
+
+def _below(table: Any, part: str) -> Any:
+    if get_origin(table) is dict:
+        return get_args(table)[1]
+    if get_origin(table) is UnionType:
+        return RULES[part]
+    return table.model_fields[part].annotation if part in table.model_fields else None

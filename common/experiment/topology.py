@@ -1,0 +1,114 @@
+"""Who belongs to whom in an experiment's lab."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from typing import Final
+
+from pydantic import Field
+
+from common.errors import InvalidExperiment
+from common.experiment.tables import Count, Name, Table, proposal
+
+CLOUD: Final = "cloud"
+RESERVED: Final = frozenset({CLOUD, "all"})  # `all` is the stream of every receiver
+
+
+class Topology(Table):
+    """Who belongs to whom. A number makes names (`institution-0`, `device-0`); a list gives them."""
+
+    institutions: Count | list[Name] = 1
+    devices: Count | list[Name] = 1
+    members: dict[Name, list[Name]] = Field(default_factory=dict)
+
+    def institution_names(self) -> list[str]:
+        """Return the institutions in order."""
+        return _names("institution", self.institutions)
+
+    def device_names(self) -> list[str]:
+        """Return all devices in order; a device's place in this list is its data partition."""
+        return _names("device", self.devices)
+
+    def children(self) -> dict[str, list[str]]:
+        """Return each institution's devices: as `members` says, else contiguous blocks, sizes within 1."""
+        if self.members:
+            return {name: list(self.members.get(name, [])) for name in self.institution_names()}
+        devices = self.device_names()
+        ends = self._ends()
+        names = self.institution_names()
+        return {name: devices[start:end] for name, start, end in zip(names, [0, *ends[:-1]], ends, strict=True)}
+
+    def sizes(self) -> list[int]:
+        """Return how many devices each institution has, without a name for each: there may be millions."""
+        if self.members:
+            return [len(devices) for devices in self.children().values()]
+        return [end - start for start, end in pairwise([0, *self._ends()])]
+
+    def _ends(self) -> list[int]:
+        institutions, devices = _count(self.institutions), _count(self.devices)
+        return [devices * (m + 1) // institutions for m in range(institutions)]
+
+
+def check_topology(topology: Topology) -> None:
+    if isinstance(topology.institutions, list) or isinstance(topology.devices, list) or topology.members:
+        _check_names(topology)
+    for institution, size in enumerate(topology.sizes()):
+        if size == 0:
+            raise InvalidExperiment(
+                "topology.devices",
+                _count(topology.devices),
+                f"{topology.institution_names()[institution]} would have no device",
+                "Have at least one device in every institution.",
+            )
+
+
+def _check_names(topology: Topology) -> None:
+    institutions, devices = topology.institution_names(), topology.device_names()
+    if not institutions:
+        raise InvalidExperiment("topology.institutions", [], "no institution", "Have at least one institution.")
+    for key, names in (("topology.institutions", institutions), ("topology.devices", devices)):
+        if len(set(names)) < len(names):
+            double = next(name for name, times in Counter(names).items() if times > 1)
+            raise InvalidExperiment(key, double, "the name stands twice", "Give every node a name of its own.")
+    both = set(institutions) & set(devices)
+    for name in [*institutions, *devices]:
+        if name in RESERVED or name in both:
+            problem = "the name is reserved" if name in RESERVED else "two roles share this name"
+            raise InvalidExperiment("topology", name, problem, "Give every node a name of its own.")
+    children = topology.children()
+    for stranger in (name for name in topology.members if name not in children):
+        raise InvalidExperiment(
+            f"topology.members.{stranger}",
+            topology.members[stranger],
+            "no institution has this name",
+            f"Use one of topology.institutions: {', '.join(institutions)}.",
+        )
+    homes = Counter(device for members in children.values() for device in members)
+    for device in devices:
+        if homes[device] != 1:
+            problem = "is in no institution" if device not in homes else "is in more than one institution"
+            raise InvalidExperiment("topology.members", device, problem, "List each device in exactly one.")
+    for device in homes.keys() - set(devices):
+        raise InvalidExperiment("topology.members", device, "is no device of topology.devices", "Add it there.")
+
+
+def check_child(key: str, child: str, topology: Topology) -> None:
+    names = [*topology.institution_names(), *topology.device_names()]
+    if child not in names:
+        remedy = proposal(child, names, what="There are")
+        raise InvalidExperiment(key, child, "no institution or device has this name", remedy)
+
+
+def check_device(key: str, device: str, topology: Topology) -> None:
+    names = topology.device_names()
+    if device not in names:
+        raise InvalidExperiment(key, device, "no device has this name", proposal(device, names, what="There are"))
+
+
+def _count(given: int | list[str]) -> int:
+    return given if isinstance(given, int) else len(given)
+
+
+def _names(kind: str, given: int | list[str]) -> list[str]:
+    return [f"{kind}-{i}" for i in range(given)] if isinstance(given, int) else list(given)
