@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from common.aggregation.aggregator import Aggregator
 from common.errors import InvalidExperiment, RefusedModel
 from common.model.layout import ModelLayout, Row
-from common.storage import states
+from common.storage import rule_states
 
 KEPT: Final = 2
 
@@ -36,11 +36,11 @@ class RunState:
 def save(folder: Path, state: RunState, *, layout: ModelLayout, row: Row, rule: Aggregator) -> Path:
     """Write a checkpoint, which is there once its last file is, and drop all but the last two."""
     path = folder / f"round-{state.global_round:06d}.safetensors"
-    states.write(folder, path.stem, rule.save)
+    rule_states.write(folder, path.stem, rule.save)
     save_model(path, layout=layout, row=row, facts=asdict(state))
     for old in sorted(folder.glob("round-*.safetensors"))[:-KEPT]:
         old.unlink(missing_ok=True)
-    states.prune(folder, keep=KEPT)
+    rule_states.prune(folder, keep=KEPT)
     return path
 
 
@@ -63,7 +63,7 @@ def load(path: Path, *, layout: ModelLayout, row: Row, rule: Aggregator) -> RunS
             state = RunState(**json.loads(file.metadata()["fedstrata"]))
             tensors: dict[str, np.ndarray[Any, Any]] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
         layout.flatten(tensors, row)
-        states.read(path.with_suffix(""), rule.restore)
+        rule_states.read(path.with_suffix(""), rule.restore)
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, RefusedModel) as error:
         raise InvalidExperiment("--resume", str(path), f"no checkpoint of this run: {error}", "Use another.") from None
     return state

@@ -15,7 +15,7 @@ from typing import BinaryIO
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse
 from common.learning import splits
-from common.learning.evaluation import Examiner
+from common.learning.evaluation import ModelTester
 from common.model.layout import Row
 
 
@@ -28,7 +28,7 @@ def main() -> None:
         experiment = parse(requests.readline())
         try:
             partition = splits.keep(experiment, Path(sys.argv[1]))
-            examiner = Examiner(experiment)
+            examiner = ModelTester(experiment)
         except InvalidExperiment as error:
             _answer(answers, {"invalid": error.parts})
             return

@@ -12,9 +12,10 @@ from cloud.checkpoint import RunState
 from cloud.evaluator import Accuracy
 from cloud.results import RunFolder
 from common.accounting.traffic import Traffic
-from common.aggregation.aggregator import Aggregator, Outcome
+from common.aggregation.aggregator import Aggregator
 from common.aggregation.selection import draw
 from common.aggregation.statistics import tensor_distances
+from common.aggregation.uploads import Aggregated
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.host.offload import offload
@@ -24,7 +25,7 @@ from common.protocol import timeline
 from common.protocol.reports import plans_of
 from common.randomness import Purpose, generator
 from common.runtime.children import Children
-from common.runtime.round import Round
+from common.runtime.round import ClosedRound
 
 LABELS: Final = ("cloud", "", "")
 PHASES: Final = ("record", *timeline.PHASES, "aggregate", "evaluate")
@@ -137,7 +138,7 @@ class GlobalRounds:
             save = partial(checkpoint.save, folder, self._state, layout=self._layout, row=self._row, rule=self._rule)
             await offload(save)
 
-    def _omegas(self, played: Round, outcome: Outcome) -> dict[str, float]:
+    def _omegas(self, played: ClosedRound, outcome: Aggregated) -> dict[str, float]:
         """Return the distances of the institutions' models to the new mean, as the epoch control measures them."""
         found: Mapping[str, float] = outcome.distances
         if self._experiment.cloud.epoch_control.variant == "plato":
@@ -156,8 +157,8 @@ class GlobalRounds:
 
     def _record(
         self,
-        played: Round,
-        outcome: Outcome,
+        played: ClosedRound,
+        outcome: Aggregated,
         *,
         phases: Mapping[str, float],
         epochs: Mapping[str, int],

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple, TypeAlias
 
 from common.accounting.ledger import Ledger
-from common.accounting.traffic import Measured, Traffic, Wire
+from common.accounting.traffic import Measured, TcpStats, Traffic
 from common.experiment.topology import CLOUD
 
 FIELDS: Final = (
@@ -97,7 +97,7 @@ def _before(rate: float, probe_bytes: int) -> Row:
     return {"measured_mbit": f"{rate * 8e-6:.4g}", "probe_bytes": probe_bytes} if rate else {}
 
 
-def _sent(wire: Wire) -> Row:
+def _sent(wire: TcpStats) -> Row:
     """Return the cells of the direction in which the node itself sends."""
     if not wire.measured:
         return {}
@@ -110,13 +110,13 @@ def _sent(wire: Wire) -> Row:
     }
 
 
-def _received(wire: Wire) -> Row:
+def _received(wire: TcpStats) -> Row:
     if not wire.measured:
         return {}
     return {"wire_bytes": wire.received, "segments": wire.received_segments, **_rtt(wire)}
 
 
-def _rtt(wire: Wire) -> Row:
+def _rtt(wire: TcpStats) -> Row:
     return {"rtt_ms": wire.rtt_us / 1000 or "", "rtt_min_ms": wire.rtt_min_us / 1000 or ""}
 
 

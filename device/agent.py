@@ -21,7 +21,7 @@ from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.discovery import Found, join
 from common.runtime.exports import export_child
 from common.runtime.lifecycle import live
-from common.runtime.work import Answer, Report
+from common.runtime.work import Report, WorkResult
 from common.runtime.world import REAL, World, new_session
 from common.storage.spool import Spool
 from device.emulation import keep
@@ -130,7 +130,7 @@ class DeviceAgent:
         out, rounds = prepared.layout.empty(), experiment.institution.rounds
         machine = experiment.machine(self._name)
 
-        async def work(task: Task, model: Arriving, report: Report) -> Answer:
+        async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
             row, since = await model.whole(), up.now()
             answer = await self._train(task, row, out, rounds=rounds, report=report)
             answer = await keep(machine, answer, since=since, report=report)
@@ -165,7 +165,7 @@ class DeviceAgent:
                 f"{self._institution} has {', '.join(children.get(self._institution, ['no device']))}.",
             )
 
-    async def _train(self, task: Task, row: Row, out: Row, *, rounds: int, report: Report) -> Answer:
+    async def _train(self, task: Task, row: Row, out: Row, *, rounds: int, report: Report) -> WorkResult:
         def train_aloud(done: int, total: int) -> None:
             waiting.cancel()
             report(Phase.TRAINING, done, total)

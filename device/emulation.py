@@ -9,12 +9,12 @@ from typing import Final
 
 from common.experiment.hardware import Pace
 from common.protocol.messages import Phase
-from common.runtime.work import Answer, Report
+from common.runtime.work import Report, WorkResult
 
 TELL_S: Final = 1.0
 
 
-async def keep(pace: Pace, answer: Answer, *, since: float, report: Report) -> Answer:
+async def keep(pace: Pace, answer: WorkResult, *, since: float, report: Report) -> WorkResult:
     """Return the answer, no sooner than a machine of this pace has it that got its model at `since`, loop seconds.
 
     No slot is held meanwhile, and a count that grows with the seconds tells the parent that this device is alive.

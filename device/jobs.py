@@ -65,7 +65,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class HostedDevice:
     """A device in its experiment, whose `digest` is computed once."""
 
     experiment: Experiment
@@ -77,7 +77,7 @@ class Device:
 class Wish:
     """A device that is to be prepared; `answer` gets Prepared, or the error. `place`: its number in this process."""
 
-    device: Device
+    device: HostedDevice
     place: int
     answer: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 

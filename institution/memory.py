@@ -12,7 +12,7 @@ from pathlib import Path
 
 from common.aggregation.aggregator import Aggregator
 from common.errors import RunFailed
-from common.storage import states
+from common.storage import rule_states
 
 log = logging.getLogger("fedstrata.institution")
 
@@ -48,13 +48,13 @@ class Memory:
         """Keep the rule as it stands after a global round."""
         self._stands = global_round + 1
         if self._remembers and self._folder is not None:
-            states.write(self._folder, _name(global_round + 1), self._rule.save)
-            states.prune(self._folder, keep=self._kept)
+            rule_states.write(self._folder, _name(global_round + 1), self._rule.save)
+            rule_states.prune(self._folder, keep=self._kept)
 
     def _restore(self, global_round: int) -> None:
-        found = states.latest(self._folder, _name(global_round)) if self._folder is not None else None
+        found = rule_states.latest(self._folder, _name(global_round)) if self._folder is not None else None
         if found is not None:
-            states.read(found, self._rule.restore)
+            rule_states.read(found, self._rule.restore)
         elif self._always:
             raise RunFailed(
                 f"what this institution's rule remembers of global round {global_round} is gone. Start institutions "

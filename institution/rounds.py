@@ -13,8 +13,8 @@ from functools import partial
 from common.accounting.child_report import ChildReport
 from common.accounting.traffic import Measured
 from common.aggregation import aggregator
-from common.aggregation.aggregator import Outcome
 from common.aggregation.selection import draw
+from common.aggregation.uploads import Aggregated
 from common.experiment.aggregation import remembers
 from common.experiment.schema import Experiment
 from common.host.offload import offload
@@ -23,8 +23,8 @@ from common.model.layout import ModelLayout, Row
 from common.protocol.messages import Phase, Task
 from common.runtime.arriving import Arriving
 from common.runtime.children import Children
-from common.runtime.round import Round
-from common.runtime.work import Answer, Report
+from common.runtime.round import ClosedRound
+from common.runtime.work import Report, WorkResult
 from common.storage.spool import Spool
 from institution.memory import Memory
 
@@ -68,7 +68,7 @@ class LocalRounds:
         )
         self._did: dict[str, ChildReport] = {}
 
-    async def work(self, task: Task, model: Arriving, report: Report) -> Answer:
+    async def work(self, task: Task, model: Arriving, report: Report) -> WorkResult:
         """Play the rounds of one global round from the cloud's model; return the last mean.
 
         Where the rule only passes the model on, the first round begins at once: the devices get its chunks as they
@@ -104,7 +104,7 @@ class LocalRounds:
         await offload(partial(self._memory.after, task.key.global_round))
         samples = sum(down.samples.values())  # n_m counts all devices, also those not drawn
         steps = sum(report.steps for report in self._did.values())
-        return Answer(
+        return WorkResult(
             rule.model, samples, outcome.loss, task.epochs, steps, train_s, wait_s, pause_s,
             path_steps=path_steps, children=self.reports(), plans=plans,
         )  # fmt: skip
@@ -127,7 +127,7 @@ class LocalRounds:
         """Return what each device gets; the cloud's model as it comes, if it is not whole yet."""
         return {name: row if row is not model.row or model.complete else model for name, row in rows.items()}
 
-    def _count(self, played: Round, outcome: Outcome, *, epochs: int) -> dict[str, object]:
+    def _count(self, played: ClosedRound, outcome: Aggregated, *, epochs: int) -> dict[str, object]:
         """Count a round's work, and return what its aggregation decided."""
         for name, result in played.results.items():
             self._down.samples[name] = result.samples

@@ -20,10 +20,10 @@ import msgpack
 import numpy as np
 import xxhash
 
-from common.accounting.traffic import Wire
-from common.experiment.links import Link
+from common.accounting.traffic import TcpStats
+from common.experiment.links import LinkSettings
 from common.experiment.rounds import Closing
-from common.experiment.schema import Transfer
+from common.experiment.schema import TransferSettings
 from common.protocol import serialization, topics
 from common.protocol.child_events import ModelArrived, ModelFailed, TaskReceived
 from common.protocol.child_session import ChildSession
@@ -31,7 +31,7 @@ from common.protocol.identity import Identity
 from common.protocol.manifest import ModelForm, describe
 from common.protocol.messages import DIGEST_BYTES, Key, Message, NodeState, Phase, Presence, Result, Task
 from common.protocol.outbox import Output, Publish, PublishChunk, Subscribe
-from common.protocol.parent_events import UploadArrived, UploadOffered
+from common.protocol.parent_events import UploadAnnounced, UploadArrived
 from common.protocol.parent_session import ParentSession
 from common.protocol.round_state import Assignment, Closed, Stalled
 from common.protocol.session import Session
@@ -40,7 +40,7 @@ LAB, RUN, PARENT, LAYOUT = "lab", "run-1", "cloud", "layout"
 CHUNK = 1024
 MODEL_BYTES = 6 * CHUNK - 300
 FORM = ModelForm(LAYOUT, "fp32", MODEL_BYTES, exact=True, delta=False)
-CHUNKED = Transfer(inline_bytes=0, idle_s=60.0)
+CHUNKED = TransferSettings(inline_bytes=0, idle_s=60.0)
 ALL = Closing()
 DELAY_S = 0.005
 PASSES_MOST = 40  # of one node in one instant: more would be an event loop that spins
@@ -67,8 +67,8 @@ def manifest_of(data: bytes, **more: str) -> Any:
 class NoMeter:
     """A kernel that measures nothing."""
 
-    def sample(self) -> Wire:
-        return Wire()
+    def sample(self) -> TcpStats:
+        return TcpStats()
 
     def received(self) -> int:
         return -1
@@ -336,7 +336,7 @@ class ParentNode(Node):
 
     def take(self, event: object) -> None:
         super().take(event)
-        if isinstance(event, UploadOffered):
+        if isinstance(event, UploadAnnounced):
             self.lab.loop.after(self.lab.work_s(0.05), lambda: self._fetch(event))
         elif isinstance(event, UploadArrived):
             self.lab.loop.after(self.lab.work_s(0.3), lambda: self._accept(event))
@@ -370,7 +370,7 @@ class ParentNode(Node):
         self.wake()
         return key
 
-    def _fetch(self, event: UploadOffered) -> None:
+    def _fetch(self, event: UploadAnnounced) -> None:
         if self.alive:
             buffer = self.buffers[event.child, event.result.model.blob] = bytearray(event.result.model.size)
             self.session.fetch(event, memoryview(buffer), self.lab.loop.now)
@@ -497,8 +497,8 @@ class Lab:
         duplicates: float = 0.0,
         jitter_s: float = 0.0,
         train_s: float = 3.0,
-        transfer: Transfer = CHUNKED,
-        link: Link = Link(),  # noqa: B008 - it is frozen
+        transfer: TransferSettings = CHUNKED,
+        link: LinkSettings = LinkSettings(),  # noqa: B008 - it is frozen
         start: bool = True,
     ) -> None:
         self.loop = Loop()

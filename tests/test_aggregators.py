@@ -13,9 +13,10 @@ import numpy.typing as npt
 import pytest
 
 from common.aggregation import fedcross, fedmr
-from common.aggregation.aggregator import Aggregator, Outcome, Uploads, build
+from common.aggregation.aggregator import Aggregator, Uploads, build
 from common.aggregation.fedadp import gompertz
 from common.aggregation.statistics import gram, gram_by_entry
+from common.aggregation.uploads import Aggregated
 from common.experiment.aggregation import FedCross, FedMR, remembers
 from common.experiment.reading import parse
 from common.model.layout import ModelLayout, Row, Section
@@ -121,7 +122,7 @@ def play(
     *,
     missing: Sequence[str] = (),
     layout: ModelLayout = LAYOUT,
-) -> tuple[Uploads, Outcome]:
+) -> tuple[Uploads, Aggregated]:
     """Play one round; return its uploads as they were, rubbish included, before they were aggregated."""
     models = rule.dispatch(r, list(children))
     rows_K = np.full((len(models), layout.row_bytes), 0xFF, np.uint8)  # NaN

@@ -9,9 +9,9 @@ from typing import Literal
 import pytest
 
 from common.errors import DuplicateName, NoProgress
-from common.experiment.links import Link
+from common.experiment.links import LinkSettings
 from common.experiment.rounds import Closing
-from common.experiment.schema import Transfer
+from common.experiment.schema import TransferSettings
 from common.protocol import serialization, topics
 from common.protocol.messages import NodeState, Presence
 from common.protocol.session import SILENT_MOST_S
@@ -56,7 +56,7 @@ async def test_a_broker_that_is_killed_in_mid_transfer_costs_no_chunk_that_had_a
     site: SimulatedSite, store: Literal["empty", "current"]
 ) -> None:
     layout, names = layout_of(2_000_000), ["device-0", "device-1"]
-    link = Link(up_mbit=16.0, down_mbit=16.0)
+    link = LinkSettings(up_mbit=16.0, down_mbit=16.0)
     parent = parent_of(site, names, layout=layout, transfer=FINE, link=link)
     children = [child_of(site, name, transfer=FINE, link=link) for name in names]
     endpoints = [parent, *children]
@@ -123,7 +123,7 @@ async def test_no_name_is_contested_after_a_broker_was_restarted(
 
 @virtual
 async def test_a_broker_that_stays_away_ends_all_and_is_named(site: SimulatedSite) -> None:
-    layout, transfer = layout_of(4000), Transfer(idle_s=20.0)
+    layout, transfer = layout_of(4000), TransferSettings(idle_s=20.0)
     parent = parent_of(site, ["device-0"], layout=layout, transfer=transfer)
     child = child_of(site, "device-0", transfer=transfer)
     training = asyncio.Event()
@@ -170,7 +170,7 @@ async def test_a_child_that_does_not_answer_after_the_broker_came_back_is_lost(s
 @virtual
 async def test_a_child_whose_connection_breaks_in_mid_upload_goes_on_where_it_was(site: SimulatedSite) -> None:
     layout, names = layout_of(2_000_000), ["device-0", "device-1"]
-    link = Link(up_mbit=16.0)
+    link = LinkSettings(up_mbit=16.0)
     parent = parent_of(site, names, layout=layout, transfer=FINE)
     children = [child_of(site, name, transfer=FINE, link=link) for name in names]
     watched = Watched(parent)
@@ -221,7 +221,7 @@ def earlier_process(site: SimulatedSite, name: str) -> BrokerSession:
 @pytest.mark.parametrize("late", [PARENT, "device-0"])
 @virtual
 async def test_a_will_of_an_earlier_process_disturbs_no_transfer(site: SimulatedSite, late: str) -> None:
-    layout, link = layout_of(2_000_000), Link(down_mbit=16.0)
+    layout, link = layout_of(2_000_000), LinkSettings(down_mbit=16.0)
     earlier = earlier_process(site, late)
     parent = parent_of(site, ["device-0"], layout=layout, transfer=FINE, link=link)
     child = child_of(site, "device-0", transfer=FINE)
@@ -259,7 +259,7 @@ async def test_what_a_dead_parent_left_captures_no_child(site: SimulatedSite) ->
 async def test_a_child_whose_parent_never_answers_ends(site: SimulatedSite) -> None:
     """So that it goes back to look for a run."""
     earlier_process(site, PARENT)
-    child = child_of(site, "device-0", transfer=Transfer(idle_s=30.0))
+    child = child_of(site, "device-0", transfer=TransferSettings(idle_s=30.0))
     with pytest.raises(NoProgress, match=f"{PARENT} was not there for 30 s"):
         await serving(site, child, layout_of(4000), 0)
 
@@ -270,7 +270,7 @@ async def test_a_child_whose_parent_never_answers_ends(site: SimulatedSite) -> N
 @virtual
 async def test_a_parent_that_is_restarted_finds_its_child_with_what_it_had(site: SimulatedSite) -> None:
     """Though it answers for a while, as it has not come so far, that it does not hold the model."""
-    layout, link = layout_of(2_000_000), Link(down_mbit=16.0)
+    layout, link = layout_of(2_000_000), LinkSettings(down_mbit=16.0)
     child = child_of(site, "device-0", transfer=FINE)
     watched = Watched(child)
     row = drawn(layout, 1)
@@ -299,7 +299,7 @@ async def test_a_parent_that_is_restarted_finds_its_child_with_what_it_had(site:
 @virtual
 async def test_a_broker_that_is_away_is_named_even_where_the_parent_was_lost_with_it(site: SimulatedSite) -> None:
     """A broker that ends in order publishes every will; that the parent is gone says nothing then."""
-    layout, transfer = layout_of(4000), Transfer(idle_s=20.0)
+    layout, transfer = layout_of(4000), TransferSettings(idle_s=20.0)
     parent = parent_of(site, ["device-0"], layout=layout, transfer=transfer)
     child = child_of(site, "device-0", transfer=transfer)
     tasks = [living(site, parent), serving(site, child, layout, 0)]
@@ -312,7 +312,7 @@ async def test_a_broker_that_is_away_is_named_even_where_the_parent_was_lost_wit
 
 @virtual
 async def test_the_time_that_a_broker_was_away_is_not_the_parents_absence(site: SimulatedSite) -> None:
-    layout, transfer = layout_of(4000), Transfer(idle_s=20.0)
+    layout, transfer = layout_of(4000), TransferSettings(idle_s=20.0)
     parent = parent_of(site, ["device-0"], layout=layout, transfer=transfer)
     child = child_of(site, "device-0", transfer=transfer)
     row = drawn(layout, 1)

@@ -16,7 +16,7 @@ import pytest
 
 from common.errors import ConnectionFailed
 from common.host.processes import free_port, spawn, stop
-from deploy.brokers.broker import Broker, Kind, choose, start
+from deploy.brokers.broker import BrokerProcess, Kind, choose, start
 
 PATIENCE_S = 10.0
 
@@ -42,12 +42,12 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 
 @pytest.fixture
-def broker(kind: Kind, tmp_path: Path) -> Iterator[Broker]:
+def broker(kind: Kind, tmp_path: Path) -> Iterator[BrokerProcess]:
     with start(directory=tmp_path, kind=kind) as broker:
         yield broker
 
 
-def client(broker: Broker, name: str | None = None) -> aiomqtt.Client:
+def client(broker: BrokerProcess, name: str | None = None) -> aiomqtt.Client:
     return aiomqtt.Client(broker.host, broker.port, identifier=name, protocol=aiomqtt.ProtocolVersion.V311)
 
 
@@ -58,7 +58,7 @@ async def heard(client: aiomqtt.Client, count: int = 1) -> list[tuple[str, bytes
     return [(message.topic.value, bytes(message.payload), message.retain) for message in messages]
 
 
-def connect_with_will(broker: Broker, name: bytes, *, will: bytes, keep_alive_s: int = 60) -> socket.socket:
+def connect_with_will(broker: BrokerProcess, name: bytes, *, will: bytes, keep_alive_s: int = 60) -> socket.socket:
     """Log in by hand; the will goes, retained, to the topic `will/<name>`."""
     fields = [name, b"will/" + name, will]
     body = b"\x00\x04MQTT\x04\x26" + keep_alive_s.to_bytes(2) + b"".join(len(f).to_bytes(2) + f for f in fields)
@@ -68,7 +68,7 @@ def connect_with_will(broker: Broker, name: bytes, *, will: bytes, keep_alive_s:
     return connection
 
 
-def test_starts_and_stops(broker: Broker, kind: Kind) -> None:
+def test_starts_and_stops(broker: BrokerProcess, kind: Kind) -> None:
     assert broker.kind == kind and broker.port > 0
     broker.stop()
     assert broker.process.returncode == 0
@@ -77,7 +77,7 @@ def test_starts_and_stops(broker: Broker, kind: Kind) -> None:
     broker.stop()
 
 
-def test_retained_messages_reach_those_who_subscribe_and_can_be_cleared(broker: Broker) -> None:
+def test_retained_messages_reach_those_who_subscribe_and_can_be_cleared(broker: BrokerProcess) -> None:
     async def scenario() -> None:
         async with client(broker) as sender, client(broker) as early:
             await early.subscribe("state/+", qos=1)
@@ -95,7 +95,7 @@ def test_retained_messages_reach_those_who_subscribe_and_can_be_cleared(broker: 
     asyncio.run(scenario())
 
 
-def test_a_newcomer_hears_only_what_it_subscribes_to(broker: Broker) -> None:
+def test_a_newcomer_hears_only_what_it_subscribes_to(broker: BrokerProcess) -> None:
     async def scenario() -> None:
         async with client(broker) as other:
             await other.subscribe("state/+")
@@ -109,7 +109,7 @@ def test_a_newcomer_hears_only_what_it_subscribes_to(broker: Broker) -> None:
     asyncio.run(scenario())
 
 
-def test_forty_nodes_join_at_once_and_all_meet(broker: Broker) -> None:
+def test_forty_nodes_join_at_once_and_all_meet(broker: BrokerProcess) -> None:
     async def node(number: int, all_met: asyncio.Barrier) -> None:
         async with client(broker, f"node{number}") as me:
             for part in range(5):
@@ -133,7 +133,7 @@ def test_forty_nodes_join_at_once_and_all_meet(broker: Broker) -> None:
     asyncio.run(scenario())
 
 
-def test_a_will_is_delivered_and_retained_when_the_link_breaks(broker: Broker) -> None:
+def test_a_will_is_delivered_and_retained_when_the_link_breaks(broker: BrokerProcess) -> None:
     async def scenario() -> None:
         async with client(broker) as watcher:
             await watcher.subscribe("will/#", qos=1)
@@ -148,7 +148,7 @@ def test_a_will_is_delivered_and_retained_when_the_link_breaks(broker: Broker) -
 
 
 @pytest.mark.parametrize("kind", ["embedded"], indirect=True)  # mosquitto looks every five seconds only
-def test_a_silent_client_is_said_dead(broker: Broker) -> None:
+def test_a_silent_client_is_said_dead(broker: BrokerProcess) -> None:
     async def scenario() -> None:
         async with client(broker) as watcher:
             await watcher.subscribe("will/#")
@@ -158,7 +158,7 @@ def test_a_silent_client_is_said_dead(broker: Broker) -> None:
     asyncio.run(scenario())
 
 
-def test_a_second_login_ends_the_first(broker: Broker) -> None:
+def test_a_second_login_ends_the_first(broker: BrokerProcess) -> None:
     async def scenario() -> None:
         async with client(broker) as watcher:
             await watcher.subscribe("will/#")
@@ -171,7 +171,7 @@ def test_a_second_login_ends_the_first(broker: Broker) -> None:
     asyncio.run(scenario())
 
 
-def test_a_chunk_of_two_megabytes_passes(broker: Broker) -> None:
+def test_a_chunk_of_two_megabytes_passes(broker: BrokerProcess) -> None:
     chunk = os.urandom(1_900_000)
 
     async def scenario() -> None:
@@ -184,7 +184,7 @@ def test_a_chunk_of_two_megabytes_passes(broker: Broker) -> None:
     asyncio.run(scenario())
 
 
-def test_garbage_ends_only_its_connection(broker: Broker) -> None:
+def test_garbage_ends_only_its_connection(broker: BrokerProcess) -> None:
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x10\xff\xff\xff\xff\xff", b"\x00" * 64, os.urandom(256)):
         with socket.create_connection((broker.host, broker.port)) as stranger:
             stranger.sendall(garbage)
@@ -210,7 +210,7 @@ def test_a_broker_can_refuse_logins(kind: Kind, tmp_path: Path) -> None:
     nobody = tmp_path / "passwords"
     nobody.touch()
 
-    async def scenario(broker: Broker) -> None:
+    async def scenario(broker: BrokerProcess) -> None:
         async with client(broker):
             pass
 

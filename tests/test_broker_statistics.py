@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from common.experiment.links import Link
-from common.experiment.schema import Transfer
+from common.experiment.links import LinkSettings
+from common.experiment.schema import TransferSettings
 from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
 from common.protocol.messages import NodeState
@@ -28,7 +28,7 @@ def test_mosquitto_publishes_statistics_where_it_may(tmp_path: Path, open_: bool
 
     async def play(address: BrokerAddress) -> None:
         identity = Identity("r-1", "cloud", "cloud", new_session())
-        parent = ParentEndpoint(address, identity, links={"i0": Link()}, transfer=Transfer())
+        parent = ParentEndpoint(address, identity, links={"i0": LinkSettings()}, transfer=TransferSettings())
         values = parent.statistics.values
         async with asyncio.timeout(30):
             serving = asyncio.create_task(parent.run(connect_timeout_s=9))

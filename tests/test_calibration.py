@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from common.accounting.traffic import Measured
 from common.errors import InvalidExperiment
-from common.experiment.links import Link, Links, Way, Ways
+from common.experiment.links import LinkDirection, Links, LinkSet, LinkSettings
 from common.experiment.rounds import Closing
-from common.experiment.schema import Transfer
+from common.experiment.schema import TransferSettings
 from common.protocol.messages import Probe, Probed
 from common.runtime import calibration
 from common.runtime.calibration import TOGETHER_BYTES_S, TOGETHER_MOST, measure_all
@@ -25,9 +25,9 @@ from tests.helpers.sites import SimulatedSite, virtual
 @virtual
 async def test_each_link_is_measured_both_ways_and_the_noise_counted_apart(site: SimulatedSite) -> None:
     links = {
-        "device-0": Link(up_mbit=4.0, down_mbit=8.0),
-        "device-1": Link(up_mbit=16.0, down_mbit=16.0),
-        "device-2": Link(),
+        "device-0": LinkSettings(up_mbit=4.0, down_mbit=8.0),
+        "device-1": LinkSettings(up_mbit=16.0, down_mbit=16.0),
+        "device-2": LinkSettings(),
     }
     parent = parent_of(site, list(links), layout=layout_of(4000), links=links)
     children = [child_of(site, name, link=link) for name, link in links.items()]
@@ -50,7 +50,7 @@ async def test_each_link_is_measured_both_ways_and_the_noise_counted_apart(site:
 
 @virtual
 async def test_a_link_that_carries_less_than_declared_ends_the_run_with_both_numbers(site: SimulatedSite) -> None:
-    link = Link(up_mbit=8.0, down_mbit=8.0)
+    link = LinkSettings(up_mbit=8.0, down_mbit=8.0)
     parent = parent_of(site, ["device-0"], layout=layout_of(4000), link=link)
     site.link("device-0").change(down_rate=5e5)
     async with together(living(site, parent), living(site, child_of(site, "device-0", link=link))):
@@ -61,8 +61,8 @@ async def test_a_link_that_carries_less_than_declared_ends_the_run_with_both_num
 
 @virtual
 async def test_a_child_that_is_killed_while_its_link_is_measured_is_left_out(site: SimulatedSite) -> None:
-    links = {"device-0": Link(), "device-1": Link()}
-    parent = parent_of(site, list(links), layout=layout_of(4000), transfer=Transfer(idle_s=30.0))
+    links = {"device-0": LinkSettings(), "device-1": LinkSettings()}
+    parent = parent_of(site, list(links), layout=layout_of(4000), transfer=TransferSettings(idle_s=30.0))
     children = [child_of(site, name) for name in links]
     async with together(living(site, parent), *(living(site, child) for child in children)):
         await parent.gather(Closing())
@@ -85,7 +85,11 @@ class KnownProbes:
         return answer
 
 
-WAYS = Ways(to={"a": Way(1e6), "b": Way()}, from_={"a": Way(5e5), "b": Way()}, shaped=True)
+WAYS = LinkSet(
+    to={"a": LinkDirection(1e6), "b": LinkDirection()},
+    from_={"a": LinkDirection(5e5), "b": LinkDirection()},
+    shaped=True,
+)
 
 
 def measure(links: Links, **answers: Measured | Exception) -> dict[str, Measured]:
@@ -122,8 +126,8 @@ def test_a_child_that_does_not_answer_is_left_out(caplog: pytest.LogCaptureFixtu
 
 @given(st.lists(st.one_of(st.none(), st.floats(1e3, 1e9)), min_size=1, max_size=30))
 def test_links_are_measured_in_groups_that_a_broker_can_carry(rates: list[float | None]) -> None:
-    ways = {f"device-{i}": Way(rate) for i, rate in enumerate(rates)}
-    groups = calibration._groups(Ways(to=ways, from_=ways, shaped=True), ways)
+    ways = {f"device-{i}": LinkDirection(rate) for i, rate in enumerate(rates)}
+    groups = calibration._groups(LinkSet(to=ways, from_=ways, shaped=True), ways)
     assert [peer for group in groups for peer in group] == list(ways)
     for group in groups:
         assert 1 <= len(group) <= TOGETHER_MOST

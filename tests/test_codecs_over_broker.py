@@ -12,7 +12,7 @@ import pytest
 from common.errors import RunFailed
 from common.experiment.codecs import Codecs
 from common.experiment.rounds import Closing
-from common.experiment.schema import Transfer
+from common.experiment.schema import TransferSettings
 from common.model.codecs import codec_of
 from common.model.layout import ModelLayout, Row
 from common.protocol.messages import Result
@@ -131,7 +131,7 @@ def assert_coded(
 @virtual
 async def test_models_come_as_their_codecs_make_them(site: SimulatedSite, down: str, up: str, inline: bool) -> None:
     layout, codecs = layout_of(200_000), Codecs(up=up, down=down)
-    transfer = Transfer(chunk_bytes=32_768, inline_bytes=262_144 if inline else 0)
+    transfer = TransferSettings(chunk_bytes=32_768, inline_bytes=262_144 if inline else 0)
     places = {"device-0": 0, "device-1": 1}
     parent = parent_of(site, list(places), layout=layout, transfer=transfer, codecs=codecs)
     children = [child_of(site, name, transfer=transfer, codecs=codecs) for name in places]

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from common.errors import ConnectionFailed
-from common.experiment.links import Link
-from common.experiment.schema import Transfer
+from common.experiment.links import LinkSettings
+from common.experiment.schema import TransferSettings
 from common.net import connection
 from common.net.address import BrokerAddress
 from common.net.bulk import Body
@@ -408,7 +408,7 @@ def answering_statistics(answer: Answer) -> Answer:
 async def parent_at(address: BrokerAddress) -> AsyncIterator[BrokerConnection]:
     """Run a parent with one child; yield its connection."""
     identity = Identity("r-1", "cloud", "cloud", new_session())
-    parent = ParentEndpoint(address, identity, links={"i0": Link()}, transfer=Transfer())
+    parent = ParentEndpoint(address, identity, links={"i0": LinkSettings()}, transfer=TransferSettings())
     serving = asyncio.create_task(parent.run(connect_timeout_s=PATIENCE_S))
     try:
         assert isinstance(parent.connection, BrokerConnection)

@@ -25,7 +25,7 @@ from common.experiment.rounds import Closing
 from common.model.layout import ModelLayout, Section
 from common.protocol.messages import Task
 from common.runtime.arriving import Arriving
-from common.runtime.work import Answer, Report, Work
+from common.runtime.work import Report, Work, WorkResult
 from common.storage.spool import Spool
 from deploy.cli.main import app
 from deploy.experiments.configurations import merged
@@ -280,10 +280,10 @@ LAYOUT = ModelLayout.build([("weight", (3,), Section.PARAMETER)])
 
 
 def child(value: float) -> Work:
-    async def work(task: Task, model: Arriving, report: Report) -> Answer:
+    async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
         row = (await model.whole()).copy()
         LAYOUT.floats(row)[:] += value
-        return Answer(row, 5, 0.1, task.epochs, 1, 0.0, 0.0)
+        return WorkResult(row, 5, 0.1, task.epochs, 1, 0.0, 0.0)
 
     return work
 

@@ -47,7 +47,7 @@ from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.world import new_session
 from deploy.brokers import broker
-from deploy.brokers.broker import Broker
+from deploy.brokers.broker import BrokerProcess
 from device.agent import DeviceAgent
 from device.pool.pool import Pool
 from device.training.trainer import Trainer
@@ -73,7 +73,7 @@ DEVICES = [
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerProcess]:
     with broker.start(directory=tmp_path_factory.mktemp("broker")) as one:
         yield one
 
@@ -146,7 +146,7 @@ class Role:
 class Lab:
     """The roles of one experiment as processes of this test."""
 
-    def __init__(self, experiment: Path, served: Broker, home: Path, stack: ExitStack) -> None:
+    def __init__(self, experiment: Path, served: BrokerProcess, home: Path, stack: ExitStack) -> None:
         self.address = f"{served.host}:{served.port}"
         self.runs = home / "runs"
         self._experiment = experiment
@@ -175,7 +175,7 @@ class Lab:
 class Overheard:
     """All control messages of a broker, in order."""
 
-    def __init__(self, served: Broker) -> None:
+    def __init__(self, served: BrokerProcess) -> None:
         self._heard: list[tuple[topics.Topic, Message]] = []
         self._changed = threading.Condition()
         self._client = mqtt.Client(mqtt.CallbackAPIVersion.VERSION2)
@@ -205,7 +205,7 @@ class Overheard:
 
 
 @contextmanager
-def overhearing(served: Broker) -> Iterator[Overheard]:
+def overhearing(served: BrokerProcess) -> Iterator[Overheard]:
     one = Overheard(served)
     try:
         yield one
@@ -259,7 +259,7 @@ def wish(sender: str, global_round: int, local_round: int) -> Callable[[topics.T
 
 
 def test_every_role_killed_once_and_started_again_gives_the_same_model(
-    experiment: Path, undisturbed: bytes, served: Broker, tmp_path: Path
+    experiment: Path, undisturbed: bytes, served: BrokerProcess, tmp_path: Path
 ) -> None:
     with ExitStack() as stack:
         overheard = stack.enter_context(overhearing(served))
@@ -293,7 +293,7 @@ def test_every_role_killed_once_and_started_again_gives_the_same_model(
 
 
 def test_a_name_that_is_taken_ends_one_of_a_process_and_the_other_completes_the_run(
-    served: Broker, tmp_path: Path
+    served: BrokerProcess, tmp_path: Path
 ) -> None:
     short = tmp_path / "short.toml"
     short.write_text(to_toml(parse(SMALL | {"rounds": 1, "training": {"epochs": 1}})))
@@ -538,7 +538,7 @@ async def device(address: BrokerAddress, name: str, institution: str) -> None:
 
 
 @pytest.fixture
-def address(served: Broker) -> BrokerAddress:
+def address(served: BrokerProcess) -> BrokerAddress:
     return BrokerAddress(served.host, served.port)
 
 
@@ -720,7 +720,7 @@ def test_a_refused_login_ends_every_role_with_3_and_names_the_address(tmp_path: 
 
 
 def test_a_broker_that_stays_away_ends_a_role_with_5_and_is_named(tmp_path: Path) -> None:
-    async def run(dying: Broker) -> str:
+    async def run(dying: BrokerProcess) -> str:
         address = BrokerAddress(dying.host, dying.port)
         role = Role(tmp_path / "institution.log", "institution", "--name", "institution-0", "--broker", str(address))
         try:

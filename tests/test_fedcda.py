@@ -16,10 +16,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from common.aggregation.cached import CachedModels
+from common.aggregation.cached_uploads import CachedUploadRule
 from common.aggregation.fedcda import Candidates, group, plan, search
 from common.aggregation.statistics import gram
-from common.aggregation.uploads import Outcome, Uploads
+from common.aggregation.uploads import Aggregated, Uploads
 from common.errors import InvalidExperiment
 from common.experiment.aggregation import FedCDA, remembers
 from common.experiment.reading import parse
@@ -232,7 +232,7 @@ class Node:
     selected: dict[str, tuple[int, Doubles, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.rule = CachedModels(
+        self.rule = CachedUploadRule(
             self.settings, layout=LAYOUT, node="cloud", seed=self.seed, measures=True, folder=self.folder
         )
         row = LAYOUT.empty()
@@ -240,7 +240,7 @@ class Node:
         LAYOUT.integers(row)[:] = 3
         self.rule.begin(row)
 
-    def play(self, r: int, children: str, *, missing: str = "") -> Outcome:
+    def play(self, r: int, children: str, *, missing: str = "") -> Aggregated:
         dispatched = self.rule.dispatch(r, list(children))
         assert len({id(row) for row in dispatched.values()}) == 1
         rows_K = np.full((len(children), LAYOUT.row_bytes), 0xFF, np.uint8)
@@ -260,7 +260,7 @@ class Node:
         self.check(r, [child for child in children if child not in missing], outcome)
         return outcome
 
-    def check(self, r: int, participants: list[str], outcome: Outcome) -> None:
+    def check(self, r: int, participants: list[str], outcome: Aggregated) -> None:
         """Choose by (5) itself, and compare."""
         for child in participants:
             self.selected.pop(child, None)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from common.aggregation import fedcross, mixing
-from common.aggregation.fedcross import Stage, by_similarity, in_order, pairwise, plan, stage
+from common.aggregation.fedcross import FedCrossStage, by_similarity, in_order, pairwise, plan, stage
 from common.aggregation.mixing import Mixtures, whole
 from common.aggregation.statistics import Gram, gram, gram_by_entry
 from common.experiment.aggregation import FedCross
@@ -44,7 +44,7 @@ def mixed(mixtures: Mixtures, models_KF: Floats) -> Floats:
 
 
 def plain(r: int, count: int, alpha: float) -> Mixtures:
-    return plan(Stage("plain", alpha, 1, similar=False), [in_order(r, count)], count)
+    return plan(FedCrossStage("plain", alpha, 1, similar=False), [in_order(r, count)], count)
 
 
 def propelled(r: int, count: int, **settings: Any) -> Mixtures:
@@ -263,7 +263,7 @@ def test_in_order_keeps_the_mean_and_lemma_3_4(count: int, r: int, alpha: float,
 def test_every_row_stays_between_its_upload_and_its_partners(count: int, alpha: float, seed: int, lowest: bool) -> None:
     models_KF = models(count, seed=seed)
     partners = by_similarity(gram(list(models_KF), models_KF[0]).cosines_KK(), lowest=lowest)
-    mixed_KF = mixed(plan(Stage("plain", alpha, 1, similar=True), [partners], count), models_KF)
+    mixed_KF = mixed(plan(FedCrossStage("plain", alpha, 1, similar=True), [partners], count), models_KF)
     for row_F, own_F, other_F in zip(mixed_KF, models_KF, models_KF[partners], strict=True):
         np.testing.assert_allclose(row_F, alpha * own_F + (1 - alpha) * other_F, rtol=0, atol=2e-6)
 
@@ -299,7 +299,7 @@ def test_lowest_and_highest_need_not_keep_the_mean() -> None:
     models_KF = np.array([[1, 0], [0.9, 0.1], [0, 1]], np.float32)
     partners = by_similarity(gram(list(models_KF), models_KF[0]).cosines_KK(), lowest=True)
     assert partners == [2, 2, 0]
-    after = mixed(plan(Stage("plain", 0.9, 1, similar=True), [partners], 3), models_KF).mean(axis=0)
+    after = mixed(plan(FedCrossStage("plain", 0.9, 1, similar=True), [partners], 3), models_KF).mean(axis=0)
     assert np.abs(after - models_KF.mean(axis=0)).max() > 0.01
 
 

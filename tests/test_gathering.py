@@ -17,14 +17,14 @@ from common.experiment import reading, schema
 from common.learning import datasets, models
 from common.model.layout import ModelLayout, Row, Section
 from common.randomness import Purpose, generator
-from device.jobs import Cancelled, Device, Ending, Job, LocalResult, Order, Prepared
-from device.pool.executors import Lane, Thread
+from device.jobs import Cancelled, Ending, HostedDevice, Job, LocalResult, Order, Prepared
+from device.pool.executors import Executor, Thread
 from device.pool.pool import Pool
 from device.pool.trainers import Trainers
 from device.pool.worker_process import Worker
 from device.training.trainer import Trainer
 from device.vmapped import gathering, trainer
-from device.vmapped.calibration import Speeds
+from device.vmapped.calibration import StepTimes
 from device.vmapped.gathering import VARIABLE, Stacking, gather, most_together, stacking
 from device.vmapped.loop import train as train_together
 
@@ -78,7 +78,7 @@ class Work:
 
     def train(self, trainers: Trainers | None = None) -> list[TrainingPath]:
         """Train and check all; return the path of each."""
-        work = [(Device(self.lab, "digest", f"device-{k}"), order) for k, order in enumerate(self.orders)]
+        work = [(HostedDevice(self.lab, "digest", f"device-{k}"), order) for k, order in enumerate(self.orders)]
         (trainers or Trainers()).train(work, "cpu", self.endings.__setitem__)
         self.check(self.endings)
         return [how.path for how in self.endings if isinstance(how, LocalResult)]
@@ -127,9 +127,9 @@ def test_the_quicker_path_is_taken(monkeypatch: pytest.MonkeyPatch, stacked_s: f
     monkeypatch.setattr("device.pool.trainers.most_together", lambda _: 4)
     measured: list[int] = []
 
-    def measure(_: object, turns: Any) -> Speeds:
+    def measure(_: object, turns: Any) -> StepTimes:
         measured.append(len(turns))
-        return Speeds(alone_s=1.0, single_s=stacked_s, stacked_s=stacked_s, size=4)
+        return StepTimes(alone_s=1.0, single_s=stacked_s, stacked_s=stacked_s, size=4)
 
     monkeypatch.setattr(trainer, "measure", measure)
     trainers, work = Trainers(), Work(experiment())
@@ -158,7 +158,7 @@ def test_who_is_called_off_does_not_keep_the_others(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("lane", [Thread, Worker])
-def test_a_pools_devices_meet_in_a_stack(lane: Callable[[], Lane]) -> None:
+def test_a_pools_devices_meet_in_a_stack(lane: Callable[[], Executor]) -> None:
     work = Work(experiment())
 
     async def play() -> list[LocalResult]:
@@ -207,7 +207,7 @@ class _Lane:
     async def start(self) -> Sequence[str]:
         return ["cpu", "cuda:0"]
 
-    async def prepare(self, device: Device) -> Prepared:
+    async def prepare(self, device: HostedDevice) -> Prepared:
         return Prepared(ModelLayout.build([("w", (2,), Section.PARAMETER)]), 7, "")
 
     async def train(self, jobs: Sequence[Job]) -> None:

@@ -19,7 +19,7 @@ from common.experiment import hardware
 from common.experiment.hardware import Machine, Pace, shipped
 from common.experiment.reading import load, parse, to_toml
 from common.protocol.messages import Phase
-from common.runtime.work import Answer
+from common.runtime.work import WorkResult
 from device import emulation
 
 # What the experiment says
@@ -135,12 +135,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 def at_a_pace(
     machine: Pace, *, train_s: float, since: float, cancel_after_s: float | None = None
-) -> tuple[Answer | None, float, list[tuple[Phase, int, int]]]:
+) -> tuple[WorkResult | None, float, list[tuple[Phase, int, int]]]:
     """Return the answer, when it left after its training had ended, and what was told meanwhile."""
     told: list[tuple[Phase, int, int]] = []
-    answer = Answer(np.empty(0, np.uint8), 1, 0.0, 1, 1, train_s, 0.0)
+    answer = WorkResult(np.empty(0, np.uint8), 1, 0.0, 1, 1, train_s, 0.0)
 
-    async def play() -> tuple[Answer | None, float]:
+    async def play() -> tuple[WorkResult | None, float]:
         loop = asyncio.get_running_loop()
         start = loop.time()
         keeping = asyncio.create_task(

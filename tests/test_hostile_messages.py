@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from xxhash import xxh3_64_digest
 
-from common.accounting.traffic import Traffic, Wire
+from common.accounting.traffic import TcpStats, Traffic
 from common.errors import NoProgress, RunFailed, WireError
-from common.experiment.links import Link
-from common.experiment.schema import Transfer
+from common.experiment.links import LinkSettings
+from common.experiment.schema import TransferSettings
 from common.model.layout import ModelLayout
 from common.protocol import serialization, topics
 from common.protocol.manifest import describe
@@ -63,7 +63,7 @@ from tests.helpers.nodes import (
 from tests.helpers.sites import SimulatedSite, until, virtual
 
 MANY = 2**63 - 1
-EVERYTHING = Traffic(*[MANY] * 8, Wire(*[MANY] * 11))
+EVERYTHING = Traffic(*[MANY] * 8, TcpStats(*[MANY] * 11))
 CYCLE_S = 0.4
 
 Change = Callable[[Result], Result]
@@ -184,7 +184,7 @@ async def test_a_round_survives_any_bytes_on_any_topic(site: SimulatedSite) -> N
     layout = layout_of(2_000_000)
     names = ["device-0", "device-1", "device-2"]
     places = {name: place for place, name in enumerate(names)}
-    link = Link(up_mbit=24.0, down_mbit=24.0)
+    link = LinkSettings(up_mbit=24.0, down_mbit=24.0)
     parent = parent_of(site, names, layout=layout, transfer=FINE, link=link)
     children = [child_of(site, name, transfer=FINE, link=link) for name in names]
     intruder = Intruder(site, [PARENT, *names], layout)
@@ -341,7 +341,7 @@ async def test_a_task_that_does_not_fit_is_declined_and_the_parent_names_the_rea
     """The child stays as it is: the same task in the right form is worked on."""
     ours, other = layout_of(4000), layout_of(8000)
     names = ["device-0", "device-1"]
-    parent = parent_of(site, names, layout=other, transfer=Transfer(idle_s=20.0))
+    parent = parent_of(site, names, layout=other, transfer=TransferSettings(idle_s=20.0))
     children = [child_of(site, name) for name in names]
     tasks = [serving(site, child, ours, place) for place, child in enumerate(children)]
     async with together(living(site, parent), *tasks):

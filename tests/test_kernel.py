@@ -26,24 +26,24 @@ from common.accounting.child_report import ChildReport
 from common.accounting.counters import Account
 from common.accounting.ledger import Ledger
 from common.accounting.tcp import WireMeter, tcp_info
-from common.accounting.traffic import Measured, Traffic, Wire
+from common.accounting.traffic import Measured, TcpStats, Traffic
 from common.experiment.rounds import Closing
-from common.experiment.schema import Experiment, Transfer
+from common.experiment.schema import Experiment, TransferSettings
 from common.model.layout import ModelLayout, Section
 from common.net.address import BrokerAddress
 from common.protocol.messages import Gone, Task
 from common.protocol.participant import ParticipantState
 from common.runtime.arriving import Arriving
 from common.runtime.endpoint import Endpoint
-from common.runtime.work import Answer, Report
+from common.runtime.work import Report, WorkResult
 from deploy.brokers import broker
-from deploy.brokers.broker import Broker
+from deploy.brokers.broker import BrokerProcess
 from tests.helpers.nodes import child_of, introduced, living, parent_of
 from tests.helpers.sites import PATIENCE_S, RealSite, real, until
 
 PARENT, CHILD = "institution-0", "device-0"
 BELOW = {PARENT: [CHILD]}
-TRANSFER = Transfer(inline_bytes=0, chunk_bytes=65_536)
+TRANSFER = TransferSettings(inline_bytes=0, chunk_bytes=65_536)
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO is Linux's")
 
@@ -175,14 +175,14 @@ class Kernel:
 @pytest.mark.parametrize("size", [256, 248, 216])
 def test_the_offsets_are_those_of_linux(size: int) -> None:
     kernel: Any = Kernel(size)
-    assert tcp_info(kernel) == Wire(1000, 77, 4242, 12, 11, 3, 1, 0, 0, 2500, 0)
+    assert tcp_info(kernel) == TcpStats(1000, 77, 4242, 12, 11, 3, 1, 0, 0, 2500, 0)
 
 
 @linux
 @pytest.mark.parametrize("size", [215, 192, 152])
 def test_a_kernel_before_4_19_tells_no_retransmitted_bytes(size: int) -> None:
     kernel: Any = Kernel(size)
-    assert tcp_info(kernel) == Wire(1000, 77, 0, 12, 11, 3, 1, 0, 1, 2500, 0)
+    assert tcp_info(kernel) == TcpStats(1000, 77, 0, 12, 11, 3, 1, 0, 1, 2500, 0)
 
 
 @linux
@@ -192,7 +192,7 @@ def test_a_kernel_that_does_not_tell_is_not_believed(kernel: Any) -> None:
     meter = WireMeter()
     meter.attach(kernel)
     assert meter.received() == -1
-    assert meter.sample() == Wire(connections=1, unmeasured=1) and not meter.sample().measured
+    assert meter.sample() == TcpStats(connections=1, unmeasured=1) and not meter.sample().measured
 
 
 def test_another_platform_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +205,7 @@ def test_another_platform_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None
 @linux
 def test_a_meter_adds_up_its_connections() -> None:
     meter = WireMeter()
-    assert meter.sample() == Wire() and meter.received() == -1
+    assert meter.sample() == TcpStats() and meter.received() == -1
     with ExitStack() as stack:
         for number, total in ((1, 1), (2, 3), (3, 6)):
             ours, theirs = map(stack.enter_context, connection())
@@ -227,7 +227,7 @@ def test_a_meter_adds_up_its_connections() -> None:
 class Relay:
     """Carries bytes between an agent and its broker, and keeps all of them."""
 
-    def __init__(self, served: Broker) -> None:
+    def __init__(self, served: BrokerProcess) -> None:
         self._served = served
         self._server: asyncio.Server | None = None
         self._agents: set[asyncio.StreamWriter] = set()
@@ -283,7 +283,7 @@ class Relay:
 
 
 @pytest.fixture
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerProcess]:
     with broker.start(directory=tmp_path_factory.mktemp("broker")) as one:
         yield one
 
@@ -309,7 +309,7 @@ LAYOUT = ModelLayout.build([("weight", (50_000,), Section.PARAMETER)])
 class Pair:
     """A parent at the broker and its child behind a relay, in rounds of a model of 200 kB in 4 chunks."""
 
-    def __init__(self, served: Broker, relay: Relay, child_at: BrokerAddress) -> None:
+    def __init__(self, served: BrokerProcess, relay: Relay, child_at: BrokerAddress) -> None:
         self.relay = relay
         self.site = RealSite(BrokerAddress(served.host, served.port))
         self.parent = parent_of(self.site, [CHILD], layout=LAYOUT, transfer=TRANSFER)
@@ -319,10 +319,10 @@ class Pair:
     def live(self) -> tuple[asyncio.Task[Any], asyncio.Task[Any]]:
         """Let both live, the child until the parent has finished."""
 
-        async def work(task: Task, model: Arriving, report: Report) -> Answer:
+        async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
             self._out[:] = await model.whole()
             self._out[0] = 1 + task.key.global_round
-            return Answer(self._out, 1, 0.5, 1, 1, 0.0, 0.0)
+            return WorkResult(self._out, 1, 0.5, 1, 1, 0.0, 0.0)
 
         parent, child = self.parent, self.child
         begin, serve = partial(living, self.site, parent), partial(living, self.site, child)
@@ -347,7 +347,7 @@ class Pair:
 
 
 @asynccontextmanager
-async def pair_of(served: Broker) -> AsyncIterator[tuple[Pair, tuple[asyncio.Task[Any], asyncio.Task[Any]]]]:
+async def pair_of(served: BrokerProcess) -> AsyncIterator[tuple[Pair, tuple[asyncio.Task[Any], asyncio.Task[Any]]]]:
     relay = Relay(served)
     pair = Pair(served, relay, await relay.start())
     tasks = pair.live()
@@ -361,7 +361,7 @@ async def pair_of(served: Broker) -> AsyncIterator[tuple[Pair, tuple[asyncio.Tas
 
 
 @linux
-def test_the_wire_bytes_are_those_that_a_relay_counts_over_reconnections_too(served: Broker) -> None:
+def test_the_wire_bytes_are_those_that_a_relay_counts_over_reconnections_too(served: BrokerProcess) -> None:
     async def run() -> None:
         async with pair_of(served) as (pair, (parent, child)):
             relay, end = pair.relay, pair.child
@@ -414,7 +414,7 @@ CONNECT, CONNACK, PUBLISH, PUBACK, SUBSCRIBE, SUBACK, UNSUBSCRIBE, UNSUBACK, PIN
 
 
 @linux
-def test_what_the_wire_has_more_than_the_messages_are_mqtts_own_packets(served: Broker) -> None:
+def test_what_the_wire_has_more_than_the_messages_are_mqtts_own_packets(served: BrokerProcess) -> None:
     async def run() -> None:
         async with pair_of(served) as (pair, _):
             for global_round in range(3):
@@ -476,7 +476,7 @@ def test_refused_logins_are_counted_too() -> None:
     real(run())
 
 
-def test_a_child_is_heard_though_its_acknowledgements_wait_behind_a_chunk(served: Broker) -> None:
+def test_a_child_is_heard_though_its_acknowledgements_wait_behind_a_chunk(served: BrokerProcess) -> None:
     async def run() -> None:
         async with pair_of(served) as (pair, _):
             await pair.play(0)
@@ -494,7 +494,7 @@ def test_a_child_is_heard_though_its_acknowledgements_wait_behind_a_chunk(served
 # links.csv
 
 
-def a_link(wire: Wire) -> Traffic:
+def a_link(wire: TcpStats) -> Traffic:
     return Traffic(10_000, 10_100, 200, 300, 20_000, 20_100, 400, 500, wire)
 
 
@@ -507,8 +507,8 @@ def told(folder: RunFolder) -> object:
     return json.loads((folder.path / "manifest.json").read_text()).get("wire_bytes")
 
 
-MEASURED = Wire(21_000, 12_000, 1448, 40, 50, 2, 1, 0, 0, 2500, 1250)
-BLIND = Wire(connections=1, unmeasured=1)
+MEASURED = TcpStats(21_000, 12_000, 1448, 40, 50, 2, 1, 0, 0, 2500, 1250)
+BLIND = TcpStats(connections=1, unmeasured=1)
 
 
 def test_links_csv_shows_the_three_counts_side_by_side(tmp_path: Path) -> None:
@@ -541,7 +541,7 @@ def test_links_csv_shows_the_three_counts_side_by_side(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("lan", "says"), [(MEASURED, "not available on this platform: institution-0"),
                                            (BLIND, "not available on this platform")])  # fmt: skip
-def test_what_no_kernel_told_stays_empty_and_the_manifest_says_so(lan: Wire, says: str, tmp_path: Path) -> None:
+def test_what_no_kernel_told_stays_empty_and_the_manifest_says_so(lan: TcpStats, says: str, tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, Experiment())
     ledger = Ledger([PARENT], Account(), wire=lambda: BLIND, below=BELOW)
     ledger.enter(PARENT, "s", link=a_link(BLIND), below=Traffic(wire=BLIND))
@@ -555,7 +555,7 @@ def test_what_no_kernel_told_stays_empty_and_the_manifest_says_so(lan: Wire, say
 
 
 def test_a_kernel_without_retransmitted_bytes_leaves_that_cell_empty() -> None:
-    old = Wire(21_000, 12_000, 0, 40, 50, 2, 1, 0, 1, 2500, 1250)
+    old = TcpStats(21_000, 12_000, 0, 40, 50, 2, 1, 0, 1, 2500, 1250)
     ledger = Ledger([PARENT], Account(), below=BELOW)
     ledger.enter_reports(PARENT, "s", [ChildReport(CHILD, traffic=a_link(old))])
     (up,) = (row for row in links.rows(ledger) if (row["from"], row["kind"]) == (CHILD, "all"))
@@ -563,7 +563,7 @@ def test_a_kernel_without_retransmitted_bytes_leaves_that_cell_empty() -> None:
 
 
 def test_a_word_that_lags_behind_gives_no_overhead() -> None:
-    early = Wire(sent=15_000, received=9_000, connections=1)
+    early = TcpStats(sent=15_000, received=9_000, connections=1)
     ledger = Ledger([PARENT], Account(), below=BELOW)
     ledger.enter_reports(PARENT, "s", [ChildReport(CHILD, traffic=a_link(early))])
     for row in links.rows(ledger):

@@ -27,7 +27,7 @@ from deploy.brokers import broker
 from deploy.cli.main import app
 from deploy.local.direct import play
 from deploy.watching.follower import Follower
-from deploy.watching.lab import Lab
+from deploy.watching.lab import WatchedLab
 from deploy.watching.runs import Runs
 from device.agent import DeviceAgent
 from device.pool.pool import Pool
@@ -60,11 +60,11 @@ class Seen:
     def waiting(self, runs: Runs, brokers: str) -> None:
         pass
 
-    def event(self, lab: Lab, event: str, facts: dict[str, object], now: float) -> None:
+    def event(self, lab: WatchedLab, event: str, facts: dict[str, object], now: float) -> None:
         self.runs.add(lab.run)
         self.events.append(event)
 
-    def draw(self, lab: Lab, now: float) -> None:
+    def draw(self, lab: WatchedLab, now: float) -> None:
         self.found.set()
 
 

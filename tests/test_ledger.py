@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from common.accounting.child_report import ChildReport
 from common.accounting.counters import Account
 from common.accounting.ledger import BYTES_MOST, Ledger
-from common.accounting.traffic import Traffic, Wire
+from common.accounting.traffic import TcpStats, Traffic
 from common.errors import WireError
 
 BELOW = {"child": ("device",)}
@@ -17,7 +17,7 @@ BELOW = {"child": ("device",)}
 
 def down(count: int) -> Traffic:
     """Return a link on which a child received so many bytes of models."""
-    wire = Wire(sent=3 * count, received=5 * count)
+    wire = TcpStats(sent=3 * count, received=5 * count)
     return Traffic(received_model_payload=count, received_model_message=count, wire=wire)
 
 
@@ -40,9 +40,9 @@ def test_totals_are_the_sum_of_the_processes_whenever_the_parent_is_restarted(
             ledger.restore(books)
     total = sum(counts[-1] for counts in processes)
     assert ledger.links()["child"].sent_model_payload == total
-    assert ledger.links()["child"].wire == Wire(sent=3 * total, received=5 * total)
+    assert ledger.links()["child"].wire == TcpStats(sent=3 * total, received=5 * total)
     assert ledger.below() == down(2 * total)
-    assert ledger.brokers() == {"child": Wire(sent=6 * total, received=10 * total)}
+    assert ledger.brokers() == {"child": TcpStats(sent=6 * total, received=10 * total)}
     (report,) = ledger.reports()["child"]
     assert report == ChildReport("device", samples=7, traffic=down(3 * total))
 
@@ -50,18 +50,18 @@ def test_totals_are_the_sum_of_the_processes_whenever_the_parent_is_restarted(
 def test_what_arrived_here_is_kept_over_our_own_restarts() -> None:
     account = Account()
     account.add("child", "received", message=110, model=100)
-    ledger = Ledger(["child"], account, wire=lambda: Wire(sent=7, connections=1))
+    ledger = Ledger(["child"], account, wire=lambda: TcpStats(sent=7, connections=1))
     later_account = Account()
-    later = Ledger(["child"], later_account, wire=lambda: Wire(sent=5, connections=2))
+    later = Ledger(["child"], later_account, wire=lambda: TcpStats(sent=5, connections=2))
     later.restore(ledger.to_json())
-    assert later.broker() == Wire(sent=12, connections=3)
+    assert later.broker() == TcpStats(sent=12, connections=3)
     later_account.add("child", "received", message=60, model=50)
     link = later.links()["child"]
     assert (link.received_model_payload, link.received_model_message) == (150, 170)
 
 
 @pytest.mark.parametrize(
-    "lie", [Traffic(sent_model_payload=BYTES_MOST + 1), Traffic(wire=Wire(retransmitted=BYTES_MOST + 1))]
+    "lie", [Traffic(sent_model_payload=BYTES_MOST + 1), Traffic(wire=TcpStats(retransmitted=BYTES_MOST + 1))]
 )
 def test_counts_that_cannot_be_are_refused(lie: Traffic) -> None:
     ledger = Ledger(["child"], Account())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from common.errors import RunFailed
-from common.storage import states
+from common.storage import rule_states
 from institution.memory import Memory
 
 
@@ -92,11 +92,11 @@ def test_half_a_state_is_none(tmp_path: Path) -> None:
         (folder / "played").write_text("[0]")
         raise OSError("no space")
 
-    states.write(tmp_path, "before-000001", Counting().save)
+    rule_states.write(tmp_path, "before-000001", Counting().save)
     with pytest.raises(OSError, match="no space"):
-        states.write(tmp_path, "before-000002", broken)
-    assert states.latest(tmp_path, "before-000009") == tmp_path / "before-000001"
-    assert states.latest(tmp_path, "before-000000") is None
+        rule_states.write(tmp_path, "before-000002", broken)
+    assert rule_states.latest(tmp_path, "before-000009") == tmp_path / "before-000001"
+    assert rule_states.latest(tmp_path, "before-000000") is None
 
 
 def test_a_rule_that_remembers_nothing_is_never_kept(tmp_path: Path) -> None:

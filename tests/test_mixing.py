@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 
 from common.aggregation import blocks, fedavg, mixing
 from common.aggregation.blocks import COLUMNS
-from common.aggregation.mixing import Mixture, Part, whole
+from common.aggregation.mixing import MixedColumns, Mixture, whole
 from common.aggregation.statistics import Statistics, gram, tensor_distances
 from common.model.layout import ModelLayout, Section
 
@@ -226,7 +226,7 @@ def test_each_part_is_mixed_by_its_own_weights(seed: int, place: str) -> None:
         ((slice(4, 7), slice(11, 13)), (slice(0, 1),)),
     ]
     plan = [
-        Part(tuple(map(Mixture.of, own)), columns, counters)
+        MixedColumns(tuple(map(Mixture.of, own)), columns, counters)
         for own, (columns, counters) in zip(weights, cuts, strict=True)
     ]
     out = rows_K if place == "in place" else np.zeros_like(rows_K)
@@ -243,7 +243,7 @@ def test_each_part_is_mixed_by_its_own_weights(seed: int, place: str) -> None:
 
 def test_entries_make_a_part() -> None:
     layout = layout_of(3, 2, 1)
-    part = Part.of((Mixture.copy(0),), layout.entries)
+    part = MixedColumns.of((Mixture.copy(0),), layout.entries)
     assert part.columns == (slice(0, 3), slice(3, 5)) and part.counters == (slice(0, 1),)
     assert part.with_first(Mixture.of([0.5, 0.5])).mixtures == (Mixture((0, 1), (0.5, 0.5)), Mixture.copy(0))
 

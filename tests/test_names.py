@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from common.errors import DuplicateName
-from common.experiment.links import Link
-from common.experiment.schema import Transfer
+from common.experiment.links import LinkSettings
+from common.experiment.schema import TransferSettings
 from common.model.layout import ModelLayout
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
@@ -146,8 +146,12 @@ async def test_who_lost_a_name_leaves_no_last_state_that_ends_the_other(site: Si
 
     def build(world: World) -> tuple[ChildEndpoint, ParentEndpoint]:
         identity = Identity(RUN, PARENT, "institution", new_session(world))
-        up = ChildEndpoint(site.address, identity, parent="cloud", transfer=Transfer(), link=Link(), world=world)
-        down = ParentEndpoint(below, identity, links={"device-0": Link()}, transfer=Transfer(), world=world)
+        up = ChildEndpoint(
+            site.address, identity, parent="cloud", transfer=TransferSettings(), link=LinkSettings(), world=world
+        )
+        down = ParentEndpoint(
+            below, identity, links={"device-0": LinkSettings()}, transfer=TransferSettings(), world=world
+        )
         return up, down
 
     layout = layout_of(4000)

@@ -26,9 +26,9 @@ from common.errors import InvalidExperiment
 from common.experiment.reading import load, parse
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
-from deploy.local.namespaces import FRAME_BYTES, End, Namespace, Wire, addressing, joined, shaping
+from deploy.local.namespaces import FRAME_BYTES, End, Namespace, VethPair, addressing, joined, shaping
 from deploy.local.netns import by_kernel, lay_out, namespaces, routing
-from deploy.local.network import Network, one_host, shares
+from deploy.local.network import LabNetwork, one_host, shares
 
 DEMO = Path(__file__).parents[1] / "deploy" / "experiments" / "demo.toml"
 SMALL = ("topology.institutions=2", "topology.devices=4", "rounds=2", "institution.rounds=2")
@@ -230,14 +230,14 @@ def qdiscs(space: Namespace) -> dict[str, dict[str, Any]]:
 
 @in_namespaces
 def test_both_ends_keep_the_rates_that_were_wanted() -> None:
-    wires = (Wire(0, "slow", "above", "below", up_mbit=1.0, down_mbit=10.0), Wire(1, "free", "above", "below"))
+    wires = (VethPair(0, "slow", "above", "below", up_mbit=1.0, down_mbit=10.0), VethPair(1, "free", "above", "below"))
     with joined(("above", "below"), wires) as spaces:
         above, below = qdiscs(spaces["above"]), qdiscs(spaces["below"])
     assert {name: options["rate"] for name, options in above.items()} == {"down0": 1_250_000}
     assert {name: options["rate"] for name, options in below.items()} == {"up0": 125_000}
 
 
-FAR = Wire(0, "far", "above", "below", up_mbit=1.0, delay_ms=40.0)
+FAR = VethPair(0, "far", "above", "below", up_mbit=1.0, delay_ms=40.0)
 
 
 @in_namespaces
@@ -274,13 +274,13 @@ def test_a_namespace_is_left_as_it_was_entered_and_sees_nothing_of_this_machine(
 
 
 @pytest.fixture(params=[False, True], ids=["site brokers", "one broker"])
-def network(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Network, bool]]:
+def network(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[LabNetwork, bool]]:
     with namespaces(by_kernel(load(DEMO, SMALL), delays=False), tmp_path, one_broker=request.param) as opened:
         yield opened, request.param
 
 
 @in_namespaces
-def test_each_device_reaches_its_broker_by_its_own_wire(network: tuple[Network, bool]) -> None:
+def test_each_device_reaches_its_broker_by_its_own_wire(network: tuple[LabNetwork, bool]) -> None:
     opened, one_broker = network
     plan = lay_out(load(DEMO, SMALL))
 

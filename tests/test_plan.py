@@ -12,30 +12,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from common.experiment.links import Way
+from common.experiment.links import LinkDirection
 from common.experiment.reading import parse
-from common.experiment.schema import Transfer
+from common.experiment.schema import TransferSettings
 from deploy.cli.main import app
 from deploy.planning import footprint, workload
-from deploy.planning.prediction import Branch, Device, Lab, Sizes, Speeds, seconds
-from deploy.planning.stage import Host, Process, Stage
+from deploy.planning.prediction import Branch, MachineSpeeds, PlannedDevice, PlannedLab, Sizes, seconds
+from deploy.planning.virtual_time import Host, Process, VirtualTime
 
-FREE = Way()
+FREE = LinkDirection()
 MB = 1_000_000
-FAST = Speeds(0.0, 0.0, 0.0, message_s=0.0, byte_s=0.0, mix_byte_s=0.0, record_s=0.0, cores=2)
+FAST = MachineSpeeds(0.0, 0.0, 0.0, message_s=0.0, byte_s=0.0, mix_byte_s=0.0, record_s=0.0, cores=2)
 BIG = Sizes(10 * MB, 10 * MB, 10 * MB, 10 * MB, 10 * MB)
 
 
-def lab(*branches: Branch, rounds: int = 1, one_host: bool = False, interface: float = 1e18) -> Lab:
-    return Lab(branches, rounds, BIG, Transfer(), one_host, interface)
+def lab(*branches: Branch, rounds: int = 1, one_host: bool = False, interface: float = 1e18) -> PlannedLab:
+    return PlannedLab(branches, rounds, BIG, TransferSettings(), one_host, interface)
 
 
-def way(mb_s: float, delay_s: float = 0.0) -> Way:
-    return Way(mb_s * MB, delay_s)
+def way(mb_s: float, delay_s: float = 0.0) -> LinkDirection:
+    return LinkDirection(mb_s * MB, delay_s)
 
 
-def device(count: int = 1, *, down: Way = FREE, up: Way = FREE, train_s: float = 0.0) -> Device:
-    return Device(count, down, up, train_s)
+def device(
+    count: int = 1, *, down: LinkDirection = FREE, up: LinkDirection = FREE, train_s: float = 0.0
+) -> PlannedDevice:
+    return PlannedDevice(count, down, up, train_s)
 
 
 def total(found: dict[str, float]) -> float:
@@ -43,7 +45,7 @@ def total(found: dict[str, float]) -> float:
 
 
 def test_processes_wait_compute_and_meet() -> None:
-    stage, host, ended = Stage(), Host(2), []
+    stage, host, ended = VirtualTime(), Host(2), []
 
     def job(seconds: float) -> Process:
         yield host, seconds
@@ -83,7 +85,7 @@ def test_later_rounds_need_no_wan() -> None:
 
 
 def test_each_message_is_late_by_the_delay() -> None:
-    delayed = lab(Branch(1, Way(None, 0.1), FREE, (device(up=Way(None, 0.2)),)))
+    delayed = lab(Branch(1, LinkDirection(None, 0.1), FREE, (device(up=LinkDirection(None, 0.2)),)))
     assert total(seconds(delayed, FAST)) == pytest.approx(3 * 0.1 + 3 * 0.2)
     inline = replace(delayed, sizes=Sizes(1000, 1000, 1000, 1000, 1000))
     assert total(seconds(inline, FAST)) == pytest.approx(0.1 + 0.2)
@@ -124,7 +126,7 @@ def test_a_long_evaluation_holds_the_global_round_up() -> None:
     more=st.floats(1.0, 2.0),
 )
 def test_nothing_is_faster_on_slower_links(rates: list[float], trains: list[float], rounds: int, more: float) -> None:
-    def build(factor: float) -> Lab:
+    def build(factor: float) -> PlannedLab:
         wan_down, wan_up, down, up = (way(rate / factor) for rate in rates)
         devices = tuple(device(down=down, up=up, train_s=train_s * factor) for train_s in trains)
         return lab(Branch(2, wan_down, wan_up, devices), rounds=rounds)

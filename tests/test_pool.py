@@ -22,7 +22,7 @@ from common.experiment import reading, schema
 from common.learning import datasets, models
 from common.model.layout import ModelLayout, Row, Section
 from device.accelerators import choose, may_have_gpu
-from device.jobs import Cancelled, Device, Job, LocalResult, Prepared
+from device.jobs import Cancelled, HostedDevice, Job, LocalResult, Prepared
 from device.pool.executors import Thread
 from device.pool.pool import Member, Pool
 from device.pool.worker_process import Worker
@@ -116,7 +116,7 @@ class FakeLane:
             raise self.notes.failure
         return self.notes.there
 
-    async def prepare(self, device: Device) -> Prepared:
+    async def prepare(self, device: HostedDevice) -> Prepared:
         return Prepared(LAYOUT, 7, "")
 
     async def train(self, jobs: Sequence[Job]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import NoProgress, RunFailed
 from common.experiment.rounds import Closing
-from common.experiment.schema import Transfer
+from common.experiment.schema import TransferSettings
 from common.protocol.messages import Acknowledgement, Message, NodeState
 from common.runtime.child_endpoint import ChildEndpoint
 from tests.helpers.nodes import (
@@ -109,7 +109,7 @@ def test_a_child_that_failed_before_the_run_ends_nobody(caplog: pytest.LogCaptur
 
 @virtual
 async def test_an_absent_child_is_waited_for_however_long_it_takes(site: SimulatedSite) -> None:
-    parent = parent_of(site, ["device-0"], layout=layout_of(4000), transfer=Transfer(idle_s=20.0))
+    parent = parent_of(site, ["device-0"], layout=layout_of(4000), transfer=TransferSettings(idle_s=20.0))
     waited_for: list[str] = []
     async with together(living(site, parent)):
         gathering = asyncio.create_task(parent.gather(QUORUM_OF_ONE, waiting=waited_for.append))
@@ -123,7 +123,7 @@ async def test_an_absent_child_is_waited_for_however_long_it_takes(site: Simulat
 @virtual
 async def test_a_child_that_prepares_is_waited_for_while_it_moves(site: SimulatedSite) -> None:
     """And named where it does not; with one that waits for its own children, so are those."""
-    idle = Transfer(idle_s=20.0)
+    idle = TransferSettings(idle_s=20.0)
     parent = parent_of(site, ["device-0"], layout=layout_of(4000), transfer=idle)
     child = child_of(site, "device-0", transfer=idle, ready=False)
     waited_for: list[str] = []
@@ -146,7 +146,7 @@ async def test_a_child_that_prepares_is_waited_for_while_it_moves(site: Simulate
 
 @virtual
 async def test_a_child_that_hangs_is_not_waited_for_where_the_others_are_enough(site: SimulatedSite) -> None:
-    idle = Transfer(idle_s=20.0)
+    idle = TransferSettings(idle_s=20.0)
     parent = parent_of(site, ["device-0", "device-1"], layout=layout_of(4000), transfer=idle)
     hanging = child_of(site, "device-0", transfer=idle, ready=False)
     async with together(living(site, parent), living(site, hanging)):
@@ -226,7 +226,7 @@ async def test_a_child_known_to_be_lost_is_not_waited_for_once_the_quorum_is_the
 @virtual
 async def test_the_time_that_a_broker_was_away_is_nobodys_idleness(site: SimulatedSite) -> None:
     """A child that makes no progress for 60 s before the broker goes and 60 s after it came is not idle for 120 s."""
-    layout, idle = layout_of(4000), Transfer(idle_s=100.0)
+    layout, idle = layout_of(4000), TransferSettings(idle_s=100.0)
     parent = parent_of(site, ["device-0"], layout=layout, transfer=idle)
     child = child_of(site, "device-0", transfer=idle)
 
@@ -247,7 +247,7 @@ async def test_the_time_that_a_broker_was_away_is_nobodys_idleness(site: Simulat
 
 @virtual
 async def test_a_child_without_progress_is_given_up(site: SimulatedSite) -> None:
-    layout, idle = layout_of(4000), Transfer(idle_s=100.0)
+    layout, idle = layout_of(4000), TransferSettings(idle_s=100.0)
     parent = parent_of(site, ["device-0"], layout=layout, transfer=idle)
     child = child_of(site, "device-0", transfer=idle)
     async with together(living(site, parent), serving(site, child, layout, 0, asyncio.Event().wait)):

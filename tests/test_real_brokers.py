@@ -11,11 +11,11 @@ from typing import Any
 import aiomqtt
 import pytest
 
-from common.experiment.links import Link
-from common.experiment.schema import Transfer
+from common.experiment.links import LinkSettings
+from common.experiment.schema import TransferSettings
 from common.net.address import BrokerAddress
 from deploy.brokers import broker
-from deploy.brokers.broker import Broker, Kind
+from deploy.brokers.broker import BrokerProcess, Kind
 from tests.helpers.nodes import (
     FINE,
     PARENT,
@@ -37,14 +37,14 @@ CHUNKS = -(-2_000_000 // 32_768)
 
 
 @pytest.fixture
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Broker]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerProcess]:
     """Return a broker of the test's own: what an earlier test left retained would speak for these nodes."""
     with broker.start(directory=tmp_path_factory.mktemp("broker")) as one:
         yield one
 
 
 @pytest.fixture
-def site(served: Broker) -> RealSite:
+def site(served: BrokerProcess) -> RealSite:
     return RealSite(BrokerAddress(served.host, served.port))
 
 
@@ -79,7 +79,7 @@ def test_a_real_broker_that_is_killed_in_mid_transfer_costs_no_chunk_that_had_ar
 
     async def run() -> None:
         layout, names = layout_of(2_000_000), ["device-0", "device-1"]
-        link = Link(up_mbit=16.0, down_mbit=16.0)
+        link = LinkSettings(up_mbit=16.0, down_mbit=16.0)
         parent = parent_of(site, names, layout=layout, transfer=FINE, link=link)
         children = [child_of(site, name, transfer=FINE, link=link) for name in names]
         endpoints = [parent, *children]
@@ -127,7 +127,7 @@ def test_a_real_broker_that_is_killed_in_mid_transfer_costs_no_chunk_that_had_ar
 def test_a_child_whose_socket_is_shut_in_mid_upload_goes_on_where_it_was(site: RealSite) -> None:
     async def run() -> None:
         layout, names = layout_of(2_000_000), ["device-0", "device-1"]
-        link = Link(up_mbit=16.0)
+        link = LinkSettings(up_mbit=16.0)
         parent = parent_of(site, names, layout=layout, transfer=FINE)
         children = [child_of(site, name, transfer=FINE, link=link) for name in names]
         connection: Any = children[0].connection
@@ -193,7 +193,7 @@ def test_the_keep_alive_is_the_experiments() -> None:
     nowhere = RealSite(BrokerAddress("nowhere"))
 
     async def run() -> None:
-        connection: Any = child_of(nowhere, "device-0", transfer=Transfer(keepalive_s=7)).connection
+        connection: Any = child_of(nowhere, "device-0", transfer=TransferSettings(keepalive_s=7)).connection
         assert connection._new_client()._keepalive == 7
 
     real(run())

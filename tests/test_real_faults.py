@@ -29,15 +29,15 @@ from common.errors import InvalidExperiment, NoProgress, WireError
 from common.experiment.reading import parse, to_toml
 from common.experiment.schema import Experiment
 from common.learning import splits
-from common.learning.evaluation import Examiner
+from common.learning.evaluation import ModelTester
 from common.metrics import Metrics
 from common.model.layout import Row
 from common.net.address import BrokerAddress
 from common.protocol import participant, receiver, serialization, topics
 from common.protocol.messages import Acknowledgement, Key, Message, NodeState, Phase, Presence, Progress, Task
 from deploy.brokers import broker
-from deploy.brokers.broker import Broker
-from deploy.local.namespaces import Namespace, Wire, joined
+from deploy.brokers.broker import BrokerProcess
+from deploy.local.namespaces import Namespace, VethPair, joined
 from device.agent import DeviceAgent
 from device.pool.pool import Pool
 from institution.agent import InstitutionAgent
@@ -63,7 +63,7 @@ class HereEvaluator:
 
     async def start(self) -> Beginning:
         partition = splits.keep(self._experiment, self._folder)
-        self._examiner = Examiner(self._experiment)
+        self._examiner = ModelTester(self._experiment)
         return Beginning(self._examiner.layout, self._examiner.first, partition)
 
     async def evaluate(self, global_round: int, row: Row) -> Accuracy:
@@ -75,13 +75,13 @@ class HereEvaluator:
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[Broker]:
+def served(tmp_path: Path) -> Iterator[BrokerProcess]:
     with broker.start(directory=tmp_path) as one:
         yield one
 
 
 @pytest.fixture
-def address(served: Broker) -> BrokerAddress:
+def address(served: BrokerProcess) -> BrokerAddress:
     return BrokerAddress(served.host, served.port)
 
 
@@ -465,7 +465,7 @@ def test_a_device_whose_large_packets_vanish_costs_a_quorum_its_deadlines(tmp_pa
         SMALL
         | {"rounds": 3, "institution": {"closing": closing}, "transfer": transfer, "model": {"name": "cnn_digits"}}
     )
-    wire = Wire(0, "device-0", "above", "below", up_mbit=50.0, down_mbit=50.0)
+    wire = VethPair(0, "device-0", "above", "below", up_mbit=50.0, down_mbit=50.0)
     spaces = stack.enter_context(joined(("above", "below"), (wire,)))
     spaces["below"].batch("tc", ["qdisc replace dev up0 root handle 1: tbf rate 50mbit burst 1000 limit 100000"])
     with spaces["above"].entered():

@@ -15,8 +15,8 @@ import msgpack
 import numpy as np
 import pytest
 
-from common.accounting.traffic import Traffic, Wire
-from common.experiment.links import Link
+from common.accounting.traffic import TcpStats, Traffic
+from common.experiment.links import LinkSettings
 from common.experiment.reading import parse
 from common.experiment.rounds import Closing
 from common.experiment.schema import Experiment
@@ -37,7 +37,7 @@ from common.protocol.messages import (
     Task,
 )
 from common.protocol.outbox import Output, Publish, PublishChunk
-from common.protocol.parent_events import UploadArrived, UploadOffered
+from common.protocol.parent_events import UploadAnnounced, UploadArrived
 from common.protocol.parent_session import ParentSession
 from common.protocol.round_state import Assignment, Closed
 from common.runtime.models import Models
@@ -48,8 +48,8 @@ RECORDING = Path(__file__).parent / "recordings" / "run.msgpack"
 class NoMeter:
     """A connection whose kernel tells nothing."""
 
-    def sample(self) -> Wire:
-        return Wire()
+    def sample(self) -> TcpStats:
+        return TcpStats()
 
     def received(self) -> int:
         return -1
@@ -200,8 +200,8 @@ def test_a_parent_plays_the_recorded_rounds_again(node: str, messages: list[Reco
     children = ["institution-0"] if node == "cloud" else experiment.topology.device_names()
     identity = Identity(run_of(messages), node, "cloud", session_of(messages, node), books=run_of(messages))
     session = ParentSession(
-        identity, links=dict.fromkeys(children, Link()), transfer=experiment.transfer, shaped=False, meter=NoMeter(),
-        first_number=1, below=experiment.topology.children() if node == "cloud" else None,
+        identity, links=dict.fromkeys(children, LinkSettings()), transfer=experiment.transfer, shaped=False,
+        meter=NoMeter(), first_number=1, below=experiment.topology.children() if node == "cloud" else None,
     )  # fmt: skip
     session.set_form(Models(sent="fp32", received="fp32").form(layout))
     session.announce(next(one.message for one in messages if isinstance(one.message, Announcement)))
@@ -232,7 +232,7 @@ def test_a_parent_plays_the_recorded_rounds_again(node: str, messages: list[Reco
                 == key
             )
         while (event := session.next_event()) is not None:
-            if isinstance(event, UploadOffered):
+            if isinstance(event, UploadAnnounced):
                 buffer = uploads[event.result.model.blob] = bytearray(event.result.model.size)
                 session.fetch(event, memoryview(buffer), now)
             elif isinstance(event, UploadArrived):
@@ -255,7 +255,7 @@ def test_a_child_answers_the_recorded_tasks_again(node: str, messages: list[Reco
     parent = "cloud" if node == "institution-0" else "institution-0"
     session = ChildSession(
         Identity(run_of(messages), node, "device", session_of(messages, node)), parent=parent,
-        parent_session=session_of(messages, parent), link=Link(), transfer=experiment.transfer, shaped=False,
+        parent_session=session_of(messages, parent), link=LinkSettings(), transfer=experiment.transfer, shaped=False,
         meter=NoMeter(), first_number=1, now=0.0, form=Models(sent="fp32", received="fp32").form(layout),
     )  # fmt: skip
     replay = Replay(session, messages)

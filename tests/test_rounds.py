@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from session_lab import ALL, ChildNode, Lab, model_of, names_of
 from session_lab import manifest_of as blob_of
 
-from common.accounting.traffic import Traffic, Wire
+from common.accounting.traffic import TcpStats, Traffic
 from common.experiment.rounds import Closing
-from common.experiment.schema import Transfer
+from common.experiment.schema import TransferSettings
 from common.protocol.closing import Standing, Verdict, judge
 from common.protocol.coordinator import Coordinator
 from common.protocol.messages import (
@@ -38,8 +38,8 @@ from common.protocol.round_state import (
     ChildInRound,
     ChildState,
     Closed,
-    Offered,
     Restarted,
+    ResultAnnounced,
     Stalled,
 )
 from common.protocol.timeline import Timeline
@@ -181,7 +181,7 @@ def test_whatever_happens_the_rounds_complete_with_the_right_bytes(
     events: list[tuple[float, str, int, float | None, float, str]],
 ) -> None:
     """Of 40 % lost, a dozen asks in a row are, once in many runs: so silence may be long."""
-    transfer = Transfer(inline_bytes=10_000 if inline else 0, idle_s=600.0, upload_slots=slots)
+    transfer = TransferSettings(inline_bytes=10_000 if inline else 0, idle_s=600.0, upload_slots=slots)
     lab = Lab(names_of(children), seed=seed, loss=loss, duplicates=duplicates, jitter_s=jitter_s, transfer=transfer)
     stores: dict[str, dict[str, bytes]] = {"empty": {}, "old": {}}
     lab.loop.after(2.0, lambda: stores["old"].update(lab.broker.retained))
@@ -421,7 +421,7 @@ def test_a_refused_result_leaves_the_round_to_the_others() -> None:
     one = OneParent(3)
     for name in one.names:
         one.receive(name, result_of(one.key), 1.0)
-    assert [event.child for event in one.events() if isinstance(event, Offered)] == one.names
+    assert [event.child for event in one.events() if isinstance(event, ResultAnnounced)] == one.names
     one.coordinator.refuse("device-1", one.key, reason="holds NaN", now=2.0)
     assert ("device-1", Acknowledgement(one.key, "holds NaN")) in one.acknowledgements(2.0)
     one.receive("device-1", result_of(one.key), 3.0)  # its acknowledgement was lost
@@ -524,7 +524,7 @@ def test_a_child_that_never_came_is_named() -> None:
 
 
 def wire_of(*, received: int = 0, sent: int = 0, control: int = 0) -> Traffic:
-    return Traffic(received_control_message=control, wire=Wire(sent=sent, received=received, connections=1))
+    return Traffic(received_control_message=control, wire=TcpStats(sent=sent, received=received, connections=1))
 
 
 @pytest.mark.parametrize("how", ["steps", "phases", "bytes", "upload", "part of a chunk down", "part of a chunk up"])
@@ -691,7 +691,7 @@ def test_a_restarted_child_begins_again() -> None:
     one.coordinator.accept("device-0", one.key, now=2.1)  # the old process' upload
     assert one.events() == [] and one.coordinator.to_send(2.2) == []
     one.receive("device-0", result_of(one.key), 3.0)
-    assert [type(event) for event in one.events()] == [Offered]
+    assert [type(event) for event in one.events()] == [ResultAnnounced]
     one.coordinator.accept("device-0", one.key, now=3.5)
     one.finish("device-1", 4.0)
     assert isinstance(one.events()[-1], Closed)
@@ -797,7 +797,7 @@ def test_no_round_no_deadline() -> None:
     one.finish("device-0", 1.0)
     assert one.coordinator.next_deadline() is None and not one.tasks(100.0)
     one.coordinator.tick(1000.0)
-    assert [type(event) for event in one.events()] == [Offered, Closed]
+    assert [type(event) for event in one.events()] == [ResultAnnounced, Closed]
 
 
 def test_a_person_can_read_how_it_goes() -> None:

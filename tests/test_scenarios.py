@@ -42,7 +42,7 @@ from common.protocol.messages import (
 from deploy.local.agents import run_agents
 from deploy.simulation.agents import AgentFactory
 from deploy.simulation.broker import Routed
-from deploy.simulation.hardware import Durations, Hardware
+from deploy.simulation.hardware import Durations, SimulatedHardware
 from deploy.simulation.lab import Scenario, SimulatedLab
 from deploy.simulation.outcome import LabOutcome
 from deploy.simulation.process import SimulatedProcess
@@ -530,7 +530,7 @@ def test_a_device_that_is_wrong_in_three_ways_holds_up_the_lab_until_it_is_right
         other_data.partition = "of other data"
         usual = vars_of(agents.usual)
         right = AllowingFactory(**usual)
-        wrong_data = AllowingFactory(**usual | {"hardware": Hardware(other_data, Durations(), sim.seed)})
+        wrong_data = AllowingFactory(**usual | {"hardware": SimulatedHardware(other_data, Durations(), sim.seed)})
         agents.of |= dict.fromkeys(sim.homes, right)
         for node in sim.names[1:]:
             if node != "device-0":

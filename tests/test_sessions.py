@@ -34,9 +34,9 @@ from session_lab import (
 from common.accounting.child_report import ChildReport
 from common.accounting.traffic import Traffic
 from common.errors import WireError
-from common.experiment.links import Link
+from common.experiment.links import LinkSettings
 from common.experiment.rounds import Closing
-from common.experiment.schema import Transfer
+from common.experiment.schema import TransferSettings
 from common.protocol import serialization, topics
 from common.protocol.child_events import ModelFailed, ParentGone, ParentMoved, ResultRefused, RunEnded, TaskReceived
 from common.protocol.child_session import FAREWELL_S
@@ -66,7 +66,7 @@ from common.protocol.messages import (
     WhoIsThere,
 )
 from common.protocol.outbox import Publish, Subscribe
-from common.protocol.parent_events import GoodbyeSaid, PeerChanged, TargetsChanged, UploadOffered, UploadRefused
+from common.protocol.parent_events import GoodbyeSaid, PeerChanged, TargetsChanged, UploadAnnounced, UploadRefused
 from common.protocol.participant import ParticipantState
 from common.protocol.pending import ANSWER_S, ANSWERS_MOST, ASKS_KEPT, SEEKERS_KEPT
 from common.protocol.presence import ASK_S, Proof
@@ -448,7 +448,7 @@ def test_a_flood_of_asks_for_a_model_costs_few_chunks_of_it(lies: bool) -> None:
 
 def test_an_answer_to_a_seeker_waits_until_the_last_has_left() -> None:
     """An experiment of 20 kB takes 20 s at 8 kbit/s; meanwhile the child asks every other second."""
-    lab = Lab(names_of(1), link=Link(up_mbit=1.0, down_mbit=0.008), start=False)
+    lab = Lab(names_of(1), link=LinkSettings(up_mbit=1.0, down_mbit=0.008), start=False)
     lab.parent.session.announce(Announcement("e" * 20_000, LAYOUT))
     lab.rest(1.0)
     body = serialization.encode(WhoIsThere("n"), "n")
@@ -490,7 +490,7 @@ def silence_chunks(lab: Lab, *owners: str) -> None:
 
 @pytest.mark.parametrize("slots", [1, 4])
 def test_children_that_offer_and_never_serve_stop_nobody(slots: int) -> None:
-    transfer = Transfer(inline_bytes=0, idle_s=120.0, upload_slots=slots)
+    transfer = TransferSettings(inline_bytes=0, idle_s=120.0, upload_slots=slots)
     lab = Lab(names_of(24 if slots == 1 else 44), transfer=transfer, train_s=1.0)
     lab.rest(1.0)
     silent = names_of(slots)
@@ -530,7 +530,7 @@ def test_chunks_that_are_only_repeated_end_the_round_in_time() -> None:
 
 def test_nobody_is_given_up_while_chunks_arrive() -> None:
     """A model of 6 chunks at one in 40 s or more, with 120 s of patience."""
-    lab = Lab(names_of(1), transfer=Transfer(inline_bytes=0, idle_s=120.0))
+    lab = Lab(names_of(1), transfer=TransferSettings(inline_bytes=0, idle_s=120.0))
     lab.rest(1.0)
     begun = last = lab.now
 
@@ -684,11 +684,11 @@ def test_a_result_that_its_child_no_longer_holds_is_asked_for_again() -> None:
     lab.rest(1.0)
     lab.open()
     child = lab.children["device-0"]
-    lab.until(lambda: bool(lab.parent.of(UploadOffered)))
+    lab.until(lambda: bool(lab.parent.of(UploadAnnounced)))
     child.session.offers.retire(child._answer_blob)
     child.session.participant._result = None  # as after a row that was written again
     closed = lab.play()
-    assert isinstance(closed, Closed) and lab.kinds["Gone"] and len(lab.parent.of(UploadOffered)) == 2
+    assert isinstance(closed, Closed) and lab.kinds["Gone"] and len(lab.parent.of(UploadAnnounced)) == 2
 
 
 def test_a_result_that_is_refused_is_reported_to_its_child_and_the_round_goes_on() -> None:
@@ -889,7 +889,7 @@ def is_ask(output: Publish) -> bool:
 
 
 def test_a_packet_limit_of_the_broker_is_kept() -> None:
-    lab = Lab(names_of(1), transfer=Transfer(inline_bytes=262_144, idle_s=60.0))
+    lab = Lab(names_of(1), transfer=TransferSettings(inline_bytes=262_144, idle_s=60.0))
     session = lab.parent.session
     session.connected(lab.now, packet_most=40_000)
     assert session.offers.cut(["device-0"])[0] == 40_000
@@ -960,7 +960,7 @@ def test_what_was_in_flight_is_asked_for_again_on_a_new_connection() -> None:
 
 
 def test_what_waits_dies_with_its_connection() -> None:
-    lab = Lab(names_of(1), link=Link(down_mbit=0.001))
+    lab = Lab(names_of(1), link=LinkSettings(down_mbit=0.001))
     lab.rest(1.0)
     lab.open()
     lab.rest(0.5)
@@ -1008,12 +1008,12 @@ def test_a_child_that_died_is_served_no_more_and_frees_its_slot() -> None:
     lab.kill("device-0", will_after_s=0.0)
     lab.rest(0.1)
     assert not lab.parent.session.sender.serving("device-0")
-    lab = Lab(names_of(2), transfer=Transfer(inline_bytes=0, idle_s=60.0, upload_slots=1))
+    lab = Lab(names_of(2), transfer=TransferSettings(inline_bytes=0, idle_s=60.0, upload_slots=1))
     lab.rest(1.0)
     silence_chunks(lab, "device-0")
     lab.children["device-1"].train_s = 4.0
     lab.open()
-    lab.until(lambda: len(lab.parent.of(UploadOffered)) == 2)
+    lab.until(lambda: len(lab.parent.of(UploadAnnounced)) == 2)
     lab.rest(1.0)
     lab.kill("device-0", will_after_s=0.0)
     lab.rest(1.0)
@@ -1034,8 +1034,8 @@ def test_a_buffer_that_was_found_too_late_is_not_written() -> None:
     lab.children["device-1"].train_s = 100.0
     lab.open(closing=Closing(rule="quorum", quorum=1, deadline_s=4.0))
     lab.parent._fetch = lambda event: None  # type: ignore[method-assign] # the buffer is looked for
-    lab.until(lambda: bool(lab.parent.of(UploadOffered)))
-    (upload,) = lab.parent.of(UploadOffered)
+    lab.until(lambda: bool(lab.parent.of(UploadAnnounced)))
+    (upload,) = lab.parent.of(UploadAnnounced)
     lab.kill("device-0", will_after_s=0.0)
     lab.start("device-0")
     lab.rest(0.5)
@@ -1254,7 +1254,7 @@ def test_a_storm_of_other_peoples_messages_spoils_no_round(seed: int) -> None:
 
 def test_nothing_grows_without_bound() -> None:
     """One child does all the harm that it can, with its own session and on its own topics, over a slow link."""
-    lab = Lab(names_of(3), link=Link(up_mbit=10.0, down_mbit=0.1))
+    lab = Lab(names_of(3), link=LinkSettings(up_mbit=10.0, down_mbit=0.1))
     lab.rest(1.0)
     draw, child = random.Random(1), lab.children["device-0"]
     mine = child.session.identity.session

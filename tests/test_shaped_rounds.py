@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from common.experiment.links import Link
+from common.experiment.links import LinkSettings
 from common.experiment.rounds import Closing
-from common.experiment.schema import Transfer
+from common.experiment.schema import TransferSettings
 from tests.helpers.nodes import (
     FINE,
     assert_models,
@@ -29,8 +29,8 @@ from tests.helpers.sites import SimulatedSite, until, virtual
 async def test_children_on_fast_links_do_not_wait_for_those_on_slow_ones(site: SimulatedSite) -> None:
     """Six on links of 80 Mbit/s, five on slow ones, each of another rate: six streams, chunks of one size on five."""
     layout, chunks = layout_of(2_000_000), -(-2_000_000 // 32_768)
-    fast = {f"fast-{i}": Link(down_mbit=80.0) for i in range(6)}
-    slow = {f"slow-{i}": Link(down_mbit=0.3 + i / 100) for i in range(5)}
+    fast = {f"fast-{i}": LinkSettings(down_mbit=80.0) for i in range(6)}
+    slow = {f"slow-{i}": LinkSettings(down_mbit=0.3 + i / 100) for i in range(5)}
     links = fast | slow
     parent = parent_of(site, list(links), layout=layout, transfer=FINE, links=links)
     children = {name: child_of(site, name, transfer=FINE, link=links[name]) for name in links}
@@ -62,7 +62,7 @@ async def test_children_on_fast_links_do_not_wait_for_those_on_slow_ones(site: S
 async def test_a_small_model_goes_in_chunks_where_the_link_is_slow(site: SimulatedSite, *, shaped: bool) -> None:
     """Whoever keeps the rates: what is declared decides what travels inside an announcement, and the chunks."""
     layout, mbit = layout_of(100_000), 0.8 if shaped else 0.01  # a second, or more than a minute if it were kept
-    link = Link(up_mbit=mbit, down_mbit=mbit)
+    link = LinkSettings(up_mbit=mbit, down_mbit=mbit)
     parent = parent_of(site, ["device-0"], layout=layout, link=link, shaped=shaped)
     child = child_of(site, "device-0", link=link, shaped=shaped)
     async with together(living(site, parent), serving(site, child, layout, 0)):
@@ -79,7 +79,7 @@ async def test_a_small_model_goes_in_chunks_where_the_link_is_slow(site: Simulat
 
 @virtual
 async def test_every_message_comes_later_by_the_delay(site: SimulatedSite) -> None:
-    layout, link = layout_of(400_000), Link(delay_ms=100.0)
+    layout, link = layout_of(400_000), LinkSettings(delay_ms=100.0)
     parent = parent_of(site, ["device-0"], layout=layout, link=link)
     child = child_of(site, "device-0", link=link)
     async with together(living(site, parent), serving(site, child, layout, 0)):
@@ -95,7 +95,7 @@ async def test_every_message_comes_later_by_the_delay(site: SimulatedSite) -> No
 @virtual
 async def test_the_goodbye_waits_for_a_shaped_link(site: SimulatedSite) -> None:
     """A farewell that still waits for its link when a node ends would be lost, and its counts with it."""
-    layout, link = layout_of(4000), Link(delay_ms=300.0)
+    layout, link = layout_of(4000), LinkSettings(delay_ms=300.0)
     parent = parent_of(site, ["device-0"], layout=layout, link=link)
     child = child_of(site, "device-0", link=link)
     async with together(living(site, parent)):
@@ -107,9 +107,9 @@ async def test_the_goodbye_waits_for_a_shaped_link(site: SimulatedSite) -> None:
 async def test_a_model_takes_what_its_link_takes_though_the_broker_is_slower(site: SimulatedSite) -> None:
     """Where the path is slower than declared, nothing is lost, and nothing is sent twice for it."""
     layout = layout_of(1_000_000)
-    link = Link(up_mbit=80.0, down_mbit=80.0)
-    parent = parent_of(site, ["device-0"], layout=layout, transfer=Transfer(chunk_bytes=32_768), link=link)
-    child = child_of(site, "device-0", transfer=Transfer(chunk_bytes=32_768), link=link)
+    link = LinkSettings(up_mbit=80.0, down_mbit=80.0)
+    parent = parent_of(site, ["device-0"], layout=layout, transfer=TransferSettings(chunk_bytes=32_768), link=link)
+    child = child_of(site, "device-0", transfer=TransferSettings(chunk_bytes=32_768), link=link)
     site.link("device-0").change(down_rate=1e5, up_rate=1e5)
     async with together(living(site, parent), serving(site, child, layout, 0)):
         await parent.gather(Closing())

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from paho.mqtt import client as paho
 
 from common.accounting.counters import Account, packet_bytes
-from common.accounting.traffic import Traffic, Wire
-from common.experiment.links import Way, Ways
+from common.accounting.traffic import TcpStats, Traffic
+from common.experiment.links import LinkDirection, LinkSet
 from common.protocol import serialization, topics
 from common.protocol.identity import Identity
 from common.protocol.manifest import describe
@@ -25,7 +25,7 @@ from common.protocol.shaping import CREDIT_S, LEAD_S, Shaper
 
 def shaper_of(rate: float | None, *peers: str, delay_s: float = 0.0) -> Shaper:
     """Return a shaper whose ways are all alike."""
-    return Shaper(dict.fromkeys(peers or "abcdefgh", Way(rate, delay_s)))
+    return Shaper(dict.fromkeys(peers or "abcdefgh", LinkDirection(rate, delay_s)))
 
 
 def send(rate: float, sizes: list[int], *, late_s: float = 0.0, peers: tuple[str, ...] = ("a",)) -> list[float]:
@@ -160,7 +160,7 @@ def test_a_link_that_is_not_shaped_never_waits() -> None:
 
 
 def test_each_peer_has_its_own_rate_and_delay() -> None:
-    shaper = Shaper({"slow": Way(1000.0), "fast": Way(100_000.0), "far": Way(None, 0.3)})
+    shaper = Shaper({"slow": LinkDirection(1000.0), "fast": LinkDirection(100_000.0), "far": LinkDirection(None, 0.3)})
     due = {peer: shaper.reserve((peer,), 1000, 10.0) for peer in ("slow", "fast", "far", "stranger")}
     assert due == pytest.approx({"slow": 11.0, "fast": 10.01, "far": 10.3, "stranger": 10.0})
     assert shaper.ready(("far", "fast", "stranger"), 10.0) and not shaper.ready(("slow", "fast"), 10.0)
@@ -190,7 +190,7 @@ def test_messages_to_a_peer_keep_their_order_rate_and_delay(
     messages: list[tuple[float, int, set[str]]], rates: tuple[float | None, ...], delays: tuple[float, ...]
 ) -> None:
     """Small and large ones, to one peer or to several: control never takes what the bucket does not give."""
-    ways = {peer: Way(rate, delay) for peer, rate, delay in zip("abc", rates, delays, strict=True)}
+    ways = {peer: LinkDirection(rate, delay) for peer, rate, delay in zip("abc", rates, delays, strict=True)}
     shaper, now = Shaper(ways), 50.0
     left: dict[str, list[tuple[float, float, int]]] = {peer: [] for peer in ways}
     for gap, size, peers in messages:
@@ -216,10 +216,10 @@ def test_messages_to_a_peer_keep_their_order_rate_and_delay(
 class OneOutbox:
     """An outbox in the hand of a test, whose peers each have a way of their own."""
 
-    def __init__(self, ways: dict[str, Way], *, shaped: bool = True) -> None:
+    def __init__(self, ways: dict[str, LinkDirection], *, shaped: bool = True) -> None:
         self.sender, self.counters = Sender(first_number=1), Account()
         identity = Identity("r-1", "me", "cloud", "session")
-        all_ways = Ways(to=ways, from_=ways, shaped=shaped)
+        all_ways = LinkSet(to=ways, from_=ways, shaped=shaped)
         self.outbox = Outbox(identity, sender=self.sender, counters=self.counters, ways=all_ways)
 
     def send(self, peer: str, number: int, now: float) -> None:
@@ -248,7 +248,7 @@ def number_of(output: Output) -> int:
 
 
 def test_what_is_due_leaves_at_once() -> None:
-    one = OneOutbox({"a": Way()})
+    one = OneOutbox({"a": LinkDirection()})
     for number in range(3):
         one.send("a", number, 100.0)
         assert not one.outbox.empty and one.left(100.0) == [number] and one.outbox.empty
@@ -260,7 +260,7 @@ SENT = st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.0, 0.3)), max_size
 
 @given(sent=SENT, late_s=st.sampled_from([0.0, 0.3, 5.0]))
 def test_messages_leave_in_order_and_not_before_their_time(sent: list[tuple[str, float]], late_s: float) -> None:
-    ways = {"a": Way(None, 0.5), "b": Way(None, 0.0), "c": Way(1000.0, 0.1)}
+    ways = {"a": LinkDirection(None, 0.5), "b": LinkDirection(None, 0.0), "c": LinkDirection(1000.0, 0.1)}
     one, now, handed = OneOutbox(ways), 100.0, {}
     left: dict[str, list[tuple[int, float]]] = {peer: [] for peer in ways}
 
@@ -285,20 +285,20 @@ def test_messages_leave_in_order_and_not_before_their_time(sent: list[tuple[str,
 
 
 def test_a_late_wake_up_does_not_let_a_new_message_overtake() -> None:
-    one = OneOutbox({"a": Way(None, 0.5)})
+    one = OneOutbox({"a": LinkDirection(None, 0.5)})
     one.send("a", 1, 100.0)
     one.send("a", 2, 100.2)
     assert one.left(100.4) == [] and one.left(101.0) == [1, 2]
 
 
 def test_a_link_that_another_end_keeps_is_not_shaped() -> None:
-    one = OneOutbox({"a": Way(10.0, 5.0)}, shaped=False)
+    one = OneOutbox({"a": LinkDirection(10.0, 5.0)}, shaped=False)
     one.send("a", 1, 100.0)
     assert one.left(100.0) == [1]
 
 
 def test_a_message_is_counted_when_it_leaves() -> None:
-    one = OneOutbox({"a": Way(None, 0.5)})
+    one = OneOutbox({"a": LinkDirection(None, 0.5)})
     one.send("a", 1, 100.0)
     one.outbox.to_send(100.0)
     assert one.counters.traffic("a") == Traffic()
@@ -309,14 +309,14 @@ def test_a_message_is_counted_when_it_leaves() -> None:
 
 
 def test_what_is_sent_again_soon_has_no_acknowledgement() -> None:
-    one = OneOutbox({"a": Way()})
+    one = OneOutbox({"a": LinkDirection()})
     for message in (Acknowledgement(Key(0, 0, 0), ""), WhoIsThere("n"), Goodbye()):
         one.outbox.send("a", message, 1.0)
     assert [output.qos for output in one.outbox.to_send(1.0) if isinstance(output, Publish)] == [0, 0, 1]
 
 
 def test_few_chunks_are_in_the_client_and_each_that_leaves_makes_room() -> None:
-    one = OneOutbox({"a": Way(), "b": Way()})
+    one = OneOutbox({"a": LinkDirection(), "b": LinkDirection()})
     manifest = one.offer(16, "a", "b")
     chunks = one.outbox.to_send(1.0)
     assert len(chunks) == CHUNKS_IN_CLIENT and one.outbox.to_send(1.0) == []
@@ -334,7 +334,7 @@ def test_few_chunks_are_in_the_client_and_each_that_leaves_makes_room() -> None:
 
 
 def test_chunks_that_wait_for_a_slow_link_keep_nobody_from_his() -> None:
-    one = OneOutbox({"slow": Way(100.0), "fast": Way()})
+    one = OneOutbox({"slow": LinkDirection(100.0), "fast": LinkDirection()})
     one.offer(8, "slow")
     one.offer(16, "fast")
     fast = 0
@@ -347,7 +347,7 @@ def test_chunks_that_wait_for_a_slow_link_keep_nobody_from_his() -> None:
 
 
 def test_a_blob_that_is_dropped_or_a_connection_that_is_lost_leaves_nothing_behind() -> None:
-    one = OneOutbox({"a": Way(100.0), "b": Way(100.0)})
+    one = OneOutbox({"a": LinkDirection(100.0), "b": LinkDirection(100.0)})
     first, second = one.offer(8, "a"), one.offer(16, "b")
     one.outbox.to_send(1.0)
     one.send("a", 7, 1.0)
@@ -365,7 +365,7 @@ def test_a_blob_that_is_dropped_or_a_connection_that_is_lost_leaves_nothing_behi
 
 
 def test_noise_is_counted_apart_and_remembered_in_bounds() -> None:
-    one = OneOutbox({"a": Way()})
+    one = OneOutbox({"a": LinkDirection()})
     manifest = one.offer(8, "a")
     one.outbox.add_noise(manifest.blob)
     while outputs := one.outbox.to_send(1.0):
@@ -457,4 +457,4 @@ def test_every_cell_has_a_field_of_its_own() -> None:
             account.add("a", direction, message=payload + 7, **{kind: payload})  # type: ignore[arg-type]
             expected |= {f"{direction}_{kind}_payload": payload, f"{direction}_{kind}_message": payload + 7}
     traffic = account.traffic("a")
-    assert {field.name: getattr(traffic, field.name) for field in fields(Traffic)} == expected | {"wire": Wire()}
+    assert {field.name: getattr(traffic, field.name) for field in fields(Traffic)} == expected | {"wire": TcpStats()}

@@ -22,7 +22,7 @@ from common.runtime.world import Connection
 from deploy.simulation.hardware import Durations
 from deploy.simulation.lab import Scenario, SimulatedLab
 from deploy.simulation.loop import START_S, Deadlock, Livelock, TimeLimit, VirtualLoop
-from deploy.simulation.network import LinkConditions, Network
+from deploy.simulation.network import LinkConditions, SimulatedNetwork
 from deploy.simulation.outcome import LabOutcome, model_digest
 from deploy.simulation.process import SimulatedProcess
 from deploy.simulation.workload import RealWorkload
@@ -204,7 +204,7 @@ def test_hooks_filters_and_strangers() -> None:
         sim.inject("stranger/a", b"1")
         sim.inject("fs1/run/cloud/state", b"no presence", retain=True)
 
-    seen: list[Network] = []
+    seen: list[SimulatedNetwork] = []
     topics: list[str] = []
     outcome = lab(scenario)
     assert outcome.ok, outcome
@@ -229,7 +229,7 @@ class Pair:
 
     def __init__(self, *, keepalive_s: int = 10) -> None:
         self.loop = VirtualLoop()
-        self.network = Network(self.loop, seed=0)
+        self.network = SimulatedNetwork(self.loop, seed=0)
         self.broker = self.network.add_broker("b")
         self.connections: dict[str, Connection] = {}
         self.processes: dict[str, SimulatedProcess] = {}

@@ -18,7 +18,7 @@ import pytest
 
 from common.errors import ConnectionFailed
 from common.experiment.rounds import Closing
-from common.experiment.schema import Transfer
+from common.experiment.schema import TransferSettings
 from common.model.layout import ModelLayout, Row
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
@@ -26,10 +26,10 @@ from common.protocol.messages import Task
 from common.protocol.sender import Publication
 from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint
-from common.runtime.round import Round
-from common.runtime.work import Answer, Report
+from common.runtime.round import ClosedRound
+from common.runtime.work import Report, WorkResult
 from deploy.brokers import broker
-from deploy.brokers.broker import Broker
+from deploy.brokers.broker import BrokerProcess
 from deploy.simulation.broker import Routed
 from tests.helpers.nodes import FINE, LAB, RUN, child_of, drawn, layout_of, living, parent_of, play, together
 from tests.helpers.sites import PATIENCE_S, RealSite, SimulatedSite, Site, real, until, virtual
@@ -39,7 +39,7 @@ MOSQUITTOS_DEFAULTS = {"max_queued_messages": 1000, "max_inflight_messages": 20,
 
 
 @contextmanager
-def mosquitto(directory: Path, settings: Mapping[str, int] | None = None) -> Iterator[Broker]:
+def mosquitto(directory: Path, settings: Mapping[str, int] | None = None) -> Iterator[BrokerProcess]:
     try:
         served = broker.start(directory=directory, kind="mosquitto", settings=settings)
     except ConnectionFailed as error:
@@ -48,7 +48,7 @@ def mosquitto(directory: Path, settings: Mapping[str, int] | None = None) -> Ite
         yield served
 
 
-def site_at(served: Broker) -> RealSite:
+def site_at(served: BrokerProcess) -> RealSite:
     return RealSite(BrokerAddress(served.host, served.port))
 
 
@@ -58,7 +58,9 @@ class Sender:
     By default it begins when all have asked, however long one of them needs to come.
     """
 
-    def __init__(self, site: Site, names: Sequence[str], layout: ModelLayout, *, transfer: Transfer = FINE) -> None:
+    def __init__(
+        self, site: Site, names: Sequence[str], layout: ModelLayout, *, transfer: TransferSettings = FINE
+    ) -> None:
         self.site = site
         self.parent = parent_of(site, names, layout=layout, name=PARENT, transfer=transfer)
         self.published: list[Publication] = []
@@ -66,16 +68,16 @@ class Sender:
         self._publish = self.parent.session.sender.next_publication
         self.parent.session.sender.next_publication = self._noted  # type: ignore[method-assign]
 
-    async def play(self, row: Row) -> Round:
+    async def play(self, row: Row) -> ClosedRound:
         """Play the round from beginning to end, and end the run."""
 
-        async def work() -> Round:
+        async def work() -> ClosedRound:
             await self.parent.gather(Closing())
             return await play(self.parent, row)
 
         waking = asyncio.create_task(self.keep_awake())
         try:
-            played: Round = await living(self.site, self.parent, work=work())
+            played: ClosedRound = await living(self.site, self.parent, work=work())
             return played
         finally:
             waking.cancel()
@@ -110,7 +112,7 @@ def receiving(
     got: Callable[[], object] = lambda: None,
     per_chunk: Callable[[], object] = lambda: None,
     made: Callable[[ChildEndpoint], object] = lambda child: None,
-    transfer: Transfer = FINE,
+    transfer: TransferSettings = FINE,
 ) -> asyncio.Task[Any]:
     """Serve until the run is over: return each model as it is, having called `got`, and `per_chunk` for each chunk."""
     child = child_of(site, name, parent=PARENT, transfer=transfer)
@@ -121,17 +123,17 @@ def receiving(
         per_chunk()
         return receive(*what, **more)
 
-    async def work(task: Task, model: Arriving, report: Report) -> Answer:
+    async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
         np.copyto(out, await model.whole())
         got()
-        return Answer(out, 1, 0.5, 1, 1, 0.0, 0.0)
+        return WorkResult(out, 1, 0.5, 1, 1, 0.0, 0.0)
 
     child.session.receiver.receive_chunk = slowly  # type: ignore[method-assign]
     made(child)
     return living(site, child, work=child.serve(layout, work))
 
 
-def receive_on_another_loop(served: Broker, name: str, layout: ModelLayout, **options: Any) -> None:
+def receive_on_another_loop(served: BrokerProcess, name: str, layout: ModelLayout, **options: Any) -> None:
     """Serve as `receiving` does, in a thread."""
 
     async def receive() -> None:
@@ -140,7 +142,7 @@ def receive_on_another_loop(served: Broker, name: str, layout: ModelLayout, **op
     asyncio.run(receive())
 
 
-def assert_exact(played: Round, row: Row, names: Sequence[str]) -> None:
+def assert_exact(played: ClosedRound, row: Row, names: Sequence[str]) -> None:
     assert tuple(played.models) == tuple(names)
     for name, upload in played.models.items():
         assert np.array_equal(upload, row), name
@@ -164,7 +166,7 @@ def test_what_a_broker_drops_for_a_slow_subscriber_is_sent_once_more(
         fast_has_it.wait(PATIENCE_S)
         time.sleep(0.001)
 
-    async def run(served: Broker) -> None:
+    async def run(served: BrokerProcess) -> None:
         sender = Sender(site_at(served), names, layout)
         with ThreadPoolExecutor(1) as thread:
             slow = thread.submit(receive_on_another_loop, served, "slow", layout, per_chunk=slowly)
@@ -185,7 +187,7 @@ def test_what_a_broker_drops_for_a_slow_subscriber_is_sent_once_more(
 
 def test_six_fast_receivers_do_not_wait_for_four_that_read_nothing(tmp_path: Path) -> None:
     nbytes = 20_000_000
-    layout, transfer = layout_of(nbytes), Transfer(chunk_bytes=500_000)
+    layout, transfer = layout_of(nbytes), TransferSettings(chunk_bytes=500_000)
     fast, slow = [f"fast-{i}" for i in range(6)], [f"slow-{i}" for i in range(4)]
     row = drawn(layout, 1)
     left = set(fast)
@@ -199,7 +201,7 @@ def test_six_fast_receivers_do_not_wait_for_four_that_read_nothing(tmp_path: Pat
     def read_nothing() -> None:
         go_on.wait(PATIENCE_S)
 
-    async def run(served: Broker) -> None:
+    async def run(served: BrokerProcess) -> None:
         sender = Sender(site_at(served), [*fast, *slow], layout, transfer=transfer)
         with ThreadPoolExecutor(4) as threads:
             waiting = [
@@ -219,7 +221,7 @@ def test_six_fast_receivers_do_not_wait_for_four_that_read_nothing(tmp_path: Pat
         real(run(served))
 
 
-def peak_bytes(served: Broker) -> int:
+def peak_bytes(served: BrokerProcess) -> int:
     """Return the most memory that the broker has had resident."""
     status = Path(f"/proc/{served.process.pid}/status").read_text()
     return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))

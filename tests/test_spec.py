@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from common.errors import InvalidExperiment
 from common.experiment import links
 from common.experiment.aggregation import RULES
-from common.experiment.links import Link, Profile, Way, shipped
+from common.experiment.links import LinkDirection, LinkSettings, Profile, shipped
 from common.experiment.reading import load, parse, to_toml
 from common.experiment.rounds import participants
 from common.experiment.schema import Experiment
@@ -571,7 +571,7 @@ def test_the_profiles_that_ship_are_complete() -> None:
     for name in shipped():
         profile = Profile.model_validate(dict(shipped()[name]))
         assert profile.up_mbit is not None and profile.down_mbit is not None and profile.delay_ms > 0
-        assert parse({"links": {"lan": name}}).link("device-0") == Link(profile=name, **profile.model_dump())
+        assert parse({"links": {"lan": name}}).link("device-0") == LinkSettings(profile=name, **profile.model_dump())
 
 
 def test_a_tier_or_a_node_has_the_link_that_is_said_for_it(tmp_path: Path) -> None:
@@ -593,17 +593,19 @@ def test_a_tier_or_a_node_has_the_link_that_is_said_for_it(tmp_path: Path) -> No
         device-3 = { down_mbit = 5 }
         """,
     )
-    assert experiment.link("institution-0") == Link(
+    assert experiment.link("institution-0") == LinkSettings(
         up_mbit=10.0, down_mbit=10.0, delay_ms=shipped()["wan-10mbit"]["delay_ms"], profile="wan-10mbit"
     )
-    assert experiment.link("institution-1") == Link(up_mbit=3.0, profile="my-link")
-    assert experiment.link("device-0") == Link(up_mbit=40.0, delay_ms=2.0)
+    assert experiment.link("institution-1") == LinkSettings(up_mbit=3.0, profile="my-link")
+    assert experiment.link("device-0") == LinkSettings(up_mbit=40.0, delay_ms=2.0)
     lte = shipped()["lte"]
-    assert experiment.link("device-1") == Link(
+    assert experiment.link("device-1") == LinkSettings(
         up_mbit=2.0, down_mbit=lte["down_mbit"], delay_ms=lte["delay_ms"], profile="lte"
     )
-    assert experiment.link("device-2") == Link(down_mbit=7.0, profile="dsl")
-    assert experiment.link("device-3") == Link(down_mbit=5.0)  # its table says all; the tier's link is another's
+    assert experiment.link("device-2") == LinkSettings(down_mbit=7.0, profile="dsl")
+    assert experiment.link("device-3") == LinkSettings(
+        down_mbit=5.0
+    )  # its table says all; the tier's link is another's
     assert load_text(tmp_path, to_toml(experiment)) == experiment == parse(experiment.to_json())
 
 
@@ -641,8 +643,8 @@ def test_a_link_of_nobody() -> None:
 
 
 def test_rates_and_delays_are_handed_on_in_bytes_and_seconds() -> None:
-    link = Link(up_mbit=8.0, delay_ms=20.0)
-    assert (link.up, link.down) == (Way(1e6, 0.02), Way(None, 0.02))
+    link = LinkSettings(up_mbit=8.0, delay_ms=20.0)
+    assert (link.up, link.down) == (LinkDirection(1e6, 0.02), LinkDirection(None, 0.02))
 
 
 # Closing and participation

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from common.experiment.links import Link
+from common.experiment.links import LinkSettings
 from common.experiment.rounds import Closing
-from common.experiment.schema import Transfer
+from common.experiment.schema import TransferSettings
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.storage.spool import Spool
@@ -42,7 +42,7 @@ async def third_of_a_transfer(arrived: Callable[[], int], row_bytes: int) -> Non
 async def test_a_parent_that_crashed_in_mid_upload_goes_on_with_what_its_files_hold(
     site: SimulatedSite, tmp_path: Path
 ) -> None:
-    layout, link = layout_of(2_000_000), Link(up_mbit=32.0)
+    layout, link = layout_of(2_000_000), LinkSettings(up_mbit=32.0)
     row, trained = drawn(layout, 1), []
 
     def parent() -> ParentEndpoint:
@@ -72,7 +72,7 @@ async def test_a_parent_that_crashed_in_mid_upload_goes_on_with_what_its_files_h
 async def test_a_child_that_crashed_in_mid_fetch_goes_on_with_what_its_file_holds(
     site: SimulatedSite, tmp_path: Path
 ) -> None:
-    layout, link = layout_of(2_000_000), Link(down_mbit=32.0)
+    layout, link = layout_of(2_000_000), LinkSettings(down_mbit=32.0)
 
     def child() -> ChildEndpoint:
         files = Spool.open(tmp_path, run=RUN, node="device-0")
@@ -98,7 +98,7 @@ async def test_a_child_that_crashed_in_mid_fetch_goes_on_with_what_its_file_hold
 async def test_uploads_beyond_the_resident_budget_give_the_same_models(site: SimulatedSite, tmp_path: Path) -> None:
     layout, names = layout_of(400_000), [f"device-{i}" for i in range(6)]
     files = Spool.open(tmp_path, run=RUN, node=PARENT)
-    parent = parent_of(site, names, layout=layout, transfer=Transfer(resident_mb=1.0), spool=files)
+    parent = parent_of(site, names, layout=layout, transfer=TransferSettings(resident_mb=1.0), spool=files)
     tasks = [serving(site, child_of(site, name), layout, place) for place, name in enumerate(names)]
     async with together(living(site, parent), *tasks):
         row = drawn(layout, 1)
@@ -111,7 +111,7 @@ async def test_uploads_beyond_the_resident_budget_give_the_same_models(site: Sim
 async def test_chunks_that_a_child_has_in_its_last_model_or_in_its_result_do_not_travel(site: SimulatedSite) -> None:
     """FedMR deals layers: some come back to the child that trained them, some it was given before."""
     layout, chunk = layout_of(20 * 32_768), 32_768
-    transfer = Transfer(chunk_bytes=chunk, inline_bytes=0)
+    transfer = TransferSettings(chunk_bytes=chunk, inline_bytes=0)
     names = ["device-0", "device-1"]
     parent = parent_of(site, names, layout=layout, transfer=transfer)
     children = [child_of(site, name, transfer=transfer) for name in names]

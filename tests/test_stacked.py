@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.experiment.training import Training
+from common.experiment.training import TrainingSettings
 from common.learning import models
 from common.learning.inputs import Inputs
 from common.learning.nets.layers import Dropout
@@ -23,13 +23,13 @@ from device.jobs import Cancelled
 from device.training.augmentation import Changes, change, draw
 from device.training.sgd import descend, forward_of
 from device.vmapped import calibration, loop
-from device.vmapped.calibration import Speeds, measure, most_in_memory, problem_of
-from device.vmapped.loop import Outcome, Turn, Visits
+from device.vmapped.calibration import StepTimes, measure, most_in_memory, problem_of
+from device.vmapped.loop import Turn, Visits, VmappedResult
 from device.vmapped.schedule import Load, plan
 from device.vmapped.stack import Recipe, Stack
 
 CPU = torch.device("cpu")
-BATCHES_OF_4 = Training(batch_size=4, learning_rate=0.05, momentum=0.9, weight_decay=0.01)
+BATCHES_OF_4 = TrainingSettings(batch_size=4, learning_rate=0.05, momentum=0.9, weight_decay=0.01)
 RAGGED = (Load(7, 2), Load(12, 1), Load(3, 3), Load(20, 1), Load(8, 2))
 
 
@@ -65,12 +65,12 @@ class Case:
     module: nn.Module
     shape: tuple[int, ...]
     loads: tuple[Load, ...] = RAGGED
-    training: Training = BATCHES_OF_4
+    training: TrainingSettings = BATCHES_OF_4
     dtype: torch.dtype = torch.float64
     device: torch.device = CPU
     cancelled: list[threading.Event] = field(default_factory=list)
     progress: list[list[tuple[int, int]]] = field(default_factory=list)
-    ended: list[Outcome | Exception | None] = field(default_factory=list)
+    ended: list[VmappedResult | Exception | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         draw_ = np.random.default_rng(1)
@@ -120,16 +120,16 @@ class Case:
     def _told(self, k: int) -> Callable[[int, int], None]:
         return lambda done, total: self.progress[k].append((done, total))
 
-    def _done(self, k: int) -> Callable[[Outcome | Exception], None]:
-        def done(how: Outcome | Exception) -> None:
+    def _done(self, k: int) -> Callable[[VmappedResult | Exception], None]:
+        def done(how: VmappedResult | Exception) -> None:
             assert self.ended[k] is None
             self.ended[k] = how
 
         return done
 
-    def train(self, most: int = 100) -> list[Outcome]:
+    def train(self, most: int = 100) -> list[VmappedResult]:
         loop.train(self.recipe, self.turns, most=most)
-        return [how for how in self.ended if isinstance(how, Outcome)]
+        return [how for how in self.ended if isinstance(how, VmappedResult)]
 
     def alone(self, k: int, steps: int | None = None) -> tuple[dict[str, Tensor], float, int]:
         """Train one device as its trainer does; return its state, its loss, and its steps."""
@@ -182,15 +182,15 @@ def of(name: str, shape: tuple[int, ...]) -> nn.Module:
 CASES: dict[str, Callable[[], Case]] = {
     "mlp": lambda: Case(mlp(Inputs((1, 8, 8), 10)), (1, 8, 8)),
     "no momentum": lambda: Case(
-        mlp(Inputs((1, 8, 8), 10)), (1, 8, 8), training=Training(batch_size=4, momentum=0.0, weight_decay=0.1)
+        mlp(Inputs((1, 8, 8), 10)), (1, 8, 8), training=TrainingSettings(batch_size=4, momentum=0.0, weight_decay=0.1)
     ),
     "nesterov, clipped": lambda: Case(
-        mlp(Inputs((1, 8, 8), 10)), (1, 8, 8), training=Training(batch_size=4, nesterov=True, clip_norm=0.5)
+        mlp(Inputs((1, 8, 8), 10)), (1, 8, 8), training=TrainingSettings(batch_size=4, nesterov=True, clip_norm=0.5)
     ),
     "augmented": lambda: Case(
         mlp(Inputs((1, 8, 8), 10)),
         (1, 8, 8),
-        training=Training.model_validate({"batch_size": 4, "augmentation": {"flip": True, "crop": 2}}),
+        training=TrainingSettings.model_validate({"batch_size": 4, "augmentation": {"flip": True, "crop": 2}}),
     ),
     "odd": lambda: Case(_Odd(), (1, 8, 8)),
     "lenet5": lambda: Case(of("lenet5", (1, 28, 28)), (1, 28, 28)),
@@ -207,7 +207,7 @@ def test_a_stack_gives_what_each_gives_alone(name: str, monkeypatch: pytest.Monk
     for k, (state, how) in enumerate(zip(states, case.ended, strict=True)):
         wanted, loss, steps = case.alone(k)
         before = torch.from_numpy(case.layout.floats(case.rows[k]).copy())
-        assert isinstance(how, Outcome) and how.steps == steps and how.loss == pytest.approx(loss, abs=1e-10)
+        assert isinstance(how, VmappedResult) and how.steps == steps and how.loss == pytest.approx(loss, abs=1e-10)
         for entry, tensor in state.items():
             torch.testing.assert_close(tensor, wanted[entry], rtol=0, atol=1e-10)
         views = case.layout.views(how.row)
@@ -229,7 +229,7 @@ def test_one_step_in_float32(name: str) -> None:
 
 def test_bf16_is_near_its_own_training() -> None:
     # In smaller batches a CPU's linear layers compute in fp32 (`device.training.sgd`), but not in a stack.
-    training = Training(batch_size=32, learning_rate=0.05, precision="bf16")
+    training = TrainingSettings(batch_size=32, learning_rate=0.05, precision="bf16")
     case = Case(mlp(Inputs((1, 8, 8), 10)), (1, 8, 8), training=training, dtype=torch.float32)
     for k, how in enumerate(case.train()):
         wanted, loss, _ = case.alone(k)
@@ -243,7 +243,7 @@ def quick(loads: tuple[Load, ...] = RAGGED, **training: Any) -> Case:
 
 
 def rows_of(case: Case) -> list[bytes | None]:
-    return [how.row.tobytes() if isinstance(how, Outcome) else None for how in case.ended]
+    return [how.row.tobytes() if isinstance(how, VmappedResult) else None for how in case.ended]
 
 
 def test_each_tells_its_own_progress_and_ends_with_its_own_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,7 +312,7 @@ def test_who_is_called_off_leaves_at_the_next_step_and_the_others_never_see_it(
     case.train()
     for k, (mine, its) in enumerate(zip(rows_of(case), rows_of(undisturbed), strict=True)):
         assert mine == (None if k in leaving else its)
-        assert isinstance(case.ended[k], Cancelled if k in leaving else Outcome)
+        assert isinstance(case.ended[k], Cancelled if k in leaving else VmappedResult)
     assert steps == {5: 2, 1: 4 if leaving == {3} else 5, 2: 5}[len(leaving)]
 
 
@@ -349,7 +349,7 @@ def test_a_stack_without_memory_is_halved(name: str, most: int, monkeypatch: pyt
     case.train()
     assert max(sizes) <= most
     for mine, its in zip(case.ended, plenty.ended, strict=True):
-        assert isinstance(mine, Outcome) and isinstance(its, Outcome) and mine.steps == its.steps
+        assert isinstance(mine, VmappedResult) and isinstance(its, VmappedResult) and mine.steps == its.steps
         np.testing.assert_allclose(case.layout.floats(mine.row), case.layout.floats(its.row), rtol=0, atol=1e-6)
         assert np.array_equal(case.layout.integers(mine.row), case.layout.integers(its.row))
         assert mine.loss == pytest.approx(its.loss, abs=1e-9)
@@ -384,7 +384,7 @@ def test_a_cap_makes_several_stacks(most: int, monkeypatch: pytest.MonkeyPatch) 
     sizes = short_of_memory(monkeypatch, most)
     case = quick()
     case.train(most)
-    assert max(sizes) == most and all(isinstance(how, Outcome) for how in case.ended)
+    assert max(sizes) == most and all(isinstance(how, VmappedResult) for how in case.ended)
 
 
 def test_layers_that_draw_are_no_layers_for_a_stack() -> None:
@@ -447,7 +447,7 @@ def test_trying_and_timing_leave_the_turns_as_they_were() -> None:
 
 
 def test_the_quicker_path_depends_on_the_plan() -> None:
-    speeds = Speeds(alone_s=1.0, single_s=3.0, stacked_s=4.0, size=11)
+    speeds = StepTimes(alone_s=1.0, single_s=3.0, stacked_s=4.0, size=11)
     together_, ragged = plan([Load(8, 1)] * 11, batch_size=4, pad=True), plan([Load(40, 1)], batch_size=4, pad=True)
     assert speeds.one_by_one_s(together_) == 22 and speeds.together_s(together_) == pytest.approx(8)
     assert speeds.one_by_one_s(ragged) == 10 and speeds.together_s(ragged) == pytest.approx(30)
@@ -479,14 +479,14 @@ def test_on_a_gpu_as_alone_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch
         for entry, tensor in state.items():
             torch.testing.assert_close(tensor.cpu(), wanted[entry], rtol=0, atol=1e-8)
         how = case.ended[k]
-        assert isinstance(how, Outcome) and how.loss == pytest.approx(loss, abs=1e-8)
+        assert isinstance(how, VmappedResult) and how.loss == pytest.approx(loss, abs=1e-8)
 
 
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_gpu_is_left_as_it_was_and_takes_stacks_of_lenet(precision: str) -> None:
-    training = Training.model_validate({"batch_size": 10, "precision": precision})
+    training = TrainingSettings.model_validate({"batch_size": 10, "precision": precision})
     module, where = of("lenet5", (1, 28, 28)), torch.device("cuda", 0)
     case = Case(module, (1, 28, 28), (Load(40, 2),) * 40, training, torch.float32, where)
     recipe, turns = case.recipe, case.turns
@@ -496,7 +496,7 @@ def test_a_gpu_is_left_as_it_was_and_takes_stacks_of_lenet(precision: str) -> No
     assert speeds.stacked_s < 40 * speeds.alone_s
     before = torch.cuda.memory_allocated()
     loop.train(recipe, turns, most=40)
-    assert all(isinstance(how, Outcome) for how in case.ended)
+    assert all(isinstance(how, VmappedResult) for how in case.ended)
     assert torch.cuda.memory_allocated() == before
 
 
@@ -504,7 +504,7 @@ def test_a_gpu_is_left_as_it_was_and_takes_stacks_of_lenet(precision: str) -> No
 @needs_cuda
 def test_a_gpu_that_runs_out_of_memory_halves_the_stack() -> None:
     """The process may have some 400 MB, of which 64 models of 2.3 MB, three times each, are too much."""
-    training, where = Training(batch_size=4), torch.device("cuda", 0)
+    training, where = TrainingSettings(batch_size=4), torch.device("cuda", 0)
     case = Case(of("cnn_fedavg", (1, 28, 28)), (1, 28, 28), (Load(8, 1),) * 64, training, torch.float32, where)
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(where).total_memory
@@ -513,4 +513,4 @@ def test_a_gpu_that_runs_out_of_memory_halves_the_stack() -> None:
         loop.train(case.recipe, case.turns, most=64)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, where)
-    assert all(isinstance(how, Outcome) and how.steps == 2 for how in case.ended)
+    assert all(isinstance(how, VmappedResult) and how.steps == 2 for how in case.ended)

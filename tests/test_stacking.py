@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.experiment import reading
 from common.learning import partitions
-from device.vmapped.schedule import Load, Plan, plan
+from device.vmapped.schedule import Load, StackSchedule, plan
 
 Visit = tuple[int, int]
 
@@ -30,7 +30,7 @@ def alone(load: Load, batch_size: int) -> list[Visit]:
     return visits
 
 
-def visits(made: Plan, devices: int) -> list[list[Visit]]:
+def visits(made: StackSchedule, devices: int) -> list[list[Visit]]:
     """Return what each device visits, step by step."""
     seen: list[list[Visit]] = [[] for _ in range(devices)]
     for step in made.steps:
@@ -90,7 +90,7 @@ def test_what_is_left_for_some_of_them(work: list[Load], batch: int, pad: bool, 
     done = data.draw(st.integers(0, len(made.steps)))
     places = sorted(data.draw(st.sets(st.integers(0, len(work) - 1), min_size=1)))
     rest = made.after(done, np.array(places))
-    before = visits(Plan(made.order, made.steps[:done]), len(work))
+    before = visits(StackSchedule(made.order, made.steps[:done]), len(work))
     now = visits(rest, len(work))
     for place, k in enumerate(made.order):
         wanted = alone(work[k], batch)[len(before[k]) :] if place in places else []

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from deploy.experiments import study
-from deploy.experiments.configurations import PARTS, Part, Seen
-from deploy.experiments.study import Run, Shelf
+from deploy.experiments.configurations import PARTS, Seen, StudyPart
+from deploy.experiments.study import StudyCache, StudyRun
 
-PART = Part("Two rules", {}, {"FedAvg": {}, "other": {}}, 0.5, 1, (Seen("other", 1, (2.0, 4.0), below=True),))
+PART = StudyPart("Two rules", {}, {"FedAvg": {}, "other": {}}, 0.5, 1, (Seen("other", 1, (2.0, 4.0), below=True),))
 
 
-def made(*accuracies: float) -> Run:
+def made(*accuracies: float) -> StudyRun:
     count = len(accuracies)
-    return Run(
+    return StudyRun(
         list(accuracies), [2.0 * (i + 1) for i in range(count)], [10 * (i + 1) for i in range(count)],
         [5 * (i + 1) for i in range(count)], [1_000_000 * (i + 1) for i in range(count)], 60.0,
     )  # fmt: skip
@@ -57,7 +57,7 @@ def test_what_was_seen_elsewhere_is_compared(percent: tuple[float, float], verdi
 
 
 def test_finished_runs_are_kept_and_parts_reported_when_all_are_there(tmp_path: Path) -> None:
-    shelf, (name, part) = Shelf(tmp_path / "done"), next(iter(PARTS.items()))
+    shelf, (name, part) = StudyCache(tmp_path / "done"), next(iter(PARTS.items()))
     *most, last = [study.experiment(part, row, 1, quick=True) for row in part.rows]
     for one in most:
         shelf.put(one, made(0.5))

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from common.experiment.links import Link
-from common.experiment.schema import Transfer
+from common.experiment.links import LinkSettings
+from common.experiment.schema import TransferSettings
 from common.metrics import Metrics
 from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
@@ -23,7 +23,7 @@ from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.targets import discovery, reachable
 from common.runtime.world import new_session
-from deploy.brokers.broker import Broker, start
+from deploy.brokers.broker import BrokerProcess, start
 
 DEVICES = {"i0": ("d0", "d1", "d2"), "i1": ("d3",)}
 
@@ -129,14 +129,16 @@ def test_a_server_on_all_addresses_is_found_where_its_broker_is_reached_from() -
 
 
 def test_devices_on_a_broker_of_their_own_are_found_lost_and_found_again(tmp_path: Path) -> None:
-    async def play(wan: Broker, lan: Broker) -> None:
+    async def play(wan: BrokerProcess, lan: BrokerProcess) -> None:
         at = {broker.port: BrokerAddress(broker.host, broker.port) for broker in (wan, lan)}
 
         def identity(name: str, role: str) -> Identity:
             return Identity("run-1", name, role, new_session(), f"{name}.lab:1")
 
         def device() -> ChildEndpoint:
-            return ChildEndpoint(at[lan.port], identity("d0", "device"), parent="i0", transfer=Transfer(), link=Link())
+            return ChildEndpoint(
+                at[lan.port], identity("d0", "device"), parent="i0", transfer=TransferSettings(), link=LinkSettings()
+            )
 
         async def pass_on() -> None:
             while True:
@@ -147,10 +149,12 @@ def test_devices_on_a_broker_of_their_own_are_found_lost_and_found_again(tmp_pat
             while set(found(cloud.session.targets)) != {"10.0.0.1:9464", *wanted}:  # noqa: ASYNC110 - nothing reports it
                 await asyncio.sleep(0.01)
 
-        cloud = ParentEndpoint(at[wan.port], identity("cloud", "cloud"), links={"i0": Link()}, transfer=Transfer())
+        cloud = ParentEndpoint(
+            at[wan.port], identity("cloud", "cloud"), links={"i0": LinkSettings()}, transfer=TransferSettings()
+        )
         middle = identity("i0", "institution")
-        up = ChildEndpoint(at[wan.port], middle, parent="cloud", transfer=Transfer(), link=Link())
-        down = ParentEndpoint(at[lan.port], middle, links={"d0": Link()}, transfer=Transfer())
+        up = ChildEndpoint(at[wan.port], middle, parent="cloud", transfer=TransferSettings(), link=LinkSettings())
+        down = ParentEndpoint(at[lan.port], middle, links={"d0": LinkSettings()}, transfer=TransferSettings())
         first, second = device(), device()
         async with asyncio.timeout(30):
             serving = [asyncio.create_task(each.run(connect_timeout_s=9)) for each in (cloud, up, down, first)]

@@ -19,7 +19,7 @@ from torch.optim import lr_scheduler
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
-from common.experiment.training import Augmentation, Schedule, Training, learning_rate
+from common.experiment.training import Augmentation, Schedule, TrainingSettings, learning_rate
 from common.learning import datasets
 from device.training import augmentation, batches
 from device.training.sgd import descend
@@ -34,7 +34,7 @@ def one_thread() -> None:
 
 
 def rates(schedule: Schedule, global_rounds: int, *, start: float = 0.1) -> list[float]:
-    training = Training(learning_rate=start, schedule=schedule)
+    training = TrainingSettings(learning_rate=start, schedule=schedule)
     return [learning_rate(training, global_round=t, global_rounds=global_rounds) for t in range(global_rounds)]
 
 
@@ -137,7 +137,7 @@ def test_a_descent_is_that_of_torchs_optimiser(
         for epoch, size in ((0, 5), (0, 2), (1, 5), (1, 2))
     ]
     nesterov = nesterov and momentum > 0
-    training = Training(momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, clip_norm=clip_norm)
+    training = TrainingSettings(momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, clip_norm=clip_norm)
     seen: list[int] = []
     losses, steps = descend(
         ours,

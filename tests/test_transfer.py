@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from common.errors import RefusedModel
-from common.experiment.links import Way
+from common.experiment.links import LinkDirection
 from common.protocol.fetches import PATIENCE_S, Fetched, FetchFailed, FetchFailure, ReceiverEvent
 from common.protocol.manifest import ModelForm, chunk_bytes_for, chunk_digest, describe, window_for
 from common.protocol.messages import Ask, Gone, Manifest
@@ -75,7 +75,7 @@ class Line:
         delay_s: float = 0.005,
         jitter_s: float = 0.0,
         pace_s: float = 0.001,
-        ways: Mapping[str, Way] | None = None,
+        ways: Mapping[str, LinkDirection] | None = None,
     ) -> None:
         self.now = 1000.0
         self.loss, self.duplicates = loss, duplicates
@@ -336,7 +336,7 @@ def test_a_link_that_is_declared_slow_is_not_asked_twice(slow_s: float) -> None:
     line = Line()
     manifest, data = blob_of(30)
     line.owner.offer(manifest, data, ["parent"])
-    ways = {OWNER: Way(CHUNK / slow_s)}
+    ways = {OWNER: LinkDirection(CHUNK / slow_s)}
     core = Receiver(window=8, slots=4, ways=ways, keepalive_s=120.0)
     line.receivers["parent"] = Peer("parent", core, slow_s)
     line.fetch(line.receivers["parent"], manifest)
@@ -481,7 +481,7 @@ def test_two_blobs_take_turns() -> None:
 
 
 FAST, SLOW = [f"fast-{i}" for i in range(6)], [f"slow-{i}" for i in range(2)]
-WAYS = dict.fromkeys(FAST, Way(1e6)) | dict.fromkeys(SLOW, Way(2e4))
+WAYS = dict.fromkeys(FAST, LinkDirection(1e6)) | dict.fromkeys(SLOW, LinkDirection(2e4))
 
 
 def broadcast_to(names: Sequence[str], *streams: Sequence[str], chunks: int = 100) -> tuple[Line, dict[str, float]]:
@@ -520,7 +520,7 @@ def test_on_one_stream_the_slowest_link_sets_the_pace() -> None:
 
 
 def test_a_delay_of_the_link_is_no_loss() -> None:
-    line = Line(ways={"device-0": Way(1e5, 0.4)})
+    line = Line(ways={"device-0": LinkDirection(1e5, 0.4)})
     manifest, data = broadcast(line, 60, ["device-0"], window=64)
     begun = line.now
     line.run()
@@ -1065,7 +1065,9 @@ def test_uploads_take_slots_in_order(slots: int) -> None:
 
 
 def test_slow_links_share_slots() -> None:
-    ways = {f"device-{n}": Way(2_500_000.0) for n in range(10)} | {f"device-{n}": Way(125e6) for n in (10, 11)}
+    ways = {f"device-{n}": LinkDirection(2_500_000.0) for n in range(10)} | {
+        f"device-{n}": LinkDirection(125e6) for n in (10, 11)
+    }
     core = Receiver(window=8, slots=2, ways=ways)
     for number in range(14):
         manifest, _ = blob_of(2, number)
@@ -1199,16 +1201,16 @@ def test_chunks_follow_the_link() -> None:
     keepalive_s=st.integers(5, 65_535),
 )
 def test_a_window_leaves_room_for_pings(rate: float, chunk_bytes: int, most: int, keepalive_s: int) -> None:
-    window = window_for(Way(rate), chunk_bytes, most, keepalive_s)
+    window = window_for(LinkDirection(rate), chunk_bytes, most, keepalive_s)
     third = keepalive_s / 3 * (1 + 1e-9)
     assert 2 <= window <= most and (window == 2 or window * chunk_bytes / rate <= third)
     assert window == most or (window + 1) * chunk_bytes / rate > keepalive_s / 3  # not smaller than it must be
-    assert window_for(Way(), chunk_bytes, most, keepalive_s) == most
+    assert window_for(LinkDirection(), chunk_bytes, most, keepalive_s) == most
 
 
 @given(st.floats(1e5, 1e9), st.floats(0, 0.5), st.integers(32_768, 1_000_000))
 def test_a_window_fills_a_link_with_delay(rate: float, delay_s: float, chunk_bytes: int) -> None:
-    window = window_for(Way(rate, delay_s), chunk_bytes, 8, 3600.0)
+    window = window_for(LinkDirection(rate, delay_s), chunk_bytes, 8, 3600.0)
     assert 8 <= window <= 64
     assert window == 64 or window * chunk_bytes >= 2 * rate * 2 * delay_s
 
@@ -1217,7 +1219,7 @@ def test_a_receiver_asks_for_what_its_link_can_carry() -> None:
     """At 64 kbit/s a chunk of 32 KB takes 4.1 s: two of them are a third of a keep-alive of 30 s."""
     data = memoryview(bytes(40 * 32_768))
     manifest = describe(data, chunk_bytes=32_768, codec="fp32", layout="l")
-    ways = {"slow": Way(8000.0), "fast": Way(1e6), "free": Way()}
+    ways = {"slow": LinkDirection(8000.0), "fast": LinkDirection(1e6), "free": LinkDirection()}
     core = Receiver(window=8, slots=4, ways=ways, keepalive_s=30)
     for owner in (*ways, "stranger"):
         core.fetch(owner, manifest, memoryview(bytearray(manifest.size)), now=0.0)

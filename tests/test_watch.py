@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from common.accounting.child_report import ChildReport
-from common.accounting.traffic import Traffic, Wire
+from common.accounting.traffic import TcpStats, Traffic
 from common.errors import ConnectionFailed, NoProgress, RunFailed
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
@@ -58,9 +58,9 @@ from common.protocol.messages import (
 from deploy.brokers import broker
 from deploy.watching import words
 from deploy.watching.follower import Follower
-from deploy.watching.lab import GOODBYE_S, SILENT_S, Event, Lab
-from deploy.watching.meter import SILENCE_S, SMOOTHING_S, Meter
-from deploy.watching.node import Node, Step
+from deploy.watching.lab import GOODBYE_S, SILENT_S, Event, WatchedLab
+from deploy.watching.meter import SILENCE_S, SMOOTHING_S, RateMeter
+from deploy.watching.node import Node, NodeStep
 from deploy.watching.runs import HELD_MOST, SETTLE_S, Runs
 from deploy.watching.screens import look
 from deploy.watching.view import View
@@ -70,7 +70,7 @@ LAB = "lab"
 RUN = "20260101T000000Z-abcdef"
 PATIENCE_S = 60.0
 MANY = 2**63 - 1
-ALL_MANY = Traffic(*[MANY] * 8, Wire(*[MANY] * 11))
+ALL_MANY = Traffic(*[MANY] * 8, TcpStats(*[MANY] * 11))
 
 
 def experiment_of(institutions: int = 2, devices: int = 4, *, rounds: int = 2, global_rounds: int = 10) -> Experiment:
@@ -108,7 +108,9 @@ class Watched:
 
     def __init__(self, experiment: Experiment | None = None, *, brokers: int = 1) -> None:
         self.now = 0.0
-        self.lab = Lab(RUN, experiment or experiment_of(), brokers=[f"b{i}:1883" for i in range(brokers)], now=0.0)
+        self.lab = WatchedLab(
+            RUN, experiment or experiment_of(), brokers=[f"b{i}:1883" for i in range(brokers)], now=0.0
+        )
         self.sessions: dict[str, str] = {}
         self.events()
 
@@ -171,21 +173,21 @@ def test_a_child_goes_through_its_round() -> None:
     watched, key = Watched(), Key(0, 0, 0)
     watched.all_ready()
     device, home = watched["device-0"], "institution-0"
-    assert device.parent is watched[home] and device.step is Step.IDLE
+    assert device.parent is watched[home] and device.step is NodeStep.IDLE
     watched.say(home, "device-0", task(key))
-    assert (device.step, device.epochs, device.key) == (Step.TOLD, 3, key)
+    assert (device.step, device.epochs, device.key) == (NodeStep.TOLD, 3, key)
     watched.say("device-0", home, Ask(MODEL.blob, lacking(16, 12), 0, 0, 8, True))
-    assert (device.step, device.done, device.fetch.size) == (Step.FETCHING, 0.25, 16 * 1024)
+    assert (device.step, device.done, device.fetch.size) == (NodeStep.FETCHING, 0.25, 16 * 1024)
     watched.say("device-0", home, progress(key, Phase.FETCHING, 8, 16))
     assert device.done == 0.5
     watched.say("device-0", home, progress(key, Phase.WAITING, 0, 0))
-    assert (device.step, words.word(device)) == (Step.WAITING, "waiting")
+    assert (device.step, words.word(device)) == (NodeStep.WAITING, "waiting")
     watched.say("device-0", home, progress(key, Phase.TRAINING, 3, 12))
-    assert (device.step, device.done) == (Step.TRAINING, 0.25)
+    assert (device.step, device.done) == (NodeStep.TRAINING, 0.25)
     watched.say("device-0", home, progress(key, Phase.FETCHING, 16, 16))  # it comes late
-    assert (device.step, device.done) == (Step.TRAINING, 0.25)
+    assert (device.step, device.done) == (NodeStep.TRAINING, 0.25)
     watched.say("device-0", home, result(key))
-    assert (device.step, device.done) == (Step.OFFERING, 0.0)
+    assert (device.step, device.done) == (NodeStep.OFFERING, 0.0)
     watched.say(home, "device-0", Ask(ANSWER.blob, lacking(8, 2), 0, 0, 8, False))
     assert device.done == 0.75
     watched.say(home, "device-0", Ask("f" * 16, b"\xff", 0, 0, 8, False))  # of another blob
@@ -193,7 +195,7 @@ def test_a_child_goes_through_its_round() -> None:
     watched.say(home, "device-0", Ask(ANSWER.blob, b"", 0, 0, 8, False))
     assert device.done == 1.0
     watched.say(home, "device-0", Acknowledgement(key, ""))
-    assert device.step is Step.DONE
+    assert device.step is NodeStep.DONE
     names = [name for name, _ in watched.events()]
     assert names == ["local_round", "result"]
 
@@ -203,13 +205,13 @@ def test_a_model_inside_its_message_is_here_at_once() -> None:
     watched.say("institution-0", "device-0", task(key, inline=b"x"))
     assert watched["device-0"].fetch.share == 1.0
     watched.say("device-0", "institution-0", result(key, inline=b"x"))
-    assert (watched["device-0"].step, watched["device-0"].done) == (Step.OFFERING, 1.0)
+    assert (watched["device-0"].step, watched["device-0"].done) == (NodeStep.OFFERING, 1.0)
 
 
 def test_a_watch_that_comes_late_learns_the_round_from_words_of_children() -> None:
     watched, key = Watched(), Key(0, 6, 1)
     watched.say("device-0", "institution-0", Ask(MODEL.blob, lacking(16, 4), 0, 0, 8, False))
-    assert watched["device-0"].step is Step.IDLE  # nobody knows of which round it is
+    assert watched["device-0"].step is NodeStep.IDLE  # nobody knows of which round it is
     watched.say("device-0", "institution-0", progress(key, Phase.FETCHING, 4, 16))
     watched.say("device-0", "institution-0", Ask(MODEL.blob, lacking(16, 4), 0, 0, 8, False))
     assert (watched["device-0"].key, watched["device-0"].done) == (key, 0.75)
@@ -227,7 +229,7 @@ def test_a_refused_answer_is_told_with_its_reason() -> None:
     watched.say("device-0", "institution-0", result(key, loss=float("nan")))
     for _ in range(2):  # receipts may come twice
         watched.say("institution-0", "device-0", Acknowledgement(key, "its training loss is nan"))
-    assert watched["device-0"].step is Step.REFUSED
+    assert watched["device-0"].step is NodeStep.REFUSED
     *_, (first, facts), (second, why) = watched.events()
     assert (first, facts["loss"], second, why["reason"]) == ("result", None, "refused", "its training loss is nan")
     assert json.loads(json.dumps(words.facts_of(watched.lab, "result", facts, 1.0), allow_nan=False))["loss"] is None
@@ -241,12 +243,12 @@ def test_a_restarted_child_begins_its_part_again_and_its_earlier_life_is_not_hea
     watched.say("device-0", "institution-0", progress(key, Phase.TRAINING, 6, 12, sent=1000))
     watched.sessions["device-0"] = "device-0-2"
     watched.state("device-0", NodeState.INIT)
-    assert (device.step, device.done) == (Step.TOLD, 0.0)
+    assert (device.step, device.done) == (NodeStep.TOLD, 0.0)
     watched.state("device-0", NodeState.LOST, session="device-0-1")  # its will comes late
     watched.say("device-0", "institution-0", progress(key, Phase.TRAINING, 7, 12, sent=1100), session="device-0-1")
-    assert (device.state, device.step, device.up.total) == ("init", Step.TOLD, 1000)
+    assert (device.state, device.step, device.up.total) == ("init", NodeStep.TOLD, 1000)
     watched.say("device-0", "institution-0", progress(key, Phase.FETCHING, 1, 16, sent=200))
-    assert (device.step, device.up.total) == (Step.FETCHING, 1200)
+    assert (device.step, device.up.total) == (NodeStep.FETCHING, 1200)
     assert ("restarted", {"node": "device-0"}) in watched.events()
 
 
@@ -263,7 +265,7 @@ def test_a_parent_that_begins_anew_may_go_back_whatever_its_children_still_say()
     watched.say("institution-0", "cloud", progress(Key(0, 7, 0), Phase.TRAINING, 2, 0))
     assert watched.lab.global_round == 6
     watched.say("institution-0", "cloud", progress(Key(0, 5, 0), Phase.TRAINING, 2, 0))
-    assert watched["institution-0"].step is Step.TRAINING
+    assert watched["institution-0"].step is NodeStep.TRAINING
 
 
 def test_global_rounds_and_rounds_are_told_once_however_many_take_part() -> None:
@@ -407,7 +409,7 @@ def test_a_session_changes_by_presences_alone() -> None:
     watched.say("institution-0", "device-0", task(key))
     watched.say("device-0", "institution-0", progress(key, Phase.TRAINING, 6, 12), session="stranger")
     device = watched["device-0"]
-    assert (device.step, device.session) == (Step.TOLD, "device-0-1") and not device.retired
+    assert (device.step, device.session) == (NodeStep.TOLD, "device-0-1") and not device.retired
     alive = Alive("nonce", Presence(NodeState.READY, "device"))
     watched.say("device-0", "institution-0", alive, session="device-0-2")  # its own presence was lost
     assert device.session == "device-0-2" and ("restarted", {"node": "device-0"}) in watched.events()
@@ -703,7 +705,7 @@ def test_what_is_kept_of_announcements_is_bounded() -> None:
     quiet=st.floats(0, 100),
 )
 def test_a_rate_lies_within_those_that_it_is_made_of(steps: list[tuple[int, float]], quiet: float) -> None:
-    meter, count, now = Meter(), 5, 0.0
+    meter, count, now = RateMeter(), 5, 0.0
     meter.take(count, now)
     for passed, seconds in steps:
         count, now = count + passed, now + seconds
@@ -715,7 +717,7 @@ def test_a_rate_lies_within_those_that_it_is_made_of(steps: list[tuple[int, floa
 
 def test_a_steady_rate_is_found_whatever_the_steps() -> None:
     for step in (0.1, 1.0, 2.0):
-        meter = Meter()
+        meter = RateMeter()
         for tick in range(round(10 * SMOOTHING_S / step)):
             meter.take(round(1000 * step * tick), step * tick)
         assert meter.rate(step * tick) == pytest.approx(1000, rel=0.001)
@@ -723,7 +725,7 @@ def test_a_steady_rate_is_found_whatever_the_steps() -> None:
 
 
 def test_a_count_that_falls_has_begun_anew() -> None:
-    meter = Meter()
+    meter = RateMeter()
     for now, count in enumerate([100, 150, 30, 40]):
         meter.take(count, float(now))
     assert meter.total == 190
@@ -863,11 +865,11 @@ class Seen:
     def waiting(self, runs: Runs, brokers: str) -> None:
         pass
 
-    def event(self, lab: Lab, event: str, facts: dict[str, object], now: float) -> None:
+    def event(self, lab: WatchedLab, event: str, facts: dict[str, object], now: float) -> None:
         self.events.append((event, facts))
         self.changed.set()
 
-    def draw(self, lab: Lab, now: float) -> None:
+    def draw(self, lab: WatchedLab, now: float) -> None:
         pass
 
     async def sees(self, event: str, **facts: object) -> None:

@@ -15,7 +15,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.accounting.traffic import Traffic, Wire
+from common.accounting.traffic import TcpStats, Traffic
 from common.errors import WireError
 from common.model.codecs import CODECS, codec_of
 from common.protocol import messages, serialization, topics
@@ -286,13 +286,13 @@ def test_traffic_adds_and_subtracts_field_by_field() -> None:
     assert one.sent == 2 + 4 and one.received == 6 + 8
 
 
-WIRES = st.builds(Wire, *[st.integers(0, 2**50)] * 6, *[st.integers(0, 3)] * 3, *[st.integers(0, 10**6)] * 2)
+WIRES = st.builds(TcpStats, *[st.integers(0, 2**50)] * 6, *[st.integers(0, 3)] * 3, *[st.integers(0, 10**6)] * 2)
 
 
 @given(WIRES, WIRES, WIRES)
-def test_connections_add_up_in_any_grouping(one: Wire, two: Wire, three: Wire) -> None:
+def test_connections_add_up_in_any_grouping(one: TcpStats, two: TcpStats, three: TcpStats) -> None:
     assert (one + two) + three == one + (two + three)
-    assert Wire() + one == one + Wire() == one
+    assert TcpStats() + one == one + TcpStats() == one
     both = one + two
     assert (both.sent, both.received) == (one.sent + two.sent, one.received + two.received)
     assert both.rtt_us in (one.rtt_us, two.rtt_us) and both.rtt_min_us in (one.rtt_min_us, two.rtt_min_us)
@@ -300,7 +300,7 @@ def test_connections_add_up_in_any_grouping(one: Wire, two: Wire, three: Wire) -
 
 
 @given(WIRES, WIRES)
-def test_what_was_carried_since_is_no_more_and_no_less(before: Wire, since: Wire) -> None:
+def test_what_was_carried_since_is_no_more_and_no_less(before: TcpStats, since: TcpStats) -> None:
     found = (before + since) - before
     assert (found.sent, found.received) == (since.sent, since.received)
     assert (found.retransmitted, found.retransmitted_segments) == (since.retransmitted, since.retransmitted_segments)
@@ -310,8 +310,12 @@ def test_what_was_carried_since_is_no_more_and_no_less(before: Wire, since: Wire
 
 
 def test_the_least_round_trip_counts_only_where_there_is_one() -> None:
-    assert (Wire(rtt_us=30, rtt_min_us=9) + Wire()).rtt_min_us == (Wire() + Wire(rtt_min_us=9)).rtt_min_us == 9
-    assert Wire(rtt_us=30, rtt_min_us=9) + Wire(rtt_us=20, rtt_min_us=12) == Wire(rtt_us=20, rtt_min_us=9)
+    assert (
+        (TcpStats(rtt_us=30, rtt_min_us=9) + TcpStats()).rtt_min_us
+        == (TcpStats() + TcpStats(rtt_min_us=9)).rtt_min_us
+        == 9
+    )
+    assert TcpStats(rtt_us=30, rtt_min_us=9) + TcpStats(rtt_us=20, rtt_min_us=12) == TcpStats(rtt_us=20, rtt_min_us=9)
 
 
 # Manifest

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from common.accounting.child_report import ChildReport, TrainingPath
 from common.accounting.counters import Account
-from common.accounting.traffic import Measured, Traffic, Wire
+from common.accounting.traffic import Measured, TcpStats, Traffic
 from common.errors import WireError
 
 BYTES_MOST: Final = 2**50
@@ -57,13 +57,13 @@ class Ledger:
         children: Iterable[str],
         account: Account,
         *,
-        wire: Callable[[], Wire] = Wire,
+        wire: Callable[[], TcpStats] = TcpStats,
         below: Mapping[str, Collection[str]] | None = None,
     ) -> None:
         self._account = account
         self._below = below or {}
         self._wire = wire
-        self._wire_before = Wire()
+        self._wire_before = TcpStats()
         self.measured: dict[str, Measured] = {}
         self._pages = {name: _Page() for name in children}
 
@@ -109,11 +109,11 @@ class Ledger:
         """Return the sum of the children's links."""
         return sum(self.links().values(), NOTHING)
 
-    def broker(self) -> Wire:
+    def broker(self) -> TcpStats:
         """Return what our own connection to the children's broker carried, theirs all together."""
         return self._wire_before + self._wire()
 
-    def brokers(self) -> dict[str, Wire]:
+    def brokers(self) -> dict[str, TcpStats]:
         """Return the same of each child that has children."""
         return {name: (page.below_before + page.below).wire for name, page in self._pages.items()}
 
@@ -147,7 +147,7 @@ class Ledger:
     def restore(self, text: str) -> None:
         """Go on with the books that an earlier process of ours kept. Raises ValueError, KeyError or TypeError."""
         books: Mapping[str, Any] = json.loads(text)
-        self._wire_before = Wire(*books["broker"])
+        self._wire_before = TcpStats(*books["broker"])
         for name in self._pages:
             kept = books["pages"][name]
             self._pages[name] = _Page(
@@ -169,7 +169,7 @@ def _most(traffic: Traffic) -> int:
 
 
 def _traffic(row: list[Any]) -> Traffic:
-    values = [*row[:-1], Wire(*row[-1])]
+    values = [*row[:-1], TcpStats(*row[-1])]
     return Traffic(*values)
 
 
@@ -179,5 +179,5 @@ def _report(row: list[Any]) -> ChildReport:
 
 
 _COUNTS: Final = attrgetter(*(f.name for f in fields(Traffic) if f.name != "wire"))
-_WIRE_COUNTS: Final = attrgetter(*(f.name for f in fields(Wire)))
+_WIRE_COUNTS: Final = attrgetter(*(f.name for f in fields(TcpStats)))
 _TRAFFICS: Final = ("link", "link_before", "below", "below_before")

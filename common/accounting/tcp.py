@@ -16,7 +16,7 @@ import struct
 import sys
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from common.accounting.traffic import Wire
+from common.accounting.traffic import TcpStats
 
 if TYPE_CHECKING:
     import paho.mqtt.client as mqtt
@@ -28,11 +28,11 @@ _BYTES_RETRANS: Final = struct.Struct("=208xQ")  # Linux 4.19
 _NO_RTT: Final = 2**32 - 1
 _CLOSE_WAIT: Final = 8  # of net/tcp_states.h: the peer has ended its direction
 
-_UNMEASURED: Final = Wire(connections=1, unmeasured=1)
-_Books: TypeAlias = tuple[Wire, socket.socket | None]
+_UNMEASURED: Final = TcpStats(connections=1, unmeasured=1)
+_Books: TypeAlias = tuple[TcpStats, socket.socket | None]
 
 
-def tcp_info(sock: socket.socket) -> Wire | None:
+def tcp_info(sock: socket.socket) -> TcpStats | None:
     """Return what one connection has carried so far; None where this platform or kernel does not tell.
 
     The socket is one that connected, not one that was accepted. It may have been closed by the peer, not by us.
@@ -44,7 +44,7 @@ def tcp_info(sock: socket.socket) -> Wire | None:
         data
     )
     has_bytes = len(data) >= _BYTES_RETRANS.size
-    return Wire(
+    return TcpStats(
         sent=acked - 1,  # SYN and FIN are numbered like a byte; our own FIN leaves when nobody asks any more
         received=_received(data),
         retransmitted=_BYTES_RETRANS.unpack_from(data)[0] if has_bytes else 0,
@@ -82,7 +82,7 @@ class WireMeter:
     """
 
     def __init__(self) -> None:
-        self._books: _Books = (Wire(), None)
+        self._books: _Books = (TcpStats(), None)
 
     def follow(self, client: mqtt.Client) -> None:
         """Attach each socket of an MQTT client as it opens and detach it before it is closed."""
@@ -109,7 +109,7 @@ class WireMeter:
         """Count the present socket for the last time; it may be closed afterwards."""
         self._books = (self.sample(), None)
 
-    def sample(self) -> Wire:
+    def sample(self) -> TcpStats:
         """Return what all connections have carried so far."""
         while True:
             books = self._books

@@ -8,7 +8,7 @@ from typing import Final
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class TcpStats:
     """What the kernel carried on a node's connections to one broker, summed over reconnections.
 
     Bytes are the stream's (TCP payload), each counted once: `sent` what the broker's kernel acknowledged, `received`
@@ -29,14 +29,14 @@ class Wire:
     rtt_us: int = 0
     rtt_min_us: int = 0
 
-    def __add__(self, later: Wire) -> Wire:
+    def __add__(self, later: TcpStats) -> TcpStats:
         if later == _NO_WIRE:
             return self
         sums = {name: getattr(self, name) + getattr(later, name) for name in _SUMMED}
         least = min(self.rtt_min_us or later.rtt_min_us, later.rtt_min_us or self.rtt_min_us)
-        return Wire(**sums, rtt_us=later.rtt_us or self.rtt_us, rtt_min_us=least)
+        return TcpStats(**sums, rtt_us=later.rtt_us or self.rtt_us, rtt_min_us=least)
 
-    def __sub__(self, earlier: Wire) -> Wire:
+    def __sub__(self, earlier: TcpStats) -> TcpStats:
         """Return what was carried since; the connection of both times counts."""
         since = {name: max(0, getattr(self, name) - getattr(earlier, name)) for name in _SUMMED[:6]}
         return replace(self, **since)
@@ -47,8 +47,8 @@ class Wire:
         return self.connections > 0 and not self.unmeasured
 
 
-_NO_WIRE: Final = Wire()
-_SUMMED: Final = tuple(f.name for f in fields(Wire) if not f.name.startswith("rtt"))
+_NO_WIRE: Final = TcpStats()
+_SUMMED: Final = tuple(f.name for f in fields(TcpStats) if not f.name.startswith("rtt"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Traffic:
     received_model_message: int = 0
     received_control_payload: int = 0
     received_control_message: int = 0
-    wire: Wire = Wire()
+    wire: TcpStats = TcpStats()
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(*map(add, _COUNTS(self), _COUNTS(other)))

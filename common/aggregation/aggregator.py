@@ -15,14 +15,14 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from common.aggregation.cached import CachedModels
-from common.aggregation.several import SeveralModels
-from common.aggregation.single import SingleModel
-from common.aggregation.uploads import Outcome, Uploads
+from common.aggregation.cached_uploads import CachedUploadRule
+from common.aggregation.multi_model import MultiModelRule
+from common.aggregation.single_model import SingleModelRule
+from common.aggregation.uploads import Aggregated, Uploads
 from common.experiment.aggregation import FedAdp, FedAvg, FedCDA, Rule
 from common.model.layout import ModelLayout, Row
 
-__all__ = ["Aggregator", "Outcome", "Uploads", "build"]
+__all__ = ["Aggregated", "Aggregator", "Uploads", "build"]
 
 
 class Aggregator(Protocol):
@@ -53,7 +53,7 @@ class Aggregator(Protocol):
         `begin`. Raises ValueError where a rule of K models meets another number of children than it has models.
         """
 
-    def aggregate(self, r: int, uploads: Uploads) -> Outcome:
+    def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
         """Make the next models of round r's uploads, whose values are finite. May write into the missing rows."""
 
     def save(self, folder: Path) -> dict[str, object]:
@@ -80,7 +80,7 @@ def build(
     """
     measures = tier == "cloud"  # Tempo's distances
     if isinstance(settings, FedAvg | FedAdp):
-        return SingleModel(settings, layout=layout, measures=measures)
+        return SingleModelRule(settings, layout=layout, measures=measures)
     if isinstance(settings, FedCDA):
-        return CachedModels(settings, layout=layout, node=node, seed=seed, measures=measures, folder=folder)
-    return SeveralModels(settings, layout=layout, node=node, seed=seed, measures=measures, rows=rows)
+        return CachedUploadRule(settings, layout=layout, node=node, seed=seed, measures=measures, folder=folder)
+    return MultiModelRule(settings, layout=layout, node=node, seed=seed, measures=measures, rows=rows)

@@ -22,7 +22,7 @@ LEAST_ALPHA: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class FedCrossStage:
     """What a round does: its own model's weight, and how many partners share the rest.
 
     Partners are chosen in order, or, where `similar`, by the strategy.
@@ -34,18 +34,18 @@ class Stage:
     similar: bool
 
 
-def stage(settings: FedCross, r: int, count: int) -> Stage:
+def stage(settings: FedCross, r: int, count: int) -> FedCrossStage:
     """Return what round r (0-based, never reset) does to `count` models, after any first stage."""
     similar = settings.strategy != "in_order"
     if r < settings.propeller_rounds:
         propellers = min(settings.propellers, count - 1)
         alpha = 1 / (propellers + 1) if settings.propeller_alpha is None else settings.propeller_alpha
-        return Stage("propellers", alpha, propellers, similar=False)
+        return FedCrossStage("propellers", alpha, propellers, similar=False)
     position, length = r - settings.propeller_rounds, settings.dynamic_alpha_rounds
     if position < length - 1:
         alpha = LEAST_ALPHA + (settings.alpha - LEAST_ALPHA) * position / (length - 1)
-        return Stage("dynamic alpha", alpha, 1, similar)
-    return Stage("dynamic alpha" if position < length else "plain", settings.alpha, 1, similar)
+        return FedCrossStage("dynamic alpha", alpha, 1, similar)
+    return FedCrossStage("dynamic alpha" if position < length else "plain", settings.alpha, 1, similar)
 
 
 def in_order(r: int, count: int, place: int = 0) -> list[int]:
@@ -92,7 +92,7 @@ def pairwise(entries: Sequence[Gram], *, normalise: bool) -> npt.NDArray[np.floa
     return total_KK / (len(pairs) + 1) if normalise else total_KK
 
 
-def plan(found: Stage, partners: Sequence[Sequence[int]], count: int) -> Mixtures:
+def plan(found: FedCrossStage, partners: Sequence[Sequence[int]], count: int) -> Mixtures:
     """Return W [K, K]: alpha on the own model, the rest shared alike by the partners of each model."""
     mixtures = []
     for j in range(count):

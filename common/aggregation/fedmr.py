@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import groupby
 
-from common.aggregation.mixing import Mixture, Part
+from common.aggregation.mixing import MixedColumns, Mixture
 from common.experiment.aggregation import FedMR
 from common.model.layout import Entry, ModelLayout
 from common.randomness import Purpose, generator
@@ -42,12 +42,12 @@ def layers(settings: FedMR, layout: ModelLayout) -> tuple[Layer, ...]:
 
 def plan(
     found: Sequence[Layer], count: int, *, seed: int, node: str, r: int
-) -> tuple[tuple[Part, ...], dict[str, object]]:
+) -> tuple[tuple[MixedColumns, ...], dict[str, object]]:
     """Return a permutation matrix [K, K] for each layer, and a digest of all permutations."""
     parts, digest = [], blake2b(digest_size=8)
     for place, layer in enumerate(found):
         # A node's name has no slash: each layer's stream is its own.
         order = generator(seed, Purpose.RECOMBINATION, f"{node}/{place}", r).permutation(count).tolist()
         digest.update(repr(order).encode())
-        parts.append(Part.of(tuple(map(Mixture.copy, order)), layer))
+        parts.append(MixedColumns.of(tuple(map(Mixture.copy, order)), layer))
     return tuple(parts), {"stage": "recombination", "layers": len(parts), "permutations": digest.hexdigest()}

@@ -2,7 +2,7 @@
 
 W is kept as (index, weight) lists, one `Mixture` for each output row, so that zero weights are skipped and never
 multiplied (0 * NaN = NaN: one diverged model must not poison the others). A plan is one such W for all columns, or
-one for each `Part` of them.
+one for each `MixedColumns` of them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ Mixtures = tuple[Mixture, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MixedColumns:
     """Some columns of the float section and of the counters, and how each output row is mixed there."""
 
     mixtures: Mixtures
@@ -64,23 +64,23 @@ class Part:
     counters: tuple[slice, ...]
 
     @classmethod
-    def of(cls, mixtures: Mixtures, entries: Sequence[Entry]) -> Part:
+    def of(cls, mixtures: Mixtures, entries: Sequence[Entry]) -> MixedColumns:
         """Return the part of these entries of the state."""
         places = [(entry.section is Section.COUNTER, slice(entry.start, entry.stop)) for entry in entries]
         return cls(mixtures, tuple(s for q, s in places if not q), tuple(s for q, s in places if q))
 
-    def with_first(self, mixture: Mixture) -> Part:
+    def with_first(self, mixture: Mixture) -> MixedColumns:
         """Return the part with one more output row, before the others."""
         return replace(self, mixtures=(mixture, *self.mixtures))
 
 
-def whole(layout: ModelLayout, mixtures: Sequence[Mixture]) -> tuple[Part, ...]:
+def whole(layout: ModelLayout, mixtures: Sequence[Mixture]) -> tuple[MixedColumns, ...]:
     """Return the plan that mixes all columns alike."""
-    return (Part(tuple(mixtures), (slice(0, layout.columns),), (slice(0, layout.counters),)),)
+    return (MixedColumns(tuple(mixtures), (slice(0, layout.columns),), (slice(0, layout.counters),)),)
 
 
 def apply(
-    plan: Sequence[Part],
+    plan: Sequence[MixedColumns],
     rows_K: npt.NDArray[np.uint8],
     *,
     layout: ModelLayout,
@@ -106,7 +106,7 @@ def apply(
             over(list(cut(span.start, span.stop)), mix, release=release)
 
 
-def _mix_counters(part: Part, rows_K: npt.NDArray[np.uint8], layout: ModelLayout, out: Sequence[Row]) -> None:
+def _mix_counters(part: MixedColumns, rows_K: npt.NDArray[np.uint8], layout: ModelLayout, out: Sequence[Row]) -> None:
     for span in part.counters:
         found = [layout.integers(rows_K[mixture.heaviest])[span].copy() for mixture in part.mixtures]
         for row, values in zip(out, found, strict=True):

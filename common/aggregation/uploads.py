@@ -37,7 +37,7 @@ class Uploads:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Aggregated:
     """What a node's algorithm found and decided.
 
     `loss`: the mean training loss, weighted like the node's own average. `distances`: ||upload - new mean|| of each

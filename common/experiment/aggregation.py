@@ -19,21 +19,21 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BeforeValidator, Field
 
 from common.errors import InvalidExperiment
-from common.experiment.tables import Count, Fraction, Table
+from common.experiment.tables import Count, Fraction, SettingsTable
 
 Weights = Literal["data", "uniform"]
 Carry = Literal["reset", "recentre"]
 Rounds = Annotated[int, Field(ge=0)]
 
 
-class FedAvg(Table):
+class FedAvg(SettingsTable):
     """One model: the mean of the uploads."""
 
     name: Literal["fedavg"] = "fedavg"
     weights: Weights = "data"
 
 
-class _Several(Table):
+class _Several(SettingsTable):
     """K models, one for each child that takes part; `carry` says how an institution starts its next global round.
 
     `reset`: all K from the model that came from above; `recentre`: each keeps its offset from their mean.
@@ -78,7 +78,7 @@ class FedMR(_Several):
     first_stage_rounds: Rounds = 0
 
 
-class FedCDA(Table):
+class FedCDA(SettingsTable):
     """One model: the mean of one cached upload of each child, chosen to lie close together at a low loss."""
 
     name: Literal["fedcda"] = "fedcda"
@@ -92,14 +92,14 @@ class FedCDA(Table):
     weights: Weights = "data"  # of the warm-up
 
 
-class FedAdp(Table):
+class FedAdp(SettingsTable):
     """One model: a mean that favours children whose step points where the mean of all points."""
 
     name: Literal["fedadp"] = "fedadp"
     a: Annotated[float, Field(ge=0)] = 5.0
 
 
-RULES: Final[Mapping[str, type[Table]]] = MappingProxyType(
+RULES: Final[Mapping[str, type[SettingsTable]]] = MappingProxyType(
     {rule.model_fields["name"].default: rule for rule in (FedAvg, Independent, FedCross, FedMR, FedCDA, FedAdp)}
 )
 

@@ -12,7 +12,7 @@ import difflib
 from typing import Final
 
 from common.errors import InvalidExperiment
-from common.experiment.tables import Table
+from common.experiment.tables import SettingsTable
 
 DELTA: Final = "delta"
 ZSTD: Final = "zstd"
@@ -27,7 +27,7 @@ DOWN: Final = tuple(form + end for form in FORMS for end in ("", f"+{ZSTD}"))
 UP: Final = (*DOWN, *(f"{DELTA}+{name}" for name in DOWN if name != "fp32"))
 
 
-class Codecs(Table):
+class Codecs(SettingsTable):
     """How a tier's models are written (`common.model.codecs`), `up` towards the cloud; fp32 is bit for bit."""
 
     up: str = "fp32"

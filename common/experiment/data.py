@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from common.errors import InvalidExperiment
-from common.experiment.tables import Count, Positive, Table, proposal
+from common.experiment.tables import Count, Positive, SettingsTable, proposal
 
 DatasetName = Literal[
     "digits", "mnist", "fashionmnist", "cifar10", "cifar100", "femnist", "shakespeare", "sent140", "folder", "synthetic"
@@ -41,7 +41,7 @@ MODELS: Final = (
 OWN_MODEL: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
-class Data(Table):
+class Data(SettingsTable):
     """The data set and how it is split over the devices (sources: `common/learning/partitions.py`).
 
     In `root` the word {node} stands for the name of the node that reads it, `cloud` where a model is evaluated. Keys
@@ -116,7 +116,7 @@ _USES: Final = {
 }
 
 
-class Model(Table):
+class Model(SettingsTable):
     """The model that every node trains or mixes: one of ours, or `package.module:function` of one's own."""
 
     name: str = "cnn_digits"

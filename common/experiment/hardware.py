@@ -17,11 +17,11 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from common.experiment.tables import Name, Table, named
+from common.experiment.tables import Name, SettingsTable, named
 from common.randomness import Purpose, generator
 
 
-class Pace(Table):
+class Pace(SettingsTable):
     """How many times as long a device trains as the host that plays it, and what each answer takes besides."""
 
     slowdown: Annotated[float, Field(ge=1)] = 1.0
@@ -38,7 +38,7 @@ class Machine(Pace):
     profile: Name | None = None
 
 
-class Hardware(Table):
+class HardwareSettings(SettingsTable):
     """All devices' machine, and `of`: single devices whose machine is another.
 
     `spread` draws the slowdown of each device that `of` does not name: log-normal, its median the default's slowdown,

@@ -16,11 +16,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from common.experiment.tables import Name, Positive, Table, named
+from common.experiment.tables import Name, Positive, SettingsTable, named
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class LinkDirection:
     """One direction of a link: bytes per second, None = not limited, and what each message is late by, in seconds."""
 
     rate: float | None = None
@@ -28,15 +28,15 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
+class LinkSet:
     """One end of some links: the ways to its peers and from them; `shaped` where this end keeps rates and delays."""
 
-    to: Mapping[str, Way]
-    from_: Mapping[str, Way]
+    to: Mapping[str, LinkDirection]
+    from_: Mapping[str, LinkDirection]
     shaped: bool
 
 
-class Profile(Table):
+class Profile(SettingsTable):
     """Rates in Mbit/s, `up` towards the cloud, absent = not limited; the delay of one way in milliseconds."""
 
     up_mbit: Positive | None = None
@@ -44,23 +44,23 @@ class Profile(Table):
     delay_ms: Annotated[float, Field(ge=0)] = 0.0
 
     @property
-    def up(self) -> Way:
+    def up(self) -> LinkDirection:
         """Return the way towards the cloud."""
-        return Way(_bytes_s(self.up_mbit), self.delay_ms / 1e3)
+        return LinkDirection(_bytes_s(self.up_mbit), self.delay_ms / 1e3)
 
     @property
-    def down(self) -> Way:
+    def down(self) -> LinkDirection:
         """Return the way towards the devices."""
-        return Way(_bytes_s(self.down_mbit), self.delay_ms / 1e3)
+        return LinkDirection(_bytes_s(self.down_mbit), self.delay_ms / 1e3)
 
 
-class Link(Profile):
+class LinkSettings(Profile):
     """The link between a node and its parent: its numbers, and the profile from which they come, if any."""
 
     profile: Name | None = None
 
 
-class Links(Table):
+class Links(SettingsTable):
     """WAN: cloud to institution. LAN: institution to device. `of`: single nodes whose link to the parent differs.
 
     `enforce` says who keeps the rates and delays: token buckets in the agents, the kernel, or nobody. The rates decide
@@ -71,9 +71,9 @@ class Links(Table):
     enforce: Literal["bucket", "kernel", "none"] = "bucket"
     check: Literal["error", "warn", "off"] = "error"
     tolerance: Annotated[float, Field(gt=0, le=1)] = 0.1
-    wan: Link = Link()
-    lan: Link = Link()
-    of: dict[Name, Link] = Field(default_factory=dict)
+    wan: LinkSettings = LinkSettings()
+    lan: LinkSettings = LinkSettings()
+    of: dict[Name, LinkSettings] = Field(default_factory=dict)
 
 
 @cache

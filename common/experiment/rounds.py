@@ -8,12 +8,12 @@ from pydantic import Field
 
 from common.errors import InvalidExperiment
 from common.experiment.aggregation import Aggregation, FedAvg
-from common.experiment.tables import Count, Positive, Table
+from common.experiment.tables import Count, Positive, SettingsTable
 
 Share = Annotated[float, Field(le=1)]
 
 
-class Closing(Table):
+class Closing(SettingsTable):
     """When a round closes: on all results, or on `quorum` of them once `deadline_s` has passed."""
 
     rule: Literal["all", "quorum"] = "all"
@@ -21,7 +21,7 @@ class Closing(Table):
     deadline_s: Positive | None = None
 
 
-class EpochControl(Table):
+class EpochControl(SettingsTable):
     """How many epochs devices train: always `training.epochs`, or as Tempo decides from that start.
 
     `plato` is the form of Tempo's public code; `shuffled` and `fixed_mean` are controls that spend the same epochs
@@ -34,7 +34,7 @@ class EpochControl(Table):
     per_epoch: bool = False
 
 
-class Cloud(Table):
+class Cloud(SettingsTable):
     """The cloud's rounds: global rounds over the institutions drawn."""
 
     participation: Share = 1.0
@@ -45,7 +45,7 @@ class Cloud(Table):
     checkpoint_every: Count = 1
 
 
-class Institution(Table):
+class Institution(SettingsTable):
     """An institution's rounds: `rounds` (tau_i) per global round over the devices drawn."""
 
     rounds: Count = 1

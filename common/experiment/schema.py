@@ -17,16 +17,16 @@ from common.experiment import aggregation, codecs, hardware, links
 from common.experiment.codecs import Codecs
 from common.experiment.data import Data, Model
 from common.experiment.data import check as check_data
-from common.experiment.hardware import Hardware, Machine
-from common.experiment.links import Link, Links, Profile
+from common.experiment.hardware import HardwareSettings, Machine
+from common.experiment.links import Links, LinkSettings, Profile
 from common.experiment.rounds import Cloud, Institution, check_closing, participants
-from common.experiment.tables import Count, Fraction, Name, Positive, Table
+from common.experiment.tables import Count, Fraction, Name, Positive, SettingsTable
 from common.experiment.topology import Topology, check_child, check_device, check_topology
-from common.experiment.training import Training
+from common.experiment.training import TrainingSettings
 from common.experiment.training import check as check_training
 
 
-class Transfer(Table):
+class TransferSettings(SettingsTable):
     """How models travel, what is accepted from the network, and when silence is failure."""
 
     inline_bytes: Annotated[int, Field(ge=0, le=1_000_000)] = 262_144
@@ -40,7 +40,7 @@ class Transfer(Table):
     lan: Codecs = Codecs()
 
 
-class Experiment(Table):
+class Experiment(SettingsTable):
     """All that defines a run; equal experiments with equal seeds give equal models, bit for bit, on CPU."""
 
     name: Name = "experiment"
@@ -50,13 +50,13 @@ class Experiment(Table):
     topology: Topology = Topology()
     data: Data = Data()
     model: Model = Model()
-    training: Training = Training()
+    training: TrainingSettings = TrainingSettings()
     cloud: Cloud = Cloud()
     institution: Institution = Institution()
     profiles: dict[Name, Profile] = Field(default_factory=dict)
     links: Links = Links()
-    transfer: Transfer = Transfer()
-    hardware: Hardware = Hardware()
+    transfer: TransferSettings = TransferSettings()
+    hardware: HardwareSettings = HardwareSettings()
 
     @model_validator(mode="before")
     @classmethod
@@ -88,7 +88,7 @@ class Experiment(Table):
             codecs.check_name(f"{key}.down", way.down, codecs.DOWN)
         return self
 
-    def link(self, child: str) -> Link:
+    def link(self, child: str) -> LinkSettings:
         """Return the link between an institution or a device and its parent. Raises InvalidExperiment."""
         check_child("topology", child, self.topology)
         tier = self.links.wan if child in self.topology.institution_names() else self.links.lan

@@ -19,7 +19,7 @@ Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
 
 
-class Table(BaseModel):
+class SettingsTable(BaseModel):
     """A table whose keys are all known and whose values are not guessed from other types."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)

@@ -9,13 +9,13 @@ from typing import Final
 from pydantic import Field
 
 from common.errors import InvalidExperiment
-from common.experiment.tables import Count, Name, Table, proposal
+from common.experiment.tables import Count, Name, SettingsTable, proposal
 
 CLOUD: Final = "cloud"
 RESERVED: Final = frozenset({CLOUD, "all"})  # `all` is the stream of every receiver
 
 
-class Topology(Table):
+class Topology(SettingsTable):
     """Who belongs to whom. A number makes names (`institution-0`, `device-0`); a list gives them."""
 
     institutions: Count | list[Name] = 1

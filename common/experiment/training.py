@@ -9,12 +9,12 @@ from pydantic import Field
 
 from common.errors import InvalidExperiment
 from common.experiment.data import TEXTS, Data
-from common.experiment.tables import Count, Fraction, Positive, Table
+from common.experiment.tables import Count, Fraction, Positive, SettingsTable
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class Schedule(Table):
+class Schedule(SettingsTable):
     """How the learning rate changes over the global rounds; a global round's local rounds all have the same.
 
     Of a global round t (0-based) the rate is `training.learning_rate` times, in the `warmup` first ones,
@@ -33,7 +33,7 @@ class Schedule(Table):
     final: Share = 0.0  # of cosine
 
 
-class Augmentation(Table):
+class Augmentation(SettingsTable):
     """Changes to training images, drawn anew for each sample and epoch, before pixels are normalised.
 
     `flip`: left and right change places in half of the images. `crop`: the image is framed with so many pixels of
@@ -44,7 +44,7 @@ class Augmentation(Table):
     crop: Annotated[int, Field(ge=0)] = 0
 
 
-class Training(Table):
+class TrainingSettings(SettingsTable):
     """One local round on a device: SGD with a fresh optimiser, shuffled batches, cross-entropy."""
 
     epochs: Count = 1
@@ -63,7 +63,7 @@ class Training(Table):
     deterministic: bool = False
 
 
-def learning_rate(training: Training, *, global_round: int, global_rounds: int) -> float:
+def learning_rate(training: TrainingSettings, *, global_round: int, global_rounds: int) -> float:
     """Return the learning rate of a global round (0-based) of so many, as `Schedule` says."""
     schedule = training.schedule
     if global_round < schedule.warmup:
@@ -79,7 +79,7 @@ def learning_rate(training: Training, *, global_round: int, global_rounds: int) 
     return training.learning_rate * share
 
 
-def check(training: Training, data: Data) -> None:
+def check(training: TrainingSettings, data: Data) -> None:
     """Check what the keys need of one another and of the data. Raises InvalidExperiment."""
     if training.nesterov and not training.momentum:
         raise InvalidExperiment(

@@ -48,7 +48,7 @@ def evaluate(
     return Evaluation(int(correct) / len(labels), float(loss) / len(labels))
 
 
-class Examiner:
+class ModelTester:
     """An experiment's test set, and a module to try models on. Raises InvalidExperiment."""
 
     def __init__(self, experiment: Experiment) -> None:

@@ -25,7 +25,7 @@ Draw = Callable[[nn.Module, torch.Generator], None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _Architecture:
     """How to make a model, and the images that it takes: numbers of channels (None = any), lengths of their sides."""
 
     construct: Callable[[Inputs], nn.Module]
@@ -46,22 +46,22 @@ _FROM_16, _FROM_32 = range(16, 4096), range(32, 4096)
 
 _KINDS = MappingProxyType(
     {
-        "mlp_digits": _Kind(small.mlp_digits, (1,), (8,)),
-        "cnn_digits": _Kind(small.cnn_digits, (1,), (8,)),
-        "lenet5": _Kind(small.lenet5, (1,), (28,)),
-        "lenet_cifar": _Kind(small.lenet_cifar, (3,), (32,)),
-        "cnn_femnist": _Kind(small.cnn_femnist, (1,), (28,)),
-        "cnn_fedavg": _Kind(small.cnn_fedavg, None, _FROM_16),
-        "cnn_fedavg_padded": _Kind(small.cnn_fedavg_padded, None, _FROM_16),
-        "resnet20": _Kind(resnet.resnet20, None, _FROM_16),
-        "resnet20_b": _Kind(resnet.resnet20_b, None, _FROM_16),
-        "resnet20_preact": _Kind(resnet.resnet20_preact, None, _FROM_16, resnet.draw_preact),
-        "resnet18_cifar": _Kind(resnet.resnet18_cifar, None, _FROM_16),
-        "vgg16_bn": _Kind(vgg.vgg16_bn, None, (32,)),
-        "vgg16": _Kind(vgg.vgg16, None, _FROM_32, vgg.draw_vgg16),
-        "vgg_femnist": _Kind(vgg.vgg_femnist, (1,), _FROM_16),
-        "char_lstm": _Kind(lstm.char_lstm, None, (), text=True),
-        "sent_lstm": _Kind(lstm.sent_lstm, None, (), text=True),
+        "mlp_digits": _Architecture(small.mlp_digits, (1,), (8,)),
+        "cnn_digits": _Architecture(small.cnn_digits, (1,), (8,)),
+        "lenet5": _Architecture(small.lenet5, (1,), (28,)),
+        "lenet_cifar": _Architecture(small.lenet_cifar, (3,), (32,)),
+        "cnn_femnist": _Architecture(small.cnn_femnist, (1,), (28,)),
+        "cnn_fedavg": _Architecture(small.cnn_fedavg, None, _FROM_16),
+        "cnn_fedavg_padded": _Architecture(small.cnn_fedavg_padded, None, _FROM_16),
+        "resnet20": _Architecture(resnet.resnet20, None, _FROM_16),
+        "resnet20_b": _Architecture(resnet.resnet20_b, None, _FROM_16),
+        "resnet20_preact": _Architecture(resnet.resnet20_preact, None, _FROM_16, resnet.draw_preact),
+        "resnet18_cifar": _Architecture(resnet.resnet18_cifar, None, _FROM_16),
+        "vgg16_bn": _Architecture(vgg.vgg16_bn, None, (32,)),
+        "vgg16": _Architecture(vgg.vgg16, None, _FROM_32, vgg.draw_vgg16),
+        "vgg_femnist": _Architecture(vgg.vgg_femnist, (1,), _FROM_16),
+        "char_lstm": _Architecture(lstm.char_lstm, None, (), text=True),
+        "sent_lstm": _Architecture(lstm.sent_lstm, None, (), text=True),
     }
 )
 
@@ -125,7 +125,7 @@ def write_row(module: nn.Module, layout: ModelLayout, row: Row) -> None:
         view[...] = state[name].cpu().numpy()
 
 
-def _fitting(name: str, inputs: Inputs) -> _Kind:
+def _fitting(name: str, inputs: Inputs) -> _Architecture:
     kind = _KINDS[name]
     if not kind.takes(inputs):
         fitting = [other for other, kind in _KINDS.items() if kind.takes(inputs)]

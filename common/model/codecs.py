@@ -122,7 +122,7 @@ class Packed:
         return np.empty(size, np.uint8).data
 
     def decode(self, layout: ModelLayout, blob: memoryview, row: Row, *, reference: Row | None = None) -> None:
-        source: _Source = _Plain(blob) if self.fixed else _Frame(blob)
+        source: _BlobSource = _Plain(blob) if self.fixed else _Frame(blob)
         columns_D = layout.floats(row)
         against_D = layout.floats(self._required(reference)) if self.delta else None
         piece_bytes = np.empty(PIECE_BYTES, np.uint8)
@@ -175,7 +175,7 @@ class Packed:
         return reference
 
 
-class _Source(Protocol):
+class _BlobSource(Protocol):
     def read(self, target: Bytes) -> None: ...
 
     def close(self) -> None: ...

@@ -17,8 +17,8 @@ import numpy.typing as npt
 from common.accounting.child_report import ChildReport
 from common.accounting.traffic import Traffic
 from common.errors import RefusedModel, WireError
-from common.experiment.links import Link, Ways
-from common.experiment.schema import Transfer
+from common.experiment.links import LinkSet, LinkSettings
+from common.experiment.schema import TransferSettings
 from common.protocol import serialization, topics
 from common.protocol.child_events import (
     ModelArrived,
@@ -54,7 +54,7 @@ from common.protocol.presence import Proof
 from common.protocol.refusals import Refusal
 from common.protocol.round_state import LIVING
 from common.protocol.session import Session
-from common.protocol.session_events import Meter
+from common.protocol.session_events import ByteMeter
 
 FAREWELL_S: Final = 1.0  # before it is sent again
 QUIET_S: Final = 30.0  # without a message of the parent, until it is to prove that it lives
@@ -75,16 +75,16 @@ class ChildSession(Session):
         *,
         parent: str,
         parent_session: str = "",
-        link: Link,
-        transfer: Transfer,
+        link: LinkSettings,
+        transfer: TransferSettings,
         shaped: bool,
-        meter: Meter,
+        meter: ByteMeter,
         first_number: int,
         now: float,
         form: ModelForm | None = None,
         below: Callable[[], Traffic] = Traffic,
     ) -> None:
-        ways = Ways(to={parent: link.up}, from_={parent: link.down}, shaped=shaped)
+        ways = LinkSet(to={parent: link.up}, from_={parent: link.down}, shaped=shaped)
         super().__init__(
             identity,
             peers=(parent,),

@@ -37,8 +37,8 @@ from common.protocol.round_state import (
     ChildState,
     Closed,
     CoordinatorEvent,
-    Offered,
     Restarted,
+    ResultAnnounced,
     Stalled,
 )
 from common.protocol.timeline import Timeline
@@ -115,7 +115,7 @@ class Coordinator:
             self.timeline.first_result = now if first is None else first
             if all(c.result for c in self._taking_part()):
                 self.timeline.last_result = now
-            self._events.append(Offered(name, message))
+            self._events.append(ResultAnnounced(name, message))
         elif child.state is ChildState.ACCEPTED:
             self._answer_again(name, Acknowledgement(message.key, ""), now)
         elif child.state is ChildState.REFUSED:

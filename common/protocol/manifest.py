@@ -12,7 +12,7 @@ import numpy.typing as npt
 import xxhash
 
 from common.errors import RefusedModel
-from common.experiment.links import Way
+from common.experiment.links import LinkDirection
 from common.protocol.messages import Manifest
 
 MIN_RATED_CHUNK: Final = 32_768
@@ -66,7 +66,7 @@ def chunk_bytes_for(rate_bytes_s: float | None, most: int) -> int:
     return max(MIN_RATED_CHUNK, min(most, int(rate_bytes_s / 2)))
 
 
-def window_for(way: Way, chunk_bytes: int, usual: int, keepalive_s: float) -> int:
+def window_for(way: LinkDirection, chunk_bytes: int, usual: int, keepalive_s: float) -> int:
     """Return how many chunks may be under way on a link, from 2 to WINDOW_MOST.
 
     Twice what the link holds in a round trip, or `usual` if that is more; yet they take at most a third of the

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from common.experiment.links import Ways
-from common.experiment.schema import Transfer
+from common.experiment.links import LinkSet
+from common.experiment.schema import TransferSettings
 from common.protocol.manifest import chunk_bytes_for, renamed
 from common.protocol.messages import Manifest
 from common.protocol.outbox import Outbox
@@ -18,7 +18,7 @@ from common.protocol.sender import Sender
 class Offers:
     """What a session offers. `chunk_most`: bytes of a chunk at most."""
 
-    def __init__(self, transfer: Transfer, ways: Ways, *, sender: Sender, outbox: Outbox) -> None:
+    def __init__(self, transfer: TransferSettings, ways: LinkSet, *, sender: Sender, outbox: Outbox) -> None:
         self._transfer = transfer
         self._ways = ways
         self._sender = sender

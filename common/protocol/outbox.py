@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from common.accounting.counters import Account, packet_bytes
-from common.experiment.links import Ways
+from common.experiment.links import LinkSet
 from common.protocol import serialization, topics
 from common.protocol.identity import Identity
 from common.protocol.messages import (
@@ -78,7 +78,7 @@ class _Departure:
 class Outbox:
     """One session's way out. `noise` are blobs that are no models."""
 
-    def __init__(self, identity: Identity, *, sender: Sender, counters: Account, ways: Ways) -> None:
+    def __init__(self, identity: Identity, *, sender: Sender, counters: Account, ways: LinkSet) -> None:
         self._identity = identity
         self._sender = sender
         self._counters = counters

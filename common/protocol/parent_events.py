@@ -9,7 +9,7 @@ from common.protocol.messages import Result, Target
 
 
 @dataclass(frozen=True, slots=True)
-class UploadOffered:
+class UploadAnnounced:
     """A child offers a result whose description fits: `fetch` its model, or `refuse` it."""
 
     child: str

@@ -1,6 +1,6 @@
 """A parent's session with its children: rounds, uploads, and who is there, without I/O.
 
-For an upload the shell has two entries besides the broker's: `UploadOffered` asks it for a buffer (`fetch`), and
+For an upload the shell has two entries besides the broker's: `UploadAnnounced` asks it for a buffer (`fetch`), and
 `UploadArrived` for a decision on what lies there (`accept`, `refuse`).
 """
 
@@ -16,9 +16,9 @@ import numpy.typing as npt
 from common.accounting.ledger import Ledger
 from common.accounting.traffic import Traffic
 from common.errors import RefusedModel, WireError
-from common.experiment.links import Link, Ways
+from common.experiment.links import LinkSet, LinkSettings
 from common.experiment.rounds import Closing
-from common.experiment.schema import Transfer
+from common.experiment.schema import TransferSettings
 from common.protocol import topics
 from common.protocol.coordinator import Coordinator
 from common.protocol.fetches import Fetched, FetchFailed, FetchFailure, ReceiverEvent
@@ -45,15 +45,15 @@ from common.protocol.parent_events import (
     PeerChanged,
     Readiness,
     TargetsChanged,
+    UploadAnnounced,
     UploadArrived,
-    UploadOffered,
     UploadRefused,
 )
 from common.protocol.refusals import Refusal
 from common.protocol.reports import COUNT_MOST, check_report
-from common.protocol.round_state import LIVING, Assignment, Offered, Restarted
+from common.protocol.round_state import LIVING, Assignment, Restarted, ResultAnnounced
 from common.protocol.session import Session
-from common.protocol.session_events import Meter
+from common.protocol.session_events import ByteMeter
 from common.protocol.targets import STAYING, Targets
 
 QUIET_S: Final = 5.0  # a child that prepares reports every two
@@ -71,14 +71,14 @@ class ParentSession(Session):
         self,
         identity: Identity,
         *,
-        links: Mapping[str, Link],
-        transfer: Transfer,
+        links: Mapping[str, LinkSettings],
+        transfer: TransferSettings,
         shaped: bool,
-        meter: Meter,
+        meter: ByteMeter,
         first_number: int,
         below: Mapping[str, Collection[str]] | None = None,
     ) -> None:
-        ways = Ways(
+        ways = LinkSet(
             to={name: link.down for name, link in links.items()},
             from_={name: link.up for name, link in links.items()},
             shaped=shaped,
@@ -128,7 +128,7 @@ class ParentSession(Session):
         )
 
     def fetch(
-        self, upload: UploadOffered, buffer: memoryview, now: float, *, lacking: npt.NDArray[np.bool_] | None = None
+        self, upload: UploadAnnounced, buffer: memoryview, now: float, *, lacking: npt.NDArray[np.bool_] | None = None
     ) -> None:
         """Get an offered model into `buffer`, uint8 [its size]; `lacking`, bool [chunks], where some lie there."""
         child, result = upload.child, upload.result
@@ -298,7 +298,7 @@ class ParentSession(Session):
 
     def _take_events(self, now: float) -> None:
         while (event := self.coordinator.next_event()) is not None:
-            if isinstance(event, Offered):
+            if isinstance(event, ResultAnnounced):
                 self._offered(event, now)
             elif isinstance(event, Restarted):
                 self.receiver.drop(event.child, now=now)
@@ -317,7 +317,7 @@ class ParentSession(Session):
     def _next_deadline_away(self) -> float:
         return self.targets.due
 
-    def _offered(self, offer: Offered, now: float) -> None:
+    def _offered(self, offer: ResultAnnounced, now: float) -> None:
         child, result = offer.child, offer.result
         try:
             if self._form is None:
@@ -327,7 +327,7 @@ class ParentSession(Session):
         except RefusedModel as error:
             self.refuse(child, result.key, str(error), now)
         else:
-            self._events.append(UploadOffered(child, result))
+            self._events.append(UploadAnnounced(child, result))
 
     def _count(self, child: str, session: str, traffic: Traffic, below: Traffic) -> None:
         self.ledger.enter(child, session, link=traffic, below=below)

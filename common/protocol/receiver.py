@@ -25,7 +25,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from common.experiment.links import Way
+from common.experiment.links import LinkDirection
 from common.protocol.fetches import PATIENCE_S, Fetch, Fetched, FetchFailed, FetchFailure, Landing, ReceiverEvent
 from common.protocol.manifest import chunk_digest, window_for
 from common.protocol.messages import Ask, Manifest
@@ -54,7 +54,7 @@ class Receiver:
         *,
         window: int,
         slots: int,
-        ways: Mapping[str, Way] | None = None,
+        ways: Mapping[str, LinkDirection] | None = None,
         keepalive_s: float = inf,
         exclusive: bool = False,
     ) -> None:
@@ -95,7 +95,7 @@ class Receiver:
         if any((f.owner, f.manifest.blob) == (owner, manifest.blob) for f in (*self._active.values(), *self._queued)):
             return
         lacking = np.ones(manifest.chunks, np.bool_) if lacking is None else lacking
-        way = self._ways.get(owner, Way())
+        way = self._ways.get(owner, LinkDirection())
         window = window_for(way, manifest.chunk_bytes, self._window, self._keepalive_s)
         pace_s = manifest.chunk_bytes / way.rate if way.rate else 0.0
         left, share = int(lacking.sum()), min(1.0, way.rate / SLOT_BYTES_S) if way.rate else 1.0

@@ -67,7 +67,7 @@ class Assignment:
 
 
 @dataclass(frozen=True, slots=True)
-class Offered:
+class ResultAnnounced:
     """A child announces its result: fetch and check it, then `accept` or `refuse`."""
 
     child: str
@@ -103,7 +103,7 @@ class Stalled:
     failures: frozenset[Failure] = frozenset()
 
 
-CoordinatorEvent: TypeAlias = Offered | Restarted | Closed | Stalled
+CoordinatorEvent: TypeAlias = ResultAnnounced | Restarted | Closed | Stalled
 
 
 @dataclass(slots=True)

@@ -18,8 +18,8 @@ from typing import Final
 
 from common.accounting.counters import Account, packet_bytes
 from common.errors import WireError
-from common.experiment.links import Ways
-from common.experiment.schema import Transfer
+from common.experiment.links import LinkSet
+from common.experiment.schema import TransferSettings
 from common.protocol import serialization, topics
 from common.protocol.fetches import Landing
 from common.protocol.identity import Identity
@@ -43,7 +43,7 @@ from common.protocol.presence import OwnPresence, PeerProofs
 from common.protocol.receiver import Receiver
 from common.protocol.refusals import Refusal, Refusals
 from common.protocol.sender import Publication, Sender
-from common.protocol.session_events import BrokerAway, Meter, NameTaken, NoiseFetched, ProbeReceived
+from common.protocol.session_events import BrokerAway, ByteMeter, NameTaken, NoiseFetched, ProbeReceived
 from common.protocol.side import Side
 from common.protocol.streams import Streams
 
@@ -61,9 +61,9 @@ class Session(Side):
         identity: Identity,
         *,
         peers: Sequence[str],
-        transfer: Transfer,
-        ways: Ways,
-        meter: Meter,
+        transfer: TransferSettings,
+        ways: LinkSet,
+        meter: ByteMeter,
         first_number: int,
         persistent: bool,
     ) -> None:

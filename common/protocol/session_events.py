@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from common.accounting.traffic import Wire
+from common.accounting.traffic import TcpStats
 from common.protocol.fetches import ReceiverEvent
 from common.protocol.messages import Probe, Probed
 
 
-class Meter(Protocol):
+class ByteMeter(Protocol):
     """What the kernel has carried on the connection."""
 
-    def sample(self) -> Wire:
+    def sample(self) -> TcpStats:
         """Return the counts of all its sockets so far."""
 
     def received(self) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from common.experiment.links import Way
+from common.experiment.links import LinkDirection
 
 CREDIT_S: Final = 0.02
 LEAD_S: Final = 0.02
@@ -21,7 +21,7 @@ LEAD_S: Final = 0.02
 class Shaper:
     """The links from one node to its peers; a peer that has none here is sent to at once."""
 
-    def __init__(self, ways: Mapping[str, Way]) -> None:
+    def __init__(self, ways: Mapping[str, LinkDirection]) -> None:
         self._ways = ways
         self._free_at: dict[str, float] = {}
         self._last: dict[str, float] = {}

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from common.accounting.traffic import Measured
 from common.errors import InvalidExperiment, RefusedModel
-from common.experiment.links import Links, Ways
+from common.experiment.links import Links, LinkSet
 from common.protocol.fetches import Fetched, ReceiverEvent
 from common.protocol.manifest import describe
 from common.protocol.messages import Manifest, Probe, Probed
@@ -154,7 +154,7 @@ class Probes:
         self._endpoint.wake()
 
 
-async def measure_all(probes: Probes, ways: Ways, links: Links, peers: Iterable[str]) -> dict[str, Measured]:
+async def measure_all(probes: Probes, ways: LinkSet, links: Links, peers: Iterable[str]) -> dict[str, Measured]:
     """Measure the links to these children, a few at a time, as `links.check` wants it.
 
     A child that does not answer is left out, with a warning. Raises InvalidExperiment where a link does not carry
@@ -195,7 +195,7 @@ def _complain(peer: str, direction: str, declared: float, carries: float, links:
     )
 
 
-def _groups(ways: Ways, peers: Iterable[str]) -> list[list[str]]:
+def _groups(ways: LinkSet, peers: Iterable[str]) -> list[list[str]]:
     """Return the children in groups whose links together carry no more than `TOGETHER_BYTES_S`, if there are two."""
     groups: list[list[str]] = []
     load = 0.0

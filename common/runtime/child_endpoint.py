@@ -15,8 +15,8 @@ from common.accounting.child_report import ChildReport
 from common.accounting.traffic import Traffic
 from common.errors import NoProgress, RefusedModel, RunFailed
 from common.experiment.codecs import PLAIN, Codecs
-from common.experiment.links import Link
-from common.experiment.schema import Transfer
+from common.experiment.links import LinkSettings
+from common.experiment.schema import TransferSettings
 from common.host.offload import offload
 from common.model.layout import ModelLayout, Row
 from common.net.address import BrokerAddress
@@ -39,7 +39,7 @@ from common.runtime.arriving import Arriving, NotHad
 from common.runtime.calibration import Probes
 from common.runtime.discovery import Found, Moved
 from common.runtime.endpoint import Endpoint
-from common.runtime.models import Models, Reference
+from common.runtime.models import DeltaReference, Models
 from common.runtime.work import Work
 from common.runtime.world import REAL, World
 from common.storage.spool import Spool
@@ -65,8 +65,8 @@ class ChildEndpoint(Endpoint):
         *,
         parent: str,
         parent_session: str = "",
-        transfer: Transfer,
-        link: Link,
+        transfer: TransferSettings,
+        link: LinkSettings,
         shaped: bool = True,
         below: Callable[[], Traffic] = Traffic,
         spool: Spool | None = None,
@@ -236,7 +236,7 @@ class ChildEndpoint(Endpoint):
             self._fetching = None
             session.stop_fetching(task, self.now())
             await _stop(self._decoding)  # it writes the row
-        reference = Reference(task.model.blob, row) if self.models.sent.delta else None
+        reference = DeltaReference(task.model.blob, row) if self.models.sent.delta else None
         manifest, blob = await self.models.encode(
             layout, answer.row, cut=session.offers.cut(session.peers), reference=reference
         )

@@ -9,7 +9,7 @@ from common.accounting.ledger import Ledger
 from common.experiment.rounds import Closing
 from common.model.layout import Row
 from common.runtime.arriving import Arriving
-from common.runtime.round import Round
+from common.runtime.round import ClosedRound
 from common.runtime.world import nothing
 
 
@@ -44,5 +44,5 @@ class Children(Protocol):
         epochs: Mapping[str, int],
         closing: Closing,
         on_progress: Callable[[], None] = nothing,
-    ) -> Round:
+    ) -> ClosedRound:
         """Give each child its model and return what came back, see `ParentEndpoint.round`."""

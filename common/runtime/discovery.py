@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from common.errors import FedstrataError, WireError
-from common.experiment.schema import Transfer
+from common.experiment.schema import TransferSettings
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
 from common.protocol.messages import Alive, Announcement, WhoIsThere
@@ -93,7 +93,7 @@ class _Seeker:
         self._connection = world.connection(
             address,
             client_id=f"seeker-{world.token(8)}",
-            keepalive_s=Transfer().keepalive_s,
+            keepalive_s=TransferSettings().keepalive_s,
             received=self._received,
             connected=self._connected,
             lost=nothing,

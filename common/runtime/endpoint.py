@@ -15,7 +15,7 @@ from math import inf
 from typing import Final
 
 from common.errors import ConnectionFailed, DuplicateName, NoProgress
-from common.experiment.schema import Transfer
+from common.experiment.schema import TransferSettings
 from common.net.address import BrokerAddress
 from common.net.bulk import Body
 from common.net.packets import Place
@@ -50,7 +50,7 @@ class Endpoint(ABC):
         address: BrokerAddress,
         identity: Identity,
         *,
-        transfer: Transfer,
+        transfer: TransferSettings,
         world: World,
         statistics: BrokerStatistics | None = None,
     ) -> None:

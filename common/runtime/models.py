@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class DeltaReference:
     """A model that both ends of a link hold, as its receiver decoded it from `blob`; a delta is against it."""
 
     blob: str
@@ -44,7 +44,7 @@ class Models:
         self._kept: dict[str, Row | Arriving] = {}
 
     async def encode(
-        self, layout: ModelLayout, row: Row, *, cut: tuple[int, str], reference: Reference | None = None
+        self, layout: ModelLayout, row: Row, *, cut: tuple[int, str], reference: DeltaReference | None = None
     ) -> tuple[Manifest, memoryview]:
         """Write a row as a blob, valid until `release`.
 

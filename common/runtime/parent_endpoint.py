@@ -13,9 +13,9 @@ from common.accounting.ledger import Ledger
 from common.aggregation.uploads import Uploads
 from common.errors import FedstrataError, InvalidBelow, NoProgress, RefusedModel, RunFailed
 from common.experiment.codecs import PLAIN, Codecs
-from common.experiment.links import Link, Links, Way
+from common.experiment.links import LinkDirection, Links, LinkSettings
 from common.experiment.rounds import Closing
-from common.experiment.schema import Transfer
+from common.experiment.schema import TransferSettings
 from common.host.offload import offload
 from common.model.layout import ModelLayout, Row
 from common.net.address import BrokerAddress
@@ -26,8 +26,8 @@ from common.protocol.parent_events import (
     GoodbyeSaid,
     PeerChanged,
     TargetsChanged,
+    UploadAnnounced,
     UploadArrived,
-    UploadOffered,
     UploadRefused,
 )
 from common.protocol.parent_session import ParentSession
@@ -38,7 +38,7 @@ from common.runtime.broker_statistics import BrokerStatistics
 from common.runtime.calibration import Probes, measure_all
 from common.runtime.endpoint import Endpoint
 from common.runtime.models import Models
-from common.runtime.round import Round
+from common.runtime.round import ClosedRound
 from common.runtime.world import REAL, World, nothing
 from common.storage.spool import Spool
 
@@ -66,8 +66,8 @@ class ParentEndpoint(Endpoint):
         address: BrokerAddress,
         identity: Identity,
         *,
-        links: Mapping[str, Link],
-        transfer: Transfer,
+        links: Mapping[str, LinkSettings],
+        transfer: TransferSettings,
         shaped: bool = True,
         below: Mapping[str, Collection[str]] | None = None,
         spool: Spool | None = None,
@@ -145,7 +145,7 @@ class ParentEndpoint(Endpoint):
         epochs: Mapping[str, int],
         closing: Closing,
         on_progress: Callable[[], None] = nothing,
-    ) -> Round:
+    ) -> ClosedRound:
         """Send each child its model, wait until the round closes, and return what came back.
 
         `models`: one row, uint8 [row_bytes], for each child that takes part; children may share a row, and the uploads'
@@ -182,7 +182,7 @@ class ParentEndpoint(Endpoint):
         reports = tuple(closed.results.get(name) for name in children)
         uploads = Uploads(tuple(children), self._uploads.array, reports, self._uploads.release)
         results = {name: closed.results[name] for name in children if name in closed.results}
-        return Round(results, uploads, closed.missing, closed.refused, self.session.coordinator.timeline)
+        return ClosedRound(results, uploads, closed.missing, closed.refused, self.session.coordinator.timeline)
 
     async def gather(self, closing: Closing, *, waiting: Callable[[str], None] = lambda text: None) -> None:
         """Wait until the children are ready: all of them, or where a round may close without some, a quorum.
@@ -238,7 +238,7 @@ class ParentEndpoint(Endpoint):
     # Events
 
     def _take(self, event: object) -> None:
-        if isinstance(event, UploadOffered):
+        if isinstance(event, UploadAnnounced):
             self._fetch(event)
         elif isinstance(event, UploadArrived):
             self._check(event)
@@ -290,7 +290,7 @@ class ParentEndpoint(Endpoint):
     ) -> dict[str, Assignment]:
         """Hold each model once for all children with links alike: in one stream the slowest would set the pace."""
         layout, session = self._require_layout(), self.session
-        groups: dict[tuple[int, Way], list[str]] = {}
+        groups: dict[tuple[int, LinkDirection], list[str]] = {}
         for name in children:
             groups.setdefault((id(models[name]), session.ways.to[name]), []).append(name)
         assignments: dict[str, Assignment] = {}
@@ -315,7 +315,7 @@ class ParentEndpoint(Endpoint):
         same = model.manifest.codec == self.models.sent.name and not model.complete
         return same and self.session.offers.forwards(model.manifest, receivers)
 
-    def _fetch(self, upload: UploadOffered) -> None:
+    def _fetch(self, upload: UploadAnnounced) -> None:
         layout, manifest = self._require_layout(), upload.result.model
         place = self._places[upload.child]
         buffer = self.models.received.buffer(layout, self._uploads.array[place], size=manifest.size)
@@ -325,7 +325,7 @@ class ParentEndpoint(Endpoint):
         else:
             self.session.fetch(upload, buffer, self.now())
 
-    async def _fetch_rest(self, upload: UploadOffered, buffer: memoryview) -> None:
+    async def _fetch_rest(self, upload: UploadAnnounced, buffer: memoryview) -> None:
         """Fetch the chunks that an earlier process of this node did not get."""
         lacking = await offload(partial(missing, upload.result.model, buffer))
         self.session.fetch(upload, buffer, self.now(), lacking=lacking)

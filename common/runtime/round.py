@@ -12,7 +12,7 @@ from common.protocol.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class ClosedRound:
     """A closed round, its children in the order in which their models were given.
 
     `results`: of those that answered, in that order. `uploads`: their models in rows of their own, valid until the

@@ -14,7 +14,7 @@ from common.runtime.arriving import Arriving
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class WorkResult:
     """What a task's work made of a model: a row, uint8 [row_bytes], and what it cost. Seconds by this node's clock.
 
     For `path_steps` (None: as `steps`), `plans` and `path` see the message Result.
@@ -44,4 +44,4 @@ class Answer:
 
 
 Report: TypeAlias = Callable[[Phase, int, int], None]
-Work: TypeAlias = Callable[[Task, Arriving, Report], Awaitable[Answer]]
+Work: TypeAlias = Callable[[Task, Arriving, Report], Awaitable[WorkResult]]

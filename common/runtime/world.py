@@ -15,7 +15,7 @@ from common.net.bulk import Body
 from common.net.connection import BrokerConnection
 from common.net.limits import packet_limit
 from common.net.packets import FindPlace, Place
-from common.protocol.session_events import Meter
+from common.protocol.session_events import ByteMeter
 
 Received = Callable[[str, bytes, bool], None]
 
@@ -27,7 +27,7 @@ class Connection(Protocol):
     reconnects: int
 
     @property
-    def meter(self) -> Meter:
+    def meter(self) -> ByteMeter:
         """The bytes that this connection carried."""
 
     @property

@@ -52,7 +52,7 @@ class _PortTaken(ConnectionFailed):
 
 
 @dataclass(frozen=True, slots=True)
-class Broker:
+class BrokerProcess:
     """A broker that answers on `host`:`port` until `stop`."""
 
     host: str
@@ -100,7 +100,7 @@ def start(
     kind: Literal["auto", "mosquitto", "embedded"] = "auto",
     password_file: Path | None = None,
     settings: Mapping[str, str | int] | None = None,
-) -> Broker:
+) -> BrokerProcess:
     """Start a broker and return it once it answers an MQTT CONNECT; port 0 is a free one.
 
     Its configuration and log go into `directory`. Anybody may log in, unless there is a `password_file` (written by
@@ -156,7 +156,7 @@ def _start_on(
     directory: Path,
     passwords: Path | None,
     settings: Mapping[str, str | int],
-) -> Broker:
+) -> BrokerProcess:
     try:
         # A foreign broker on this port would answer in place of ours, so look before.
         socket.create_server((host, port), family=_family(host)).close()
@@ -171,7 +171,7 @@ def _start_on(
     except BaseException:
         stop(process)
         raise
-    return Broker(host=host, port=port, kind=kind, process=process, log=log)
+    return BrokerProcess(host=host, port=port, kind=kind, process=process, log=log)
 
 
 def _command(

@@ -119,7 +119,7 @@ def run(
     ] = False,
 ) -> None:
     """Run a whole lab on this machine: broker, cloud, institutions and devices as processes, or all in this one."""
-    from deploy.local.lab import Lab
+    from deploy.local.lab import LocalLab
     from deploy.local.netns import by_kernel, namespaces
     from deploy.local.network import one_host
 
@@ -148,7 +148,7 @@ def run(
             _run_direct(chosen, runs=runs, resume=resume, json_lines=output == "json", accelerator=accelerator or "cpu")
             return
         found = predict(chosen, one_host=True) if foretell else None
-        code = Lab(
+        code = LocalLab(
             chosen,
             runs=runs,
             resume=resume,
@@ -343,7 +343,7 @@ def _experiment(path: Path | None, overrides: list[str] | None, resume: Path | N
 
 def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lines: bool, accelerator: str) -> None:
     from cloud.results import RunFolder
-    from common.experiment.hardware import Hardware
+    from common.experiment.hardware import HardwareSettings
     from common.experiment.links import Links
     from common.host.memory import keep_large_buffers
     from deploy.console.progress import show
@@ -352,7 +352,7 @@ def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lin
     keep_large_buffers()
     if resume is None and chosen.links != Links():
         logs.tell("--direct: the links' rates and delays are not kept", level=logging.WARNING)
-    if resume is None and chosen.hardware != Hardware():
+    if resume is None and chosen.hardware != HardwareSettings():
         logs.tell("--direct: slower hardware is not played", level=logging.WARNING)
     folder = RunFolder.reopen(resume, direct=True) if resume else RunFolder.create(runs, chosen)
     try:

@@ -29,7 +29,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StudyPart:
     """One table. `rows` are configurations by name, the first of which the others are compared with."""
 
     title: str
@@ -162,7 +162,7 @@ _SEEN: Final = {
 }
 
 
-def _parts() -> dict[str, Part]:
+def _parts() -> dict[str, StudyPart]:
     parts = {}
     for kind, (what, base, rows, early) in _KINDS.items():
         for noisy, (images, noise, target) in _NOISES.items():
@@ -171,7 +171,9 @@ def _parts() -> dict[str, Part]:
                     continue  # no institution has two devices
                 name = f"{kind}-{noisy}-{split}"
                 tree = merged(base, _data(partition, concentration, noise))
-                parts[name] = Part(f"{what}; {images}; {devices}", tree, rows(), target, early, _SEEN.get(name, ()))
+                parts[name] = StudyPart(
+                    f"{what}; {images}; {devices}", tree, rows(), target, early, _SEEN.get(name, ())
+                )
     return parts
 
 

@@ -32,13 +32,13 @@ from typing import Any
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.host.processes import interruptible
-from deploy.experiments.configurations import PARTS, Part, Seen, merged
+from deploy.experiments.configurations import PARTS, Seen, StudyPart, merged
 
 LAST = 10  # global rounds over which the final accuracy is averaged: one by itself wobbles by a point
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class StudyRun:
     """What a run gave: after each global round accuracy, and since the start seconds, steps, path steps and bytes."""
 
     accuracies: list[float]
@@ -62,13 +62,13 @@ class Run:
         return next((place for place, accuracy in enumerate(self.accuracies) if accuracy >= target), None)
 
 
-def experiment(part: Part, row: str, seed: int, *, quick: bool) -> Experiment:
+def experiment(part: StudyPart, row: str, seed: int, *, quick: bool) -> Experiment:
     """Return the experiment of a part's row; a quick one has a twentieth of the global rounds."""
     tree = merged(part.base, part.rows[row], {"seed": seed})
     return parse(merged(tree, {"rounds": max(3, tree["rounds"] // 20)}) if quick else tree)
 
 
-def play(tree: str) -> Run:
+def play(tree: str) -> StudyRun:
     """Run an experiment, given as JSON, without a network; in a process of the pool."""
     from cloud.results import RunFolder
     from deploy.local import direct
@@ -82,7 +82,7 @@ def play(tree: str) -> Run:
     # In two layers an institution is its device: what they send one another is the WAN's again.
     flat = len(parse(tree).topology.device_names()) == len(parse(tree).topology.institution_names())
     ways = [f"{tier}_{way}_bytes" for tier in (("wan",) if flat else ("wan", "lan")) for way in ("up", "down")]
-    return Run(
+    return StudyRun(
         [float(row["accuracy"]) for row in rows],
         [float(row["elapsed_s"]) for row in rows],
         _sums([int(row["sgd_steps"]) for row in rows]),
@@ -96,28 +96,28 @@ def _sums(values: Sequence[int]) -> list[int]:
     return list(accumulate(values))
 
 
-class Shelf:
+class StudyCache:
     """Finished runs by the digests of their experiments."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
-    def get(self, wanted: Experiment) -> Run | None:
+    def get(self, wanted: Experiment) -> StudyRun | None:
         """Return the run, if it was finished."""
         path = self._folder / f"{wanted.digest}.json"
-        return Run(**json.loads(path.read_text())) if path.exists() else None
+        return StudyRun(**json.loads(path.read_text())) if path.exists() else None
 
-    def put(self, played: Experiment, run: Run) -> None:
+    def put(self, played: Experiment, run: StudyRun) -> None:
         """Keep a run."""
         partial = self._folder / f"{played.digest}.partial"
         partial.write_text(json.dumps(asdict(run)))
         os.replace(partial, partial.with_suffix(".json"))
 
 
-def complete(part: Part, seeds: int, shelf: Shelf, *, quick: bool) -> dict[str, list[Run]] | None:
+def complete(part: StudyPart, seeds: int, shelf: StudyCache, *, quick: bool) -> dict[str, list[StudyRun]] | None:
     """Return each row's runs, in the order of their seeds; None where one is missing."""
-    found: dict[str, list[Run]] = {}
+    found: dict[str, list[StudyRun]] = {}
     for row in part.rows:
         runs = [shelf.get(experiment(part, row, seed, quick=quick)) for seed in range(1, seeds + 1)]
         found[row] = [run for run in runs if run is not None]
@@ -129,7 +129,7 @@ def spread(values: Sequence[float]) -> str:
     return f"{mean(values):.1f} ± {stdev(values):.1f}" if len(values) > 1 else f"{mean(values):.1f}"
 
 
-def table(part: Part, found: Mapping[str, Sequence[Run]]) -> list[str]:
+def table(part: StudyPart, found: Mapping[str, Sequence[StudyRun]]) -> list[str]:
     """Return a part's table: Δ are paired differences against its first row, costs are those to the target."""
     first = next(iter(found.values()))
     lines = [
@@ -158,7 +158,7 @@ def table(part: Part, found: Mapping[str, Sequence[Run]]) -> list[str]:
     return lines
 
 
-def compared(seen: Seen, part: Part, found: Mapping[str, Sequence[Run]]) -> str:
+def compared(seen: Seen, part: StudyPart, found: Mapping[str, Sequence[StudyRun]]) -> str:
     """Return how a row compares with what was seen elsewhere: whether it is within two deviations over the seeds."""
     first = next(iter(found.values()))
     at = [run.at(seen.round) for run in found[seen.rule]]
@@ -172,7 +172,7 @@ def compared(seen: Seen, part: Part, found: Mapping[str, Sequence[Run]]) -> str:
     return f"- {seen.rule}, round {seen.round}: {spread(at)} {what}; seen elsewhere {wanted}: {verdict} two deviations"
 
 
-def report(out: Path, shelf: Shelf, seeds: int, *, quick: bool) -> None:
+def report(out: Path, shelf: StudyCache, seeds: int, *, quick: bool) -> None:
     """Write study.csv and study.md of all parts that are complete."""
     lines: list[str] = []
     rows: list[dict[str, Any]] = []
@@ -209,7 +209,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a twentieth of the global rounds: does it work?")
     parser.add_argument("--out", type=Path, default=Path("runs/study"))
     chosen = parser.parse_args()
-    shelf = Shelf(chosen.out / "done")
+    shelf = StudyCache(chosen.out / "done")
     patterns = chosen.part or ["*"]
     parts = {name: part for name, part in PARTS.items() if any(fnmatch(name, pattern) for pattern in patterns)}
     if not parts:

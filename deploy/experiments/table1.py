@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from common.experiment.reading import load
-from deploy.local.lab import Lab
+from deploy.local.lab import LocalLab
 from deploy.runs.run import Run, State, folders
 
 DEMO: Final = Path(__file__).with_name("demo.toml")
@@ -40,7 +40,7 @@ def main() -> int:
             done = _finished(given.runs, experiment.digest)
             if done is None:
                 print(f"{experiment.name}, seed {seed}", file=sys.stderr)
-                if Lab(experiment, runs=given.runs, resume=None, json_lines=True, metrics="127.0.0.1:0").run():
+                if LocalLab(experiment, runs=given.runs, resume=None, json_lines=True, metrics="127.0.0.1:0").run():
                     return 1
                 done = _finished(given.runs, experiment.digest)
             if done is not None:

@@ -29,7 +29,7 @@ from common.protocol.reports import check_report
 from common.protocol.timeline import Timeline
 from common.runtime.arriving import Arriving
 from common.runtime.parent_endpoint import Observe
-from common.runtime.round import Round
+from common.runtime.round import ClosedRound
 from common.runtime.work import Work
 from common.runtime.world import new_session, nothing
 from common.storage.spool import Spool
@@ -105,7 +105,7 @@ class Calls:
         epochs: Mapping[str, int],
         closing: Closing,
         on_progress: Callable[[], None] = nothing,
-    ) -> Round:
+    ) -> ClosedRound:
         """Call each child with a copy of its model, and return what they made. Raises RunFailed, RefusedModel."""
         children = list(models)
         if len(self._uploads) != len(children):
@@ -141,7 +141,7 @@ class Calls:
         timeline.closed = self.now()
         reports = tuple(results.get(name) for name in children)
         uploads = Uploads(tuple(children), self._uploads, reports, lambda: None)
-        return Round(results, uploads, (), refused, timeline)
+        return ClosedRound(results, uploads, (), refused, timeline)
 
     def _carry(self, codec: Codec, row: Row, *, reference: Row | None = None) -> tuple[Row, int]:
         """Return the row as it arrives, in memory of its own, and the bytes that it would take."""

@@ -24,12 +24,12 @@ from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.host.processes import interruptible
 from common.learning import splits
-from common.learning.evaluation import Examiner
+from common.learning.evaluation import ModelTester
 from common.metrics import Metrics
 from common.model.layout import Row
 from common.protocol.messages import Phase, Task
 from common.runtime.arriving import Arriving
-from common.runtime.work import Answer, Report, Work
+from common.runtime.work import Report, Work, WorkResult
 from common.storage.spool import Spool
 from deploy.local.calls import Calls, Clock
 from device.training.trainer import Trainer
@@ -61,7 +61,7 @@ async def _play(folder: RunFolder, *, resume: bool, accelerator: str, observe: O
 
     clock, metrics = Clock(), Metrics()
     partition = splits.keep(experiment, folder.path)
-    examiner = Examiner(experiment)
+    examiner = ModelTester(experiment)
 
     async def evaluate(global_round: int, row: Row) -> Accuracy:
         with clock.stopped():
@@ -135,7 +135,7 @@ def _device(trainer: Trainer, experiment: Experiment) -> Work:
     local = LocalWork(trainer, rounds=experiment.institution.rounds)
     never = threading.Event()
 
-    async def work(task: Task, model: Arriving, report: Report) -> Answer:
+    async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
         return local(task, await model.whole(), progress=partial(report, Phase.TRAINING), cancelled=never)
 
     return work

@@ -26,7 +26,7 @@ from common.protocol.topics import DEFAULT_LAB
 from common.runtime.lifecycle import UNEXPECTED
 from deploy.console.logs import options, tell, words_of
 from deploy.console.progress import Observe, show
-from deploy.local.network import Network, Open, one_host, shares
+from deploy.local.network import LabNetwork, Open, one_host, shares
 from deploy.runs.records import PREDICTION
 from device.pool.pool import cores
 
@@ -37,7 +37,7 @@ STOP_S: Final = 5.0
 SPOOL: Final = ".spool"  # beside the runs' folders: what institutions need when a run is resumed
 
 
-class Lab:
+class LocalLab:
     """One run of an experiment with every role on this machine; a prediction of it is kept in its folder."""
 
     def __init__(
@@ -80,7 +80,7 @@ class Lab:
             finally:
                 self._keep_logs(home)
 
-    def _play(self, home: Path, network: Network) -> int:
+    def _play(self, home: Path, network: LabNetwork) -> int:
         try:
             self._start(home, network)
             with show(json_lines=self._json_lines) as observe:
@@ -101,11 +101,11 @@ class Lab:
         finally:
             stop_all(self._roles.values(), grace_s=STOP_S)
 
-    def _tell_how_to_go_on(self, network: Network) -> None:
+    def _tell_how_to_go_on(self, network: LabNetwork) -> None:
         if self._folder is not None:
             tell(f"\ngo on with: fedstrata run --resume {self._folder}{network.flags}")
 
-    def _start(self, home: Path, network: Network) -> None:
+    def _start(self, home: Path, network: LabNetwork) -> None:
         file = home / "experiment.toml"
         file.write_text(to_toml(self._experiment), encoding="utf-8")
         what = ["--resume", str(self._resume)] if self._resume else [str(file)]
@@ -134,7 +134,7 @@ class Lab:
             self._spawn(home, network, process, ["device", *who, *own, *several, "--together"])
         threading.Thread(target=self._read_events, daemon=True).start()
 
-    def _spawn(self, home: Path, network: Network, process: str, arguments: list[str]) -> None:
+    def _spawn(self, home: Path, network: LabNetwork, process: str, arguments: list[str]) -> None:
         command = [sys.executable, "-m", "deploy.cli", *options(), *arguments, "--lab", self._lab]
         with network.inside(process):
             self._roles[process] = spawn(command, log=home / f"{process}.log", read_output=process == CLOUD)

@@ -119,7 +119,7 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class VethPair:
     """A link between two hosts: interface `down<number>` at the parent's end, `up<number>` at the child's.
 
     Each end sends with its direction's rate, Mbit/s, None = as fast as the machine can, and keeps what it sends for
@@ -163,7 +163,7 @@ class Wire:
 
 
 @contextmanager
-def joined(hosts: Iterable[str], wires: Sequence[Wire]) -> Iterator[Mapping[str, Namespace]]:
+def joined(hosts: Iterable[str], wires: Sequence[VethPair]) -> Iterator[Mapping[str, Namespace]]:
     """Make a namespace for each host and join them by shaped wires. Raises InvalidExperiment."""
     with ExitStack() as stack:
         spaces = {host: stack.enter_context(Namespace()) for host in hosts}
@@ -213,7 +213,7 @@ def shaping(end: End) -> list[str]:
     return lines
 
 
-def _check_delays(space: Namespace, wires: Sequence[Wire]) -> None:
+def _check_delays(space: Namespace, wires: Sequence[VethPair]) -> None:
     """Refuse delays that the kernel cannot keep. Raises InvalidExperiment."""
     try:
         space.batch("tc", shaping(End("lo", "", "", mbit=None, delay_ms=1.0)))

@@ -24,19 +24,19 @@ from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from deploy.brokers import broker
 from deploy.console.logs import tell
-from deploy.local.namespaces import Wire, joined
-from deploy.local.network import Network
+from deploy.local.namespaces import VethPair, joined
+from deploy.local.network import LabNetwork
 
 PORT: Final = 1883
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class NetworkPlan:
     """A lab's hosts, named as the processes there; the devices of each process of devices; each child's wire."""
 
     hosts: tuple[str, ...]
     groups: Mapping[str, tuple[str, ...]]
-    wires: Mapping[str, Wire]
+    wires: Mapping[str, VethPair]
 
 
 def by_kernel(experiment: Experiment, *, delays: bool) -> Experiment:
@@ -50,10 +50,10 @@ def by_kernel(experiment: Experiment, *, delays: bool) -> Experiment:
     return experiment.model_copy(update={"links": links})
 
 
-def lay_out(experiment: Experiment) -> Plan:
+def lay_out(experiment: Experiment) -> NetworkPlan:
     """Return a lab's plan, with one process of devices for each institution."""
     children = experiment.topology.children()
-    wires: dict[str, Wire] = {}
+    wires: dict[str, VethPair] = {}
     groups: dict[str, tuple[str, ...]] = {}
     for institution, devices in children.items():
         wires[institution] = _wire(experiment, institution, number=len(wires), hosts=(CLOUD, institution))
@@ -61,10 +61,10 @@ def lay_out(experiment: Experiment) -> Plan:
         groups[group] = tuple(devices)
         for device in devices:
             wires[device] = _wire(experiment, device, number=len(wires), hosts=(institution, group))
-    return Plan((CLOUD, *children, *groups), groups, wires)
+    return NetworkPlan((CLOUD, *children, *groups), groups, wires)
 
 
-def routing(plan: Plan) -> dict[str, list[str]]:
+def routing(plan: NetworkPlan) -> dict[str, list[str]]:
     """Return, by host, the commands of `ip` that lead each device past its institution to the cloud's broker.
 
     There the broker has an address for each device, so that a device's way there goes by its own wire.
@@ -83,7 +83,7 @@ def routing(plan: Plan) -> dict[str, list[str]]:
 
 
 @contextmanager
-def namespaces(experiment: Experiment, home: Path, *, one_broker: bool) -> Iterator[Network]:
+def namespaces(experiment: Experiment, home: Path, *, one_broker: bool) -> Iterator[LabNetwork]:
     """Open the network of a lab in namespaces; logs go into `home`.
 
     Raises InvalidExperiment where this machine or user cannot, or where the links are not the kernel's to keep;
@@ -112,7 +112,7 @@ def namespaces(experiment: Experiment, home: Path, *, one_broker: bool) -> Itera
                 spaces[institution].forward()
         where = "at the cloud" if one_broker else "at the cloud and at each institution"
         tell(f"{len(spaces)} network namespaces; broker: {served.kind} {where}")
-        yield Network(
+        yield LabNetwork(
             upward=upward,
             downward={name: f"127.0.0.1:{ports[name]}" if name in ports else upward[name] for name in institutions},
             groups=plan.groups,
@@ -121,6 +121,6 @@ def namespaces(experiment: Experiment, home: Path, *, one_broker: bool) -> Itera
         )
 
 
-def _wire(experiment: Experiment, child: str, *, number: int, hosts: tuple[str, str]) -> Wire:
+def _wire(experiment: Experiment, child: str, *, number: int, hosts: tuple[str, str]) -> VethPair:
     link = experiment.link(child)
-    return Wire(number, child, *hosts, link.up_mbit, link.down_mbit, link.delay_ms)
+    return VethPair(number, child, *hosts, link.up_mbit, link.down_mbit, link.delay_ms)

@@ -17,7 +17,7 @@ from device.pool.pool import cores
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class LabNetwork:
     """A lab's brokers, which answer, and the places of its processes.
 
     `upward`: each node's broker, host:port, at which it meets its parent, and the cloud its children. `downward`: each
@@ -34,7 +34,7 @@ class Network:
 
 DEVICES_MOST: Final = 64  # in one process, where there are cores for more: a round of 250 kB takes it 0.12 s of CPU
 
-Open: TypeAlias = Callable[[Experiment, Path], AbstractContextManager[Network]]
+Open: TypeAlias = Callable[[Experiment, Path], AbstractContextManager[LabNetwork]]
 
 
 def shares(cores: int, processes: int) -> list[int]:
@@ -43,7 +43,7 @@ def shares(cores: int, processes: int) -> list[int]:
 
 
 @contextmanager
-def one_host(experiment: Experiment, home: Path) -> Iterator[Network]:
+def one_host(experiment: Experiment, home: Path) -> Iterator[LabNetwork]:
     """Open the network of a lab around one broker on this machine.
 
     Logs go into `home`. Raises ConnectionFailed, and InvalidExperiment where the kernel would have to keep the links.
@@ -58,7 +58,7 @@ def one_host(experiment: Experiment, home: Path) -> Iterator[Network]:
     with broker.start(directory=home) as served:
         address = f"{served.host}:{served.port}"
         tell(f"broker: {served.kind} on {address}")
-        yield Network(
+        yield LabNetwork(
             upward=dict.fromkeys((CLOUD, *children, *devices), address),
             downward=dict.fromkeys(children, address),
             groups={f"devices-{index}": devices[index::processes] for index in range(processes)},

@@ -24,7 +24,7 @@ from common.experiment.schema import Experiment
 from common.protocol import serialization
 from common.protocol.manifest import chunk_digest
 from common.protocol.messages import Key, Manifest, Task
-from deploy.planning.prediction import Speeds
+from deploy.planning.prediction import MachineSpeeds
 
 TRAINING_S: Final = 2.0
 EVALUATED: Final = 400
@@ -34,7 +34,7 @@ REPEATS: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class ReferenceModel:
     """Seconds of one core of a two-core virtual machine: of a round with a child, and of the two loops."""
 
     message_s: float = 4e-3
@@ -43,11 +43,11 @@ class Reference:
     copying_s: float = 1.1e-10
 
 
-REFERENCE: Final = Reference()
+REFERENCE: Final = ReferenceModel()
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class TrainingSpeed:
     """Seconds of one core: a step of SGD, a training besides its steps, and the whole test set."""
 
     step_s: float
@@ -55,7 +55,7 @@ class Training:
     evaluation_s: float
 
 
-def measure(experiment: Experiment, *, cores: int, together: bool, row_bytes: int) -> Speeds:
+def measure(experiment: Experiment, *, cores: int, together: bool, row_bytes: int) -> MachineSpeeds:
     """Measure this machine with an experiment of one device, whose data are here.
 
     `together`: all cores train at once, as they will where all roles share this host.
@@ -64,7 +64,7 @@ def measure(experiment: Experiment, *, cores: int, together: bool, row_bytes: in
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         found = [job.result() for job in [pool.submit(train, experiment.to_json()) for _ in range(jobs)]]
     copy_s = _best(_copying()) / NOISE_BYTES
-    return Speeds(
+    return MachineSpeeds(
         step_s=mean(one.step_s for one in found),
         training_s=mean(one.training_s for one in found),
         evaluation_s=mean(one.evaluation_s for one in found),
@@ -76,7 +76,7 @@ def measure(experiment: Experiment, *, cores: int, together: bool, row_bytes: in
     )
 
 
-def train(experiment_json: str) -> Training:
+def train(experiment_json: str) -> TrainingSpeed:
     """Train the device of an experiment for some seconds on one core, and evaluate its first model."""
     from common.learning import datasets, models
     from common.learning.evaluation import evaluate
@@ -115,7 +115,7 @@ def train(experiment_json: str) -> Training:
     start = time.monotonic()
     evaluate(module, images, labels=labels, normalise=data.normaliser())
     evaluation_s = (time.monotonic() - start) * len(data.test_labels) / max(1, len(labels))
-    return Training(spent_s / steps, min(overhead), evaluation_s)
+    return TrainingSpeed(spent_s / steps, min(overhead), evaluation_s)
 
 
 def _best(loop: Callable[[], None]) -> float:

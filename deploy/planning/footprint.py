@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Final
 
 from common.experiment.rounds import participants
-from common.experiment.schema import Experiment, Transfer
+from common.experiment.schema import Experiment, TransferSettings
 from common.experiment.topology import CLOUD
-from deploy.planning.prediction import Lab, Sizes
+from deploy.planning.prediction import PlannedLab, Sizes
 
 DOWN_BYTES: Final = 295  # of a child's round, besides its model: the task and the receipt
 UP_BYTES: Final = 645  # the result, and what it says of progress
@@ -22,7 +22,7 @@ TORCH_BYTES: Final = 560_000_000
 BROKER_BYTES: Final = 9_000_000
 
 
-def tiers_of(lab: Lab) -> dict[str, int]:
+def tiers_of(lab: PlannedLab) -> dict[str, int]:
     """Return a global round's bytes of whole MQTT packets on each tier and way."""
     sizes = lab.sizes
     institutions = sum(branch.count for branch in lab.branches)
@@ -53,7 +53,7 @@ def links_of(experiment: Experiment, sizes: Sizes) -> dict[str, float]:
     return found
 
 
-def memory_of(lab: Lab, *, data_bytes: int, devices: int) -> dict[str, int]:
+def memory_of(lab: PlannedLab, *, data_bytes: int, devices: int) -> dict[str, int]:
     """Return the bytes of memory that each process takes at its most, by role.
 
     `data_bytes` of the data set, which devices and the evaluator hold; `devices`: how many share the largest process.
@@ -71,25 +71,25 @@ def memory_of(lab: Lab, *, data_bytes: int, devices: int) -> dict[str, int]:
     }
 
 
-def _down(nbytes: int, transfer: Transfer) -> int:
+def _down(nbytes: int, transfer: TransferSettings) -> int:
     return _packets(nbytes, transfer) + DOWN_BYTES
 
 
-def _up(nbytes: int, transfer: Transfer) -> int:
+def _up(nbytes: int, transfer: TransferSettings) -> int:
     return _packets(nbytes, transfer) + UP_BYTES
 
 
-def _packets(nbytes: int, transfer: Transfer) -> int:
+def _packets(nbytes: int, transfer: TransferSettings) -> int:
     chunks = 1 if nbytes <= transfer.inline_bytes else -(-nbytes // transfer.chunk_bytes)
     return nbytes + chunks * CHUNK_BYTES
 
 
-def _parent(children: int, row: int, transfer: Transfer) -> int:
+def _parent(children: int, row: int, transfer: TransferSettings) -> int:
     """Return what uploads take in memory before they are read from the spool, the models, and what mixes them."""
     return int(min(children * row, transfer.resident_mb * 1e6)) + 2 * row
 
 
-def _broker(children: int, row: int, transfer: Transfer) -> int:
+def _broker(children: int, row: int, transfer: TransferSettings) -> int:
     """Return what may be under way: a window to all children, and one from each of those that send at once."""
     window = min(row, transfer.window * transfer.chunk_bytes)
     return BROKER_BYTES + (1 + min(children, transfer.upload_slots)) * window

@@ -14,18 +14,18 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Final, TypeVar
 
-from common.experiment.links import Way
-from common.experiment.schema import Transfer
+from common.experiment.links import LinkDirection
+from common.experiment.schema import TransferSettings
 from common.protocol.manifest import chunk_bytes_for
 from common.protocol.receiver import SLOT_BYTES_S
 from common.protocol.timeline import Timeline
-from deploy.planning.stage import Host, Process, Stage
+from deploy.planning.virtual_time import Host, Process, VirtualTime
 
 AT_PARENT: Final = 0.4  # of the work of a round with one child, a queue there; the rest is the child's and the broker's
 
 
 @dataclass(frozen=True, slots=True)
-class Speeds:
+class MachineSpeeds:
     """What calibration found of this machine: seconds of one core, and how many cores there are.
 
     `step_s`: a step of SGD; `training_s`: a training besides its steps; `evaluation_s`: the test set, once. Of a round
@@ -55,12 +55,12 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class PlannedDevice:
     """Devices alike, `count` of them in an institution's round: their link, and the seconds of one training."""
 
     count: int
-    down: Way
-    up: Way
+    down: LinkDirection
+    up: LinkDirection
     train_s: float
     pause_s: float = 0.0
 
@@ -70,32 +70,32 @@ class Branch:
     """Institutions alike, `count` of them: their link, and the devices of each that take part in a round."""
 
     count: int
-    down: Way
-    up: Way
-    devices: tuple[Device, ...]
+    down: LinkDirection
+    up: LinkDirection
+    devices: tuple[PlannedDevice, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Lab:
+class PlannedLab:
     """What is played: `interface` is what each host's network carries, bytes per second either way."""
 
     branches: tuple[Branch, ...]
     rounds: int
     sizes: Sizes
-    transfer: Transfer
+    transfer: TransferSettings
     one_host: bool
     interface: float
 
 
-def seconds(lab: Lab, speeds: Speeds) -> dict[str, float]:
+def seconds(lab: PlannedLab, speeds: MachineSpeeds) -> dict[str, float]:
     """Return a global round's seconds by phase, in the columns of rounds.csv; they add up to the global round."""
     return _SimulatedGlobalRound(lab, speeds).phases()
 
 
 class _SimulatedGlobalRound:
-    def __init__(self, lab: Lab, speeds: Speeds) -> None:
+    def __init__(self, lab: PlannedLab, speeds: MachineSpeeds) -> None:
         self._lab, self._speeds = lab, speeds
-        self._stage = Stage()
+        self._stage = VirtualTime()
         self._shared = Host(speeds.cores) if lab.one_host else None
         self._timeline = Timeline(0.0, 0.0)
         self._first, self._last = inf, 0.0
@@ -150,7 +150,7 @@ class _SimulatedGlobalRound:
         yield self._upload(branch.up, sizes.wan_up, branch.count, pipe)
         yield cloud, self._half(sizes.wan_up, branch.count)
 
-    def _device(self, device: Device, arrival_s: float, parent: Host, pipe: Host) -> Process:
+    def _device(self, device: PlannedDevice, arrival_s: float, parent: Host, pipe: Host) -> Process:
         sizes, speeds = self._lab.sizes, self._speeds
         yield parent, self._half(sizes.lan_down, device.count)
         yield arrival_s
@@ -173,19 +173,19 @@ class _SimulatedGlobalRound:
     def _mixing(self, uploads: int) -> float:
         return uploads * self._lab.sizes.row * self._speeds.mix_byte_s
 
-    def _chunk(self, way: Way, nbytes: int) -> int:
+    def _chunk(self, way: LinkDirection, nbytes: int) -> int:
         return min(nbytes, chunk_bytes_for(way.rate, self._lab.transfer.chunk_bytes))
 
-    def _delay(self, way: Way, nbytes: int) -> float:
+    def _delay(self, way: LinkDirection, nbytes: int) -> float:
         """Return the delays before the first byte: the announcement's, and of what it does not carry ask and chunk."""
         return way.delay_s * (1 if nbytes <= self._lab.transfer.inline_bytes else 3)
 
-    def _crossing(self, way: Way, nbytes: int, children: int) -> float:
+    def _crossing(self, way: LinkDirection, nbytes: int, children: int) -> float:
         """Return the seconds of a model's way down, to all of so many children."""
         link_s = nbytes / way.rate if way.rate else 0.0
         return self._delay(way, nbytes) + max(link_s, children * nbytes / self._lab.interface)
 
-    def _upload(self, way: Way, nbytes: int, children: int, pipe: Host) -> list[Process]:
+    def _upload(self, way: LinkDirection, nbytes: int, children: int, pipe: Host) -> list[Process]:
         """Return the ways that a child's upload takes: its link, and its share of what the parent takes at once."""
         most = self._lab.interface
         if way.rate:
@@ -206,7 +206,7 @@ def _use(host: Host, seconds: float) -> Process:
     yield host, seconds
 
 
-_Kind = TypeVar("_Kind", Branch, Device)
+_Kind = TypeVar("_Kind", Branch, PlannedDevice)
 
 
 def _one_by_one(kinds: Iterable[_Kind]) -> list[_Kind]:

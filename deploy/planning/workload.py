@@ -25,10 +25,10 @@ from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.learning import datasets, splits
 from common.learning.datasets import Dataset
-from common.learning.evaluation import Examiner
+from common.learning.evaluation import ModelTester
 from common.model.codecs import codec_of
 from common.model.layout import ModelLayout, Row
-from deploy.planning.prediction import Branch, Device, Lab, Sizes, Speeds
+from deploy.planning.prediction import Branch, MachineSpeeds, PlannedDevice, PlannedLab, Sizes
 from deploy.runs.run import Run
 
 MOST_LISTED: Final = 20_000  # devices; beyond them all are alike
@@ -57,7 +57,7 @@ KNOWN: Final = MappingProxyType(
 
 
 @dataclass(slots=True)
-class Workload:
+class PlannedWorkload:
     """An experiment's work. `single` is it with one device, to calibrate with; `epochs` are each institution's.
 
     `samples`: each device's, or one number for all; `here`: the data are. `assumed` says in words what was not known.
@@ -82,7 +82,7 @@ class Workload:
         return epochs * -(-samples // self.experiment.training.batch_size)
 
 
-def workload(experiment: Experiment) -> Workload:
+def workload(experiment: Experiment) -> PlannedWorkload:
     """Load the data, or what stands for them, and split them. Raises InvalidExperiment."""
     assumed: list[str] = []
     try:
@@ -92,7 +92,7 @@ def workload(experiment: Experiment) -> Workload:
         here = _made_up(experiment, error)
         dataset = datasets.load(here.data)
         assumed.append(f"{experiment.data.dataset} is not here: made-up images of its shape")
-    examiner = Examiner(here)
+    examiner = ModelTester(here)
     count = sum(experiment.topology.sizes())
     mean = _mean_samples(experiment, dataset, count)
     samples: int | dict[str, int] = mean
@@ -108,10 +108,10 @@ def workload(experiment: Experiment) -> Workload:
     single = parse(here.model_dump(mode="json") | alone)
     nbytes = dataset.train_images.nbytes + dataset.test_images.nbytes
     sizes = _sizes(experiment, examiner.layout, examiner.first)
-    return Workload(experiment, single, sizes, samples, nbytes, here=here is experiment, assumed=assumed)
+    return PlannedWorkload(experiment, single, sizes, samples, nbytes, here=here is experiment, assumed=assumed)
 
 
-def rehearse(work: Workload, speeds: Speeds) -> None:
+def rehearse(work: PlannedWorkload, speeds: MachineSpeeds) -> None:
     """Fill in the epochs: `training.epochs`, or where Tempo decides, those of some rounds on this machine."""
     experiment = work.experiment
     names = experiment.topology.institution_names() if work.listed else []
@@ -128,7 +128,7 @@ def rehearse(work: Workload, speeds: Speeds) -> None:
     work.assumed.append(f"{experiment.training.epochs} epochs everywhere: what Tempo will decide is not known")
 
 
-def lab(work: Workload, speeds: Speeds, *, one_host: bool, interface_mbit: float) -> Lab:
+def lab(work: PlannedWorkload, speeds: MachineSpeeds, *, one_host: bool, interface_mbit: float) -> PlannedLab:
     """Return what the simulation plays: devices and institutions, like ones together."""
     experiment, training = work.experiment, work.experiment.training
     institutions: Counter[tuple[Any, ...]] = Counter()
@@ -136,12 +136,12 @@ def lab(work: Workload, speeds: Speeds, *, one_host: bool, interface_mbit: float
     if isinstance(work.samples, Mapping):
         children = experiment.topology.children()
         for name in draw(list(children), experiment.cloud.participation, seed=experiment.seed, node=CLOUD, r=0):
-            devices: Counter[Device] = Counter()
+            devices: Counter[PlannedDevice] = Counter()
             for device in draw(children[name], share, seed=experiment.seed, node=name, r=0):
                 steps = work.steps(work.samples[device], work.epochs[name])
                 link, machine = experiment.link(device), experiment.machine(device)
                 train_s = speeds.training_s + steps * speeds.step_s
-                devices[Device(1, link.down, link.up, train_s, machine.answer_s(train_s) - train_s)] += 1
+                devices[PlannedDevice(1, link.down, link.up, train_s, machine.answer_s(train_s) - train_s)] += 1
             link = experiment.link(name)
             institutions[link.down, link.up, tuple(_counted(devices))] += 1
     else:
@@ -151,15 +151,15 @@ def lab(work: Workload, speeds: Speeds, *, one_host: bool, interface_mbit: float
         for size in every[: participants(len(every), experiment.cloud.participation)]:
             train_s = speeds.training_s + steps * speeds.step_s
             pause_s = machine.answer_s(train_s) - train_s
-            devices_of_it = (Device(participants(size, share), lan.down, lan.up, train_s, pause_s),)
+            devices_of_it = (PlannedDevice(participants(size, share), lan.down, lan.up, train_s, pause_s),)
             institutions[wan.down, wan.up, devices_of_it] += 1
     branches = tuple(Branch(count, down, up, devices) for (down, up, devices), count in institutions.items())
     interface = math.inf if one_host else interface_mbit * 1e6 / 8
-    return Lab(branches, experiment.institution.rounds, work.sizes, experiment.transfer, one_host, interface)
+    return PlannedLab(branches, experiment.institution.rounds, work.sizes, experiment.transfer, one_host, interface)
 
 
-def _counted(devices: Counter[Device]) -> list[Device]:
-    return [Device(count, kind.down, kind.up, kind.train_s, kind.pause_s) for kind, count in devices.items()]
+def _counted(devices: Counter[PlannedDevice]) -> list[PlannedDevice]:
+    return [PlannedDevice(count, kind.down, kind.up, kind.train_s, kind.pause_s) for kind, count in devices.items()]
 
 
 def _made_up(experiment: Experiment, missing: InvalidExperiment) -> Experiment:

@@ -10,7 +10,7 @@ from deploy.report import charts, maps
 from deploy.report.charts import Axis
 from deploy.report.figures import Figure
 from deploy.report.maps import Rates
-from deploy.runs.records import BROKER, TIERS, Link
+from deploy.runs.records import BROKER, TIERS, LinkRecord
 from deploy.runs.run import Run
 
 FOLD: Final = 60  # rows of links.csv beyond which the table is folded
@@ -113,9 +113,9 @@ def topology(run: Run) -> Figure:
     return maps.topology(file_name("topology", run), run.children, rates)
 
 
-def _ways(run: Run) -> dict[tuple[str, str], list[Link]]:
+def _ways(run: Run) -> dict[tuple[str, str], list[LinkRecord]]:
     """Return the links' rows by tier and direction."""
-    found: dict[tuple[str, str], list[Link]] = {(tier, way): [] for tier in TIERS for way in ("down", "up")}
+    found: dict[tuple[str, str], list[LinkRecord]] = {(tier, way): [] for tier in TIERS for way in ("down", "up")}
     for link in run.links:
         parents = ("cloud",) if link.tier == "wan" else run.children
         if link.kind != BROKER and link.tier in TIERS:
@@ -123,7 +123,7 @@ def _ways(run: Run) -> dict[tuple[str, str], list[Link]]:
     return found
 
 
-def _carried(whole: Sequence[Link]) -> int | None:
+def _carried(whole: Sequence[LinkRecord]) -> int | None:
     """Return the TCP stream's bytes without the noise before the run, None where a child has not told."""
     wires = [link.wire - link.probe for link in whole if link.wire is not None]
     return sum(wires) if whole and len(wires) == len(whole) else None
@@ -137,7 +137,7 @@ def _declared_links(run: Run) -> dict[str, Mapping[str, Any]]:
     )
 
 
-def _declared(run: Run, link: Link) -> float | None:
+def _declared(run: Run, link: LinkRecord) -> float | None:
     of = _declared_links(run)
     up, down = of.get(link.source), of.get(link.target)
     if link.tier == "lan" and link.source in run.children:

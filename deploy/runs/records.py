@@ -20,7 +20,7 @@ BROKER: Final = "broker"  # the kind of a link's row that counts a parent's whol
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class GlobalRoundRecord:
     """A row of rounds.csv: one global round. `bytes_` has the four of COUNTS; None = not known (yet)."""
 
     number: int
@@ -43,7 +43,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class LinkRecord:
     """A row of links.csv; None = nobody told."""
 
     tier: str
@@ -67,7 +67,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceWork:
+class DeviceRecord:
     """A row of devices.csv: a device in a global round. `path` and `pause_s` are of later releases."""
 
     global_round: int
@@ -105,9 +105,9 @@ def renamed(row: Mapping[str, _T]) -> dict[str, _T]:
     return {RENAMED.get(name, name): value for name, value in row.items()}
 
 
-def read_round(row: Mapping[str, str]) -> Round:
+def read_round(row: Mapping[str, str]) -> GlobalRoundRecord:
     """Read a row of rounds.csv."""
-    return Round(
+    return GlobalRoundRecord(
         number=int(row["global_round"]),
         elapsed_s=number(row["elapsed_s"]),
         accuracy=_maybe(row["accuracy"]),
@@ -123,9 +123,9 @@ def read_round(row: Mapping[str, str]) -> Round:
     )
 
 
-def read_link(row: Mapping[str, str]) -> Link:
+def read_link(row: Mapping[str, str]) -> LinkRecord:
     """Read a row of links.csv."""
-    return Link(
+    return LinkRecord(
         tier=row["tier"],
         source=row["from"],
         target=row["to"],
@@ -142,9 +142,9 @@ def read_link(row: Mapping[str, str]) -> Link:
     )
 
 
-def read_device(row: Mapping[str, str]) -> DeviceWork:
+def read_device(row: Mapping[str, str]) -> DeviceRecord:
     """Read a row of devices.csv."""
-    return DeviceWork(
+    return DeviceRecord(
         global_round=int(row["global_round"]),
         institution=row["institution"],
         device=row["device"],

@@ -26,11 +26,11 @@ from deploy.runs.records import (
     COUNTS,
     PREDICTION,
     RENAMED,
-    DeviceWork,
+    DeviceRecord,
     Event,
-    Link,
+    LinkRecord,
     Prediction,
-    Round,
+    GlobalRoundRecord,
     number,
     read_device,
     read_link,
@@ -86,17 +86,17 @@ class Run:
         return self.tree.get("seed")
 
     @cached_property
-    def rounds(self) -> Sequence[Round]:
+    def rounds(self) -> Sequence[GlobalRoundRecord]:
         """Return the global rounds done."""
         return self._rows("rounds.csv", read_round)
 
     @cached_property
-    def links(self) -> Sequence[Link]:
+    def links(self) -> Sequence[LinkRecord]:
         """Return each link's direction by kind, and what the parents' connections carried."""
         return self._rows("links.csv", read_link)
 
     @cached_property
-    def devices(self) -> Sequence[DeviceWork]:
+    def devices(self) -> Sequence[DeviceRecord]:
         """Return each device's work in each global round."""
         return self._rows("devices.csv", read_device)
 

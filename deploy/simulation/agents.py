@@ -14,7 +14,7 @@ from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.metrics import Metrics
 from common.net.address import BrokerAddress
-from deploy.simulation.hardware import Hardware, SimulatedEvaluator, SimulatedPool
+from deploy.simulation.hardware import SimulatedEvaluator, SimulatedHardware, SimulatedPool
 from deploy.simulation.world import SimulatedWorld
 from device.agent import DeviceAgent
 from institution.agent import InstitutionAgent
@@ -32,7 +32,7 @@ class AgentFactory:
     """Makes agents. `broker_each`: an institution's devices have a broker of their own, named like the institution."""
 
     experiment: Experiment
-    hardware: Hardware
+    hardware: SimulatedHardware
     metrics: Metrics
     path: Path
     homes: dict[str, str]

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 from common.accounting.counters import packet_bytes
-from common.accounting.traffic import Wire
+from common.accounting.traffic import TcpStats
 from common.errors import ConnectionFailed
 from common.net.address import BrokerAddress
 from common.net.bulk import Body
@@ -231,13 +231,13 @@ class SimulatedMeter:
 
     def __init__(self, connection: SimulatedConnection) -> None:
         self._connection = connection
-        self._before = Wire()
+        self._before = TcpStats()
 
     def add(self, stream: ClientStream) -> None:
         """Count a stream that ends."""
         self._before += stream.carried()
 
-    def sample(self) -> Wire:
+    def sample(self) -> TcpStats:
         """Return what was carried so far."""
         stream = self._connection.stream
         return self._before if stream is None else self._before + stream.carried()

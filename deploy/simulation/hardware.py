@@ -28,7 +28,7 @@ class Durations:
 
 
 @dataclass(slots=True)
-class Hardware:
+class SimulatedHardware:
     """The machines of a lab: a workload, how long it takes, and how often devices trained.
 
     A device in `hanging` never gets ready.
@@ -45,7 +45,7 @@ class Hardware:
 class SimulatedPool:
     """Stands for `device.pool.pool.Pool` in one process; any number of trainings run at once."""
 
-    def __init__(self, hardware: Hardware) -> None:
+    def __init__(self, hardware: SimulatedHardware) -> None:
         self.hardware = hardware
         self.moves = 0
 
@@ -95,7 +95,7 @@ class SimulatedMember:
 class SimulatedEvaluator:
     """Stands for `cloud.evaluator.Evaluator`."""
 
-    def __init__(self, hardware: Hardware) -> None:
+    def __init__(self, hardware: SimulatedHardware) -> None:
         self._hardware = hardware
 
     async def start(self) -> Beginning:

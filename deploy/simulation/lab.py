@@ -23,9 +23,9 @@ from common.experiment.topology import CLOUD
 from common.metrics import Metrics
 from deploy.simulation.agents import BROKER, AgentFactory, ignore
 from deploy.simulation.broker import SimulatedBroker
-from deploy.simulation.hardware import Durations, Hardware
+from deploy.simulation.hardware import Durations, SimulatedHardware
 from deploy.simulation.loop import START_S, SimulationError, VirtualLoop
-from deploy.simulation.network import LinkConditions, Network, SimulatedLink
+from deploy.simulation.network import LinkConditions, SimulatedLink, SimulatedNetwork
 from deploy.simulation.outcome import OK, LabOutcome, TraceDigest, collected_warnings, model_digest, round_rows
 from deploy.simulation.process import SimulatedProcess
 from deploy.simulation.workload import NullWorkload, Workload
@@ -72,10 +72,10 @@ class SimulatedLab:
         self.names = (CLOUD, *self.institutions, *self.homes)
         self.processes: dict[str, SimulatedProcess] = {}
         self.ended: dict[str, str] = {}
-        self.hardware = Hardware(workload or NullWorkload(model_bytes), durations or Durations(), seed)
+        self.hardware = SimulatedHardware(workload or NullWorkload(model_bytes), durations or Durations(), seed)
         self.loop = VirtualLoop(seed, executor_delay_s=executor_delay_s)
         self.loop.time_limit = START_S + time_limit_s
-        self.network = Network(self.loop, seed, conditions or LinkConditions())
+        self.network = SimulatedNetwork(self.loop, seed, conditions or LinkConditions())
         for name in (BROKER, *(self.institutions if broker_each else ())):
             self.network.add_broker(name)
         path = Path(tempfile.mkdtemp(prefix="fedstrata-simulation-", dir=MEMORY if MEMORY.is_dir() else None))

@@ -90,7 +90,7 @@ class SimulatedLink:
 
 
 @dataclass(slots=True)
-class Network:
+class SimulatedNetwork:
     """The brokers by name, and the links by process and broker.
 
     `filters` may each refuse a message of any broker by returning False; `hooks` are called with each that is routed.

@@ -7,7 +7,7 @@ from contextvars import Context
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from common.accounting.counters import packet_bytes
-from common.accounting.traffic import Wire
+from common.accounting.traffic import TcpStats
 from deploy.simulation.loop import VirtualLoop
 from deploy.simulation.network import LinkConditions
 from deploy.simulation.packets import Flight, Packet, PacketKind
@@ -69,9 +69,9 @@ class ClientStream:
             self._leave()
             self.send(PacketKind.DISCONNECT, 2)
 
-    def carried(self) -> Wire:
+    def carried(self) -> TcpStats:
         """Return the bytes of this connection."""
-        return Wire(sent=self._sent, received=self.received_bytes(), connections=1)
+        return TcpStats(sent=self._sent, received=self.received_bytes(), connections=1)
 
     def received_bytes(self) -> int:
         """Return the bytes received, of a packet that is under way its part."""

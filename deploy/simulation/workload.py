@@ -69,9 +69,9 @@ class RealWorkload:
 
     def __init__(self, experiment: Experiment) -> None:
         from common.learning import splits
-        from common.learning.evaluation import Examiner
+        from common.learning.evaluation import ModelTester
 
-        self._evaluator = Examiner(experiment)
+        self._evaluator = ModelTester(experiment)
         self.layout, self.first = self._evaluator.layout, self._evaluator.first
         self.partition = splits.split_of(experiment).digest
         self._trainers: dict[str, Trainer] = {}

@@ -11,7 +11,7 @@ from common.net.address import BrokerAddress
 from common.net.packets import FindPlace, Place
 from common.runtime.world import Connection, Received
 from deploy.simulation.connection import SimulatedConnection
-from deploy.simulation.network import Network
+from deploy.simulation.network import SimulatedNetwork
 from deploy.simulation.process import SimulatedProcess
 
 NOISE_DRAWN: Final = 1021  # a prime: no two chunks begin alike
@@ -26,7 +26,9 @@ class SimulatedWorld:
 
     process: SimulatedProcess
 
-    def __init__(self, network: Network, name: str, *, generation: int = 0, clock_offset_s: float = 0.0) -> None:
+    def __init__(
+        self, network: SimulatedNetwork, name: str, *, generation: int = 0, clock_offset_s: float = 0.0
+    ) -> None:
         self._network = network
         self._name = name
         self._clock_offset_s = clock_offset_s

@@ -14,7 +14,7 @@ from common.net.address import BrokerAddress
 from common.net.connection import BrokerConnection
 from common.protocol import topics
 from common.protocol.participant import HEARTBEAT_S
-from deploy.watching.lab import Lab
+from deploy.watching.lab import WatchedLab
 from deploy.watching.runs import Runs, filters
 
 DRAW_S: Final = 0.5
@@ -29,10 +29,10 @@ class Screen(Protocol):
     def waiting(self, runs: Runs, brokers: str) -> None:
         """Show that there is no run yet."""
 
-    def event(self, lab: Lab, event: str, facts: dict[str, object], now: float) -> None:
+    def event(self, lab: WatchedLab, event: str, facts: dict[str, object], now: float) -> None:
         """Show what has happened."""
 
-    def draw(self, lab: Lab, now: float) -> None:
+    def draw(self, lab: WatchedLab, now: float) -> None:
         """Show the present state."""
 
 
@@ -53,7 +53,7 @@ class Follower:
         self._light = light
         self._connect_timeout_s = connect_timeout_s
         self._runs = Runs(run, lab=lab)
-        self._lab: Lab | None = None
+        self._lab: WatchedLab | None = None
         self._screen: Screen | None = None
         self._loop = asyncio.get_running_loop()
         self._refused: asyncio.Future[None] = self._loop.create_future()
@@ -79,7 +79,7 @@ class Follower:
 
         await self._connected(play())
 
-    async def look(self, show: Callable[[Lab, float], None], *, timeout_s: float) -> None:
+    async def look(self, show: Callable[[WatchedLab, float], None], *, timeout_s: float) -> None:
         """Show the run once, as it stands. Raises NoProgress where there is none within `timeout_s`."""
 
         async def play() -> None:
@@ -114,13 +114,13 @@ class Follower:
                 task.cancel()
             await asyncio.wait((work, *keeping))
 
-    async def _found(self, screen: Screen | None) -> Lab:
+    async def _found(self, screen: Screen | None) -> WatchedLab:
         while (chosen := self._runs.choose(self._loop.time())) is None:
             if screen is not None:
                 screen.waiting(self._runs, self._all())
             await asyncio.sleep(DRAW_S / 2)
         run, experiment = chosen
-        self._lab = lab = Lab(run, experiment, brokers=self._names, now=self._loop.time(), lab=self._lab_name)
+        self._lab = lab = WatchedLab(run, experiment, brokers=self._names, now=self._loop.time(), lab=self._lab_name)
         for place, connection in enumerate(self._connections):
             if connection.up:
                 connection.unsubscribe(list(filters(self._lab_name)))
@@ -148,7 +148,7 @@ class Follower:
         )
         return connection
 
-    def _subscribe(self, place: int, connection: BrokerConnection, lab: Lab) -> None:
+    def _subscribe(self, place: int, connection: BrokerConnection, lab: WatchedLab) -> None:
         """Listen to a run; control by QoS 0, as all of it is said again and a broker should keep none of it for us."""
         refused = partial(self._refuse, connection.address)
         name, run = self._lab_name, lab.run

@@ -33,7 +33,7 @@ from common.protocol.messages import (
     Result,
     Task,
 )
-from deploy.watching.meter import Meter
+from deploy.watching.meter import RateMeter
 from deploy.watching.node import Node
 
 GOODBYE_S: Final = 12.0  # what a cloud that has finished takes to leave, at most
@@ -53,7 +53,7 @@ class Flow:
 
 
 @dataclass(slots=True)
-class Broker:
+class WatchedBroker:
     """One of the brokers; `since`: when it came or went, seconds."""
 
     address: str
@@ -61,7 +61,7 @@ class Broker:
     since: float
 
 
-class Lab:
+class WatchedLab:
     """One run. Hand it every message, and the time; take its events until it has ended.
 
     Messages of other labs and runs change nothing.
@@ -75,14 +75,14 @@ class Lab:
         self.run = run
         self._lab = lab
         self.experiment = experiment
-        self.brokers = [Broker(address, True, now) for address in brokers]
+        self.brokers = [WatchedBroker(address, True, now) for address in brokers]
         self.cloud = Node(CLOUD, "cloud")
         self.nodes = {CLOUD: self.cloud}
         for name, devices in experiment.topology.children().items():
             institution = self._add(name, "institution", self.cloud)
             for device in devices:
                 self._add(device, "device", institution)
-        self.heard = Meter()
+        self.heard = RateMeter()
         self._heard_bytes = 0
         self.controls = 0
         self.ignored = 0
@@ -327,7 +327,7 @@ class Lab:
             self._events.append((event, facts))
 
 
-def _sum(meters: Iterable[Meter], now: float) -> Flow:
+def _sum(meters: Iterable[RateMeter], now: float) -> Flow:
     heard = list(meters)
     return Flow(sum(meter.total for meter in heard), sum(meter.rate(now) for meter in heard))
 

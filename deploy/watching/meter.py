@@ -11,7 +11,7 @@ SILENCE_S: Final = 2.5  # a node at work says its counts every two seconds
 
 
 @dataclass(slots=True)
-class Meter:
+class RateMeter:
     """Bytes of one direction of a link: `total` over all sessions of the node that counts, and their rate.
 
     The rate is the exponentially weighted mean of what passed, weights falling by e in `SMOOTHING_S`. Where nothing is

@@ -24,12 +24,12 @@ from common.protocol.messages import (
     Task,
 )
 from common.protocol.round_state import LIVING
-from deploy.watching.meter import Meter
+from deploy.watching.meter import RateMeter
 
 SESSIONS_KEPT: Final = 8
 
 
-class Step(IntEnum):
+class NodeStep(IntEnum):
     """How far a child is in its round; within one it only goes on, whatever order its messages come in."""
 
     IDLE = 0
@@ -43,15 +43,15 @@ class Step(IntEnum):
 
 
 STEP_OF: Final = {
-    Phase.FETCHING: Step.FETCHING,
-    Phase.WAITING: Step.WAITING,
-    Phase.TRAINING: Step.TRAINING,
-    Phase.OFFERING: Step.OFFERING,
+    Phase.FETCHING: NodeStep.FETCHING,
+    Phase.WAITING: NodeStep.WAITING,
+    Phase.TRAINING: NodeStep.TRAINING,
+    Phase.OFFERING: NodeStep.OFFERING,
 }
 
 
 @dataclass(slots=True)
-class Transfer:
+class WatchedTransfer:
     """A model on its way: how much of it is here, 0 to 1, and its size in bytes, 0 where its manifest was not heard."""
 
     blob: str = ""
@@ -104,18 +104,18 @@ class Node:
     samples: int = 0
     key: Key | None = None
     wished_by: str = ""
-    step: Step = Step.IDLE
+    step: NodeStep = NodeStep.IDLE
     share: float = 0.0
     epochs: int = 0
     result: Result | None = None
     report: ChildReport | None = None
     measuring: bool = False
-    fetch: Transfer = field(default_factory=Transfer)
-    upload: Transfer = field(default_factory=Transfer)
-    up: Meter = field(default_factory=Meter)
-    down: Meter = field(default_factory=Meter)
-    below_up: Meter = field(default_factory=Meter)
-    below_down: Meter = field(default_factory=Meter)
+    fetch: WatchedTransfer = field(default_factory=WatchedTransfer)
+    upload: WatchedTransfer = field(default_factory=WatchedTransfer)
+    up: RateMeter = field(default_factory=RateMeter)
+    down: RateMeter = field(default_factory=RateMeter)
+    below_up: RateMeter = field(default_factory=RateMeter)
+    below_down: RateMeter = field(default_factory=RateMeter)
 
     @property
     def state(self) -> str:
@@ -140,9 +140,9 @@ class Node:
     @property
     def done(self) -> float:
         """Return how far it is within its step, 0 to 1."""
-        if self.step is Step.OFFERING:
+        if self.step is NodeStep.OFFERING:
             return self.upload.share
-        return self.fetch.share if self.step is Step.FETCHING else self.share
+        return self.fetch.share if self.step is NodeStep.FETCHING else self.share
 
     # What it, or its parent, said of its part in a round
 
@@ -192,7 +192,7 @@ class Node:
         self._count(progress.traffic, progress.below, now)
         if self.key == progress.key and self._go(STEP_OF[progress.phase]) and progress.total:
             share = min(1.0, progress.done / progress.total)
-            if self.step is Step.FETCHING:
+            if self.step is NodeStep.FETCHING:
                 self.fetch.share = max(share, self.fetch.share)
             else:
                 self.share = share
@@ -203,7 +203,7 @@ class Node:
         begins = self._heard_of(result.key)
         self._count(result.traffic, result.below, now)
         first = self.result is None or self.result.key != result.key
-        if self.key == result.key and self._go(Step.OFFERING):
+        if self.key == result.key and self._go(NodeStep.OFFERING):
             self.upload.begin(result.model, here=result.inline is not None)
         self.result = result
         for report in result.children:
@@ -213,9 +213,9 @@ class Node:
 
     def answered(self, receipt: Acknowledgement) -> bool:
         """Take its parent's word on its answer; return whether it was refused just now."""
-        if receipt.key != self.key or self.step in (Step.DONE, Step.REFUSED):
+        if receipt.key != self.key or self.step in (NodeStep.DONE, NodeStep.REFUSED):
             return False
-        self._go(Step.REFUSED if receipt.reason else Step.DONE)
+        self._go(NodeStep.REFUSED if receipt.reason else NodeStep.DONE)
         return bool(receipt.reason)
 
     def prepares(self, message: Preparing) -> bool:
@@ -232,13 +232,13 @@ class Node:
 
     def asked(self, ask: Ask) -> None:
         """Take its ask for its parent's model."""
-        if self.step in (Step.TOLD, Step.FETCHING):
-            self._go(Step.FETCHING)
+        if self.step in (NodeStep.TOLD, NodeStep.FETCHING):
+            self._go(NodeStep.FETCHING)
             self.fetch.hear(ask)
 
     def fetched(self, ask: Ask) -> None:
         """Take its parent's ask for its answer."""
-        if self.step is Step.OFFERING:
+        if self.step is NodeStep.OFFERING:
             self.upload.hear(ask)
 
     def counted(self, traffic: Traffic, below: Traffic, now: float) -> None:
@@ -247,7 +247,7 @@ class Node:
 
     def parent_restarted(self, session: str) -> None:
         """Forget its round: its parent begins a new session, whose keys may be smaller."""
-        self.key, self.step, self.wished_by = None, Step.IDLE, session
+        self.key, self.step, self.wished_by = None, NodeStep.IDLE, session
 
     def _heard_of(self, key: Key) -> bool:
         """Take the round from its own word, unless its parent's is known: it may still speak of an older one."""
@@ -256,11 +256,11 @@ class Node:
     def _enter(self, key: Key) -> bool:
         if self.key is not None and key <= self.key:
             return False
-        self.key, self.step, self.share, self.measuring = key, Step.TOLD, 0.0, False
-        self.fetch, self.upload = Transfer(), Transfer()
+        self.key, self.step, self.share, self.measuring = key, NodeStep.TOLD, 0.0, False
+        self.fetch, self.upload = WatchedTransfer(), WatchedTransfer()
         return True
 
-    def _go(self, step: Step) -> bool:
+    def _go(self, step: NodeStep) -> bool:
         """Go on to a step; return whether that is where it is now."""
         if step > self.step:
             self.step, self.share = step, 0.0
@@ -281,7 +281,7 @@ class Node:
         self.below_down.take(below.sent, now)
 
     def _begin_life(self) -> None:
-        if self.step not in (Step.DONE, Step.REFUSED, Step.IDLE):
-            self.step, self.share = Step.TOLD, 0.0
+        if self.step not in (NodeStep.DONE, NodeStep.REFUSED, NodeStep.IDLE):
+            self.step, self.share = NodeStep.TOLD, 0.0
         for meter in (self.up, self.down, self.below_up, self.below_down):
             meter.turn()

@@ -15,7 +15,7 @@ from rich.text import Text
 from deploy.console import logs
 from deploy.watching import words
 from deploy.watching.follower import UNHEARD, Screen
-from deploy.watching.lab import Lab
+from deploy.watching.lab import WatchedLab
 from deploy.watching.runs import Runs
 from deploy.watching.view import View
 
@@ -33,7 +33,7 @@ def screen_for(*, json_lines: bool, devices: bool | None) -> Iterator[Screen]:
         yield Terminal(live, devices=devices)
 
 
-def look(lab: Lab, now: float, *, json_lines: bool, devices: bool | None) -> None:
+def look(lab: WatchedLab, now: float, *, json_lines: bool, devices: bool | None) -> None:
     """Print the present state, each device unless it is to be left out."""
     if json_lines:
         print(json.dumps(words.tree(lab, now)), flush=True)
@@ -56,14 +56,14 @@ class Lines:
             logs.tell(f"waiting for a run of lab {runs.lab} on broker {brokers}")
             self._waits = True
 
-    def event(self, lab: Lab, event: str, facts: dict[str, object], now: float) -> None:
+    def event(self, lab: WatchedLab, event: str, facts: dict[str, object], now: float) -> None:
         """Print an event."""
         if self._json_lines:
             print(json.dumps(words.facts_of(lab, event, facts, now)), flush=True)
         elif (line := words.line(lab, event, facts, now)) is not None:
             print(line, flush=True)
 
-    def draw(self, lab: Lab, now: float) -> None:
+    def draw(self, lab: WatchedLab, now: float) -> None:
         """Print nothing: the state is in the events."""
 
 
@@ -81,13 +81,13 @@ class Terminal:
         there = f"nobody lives of {dead}" if dead else UNHEARD
         self._live.update(Text(f"waiting for a run of lab {runs.lab} on broker {brokers}; {there}"), refresh=True)
 
-    def event(self, lab: Lab, event: str, facts: dict[str, object], now: float) -> None:
+    def event(self, lab: WatchedLab, event: str, facts: dict[str, object], now: float) -> None:
         """Note what is worth a look."""
         gone = event == "state" and facts["state"] in words.GONE
         if (gone or event in NOTED) and (line := words.line(lab, event, facts, now)) is not None:
             self._notes.append(line)
 
-    def draw(self, lab: Lab, now: float) -> None:
+    def draw(self, lab: WatchedLab, now: float) -> None:
         """Draw the present state."""
         lines = _view(self._live.console, self._devices).picture(lab, now, list(self._notes))
         self._live.update(Group(*lines), refresh=True)

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from common.protocol.messages import NodeState
 from deploy.console.tabular import size
-from deploy.watching.lab import Flow, Lab
-from deploy.watching.node import Node, Step
+from deploy.watching.lab import Flow, WatchedLab
+from deploy.watching.node import Node, NodeStep
 from deploy.watching.words import GONE, counts, seconds, step, word
 
 # Okabe and Ito's colours, which nearly everybody can tell apart; whatever they say stands there in words too.
@@ -26,7 +26,7 @@ WIDE: Final = 90
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class ViewColumn:
     """A column: its width on a narrow terminal and on a wide one, and from which width on it is shown."""
 
     title: str
@@ -35,13 +35,13 @@ class Column:
     from_width: int = 0
 
 
-NAME = Column("node", 18, 22)
-STATE = Column("state", 8, 12)
-ROUND = Column("round", 6, 8)
-UP = Column("up", 11, 11, WIDE)
-DOWN = Column("down", 11, 11, WIDE)
-LOSS = Column("loss", 8, 8, 110)
-EPOCHS = Column("epochs", 6, 6, 120)
+NAME = ViewColumn("node", 18, 22)
+STATE = ViewColumn("state", 8, 12)
+ROUND = ViewColumn("round", 6, 8)
+UP = ViewColumn("up", 11, 11, WIDE)
+DOWN = ViewColumn("down", 11, 11, WIDE)
+LOSS = ViewColumn("loss", 8, 8, 110)
+EPOCHS = ViewColumn("epochs", 6, 6, 120)
 COLUMNS: Final = (NAME, STATE, ROUND, UP, DOWN, LOSS, EPOCHS)
 
 
@@ -54,7 +54,7 @@ class View:
     devices: bool | None = None
     plain: bool = False
 
-    def picture(self, lab: Lab, now: float, notes: list[str]) -> list[Text]:
+    def picture(self, lab: WatchedLab, now: float, notes: list[str]) -> list[Text]:
         """Return the lines of the present state; `notes`: what has happened, of which the last ones are shown."""
         head = self._head(lab, now)
         told = [Text(note, style=RED) for note in notes[-NOTES:]]
@@ -76,7 +76,7 @@ class View:
             line.no_wrap = True
         return lines
 
-    def _head(self, lab: Lab, now: float) -> list[Text]:
+    def _head(self, lab: WatchedLab, now: float) -> list[Text]:
         title = Text.assemble((lab.experiment.name, "bold"), f"  round {lab.global_round}/{lab.experiment.rounds}")
         if lab.loss is not None:
             title.append(f"  training loss {lab.loss:.4f}")
@@ -92,7 +92,7 @@ class View:
             lines.append(Text(f"{tier.upper()}  up {_flow(up)}  down {_flow(down)}"))
         return lines
 
-    def _row(self, lab: Lab, node: Node, now: float, depth: int) -> Text:
+    def _row(self, lab: WatchedLab, node: Node, now: float, depth: int) -> Text:
         state = node.state if node.proven or not node.alive else f"{node.state}?"  # known from a broker's store alone
         cells = {NAME: "  " * depth + node.name, STATE: state, ROUND: _round(lab, node)}
         if node.up.told:
@@ -105,7 +105,7 @@ class View:
         self._part(line, lab, node)
         return line
 
-    def _cells(self, line: Text, cells: Mapping[Column, str]) -> None:
+    def _cells(self, line: Text, cells: Mapping[ViewColumn, str]) -> None:
         for column in COLUMNS:
             if self.width < column.from_width:
                 continue
@@ -117,11 +117,11 @@ class View:
             else:
                 line.append(f"{text[:width]:>{width}} ")
 
-    def _part(self, line: Text, lab: Lab, node: Node) -> None:
+    def _part(self, line: Text, lab: WatchedLab, node: Node) -> None:
         """Add what the node does now: a bar where there is a measure of it, and words."""
         children = list(node.children.values())
         playing = [child for child in node.playing() if child.state not in GONE]
-        done = sum(child.step >= Step.DONE for child in playing)
+        done = sum(child.step >= NodeStep.DONE for child in playing)
         if node is lab.cloud and playing:
             self._bar(line, done / len(playing), "done" if done == len(playing) else "training")
             line.append(f"{done}/{len(playing)} answers")
@@ -130,7 +130,7 @@ class View:
             line.append(f"{sum(child.alive for child in children)}/{len(children)} there{waits_for}")
         elif node.preparing:
             line.append(f"waits for {node.waits_for}" if node.waits_for else "prepares", style="dim")
-        elif node.step is Step.TRAINING and playing and word(node) == "training":
+        elif node.step is NodeStep.TRAINING and playing and word(node) == "training":
             rounds = lab.experiment.institution.rounds
             share = (_local_round(node) + done / len(playing)) / rounds
             self._bar(line, share, "training")
@@ -139,14 +139,17 @@ class View:
             line.append(f"{seconds(node.report):.1f} s in its last global round", style="dim")
         elif node.key is not None or node.measuring:
             name = word(node)
-            if node.step in (Step.FETCHING, Step.TRAINING, Step.OFFERING) and name == node.step.name.lower():
+            if (
+                node.step in (NodeStep.FETCHING, NodeStep.TRAINING, NodeStep.OFFERING)
+                and name == node.step.name.lower()
+            ):
                 self._bar(line, node.done, name)
             line.append(step(node), style=STYLES.get(name, ""))
             self._size(line, node)
 
     def _size(self, line: Text, node: Node) -> None:
         """Add how much of a model is here, where its manifest was heard and there is room."""
-        transfer = {Step.FETCHING: node.fetch, Step.OFFERING: node.upload}.get(node.step)
+        transfer = {NodeStep.FETCHING: node.fetch, NodeStep.OFFERING: node.upload}.get(node.step)
         if transfer is None or not transfer.size or word(node) != node.step.name.lower():
             return
         text = f"  {size(transfer.share * transfer.size)} of {size(transfer.size)}"
@@ -160,7 +163,7 @@ class View:
         line.append(full * filled, style=STYLES.get(name, "")).append(empty * (width - filled) + " ", style="dim")
 
 
-def _round(lab: Lab, node: Node) -> str:
+def _round(lab: WatchedLab, node: Node) -> str:
     if node is lab.cloud:
         return f"{lab.global_round}/{lab.experiment.rounds}"
     if node.role == "institution":

@@ -9,13 +9,13 @@ from typing import Any, Final
 from common.accounting.child_report import ChildReport
 from common.protocol.messages import NodeState
 from deploy.console.tabular import size
-from deploy.watching.lab import Lab
-from deploy.watching.node import Node, Step
+from deploy.watching.lab import WatchedLab
+from deploy.watching.node import Node, NodeStep
 
 GONE: Final = (NodeState.LOST, NodeState.FAILED, NodeState.DISCONNECTED)
 
 
-def line(lab: Lab, event: str, facts: Mapping[str, Any], now: float) -> str | None:
+def line(lab: WatchedLab, event: str, facts: Mapping[str, Any], now: float) -> str | None:
     """Return the line of a log for an event, None where it is not worth one."""
     reason = f" ({facts['reason']})" if "reason" in facts else ""
     told: str | None = None
@@ -45,18 +45,18 @@ def line(lab: Lab, event: str, facts: Mapping[str, Any], now: float) -> str | No
     return told
 
 
-def facts_of(lab: Lab, event: str, facts: Mapping[str, Any], now: float) -> dict[str, object]:
+def facts_of(lab: WatchedLab, event: str, facts: Mapping[str, Any], now: float) -> dict[str, object]:
     """Return an event's JSON line; `at_s` since the watch began. A global round's has the sums so far."""
     told: dict[str, object] = {"event": event, "at_s": round(now - lab.began, 3), **facts}
     return told | sums(lab, now) if event in ("global_round", "end") else told
 
 
-def sums(lab: Lab, now: float) -> dict[str, object]:
+def sums(lab: WatchedLab, now: float) -> dict[str, object]:
     """Return the training loss, and the bytes of the tiers."""
     return {"loss": lab.loss, **{f"{name}_bytes": flow.total for name, flow in lab.flows(now).items()}}
 
 
-def tree(lab: Lab, now: float) -> dict[str, object]:
+def tree(lab: WatchedLab, now: float) -> dict[str, object]:
     """Return all that is known of a run, as JSON can tell it."""
     facts = {"run": lab.run, "experiment": lab.experiment.name, "global_rounds": lab.experiment.rounds}
     brokers = {broker.address: "connected" if broker.up else "away" for broker in lab.brokers}
@@ -101,10 +101,10 @@ def counts(node: Node) -> str:
     """Return how many of a node's children do what, the gone first, and who of those at work is the slowest."""
     children = list(node.children.values())
     found = Counter(map(word, children))
-    order = [*GONE, "absent", *(step.name.lower() for step in Step)]
+    order = [*GONE, "absent", *(step.name.lower() for step in NodeStep)]
     parts = sorted(found, key=lambda name: (order.index(name) if name in order else len(order), name))
     text = ", ".join(f"{found[name]} {name}" for name in parts)
-    working = [child for child in node.playing() if child.step < Step.DONE and child.state not in GONE]
+    working = [child for child in node.playing() if child.step < NodeStep.DONE and child.state not in GONE]
     if working:
         first, *others = sorted(working, key=_way)
         alone = not others or _way(others[0]) > _way(first)
@@ -116,7 +116,7 @@ def counts(node: Node) -> str:
     return text
 
 
-def _way(child: Node) -> tuple[Step, float]:
+def _way(child: Node) -> tuple[NodeStep, float]:
     return child.step, child.done
 
 
@@ -127,5 +127,5 @@ def seconds(report: ChildReport) -> float:
 
 def step(node: Node) -> str:
     """Return a node's step, and how far it is in it."""
-    measured = node.step in (Step.FETCHING, Step.TRAINING, Step.OFFERING)
+    measured = node.step in (NodeStep.FETCHING, NodeStep.TRAINING, NodeStep.OFFERING)
     return word(node) + (f" {100 * node.done:.0f} %" if measured and word(node) == node.step.name.lower() else "")

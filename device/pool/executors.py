@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from common.accounting.child_report import TrainingPath
 from common.host.offload import offload
-from device.jobs import Device, Ending, Job, Order, Prepared
+from device.jobs import Ending, HostedDevice, Job, Order, Prepared
 from device.vmapped.gathering import most_together
 
 if TYPE_CHECKING:
     from device.pool.trainers import Trainers
 
 
-class Lane(Protocol):
+class Executor(Protocol):
     """Trains jobs on its accelerator, at most `most` at once: more than one where it makes a stack of alike jobs."""
 
     path: TrainingPath
@@ -30,7 +30,7 @@ class Lane(Protocol):
     async def start(self) -> Sequence[str]:
         """Return the accelerators of this machine. Raises RunFailed."""
 
-    async def prepare(self, device: Device) -> Prepared:
+    async def prepare(self, device: HostedDevice) -> Prepared:
         """Return a device's facts. Raises InvalidExperiment, RunFailed."""
 
     async def train(self, jobs: Sequence[Job]) -> None:
@@ -59,7 +59,7 @@ class Thread:
         """Import torch and ask it for the accelerators."""
         return await offload(self._start, executor=self._thread)
 
-    async def prepare(self, device: Device) -> Prepared:
+    async def prepare(self, device: HostedDevice) -> Prepared:
         """Return a device's facts. Raises InvalidExperiment."""
         return await offload(partial(self._trainers.prepare, device, self.accelerator), executor=self._thread)
 

@@ -18,8 +18,8 @@ from typing import Any, Final, Self
 from common.experiment.schema import Experiment
 from common.model.layout import Row
 from device.accelerators import choose, may_have_gpu
-from device.jobs import Device, Job, LocalResult, Order, Prepared, Progress, Wish
-from device.pool.executors import Lane, Thread
+from device.jobs import HostedDevice, Job, LocalResult, Order, Prepared, Progress, Wish
+from device.pool.executors import Executor, Thread
 from device.pool.worker_process import Worker
 from device.vmapped.gathering import gather
 
@@ -45,15 +45,15 @@ class Pool:
         accelerator: str,
         slots: int | None,
         devices: int,
-        thread: Callable[[], Lane] = Thread,
-        worker: Callable[[], Lane] = Worker,
+        thread: Callable[[], Executor] = Thread,
+        worker: Callable[[], Executor] = Worker,
     ) -> None:
         self.moves = 0
         self._accelerator = accelerator
         self._slots = slots
         self._devices = devices
         self._new = thread if min(slots or cores(), devices) == 1 else worker
-        self._lanes: list[Lane] = []
+        self._lanes: list[Executor] = []
         self._places: Sequence[str] = ()
         self._waiting: deque[Wish] = deque()
         self._came = asyncio.Event()
@@ -142,7 +142,7 @@ class Pool:
             raise errors.exceptions[0] from None
         return [task.result() for task in starting]
 
-    async def _serve(self, lane: Lane) -> None:
+    async def _serve(self, lane: Executor) -> None:
         while True:
             wishes = await self._take(lane)
             jobs = [wish for wish in wishes if isinstance(wish, Job)]
@@ -155,7 +155,7 @@ class Pool:
                 for wish in wishes:
                     wish.fail(error)
 
-    async def _take(self, lane: Lane) -> list[Wish]:
+    async def _take(self, lane: Executor) -> list[Wish]:
         """Wait for a wish of the lane's accelerator; return it and, where these go together, others like it."""
         while not self._of(lane):
             self._came.clear()
@@ -173,11 +173,11 @@ class Pool:
             self._waiting.remove(wish)
         return taken
 
-    def _of(self, lane: Lane) -> list[Wish]:
+    def _of(self, lane: Executor) -> list[Wish]:
         """Return the wishes that wait for a lane's accelerator."""
         return [wish for wish in self._waiting if self._places[wish.place % len(self._places)] == lane.accelerator]
 
-    def _share(self, lane: Lane) -> int:
+    def _share(self, lane: Executor) -> int:
         """Return how many of its accelerator's devices are a lane's where all lanes have as many."""
         lanes = sum(other.accelerator == lane.accelerator for other in self._lanes)
         places = [
@@ -193,7 +193,7 @@ class Member:
         self._pool = pool
         self._node = node
         self._place = place
-        self._device: Device | None = None
+        self._device: HostedDevice | None = None
 
     @property
     def moves(self) -> int:
@@ -205,7 +205,7 @@ class Member:
 
         Raises InvalidExperiment, RunFailed.
         """
-        self._device = Device(experiment, experiment.digest, self._node)
+        self._device = HostedDevice(experiment, experiment.digest, self._node)
         prepared: Prepared = await self._pool.submit(Wish(device=self._device, place=self._place))
         return prepared
 

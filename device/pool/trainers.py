@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from common.errors import FedstrataError
-from device.jobs import Cancelled, Device, Prepared
+from device.jobs import Cancelled, HostedDevice, Prepared
 from device.training.computing import resolve_accelerator
 from device.training.trainer import Trainer
 from device.vmapped.gathering import most_together, stacking
@@ -23,7 +23,7 @@ class Trainers:
         self._made: OrderedDict[tuple[str, str, str], Trainer] = OrderedDict()
         self._stacked: dict[str, Stacks] = {}
 
-    def prepare(self, device: Device, accelerator: str) -> Prepared:
+    def prepare(self, device: HostedDevice, accelerator: str) -> Prepared:
         """Load what a device needs and return its facts. Raises InvalidExperiment."""
         trainer = self._trainer(device, accelerator)
         return Prepared(trainer.layout, trainer.samples, trainer.partition)
@@ -58,7 +58,7 @@ class Trainers:
             self._stacked[accelerator] = Stacks(resolve_accelerator(accelerator), stacking())
         return self._stacked[accelerator]
 
-    def _trainer(self, device: Device, accelerator: str) -> Trainer:
+    def _trainer(self, device: HostedDevice, accelerator: str) -> Trainer:
         key = device.digest, device.node, accelerator
         trainer = self._made.get(key)
         if trainer is None:

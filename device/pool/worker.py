@@ -31,14 +31,14 @@ from common.errors import FedstrataError, InvalidExperiment
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.host.memory import keep_large_buffers
-from device.jobs import Cancelled, Device, Ending, LocalResult, Order
+from device.jobs import Cancelled, Ending, HostedDevice, LocalResult, Order
 from device.pool.shared import SharedRows
 
 if TYPE_CHECKING:
     from device.pool.trainers import Trainers
 
 
-class Desk:
+class WorkerChannel:
     """The worker's end of the socket: requests are taken in by a thread, so that a cancellation is heard at once."""
 
     def __init__(self, descriptor: int = 0) -> None:
@@ -78,7 +78,7 @@ class Desk:
 def main() -> None:
     """Serve one agent's process until it ends."""
     keep_large_buffers()
-    desk = Desk()
+    desk = WorkerChannel()
     threading.Thread(target=desk.listen, daemon=True).start()
     from device.pool.trainers import Trainers
     from device.training.computing import accelerators  # torch: seconds
@@ -104,7 +104,7 @@ def main() -> None:
 
 
 def _train(
-    desk: Desk,
+    desk: WorkerChannel,
     trainers: Trainers,
     orders: list[dict[str, Any]],
     pairs: npt.NDArray[np.uint8],
@@ -134,12 +134,12 @@ def _train(
                 done(place, error)
 
 
-def _device(told: list[Any], experiments: dict[str, Experiment]) -> tuple[Device, str]:
+def _device(told: list[Any], experiments: dict[str, Experiment]) -> tuple[HostedDevice, str]:
     digest, node, accelerator = told
-    return Device(experiments[digest], digest, node), accelerator
+    return HostedDevice(experiments[digest], digest, node), accelerator
 
 
-def _tell(desk: Desk, job: int, steps: int, of: int) -> None:
+def _tell(desk: WorkerChannel, job: int, steps: int, of: int) -> None:
     desk.answer(job=job, steps=steps, of=of)
 
 

@@ -21,7 +21,7 @@ from common.accounting.child_report import TrainingPath
 from common.errors import InvalidExperiment, RunFailed
 from common.host.offload import offload
 from common.model.layout import ModelLayout
-from device.jobs import Cancelled, Device, Job, LocalResult, Prepared
+from device.jobs import Cancelled, HostedDevice, Job, LocalResult, Prepared
 from device.pool.shared import SharedRows, open_memory
 from device.vmapped.gathering import most_together
 
@@ -63,7 +63,7 @@ class Worker:
 
         return await self._insist(there, "devices")
 
-    async def prepare(self, device: Device) -> Prepared:
+    async def prepare(self, device: HostedDevice) -> Prepared:
         """Return a device's facts. Raises InvalidExperiment, RunFailed."""
         return await self._insist(partial(self._prepare, device), device.node)
 
@@ -125,7 +125,7 @@ class Worker:
             process.kill()
             return process.wait()
 
-    async def _prepare(self, device: Device) -> Prepared:
+    async def _prepare(self, device: HostedDevice) -> Prepared:
         self._say(prepare=self._name(device))
         answer = await self._hear()
         if "layout" not in answer:
@@ -175,7 +175,7 @@ class Worker:
             else:
                 job.fail(_fault(answer))
 
-    def _name(self, device: Device) -> list[object]:
+    def _name(self, device: HostedDevice) -> list[object]:
         """Return a device as the process knows it, once it was told the experiment."""
         if device.digest not in self._known:
             self._say(experiment=device.experiment.to_json(), digest=device.digest)

@@ -19,7 +19,7 @@ BLOCK_BYTES = 1 << 20  # of samples gathered, changed and normalised at once: th
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class LocalDataset:
     """`samples` int64 [n] are this device's places in `images` and `labels`, on the accelerator.
 
     `partition` is the digest of the whole split, empty where nothing is split.
@@ -33,7 +33,7 @@ class Part:
     partition: str
 
 
-def load_part(experiment: schema.Experiment, node: str, *, accelerator: torch.device) -> Part:
+def load_part(experiment: schema.Experiment, node: str, *, accelerator: torch.device) -> LocalDataset:
     """Load the data and find the device's part. Takes seconds. Raises InvalidExperiment."""
     dataset = datasets.load(experiment.data, node=node)
     samples, partition = torch.arange(len(dataset.train_labels)), ""
@@ -45,11 +45,11 @@ def load_part(experiment: schema.Experiment, node: str, *, accelerator: torch.de
     if accelerator.type != "cpu":
         images, labels = images[samples].to(accelerator), labels[samples].to(accelerator)
         samples = torch.arange(len(samples), device=accelerator)
-    return Part(dataset.inputs, images, labels, samples, dataset.normaliser(accelerator), partition)
+    return LocalDataset(dataset.inputs, images, labels, samples, dataset.normaliser(accelerator), partition)
 
 
 def batches(
-    part: Part, experiment: schema.Experiment, *, node: str, epochs: int, local_round: int
+    part: LocalDataset, experiment: schema.Experiment, *, node: str, epochs: int, local_round: int
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield each step's (epoch, inputs [b, ...], labels int64 [b]): a new order each epoch, the last batch kept."""
     training = experiment.training
@@ -70,7 +70,7 @@ def batches(
 
 
 def orders(
-    part: Part, experiment: schema.Experiment, *, node: str, epochs: int, local_round: int
+    part: LocalDataset, experiment: schema.Experiment, *, node: str, epochs: int, local_round: int
 ) -> Iterator[tuple[Tensor, augmentation.Changes | None]]:
     """Yield each epoch's samples in the order of its batches, int64 [n] places in the images, and their changes."""
     training, device, count = experiment.training, part.samples.device, len(part.samples)

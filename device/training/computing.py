@@ -7,7 +7,7 @@ import os
 import torch
 
 from common.errors import InvalidExperiment
-from common.experiment.training import Training
+from common.experiment.training import TrainingSettings
 from device.accelerators import choose
 
 
@@ -31,7 +31,7 @@ def use_one_thread(accelerator: torch.device) -> None:
         torch.set_num_threads(1)
 
 
-def set_up(accelerator: torch.device, training: Training) -> None:
+def set_up(accelerator: torch.device, training: TrainingSettings) -> None:
     """Let this process compute as the experiment says, before it first does. Raises InvalidExperiment."""
     use_one_thread(accelerator)
     if accelerator.type != "cuda":

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.sgd import sgd
 
-from common.experiment.training import Training
+from common.experiment.training import TrainingSettings
 
 Forward = Callable[[Tensor], Tensor]
 
 FEW = 16  # samples of a batch
 
 
-def forward_of(module: nn.Module, training: Training, *, device: torch.device) -> Forward:
+def forward_of(module: nn.Module, training: TrainingSettings, *, device: torch.device) -> Forward:
     """Return what gives the module's logits, float32 [b, classes], in the precision asked for, compiled if asked."""
     run: Forward = torch.compile(module, dynamic=False) if training.compile else module
     if training.precision == "fp32":
@@ -54,7 +54,7 @@ def descend(
     weights: Sequence[Tensor],
     batches: Iterable[tuple[int, Tensor, Tensor]],
     *,
-    training: Training,
+    training: TrainingSettings,
     learning_rate: float,
     last_epoch: int,
     watch: Callable[[int], None],
@@ -96,7 +96,7 @@ def step(
     gradients: list[Tensor],
     momenta: list[Tensor | None],
     *,
-    training: Training,
+    training: TrainingSettings,
     learning_rate: float,
 ) -> None:
     """Take one step of SGD, in place; momenta start at zero (None without momentum). As torch.optim.SGD, fused.

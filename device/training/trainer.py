@@ -22,7 +22,7 @@ from common.learning.nets.layers import reseed
 from common.model.layout import ModelLayout, Row
 from common.randomness import Purpose, torch_seed
 from device.jobs import Cancelled, LocalResult, Progress
-from device.training.batches import Part, batches, load_part
+from device.training.batches import LocalDataset, batches, load_part
 from device.training.computing import resolve_accelerator, set_up, use_one_thread
 from device.training.sgd import Forward, descend, forward_of
 
@@ -36,7 +36,7 @@ class _Prepared:
     module: nn.Module
     forward: Forward
     layout: ModelLayout
-    part: Part
+    part: LocalDataset
 
 
 class Trainer:

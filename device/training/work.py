@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from common.model.layout import Row
 from common.protocol.messages import Task
-from common.runtime.work import Answer
+from common.runtime.work import WorkResult
 from device.jobs import LocalResult, Progress
 
 if TYPE_CHECKING:
@@ -19,10 +19,10 @@ def round_of(task: Task, *, rounds: int) -> int:
     return task.key.global_round * rounds + task.key.local_round
 
 
-def answer_of(task: Task, out: Row, result: LocalResult) -> Answer:
+def answer_of(task: Task, out: Row, result: LocalResult) -> WorkResult:
     """Return the answer to a task: the trained model in `out`, uint8 [row_bytes]."""
     costs = (task.epochs, result.steps, result.train_s, result.wait_s)
-    return Answer(out, result.samples, result.loss, *costs, path=result.path)
+    return WorkResult(out, result.samples, result.loss, *costs, path=result.path)
 
 
 class LocalWork:
@@ -33,7 +33,7 @@ class LocalWork:
         self._rounds = rounds
         self._out = trainer.layout.empty()
 
-    def __call__(self, task: Task, row: Row, *, progress: Progress, cancelled: threading.Event) -> Answer:
+    def __call__(self, task: Task, row: Row, *, progress: Progress, cancelled: threading.Event) -> WorkResult:
         """Train the model in `row`, uint8 [row_bytes], as the task says. Raises what `Trainer.train` raises."""
         local_round = round_of(task, rounds=self._rounds)
         result = self._trainer.train(

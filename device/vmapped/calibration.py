@@ -20,8 +20,8 @@ from torch import Tensor
 from common.learning import models
 from common.model.layout import Row
 from device.training.sgd import descend, forward_of
-from device.vmapped.loop import Batches, Outcome, Turn, Visits, train
-from device.vmapped.schedule import Load, Plan, plan
+from device.vmapped.loop import Batches, Turn, Visits, VmappedResult, train
+from device.vmapped.schedule import Load, StackSchedule, plan
 from device.vmapped.stack import Recipe, Stack
 
 WARM = 2
@@ -32,7 +32,7 @@ APART = 0.01  # relative to a step's length: rows are float32, so a right one is
 
 
 @dataclass(frozen=True, slots=True)
-class Speeds:
+class StepTimes:
     """Seconds of one step: of a device alone, and of stacks of 1 and of `size` devices."""
 
     alone_s: float
@@ -40,11 +40,11 @@ class Speeds:
     stacked_s: float
     size: int
 
-    def one_by_one_s(self, made: Plan) -> float:
+    def one_by_one_s(self, made: StackSchedule) -> float:
         """Return the time that a plan's work takes one device after another."""
         return self.alone_s * sum(len(step.places) for step in made.steps)
 
-    def together_s(self, made: Plan) -> float:
+    def together_s(self, made: StackSchedule) -> float:
         """Return the time of the plan's stacked steps, in between linear in their devices."""
         more_s = (self.stacked_s - self.single_s) / max(1, self.size - 1)
         return sum(self.single_s + more_s * (len(step.places) - 1) for step in made.steps)
@@ -67,7 +67,7 @@ def problem_of(recipe: Recipe, turns: Sequence[Turn]) -> str:
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     for k, turn in enumerate(tried):
         how = outcomes[k]
-        if not isinstance(how, Outcome):
+        if not isinstance(how, VmappedResult):
             return str(how)
         start, mine, its = (recipe.layout.floats(row) for row in (turn.row, how.row, _alone(recipe, turn, 1)))
         apart, length = np.linalg.norm(mine - its), np.linalg.norm(its - start)
@@ -76,7 +76,7 @@ def problem_of(recipe: Recipe, turns: Sequence[Turn]) -> str:
     return ""
 
 
-def measure(recipe: Recipe, turns: Sequence[Turn]) -> Speeds:
+def measure(recipe: Recipe, turns: Sequence[Turn]) -> StepTimes:
     """Time some steps of these turns stacked, of one stacked, and of one as its trainer does it; nothing is kept."""
 
     def alone(count: int) -> None:
@@ -85,7 +85,7 @@ def measure(recipe: Recipe, turns: Sequence[Turn]) -> Speeds:
     alone_s, single_s, stacked_s = (
         _seconds(recipe, steps) for steps in (alone, _stacked(recipe, turns[:1]), _stacked(recipe, turns))
     )
-    return Speeds(alone_s, single_s, stacked_s, len(turns))
+    return StepTimes(alone_s, single_s, stacked_s, len(turns))
 
 
 def most_in_memory(recipe: Recipe, turns: Sequence[Turn]) -> int:

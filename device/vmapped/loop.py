@@ -17,14 +17,14 @@ from common.errors import RunFailed
 from common.model.layout import Row
 from device.jobs import Cancelled, Progress
 from device.training.augmentation import Changes
-from device.vmapped.schedule import Integers, Load, Plan, plan
+from device.vmapped.schedule import Integers, Load, StackSchedule, plan
 from device.vmapped.stack import Batch, Recipe, Stack
 
 LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Outcome:
+class VmappedResult:
     """What a device's training in a stack gave: a model, uint8 [row_bytes], and the mean loss of its last epoch.
 
     `train_s` is its share of the steps it took part in: a step's seconds divided by those who took it. `wall_s` are the
@@ -58,7 +58,7 @@ class Turn:
     visits: Visits
     progress: Progress
     cancelled: threading.Event
-    done: Callable[[Outcome | Cancelled | RunFailed], None]
+    done: Callable[[VmappedResult | Cancelled | RunFailed], None]
 
 
 def train(recipe: Recipe, turns: Sequence[Turn], *, most: int) -> None:
@@ -99,7 +99,7 @@ class _Member:
     train_s: float = 0.0
     over: bool = False
 
-    def end(self, how: Outcome | Cancelled | RunFailed) -> None:
+    def end(self, how: VmappedResult | Cancelled | RunFailed) -> None:
         self.over = True
         self.turn.done(how)
 
@@ -107,7 +107,7 @@ class _Member:
 class _Group:
     """The members of one stack, in the order of their places."""
 
-    def __init__(self, recipe: Recipe, members: Sequence[_Member], made: Plan) -> None:
+    def __init__(self, recipe: Recipe, members: Sequence[_Member], made: StackSchedule) -> None:
         self._recipe = recipe
         self._members = members
         self._plan = made
@@ -183,7 +183,7 @@ class _Group:
             rows, losses = stack.read([place for place, _ in finished])
             wall_s = time.monotonic() - (self._began or 0.0)
             for (_, member), row, loss in zip(finished, rows, losses, strict=True):
-                member.end(Outcome(row, loss / member.turn.load.samples, member.steps, member.train_s, wall_s))
+                member.end(VmappedResult(row, loss / member.turn.load.samples, member.steps, member.train_s, wall_s))
 
     def _account(self) -> None:
         """Share the time since the last look among the members, by the steps since then."""
@@ -201,7 +201,7 @@ class _Group:
 class Batches:
     """The batches of all steps of a plan, on the accelerator at once, so that no step waits for a copy."""
 
-    def __init__(self, recipe: Recipe, made: Plan, turns: Sequence[Turn]) -> None:
+    def __init__(self, recipe: Recipe, made: StackSchedule, turns: Sequence[Turn]) -> None:
         self._steps = made.steps
         self._dtype = next(recipe.module.parameters()).dtype
         lengths = np.array([len(turn.visits.places) for turn in turns], np.int64)

@@ -26,7 +26,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Step:
+class VmappedStep:
     """One batch each of the devices at `places`, int64 [A]: `counts` samples [A], the first numbered `starts` [A].
 
     A device visits samples * epochs samples in the order of its shuffles, numbered from 0.
@@ -61,11 +61,11 @@ class Step:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class StackSchedule:
     """The steps of a stack; `order` int64 [S] are the loads at its places."""
 
     order: Integers
-    steps: tuple[Step, ...]
+    steps: tuple[VmappedStep, ...]
 
     @cached_property
     def totals(self) -> Integers:
@@ -81,7 +81,7 @@ class Plan:
         useful = sum(int(step.counts.sum()) for step in self.steps)
         return useful / sum(len(step.places) * step.width for step in self.steps)
 
-    def after(self, done: int, places: Integers) -> Plan:
+    def after(self, done: int, places: Integers) -> StackSchedule:
         """Return what is left once `done` steps are taken, for some places, ascending int64 [s]: they become 0, 1 .."""
         anew = np.full(len(self.order), -1, np.int64)
         anew[places] = np.arange(len(places))
@@ -89,11 +89,11 @@ class Plan:
         for step in self.steps[done:]:
             here = anew[step.places] >= 0
             if here.any():
-                kept.append(Step(anew[step.places[here]], step.starts[here], step.counts[here]))
-        return Plan(self.order[places], tuple(kept))
+                kept.append(VmappedStep(anew[step.places[here]], step.starts[here], step.counts[here]))
+        return StackSchedule(self.order[places], tuple(kept))
 
 
-def plan(loads: Sequence[Load], *, batch_size: int, pad: bool) -> Plan:
+def plan(loads: Sequence[Load], *, batch_size: int, pad: bool) -> StackSchedule:
     """Return the steps in which every device visits its batches, in order, each exactly once.
 
     `pad`: partial batches are padded to the step's width, and the plan has as many steps as the longest device. A model
@@ -105,7 +105,7 @@ def plan(loads: Sequence[Load], *, batch_size: int, pad: bool) -> Plan:
     batches = -(-samples // batch_size) if pad else samples // batch_size
     order = np.lexsort((np.arange(len(loads)), -samples, -batches * epochs))
     shape = _Shape(samples[order], epochs[order], batches[order], batch_size)
-    return Plan(order, tuple(_padded(shape) if pad else _whole(shape)))
+    return StackSchedule(order, tuple(_padded(shape) if pad else _whole(shape)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,20 +117,20 @@ class _Shape:
     batches: Integers
     batch_size: int
 
-    def together(self, t: int) -> Step:
+    def together(self, t: int) -> VmappedStep:
         """Return the t-th step of all places that have so many."""
         active = int((self.batches * self.epochs > t).sum())
         samples = self.samples[:active]
         epoch, batch = np.divmod(t, self.batches[:active])
         counts = np.minimum(self.batch_size, samples - batch * self.batch_size)
-        return Step(np.arange(active), epoch * samples + batch * self.batch_size, counts)
+        return VmappedStep(np.arange(active), epoch * samples + batch * self.batch_size, counts)
 
 
-def _padded(shape: _Shape) -> Iterator[Step]:
+def _padded(shape: _Shape) -> Iterator[VmappedStep]:
     return map(shape.together, range(int(shape.batches[0] * shape.epochs[0])))
 
 
-def _whole(shape: _Shape) -> Iterator[Step]:
+def _whole(shape: _Shape) -> Iterator[VmappedStep]:
     for epoch in range(int(shape.epochs.max())):
         small = np.flatnonzero((shape.batches == 0) & (shape.epochs > epoch))  # they have no whole batch
         yield from _partial(shape, small, np.full(len(small), epoch))
@@ -142,10 +142,10 @@ def _whole(shape: _Shape) -> Iterator[Step]:
         yield from _partial(shape, step.places[ending], epochs[ending])
 
 
-def _partial(shape: _Shape, places: Integers, epochs: Integers) -> Iterator[Step]:
+def _partial(shape: _Shape, places: Integers, epochs: Integers) -> Iterator[VmappedStep]:
     """Yield the batches that end the epochs of these places, where they are partial: those of one size together."""
     rests = shape.samples[places] % shape.batch_size
     for rest in np.unique(rests[rests > 0]):
         alike = rests == rest
         ends = (epochs[alike] + 1) * shape.samples[places[alike]]
-        yield Step(places[alike], ends - rest, np.full(len(ends), rest))
+        yield VmappedStep(places[alike], ends - rest, np.full(len(ends), rest))

@@ -18,7 +18,7 @@ from torch.func import functional_call, vmap
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _NormBase
 
-from common.experiment.training import Training
+from common.experiment.training import TrainingSettings
 from common.learning.datasets import Normalise
 from common.model.layout import ModelLayout, Row, Section
 from device.training.augmentation import Changes, change
@@ -36,7 +36,7 @@ class Recipe:
     images: Tensor
     labels: Tensor
     normalise: Normalise
-    training: Training
+    training: TrainingSettings
     learning_rate: float
 
     @property

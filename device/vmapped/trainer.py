@@ -16,13 +16,13 @@ from common.errors import RunFailed
 from common.experiment.schema import Experiment
 from common.experiment.training import learning_rate
 from common.learning import datasets, models
-from device.jobs import Cancelled, Device, Ending, LocalResult, Order
+from device.jobs import Cancelled, Ending, HostedDevice, LocalResult, Order
 from device.training.augmentation import Changes
-from device.training.batches import Part, load_part, orders
+from device.training.batches import LocalDataset, load_part, orders
 from device.training.computing import set_up, use_one_thread
-from device.vmapped.calibration import Speeds, measure, most_in_memory, problem_of
+from device.vmapped.calibration import StepTimes, measure, most_in_memory, problem_of
 from device.vmapped.gathering import Stacking
-from device.vmapped.loop import Outcome, Turn, Visits, train
+from device.vmapped.loop import Turn, Visits, VmappedResult, train
 from device.vmapped.schedule import Load, plan
 from device.vmapped.stack import Recipe
 
@@ -31,7 +31,7 @@ CPU: Final = torch.device("cpu")
 log = logging.getLogger("fedstrata.stacks")
 
 Done = Callable[[int, Ending], None]
-Work = tuple[Device, Order]
+Work = tuple[HostedDevice, Order]
 
 
 class Stacks:
@@ -97,9 +97,9 @@ class _Shared:
         set_up(accelerator, experiment.training)
         self._experiment = experiment
         self._accelerator = accelerator
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, LocalDataset] = {}
         self._problem: str | None = None
-        self._trials: dict[int, tuple[int, Speeds | None]] = {}  # by the binary logarithm of the stack's size
+        self._trials: dict[int, tuple[int, StepTimes | None]] = {}  # by the binary logarithm of the stack's size
 
     def know(self, nodes: Sequence[str]) -> None:
         """Load the parts of devices that are new here and bring the samples of all to the accelerator."""
@@ -107,7 +107,7 @@ class _Shared:
         if not new:
             return
         self._parts.update({node: load_part(self._experiment, node, accelerator=CPU) for node in new})
-        sources: dict[int, list[Part]] = {}
+        sources: dict[int, list[LocalDataset]] = {}
         for part in self._parts.values():
             sources.setdefault(part.images.data_ptr(), []).append(part)
         first = next(iter(self._parts.values()))
@@ -137,7 +137,7 @@ class _Shared:
         shared = (self._module, self._layout, self._images, self._labels, self._normalise)
         return Recipe(*shared, self._experiment.training, rate)
 
-    def turn(self, device: Device, order: Order, done: Callable[[Ending], None]) -> Turn:
+    def turn(self, device: HostedDevice, order: Order, done: Callable[[Ending], None]) -> Turn:
         """Return a device's order as a turn in a stack."""
         part = self._parts[device.node]
         begin, samples = self._held[part.images.data_ptr()]
@@ -149,8 +149,8 @@ class _Shared:
         visits = Visits(begin + torch.searchsorted(samples, places), _joined(changes) if changes else None)
         load = Load(len(part.samples), order.epochs)
 
-        def end(how: Outcome | Cancelled | RunFailed) -> None:
-            if not isinstance(how, Outcome):
+        def end(how: VmappedResult | Cancelled | RunFailed) -> None:
+            if not isinstance(how, VmappedResult):
                 done(how)
                 return
             order.out[:] = how.row
@@ -159,7 +159,7 @@ class _Shared:
 
         return Turn(order.row, load, visits, order.progress, order.cancelled, end)
 
-    def trial(self, recipe: Recipe, turns: Sequence[Turn], *, timed: bool) -> tuple[int, Speeds | None]:
+    def trial(self, recipe: Recipe, turns: Sequence[Turn], *, timed: bool) -> tuple[int, StepTimes | None]:
         """Return how many go together, 0 where none do, and their speeds, if wanted; measured once for each size.
 
         Raises torch.OutOfMemoryError.

@@ -22,7 +22,7 @@ from common.aggregation.fedadp import gompertz
 from common.aggregation.statistics import Doubles
 from common.experiment.aggregation import FedAdp, FedAvg, FedCDA, FedCross, FedMR, Independent, Rule
 from common.model.layout import ModelLayout, Section
-from docs.tools.svg import Panel, curve, matrices
+from docs.tools.svg import SvgPanel, curve, matrices
 
 SEED: Final = 5  # FedMR's permutations differ from layer to layer; at some seeds two happen to be alike
 ANGLES: Final = (0, 20, 60, 130)  # degrees: no two pairs of models are equally similar
@@ -43,7 +43,7 @@ class Report:
     loss: float = 0.5
 
 
-class Probe:
+class MixingProbe:
     """A rule over models that are one point of the plane in each layer, and as many marks as there are uploads."""
 
     def __init__(self, rule: Rule, *, marks: int, layers: Sequence[str] = ("layer",)) -> None:
@@ -79,13 +79,13 @@ def mix(
     rule: Rule, r: int = 0, *, samples: Sequence[int] = (100,) * 4, layers: Sequence[str] = ("layer",)
 ) -> dict[str, Doubles]:
     """Return each layer's W [4, 4] after round r of a rule."""
-    probe = Probe(rule, marks=4, layers=layers)
+    probe = MixingProbe(rule, marks=4, layers=layers)
     return probe.play(r, "abcd", [at(angle) for angle in ANGLES], samples=samples, marks=range(4))
 
 
-def square(title: str, weights_KK: Doubles) -> Panel:
+def square(title: str, weights_KK: Doubles) -> SvgPanel:
     """Return the panel of W from the uploads v to the next models w."""
-    return Panel(title, weights_KK, [f"w{k}" for k in range(4)], [f"v{k}" for k in range(4)])
+    return SvgPanel(title, weights_KK, [f"w{k}" for k in range(4)], [f"v{k}" for k in range(4)])
 
 
 def fedavg() -> str:
@@ -96,7 +96,9 @@ def fedavg() -> str:
         'weights = "data"': FedAvg(),
         'weights = "uniform"': FedAvg(weights="uniform"),
     }
-    means = [Panel(title, mix(rule, samples=samples)["layer"][:1], ["w"], columns) for title, rule in weights.items()]
+    means = [
+        SvgPanel(title, mix(rule, samples=samples)["layer"][:1], ["w"], columns) for title, rule in weights.items()
+    ]
     return matrices("Mixing of FedAvg and independent", [means, [square("independent", mix(Independent())["layer"])]])
 
 
@@ -136,7 +138,7 @@ def fedcda() -> str:
         "c": [(2.0, 2.0), (1.5, 0.0), (0.5, 0.0)],
         "d": [(-2.0, 1.0), (-1.0, 1.0), (-0.5, 0.0)],
     }
-    probe, panels = Probe(rule, marks=16), []
+    probe, panels = MixingProbe(rule, marks=16), []
     kept: dict[str, list[int]] = {child: [] for child in children}
     for r, drawn in enumerate(("abcd", "abcd", "abcd", "ab")):
         places = [children.index(child) for child in drawn]
@@ -152,7 +154,7 @@ def fedcda() -> str:
             kept[child] = [*kept[child], *([r] if child in drawn else [])][-rule.depth :]
             weights[place, kept[child]] = found["layer"][0, 4 * place :][kept[child]]
         title = f"r = {r}: {'the warm-up ends' if r < rule.warmup_rounds else 'a and b take part'}"
-        panels.append(Panel(title, weights, list(children), [f"r = {past}" for past in range(4)]))
+        panels.append(SvgPanel(title, weights, list(children), [f"r = {past}" for past in range(4)]))
     return matrices("Mixing of FedCDA", [panels[2:]])
 
 
@@ -160,11 +162,11 @@ def fedadp() -> str:
     """Draw FedAdp's weights beside FedAvg's, for steps of which three are close and one is not."""
     steps, weights, columns = [at(angle) for angle in (0, 40, -30, 110)], [], []
     for rule in (FedAvg(), FedAdp()):
-        probe = Probe(rule, marks=4)
+        probe = MixingProbe(rule, marks=4)
         weights.append(probe.play(0, "abcd", steps, samples=(100,) * 4, marks=range(4))["layer"][0])
         angles = probe.facts.get("angles")
         columns = [f"{angle:.2f}" for angle in angles.values()] if isinstance(angles, dict) else []
-    panel = Panel("angle to the mean step, rad", np.array(weights), ["FedAvg", "FedAdp"], columns)
+    panel = SvgPanel("angle to the mean step, rad", np.array(weights), ["FedAvg", "FedAdp"], columns)
     return matrices("Mixing of FedAdp", [[panel]])
 
 

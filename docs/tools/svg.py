@@ -18,7 +18,7 @@ LETTER: Final = 7  # pixels of a letter, about
 
 
 @dataclass(frozen=True, slots=True)
-class Panel:
+class SvgPanel:
     """A matrix [rows, columns] with its labels: 0 is an empty cell, NaN is no cell."""
 
     title: str
@@ -58,7 +58,7 @@ class Panel:
             yield rect(at_x, at_y, width, height, "line")
 
 
-def matrices(title: str, rows: Sequence[Sequence[Panel]]) -> str:
+def matrices(title: str, rows: Sequence[Sequence[SvgPanel]]) -> str:
     """Draw matrices in rows."""
     heights = [GAP + max(panel.height for panel in row) for row in rows]
     elements: list[str] = []

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from common.aggregation import fedcross, fedmr, mixing
 from common.aggregation.aggregator import Aggregator, Uploads, build
-from common.aggregation.fedcross import Stage
+from common.aggregation.fedcross import FedCrossStage
 from common.aggregation.mixing import Mixture, whole
 from common.aggregation.statistics import gram
 from common.experiment.aggregation import RULES, FedCDA, FedMR, Rule
@@ -118,7 +118,7 @@ def kernel(layout: ModelLayout, count: int, table: Table) -> None:
     rows_K, out = rows_of(layout, count), np.zeros((count, layout.row_bytes), np.uint8)
     states = [{name: torch.from_numpy(view) for name, view in layout.views(row).items()} for row in rows_K]
     shares = [(1 + 0.01 * k) / sum(1 + 0.01 * k for k in range(count)) for k in range(count)]
-    alone, order = Stage("plain", 0.99, 1, similar=False), [fedcross.in_order(0, count)]
+    alone, order = FedCrossStage("plain", 0.99, 1, similar=False), [fedcross.in_order(0, count)]
     plans: dict[str, tuple[Any, list[Any], int, Callable[[], object]]] = {
         "FedMR, module": (
             fedmr.plan(fedmr.layers(FedMR(), layout), count, seed=1, node="cloud", r=0)[0],

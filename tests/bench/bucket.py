@@ -18,8 +18,8 @@ from collections import deque
 from rich.console import Console
 from rich.table import Table
 
-from common.experiment.links import Way
-from common.experiment.schema import Transfer
+from common.experiment.links import LinkDirection
+from common.experiment.schema import TransferSettings
 from common.protocol.manifest import chunk_bytes_for
 from common.protocol.outbox import EARLY_S
 from common.protocol.shaping import Shaper
@@ -33,7 +33,7 @@ CHUNKS_LEAST = 8
 async def measure_rate(rate: float, chunk_bytes: int, *, seconds: float) -> tuple[int, float]:
     """Send chunks for about so long; return how many followed the first, and in how many seconds."""
     loop = asyncio.get_running_loop()
-    shaper = Shaper({PEER: Way(rate)})
+    shaper = Shaper({PEER: LinkDirection(rate)})
     left: list[float] = []
     chunks = max(CHUNKS_LEAST, int(seconds * rate / chunk_bytes)) + 1
     leaving: deque[float] = deque()
@@ -55,7 +55,7 @@ async def measure_rate(rate: float, chunk_bytes: int, *, seconds: float) -> tupl
 async def measure_delay(*, repeats: int = 20) -> list[float]:
     """Return the seconds that each of some small messages took to leave."""
     loop = asyncio.get_running_loop()
-    shaper = Shaper({PEER: Way(None, DELAY_S)})
+    shaper = Shaper({PEER: LinkDirection(None, DELAY_S)})
     took = []
     for _ in range(repeats):
         begun = loop.time()
@@ -75,7 +75,7 @@ def main() -> None:
         column.justify = "right"
     for mbit in RATES_MBIT:
         rate = mbit * 1e6 / 8
-        chunk_bytes = chunk_bytes_for(rate, Transfer().chunk_bytes)
+        chunk_bytes = chunk_bytes_for(rate, TransferSettings().chunk_bytes)
         chunks, took_s = asyncio.run(measure_rate(rate, chunk_bytes, seconds=seconds))
         measured = 8e-6 * chunks * chunk_bytes / took_s
         table.add_row(

@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from common.experiment.schema import Transfer
+from common.experiment.schema import TransferSettings
 from common.learning import models
 from common.learning.inputs import Inputs
 from common.model.codecs import CODECS, Codec
@@ -69,7 +69,7 @@ def measure(codec: Codec, layout: ModelLayout, row: Row, reference: Row) -> tupl
 
     def encode() -> tuple[memoryview, Manifest]:
         blob = codec.encode(layout, row, reference=reference, out=out)
-        chunk_bytes = Transfer().chunk_bytes
+        chunk_bytes = TransferSettings().chunk_bytes
         return blob, describe(blob, chunk_bytes=chunk_bytes, codec=codec.name, layout=layout.digest)
 
     blob, manifest = encode()

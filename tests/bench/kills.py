@@ -32,9 +32,9 @@ from rich.console import Console
 from rich.table import Table
 from rounds import layout_of
 
-from common.experiment.links import Link
+from common.experiment.links import LinkSettings
 from common.experiment.rounds import Closing
-from common.experiment.schema import Transfer
+from common.experiment.schema import TransferSettings
 from common.host.memory import keep_large_buffers
 from common.model.layout import Row
 from common.net.address import BrokerAddress
@@ -46,7 +46,7 @@ from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.endpoint import Endpoint
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.work import Answer, Report
+from common.runtime.work import Report, WorkResult
 from common.runtime.world import new_session
 from common.storage.spool import Spool
 from deploy.brokers import broker
@@ -57,7 +57,7 @@ VICTIMS: Final = (BROKER, SENDER, RECEIVER)
 NOBODY: Final = "nobody"
 PATIENCE_S: Final = 60.0
 POLL_S: Final = 0.002
-TRANSFER: Final = Transfer(idle_s=PATIENCE_S)
+TRANSFER: Final = TransferSettings(idle_s=PATIENCE_S)
 
 
 class Meter(ctypes.Structure):
@@ -236,7 +236,7 @@ def _sender(port: int, model_bytes: int, mbit: float, meter: Any, told: Connecti
         endpoint = ParentEndpoint(
             BrokerAddress("127.0.0.1", port),
             Identity(RUN, SENDER, "institution", new_session()),
-            links={RECEIVER: Link(down_mbit=mbit)},
+            links={RECEIVER: LinkSettings(down_mbit=mbit)},
             transfer=TRANSFER,
         )
         endpoint.set_layout(layout_of(model_bytes))
@@ -277,7 +277,7 @@ def _receiver(port: int, model_bytes: int, spool: Path | None, meter: Any, told:
             Identity(RUN, RECEIVER, "device", new_session()),
             parent=SENDER,
             transfer=TRANSFER,
-            link=Link(),
+            link=LinkSettings(),
             spool=Spool.open(spool, run=RUN, node=RECEIVER),
         )
         out = layout.empty()
@@ -290,12 +290,12 @@ def _receiver(port: int, model_bytes: int, spool: Path | None, meter: Any, told:
 
         endpoint.session.receiver.receive_chunk = counted  # type: ignore[method-assign]
 
-        async def work(task: Task, model: Arriving, report: Report) -> Answer:
+        async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
             row = await model.whole()
             moment = time.monotonic()
             np.copyto(out, row)
             told.send((moment, _digest(row)))
-            return Answer(out, 1, 0.0, 1, 1, 0.0, 0.0)
+            return WorkResult(out, 1, 0.0, 1, 1, 0.0, 0.0)
 
         async def serve() -> None:
             await _introduced(endpoint, meter)

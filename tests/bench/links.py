@@ -30,11 +30,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from rounds import layout_of
 
 from common.accounting.counters import Account, Direction
-from common.accounting.traffic import Wire
+from common.accounting.traffic import TcpStats
 from common.errors import ConnectionFailed, InvalidExperiment, RunFailed
-from common.experiment.links import Link
+from common.experiment.links import LinkSettings
 from common.experiment.rounds import Closing
-from common.experiment.schema import Transfer
+from common.experiment.schema import TransferSettings
 from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
 from common.protocol.messages import NodeState, Task
@@ -43,7 +43,7 @@ from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.endpoint import Endpoint
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.work import Answer, Report
+from common.runtime.work import Report, WorkResult
 from common.runtime.world import new_session
 from deploy.brokers import broker
 from deploy.local import namespaces
@@ -66,14 +66,14 @@ class Setting:
     rounds: int = 1
 
     @property
-    def link(self) -> Link:
+    def link(self) -> LinkSettings:
         """Return the link as both ends know it."""
-        return Link(up_mbit=self.mbit, down_mbit=self.mbit)
+        return LinkSettings(up_mbit=self.mbit, down_mbit=self.mbit)
 
     @property
-    def transfer(self) -> Transfer:
+    def transfer(self) -> TransferSettings:
         """Return how models travel."""
-        return Transfer(keepalive_s=self.keepalive_s, idle_s=60.0)
+        return TransferSettings(keepalive_s=self.keepalive_s, idle_s=60.0)
 
 
 SETTINGS = (
@@ -97,7 +97,7 @@ class Told:
     repeated: int
     reconnects: int
     message_bytes: int
-    wire: Wire
+    wire: TcpStats
 
     @classmethod
     def of(cls, endpoint: Endpoint) -> Told:
@@ -136,7 +136,7 @@ def ideal_s(setting: Setting) -> float:
 
 def play(setting: Setting) -> Measured:
     """Play a setting's rounds. Raises InvalidExperiment where there are no namespaces, RunFailed, ConnectionFailed."""
-    wire = namespaces.Wire(0, CHILD, PARENT, CHILD, up_mbit=setting.mbit, down_mbit=setting.mbit)
+    wire = namespaces.VethPair(0, CHILD, PARENT, CHILD, up_mbit=setting.mbit, down_mbit=setting.mbit)
     ours, theirs = multiprocessing.get_context("spawn").Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as home, joined((PARENT, CHILD), (wire,)) as spaces:
         with spaces[PARENT].entered():
@@ -216,10 +216,10 @@ def run_child(host: str, setting: Setting, told: Connection) -> None:
         )
         out = layout.empty()
 
-        async def work(task: Task, model: Arriving, report: Report) -> Answer:
+        async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
             row = await model.whole()
             np.negative(layout.floats(row), out=layout.floats(out))  # plus one would be the next model: it has it
-            return Answer(out, 1, 0.0, 1, 1, 0.0, 0.0)
+            return WorkResult(out, 1, 0.0, 1, 1, 0.0, 0.0)
 
         async def goodbye() -> None:
             await endpoint.farewell((), timeout_s=20)

@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import tcp
 
-from common.experiment.links import Link
+from common.experiment.links import LinkSettings
 from common.experiment.rounds import Closing
-from common.experiment.schema import Transfer
+from common.experiment.schema import TransferSettings
 from common.host.memory import keep_large_buffers
 from common.model.layout import ModelLayout, Section
 from common.net.address import BrokerAddress
@@ -38,14 +38,14 @@ from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.work import Answer, Report
+from common.runtime.work import Report, WorkResult
 from common.runtime.world import new_session
 from deploy.brokers import broker
 
 RUN, PARENT, CHILD = "oneway-1", "parent", "child"
 SESSION = "5e55104e"  # the parent's; a node learns it when it finds the run
 TENSORS = 122  # as many as a ResNet-18's state_dict has
-TRANSFER = Transfer(idle_s=30.0)
+TRANSFER = TransferSettings(idle_s=30.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ async def _parent(
     """Return the seconds and the CPU seconds of each way, once for each repeat and once before."""
     layout = layout_of(model_bytes)
     endpoint = ParentEndpoint(
-        BrokerAddress("127.0.0.1", port), Identity(RUN, PARENT, "institution", SESSION), links={CHILD: Link()},
+        BrokerAddress("127.0.0.1", port), Identity(RUN, PARENT, "institution", SESSION), links={CHILD: LinkSettings()},
         transfer=TRANSFER,
     )  # fmt: skip
     endpoint.set_layout(layout)
@@ -157,15 +157,15 @@ def _child(port: int, model_bytes: int, arrivals: SimpleQueue[float]) -> None:
     async def run() -> None:
         endpoint = ChildEndpoint(
             BrokerAddress("127.0.0.1", port), Identity(RUN, CHILD, "device", new_session()), parent=PARENT,
-            parent_session=SESSION, transfer=TRANSFER, link=Link(),
+            parent_session=SESSION, transfer=TRANSFER, link=LinkSettings(),
         )  # fmt: skip
         out = layout.empty()
         layout.floats(out)[:] = 0
 
-        async def work(task: Task, model: Arriving, report: Report) -> Answer:
+        async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
             tensors = layout.views(await model.whole())
             arrivals.put(time.monotonic() if len(tensors) == TENSORS else 0.0)
-            return Answer(out, 1, 0.0, 1, 1, 0.0, 0.0)
+            return WorkResult(out, 1, 0.0, 1, 1, 0.0, 0.0)
 
         async def goodbye() -> None:
             await endpoint.farewell((), timeout_s=2)

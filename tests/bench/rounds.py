@@ -23,9 +23,9 @@ import numpy as np
 
 from common.aggregation import aggregator
 from common.experiment.aggregation import FedAvg
-from common.experiment.links import Link
+from common.experiment.links import LinkSettings
 from common.experiment.rounds import Closing
-from common.experiment.schema import Transfer
+from common.experiment.schema import TransferSettings
 from common.host.memory import keep_large_buffers
 from common.model.layout import ModelLayout, Section
 from common.net.address import BrokerAddress
@@ -35,7 +35,7 @@ from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.work import Answer, Report
+from common.runtime.work import Report, WorkResult
 from common.runtime.world import new_session
 from common.storage.spool import Spool
 from deploy.brokers import broker
@@ -115,8 +115,8 @@ async def _parent(port: int, names: list[str], model_bytes: int, pipe: Connectio
     endpoint = ParentEndpoint(
         BrokerAddress("127.0.0.1", port),
         identity,
-        links=dict.fromkeys(names, Link()),
-        transfer=Transfer(idle_s=30.0),
+        links=dict.fromkeys(names, LinkSettings()),
+        transfer=TransferSettings(idle_s=30.0),
         spool=Spool.open(Path(home), run=RUN, node=PARENT),
     )
     endpoint.set_layout(layout)
@@ -169,16 +169,16 @@ async def _device(port: int, name: str, model_bytes: int) -> None:
         identity,
         parent=PARENT,
         parent_session=SESSION,
-        transfer=Transfer(idle_s=30.0),
-        link=Link(),
+        transfer=TransferSettings(idle_s=30.0),
+        link=LinkSettings(),
     )
     out = layout.empty()
     noise = 1e-3 * (1 + int(name.rpartition("-")[2]))
 
-    async def work(task: Task, model: Arriving, report: Report) -> Answer:
+    async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
         row = await model.whole()
         await asyncio.to_thread(np.add, layout.floats(row), np.float32(noise), out=layout.floats(out))
-        return Answer(out, 1, 0.0, 1, 1, 0.0, 0.0)
+        return WorkResult(out, 1, 0.0, 1, 1, 0.0, 0.0)
 
     async def goodbye() -> None:
         await endpoint.farewell((), timeout_s=2)

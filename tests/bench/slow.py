@@ -28,9 +28,9 @@ from rich.console import Console
 from rich.table import Table
 from rounds import end, layout_of, peak_bytes
 
-from common.experiment.links import Link
+from common.experiment.links import LinkSettings
 from common.experiment.rounds import Closing
-from common.experiment.schema import Transfer
+from common.experiment.schema import TransferSettings
 from common.host.memory import keep_large_buffers
 from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
@@ -39,7 +39,7 @@ from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.work import Answer, Report
+from common.runtime.work import Report, WorkResult
 from common.runtime.world import new_session
 from deploy.brokers import broker
 
@@ -74,7 +74,7 @@ def lab(
     play: Callable[[Broadcast], Awaitable[None]],
     *,
     model_bytes: int,
-    transfer: Transfer,
+    transfer: TransferSettings,
     slow_s: float,
     settings: Mapping[str, int],
 ) -> Cost:
@@ -104,12 +104,12 @@ async def _send(
     names: Sequence[str],
     play: Callable[[Broadcast], Awaitable[None]],
     model_bytes: int,
-    transfer: Transfer,
+    transfer: TransferSettings,
     arrivals: Arrivals,
 ) -> tuple[int, int]:
     layout = layout_of(model_bytes)
     identity = Identity(RUN, SENDER, "institution", SESSION)
-    endpoint = ParentEndpoint(address, identity, links=dict.fromkeys(names, Link()), transfer=transfer)
+    endpoint = ParentEndpoint(address, identity, links=dict.fromkeys(names, LinkSettings()), transfer=transfer)
     endpoint.set_layout(layout)
     row = layout.empty()
     draw = np.random.default_rng(1)
@@ -140,7 +140,7 @@ async def _send(
 
 
 def _receivers(
-    port: int, names: Sequence[str], model_bytes: int, transfer: Transfer, pause_s: float, arrivals: Arrivals
+    port: int, names: Sequence[str], model_bytes: int, transfer: TransferSettings, pause_s: float, arrivals: Arrivals
 ) -> None:
     keep_large_buffers()
 
@@ -153,12 +153,14 @@ def _receivers(
 
 
 async def _receiver(
-    port: int, name: str, model_bytes: int, transfer: Transfer, pause_s: float, arrivals: Arrivals
+    port: int, name: str, model_bytes: int, transfer: TransferSettings, pause_s: float, arrivals: Arrivals
 ) -> None:
     layout = layout_of(model_bytes)
     identity = Identity(RUN, name, "device", new_session())
     address = BrokerAddress("127.0.0.1", port)
-    endpoint = ChildEndpoint(address, identity, parent=SENDER, parent_session=SESSION, transfer=transfer, link=Link())
+    endpoint = ChildEndpoint(
+        address, identity, parent=SENDER, parent_session=SESSION, transfer=transfer, link=LinkSettings()
+    )
     out = layout.empty()
     receive = endpoint.session.receiver.receive_chunk
 
@@ -166,11 +168,11 @@ async def _receiver(
         time.sleep(pause_s)
         return receive(*what, **more)
 
-    async def work(task: Task, model: Arriving, report: Report) -> Answer:
+    async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
         row = await model.whole()
         arrivals.put((name, time.monotonic()))
         await asyncio.to_thread(np.copyto, out, row)
-        return Answer(out, 1, 0.0, 1, 1, 0.0, 0.0)
+        return WorkResult(out, 1, 0.0, 1, 1, 0.0, 0.0)
 
     async def goodbye() -> None:
         await endpoint.farewell((), timeout_s=2)
@@ -193,7 +195,7 @@ def beside(fast: int, slow: int, *, model_bytes: int, slow_s: float, repeats: in
             times["beside"].append(max(both[name] for name in quick))
             times["slow"].append(max(both[name] for name in lame))
 
-    transfer = Transfer(idle_s=IDLE_S)
+    transfer = TransferSettings(idle_s=IDLE_S)
     cost = lab(quick, lame, play, model_bytes=model_bytes, transfer=transfer, slow_s=slow_s, settings={})
     alone_s, beside_s, slow_took_s = (statistics.median(times[key][1:]) for key in ("alone", "beside", "slow"))
     table = Table(
@@ -214,7 +216,7 @@ def beside(fast: int, slow: int, *, model_bytes: int, slow_s: float, repeats: in
 def dropped(*, model_bytes: int, slow_s: float) -> Table:
     """Let brokers drop what they queue for a slow receiver, and tell what share is published again."""
     table = Table("broker", "fast", "slow", "chunks", "again", "share", "broker's peak")
-    transfer = Transfer(idle_s=IDLE_S, chunk_bytes=32_768)
+    transfer = TransferSettings(idle_s=IDLE_S, chunk_bytes=32_768)
     chunks = -(-model_bytes // transfer.chunk_bytes)
     for name, settings, fast in BROKERS:
         times: dict[str, float] = {}

@@ -29,7 +29,7 @@ from common.experiment import reading
 from common.learning import models
 from common.learning.inputs import Inputs
 from common.model.layout import Row
-from device.jobs import Device, Ending, LocalResult, Order
+from device.jobs import Ending, HostedDevice, LocalResult, Order
 from device.pool.trainers import Trainers
 from device.vmapped.gathering import VARIABLE
 from device.vmapped.trainer import Work
@@ -76,7 +76,7 @@ def work_of(case: Case, count: int, *, samples: int, precision: str) -> list[Wor
     row: Row = layout.empty()
     models.write_row(module, layout, row)
     orders = [Order(row, layout.empty(), 1, 0, lambda *_: None, threading.Event()) for _ in range(count)]
-    return [(Device(lab, lab.digest, f"device-{k}"), order) for k, order in enumerate(orders)]
+    return [(HostedDevice(lab, lab.digest, f"device-{k}"), order) for k, order in enumerate(orders)]
 
 
 def seconds(trainers: Trainers, work: Sequence[Work], *, accelerator: str, stacked: bool) -> float:

@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 from rounds import layout_of
 
-from common.experiment.links import Link
+from common.experiment.links import LinkSettings
 from common.experiment.rounds import Closing
-from common.experiment.schema import Transfer
+from common.experiment.schema import TransferSettings
 from common.experiment.topology import CLOUD
 from common.host.memory import keep_large_buffers
 from common.net.address import BrokerAddress
@@ -31,14 +31,14 @@ from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.work import Answer, Report
+from common.runtime.work import Report, WorkResult
 from common.runtime.world import new_session
 from deploy.brokers import broker
 
 RUN = "tiers-1"
 SESSION = "5e55104e"  # each parent's; a node learns it when it finds the run
 INSTITUTION = "institution"
-TRANSFER = Transfer(idle_s=60.0)
+TRANSFER = TransferSettings(idle_s=60.0)
 
 
 def play(model_bytes: int, devices: int, *, wan_mbit: float, lan_mbit: float, repeats: int) -> dict[str, float]:
@@ -74,7 +74,7 @@ async def _cloud(
     endpoint = ParentEndpoint(
         BrokerAddress("127.0.0.1", port),
         Identity(RUN, CLOUD, "cloud", SESSION),
-        links={INSTITUTION: Link(down_mbit=wan_mbit)},
+        links={INSTITUTION: LinkSettings(down_mbit=wan_mbit)},
         transfer=TRANSFER,
     )
     endpoint.set_layout(layout)
@@ -110,19 +110,21 @@ def _institution(port: int, names: list[str], model_bytes: int, wan_mbit: float,
         layout = layout_of(model_bytes)
         identity = Identity(RUN, INSTITUTION, "institution", SESSION)
         address = BrokerAddress("127.0.0.1", port)
-        up = ChildEndpoint(address, identity, parent=CLOUD, parent_session=SESSION, transfer=TRANSFER, link=Link())
+        up = ChildEndpoint(
+            address, identity, parent=CLOUD, parent_session=SESSION, transfer=TRANSFER, link=LinkSettings()
+        )
         down = ParentEndpoint(
-            address, identity, links=dict.fromkeys(names, Link(down_mbit=lan_mbit)), transfer=TRANSFER
+            address, identity, links=dict.fromkeys(names, LinkSettings(down_mbit=lan_mbit)), transfer=TRANSFER
         )
         down.set_layout(layout)
 
-        async def work(task: Task, model: Arriving, report: Report) -> Answer:
+        async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
             start = model if task.key.global_round % 2 == 0 else await model.whole()
             played = await down.round(
                 global_round=task.key.global_round, local_round=0, models=dict.fromkeys(names, start),
                 epochs=dict.fromkeys(names, 1), closing=Closing(),
             )  # fmt: skip
-            return Answer(played.uploads.rows_K[0], 1, 0.0, 1, 1, 0.0, 0.0)
+            return WorkResult(played.uploads.rows_K[0], 1, 0.0, 1, 1, 0.0, 0.0)
 
         async def goodbye() -> None:
             await down.farewells(timeout_s=5)
@@ -154,15 +156,15 @@ async def _device(port: int, name: str, model_bytes: int, arrivals: SimpleQueue[
     layout = layout_of(model_bytes)
     endpoint = ChildEndpoint(
         BrokerAddress("127.0.0.1", port), Identity(RUN, name, "device", new_session()), parent=INSTITUTION,
-        parent_session=SESSION, transfer=TRANSFER, link=Link(),
+        parent_session=SESSION, transfer=TRANSFER, link=LinkSettings(),
     )  # fmt: skip
     out = layout.empty()
 
-    async def work(task: Task, model: Arriving, report: Report) -> Answer:
+    async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
         row = await model.whole()
         arrivals.put(time.monotonic())
         await asyncio.to_thread(np.copyto, out, row)
-        return Answer(out, 1, 0.0, 1, 1, 0.0, 0.0)
+        return WorkResult(out, 1, 0.0, 1, 1, 0.0, 0.0)
 
     async def goodbye() -> None:
         await endpoint.farewell((), timeout_s=2)

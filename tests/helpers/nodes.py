@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from common.experiment.codecs import PLAIN, Codecs
-from common.experiment.links import Link
+from common.experiment.links import LinkSettings
 from common.experiment.rounds import Closing
-from common.experiment.schema import Transfer
+from common.experiment.schema import TransferSettings
 from common.model.layout import ModelLayout, Row, Section
 from common.protocol.identity import Identity
 from common.protocol.messages import Ask, Message, NodeState, Phase, Result, Task
@@ -32,8 +32,8 @@ from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.endpoint import Endpoint
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.round import Round
-from common.runtime.work import Answer, Report
+from common.runtime.round import ClosedRound
+from common.runtime.work import Report, WorkResult
 from common.runtime.world import World, new_session
 from common.storage.spool import Spool
 from tests.helpers.sites import PATIENCE_S, Site, forever, until
@@ -41,7 +41,7 @@ from tests.helpers.sites import PATIENCE_S, Site, forever, until
 LAB: Final = "lab"
 RUN: Final = "run-1"
 PARENT: Final = "institution-0"
-FINE: Final = Transfer(chunk_bytes=32_768)
+FINE: Final = TransferSettings(chunk_bytes=32_768)
 
 Facts = tuple[str, dict[str, object]]
 
@@ -66,7 +66,7 @@ def changed(layout: ModelLayout, row: Row, place: int) -> npt.NDArray[np.float32
     return layout.floats(row) + np.float32(1 + place)
 
 
-def assert_models(played: Round, row: Row, *, layout: ModelLayout, places: Mapping[str, int]) -> None:
+def assert_models(played: ClosedRound, row: Row, *, layout: ModelLayout, places: Mapping[str, int]) -> None:
     """Assert that each child at its place, and no other, changed the model as it does."""
     assert set(played.models) == set(places)
     for name, upload in played.models.items():
@@ -83,9 +83,9 @@ def parent_of(
     layout: ModelLayout,
     name: str = PARENT,
     run: str = RUN,
-    transfer: Transfer | None = None,
-    link: Link | None = None,
-    links: Mapping[str, Link] | None = None,
+    transfer: TransferSettings | None = None,
+    link: LinkSettings | None = None,
+    links: Mapping[str, LinkSettings] | None = None,
     shaped: bool = True,
     codecs: Codecs = PLAIN,
     spool: Spool | None = None,
@@ -98,8 +98,8 @@ def parent_of(
         return ParentEndpoint(
             site.address,
             Identity(run, name, "institution", new_session(world)),
-            links=links or dict.fromkeys(children, link or Link()),
-            transfer=transfer or Transfer(),
+            links=links or dict.fromkeys(children, link or LinkSettings()),
+            transfer=transfer or TransferSettings(),
             shaped=shaped,
             codecs=codecs,
             spool=spool,
@@ -118,8 +118,8 @@ def child_of(
     name: str,
     *,
     parent: str = PARENT,
-    transfer: Transfer | None = None,
-    link: Link | None = None,
+    transfer: TransferSettings | None = None,
+    link: LinkSettings | None = None,
     shaped: bool = True,
     codecs: Codecs = PLAIN,
     spool: Spool | None = None,
@@ -132,8 +132,8 @@ def child_of(
             site.address,
             Identity(RUN, name, "device", new_session(world)),
             parent=parent,
-            transfer=transfer or Transfer(),
-            link=link or Link(),
+            transfer=transfer or TransferSettings(),
+            link=link or LinkSettings(),
             shaped=shaped,
             codecs=codecs,
             spool=spool,
@@ -171,12 +171,12 @@ def serving(
     """Let a child serve: it waits for `before`, then adds 1 + place to each number."""
     out = layout.empty()
 
-    async def work(task: Task, model: Arriving, report: Report) -> Answer:
+    async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
         row = await model.whole()
         report(Phase.TRAINING, 0, 1)
         await before()
         layout.floats(out)[:] = changed(layout, row, place)
-        return Answer(out, 1 + place, 0.5, task.epochs, 1, 0.0, 0.0)
+        return WorkResult(out, 1 + place, 0.5, task.epochs, 1, 0.0, 0.0)
 
     return living(site, child, work=child.serve(layout, work))
 
@@ -194,10 +194,10 @@ def ending_with(site: Site, child: ChildEndpoint, layout: ModelLayout, value: fl
     """Let a child serve a model whose last entry is `value`."""
     out = layout.empty()
 
-    async def work(task: Task, model: Arriving, report: Report) -> Answer:
+    async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
         out[:] = await model.whole()
         layout.floats(out)[-1] = value
-        return Answer(out, 1, 0.5, task.epochs, 1, 0.0, 0.0)
+        return WorkResult(out, 1, 0.5, task.epochs, 1, 0.0, 0.0)
 
     return living(site, child, work=child.serve(layout, work))
 
@@ -208,11 +208,19 @@ class Middle:
     def __init__(self, site: Site, layout: ModelLayout, *, children: Sequence[str], codecs: Codecs = PLAIN) -> None:
         def build(world: World) -> tuple[ChildEndpoint, ParentEndpoint]:
             identity = Identity(RUN, PARENT, "institution", new_session(world))
-            links = dict.fromkeys(children, Link())
+            links = dict.fromkeys(children, LinkSettings())
             up = ChildEndpoint(
-                site.address, identity, parent="cloud", transfer=Transfer(), link=Link(), codecs=codecs, world=world
+                site.address,
+                identity,
+                parent="cloud",
+                transfer=TransferSettings(),
+                link=LinkSettings(),
+                codecs=codecs,
+                world=world,
             )
-            down = ParentEndpoint(site.address, identity, links=links, transfer=Transfer(), codecs=codecs, world=world)
+            down = ParentEndpoint(
+                site.address, identity, links=links, transfer=TransferSettings(), codecs=codecs, world=world
+            )
             return up, down
 
         self._site, self._layout = site, layout
@@ -225,14 +233,14 @@ class Middle:
         """Connect both endpoints, and answer each task with the first child's model."""
         return living(self._site, self.up, self.down, work=self.up.serve(self._layout, self._work))
 
-    async def _work(self, task: Task, model: Arriving, report: Report) -> Answer:
+    async def _work(self, task: Task, model: Arriving, report: Report) -> WorkResult:
         played = await play(self.down, model)
-        return Answer(np.array(played.uploads.rows_K[0]), 1, 0.5, 1, 1, 0.0, 0.0)
+        return WorkResult(np.array(played.uploads.rows_K[0]), 1, 0.5, 1, 1, 0.0, 0.0)
 
 
 def play(
     parent: ParentEndpoint, row: Row | Arriving, *, global_round: int = 0, closing: Closing | None = None
-) -> Coroutine[Any, Any, Round]:
+) -> Coroutine[Any, Any, ClosedRound]:
     """Play a round in which all children get the same model."""
     return parent.round(
         global_round=global_round,

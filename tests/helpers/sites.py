@@ -18,7 +18,7 @@ from deploy.brokers.broker import Kind
 from deploy.simulation.broker import Routed
 from deploy.simulation.callbacks import OWNER
 from deploy.simulation.loop import START_S, SimulationError, VirtualLoop
-from deploy.simulation.network import Network, SimulatedLink
+from deploy.simulation.network import SimulatedLink, SimulatedNetwork
 from deploy.simulation.process import SimulatedProcess
 from deploy.simulation.world import SimulatedWorld
 
@@ -73,7 +73,7 @@ class SimulatedSite:
         self.address = BrokerAddress(BROKER)
         self.loop = VirtualLoop()
         self.loop.time_limit = START_S + PATIENCE_VIRTUAL_S
-        self.network = Network(self.loop, seed=0)
+        self.network = SimulatedNetwork(self.loop, seed=0)
         self.broker = self.network.add_broker(BROKER)
         self.routed: list[Routed] = []
         self.network.hooks.append(self.routed.append)

@@ -15,17 +15,17 @@ import numpy as np
 from common.aggregation import fedavg, fedcda, mixing
 from common.aggregation.blocks import cut, over
 from common.aggregation.fedcda import Candidates
-from common.aggregation.histories import Kept, Shelf
 from common.aggregation.mixing import Mixture, whole
-from common.aggregation.single import OneModel
+from common.aggregation.single_model import OneModel
 from common.aggregation.statistics import Doubles, gram
-from common.aggregation.uploads import Outcome, Uploads
+from common.aggregation.upload_cache import CachedUpload, UploadCache
+from common.aggregation.uploads import Aggregated, Uploads
 from common.experiment.aggregation import FedCDA
 from common.model.layout import ModelLayout, Row
 from common.randomness import Purpose, generator
 
 
-class CachedModels(OneModel):
+class CachedUploadRule(OneModel):
     """One model at one node, and each child's last uploads. `measures`: distances are wanted in the warm-up too."""
 
     def __init__(
@@ -36,9 +36,9 @@ class CachedModels(OneModel):
         self._node = node
         self._seed = seed
         self._measures = measures
-        self._shelf = Shelf(folder, row_bytes=layout.row_bytes, memory_bytes=settings.memory_mb * 1e6)
-        self._queues: dict[str, list[Kept]] = {}  # oldest first
-        self._selected: dict[str, Kept] = {}
+        self._shelf = UploadCache(folder, row_bytes=layout.row_bytes, memory_bytes=settings.memory_mb * 1e6)
+        self._queues: dict[str, list[CachedUpload]] = {}  # oldest first
+        self._selected: dict[str, CachedUpload] = {}
         self._sum_F: Doubles = np.zeros(layout.columns)
 
     def begin(self, model: Row) -> None:
@@ -50,7 +50,7 @@ class CachedModels(OneModel):
             self._queues, self._selected = {}, {}
             self._sum_F.fill(0.0)
 
-    def aggregate(self, r: int, uploads: Uploads) -> Outcome:
+    def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
         """Add the uploads to their histories, select one of each participant's, and take the mean of all selected."""
         participants = [uploads.children[k] for k in uploads.answered]
         old = [self._selected.pop(child) for child in participants if child in self._selected]
@@ -95,7 +95,7 @@ class CachedModels(OneModel):
         }
         self._sum_F[:] = np.fromfile(folder / "sum")
 
-    def _warm_up(self, uploads: Uploads, participants: list[str]) -> Outcome:
+    def _warm_up(self, uploads: Uploads, participants: list[str]) -> Aggregated:
         """Take the mean of this round's uploads; select them."""
         layout, answered, statistics = self._layout, uploads.answered, uploads.statistics
         newest = {child: self._queues[child][-1] for child in participants}
@@ -110,9 +110,9 @@ class CachedModels(OneModel):
         mixing.apply(plan, uploads.rows_K, layout=layout, out=[self._mean], release=uploads.release)
         facts: dict[str, object] = {"stage": "warm-up", "seen": len(self._selected)}
         loss = float(weights_K @ statistics.losses_K)
-        return Outcome(loss, dict(zip(participants, distances, strict=False)), None, facts)
+        return Aggregated(loss, dict(zip(participants, distances, strict=False)), None, facts)
 
-    def _select(self, r: int, uploads: Uploads, participants: list[str]) -> Outcome:
+    def _select(self, r: int, uploads: Uploads, participants: list[str]) -> Aggregated:
         """Choose one upload of each participant's history; take the mean of all that are selected."""
         layout, settings, fixed = self._layout, self._settings, len(self._selected)
         kept = [kept for child in participants for kept in reversed(self._queues[child])]
@@ -150,9 +150,9 @@ class CachedModels(OneModel):
         }
         distances = choice.distances([own[0] for own in of], n)
         loss = float(np.mean([self._selected[child].loss for child in sorted(self._selected)]))
-        return Outcome(loss, dict(zip(participants, distances, strict=True)), None, facts)
+        return Aggregated(loss, dict(zip(participants, distances, strict=True)), None, facts)
 
-    def _add(self, uploads: Sequence[Kept], sign: int) -> None:
+    def _add(self, uploads: Sequence[CachedUpload], sign: int) -> None:
         rows = [self._layout.floats(kept.row) for kept in uploads]
 
         def add(columns: slice) -> None:

@@ -14,15 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from common.aggregation import fedcross, fedmr, independent, mixing
-from common.aggregation.mixing import Mixture, Part, whole
+from common.aggregation.mixing import MixedColumns, Mixture, whole
 from common.aggregation.statistics import Doubles, Gram, gram, gram_by_entry, spread
-from common.aggregation.uploads import Outcome, Uploads
+from common.aggregation.uploads import Aggregated, Uploads
 from common.experiment.aggregation import FedMR, Independent, Several
 from common.model.layout import ModelLayout, Row
 from common.randomness import Purpose, generator
 
 
-class SeveralModels:
+class MultiModelRule:
     """K models at one node; while all are equal they are one row. `measures`: distances are wanted in any case."""
 
     def __init__(
@@ -80,7 +80,7 @@ class SeveralModels:
         order = generator(self._seed, Purpose.DISPATCH, self._node, r).permutation(len(children))
         return {children[place]: row for place, row in zip(order, self._models(len(children)), strict=True)}
 
-    def aggregate(self, r: int, uploads: Uploads) -> Outcome:
+    def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
         """Mix the uploads into the next models, and take their mean."""
         layout, count, answered = self._layout, len(uploads.children), uploads.answered
         for k, row in enumerate(self._models(count)):
@@ -110,9 +110,9 @@ class SeveralModels:
             distances_K = products.distances(weights_K)
             distances = {uploads.children[k]: float(distances_K[k]) for k in answered}
         stand_ins = [child for k, child in enumerate(uploads.children) if k not in answered]
-        return Outcome(loss, distances, apart, {**facts, "stand_ins": stand_ins})
+        return Aggregated(loss, distances, apart, {**facts, "stand_ins": stand_ins})
 
-    def _mix(self, plan: Sequence[Part], weights_K: Doubles, products: Gram | None, uploads: Uploads) -> float:
+    def _mix(self, plan: Sequence[MixedColumns], weights_K: Doubles, products: Gram | None, uploads: Uploads) -> float:
         """Write the mean and the next models; return their spread. Without a plan all become the mean."""
         mean, count = Mixture.of(weights_K), len(weights_K)
         rows: list[Row] = []
@@ -162,7 +162,9 @@ class SeveralModels:
             raise ValueError(f"{count} children take part, but there are {len(self._rows)} models")
         return list(self._rows)
 
-    def _plan(self, r: int, uploads: Uploads, compare: Callable[[], Gram]) -> tuple[Sequence[Part], dict[str, object]]:
+    def _plan(
+        self, r: int, uploads: Uploads, compare: Callable[[], Gram]
+    ) -> tuple[Sequence[MixedColumns], dict[str, object]]:
         """Return how the uploads are mixed, an empty plan where all models become the mean, and what was decided.
 
         A plan by similarity calls `compare` for the products of the uploads.

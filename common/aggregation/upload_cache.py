@@ -13,7 +13,7 @@ import numpy as np
 from common.model.layout import Row
 
 
-class Kept:
+class CachedUpload:
     """One upload: the round in which it came, and its loss. Its row is only read."""
 
     def __init__(self, child: str, r: int, loss: float, *, row: Row | None, path: Path | None) -> None:
@@ -50,7 +50,7 @@ class Kept:
         self._mapped = None
 
 
-class Shelf:
+class UploadCache:
     """Where uploads are kept: up to `memory_bytes` of them in memory, the others in a folder.
 
     Without a folder all are kept in memory. What an earlier process left in the folder is removed.
@@ -65,23 +65,23 @@ class Shelf:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
 
-    def keep(self, child: str, r: int, row: Row, *, loss: float) -> Kept:
+    def keep(self, child: str, r: int, row: Row, *, loss: float) -> CachedUpload:
         """Copy an upload. Raises OSError where it cannot be written."""
         if (folder := self._folder_beyond_memory()) is None:
             self._held += self._row_bytes
-            return Kept(child, r, loss, row=row.copy(), path=None)
+            return CachedUpload(child, r, loss, row=row.copy(), path=None)
         path = folder / f"{child}@{r}"
         _write(path, row)
-        return Kept(child, r, loss, row=None, path=path)
+        return CachedUpload(child, r, loss, row=None, path=path)
 
-    def drop(self, kept: Kept) -> None:
+    def drop(self, kept: CachedUpload) -> None:
         """Forget an upload."""
         if kept.in_memory:
             self._held -= self._row_bytes
         if kept.path is not None:
             kept.path.unlink(missing_ok=True)
 
-    def save(self, folder: Path, uploads: Iterable[Kept]) -> None:
+    def save(self, folder: Path, uploads: Iterable[CachedUpload]) -> None:
         """Put uploads into another folder: by links, since a file that is written never changes."""
         for kept in uploads:
             if kept.path is None and self._folder is not None:
@@ -92,7 +92,7 @@ class Shelf:
             else:
                 _link(kept.path, folder / kept.name)
 
-    def restore(self, folder: Path, child: str, r: int, *, loss: float) -> Kept:
+    def restore(self, folder: Path, child: str, r: int, *, loss: float) -> CachedUpload:
         """Take up an upload that was saved. Raises OSError, or ValueError where it is of another size."""
         path = folder / f"{child}@{r}"
         if path.stat().st_size != self._row_bytes:
@@ -100,7 +100,7 @@ class Shelf:
         if (own := self._folder_beyond_memory()) is None:
             return self.keep(child, r, np.fromfile(path, np.uint8), loss=loss)
         _link(path, own / path.name)
-        return Kept(child, r, loss, row=None, path=own / path.name)
+        return CachedUpload(child, r, loss, row=None, path=own / path.name)
 
     def _folder_beyond_memory(self) -> Path | None:
         return None if self._held + self._row_bytes <= self._memory_bytes else self._folder

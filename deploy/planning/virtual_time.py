@@ -24,7 +24,7 @@ class Host:
         self.queue: deque[tuple[float, Callable[[], None]]] = deque()
 
 
-class Stage:
+class VirtualTime:
     """Plays processes; `now` is its clock, in seconds."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from common.aggregation import fedadp, fedavg, mixing
 from common.aggregation.fedadp import Angle, Angles
 from common.aggregation.mixing import Mixture, whole
 from common.aggregation.statistics import Gram, gram
-from common.aggregation.uploads import Outcome, Uploads
+from common.aggregation.uploads import Aggregated, Uploads
 from common.experiment.aggregation import FedAdp, FedAvg
 from common.model.layout import ModelLayout, Row
 
@@ -56,7 +56,7 @@ class OneModel:
         )
 
 
-class SingleModel(OneModel):
+class SingleModelRule(OneModel):
     """FedAvg or FedAdp at one node. `measures`: distances are wanted though the plan needs none."""
 
     def __init__(self, settings: FedAvg | FedAdp, *, layout: ModelLayout, measures: bool) -> None:
@@ -65,7 +65,7 @@ class SingleModel(OneModel):
         self._measures = measures
         self._angles: Angles = {}
 
-    def aggregate(self, r: int, uploads: Uploads) -> Outcome:
+    def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
         """Write the mean of the uploads that are there."""
         settings, answered, statistics = self._settings, uploads.answered, uploads.statistics
         children = [uploads.children[k] for k in answered]
@@ -85,7 +85,7 @@ class SingleModel(OneModel):
         self._current = self._mean
         facts["weights"] = dict(zip(children, weights_K.tolist(), strict=True))
         distances = {} if products is None else dict(zip(children, products.distances(weights_K).tolist(), strict=True))
-        return Outcome(float(weights_K @ statistics.losses_K), distances, None, facts)
+        return Aggregated(float(weights_K @ statistics.losses_K), distances, None, facts)
 
     def save(self, folder: Path) -> dict[str, object]:
         """Return the children's angles."""
