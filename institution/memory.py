@@ -21,17 +21,24 @@ class Memory:
     """One institution's rule. `build` makes a fresh one; `remembers`: more than the model from above makes it.
 
     `folder`: None where the rule remembers nothing, or only as long as this process lives. `kept`: how many
-    global rounds the cloud may go back. `always`: this institution plays in every global round.
+    global rounds the cloud may go back. `must_remember`: whether this institution took
+    part in a global round before the given one.
     """
 
     def __init__(
-        self, build: Callable[[], Aggregator], *, remembers: bool, folder: Path | None, kept: int, always: bool
+        self,
+        build: Callable[[], Aggregator],
+        *,
+        remembers: bool,
+        folder: Path | None,
+        kept: int,
+        must_remember: Callable[[int], bool],
     ) -> None:
         self._build = build
         self._remembers = remembers
         self._folder = folder
         self._kept = kept
-        self._always = always
+        self._must_remember = must_remember
         self._rule = build()
         self._stands: int | None = None  # before this global round at the earliest; None: we do not know, or amid one
 
@@ -55,7 +62,7 @@ class Memory:
         found = rule_states.latest(self._folder, _name(global_round)) if self._folder is not None else None
         if found is not None:
             rule_states.read(found, self._rule.restore)
-        elif self._always:
+        elif self._must_remember(global_round):
             raise RunFailed(
                 f"what this institution's rule remembers of global round {global_round} is gone. Start institutions "
                 "with --spool DIR, the same after a restart; or begin the run anew."

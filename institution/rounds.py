@@ -17,6 +17,7 @@ from common.aggregation.selection import draw
 from common.aggregation.uploads import Aggregated
 from common.experiment.aggregation import remembers
 from common.experiment.schema import Experiment
+from common.experiment.topology import CLOUD
 from common.host.offload import offload
 from common.metrics import Metrics
 from common.model.layout import ModelLayout, Row
@@ -57,16 +58,27 @@ class LocalRounds:
             rows=partial(spool.memory, row_bytes=layout.row_bytes, resident_mb=experiment.transfer.resident_mb),
             folder=spool.folder("cache"),
         )
-        cloud = experiment.cloud
-        always = cloud.participation == 1.0 and cloud.closing.rule == "all"
         self._memory = Memory(
             build,
             remembers=remembers(experiment.institution.aggregation),
             folder=spool.folder("states"),
-            kept=cloud.checkpoint_every + 1,
-            always=always,
+            kept=experiment.cloud.checkpoint_every + 1,
+            must_remember=self._took_part_before,
         )
         self._did: dict[str, ChildReport] = {}
+
+    def _took_part_before(self, global_round: int) -> bool:
+        """Return whether the cloud selected this institution before.
+
+        False where nobody knows: a quorum may have gone on without it.
+        """
+        cloud, names = self._experiment.cloud, self._experiment.topology.institution_names()
+        if cloud.closing.rule != "all":
+            return False
+        selected = (
+            draw(names, cloud.participation, seed=self._experiment.seed, node=CLOUD, r=r) for r in range(global_round)
+        )
+        return any(self._name in some for some in selected)
 
     async def work(self, task: Task, model: Arriving, report: Report) -> WorkResult:
         """Play the rounds of one global round from the cloud's model; return the last mean.

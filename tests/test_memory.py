@@ -29,9 +29,9 @@ class Counting:
         assert facts["count"] == len(self.played)
 
 
-def memory(folder: Path | None, *, kept: int = 2, always: bool = True) -> Any:
+def memory(folder: Path | None, *, kept: int = 2, took_part: bool = True) -> Any:
     build: Any = Counting
-    return Memory(build, remembers=True, folder=folder, kept=kept, always=always)
+    return Memory(build, remembers=True, folder=folder, kept=kept, must_remember=lambda _: took_part)
 
 
 def play(one: Any, *global_rounds: int) -> list[int]:
@@ -82,9 +82,9 @@ def test_what_is_lost_is_an_error_with_its_remedy(tmp_path: Path) -> None:
 
 
 def test_an_institution_that_is_not_drawn_remembers_its_last_global_round(tmp_path: Path) -> None:
-    one = memory(tmp_path, always=False)
+    one = memory(tmp_path, took_part=False)
     assert play(one, 2, 5, 6) == [2, 5]
-    assert play(memory(tmp_path, always=False), 9) == [2, 5, 6]
+    assert play(memory(tmp_path, took_part=False), 9) == [2, 5, 6]
 
 
 def test_half_a_state_is_none(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_half_a_state_is_none(tmp_path: Path) -> None:
 
 def test_a_rule_that_remembers_nothing_is_never_kept(tmp_path: Path) -> None:
     build: Any = Counting
-    one = Memory(build, remembers=False, folder=tmp_path, kept=2, always=True)
+    one = Memory(build, remembers=False, folder=tmp_path, kept=2, must_remember=lambda _: True)
     assert one.before(7) is one.before(3)
     one.after(3)
     assert not list(tmp_path.iterdir())

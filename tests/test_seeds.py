@@ -20,6 +20,10 @@ FOUND = (
     177,  # a device restarts while its link is measured: the institution waited for idle_s
     188,  # the parent's last presence is damaged: the child waited for ever
     207,  # a device is stopped as the run ends: the institution had cleared its state from the broker
+    1202,  # a second institution, refused on one broker, answered for the first on the other: a device believed it
+    1337,  # an institution of many lost what its rule remembers, and went on with a wrong model
+    1378,  # an institution's broker was away when the run ended: its devices never learned of it
+    1488,  # the broker was away when the run ended, and came back empty
     2255,  # the cloud supersedes a task: an upload came for the round that was cancelled, and the institution crashed
     2102,  # links that nobody declared are slow: their measurement had too little patience
 )

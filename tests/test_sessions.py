@@ -1326,3 +1326,15 @@ def test_events_of_kinds_that_shells_know(monkeypatch: pytest.MonkeyPatch) -> No
     assert [event.message for event in lab.parent.of(ProbeReceived)] == [Probed("0" * 16, 1.0, BLOB)]
     assert [[t.metrics for t in event.targets] for event in lab.parent.of(TargetsChanged)] == [["h:1"]]
     assert attributes(lab.parent.session)
+
+
+def test_a_node_that_lost_its_name_answers_no_question() -> None:
+    lab = Lab(names_of(1))
+    lab.parent.session.announce(Announcement("{}", LAYOUT))
+    lab.rest(1.0)
+    before = lab.kinds["Alive"]
+    lab.parent.session.identity.claim.lost = True  # on its other broker
+    body = serialization.encode(WhoIsThere("n"), "n")
+    lab.parent.session.receive(topics.seek(LAB, PARENT, "device-0"), body, retained=False, now=lab.now)
+    lab.rest(1.0)
+    assert lab.kinds["Alive"] == before

@@ -347,6 +347,8 @@ class Session(Side):
 
     def _answer_questions(self, now: float) -> None:
         for peer, question in self._answers.due(now):
+            if self.identity.claim.lost:
+                continue  # the name belongs to another process, which answers for it
             inside = question.run == self.identity.run
             if inside or self._announcement is not None:  # else there is nothing to join yet; it asks again
                 announcement = None if inside else self._announcement

@@ -123,6 +123,10 @@ class Endpoint(ABC):
             self._perform(output)
         await self.flush(timeout_s=timeout_s)
 
+    def patience_s(self) -> float:
+        """Return how long to wait for a broker that is away: peers behind it do not know that the run has ended."""
+        return self._idle_s if self.someone_is_away() and not self.connection.up else 0.0
+
     async def flush(self, *, timeout_s: float) -> None:
         """Wait until all that was sent has left for the broker."""
         self._sent_all.clear()

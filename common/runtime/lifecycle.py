@@ -94,7 +94,7 @@ def first_error(error: BaseException) -> FedstrataError | None:
 
 async def _leave(endpoints: Sequence[Endpoint]) -> None:
     for endpoint in endpoints:
-        await endpoint.flush(timeout_s=LAST_STATE_S)
+        await endpoint.flush(timeout_s=max(LAST_STATE_S, endpoint.patience_s()))
     for endpoint in endpoints:  # all of them first: one that sees another's clearing must not defend the name
         endpoint.release_name()
     keep_state = any(endpoint.someone_is_away() for endpoint in endpoints)  # they may share the broker, and the topic
