@@ -1,45 +1,89 @@
-"""The broker's largest packet, read from an MQTT 5 CONNACK."""
+"""The broker's largest packet, read from the CONNACK of MQTT 5, and what else may come in its place."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.net import limits
 from common.net.address import BrokerAddress
-from common.net.limits import limit_of, packet_limit
 
-REASON = b"\x12\x00\x03abc"  # the client id that the broker assigned
+PACKET_MOST = 2**28 - 1  # of MQTT; a larger limit is none
+ASSIGNED_ID = b"\x12\x00\x03abc"
 TOPIC_ALIASES = b"\x22\x00\x0a"
 USER = b"\x26\x00\x01k\x00\x02vv"
 
 
 def connack(*properties: bytes) -> bytes:
     body = b"".join(properties)
-    return bytes([0, 0, len(body)]) + body
+    return bytes([0x20, 3 + len(body), 0, 0, len(body)]) + body
 
 
-@given(st.integers(1, 2**32 - 1), st.permutations([REASON, TOPIC_ALIASES, USER]), st.integers(0, 3))
+@contextmanager
+def answering(data: bytes) -> Iterator[int]:
+    """Run a server that reads a CONNECT, sends these bytes and closes; yield its port."""
+
+    def serve() -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(1000)
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield server.getsockname()[1]
+        thread.join()
+
+
+def asked(data: bytes) -> int | None:
+    with answering(data) as port:
+        return asyncio.run(limits.packet_limit(BrokerAddress("127.0.0.1", port)))
+
+
+@settings(max_examples=20)
+@given(st.integers(1, PACKET_MOST), st.permutations([ASSIGNED_ID, TOPIC_ALIASES, USER]), st.integers(0, 3))
 def test_the_limit_is_found_among_other_properties(limit: int, others: list[bytes], place: int) -> None:
     properties = [*others[:place], b"\x27" + limit.to_bytes(4, "big"), *others[place:]]
-    assert limit_of(connack(*properties)) == limit
+    assert asked(connack(*properties)) == limit
 
 
-def test_no_limit_a_refusal_and_mqtt_3_have_none() -> None:
-    assert limit_of(connack(REASON, TOPIC_ALIASES)) is None
-    assert limit_of(b"\x00\x84\x00") is None
-    assert limit_of(b"\x00\x01") is None
+@pytest.mark.parametrize(
+    "data",
+    [
+        connack(ASSIGNED_ID, TOPIC_ALIASES),
+        connack(b"\x27\x10\x00\x00\x00"),
+        b"\x20\x03\x00\x84\x00",
+        b"\x20\x02\x00\x01",
+        b"",
+    ],
+)
+def test_no_limit_a_refusal_mqtt_3_and_a_closed_connection_have_none(data: bytes) -> None:
+    assert asked(data) is None
 
 
+@settings(max_examples=50)
 @given(st.binary(max_size=60))
-def test_any_bytes_give_a_limit_or_none(rubbish: bytes) -> None:
-    limit = limit_of(rubbish)
-    assert limit is None or 0 < limit < 2**32
+def test_any_bytes_give_a_limit_or_none(data: bytes) -> None:
+    limit = asked(b"\x20" + data)
+    assert limit is None or 0 < limit <= PACKET_MOST
+
+
+def test_a_broker_that_answers_nothing_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "ASK_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert asyncio.run(limits.packet_limit(BrokerAddress("127.0.0.1", server.getsockname()[1]))) is None
 
 
 def test_nobody_there_is_no_limit() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    assert asyncio.run(packet_limit(BrokerAddress("127.0.0.1", port))) is None
+    assert asyncio.run(limits.packet_limit(BrokerAddress("127.0.0.1", port))) is None
