@@ -16,7 +16,7 @@ from common.experiment.links import LinkDirection
 from common.experiment.reading import parse
 from common.experiment.schema import TransferSettings
 from deploy.cli.main import app
-from deploy.planning import footprint, workload
+from deploy.planning import command, footprint, workload
 from deploy.planning.prediction import Branch, MachineSpeeds, PlannedDevice, PlannedLab, Sizes, seconds
 from deploy.planning.virtual_time import Host, Process, VirtualTime
 
@@ -212,7 +212,24 @@ def test_the_command_tells_seconds_bytes_and_memory(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found == json.loads(out.read_text()) and found["one_host"] is True
-    assert found["iteration_s"] == pytest.approx(sum(found["seconds"].values())) and found["speeds"]["step_s"] > 0
+    assert found["global_round_s"] == pytest.approx(sum(found["seconds"].values())) and found["speeds"]["step_s"] > 0
     assert set(found["epochs"]) == {"institution-0", "institution-1"} and "Tempo" in found["assumed"][0]
     refused = CliRunner().invoke(app, ["plan", str(file), "--set", "topology.devices=1"])
     assert refused.exit_code == 4 and "no device" in refused.output
+
+
+def test_the_table_has_a_global_round_its_phases_and_the_memory() -> None:
+    seconds_by_phase = {"train": 1.5, "wait": 0.25}
+    table = command._table(
+        {
+            "global_round_s": 1.75,
+            "total_s": 17.5,
+            "global_rounds": 10,
+            "seconds": seconds_by_phase,
+            "tiers": {"wan_up": 2_000_000},
+            "memory": {"cloud": 60_000_000},
+            "assumed": ["each device has 10 samples"],
+        }
+    )
+    assert table.splitlines()[0].split() == ["a", "global", "round", "1.75", "s"]
+    assert "2.0 MB" in table and "60.0 MB" in table and table.endswith("assumed: each device has 10 samples\n")

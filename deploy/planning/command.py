@@ -75,7 +75,7 @@ def predict(experiment: Experiment, *, one_host: bool, interface_mbit: float = I
         "experiment_digest": experiment.digest,
         "one_host": one_host,
         "global_rounds": experiment.rounds,
-        "iteration_s": global_round_s,
+        "global_round_s": global_round_s,
         "total_s": global_round_s * experiment.rounds,
         "seconds": seconds,
         "bytes": footprint.links_of(experiment, work.sizes) if work.listed else {},
