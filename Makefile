@@ -15,7 +15,7 @@ test: $(INSTALLED) broker ## run the tests
 	.venv/bin/python -m pytest -q
 
 test-slow: $(INSTALLED) broker ## run the tests that take minutes, too
-	.venv/bin/python -m pytest -q -m slow
+	HYPOTHESIS_PROFILE=thorough .venv/bin/python -m pytest -q -m 'slow or (hypothesis and not gpu)'
 
 bench: $(INSTALLED) broker ## measure against plain TCP
 	.venv/bin/python tests/bench/run.py

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -16,10 +16,12 @@ from cloud.results import RunFolder
 from common.experiment.reading import parse
 from common.protocol.messages import Manifest
 
-settings.register_profile(
-    "same", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("same")
+SAME: Final = settings(
+    derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+)  # on every run
+settings.register_profile("quick", SAME, max_examples=30)
+settings.register_profile("thorough", SAME, max_examples=200)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,10 @@ def test_an_unexpected_error_of_an_agent_is_logged_under_its_nodes_name() -> Non
 
 
 def test_an_unforeseen_error_is_a_line_too() -> None:
-    code = "from deploy.console import logs; logs.begin('info', json_lines=True); import warnings; warnings.warn('w'); 1 / 0"
+    code = (
+        "from deploy.console import logs; logs.begin('info', json_lines=True); "
+        "import warnings; warnings.warn('w'); 1 / 0"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     warning, error = map(json.loads, done.stderr.splitlines())
     assert warning["logger"] == "py.warnings" and "ZeroDivisionError" in error["exception"]
