@@ -1,12 +1,12 @@
-"""What an experiment may say about a tier's aggregation rule: one table for each, told apart by its `name`.
+"""The aggregation rule of a tier: one table for each rule, selected by its `name`.
 
 The formulas and their sources are in `common/aggregation/`, one file for each rule. Rounds are the node's own count,
 which is never reset: the cloud's global rounds, an institution's local rounds.
 
 `weights` is a switch of each tier where a plain mean is taken: `data` weighs a child by its samples, p_k = n_k / sum
-of n, `uniform` by 1/K. FedAvg and FedCDA's warm-up weigh by data unless told otherwise; the mean that a rule of K
-models evaluates, sends up and plays its first stage with is uniform unless told otherwise (as in the authors' code).
-FedAdp starts from p_k and FedCDA is uniform once warmed up: there is nothing to choose.
+of n, `uniform` by 1/K. FedAvg and FedCDA's warm-up weigh by data by default; the mean that a rule of K models
+evaluates, sends up and uses in its first stage is uniform by default (as in the authors' code). FedAdp starts from p_k
+and FedCDA is uniform once warmed up: there is nothing to choose.
 """
 
 from __future__ import annotations
@@ -29,74 +29,77 @@ Rounds = Annotated[int, Field(ge=0)]
 class FedAvg(SettingsTable):
     """One model: the mean of the uploads."""
 
-    name: Literal["fedavg"] = "fedavg"
-    weights: Weights = "data"
+    name: Literal["fedavg"] = "fedavg"  # the rule
+    weights: Weights = "data"  # each upload's weight: its share of the samples, or 1/K
 
 
 class _Several(SettingsTable):
-    """K models, one for each child that takes part; `carry` says how an institution starts its next global round.
+    """K models, one for each child that takes part."""
 
-    `reset`: all K from the model that came from above; `recentre`: each keeps its offset from their mean.
-    """
-
-    name: str
-    weights: Weights = "uniform"
+    name: str  # the rule
+    weights: Weights = "uniform"  # of the mean that is evaluated and sent up: shares of the samples, or 1/K
+    # How an institution's K models start its next global round: all from the model received, or each at its old offset
+    # from their mean.
     carry: Carry = "reset"
 
 
 class Independent(_Several):
     """K models that are never mixed: the reference that shows what mixing gains over mere averaging."""
 
-    name: Literal["independent"] = "independent"
+    name: Literal["independent"] = "independent"  # the rule
 
 
 class FedCross(_Several):
     """K models, each mixed with a partner: w_j = alpha v_j + (1 - alpha) v_co(j).
 
-    The first stage's rounds give all models their mean; propellers have rounds 0 .. propeller_rounds - 1 and dynamic
-    alpha the dynamic_alpha_rounds after those. Where a first stage overlaps them it goes before.
+    In the first stage all models become their mean. Propellers take rounds 0 .. propeller_rounds - 1, dynamic alpha the
+    dynamic_alpha_rounds after those. A first stage takes precedence over both.
     """
 
-    name: Literal["fedcross"] = "fedcross"
-    alpha: Annotated[float, Field(ge=0.5, le=1)] = 0.99
-    strategy: Literal["in_order", "lowest", "highest"] = "lowest"
+    name: Literal["fedcross"] = "fedcross"  # the rule
+    alpha: Annotated[float, Field(ge=0.5, le=1)] = 0.99  # weight of the model's own upload
+    strategy: Literal["in_order", "lowest", "highest"] = "lowest"  # the partner: in turn, or by similarity
+    # Between whole models; `pairwise` by state entries.
     similarity: Literal["cosine", "sum_norm", "pairwise"] = "cosine"
     normalise: bool = False  # of `pairwise`: the mean over the pairs in place of their sum; the ranking is the same
-    propeller_rounds: Rounds = 0
-    propellers: Count = 2
-    propeller_alpha: Fraction | None = None  # None: 1 / (propellers + 1), all weights alike
-    dynamic_alpha_rounds: Rounds = 0
+    propeller_rounds: Rounds = 0  # first rounds, in which each model mixes with several partners in order
+    propellers: Count = 2  # partners in those rounds, at most K - 1
+    propeller_alpha: Fraction | None = None  # own weight in those rounds; not set: 1 / (propellers + 1)
+    dynamic_alpha_rounds: Rounds = 0  # the rounds after those, in which alpha rises from 0.5 to `alpha`
+    # First rounds, in which all models become their mean; it takes precedence.
     first_stage_rounds: Rounds = 0
 
 
 class FedMR(_Several):
-    """K models whose layers are dealt anew among them in every round after the first stage."""
+    """K models whose layers are permuted among them in every round after the first stage."""
 
-    name: Literal["fedmr"] = "fedmr"
-    granularity: Literal["module", "key", "block", "model"] = "module"
-    block_fraction: Fraction = 0.1  # of the state's entries, where the granularity is `block`
-    first_stage_rounds: Rounds = 0
+    name: Literal["fedmr"] = "fedmr"  # the rule
+    granularity: Literal["module", "key", "block", "model"] = "module"  # which entries of a model stay together
+    block_fraction: Fraction = 0.1  # of `block`: the share of the state's entries in a block
+    first_stage_rounds: Rounds = 0  # first rounds, in which all models become their mean
 
 
 class FedCDA(SettingsTable):
     """One model: the mean of one cached upload of each child, chosen to lie close together at a low loss."""
 
-    name: Literal["fedcda"] = "fedcda"
-    depth: Count = 3  # H: uploads kept of each child
-    groups: Count = 3  # B
-    warmup_rounds: Rounds = 50
-    smoothness: Annotated[float, Field(ge=0)] = 1.0  # L
-    combinations: Annotated[int, Field(ge=1, le=4_000_000)] = 1_000_000  # of a group; 8 bytes for each and candidate
-    history: Literal["clear", "keep"] = "clear"  # when a model comes from above; nothing does so at the cloud
-    memory_mb: Annotated[float, Field(ge=0)] = 512.0  # of cached uploads; those beyond it are files
-    weights: Weights = "data"  # of the warm-up
+    name: Literal["fedcda"] = "fedcda"  # the rule
+    depth: Count = 3  # uploads kept of each child (H)
+    groups: Count = 3  # groups in which the children that take part select (B)
+    warmup_rounds: Rounds = 50  # first rounds, which are FedAvg
+    smoothness: Annotated[float, Field(ge=0)] = 1.0  # weight of closeness beside the loss (L)
+    # Most combinations of a group; each takes 8 bytes for every candidate.
+    combinations: Annotated[int, Field(ge=1, le=4_000_000)] = 1_000_000
+    # What an institution does with its cached uploads when a global model comes.
+    history: Literal["clear", "keep"] = "clear"
+    memory_mb: Annotated[float, Field(ge=0)] = 512.0  # megabytes of cached uploads in memory; those beyond it are files
+    weights: Weights = "data"  # of the warm-up: shares of the samples, or 1/K
 
 
 class FedAdp(SettingsTable):
     """One model: a mean that favours children whose step points where the mean of all points."""
 
-    name: Literal["fedadp"] = "fedadp"
-    a: Annotated[float, Field(ge=0)] = 5.0
+    name: Literal["fedadp"] = "fedadp"  # the rule
+    a: Annotated[float, Field(ge=0)] = 5.0  # height and steepness of the weight over the angle; 0 is FedAvg
 
 
 RULES: Final[Mapping[str, type[SettingsTable]]] = MappingProxyType(

@@ -18,7 +18,7 @@ DELTA: Final = "delta"
 ZSTD: Final = "zstd"
 FORMS: Final = ("fp32", "fp16", "bf16", "int8")
 
-# From a parent to its children. A delta is against a model that both ends hold. Upward that is the model of the wish
+# From a parent to its children. A delta is against a model that both ends hold. Upward that is the model of the task
 # that is being answered. Downward it would be the last model that this one child fetched: one child drawn anew or
 # restarted would need another blob than the others, which ends the broadcast, and under a lossy form it would train
 # from another model than had it not restarted, which ends reproducibility.
@@ -28,10 +28,10 @@ UP: Final = (*DOWN, *(f"{DELTA}+{name}" for name in DOWN if name != "fp32"))
 
 
 class Codecs(SettingsTable):
-    """How a tier's models are written (`common.model.codecs`), `up` towards the cloud; fp32 is bit for bit."""
+    """The codecs of a tier's models. `fp32` is bit for bit."""
 
-    up: str = "fp32"
-    down: str = "fp32"
+    up: str = "fp32"  # towards the cloud: `[delta+]FORM[+zstd]`, FORM is `fp32`, `fp16`, `bf16` or `int8`
+    down: str = "fp32"  # towards the devices: `FORM[+zstd]`
 
 
 PLAIN: Final = Codecs()

@@ -1,4 +1,4 @@
-"""What an experiment may say about its data and its model.
+"""The data and the model of an experiment.
 
 The formulas and their sources are in `common/learning/`: `datasets.py`, `partitions.py`, `models.py`.
 """
@@ -42,31 +42,34 @@ OWN_MODEL: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 class Data(SettingsTable):
-    """The data set and how it is split over the devices (sources: `common/learning/partitions.py`).
+    """The data set and how it is split over the devices.
 
-    In `root` the word {node} stands for the name of the node that reads it, `cloud` where a model is evaluated. Keys
-    that do nothing with this data set and this partition are not written out, and giving one is an error (`check`).
+    A key that does nothing with the data set and the partition chosen is an error, which names what it belongs to.
     """
 
-    dataset: DatasetName = "digits"
+    dataset: DatasetName = "digits"  # the data set
+    # The folder of data sets; `{node}` in it is the name of the node that reads, `cloud` for the test set.
     root: str = "data"
-    labels: Literal["fine", "coarse"] = "fine"  # of cifar100: its 100 classes or their 20 groups
-    classes: Count | list[FolderName] | None = None  # of folder: their folders, in order; of synthetic: how many
-    image_shape: Annotated[list[Count], Field(min_length=3, max_length=3)] = Field(
-        default_factory=lambda: [3, 32, 32]
-    )  # of folder and synthetic: channels, height, width
-    samples: Count = 10_000  # of synthetic, for training
-    test_samples: Count = 1_000  # of synthetic
-    noise: Annotated[float, Field(ge=0)] = 0.0  # deviation of Gaussian noise on all images, whose pixels are in 0 .. 1
+    labels: Literal["fine", "coarse"] = "fine"  # of `cifar100`: its 100 classes or their 20 groups
+    # Of `folder`: the classes' folders, in order; of `synthetic`: how many.
+    classes: Count | list[FolderName] | None = None
+    # Of `folder` and `synthetic`: channels, height, width.
+    image_shape: Annotated[list[Count], Field(min_length=3, max_length=3)] = Field(default_factory=lambda: [3, 32, 32])
+    samples: Count = 10_000  # of `synthetic`: training samples
+    test_samples: Count = 1_000  # of `synthetic`: test samples
+    # Standard deviation of Gaussian noise on images, pixels 0 to 1; not clipped.
+    noise: Annotated[float, Field(ge=0)] = 0.0
+    # How the training samples are split over the devices.
     partition: Literal[
         "iid", "dirichlet", "dirichlet_overlap", "shards", "natural", "institution_dirichlet", "institution_shards"
     ] = "iid"
-    concentration: Positive = 1.0  # of every Dirichlet draw but `within`'s
-    shards: Count = 2  # dealt to each device, or to each institution
-    within: Literal["iid", "dirichlet", "shards"] = "iid"  # an institution's devices, once the institutions have theirs
-    within_concentration: Positive = 1.0
-    min_samples: Annotated[int, Field(ge=0)] = 10  # of each device under a Dirichlet split
-    partition_size: Count = 600  # of each device under dirichlet_overlap
+    concentration: Positive = 1.0  # of the Dirichlet partitions; smaller is more skewed
+    shards: Count = 2  # of the shard partitions: pieces of the sorted labels for each device, or each institution
+    # Of the `institution_` partitions: the split over its devices.
+    within: Literal["iid", "dirichlet", "shards"] = "iid"
+    within_concentration: Positive = 1.0  # of `within = "dirichlet"`
+    min_samples: Annotated[int, Field(ge=0)] = 10  # least samples of each device under a Dirichlet partition
+    partition_size: Count = 600  # of `dirichlet_overlap`: samples of each device
 
     @model_serializer(mode="wrap")
     def _in_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -117,9 +120,9 @@ _USES: Final = {
 
 
 class Model(SettingsTable):
-    """The model that every node trains or mixes: one of ours, or `package.module:function` of one's own."""
+    """The model that devices train."""
 
-    name: str = "cnn_digits"
+    name: str = "cnn_digits"  # one of fedstrata's models, or `package.module:function`
 
 
 def check(data: Data, model: Model) -> None:

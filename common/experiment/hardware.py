@@ -1,9 +1,9 @@
-"""How fast an experiment's devices are: a factor on the seconds of their training, and a while to think.
+"""How fast an experiment's devices are: a factor on the seconds of their training, and an overhead for each result.
 
-A lab on one machine plays devices that are slower than it, each in its own way. An answer leaves no sooner than
-`slowdown` times the device's own training seconds, and `think_s` on top, after the model had arrived; a wait for a slot
-of this machine counts as part of that time, as the device that is played would not have waited. `hardware.toml` beside
-this file has the profiles that ship.
+A lab on one machine emulates devices that are slower than it. A result leaves no sooner than `slowdown` times the
+device's own training seconds plus `think_s` after the model had arrived; a wait for a slot of this machine counts as
+part of that time, as the emulated device would not have waited. `hardware.toml` beside this file has the profiles that
+ship.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from common.randomness import Purpose, generator
 
 
 class Pace(SettingsTable):
-    """How many times as long a device trains as the host that plays it, and what each answer takes besides."""
+    """An emulated machine under a name. It adds to the profiles that ship, or replaces one of them."""
 
+    # Training seconds of the emulated machine for one second of this host.
     slowdown: Annotated[float, Field(ge=1)] = 1.0
-    think_s: Annotated[float, Field(ge=0)] = 0.0
+    think_s: Annotated[float, Field(ge=0)] = 0.0  # seconds of overhead for each result
 
     def answer_s(self, train_s: float) -> float:
         """Return the seconds from a model's arrival to the answer, of which the host trained for `train_s`."""
@@ -33,25 +34,23 @@ class Pace(SettingsTable):
 
 
 class Machine(Pace):
-    """One device's pace, and the profile from which it comes, if any."""
+    """The machine that a device emulates. The name of a profile stands for a table that has only `profile`."""
 
-    profile: Name | None = None
+    profile: Name | None = None  # it gives the keys that the table leaves out
 
 
 class HardwareSettings(SettingsTable):
-    """All devices' machine, and `of`: single devices whose machine is another.
-
-    `spread` draws the slowdown of each device that `of` does not name: log-normal, its median the default's slowdown,
-    `spread` the deviation of its logarithm; never below 1.
-    """
+    """The machines that devices emulate: `default` for all, `hardware.of.DEVICE` for single devices."""
 
     default: Machine = Machine()
+    # Standard deviation of the logarithm of each device's slowdown, drawn log-normally with the default's slowdown as
+    # median, never below 1. Devices in `of` keep theirs.
     spread: Annotated[float, Field(ge=0, le=3)] = 0.0
     of: dict[Name, Machine] = Field(default_factory=dict)
     profiles: dict[Name, Pace] = Field(default_factory=dict)
 
     def machine(self, device: str, *, seed: int) -> Machine:
-        """Return the machine that a device plays in the runs of a seed."""
+        """Return the machine that a device emulates in the runs of a seed."""
         if device in self.of or not self.spread:
             return self.of.get(device, self.default)
         z = float(generator(seed, Purpose.HARDWARE, device).standard_normal())

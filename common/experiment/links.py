@@ -1,4 +1,4 @@
-"""What the links of an experiment carry: a table for a tier or a node, or a profile that goes by its name.
+"""The links of an experiment: a table for a tier or a node, or the name of a profile.
 
 `profiles.toml` beside this file has the profiles that ship; an experiment may add or replace some in `[profiles.NAME]`.
 A link that names a profile has its numbers as soon as the experiment is read, so what travels to the nodes and what a
@@ -37,11 +37,11 @@ class LinkSet:
 
 
 class Profile(SettingsTable):
-    """Rates in Mbit/s, `up` towards the cloud, absent = not limited; the delay of one way in milliseconds."""
+    """A link's numbers under a name. It adds to the profiles that ship, or replaces one of them."""
 
-    up_mbit: Positive | None = None
-    down_mbit: Positive | None = None
-    delay_ms: Annotated[float, Field(ge=0)] = 0.0
+    up_mbit: Positive | None = None  # Mbit/s towards the cloud; omitted rates are unlimited
+    down_mbit: Positive | None = None  # Mbit/s towards the devices
+    delay_ms: Annotated[float, Field(ge=0)] = 0.0  # milliseconds, one way
 
     @property
     def up(self) -> LinkDirection:
@@ -55,21 +55,23 @@ class Profile(SettingsTable):
 
 
 class LinkSettings(Profile):
-    """The link between a node and its parent: its numbers, and the profile from which they come, if any."""
+    """The link between a node and its parent. The name of a profile stands for a table that has only `profile`."""
 
-    profile: Name | None = None
+    profile: Name | None = None  # it gives the keys that the table leaves out
 
 
 class Links(SettingsTable):
-    """WAN: cloud to institution. LAN: institution to device. `of`: single nodes whose link to the parent differs.
+    """The links of the two tiers: `wan` between cloud and institution, `lan` between institution and device.
 
-    `enforce` says who keeps the rates and delays: token buckets in the agents, the kernel, or nobody. The rates decide
-    the sizes of chunks and windows in any case. `check`: each link's rate is measured before the run; one that is off
-    what was declared for it by more than the share `tolerance` is an error, or a warning, or nothing is measured.
+    `links.of.NODE` is the link of a single node to its parent. A link is a table, or the name of a profile.
     """
 
+    # What shapes the links: token buckets in the sending agents, the kernel, or nothing. The declared rates decide the
+    # sizes of chunks and windows in any case.
     enforce: Literal["bucket", "kernel", "none"] = "bucket"
+    # Whether a link off its declared rate ends the run; `off` measures none.
     check: Literal["error", "warn", "off"] = "error"
+    # Share by which a measured rate may differ from the declared one.
     tolerance: Annotated[float, Field(gt=0, le=1)] = 0.1
     wan: LinkSettings = LinkSettings()
     lan: LinkSettings = LinkSettings()
@@ -85,7 +87,7 @@ def shipped() -> Mapping[str, Mapping[str, Any]]:
 def resolve(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return an experiment's tree whose links have the numbers of the profiles that they name.
 
-    What a link says itself goes before its profile. Values of a wrong type are left for the tables' own check.
+    A link's own keys go before those of its profile. Values of a wrong type are left for the tables' own check.
     Raises InvalidExperiment where no profile has the name.
     """
     resolved = dict(tree)

@@ -14,42 +14,41 @@ Share = Annotated[float, Field(le=1)]
 
 
 class Closing(SettingsTable):
-    """When a round closes: on all results, or on `quorum` of them once `deadline_s` has passed."""
+    """When a round closes: with all results, or with `quorum` of them once `deadline_s` has passed."""
 
+    # `all` waits for every child that takes part; `quorum` needs the two keys below.
     rule: Literal["all", "quorum"] = "all"
-    quorum: Count | None = None
-    deadline_s: Positive | None = None
+    quorum: Count | None = None  # results that are enough
+    deadline_s: Positive | None = None  # seconds since the round opened; before that the round waits for all
 
 
 class EpochControl(SettingsTable):
-    """How many epochs devices train: always `training.epochs`, or as Tempo decides from that start.
+    """How many epochs devices train in a local round. The first global round has `training.epochs`."""
 
-    `plato` is the form of Tempo's public code; `shuffled` and `fixed_mean` are controls that spend the same epochs
-    without regard to distances; `per_epoch` divides each distance by the epochs that led to it.
-    """
-
-    name: Literal["fixed", "tempo"] = "fixed"
-    variant: Literal["paper", "plato"] = "paper"
+    name: Literal["fixed", "tempo"] = "fixed"  # `fixed`: always `training.epochs`; `tempo`: decided by the cloud
+    variant: Literal["paper", "plato"] = "paper"  # Tempo's equation (9), or the form of its public code
+    # Baselines that spend the same number of epochs without regard to the distances: given to the institutions by
+    # chance, or their mean for everybody.
     control: Literal["none", "shuffled", "fixed_mean"] = "none"
-    per_epoch: bool = False
+    per_epoch: bool = False  # divide each distance by the epochs that led to it
 
 
 class Cloud(SettingsTable):
-    """The cloud's rounds: global rounds over the institutions drawn."""
+    """The cloud's global rounds over the institutions selected."""
 
-    participation: Share = 1.0
+    participation: Share = 1.0  # share of the institutions in a global round, above 0: max(1, floor(share * number))
     aggregation: Aggregation = FedAvg()
     closing: Closing = Closing()
     epoch_control: EpochControl = EpochControl()
-    evaluate_every: Count = 1
-    checkpoint_every: Count = 1
+    evaluate_every: Count = 1  # evaluate after every so many global rounds, and after the last one
+    checkpoint_every: Count = 1  # save a checkpoint after every so many global rounds, and after the last one
 
 
 class Institution(SettingsTable):
-    """An institution's rounds: `rounds` (tau_i) per global round over the devices drawn."""
+    """An institution's local rounds over the devices selected."""
 
-    rounds: Count = 1
-    participation: Share = 1.0
+    rounds: Count = 1  # local rounds in each global round (tau_i)
+    participation: Share = 1.0  # share of the institution's devices in a local round, above 0
     aggregation: Aggregation = FedAvg()
     closing: Closing = Closing()
 

@@ -1,7 +1,9 @@
-"""The experiment as typed data: what a TOML file under `deploy/experiments/` may say.
+"""The experiment as typed data: the keys of a TOML file under `deploy/experiments/`.
 
 Every key has its default here or in the file of its table, and nowhere else. An unknown key, a value of the wrong type
 and a lab that cannot work are errors that name the key, the value and the remedy (`InvalidExperiment`, exit code 4).
+
+The comment above a key, or behind it, is its meaning in docs/experiment.md (`docs.tools.experiment`).
 """
 
 from __future__ import annotations
@@ -27,26 +29,30 @@ from common.experiment.training import check as check_training
 
 
 class TransferSettings(SettingsTable):
-    """How models travel, what is accepted from the network, and when silence is failure."""
+    """How models are transferred, and how long a node may make no progress."""
 
+    # Models up to this size travel inside messages, on slow links only up to half a second's bytes.
     inline_bytes: Annotated[int, Field(ge=0, le=1_000_000)] = 262_144
+    # Bytes of a chunk at most. A link with a declared rate gets chunks of half a second, 32 KB or more.
     chunk_bytes: Annotated[int, Field(ge=32_768, le=1_900_000)] = 1_000_000
+    # Chunks in flight from one sender; more, or fewer, where the link's delay or the keep-alive requires it.
     window: Annotated[int, Field(ge=2, le=64)] = 8
-    upload_slots: Count = 4
-    idle_s: Positive = 120.0
-    resident_mb: Positive = 512.0  # uploads beyond it stay in the spool's file until they are read
-    keepalive_s: Annotated[int, Field(ge=5, le=65_535)] = 30  # MQTT's; it has 16 bits
+    upload_slots: Count = 4  # uploads that a parent fetches at once; one link below 250 Mbit/s takes a part of a slot
+    idle_s: Positive = 120.0  # seconds without progress (bytes, training steps) after which a node counts as failed
+    # Megabytes of uploads in memory; those beyond it stay in the spool until they are mixed.
+    resident_mb: Positive = 512.0
+    keepalive_s: Annotated[int, Field(ge=5, le=65_535)] = 30  # MQTT's keep-alive in seconds
     wan: Codecs = Codecs()
     lan: Codecs = Codecs()
 
 
 class Experiment(SettingsTable):
-    """All that defines a run; equal experiments with equal seeds give equal models, bit for bit, on CPU."""
+    """All that defines a run. Equal experiments with equal seeds give equal models, bit for bit, on CPUs."""
 
-    name: Name = "experiment"
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
-    rounds: Count = 10
-    target_accuracy: Fraction | None = None
+    name: Name = "experiment"  # it is part of the name of the run's folder
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1  # of the split, the first model, client selection, batches, mixing
+    rounds: Count = 10  # global rounds
+    target_accuracy: Fraction | None = None  # the run ends once the test accuracy has reached it
     topology: Topology = Topology()
     data: Data = Data()
     model: Model = Model()
@@ -95,7 +101,7 @@ class Experiment(SettingsTable):
         return self.links.of.get(child, tier)
 
     def machine(self, device: str) -> Machine:
-        """Return the machine that a device plays. Raises InvalidExperiment."""
+        """Return the machine that a device emulates. Raises InvalidExperiment."""
         check_device("topology", device, self.topology)
         return self.hardware.machine(device, seed=self.seed)
 

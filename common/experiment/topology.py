@@ -16,10 +16,14 @@ RESERVED: Final = frozenset({CLOUD, "all"})  # `all` is the stream of every rece
 
 
 class Topology(SettingsTable):
-    """Who belongs to whom. A number makes names (`institution-0`, `device-0`); a list gives them."""
+    """The nodes of the lab, and the institution of each device."""
 
+    # A number makes the names `institution-0`, `institution-1`, ...; a list gives them.
     institutions: Count | list[Name] = 1
+    # All devices of the lab: a number makes `device-0`, `device-1`, ...; a list gives names.
     devices: Count | list[Name] = 1
+    # The devices of each institution. Without it, institutions get consecutive devices, in numbers that differ by at
+    # most one.
     members: dict[Name, list[Name]] = Field(default_factory=dict)
 
     def institution_names(self) -> list[str]:
@@ -31,7 +35,7 @@ class Topology(SettingsTable):
         return _names("device", self.devices)
 
     def children(self) -> dict[str, list[str]]:
-        """Return each institution's devices: as `members` says, else contiguous blocks, sizes within 1."""
+        """Return each institution's devices: those of `members`, else contiguous blocks, sizes within 1."""
         if self.members:
             return {name: list(self.members.get(name, [])) for name in self.institution_names()}
         devices = self.device_names()

@@ -1,4 +1,4 @@
-"""What an experiment may say about a local round, and how fast it learns in each global round."""
+"""The training of a local round, and the learning rate of each global round."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Schedule(SettingsTable):
-    """How the learning rate changes over the global rounds; a global round's local rounds all have the same.
+    """The learning rate over the global rounds. All local rounds of a global round have the same.
 
-    Of a global round t (0-based) the rate is `training.learning_rate` times, in the `warmup` first ones,
-    (t + 1) / (warmup + 1); and then, with s = t - warmup and S = global rounds - warmup:
+    In global round t (0-based) it is `training.learning_rate` times a factor. In the first `warmup` global rounds the
+    factor is (t + 1) / (warmup + 1). After them, with s = t - warmup and S = global rounds - warmup, it is:
 
     - constant: 1
     - step: factor ** floor(s / every)
@@ -26,45 +26,47 @@ class Schedule(SettingsTable):
     - cosine: final + (1 - final) (1 + cos(pi s / S)) / 2, so `final` itself would come after the last global round
     """
 
-    name: Literal["constant", "step", "exponential", "cosine"] = "constant"
-    warmup: Annotated[int, Field(ge=0)] = 0  # global rounds
-    every: Count | None = None  # of step: global rounds
-    factor: Fraction | None = None  # of step and exponential
-    final: Share = 0.0  # of cosine
+    name: Literal["constant", "step", "exponential", "cosine"] = "constant"  # the curve after the warm-up
+    warmup: Annotated[int, Field(ge=0)] = 0  # global rounds of a linear rise
+    every: Count | None = None  # of `step`: global rounds between two steps
+    factor: Fraction | None = None  # of `step` and `exponential`: the learning rate is multiplied by it
+    final: Share = 0.0  # of `cosine`: share of the learning rate at the end
 
 
 class Augmentation(SettingsTable):
-    """Changes to training images, drawn anew for each sample and epoch, before pixels are normalised.
+    """Random changes to training images, for each sample and epoch, from the seed, the node and the round.
 
-    `flip`: left and right change places in half of the images. `crop`: the image is framed with so many pixels of
-    zero at each side, and a window of its own size is cut out of that anywhere.
+    They are applied on the device that trains, before pixels are normalised.
     """
 
-    flip: bool = False
+    flip: bool = False  # mirror half of the images, left to right
+    # Pad with so many zero pixels on each side, then cut a window of the image's size.
     crop: Annotated[int, Field(ge=0)] = 0
 
 
 class TrainingSettings(SettingsTable):
     """One local round on a device: SGD with a fresh optimiser, shuffled batches, cross-entropy."""
 
-    epochs: Count = 1
-    batch_size: Count = 10
-    learning_rate: Positive = 0.01
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    nesterov: bool = False
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    clip_norm: Positive | None = None  # a step's gradients together have at most this L2 norm
+    epochs: Count = 1  # of each local round; with Tempo those of the first global round (c)
+    batch_size: Count = 10  # samples; the last batch of an epoch may be smaller
+    learning_rate: Positive = 0.01  # before the schedule
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # as in torch.optim.SGD
+    nesterov: bool = False  # Nesterov momentum, as in torch.optim.SGD
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0  # L2 penalty, as in torch.optim.SGD
+    clip_norm: Positive | None = None  # largest L2 norm of a step's gradients, all together
     schedule: Schedule = Schedule()
     augmentation: Augmentation = Augmentation()
-    # bf16: torch's autocast, but on a CPU not of linear layers in small batches; weights and steps stay fp32.
+    # `bf16`: forward and backward in torch's autocast, weights and steps in fp32. It pays with convolutions. On a CPU
+    # linear layers stay fp32 in batches of 16 samples or fewer, where casts cost more than they save.
     precision: Literal["fp32", "bf16"] = "fp32"
-    compile: bool = False  # torch.compile
-    # Of CUDA; a CPU always is. Not the default, since an operation without such a kernel would end the run.
+    compile: bool = False  # `torch.compile`, before the run's clock starts; on one core it made small models slower
+    # On CUDA, use only operations that give the same bits again; a model with others is refused. A CPU always gives
+    # the same bits.
     deterministic: bool = False
 
 
 def learning_rate(training: TrainingSettings, *, global_round: int, global_rounds: int) -> float:
-    """Return the learning rate of a global round (0-based) of so many, as `Schedule` says."""
+    """Return the learning rate of a global round (0-based) of so many, see `Schedule`."""
     schedule = training.schedule
     if global_round < schedule.warmup:
         return training.learning_rate * (global_round + 1) / (schedule.warmup + 1)

@@ -1,0 +1,159 @@
+"""docs/experiment.md, made from the schema: each key with its default, its values, and its comment there.
+
+python -m docs.tools.experiment > docs/experiment.md
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from common.experiment.aggregation import RULES, FedAvg
+from common.experiment.schema import Experiment
+
+INTRO: Final = """\
+# The experiment
+
+An experiment is a TOML file. This page has every key. It is made from `common/experiment/` by
+`python -m docs.tools.experiment`.
+
+```sh
+fedstrata run my.toml --set training.epochs=2 --set 'data={ dataset = "digits" }'     # override a key, or a table
+fedstrata run my.toml --dry-run                                                       # print the effective experiment
+```
+
+- Omitted keys have the default. A key without a default may stay unset ("not set").
+- An unknown key, a wrong value and an impossible lab end the command with exit code 4 and one line: the key, the value,
+  the problem and the remedy.
+- The cloud alone gets the file. The other nodes receive the experiment through the broker.
+- Two files ship: `deploy/experiments/demo.toml`, the demo, and `deploy/experiments/tempo-fashionmnist.toml`, the Tempo
+  paper's setting.
+"""
+SEE: Final[Mapping[str, str]] = {  # pages that explain a table
+    "data": "[Data and models](data.md) describes the data sets and the partitions.",
+    "model": "[Data and models](data.md#models) lists the models and explains how to use one's own.",
+    "cloud.aggregation": "One of the rules below, selected by `name`. [Algorithms](algorithms/README.md) has a page for"
+    " each.\nRounds are the node's own count: the cloud's global rounds, an institution's local rounds.",
+    "cloud.closing": "The [protocol](protocol.md#closing-a-round) has the details.",
+    "cloud.epoch_control": "The [page of Tempo](algorithms/tempo.md) has the equations.",
+    "profiles.NAME": "[Links](links.md) lists the profiles that ship.",
+    "links": "[Links](links.md) explains shaping and calibration.",
+    "transfer.wan": "[Links](links.md#codecs) compares the codecs.",
+    "hardware": "[Devices](devices.md#emulated-hardware) explains the emulation.",
+}
+NAMES: Final[Mapping[str, str]] = {"of": "NODE", "profiles": "NAME"}  # what stands for the keys of a table of tables
+COMMENT: Final = re.compile(r"^(?P<code>.*?)(?:^| ) *# (?P<text>.*)$")
+
+
+def page() -> str:
+    """Return the page."""
+    places: dict[type[BaseModel], list[str]] = {}
+    for path, table in _tables(Experiment, ""):
+        places.setdefault(table, []).append(path)
+    lines = [INTRO]
+    for table, paths in places.items():
+        heading = ", ".join(f"`{path}`" for path in paths) if paths != [""] else "Top level"
+        lines.append(f"## {heading}\n")
+        see = [f"{SEE[paths[0]]}\n"] if paths[0] in SEE else []
+        if table is FedAvg:  # it stands for all rules
+            lines += see
+            for name, rule in RULES.items():
+                lines += [f"### {name}\n", f"{_text(rule)}\n", *_rows(rule)]
+        else:
+            lines += [f"{_text(table)}\n", *see, *_rows(table)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def values(schema: Mapping[str, Any]) -> str:
+    """Return what values a key may have, from its JSON schema."""
+    if "anyOf" in schema:
+        return ", or ".join(values(form) for form in schema["anyOf"] if form.get("type") != "null")
+    listed = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if listed:
+        return ", ".join(f"`{json.dumps(value)}`" for value in listed)
+    kinds = {
+        "boolean": "true, false",
+        "string": "a name" if "pattern" in schema else "text",
+        "array": f"{schema['minItems']} numbers" if "minItems" in schema else "a list of names",
+        "object": "a table of lists of names",
+    }
+    return kinds.get(schema["type"]) or _range(schema)
+
+
+def meanings(table: type[BaseModel]) -> dict[str, str]:
+    """Return the comment of each key of a table, the inherited ones too: the lines above it, or the end of its line."""
+    found: dict[str, str] = {}
+    for owner in reversed(table.__mro__):
+        if not issubclass(owner, BaseModel) or owner is BaseModel:
+            continue
+        above: list[str] = []
+        for line in inspect.getsource(owner).splitlines():
+            match = COMMENT.match(line)
+            code, text = (match["code"].rstrip(), match["text"]) if match else (line, "")
+            key = re.match(r"    (\w+): ", code)
+            if key and key[1] in table.model_fields:
+                found[key[1]] = " ".join([*above, text] if text else above)
+            above = [*above, text] if text and not code.strip() else []
+    return found
+
+
+def _tables(table: type[BaseModel], path: str) -> Iterator[tuple[str, type[BaseModel]]]:
+    """Yield each table below one, itself first, by its path in the file."""
+    yield path, table
+    for key, field in table.model_fields.items():
+        below = _table_of(field)
+        if below is not None:
+            name = f"{path}.{key}".lstrip(".")
+            yield from _tables(below, f"{name}.{NAMES[key]}" if get_origin(field.annotation) is dict else name)
+
+
+def _table_of(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the table that a key is, or that a table of tables has; FedAvg's for a rule; None for a value."""
+    kinds: tuple[Any, ...] = get_args(field.annotation) or (field.annotation,)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+
+def _text(table: type[BaseModel]) -> str:
+    return inspect.cleandoc(table.__doc__ or "")
+
+
+def _rows(table: type[BaseModel]) -> Iterator[str]:
+    """Yield the lines of a table's keys, but for keys that are tables of their own."""
+    fields = {key: field for key, field in table.model_fields.items() if _table_of(field) is None}
+    if not fields:
+        return
+    schema, texts = table.model_json_schema()["properties"], meanings(table)
+    yield "| key | default | values | meaning |\n|---|---|---|---|"
+    for key, field in fields.items():
+        default = field.get_default(call_default_factory=True)
+        shown = f"`{json.dumps(default)}`" if default not in (None, {}) else "not set"
+        text = texts[key]
+        text = (text[:1].upper() + text[1:]).rstrip(".")
+        yield f"| `{key}` | {shown} | {values(schema[key])} | {text} |"
+    yield ""
+
+
+def _range(schema: Mapping[str, Any]) -> str:
+    """Return the range of a number."""
+    low, above = schema.get("minimum"), schema.get("exclusiveMinimum")
+    high, below = schema.get("maximum"), schema.get("exclusiveMaximum")
+    if below is not None and schema["type"] == "integer":
+        high, below = below - 1, None
+    if low is not None and high is not None:
+        return f"{_number(low)} to {_number(high)}"
+    ends = (("above {}", above), ("{} or more", low), ("at most {}", high), ("below {}", below))
+    return ", ".join(words.format(_number(end)) for words, end in ends if end is not None)
+
+
+def _number(value: float) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    print(page(), end="")
