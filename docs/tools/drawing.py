@@ -37,7 +37,7 @@ def at(angle: float) -> Point:
 
 @dataclass
 class Report:
-    """What a child says of its training."""
+    """What a child reports of its training."""
 
     samples: int
     loss: float = 0.5

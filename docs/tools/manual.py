@@ -16,10 +16,19 @@ from deploy.cli.main import app
 INTRO: Final = """\
 # Commands
 
-Made from the code by `python -m docs.tools.manual`. Standard output is data (`--format json`: an object, or one for
-each line), standard error is for people. Exit codes: 0 done, 1 the run failed, 2 usage, 3 connection or login, 4 an
-experiment that cannot work, 5 timed out without progress, 130 interrupted. An option goes before its environment
-variable, that before the experiment's file, that before the default.
+Made from the code by `python -m docs.tools.manual`. Standard output is data (`--format json`: one object, or one per
+line), standard error is for people. An option takes precedence over its environment variable, that over the
+experiment's file, and that over the default.
+
+| exit code | meaning |
+|---|---|
+| 0 | done |
+| 1 | the run failed |
+| 2 | wrong usage |
+| 3 | no connection, or the login was refused |
+| 4 | the experiment is invalid, or a device cannot take part in it |
+| 5 | no progress for `transfer.idle_s` (while bytes or training steps move, no node is given up) |
+| 130 | interrupted |
 """
 EXAMPLES: Final[Mapping[str, str]] = {
     "run": "fedstrata run deploy/experiments/demo.toml --set rounds=5",
@@ -36,7 +45,7 @@ EXAMPLES: Final[Mapping[str, str]] = {
     "data check": "fedstrata data check --root data",
     "data partition": "fedstrata data partition deploy/experiments/demo.toml --out partition",
 }
-TYPERS: Final = ("help", "install_completion", "show_completion")  # whose words change with its releases
+TYPERS: Final = ("help", "install_completion", "show_completion")  # whose texts change with its releases
 
 
 def manual() -> str:
@@ -73,8 +82,8 @@ def _row(parameter: Any) -> str:
         " / ".join(f"`{o}`" for o in (*parameter.opts, *parameter.secondary_opts)) if named else parameter.name.upper()
     )
     default = parameter.default
-    told = default not in (None, "", [], ()) and not isinstance(default, bool)
-    return f"| {name} | {'required' if parameter.required else f'`{default}`' if told else ''} | {words} |"
+    shown = default not in (None, "", [], ()) and not isinstance(default, bool)
+    return f"| {name} | {'required' if parameter.required else f'`{default}`' if shown else ''} | {words} |"
 
 
 if __name__ == "__main__":

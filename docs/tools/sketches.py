@@ -63,10 +63,10 @@ def a_round() -> str:
         elements.append(rect(arrives + 25, rows[device] - 8, trained - arrives - 25, 16, "fill-train"))
         elements.append(text((arrives + trained + 25) / 2, rows[device] - 12, "SGD", anchor="middle", kind="soft"))
         elements.append(rect(announced - 14, rows[home] - 8, 14, 16, "fill-aggregate"))
-        elements += _arrow((left + 20, rows["cloud"]), (arrives, rows[home]), "wish, model" if arrives < 240 else "")
+        elements += _arrow((left + 20, rows["cloud"]), (arrives, rows[home]), "task, model" if arrives < 240 else "")
         elements += _arrow((arrives - 60, rows[home]), (arrives + 25, rows[device]), "")
         elements += _arrow((trained, rows[device]), (announced - 14, rows[home]), "")
-        elements += _arrow((announced, rows[home]), (there, rows["cloud"]), "answer, model")
+        elements += _arrow((announced, rows[home]), (there, rows["cloud"]), "result, model")
     elements.append(rect(740, rows["cloud"] - 8, 60, 16, "fill-aggregate"))
     elements.append(text(4, 342, "phases"))
     said = (
