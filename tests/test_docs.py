@@ -1,7 +1,8 @@
-"""What the documentation says, against the code: pictures, keys and defaults, snippets, links."""
+"""The documentation against the code: pictures, keys and defaults, snippets, links."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import tomllib
@@ -12,10 +13,16 @@ from typing import Any, Final
 import pytest
 from pydantic import BaseModel
 
+from cloud import links
+from cloud.results import DEVICE_FIELDS
 from common.experiment.aggregation import RULES
 from common.experiment.reading import parse
 from common.experiment.rounds import EpochControl
-from docs.tools import metrics_table, sketches
+from common.protocol.messages import Announcement, Presence
+from common.protocol.outbox import QOS_0
+from common.protocol.serialization import KINDS, VERSION
+from deploy.runs.records import COUNTS, PHASES
+from docs.tools import experiment, metrics_table, sketches
 from docs.tools.drawing import PICTURES
 from docs.tools.manual import manual
 
@@ -30,6 +37,9 @@ TABLE: Final = re.compile(
 )
 LAB: Final = {"topology": {"institutions": 4, "devices": 24}}  # of snippets that name none
 TABLES: Final[Mapping[str, type[BaseModel]]] = {**RULES, "cloud.epoch_control": EpochControl}
+
+README_LINES: Final = 150
+README_COLUMNS: Final = 120
 
 Row = tuple[str, str, str]
 
@@ -61,21 +71,7 @@ def defined(name: str) -> list[Row]:
     schema = table.model_json_schema()["properties"]
     fields = {key: field for key, field in table.model_fields.items() if key != "name" or name not in RULES}
     defaults = {key: f"`{json.dumps(f.default)}`" if f.default is not None else "not set" for key, f in fields.items()}
-    return [(f"`{key}`", defaults[key], span(schema[key])) for key in fields]
-
-
-def span(schema: dict[str, Any]) -> str:
-    """Return in words what values a key may have."""
-    if "anyOf" in schema:
-        return span(schema["anyOf"][0])
-    if "enum" in schema:
-        return ", ".join(f"`{json.dumps(value)}`" for value in schema["enum"])
-    if schema["type"] == "boolean":
-        return "true, false"
-    if "exclusiveMinimum" in schema:
-        return f"above {schema['exclusiveMinimum']:g}, at most {schema['maximum']:g}"
-    low = f"{schema['minimum']:g}"
-    return f"{low} to {schema['maximum']:.10g}" if "maximum" in schema else f"{low} or more"
+    return [(f"`{key}`", defaults[key], experiment.values(schema[key])) for key in fields]
 
 
 @pytest.mark.parametrize("name", PICTURES)
@@ -93,6 +89,47 @@ def test_the_table_of_metrics_is_what_the_code_has() -> None:
 def test_sketches_are_what_the_code_draws(name: str) -> None:
     kept = (ROOT / "docs" / name).read_text(encoding="utf-8")
     assert kept == sketches.PICTURES[name](), "draw them anew: python -m docs.tools.sketches docs"
+
+
+def test_the_page_of_the_experiment_is_what_the_schema_has() -> None:
+    kept = (ROOT / "docs" / "experiment.md").read_text(encoding="utf-8")
+    assert kept == experiment.page(), "write it anew: python -m docs.tools.experiment > docs/experiment.md"
+    assert "|  |" not in kept, "a key of common/experiment/ has no comment, which is its meaning"
+
+
+def test_the_readme_is_short() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= README_LINES
+    assert [line for line in lines if len(line) > README_COLUMNS] == []
+
+
+def test_the_messages_of_the_protocol_are_the_codes() -> None:
+    page = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| (\w+) \| (?:\w+) \| (\d)(?:, retained)? \| (.*?) ?\|$", page, re.MULTILINE)
+    kinds = [(int(n), name, int(qos), re.findall(r"`(\w+): ", fields_)) for n, name, qos, fields_ in rows]
+    retained = (Presence, Announcement)  # which are no control messages
+    assert kinds == [
+        (
+            n,
+            kind.__name__,
+            1 if kind in retained else int(kind not in QOS_0),
+            [field.name for field in dataclasses.fields(kind)],
+        )
+        for n, kind in enumerate(KINDS)
+    ]
+    assert f"[{VERSION}, session, kind," in page
+
+
+def test_each_column_of_a_runs_tables_is_described() -> None:
+    page = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
+    columns = {*links.FIELDS, *DEVICE_FIELDS, *(f"{phase}_s" for phase in PHASES), *COUNTS}
+    assert [column for column in columns if f"`{column}`" not in page] == []
+
+
+def test_each_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert pages <= set(LINK.findall(index))
 
 
 def test_the_manual_is_what_the_commands_say() -> None:
