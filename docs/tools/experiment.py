@@ -33,7 +33,7 @@ fedstrata run my.toml --dry-run                                                 
   the problem and the remedy.
 - The cloud alone gets the file. The other nodes receive the experiment through the broker.
 - Two files ship: `deploy/experiments/demo.toml`, the demo, and `deploy/experiments/tempo-fashionmnist.toml`, the Tempo
-  paper's setting.
+  paper's setting: 5 institutions, 200 devices, LeNet-5, FashionMNIST. It needs the data set under `data/`.
 """
 SEE: Final[Mapping[str, str]] = {  # pages that explain a table
     "data": "[Data and models](data.md) describes the data sets and the partitions.",
