@@ -222,7 +222,7 @@ def test_tempos_controls_spend_the_same_epochs_on_other_institutions(tmp_path: P
         folder = run_direct(tmp_path / name, lab, tempo)
         played = [int(table(folder)[1][f"epochs_institution-{m}"]) for m in range(5)]
         plans = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines() if '"plan"' in line]
-        told = next(plan for plan in plans if plan["node"] == "cloud" and plan["round"] == 1)
+        told = next(plan for plan in plans if plan["node"] == "cloud" and plan["global_round"] == 1)
         assert list(told["next_epochs"].values()) == played and len(told["omegas"]) == 5
         return played
 
@@ -239,7 +239,7 @@ def test_tempos_controls_spend_the_same_epochs_on_other_institutions(tmp_path: P
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: "-".join(map(str, rule.values())))
 def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(rule: Tree, tier: str, every: int, tmp_path: Path) -> None:
     def until_the_third(event: str, facts: Mapping[str, object]) -> None:
-        if event == "global_round" and facts["round"] == 3:
+        if event == "global_round" and facts["global_round"] == 3:
             raise KeyboardInterrupt
 
     size: dict[str, Any] = {"rounds": 5, "topology": {"institutions": 3, "devices": 9}, "training": ONE_STEP}

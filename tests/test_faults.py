@@ -287,7 +287,7 @@ def test_every_role_killed_once_and_started_again_gives_the_same_model(
             role.ends(0)
         assert folder_in(cloud.output()) == folder
         assert tensors(folder) == undisturbed
-        assert [row["round"] for row in rounds(folder)] == ["1", "2", "3"]
+        assert [row["global_round"] for row in rounds(folder)] == ["1", "2", "3"]
         assert all(0.5 < float(row["accuracy"]) <= 1 for row in rounds(folder))
         assert_bytes_of_one_run(folder, lives=3)
 
@@ -409,7 +409,7 @@ def test_an_interrupted_lab_leaves_nothing_behind_and_can_be_resumed(
         stack.callback(last.kill)
         last.ends(0)
         assert tensors(folder) == undisturbed
-        assert [row["round"] for row in rounds(folder)] == ["1", "2", "3"]
+        assert [row["global_round"] for row in rounds(folder)] == ["1", "2", "3"]
         assert all(row["accuracy"] for row in rounds(folder))
         assert_bytes_of_one_run(folder, lives=3)
         assert {path.name for path in (tmp_path / "runs").iterdir()} == {folder.name, ".spool"}
@@ -465,7 +465,7 @@ def resumed(root: Path, *accuracies: str) -> tuple[RunFolder, list[int]]:
     )
     folder = RunFolder.create(root, parse(SMALL | {"target_accuracy": 0.8}))
     for place, accuracy in enumerate([*accuracies, ""]):  # and one whose checkpoint was not written any more
-        folder.add_round({"round": place + 1, "accuracy": accuracy, "loss": ""})
+        folder.add_round({"global_round": place + 1, "accuracy": accuracy, "loss": ""})
     asyncio.run(run())
     return folder, evaluated
 

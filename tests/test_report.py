@@ -181,7 +181,7 @@ def test_nothing_is_asked_of_a_network_and_nothing_runs(played: list[Path]) -> N
 def hostile(path: Path) -> Path:
     with (path / "events.jsonl").open("a") as file:
         for name, facts in (("refused", {"node": HOSTILE, "reason": "\ud800"}), (HOSTILE, {HOSTILE: [HOSTILE]}),
-                            ("plan", {"node": HOSTILE, HOSTILE: {HOSTILE: 1.0}, "round": 1})):  # fmt: skip
+                            ("plan", {"node": HOSTILE, HOSTILE: {HOSTILE: 1.0}, "global_round": 1})):  # fmt: skip
             file.write(json.dumps({"time": HOSTILE, "event": name, **facts}) + "\n")
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["links"]["of"][HOSTILE] = {"up_mbit": HOSTILE, "down_mbit": True}

@@ -59,7 +59,7 @@ def undisturbed() -> LabOutcome:
 def test_an_undisturbed_lab_ends(undisturbed: LabOutcome) -> None:
     assert set(undisturbed.ended.values()) == {""} and len(undisturbed.ended) == 7
     assert undisturbed.trainings == 2 * 2 * 4
-    assert [row["round"] for row in undisturbed.rounds] == ["1", "2"]
+    assert [row["global_round"] for row in undisturbed.rounds] == ["1", "2"]
     assert 2 * 2 * 1.0 < undisturbed.virtual_s < 60
     assert undisturbed.warnings == ()
 

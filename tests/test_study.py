@@ -38,7 +38,7 @@ def test_all_rows_of_a_part_do_equal_local_work() -> None:
             nodes = len(one.topology.institution_names()) * one.cloud.participation
             devices = len(one.topology.device_names()) / len(one.topology.institution_names())
             drawn = nodes * devices * one.institution.participation
-            work.add((one.global_rounds * one.institution.rounds * round(drawn), one.training))
+            work.add((one.rounds * one.institution.rounds * round(drawn), one.training))
     assert len(work) == 1
 
 
