@@ -33,7 +33,7 @@ class LocalResult:
     steps: int
     train_s: float
     wait_s: float
-    path: TrainingPath = TrainingPath.LEAN
+    path: TrainingPath = TrainingPath.IN_PROCESS
     wall_s: float = 0.0
 
 

@@ -101,7 +101,7 @@ class Work:
     "training", [{}, {"augmentation": {"flip": True, "crop": 1}}, {"nesterov": True, "clip_norm": 0.5}]
 )
 def test_orders_are_trained_in_a_stack_as_alone(training: dict[str, Any]) -> None:
-    assert Work(experiment(**training)).train() == [TrainingPath.STACKED] * 4
+    assert Work(experiment(**training)).train() == [TrainingPath.VMAPPED] * 4
 
 
 def test_each_learning_rate_has_a_stack(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,15 +113,15 @@ def test_each_learning_rate_has_a_stack(monkeypatch: pytest.MonkeyPatch) -> None
     )
     work = Work(experiment(schedule={"name": "exponential", "factor": 0.5}), rounds=(0, 1, 0, 1))
     assert work.lab.institution.rounds == 1
-    assert work.train() == [TrainingPath.STACKED] * 4
+    assert work.train() == [TrainingPath.VMAPPED] * 4
     assert sizes == [2, 2]
 
 
 def test_a_deterministic_run_has_no_stack() -> None:
-    assert Work(experiment(deterministic=True)).train() == [TrainingPath.LEAN] * 4
+    assert Work(experiment(deterministic=True)).train() == [TrainingPath.IN_PROCESS] * 4
 
 
-@pytest.mark.parametrize(("stacked_s", "path"), [(2.0, TrainingPath.STACKED), (5.0, TrainingPath.LEAN)])
+@pytest.mark.parametrize(("stacked_s", "path"), [(2.0, TrainingPath.VMAPPED), (5.0, TrainingPath.IN_PROCESS)])
 def test_the_quicker_path_is_taken(monkeypatch: pytest.MonkeyPatch, stacked_s: float, path: TrainingPath) -> None:
     monkeypatch.setenv(VARIABLE, "auto")
     monkeypatch.setattr("device.pool.trainers.most_together", lambda _: 4)
@@ -145,8 +145,8 @@ def test_without_memory_for_the_data_each_is_trained_alone(monkeypatch: pytest.M
     work = Work(experiment())
     with monkeypatch.context() as patch:
         patch.setattr(trainer._Shared, "know", full)
-        assert work.train() == [TrainingPath.LEAN] * 4
-    assert work.train() == [TrainingPath.STACKED] * 4
+        assert work.train() == [TrainingPath.IN_PROCESS] * 4
+    assert work.train() == [TrainingPath.VMAPPED] * 4
 
 
 def test_who_is_called_off_does_not_keep_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +179,7 @@ def test_a_pools_devices_meet_in_a_stack(lane: Callable[[], Executor]) -> None:
 
     results = asyncio.run(play())
     work.check(results)
-    assert [result.path for result in results] == [TrainingPath.STACKED] * 4
+    assert [result.path for result in results] == [TrainingPath.VMAPPED] * 4
     assert all(result.wait_s >= 0 and result.wall_s >= result.train_s > 0 for result in results)
 
 
@@ -197,7 +197,7 @@ def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
 class _Lane:
     """A GPU's lane that writes down whom it trains together."""
 
-    path = TrainingPath.STACKED
+    path = TrainingPath.VMAPPED
     most = 100
 
     def __init__(self) -> None:

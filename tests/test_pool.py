@@ -103,7 +103,7 @@ class Notes:
 
 
 class FakeLane:
-    path = TrainingPath.STACKED
+    path = TrainingPath.VMAPPED
 
     def __init__(self, notes: Notes) -> None:
         self.notes = notes
@@ -345,7 +345,7 @@ def test_workers_give_the_bits_of_a_trainer_alone(lab: Lab) -> None:
         assert np.array_equal(out, wanted)
         assert (result.samples, result.loss, result.steps) == (single.samples, single.loss, single.steps)
         assert prepared.samples == result.samples and prepared.layout.row_bytes == row.nbytes
-        assert result.path == "workers" and single.path == "lean" and result.train_s > 0 and result.wait_s >= 0
+        assert result.path == "workers" and single.path == "in-process" and result.train_s > 0 and result.wait_s >= 0
 
 
 def test_one_slot_is_a_thread_and_gives_the_same_bits() -> None:
@@ -363,7 +363,7 @@ def test_one_slot_is_a_thread_and_gives_the_same_bits() -> None:
             return result, out
 
     result, out = asyncio.run(play())
-    assert np.array_equal(out, alone(what, "device-1", row, epochs=1, local_round=2)[0]) and result.path == "lean"
+    assert np.array_equal(out, alone(what, "device-1", row, epochs=1, local_round=2)[0]) and result.path == "in-process"
 
 
 def test_progress_is_told_and_a_running_training_is_called_off(lab: Lab) -> None:

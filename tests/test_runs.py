@@ -13,7 +13,7 @@ from typing import Final
 import pytest
 from typer.testing import CliRunner, Result
 
-from cloud.results import RunFolder, held
+from cloud.results import DEVICE_FIELDS, RunFolder, held
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse
 from deploy.cli.main import app
@@ -37,6 +37,16 @@ def test_a_run_is_read_as_it_was_written(tmp_path: Path, make_run: MakeRun) -> N
     assert set(run.rounds[0].phases) == set(PHASES) and run.rounds[0].seconds == pytest.approx(1.58)
     assert run.children == {"institution-0": ["device-0"]}
     assert run.links == [] and run.devices == [] and run.partition is None and run.prediction is None
+
+
+def test_training_paths_of_earlier_releases_have_their_present_names(tmp_path: Path, make_run: MakeRun) -> None:
+    path = make_run(tmp_path, {})
+    row = "1,institution-0,device-{},10,1,1,1,0.5,1,0,0,{}"
+    names = ("lean", "stacked", "in-process", "vmapped", "workers", "")
+    rows = [row.format(number, name) for number, name in enumerate(names)]
+    (path / "devices.csv").write_text("\n".join([",".join(DEVICE_FIELDS), *rows]) + "\n")
+    present = ["in-process", "vmapped", "in-process", "vmapped", "workers", ""]
+    assert [device.path for device in Run(path).devices] == present
 
 
 def test_accuracies_not_known_yet_are_none(tmp_path: Path, make_run: MakeRun) -> None:

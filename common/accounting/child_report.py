@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
+from typing import Final
 
 from common.accounting.traffic import Measured, Traffic
 
 
 class TrainingPath(StrEnum):
-    """How a device's trainings were run: in its own process, by worker processes, or stacked with other devices'."""
+    """How a device trained: in its agent's process, in a worker process, or vmapped with other devices.
+
+    The names of earlier releases are accepted as values.
+    """
 
     NONE = ""
-    LEAN = "lean"
+    IN_PROCESS = "in-process"
     WORKERS = "workers"
-    STACKED = "stacked"
+    VMAPPED = "vmapped"
+
+    @classmethod
+    def _missing_(cls, value: object) -> TrainingPath | None:
+        return EARLIER_PATHS.get(value) if isinstance(value, str) else None
+
+
+EARLIER_PATHS: Final[Mapping[str, TrainingPath]] = MappingProxyType(
+    {"lean": TrainingPath.IN_PROCESS, "stacked": TrainingPath.VMAPPED}
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
 import msgpack
 from xxhash import xxh3_64_digest
 
+from common.accounting.child_report import EARLIER_PATHS, TrainingPath
 from common.errors import WireError
 from common.protocol.messages import (
     DIGEST_BYTES,
@@ -51,6 +52,7 @@ KINDS: Final[tuple[type[Message], ...]] = (
     WhoIsThere, Alive, Preparing, Declined, Goodbye,
 )  # fmt: skip
 _CODES: Final = {kind: code for code, kind in enumerate(KINDS)}
+_WIRE_PATHS: Final = {path: name for name, path in EARLIER_PATHS.items()}  # the wire keeps the first release's names
 
 
 def encode(message: Message, session: str) -> bytes:
@@ -83,7 +85,8 @@ def decode(data: bytes | bytearray | memoryview) -> tuple[str, Message]:
 
 def _values(record: Any) -> tuple[Any, ...]:
     """Return a record's fields, for msgpack, which takes tuples, counts and texts as they are."""
-    return tuple([getattr(record, name) for name in _names(type(record))])  # type: ignore[arg-type]  # it is hashable
+    values = [getattr(record, name) for name in _names(type(record))]  # type: ignore[arg-type]  # it is hashable
+    return tuple([_WIRE_PATHS.get(value, value) if type(value) is TrainingPath else value for value in values])
 
 
 @cache

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+from common.accounting.child_report import EARLIER_PATHS
 from common.protocol.timeline import PHASES as ROUND_PHASES
 
 _T = TypeVar("_T")
@@ -155,7 +156,7 @@ def read_device(row: Mapping[str, str]) -> DeviceRecord:
         train_s=number(row["train_s"]),
         wait_s=number(row["wait_s"]),
         pause_s=_maybe(row.get("pause_s") or ""),
-        path=row.get("path") or "",
+        path=str(EARLIER_PATHS.get(row.get("path") or "", row.get("path") or "")),
     )
 
 

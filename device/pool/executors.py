@@ -43,7 +43,7 @@ class Executor(Protocol):
 class Thread:
     """A thread of this process, which so holds torch: for a machine that has not the memory for two processes."""
 
-    path = TrainingPath.LEAN
+    path = TrainingPath.IN_PROCESS
 
     def __init__(self) -> None:
         self.accelerator = "cpu"

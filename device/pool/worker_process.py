@@ -170,8 +170,8 @@ class Worker:
             if "result" in answer:
                 await offload(partial(np.copyto, job.order.out, pairs[answer["job"]][1]))
                 result = LocalResult(*answer["result"])
-                stacked = result.path == TrainingPath.STACKED
-                job.finish(replace(result, path=TrainingPath.STACKED if stacked else self.path))
+                stacked = result.path == TrainingPath.VMAPPED
+                job.finish(replace(result, path=TrainingPath.VMAPPED if stacked else self.path))
             else:
                 job.fail(_fault(answer))
 

@@ -155,7 +155,7 @@ class _Shared:
                 return
             order.out[:] = how.row
             costs = (how.train_s, how.wall_s - how.train_s)
-            done(LocalResult(load.samples, how.loss, how.steps, *costs, TrainingPath.STACKED, how.wall_s))
+            done(LocalResult(load.samples, how.loss, how.steps, *costs, TrainingPath.VMAPPED, how.wall_s))
 
         return Turn(order.row, load, visits, order.progress, order.cancelled, end)
 

@@ -85,7 +85,7 @@ def seconds(trainers: Trainers, work: Sequence[Work], *, accelerator: str, stack
     wrong: list[Ending] = []
 
     def done(_: int, how: Ending) -> None:
-        if not isinstance(how, LocalResult) or (how.path == "stacked") != (stacked and len(work) > 1):
+        if not isinstance(how, LocalResult) or (how.path == "vmapped") != (stacked and len(work) > 1):
             wrong.append(how)
 
     started = time.perf_counter()
