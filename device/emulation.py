@@ -21,7 +21,7 @@ async def keep(pace: Pace, answer: WorkResult, *, since: float, report: Report) 
     """
     loop = asyncio.get_running_loop()
     begun = loop.time()
-    due = since + pace.answer_s(answer.train_s)
+    due = since + pace.emulated_s(answer.train_s)
     if due <= begun:
         return answer
     for told in count(1):

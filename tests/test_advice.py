@@ -42,28 +42,33 @@ def test_the_experiments_that_ship_are_sound(path: Path) -> None:
     [
         (
             {"institution": {"rounds": 1, "aggregation": {"name": "fedcross"}}},
-            {"institution": {"rounds": 1, "aggregation": {"name": "fedcross", "alpha": 0.9, "carry": "recentre"}}},
-            "institution.aggregation.name = 'fedcross': with institution.rounds = 1 and carry 'reset'",
+            {
+                "institution": {
+                    "rounds": 1,
+                    "aggregation": {"name": "fedcross", "alpha": 0.9, "on_new_model": "recentre"},
+                }
+            },
+            "institution.aggregation.name = 'fedcross': with institution.rounds = 1 and on_new_model 'reset'",
         ),
         (
-            at("institution", "fedmr", carry="recentre"),
-            at("institution", "fedcross", carry="recentre", alpha=0.9),
-            "institution.aggregation.carry = 'recentre': hurts fedmr",
+            at("institution", "fedmr", on_new_model="recentre"),
+            at("institution", "fedcross", on_new_model="recentre", alpha=0.9),
+            "institution.aggregation.on_new_model = 'recentre': hurts fedmr",
         ),
         (
-            at("institution", "independent", carry="recentre"),
+            at("institution", "independent", on_new_model="recentre"),
             at("institution", "independent"),
-            "institution.aggregation.carry = 'recentre': hurts independent",
+            "institution.aggregation.on_new_model = 'recentre': hurts independent",
         ),
         (
-            at("institution", "fedcross", carry="recentre", alpha=0.91),
-            at("institution", "fedcross", carry="recentre", alpha=0.9),
-            "institution.aggregation.carry = 'recentre': hurts fedcross with alpha above 0.9",
+            at("institution", "fedcross", on_new_model="recentre", alpha=0.91),
+            at("institution", "fedcross", on_new_model="recentre", alpha=0.9),
+            "institution.aggregation.on_new_model = 'recentre': hurts fedcross with alpha above 0.9",
         ),
         (
-            at("cloud", "fedcross", carry="recentre"),
+            at("cloud", "fedcross", on_new_model="recentre"),
             at("cloud", "fedcross"),
-            "cloud.aggregation.carry = 'recentre': no model comes to the cloud",
+            "cloud.aggregation.on_new_model = 'recentre': the cloud has no parent",
         ),
         (
             at("cloud", "fedcross", propeller_rounds=10, propeller_alpha=0.99),
@@ -73,7 +78,7 @@ def test_the_experiments_that_ship_are_sound(path: Path) -> None:
         (
             at("cloud", "fedcross", alpha=1.0),
             at("cloud", "fedcross", alpha=0.98),
-            "cloud.aggregation.alpha = 1.0: models are never mixed",
+            "cloud.aggregation.alpha = 1.0: the models are never mixed",
         ),
         (
             at("cloud", "fedcross", normalise=True),
@@ -93,17 +98,17 @@ def test_the_experiments_that_ship_are_sound(path: Path) -> None:
         (
             at("cloud", "fedcda", warmup_rounds=100),
             at("cloud", "fedcda", warmup_rounds=99),
-            "cloud.aggregation.warmup_rounds = 100: there are 100 rounds",
+            "cloud.aggregation.warmup_rounds = 100: all 100 rounds",
         ),
         (
             at("institution", "fedcda", warmup_rounds=400),
             at("institution", "fedcda", warmup_rounds=399),
-            "institution.aggregation.warmup_rounds = 400: there are 400 rounds",
+            "institution.aggregation.warmup_rounds = 400: all 400 rounds",
         ),
         (
             at("cloud", "fedmr", first_stage_rounds=100),
             at("cloud", "fedmr", first_stage_rounds=99),
-            "cloud.aggregation.first_stage_rounds = 100: there are 100 rounds",
+            "cloud.aggregation.first_stage_rounds = 100: all 100 rounds",
         ),
         (
             at("cloud", "fedcross", tree={"topology": {"devices": 4}}),
@@ -154,22 +159,22 @@ def test_the_experiments_that_ship_are_sound(path: Path) -> None:
         (
             {"cloud": {"epoch_control": {"variant": "plato"}}},
             {"cloud": {"epoch_control": {"name": "tempo", "variant": "plato"}}},
-            "cloud.epoch_control.name = 'fixed': its other settings",
+            "cloud.epoch_control.name = 'fixed': the other keys",
         ),
         (
             {"training": {"schedule": {"factor": 0.5}}},
             {"training": {"schedule": {"name": "exponential", "factor": 0.5}}},
-            "training.schedule.factor = 0.5: it is part of step and exponential alone, this is constant",
+            "training.schedule.factor = 0.5: no effect with constant; it belongs to step and exponential",
         ),
         (
             {"training": {"schedule": {"name": "exponential", "factor": 0.5, "every": 3}}},
             {"training": {"schedule": {"name": "step", "factor": 0.5, "every": 3}}},
-            "training.schedule.every = 3: it is part of step alone",
+            "training.schedule.every = 3: no effect with exponential; it belongs to step",
         ),
         (
             {"training": {"schedule": {"final": 0.1, "warmup": 2}}},
             {"training": {"schedule": {"name": "cosine", "final": 0.1, "warmup": 2}}},
-            "training.schedule.final = 0.1: it is part of cosine alone",
+            "training.schedule.final = 0.1: no effect with constant; it belongs to cosine",
         ),
         (
             {"rounds": 5, "training": {"schedule": {"name": "step", "factor": 0.5, "every": 3, "warmup": 2}}},
@@ -179,7 +184,7 @@ def test_the_experiments_that_ship_are_sound(path: Path) -> None:
         (
             {"rounds": 5, "training": {"schedule": {"name": "cosine", "warmup": 5}}},
             {"rounds": 5, "training": {"schedule": {"name": "cosine", "warmup": 4}}},
-            "training.schedule.warmup = 5: the run ends before it does",
+            "training.schedule.warmup = 5: the run ends during the warm-up",
         ),
     ],
 )
@@ -190,5 +195,5 @@ def test_a_setting_has_its_line(bad: dict[str, Any], good: dict[str, Any], start
 
 
 def test_every_line_is_given() -> None:
-    tree = at("institution", "independent", carry="recentre", tree={"training": {"learning_rate": 1.0}})
+    tree = at("institution", "independent", on_new_model="recentre", tree={"training": {"learning_rate": 1.0}})
     assert len(lines(tree | {"cloud": {"aggregation": {"name": "fedmr", "first_stage_rounds": 200}}})) == 4

@@ -253,10 +253,10 @@ def test_a_single_child_is_copied(tree: dict[str, Any]) -> None:
 
 
 @each_rule
-@pytest.mark.parametrize("carry", ["reset", "recentre"])
-def test_a_saved_node_goes_on_bit_for_bit(tree: dict[str, Any], carry: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", ["reset", "recentre"])
+def test_a_saved_node_goes_on_bit_for_bit(tree: dict[str, Any], start: str, tmp_path: Path) -> None:
     if tree in SEVERAL:
-        tree = tree | {"carry": carry}
+        tree = tree | {"on_new_model": start}
     draws = DRAWS if tree in SINGLE else [CHILDREN] * len(DRAWS)
     for broken_at in (0, 1, 4, 7):
         straight = aggregator(tree, folder=tmp_path / f"straight{broken_at}")
@@ -439,11 +439,11 @@ def test_rounds_of_k_models_are_the_definitions(tree: dict[str, Any]) -> None:
     for r in range(9):
         missing = CHILDREN[r % 5] if r in (2, 5, 6) else ""
         uploads, outcome = play(rule, r, CHILDREN, missing=missing)
-        stand_ins = [k for k, child in enumerate(uploads.children) if child == missing]
+        fallback = [k for k, child in enumerate(uploads.children) if child == missing]
         rows_K = uploads.rows_K.copy()
-        for k in stand_ins:
+        for k in fallback:
             rows_K[k] = models[k]
-        assert outcome.facts["stand_ins"] == ([missing] if missing else [])
+        assert outcome.facts["fallback_models"] == ([missing] if missing else [])
         mean = mean_of(uploads, "data") if tree.get("weights") == "data" else floats_of(rows_K).mean(axis=0)
         np.testing.assert_allclose(LAYOUT.floats(rule.model), mean, rtol=0, atol=1e-6)
         got = list(rule.dispatch(r + 1, CHILDREN).values())
@@ -505,7 +505,7 @@ def test_a_first_stage_that_never_ends_is_fedavg(name: str, weights: str) -> Non
         assert outcomes[0].spread == 0.0 and outcomes[0].facts["stage"] == "first"
 
 
-def test_data_weights_give_a_stand_in_none() -> None:
+def test_data_weights_give_a_fallback_model_none() -> None:
     rule = aggregator({"name": "independent", "weights": "data"})
     rule.begin(first_model())
     play(rule, 0, CHILDREN)
@@ -546,7 +546,7 @@ def test_reset_starts_all_models_from_what_came(tree: dict[str, Any]) -> None:
 
 @each_of_several
 def test_recentre_keeps_each_models_offset(tree: dict[str, Any]) -> None:
-    rule = aggregator(tree | {"carry": "recentre"})
+    rule = aggregator(tree | {"on_new_model": "recentre"})
     assert not rule.reads_start
     rule.begin(first_model())
     for r in range(4):
@@ -568,24 +568,24 @@ def test_recentre_keeps_each_models_offset(tree: dict[str, Any]) -> None:
 def test_recentre_with_equal_models_is_reset(first_stage: int) -> None:
     """Equal since the first stage shares one row, or since all uploads are the same."""
     rows = {}
-    for carry in ("reset", "recentre"):
-        tree = {"name": "fedcross", "alpha": 1.0, "first_stage_rounds": first_stage, "carry": carry}
+    for start in ("reset", "recentre"):
+        tree = {"name": "fedcross", "alpha": 1.0, "first_stage_rounds": first_stage, "on_new_model": start}
         rule = aggregator(tree)
         rule.begin(first_model())
         for r in range(3):
             models = rule.dispatch(r, CHILDREN)
             rows_K = np.repeat(first_model(10 + r)[None], len(models), axis=0)
             rule.aggregate(r, Uploads(tuple(models), rows_K, (Report(1, 1.0),) * 5, lambda: None))
-        assert rule.reads_start == (carry == "recentre" and first_stage == 0)
+        assert rule.reads_start == (start == "recentre" and first_stage == 0)
         rule.begin(first_model(5))
-        rows[carry] = dispatched(rule, 3, CHILDREN)
+        rows[start] = dispatched(rule, 3, CHILDREN)
     assert rows["reset"] == rows["recentre"] == [first_model(5).tobytes()] * 5
 
 
 @pytest.mark.parametrize("tree", [{"name": "fedcross", "strategy": "in_order"}, {"name": "fedmr"}], ids=label)
 def test_recentre_to_its_own_mean_changes_nothing(tree: dict[str, Any]) -> None:
     """One institution with one round per global round is two layers, for models without float buffers."""
-    rules = [aggregator(tree | {"carry": "recentre"}, layout=PLAIN) for _ in range(2)]
+    rules = [aggregator(tree | {"on_new_model": "recentre"}, layout=PLAIN) for _ in range(2)]
     for rule in rules:
         rule.begin(first_model(0, PLAIN))
     for r in range(10):

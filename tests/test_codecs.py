@@ -101,7 +101,7 @@ def test_a_foreign_name_is_a_wire_error(name: str) -> None:
         ("up", "gzip", "no such codec", "Known here: fp32, fp32+zstd, fp16"),
         ("up", "delta+fp32", "saves nothing", "Use fp32, or delta+fp32+zstd."),
         ("down", "int8+zst", "no such codec", "Did you mean 'int8+zstd'?"),
-        ("down", "delta+int8", "no delta goes down", "use a delta for `up`, and here one of fp32, "),
+        ("down", "delta+int8", "deltas are not used downward", "Use a delta for `up`, and here one of fp32, "),
     ],
 )
 def test_an_experiment_names_its_codecs(tier: str, direction: str, name: str, problem: str, remedy: str) -> None:

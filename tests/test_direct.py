@@ -46,7 +46,7 @@ SMALL: dict[str, Any] = {
 # One step a round: many small steps of SGD enlarge the rounding of means a hundredfold within three global rounds.
 ONE_STEP = {"batch_size": 2000, "momentum": 0.0, "learning_rate": 0.2}
 LOSSY = {tier: {"up": "delta+int8", "down": "fp16"} for tier in ("wan", "lan")}
-CROSS = {"name": "fedcross", "alpha": 0.9, "carry": "recentre"}
+CROSS = {"name": "fedcross", "alpha": 0.9, "on_new_model": "recentre"}
 
 Model = Mapping[str, npt.NDArray[np.float32]]
 Tree = Mapping[str, Any]
@@ -157,8 +157,8 @@ SINGLE = [
     {"name": "fedcda", "warmup_rounds": 2, "history": "keep"},
 ]
 SEVERAL = [
-    {"name": "fedcross", "alpha": 0.9, "strategy": "in_order", "carry": "recentre"},
-    {"name": "fedmr", "carry": "recentre"},
+    {"name": "fedcross", "alpha": 0.9, "strategy": "in_order", "on_new_model": "recentre"},
+    {"name": "fedmr", "on_new_model": "recentre"},
 ]
 
 
@@ -176,8 +176,8 @@ def test_one_institution_need_not_ask_the_cloud_between_its_rounds(rule: Tree, t
 
 def test_reset_models_do_forget_where_recentred_ones_go_on(tmp_path: Path) -> None:
     found = [
-        run_direct(tmp_path, {"institution": {"aggregation": {**CROSS, "carry": carry}}})
-        for carry in ("reset", "recentre")
+        run_direct(tmp_path, {"institution": {"aggregation": {**CROSS, "on_new_model": start}}})
+        for start in ("reset", "recentre")
     ]
     with pytest.raises(AssertionError):
         assert_close(*found)
@@ -186,8 +186,8 @@ def test_reset_models_do_forget_where_recentred_ones_go_on(tmp_path: Path) -> No
 @pytest.mark.parametrize("how", [{"alpha": 0.5}, {"first_stage_rounds": 99}], ids=["half", "first stage"])
 def test_equal_models_are_recentred_as_they_are_reset(how: Tree, tmp_path: Path) -> None:
     found = [
-        run_direct(tmp_path, {"institution": {"aggregation": {"name": "fedcross", "carry": carry, **how}}})
-        for carry in ("reset", "recentre")
+        run_direct(tmp_path, {"institution": {"aggregation": {"name": "fedcross", "on_new_model": start, **how}}})
+        for start in ("reset", "recentre")
     ]
     assert_same_bits(*found)
 
@@ -206,10 +206,16 @@ RULES = [
     {"name": "fedavg"},
     {"name": "fedadp"},
     {"name": "fedcda", "warmup_rounds": 1, "history": "keep"},
-    {"name": "independent", "carry": "recentre"},
-    {"name": "fedcross", "carry": "recentre"},
-    {"name": "fedcross", "strategy": "in_order", "dynamic_alpha_rounds": 6, "propeller_rounds": 2, "carry": "recentre"},
-    {"name": "fedmr", "carry": "recentre", "first_stage_rounds": 1},
+    {"name": "independent", "on_new_model": "recentre"},
+    {"name": "fedcross", "on_new_model": "recentre"},
+    {
+        "name": "fedcross",
+        "strategy": "in_order",
+        "dynamic_alpha_rounds": 6,
+        "propeller_rounds": 2,
+        "on_new_model": "recentre",
+    },
+    {"name": "fedmr", "on_new_model": "recentre", "first_stage_rounds": 1},
 ]
 
 

@@ -61,7 +61,7 @@ SMALL: dict[str, Any] = {
     "topology": {"institutions": 2, "devices": 4},
     "model": {"name": "mlp_digits"},
     "training": {"epochs": 40},
-    "institution": {"rounds": 2, "aggregation": {"name": "fedmr", "carry": "recentre"}},
+    "institution": {"rounds": 2, "aggregation": {"name": "fedmr", "on_new_model": "recentre"}},
     "cloud": {"epoch_control": {"name": "tempo"}, "aggregation": {"name": "fedcross", "alpha": 0.9}},
 }
 DEVICES = [

@@ -33,8 +33,8 @@ def test_a_device_has_the_machine_that_is_said_for_it(tmp_path: Path) -> None:
         [hardware]
         default = "raspberry-pi-5"
         [hardware.of]
-        device-1 = { slowdown = 4.0, think_s = 0.5 }
-        device-2 = { profile = "raspberry-pi-4", think_s = 2 }
+        device-1 = { slowdown = 4.0, overhead_s = 0.5 }
+        device-2 = { profile = "raspberry-pi-4", overhead_s = 2 }
         device-3 = "mine"
         device-4 = {}
         [hardware.profiles.mine]
@@ -45,8 +45,8 @@ def test_a_device_has_the_machine_that_is_said_for_it(tmp_path: Path) -> None:
     machines = [experiment.machine(f"device-{i}") for i in range(5)]
     assert machines == [
         Machine(profile="raspberry-pi-5", slowdown=shipped()["raspberry-pi-5"]["slowdown"]),
-        Machine(slowdown=4.0, think_s=0.5),
-        Machine(profile="raspberry-pi-4", slowdown=shipped()["raspberry-pi-4"]["slowdown"], think_s=2.0),
+        Machine(slowdown=4.0, overhead_s=0.5),
+        Machine(profile="raspberry-pi-4", slowdown=shipped()["raspberry-pi-4"]["slowdown"], overhead_s=2.0),
         Machine(profile="mine", slowdown=30.0),
         Machine(),
     ]
@@ -80,7 +80,7 @@ def test_a_machine_keeps_its_numbers_when_a_later_release_changes_the_profile(mo
         ({"of": {"device-9": "mine"}}, r"hardware\.of = 'device-9': no device has this name.*Did you mean 'device-0'"),
         ({"of": {"institution-0": "mine"}}, "no device has this name"),
         ({"default": {"slowdown": 0.5}}, r"hardware\.default\.slowdown = 0\.5: .*greater than or equal to 1"),
-        ({"default": {"think_s": -1}}, r"hardware\.default\.think_s = -1"),
+        ({"default": {"overhead_s": -1}}, r"hardware\.default\.overhead_s = -1"),
         ({"default": {"slow": 2}}, r"hardware\.default\.slow = 2: unknown key.*Did you mean 'slowdown'"),
         ({"profiles": {"mine": {"slow": 2}}}, r"hardware\.profiles\.mine\.slow = 2: unknown key"),
         ({"spread": -0.1}, r"hardware\.spread = -0\.1"),
@@ -96,7 +96,7 @@ def test_a_spread_draws_each_devices_slowdown_from_the_seed() -> None:
     tree: dict[str, Any] = {
         "topology": {"devices": 400},
         "hardware": {
-            "default": {"slowdown": 20.0, "think_s": 1.0},
+            "default": {"slowdown": 20.0, "overhead_s": 1.0},
             "spread": 0.5,
             "of": {"device-7": {"slowdown": 3.0}},
         },
@@ -104,7 +104,7 @@ def test_a_spread_draws_each_devices_slowdown_from_the_seed() -> None:
     experiment, other = parse(tree), parse(tree | {"seed": 2})
     machines = [experiment.machine(f"device-{i}") for i in range(400)]
     assert machines == [parse(experiment.to_json()).machine(f"device-{i}") for i in range(400)]
-    assert machines[7] == Machine(slowdown=3.0) and {machine.think_s for machine in machines} == {0.0, 1.0}
+    assert machines[7] == Machine(slowdown=3.0) and {machine.overhead_s for machine in machines} == {0.0, 1.0}
     logs = np.log([machine.slowdown for i, machine in enumerate(machines) if i != 7])
     assert np.median(logs) == pytest.approx(np.log(20.0), abs=0.1) and logs.std() == pytest.approx(0.5, abs=0.05)
     assert machines != [other.machine(f"device-{i}") for i in range(400)]
@@ -158,15 +158,15 @@ def at_a_pace(
     return kept, left_s, told
 
 
-@given(slowdown=st.floats(1, 50), think_s=st.floats(0, 20), train_s=st.floats(0, 30), queued_s=st.floats(0, 100))
+@given(slowdown=st.floats(1, 50), overhead_s=st.floats(0, 20), train_s=st.floats(0, 30), queued_s=st.floats(0, 100))
 def test_an_answer_leaves_no_sooner_than_the_slower_machines(
-    slowdown: float, think_s: float, train_s: float, queued_s: float
+    slowdown: float, overhead_s: float, train_s: float, queued_s: float
 ) -> None:
     # The model came, waited in the queue for a slot, and was trained until now.
-    machine = Pace(slowdown=slowdown, think_s=think_s)
+    machine = Pace(slowdown=slowdown, overhead_s=overhead_s)
     since = -(queued_s + train_s)
     answer, left_s, told = at_a_pace(machine, train_s=train_s, since=since)
-    wanted = max(0.0, slowdown * train_s + think_s + since)
+    wanted = max(0.0, slowdown * train_s + overhead_s + since)
     assert answer is not None and left_s == pytest.approx(wanted, abs=1e-6)
     assert answer.pause_s == pytest.approx(left_s, abs=1e-6) and answer.train_s == train_s
     # A growing count, at least once a second, so that nobody gives the device up.
@@ -181,5 +181,5 @@ def test_a_device_of_this_hosts_pace_tells_nothing_and_waits_for_nothing() -> No
 
 
 def test_a_pause_ends_at_once_with_its_wish() -> None:
-    answer, left_s, _ = at_a_pace(Pace(think_s=3600.0), train_s=1.0, since=-1.0, cancel_after_s=0.25)
+    answer, left_s, _ = at_a_pace(Pace(overhead_s=3600.0), train_s=1.0, since=-1.0, cancel_after_s=0.25)
     assert answer is None and left_s == 0.25

@@ -271,7 +271,7 @@ def _tier(parent: str) -> str:
 
 def test_a_device_that_plays_a_slower_machine_pauses(tmp_path: Path) -> None:
     small = ("topology.institutions=1", "topology.devices=2", "rounds=1", "institution.rounds=2")
-    folder = run_lab(tmp_path, *small, "hardware.of.device-1={ slowdown = 2.0, think_s = 0.4 }")
+    folder = run_lab(tmp_path, *small, "hardware.of.device-1={ slowdown = 2.0, overhead_s = 0.4 }")
     with (folder / "devices.csv").open(newline="") as file:
         quick, slow = csv.DictReader(file)
     assert float(quick["pause_s"]) == 0.0

@@ -59,7 +59,7 @@ def test_the_experiments_that_ship_are_valid(path: Path) -> None:
 
 
 AGGREGATIONS: list[dict[str, Any]] = [
-    {"weights": "uniform"}, {"name": "fedadp", "a": 1}, {"name": "independent", "carry": "recentre"},
+    {"weights": "uniform"}, {"name": "fedadp", "a": 1}, {"name": "independent", "on_new_model": "recentre"},
     {"name": "fedcross", "propeller_alpha": 0.5}, {"name": "fedcross", "alpha": 0.5, "similarity": "pairwise"},
     {"name": "fedmr", "granularity": "block"}, {"name": "fedcda", "groups": 17},
     {"name": "fedcda", "history": "keep", "groups": 20},
@@ -199,7 +199,7 @@ CHANGES: list[dict[str, Any]] = [
     {"links": {"enforce": "kernel"}}, {"links": {"enforce": "none"}}, {"transfer": {"keepalive_s": 31}},
     {"transfer": {"inline_bytes": 0}}, {"transfer": {"chunk_bytes": 40_000}}, {"transfer": {"window": 9}},
     {"transfer": {"upload_slots": 3}}, {"transfer": {"idle_s": 1}},
-    {"hardware": {"default": {"slowdown": 2}}}, {"hardware": {"default": {"think_s": 1}}},
+    {"hardware": {"default": {"slowdown": 2}}}, {"hardware": {"default": {"overhead_s": 1}}},
     {"hardware": {"spread": 0.5}}, {"hardware": {"of": {"device-0": "raspberry-pi-5"}}},
     {"hardware": {"profiles": {"mine": {}}}},
 ]  # fmt: skip
@@ -253,7 +253,7 @@ def test_a_key_of_the_data_that_does_nothing_is_refused_even_with_its_default(ke
     for tree in UNUSED.get(key, [{}]):
         error = refusal({"data": {key: value, **tree}})
         assert str(error).startswith(f"data.{key} = ") or key in ("within", "within_concentration")
-        assert "does nothing" in str(error) and "it belongs to data." in str(error) and error.exit_code == 4
+        assert "no effect with" in str(error) and "it belongs to data." in str(error) and error.exit_code == 4
 
 
 def test_keys_of_the_data_that_do_nothing_are_not_written_out() -> None:
@@ -497,7 +497,7 @@ def test_no_institution_at_all() -> None:
 def test_a_name_that_stands_twice(key: str) -> None:
     check_refusal(
         refusal({"topology": {key: ["x", "y", "x"]}}),
-        key=f"topology.{key}", value="'x'", problem="stands twice", remedy="a name of its own",
+        key=f"topology.{key}", value="'x'", problem="duplicate name", remedy="its own name",
     )  # fmt: skip
 
 
@@ -506,14 +506,14 @@ def test_a_name_that_stands_twice(key: str) -> None:
 def test_a_reserved_name(key: str, name: str) -> None:
     check_refusal(
         refusal({"topology": {key: [name]}}),
-        key="topology", value=f"'{name}'", problem="reserved", remedy="a name of its own",
+        key="topology", value=f"'{name}'", problem="reserved", remedy="its own name",
     )  # fmt: skip
 
 
 def test_a_name_of_two_roles() -> None:
     check_refusal(
         refusal({"topology": {"institutions": ["x"], "devices": ["x"]}}),
-        key="topology", value="'x'", problem="two roles share", remedy="a name of its own",
+        key="topology", value="'x'", problem="two roles share", remedy="its own name",
     )  # fmt: skip
 
 
@@ -532,7 +532,7 @@ def test_a_stranger_among_the_institutions() -> None:
 def test_a_stranger_among_the_devices() -> None:
     check_refusal(
         refusal({"topology": {"institutions": ["a"], "devices": ["d"], "members": {"a": ["d", "e"]}}}),
-        key="topology.members", value="'e'", problem="is no device of topology.devices", remedy="Add it",
+        key="topology.members", value="'e'", problem="not a device of topology.devices", remedy="Add it",
     )  # fmt: skip
 
 
@@ -684,8 +684,11 @@ def test_a_quorum_above_the_children(tree: dict[str, Any], key: str, most: int) 
 def test_participation_of_nobody(fraction: float) -> None:
     check_refusal(
         refusal({"institution": {"participation": fraction}}),
-        key="institution.participation", value=str(fraction), problem="nobody would", remedy="above 0 and at most 1",
-    )  # fmt: skip
+        key="institution.participation",
+        value=str(fraction),
+        problem="selects no clients",
+        remedy="above 0 and at most 1",
+    )
 
 
 @pytest.mark.parametrize(
@@ -810,6 +813,63 @@ def test_a_key_of_an_earlier_release_is_read_with_a_warning(tmp_path: Path, capl
         f"{file}: the key iterations is deprecated. Write rounds.",
         "--set iterations=8: the key is deprecated. Write rounds.",
     ]
+
+
+def test_nested_keys_of_an_earlier_release_are_read_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "old.toml"
+    file.write_text(
+        """
+        cloud.aggregation = { name = "fedmr", carry = "reset" }
+        institution.aggregation = { name = "fedmr", carry = "recentre" }
+        hardware.default.think_s = 1.0
+        hardware.of.device-0 = { think_s = 2.0 }
+        hardware.profiles.mine = { think_s = 3.0 }
+        """
+    )
+    experiment = load(file, ["hardware.of.device-0={ think_s = 4.0 }", "hardware.default.think_s=5.0"])
+    assert experiment == parse(
+        {
+            "cloud": {"aggregation": {"name": "fedmr", "on_new_model": "reset"}},
+            "institution": {"aggregation": {"name": "fedmr", "on_new_model": "recentre"}},
+            "hardware": {
+                "default": {"overhead_s": 5.0},
+                "of": {"device-0": {"overhead_s": 4.0}},
+                "profiles": {"mine": {"overhead_s": 3.0}},
+            },
+        }
+    )
+    renamed = [
+        ("cloud.aggregation.carry", "cloud.aggregation.on_new_model"),
+        ("institution.aggregation.carry", "institution.aggregation.on_new_model"),
+        *(
+            (f"hardware.{at}.think_s", f"hardware.{at}.overhead_s")
+            for at in ("default", "of.device-0", "profiles.mine")
+        ),
+    ]
+    assert [record.getMessage() for record in caplog.records] == [
+        *(f"{file}: the key {old} is deprecated. Write {new}." for old, new in renamed),
+        "--set hardware.of.device-0={ think_s = 4.0 }: the key hardware.of.device-0.think_s is deprecated."
+        " Write hardware.of.device-0.overhead_s.",
+        "--set hardware.default.think_s=5.0: the key is deprecated. Write hardware.default.overhead_s.",
+    ]
+
+
+def test_json_of_an_earlier_release_is_read() -> None:
+    """An announcement of a cloud of an earlier release."""
+    text = '{"iterations": 3, "hardware": {"default": {"think_s": 2.0}, "of": "x"}}'
+    with pytest.raises(InvalidExperiment, match=r"hardware\.of"):
+        parse(text)
+    experiment = parse(text.replace(', "of": "x"', ""))
+    assert experiment.rounds == 3 and experiment.hardware.default.overhead_s == 2.0
+
+
+@pytest.mark.parametrize("table", ["of.device-0", "profiles.mine", "default"])
+def test_a_nested_key_under_both_its_names_is_refused(tmp_path: Path, table: str) -> None:
+    old, new = f"hardware.{table}.think_s", f"hardware.{table}.overhead_s"
+    with pytest.raises(InvalidExperiment, match=rf"{old} = 1: the old name of {new}, which is also set\. Remove {old}"):
+        load_text(tmp_path, f"hardware.{table} = {{ think_s = 1, overhead_s = 2 }}")
 
 
 def test_a_key_under_its_old_and_its_new_name_is_refused(tmp_path: Path) -> None:

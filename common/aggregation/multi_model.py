@@ -17,7 +17,7 @@ from common.aggregation import fedcross, fedmr, independent, mixing
 from common.aggregation.mixing import MixedColumns, Mixture, whole
 from common.aggregation.statistics import Doubles, Gram, gram, gram_by_entry, spread
 from common.aggregation.uploads import Aggregated, Uploads
-from common.experiment.aggregation import FedMR, Independent, Several
+from common.experiment.aggregation import FedMR, Independent, MultiModel
 from common.model.layout import ModelLayout, Row
 from common.randomness import Purpose, generator
 
@@ -27,7 +27,7 @@ class MultiModelRule:
 
     def __init__(
         self,
-        settings: Several,
+        settings: MultiModel,
         *,
         layout: ModelLayout,
         node: str,
@@ -51,7 +51,7 @@ class MultiModelRule:
     @property
     def reads_start(self) -> bool:
         """Return whether the next model from above is needed to recentre K models."""
-        return self._distinct and self._settings.carry == "recentre"
+        return self._distinct and self._settings.on_new_model == "recentre"
 
     @property
     def model(self) -> Row:
@@ -68,7 +68,7 @@ class MultiModelRule:
         return row
 
     def begin(self, model: Row) -> None:
-        """Start all models from this one, or move them so that it is their mean (`carry`)."""
+        """Start all models from this one, or move them so that it is their mean (`on_new_model`)."""
         if self.reads_start and self._rows is not None:
             mixing.recentre(list(self._rows), model, layout=self._layout)
         else:
@@ -88,7 +88,7 @@ class MultiModelRule:
                 uploads.rows_K[k] = row
         statistics, weights_K = uploads.statistics, np.full(count, 1 / count)
         loss = float(statistics.losses_K.mean())
-        if self._settings.weights == "data":  # a stand-in has none
+        if self._settings.weights == "data":  # a fallback model has none
             weights_K[:] = 0.0
             weights_K[list(answered)] = statistics.shares_K
             loss = float(statistics.shares_K @ statistics.losses_K)
@@ -109,8 +109,8 @@ class MultiModelRule:
         if products is not None:
             distances_K = products.distances(weights_K)
             distances = {uploads.children[k]: float(distances_K[k]) for k in answered}
-        stand_ins = [child for k, child in enumerate(uploads.children) if k not in answered]
-        return Aggregated(loss, distances, apart, {**facts, "stand_ins": stand_ins})
+        fallback = [child for k, child in enumerate(uploads.children) if k not in answered]
+        return Aggregated(loss, distances, apart, {**facts, "fallback_models": fallback})
 
     def _mix(self, plan: Sequence[MixedColumns], weights_K: Doubles, products: Gram | None, uploads: Uploads) -> float:
         """Write the mean and the next models; return their spread. Without a plan all become the mean."""

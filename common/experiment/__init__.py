@@ -1,1 +1,1 @@
-"""The experiment as one typed tree: a file for each of its tables, and what is checked before a run."""
+"""The experiment as typed data, one file per table, and the checks before a run."""

@@ -1,12 +1,12 @@
-"""The aggregation rule of a tier: one table for each rule, selected by its `name`.
+"""The `aggregation` tables of an experiment: one per rule, selected by `name`.
 
-The formulas and their sources are in `common/aggregation/`, one file for each rule. Rounds are the node's own count,
-which is never reset: the cloud's global rounds, an institution's local rounds.
+The formulas and their sources are in `common/aggregation/`, one file per rule. Rounds are counted by the node and never
+reset: global rounds at the cloud, local rounds at an institution.
 
-`weights` is a switch of each tier where a plain mean is taken: `data` weighs a child by its samples, p_k = n_k / sum
-of n, `uniform` by 1/K. FedAvg and FedCDA's warm-up weigh by data by default; the mean that a rule of K models
-evaluates, sends up and uses in its first stage is uniform by default (as in the authors' code). FedAdp starts from p_k
-and FedCDA is uniform once warmed up: there is nothing to choose.
+`weights` applies where a tier takes a plain mean. `data` weights a child by its samples, p_k = n_k / sum of n, and
+`uniform` by 1/K. The default is `data` for FedAvg and FedCDA's warm-up. It is `uniform`, as in the authors' code, for
+the mean that a multi-model rule evaluates, uploads and uses in its first stage. FedAdp starts from p_k, and FedCDA is
+uniform after its warm-up: there is nothing to choose.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from common.errors import InvalidExperiment
 from common.experiment.tables import Count, Fraction, SettingsTable
 
 Weights = Literal["data", "uniform"]
-Carry = Literal["reset", "recentre"]
+OnNewModel = Literal["reset", "recentre"]
 Rounds = Annotated[int, Field(ge=0)]
 
 
@@ -33,23 +33,23 @@ class FedAvg(SettingsTable):
     weights: Weights = "data"  # each upload's weight: its share of the samples, or 1/K
 
 
-class _Several(SettingsTable):
+class _MultiModelSettings(SettingsTable):
     """K models, one for each child that takes part."""
 
     name: str  # the rule
     weights: Weights = "uniform"  # of the mean that is evaluated and sent up: shares of the samples, or 1/K
     # How an institution's K models start its next global round: all from the model received, or each at its old offset
     # from their mean.
-    carry: Carry = "reset"
+    on_new_model: OnNewModel = "reset"
 
 
-class Independent(_Several):
-    """K models that are never mixed: the reference that shows what mixing gains over mere averaging."""
+class Independent(_MultiModelSettings):
+    """K models that are never mixed: the baseline that separates mixing from averaging."""
 
     name: Literal["independent"] = "independent"  # the rule
 
 
-class FedCross(_Several):
+class FedCross(_MultiModelSettings):
     """K models, each mixed with a partner: w_j = alpha v_j + (1 - alpha) v_co(j).
 
     In the first stage all models become their mean. Propellers take rounds 0 .. propeller_rounds - 1, dynamic alpha the
@@ -70,7 +70,7 @@ class FedCross(_Several):
     first_stage_rounds: Rounds = 0
 
 
-class FedMR(_Several):
+class FedMR(_MultiModelSettings):
     """K models whose layers are permuted among them in every round after the first stage."""
 
     name: Literal["fedmr"] = "fedmr"  # the rule
@@ -107,7 +107,7 @@ RULES: Final[Mapping[str, type[SettingsTable]]] = MappingProxyType(
 )
 
 Rule = FedAvg | Independent | FedCross | FedMR | FedCDA | FedAdp
-Several = Independent | FedCross | FedMR
+MultiModel = Independent | FedCross | FedMR
 
 
 def _named(tree: Any) -> Any:
@@ -118,14 +118,14 @@ Aggregation = Annotated[Annotated[Rule, Field(discriminator="name")], BeforeVali
 
 
 def remembers(rule: Rule) -> bool:
-    """Return whether what a rule knows of its children outlives a global round at an institution."""
+    """Return whether a rule at an institution has state that persists between global rounds."""
     if isinstance(rule, FedCDA):
         return rule.history == "keep"
-    return isinstance(rule, FedAdp) or (isinstance(rule, Several) and rule.carry == "recentre")
+    return isinstance(rule, FedAdp) or (isinstance(rule, MultiModel) and rule.on_new_model == "recentre")
 
 
 def check(key: str, rule: Rule, children: int) -> None:
-    """Check what a rule needs of the number of children that take part in a round. Raises InvalidExperiment."""
+    """Check a rule against the number of children that take part in a round. Raises InvalidExperiment."""
     if isinstance(rule, FedCDA):
         group = ceil(children / rule.groups)
         if rule.depth**group > rule.combinations:
@@ -133,5 +133,5 @@ def check(key: str, rule: Rule, children: int) -> None:
                 f"{key}.combinations",
                 rule.combinations,
                 f"a group of {group} children with {rule.depth} uploads each has {rule.depth}^{group} combinations",
-                f"Give more {key}.groups or less {key}.depth.",
+                f"Raise {key}.groups or lower {key}.depth.",
             )

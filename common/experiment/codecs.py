@@ -1,9 +1,9 @@
-"""The names of the forms that a model may have on the wire; what they do is `common.model.codecs`.
+"""The names of the codecs: the forms in which a model is transferred. `common.model.codecs` implements them.
 
     [delta+]form[+zstd]        form: fp32, fp16, bf16, int8
 
-An experiment names them, so the list stands below both. Two combinations are no names: `delta+fp32` without zstd has
-as many bytes as fp32, and a delta never goes down, see `DOWN`.
+The list is here because an experiment names codecs. Two combinations are not codecs: `delta+fp32` without zstd is as
+large as fp32, and deltas are not used downward, see `DOWN`.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ PLAIN: Final = Codecs()
 
 
 def check_name(key: str, name: str, known: tuple[str, ...]) -> None:
-    """Check that a codec of the experiment is one of the names known there. Raises InvalidExperiment."""
+    """Check that a codec's name is one of those known in this place. Raises InvalidExperiment."""
     if name in known:
         return
     if name in UP:
-        remedy = "Children may hold different models; use a delta for `up`, and here one of " + ", ".join(known) + "."
-        raise InvalidExperiment(key, name, "no delta goes down", remedy)
+        remedy = "Children may hold different models. Use a delta for `up`, and here one of " + ", ".join(known) + "."
+        raise InvalidExperiment(key, name, "deltas are not used downward", remedy)
     if name == f"{DELTA}+fp32":
         raise InvalidExperiment(key, name, "saves nothing", "Use fp32, or delta+fp32+zstd.")
     close = difflib.get_close_matches(name, known, 1)

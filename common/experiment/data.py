@@ -20,7 +20,7 @@ DatasetName = Literal[
 ]
 TEXTS: Final = ("shakespeare", "sent140")
 WITH_USERS: Final = ("femnist", *TEXTS)
-FOLDERS: Final = MappingProxyType(  # where each set's files are below `root`
+FOLDERS: Final = MappingProxyType(  # of each set's files, below `root`
     {
         "mnist": "MNIST",
         "fashionmnist": "FashionMNIST",
@@ -77,7 +77,7 @@ class Data(SettingsTable):
 
 
 class _Use(NamedTuple):
-    """Where a key belongs, and whether it counts in an experiment's data."""
+    """The settings a key belongs to, and whether it has an effect on an experiment's data."""
 
     belongs: str
     counts: Callable[[Data], bool]
@@ -126,7 +126,7 @@ class Model(SettingsTable):
 
 
 def check(data: Data, model: Model) -> None:
-    """Check what the data and the model need beyond their types. Raises InvalidExperiment."""
+    """Check the values that types alone cannot check. Raises InvalidExperiment."""
     if ":" in model.name:
         if not OWN_MODEL.fullmatch(model.name):
             raise InvalidExperiment(
@@ -139,50 +139,50 @@ def check(data: Data, model: Model) -> None:
         remedy = proposal(model.name, [*MODELS, "package.module:function"], what="There are")
         raise InvalidExperiment("model.name", model.name, "no such model", remedy)
     if data.noise and data.dataset in TEXTS:
-        raise InvalidExperiment("data.noise", data.noise, f"{data.dataset} is text", "Leave it out.")
+        raise InvalidExperiment("data.noise", data.noise, f"{data.dataset} is text", "Omit it.")
     if data.partition == "natural" and data.dataset not in (*WITH_USERS, "folder"):
-        problem = f"{data.dataset} does not say whose its samples are"
+        problem = f"the samples of {data.dataset} have no users"
         raise InvalidExperiment("data.partition", "natural", problem, "Use iid, dirichlet or shards.")
     if data.dataset == "folder" and data.partition != "natural":
-        problem = "every device has images of its own in its folder, there is nothing to split"
+        problem = "every device has its own images in its folder, so there is nothing to split"
         raise InvalidExperiment("data.partition", data.partition, problem, "Set data.partition = 'natural'.")
     if data.dataset == "folder" and not (
         isinstance(data.classes, list) and len(set(data.classes)) == len(data.classes)
     ):
-        problem = "all devices must agree on what class has which number"
-        raise InvalidExperiment("data.classes", data.classes, problem, "List the classes' folders, each once.")
+        problem = "all devices must number the classes in the same way"
+        raise InvalidExperiment("data.classes", data.classes, problem, "List the folders of the classes, each once.")
     if data.dataset == "folder" and data.image_shape[0] not in (1, 3):
         raise InvalidExperiment(
-            "data.image_shape", data.image_shape, "images of files are grey or red, green, blue", "Begin with 1 or 3."
+            "data.image_shape", data.image_shape, "images in files have 1 or 3 channels", "Begin with 1 or 3."
         )
     if data.dataset == "synthetic" and not isinstance(data.classes, int):
-        raise InvalidExperiment("data.classes", data.classes, "synthetic takes a number", "Write for instance 10.")
+        raise InvalidExperiment("data.classes", data.classes, "synthetic needs a number", "Write for instance 10.")
     for key in sorted(data.model_fields_set & _USES.keys()):
         if not _USES[key].counts(data):
-            problem = f"it does nothing with data.dataset {data.dataset} and data.partition {data.partition}"
-            remedy = f"Leave it out; it belongs to {_USES[key].belongs}."
+            problem = f"no effect with data.dataset {data.dataset} and data.partition {data.partition}"
+            remedy = f"Omit it; it belongs to {_USES[key].belongs}."
             raise InvalidExperiment(f"data.{key}", getattr(data, key), problem, remedy)
 
 
 def permit(model: Model, allowed: Iterable[str]) -> None:
-    """Check that a model of one's own is below a package, or in a module, or is the very one, that this host allows.
+    """Check that this host allows a custom model: `allowed` lists packages, modules and single functions.
 
     Raises InvalidExperiment.
     """
     name = model.name
     if ":" in name and not any(name == prefix or name.startswith((f"{prefix}.", f"{prefix}:")) for prefix in allowed):
         package = name.partition(":")[0].partition(".")[0]
-        problem = "this host imports no model that an experiment names, unless its user allows it"
+        problem = "this host does not import custom models without its user's permission"
         remedy = f"Start its devices with --allow-models {package}, or set FEDSTRATA_ALLOW_MODELS."
         raise InvalidExperiment("model.name", name, problem, remedy)
 
 
 def check_alike(data: Data, node: str, *, partition: str, clouds: str) -> None:
-    """Compare the digests of a node's and the cloud's split, empty where nothing is split. Raises InvalidExperiment."""
+    """Compare the digests of the node's and the cloud's split, "" where nothing is split. Raises InvalidExperiment."""
     if partition != clouds:
         raise InvalidExperiment(
             "data.root",
             data.root,
-            f"{node} splits these data into other parts than the cloud: digest {partition} instead of {clouds}",
+            f"{node} splits the data differently than the cloud: digest {partition} instead of {clouds}",
             "Give all nodes the same files (see `fedstrata data check`) and the same release of fedstrata and numpy.",
         )

@@ -1,9 +1,9 @@
-"""How fast an experiment's devices are: a factor on the seconds of their training, and an overhead for each result.
+"""The emulated speed of an experiment's devices: a factor on their training seconds and a constant overhead.
 
 A lab on one machine emulates devices that are slower than it. A result leaves no sooner than `slowdown` times the
-device's own training seconds plus `think_s` after the model had arrived; a wait for a slot of this machine counts as
-part of that time, as the emulated device would not have waited. `hardware.toml` beside this file has the profiles that
-ship.
+device's own training seconds plus `overhead_s` after the model had arrived. A wait for a slot of this machine counts
+towards that time, because the emulated device would not have waited. `hardware.toml` beside this file has the built-in
+profiles.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Pace(SettingsTable):
 
     # Training seconds of the emulated machine for one second of this host.
     slowdown: Annotated[float, Field(ge=1)] = 1.0
-    think_s: Annotated[float, Field(ge=0)] = 0.0  # seconds of overhead for each result
+    overhead_s: Annotated[float, Field(ge=0)] = 0.0  # seconds of overhead for each result
 
-    def answer_s(self, train_s: float) -> float:
-        """Return the seconds from a model's arrival to the answer, of which the host trained for `train_s`."""
-        return self.slowdown * train_s + self.think_s
+    def emulated_s(self, train_s: float) -> float:
+        """Return the emulated seconds from a model's arrival to the result, given the host's training seconds."""
+        return self.slowdown * train_s + self.overhead_s
 
 
 class Machine(Pace):
@@ -59,14 +59,14 @@ class HardwareSettings(SettingsTable):
 
 @cache
 def shipped() -> Mapping[str, Mapping[str, Any]]:
-    """Return the profiles that ship, by name."""
+    """Return the built-in profiles by name."""
     return tomllib.loads(Path(__file__).with_name("hardware.toml").read_text(encoding="utf-8"))
 
 
 def resolve(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an experiment's tree whose machines have the numbers of the profiles that they name.
+    """Return an experiment's tree with the numbers of the profiles that its machines name.
 
-    Values of a wrong type are left for the tables' own check. Raises InvalidExperiment where no profile has the name.
+    Values of a wrong type are left for the tables' own checks. Raises InvalidExperiment if a profile is unknown.
     """
     hardware = tree.get("hardware")
     if not isinstance(hardware, Mapping):
@@ -77,5 +77,5 @@ def resolve(tree: Mapping[str, Any]) -> dict[str, Any]:
     if "default" in hardware:
         resolved["default"] = named("hardware.default", hardware["default"], profiles)
     if isinstance(of, Mapping):
-        resolved["of"] = {device: named(f"hardware.of.{device}", said, profiles) for device, said in of.items()}
+        resolved["of"] = {device: named(f"hardware.of.{device}", given, profiles) for device, given in of.items()}
     return {**tree, "hardware": resolved}

@@ -21,7 +21,7 @@ from common.experiment.tables import Name, Positive, SettingsTable, named
 
 @dataclass(frozen=True, slots=True)
 class LinkDirection:
-    """One direction of a link: bytes per second, None = not limited, and what each message is late by, in seconds."""
+    """One direction of a link: rate in bytes per second, None = unlimited, and delay of each message in seconds."""
 
     rate: float | None = None
     delay_s: float = 0.0
@@ -29,7 +29,7 @@ class LinkDirection:
 
 @dataclass(frozen=True, slots=True)
 class LinkSet:
-    """One end of some links: the ways to its peers and from them; `shaped` where this end keeps rates and delays."""
+    """The links of one end: directions to its peers and from them; `shaped`: this end enforces rates and delays."""
 
     to: Mapping[str, LinkDirection]
     from_: Mapping[str, LinkDirection]
@@ -45,12 +45,12 @@ class Profile(SettingsTable):
 
     @property
     def up(self) -> LinkDirection:
-        """Return the way towards the cloud."""
+        """The direction towards the cloud."""
         return LinkDirection(_bytes_s(self.up_mbit), self.delay_ms / 1e3)
 
     @property
     def down(self) -> LinkDirection:
-        """Return the way towards the devices."""
+        """The direction towards the devices."""
         return LinkDirection(_bytes_s(self.down_mbit), self.delay_ms / 1e3)
 
 
@@ -80,7 +80,7 @@ class Links(SettingsTable):
 
 @cache
 def shipped() -> Mapping[str, Mapping[str, Any]]:
-    """Return the profiles that ship, by name."""
+    """Return the built-in profiles by name."""
     return tomllib.loads(Path(__file__).with_name("profiles.toml").read_text(encoding="utf-8"))
 
 
@@ -98,7 +98,7 @@ def resolve(tree: Mapping[str, Any]) -> dict[str, Any]:
     tiers = {key: named(f"links.{key}", links[key], profiles) for key in ("wan", "lan") if key in links}
     resolved["links"] = {**links, **tiers}
     if isinstance(of := links.get("of"), Mapping):
-        resolved["links"]["of"] = {child: named(f"links.of.{child}", said, profiles) for child, said in of.items()}
+        resolved["links"]["of"] = {child: named(f"links.of.{child}", given, profiles) for child, given in of.items()}
     return resolved
 
 

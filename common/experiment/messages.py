@@ -1,4 +1,4 @@
-"""Errors of an experiment's keys and values in words that name the key, the value and the remedy."""
+"""Validation errors as messages with the key, the value and the remedy."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _FORMS: Final = frozenset({"int", "float", "constrained-int", "list[constrained-
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> InvalidExperiment:
-    """Return the first error of a tree that `root` refused."""
+    """Return the first error of a tree that `root` rejected."""
     errors = [(_path(details["loc"]), details) for details in error.errors(include_url=False)]
     top = errors[0][0]
-    # Where a key takes either of two forms, the form that was meant is the one whose error lies deepest.
+    # If a key accepts two forms, the error that is nested deepest belongs to the form that was meant.
     path, first = max((e for e in errors if e[0][: len(top)] == top), key=lambda e: len(e[0]))
     key = ".".join(path) or "experiment"
     if first["type"] == "extra_forbidden":
@@ -43,7 +43,7 @@ def _unknown(key: str, loc: tuple[int | str, ...], value: object, root: type[Bas
 
 
 def _path(loc: tuple[int | str, ...]) -> list[str]:
-    """Return the key in the file: without pydantic's forms, and without the rule's name below an aggregation."""
+    """Return the key as in the file: without pydantic's forms, and without the rule's name below an aggregation."""
     return [str(part) for i, part in enumerate(loc) if part not in _FORMS and (i != 2 or loc[1] != "aggregation")]
 
 

@@ -1,10 +1,11 @@
-"""Reading an experiment from a file, a tree or JSON, and writing it as TOML."""
+"""Experiments read from a file, a tree or JSON, and written as TOML."""
 
 from __future__ import annotations
 
+import json
 import logging
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,61 +16,116 @@ from common.experiment.messages import explain
 from common.experiment.schema import Experiment
 from common.experiment.tables import write
 
-RENAMED: Final = {"iterations": "rounds"}  # keys of earlier releases
+ANY: Final = "*"  # stands for any one name in a path of keys
+RENAMED: Final = {  # keys of earlier releases, as paths
+    "iterations": "rounds",
+    "cloud.aggregation.carry": "cloud.aggregation.on_new_model",
+    "institution.aggregation.carry": "institution.aggregation.on_new_model",
+    "hardware.default.think_s": "hardware.default.overhead_s",
+    "hardware.of.*.think_s": "hardware.of.*.overhead_s",
+    "hardware.profiles.*.think_s": "hardware.profiles.*.overhead_s",
+}
 
 log = logging.getLogger("fedstrata.experiment")
 
 
 def load(path: Path, overrides: Iterable[str] = ()) -> Experiment:
-    """Read a TOML file and apply `key=value` overrides. Raises InvalidExperiment."""
+    """Read a TOML file and apply `key=value` overrides. Raises InvalidExperiment.
+
+    Keys of earlier releases are accepted with a warning.
+    """
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidExperiment("experiment", str(path), error.strerror or str(error), "Name a TOML file.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidExperiment("experiment", str(path), f"not TOML: {error}", "Fix that line.") from None
-    for old in rename_keys(tree):
-        log.warning("%s: the key %s is deprecated. Write %s.", path, old, RENAMED[old])
+    for old, new in rename_keys(tree):
+        log.warning("%s: the key %s is deprecated. Write %s.", path, old, new)
     for override in overrides:
         _override(tree, override)
+        for old, new in rename_keys(tree):
+            log.warning("--set %s: the key %s is deprecated. Write %s.", override, old, new)
     return parse(tree)
 
 
 def parse(tree: Mapping[str, Any] | str | bytes) -> Experiment:
-    """Check a tree, or its JSON text, and return the experiment. Raises InvalidExperiment."""
+    """Validate a tree, or its JSON text, and return the experiment. Raises InvalidExperiment.
+
+    JSON text may have keys of earlier releases: it comes from another node.
+    """
     try:
         if isinstance(tree, (str, bytes)):
-            return Experiment.model_validate_json(tree)
+            return Experiment.model_validate_json(_with_present_keys(tree))
         return Experiment.model_validate(tree)
     except ValidationError as error:
         raise explain(error, Experiment) from None
 
 
 def to_toml(experiment: Experiment) -> str:
-    """Return the experiment as TOML, every key that counts written out."""
+    """Return the experiment as TOML with all keys that apply, defaults included."""
     return write(experiment.model_dump(mode="json", exclude_none=True))
 
 
-def rename_keys(tree: dict[str, Any]) -> list[str]:
-    """Give keys of earlier releases their present names, in place, and return the old names found.
+def rename_keys(tree: dict[str, Any]) -> list[tuple[str, str]]:
+    """Rename keys of earlier releases in place, and return the renamed paths, each with its present name.
 
-    Raises InvalidExperiment where both names stand.
+    Raises InvalidExperiment if both names are set.
     """
-    found = [old for old in RENAMED if old in tree]
-    for old in found:
-        new = RENAMED[old]
-        if new in tree:
-            raise InvalidExperiment(old, tree[old], f"the old name of {new}, which is there too", f"Remove {old}.")
-        tree[new] = tree.pop(old)
+    found = []
+    for pattern, present in RENAMED.items():
+        *parents, old = pattern.split(".")
+        new = present.rpartition(".")[2]
+        for path, table in _tables(tree, parents):
+            if old not in table:
+                continue
+            before, after = ".".join([*path, old]), ".".join([*path, new])
+            if new in table:
+                problem = f"the old name of {after}, which is also set"
+                raise InvalidExperiment(before, table[old], problem, f"Remove {before}.")
+            table[new] = table.pop(old)
+            found.append((before, after))
     return found
+
+
+def _tables(tree: dict[str, Any], parents: list[str]) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    """Yield the tables at a path of keys, which may contain ANY, each with its path."""
+    if not parents:
+        yield [], tree
+        return
+    first, *rest = parents
+    for key in list(tree) if first == ANY else [first]:
+        if isinstance(below := tree.get(key), dict):
+            for path, table in _tables(below, rest):
+                yield [key, *path], table
+
+
+def _with_present_keys(text: str | bytes) -> str | bytes:
+    """Return an experiment's JSON with the present names of its keys; unchanged if it is not valid JSON."""
+    try:
+        tree = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return json.dumps(tree) if isinstance(tree, dict) and rename_keys(tree) else text
+
+
+def _present_key(key: str) -> str:
+    """Return the present name of a key of an earlier release, given as a path; any other key unchanged."""
+    parts = key.split(".")
+    for pattern, present in RENAMED.items():
+        names = pattern.split(".")
+        if len(names) == len(parts) and all(name in (ANY, part) for name, part in zip(names, parts, strict=True)):
+            return ".".join([*parts[:-1], present.rpartition(".")[2]])
+    return key
 
 
 def _override(tree: dict[str, Any], text: str) -> None:
     given, equals, value = text.partition("=")
-    if not equals or not given.strip():
+    given = given.strip()
+    if not equals or not given:
         raise InvalidExperiment("--set", text, "not of the form key=value", "Write for instance seed=3.")
-    key = RENAMED.get(given.strip(), given.strip())
-    if key != given.strip():
+    key = _present_key(given)
+    if key != given:
         log.warning("--set %s: the key is deprecated. Write %s.", text, key)
     *parents, last = key.split(".")
     for depth, parent in enumerate(parents):
@@ -80,5 +136,5 @@ def _override(tree: dict[str, Any], text: str) -> None:
         read = tomllib.loads(f"value = {value}")
     except tomllib.TOMLDecodeError:
         read = {}
-    # A bare word is a string, as in a shell; so is what would smuggle in further lines.
+    # A bare word is a string, as in a shell. So is a value that would add further lines.
     tree[last] = read["value"] if read.keys() == {"value"} else value.strip()

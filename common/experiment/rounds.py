@@ -1,4 +1,4 @@
-"""The rounds of the cloud and of institutions: who takes part, the rule, when a round closes, and Tempo's epochs."""
+"""The `cloud` and `institution` tables: participation, the rule, when a round closes, and Tempo's epoch control."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class Institution(SettingsTable):
 
 
 def participants(children: int, fraction: float) -> int:
-    """Return K = max(1, floor(fraction * children + 1e-9)), the children that take part in a round."""
+    """Return K = max(1, floor(fraction * children + 1e-9)), the number of children that take part in a round."""
     return max(1, int(fraction * children + 1e-9))
 
 
 def check_closing(key: str, closing: Closing, children: int) -> None:
-    """Check that a round of so many children can close. Raises InvalidExperiment."""
+    """Check that a round with this number of children can close. Raises InvalidExperiment."""
     if closing.rule == "all":
         return
     if closing.quorum is None or closing.deadline_s is None:
@@ -69,6 +69,6 @@ def check_closing(key: str, closing: Closing, children: int) -> None:
         raise InvalidExperiment(
             f"{key}.quorum",
             closing.quorum,
-            f"above the number of children that take part ({children})",
+            f"more than the children that take part ({children})",
             f"Give at most {children}.",
         )

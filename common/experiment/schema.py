@@ -78,20 +78,20 @@ class Experiment(SettingsTable):
         for key, share in (("cloud", self.cloud.participation), ("institution", self.institution.participation)):
             if share <= 0:
                 remedy = "Give a fraction above 0 and at most 1."
-                raise InvalidExperiment(f"{key}.participation", share, "nobody would ever take part", remedy)
+                raise InvalidExperiment(f"{key}.participation", share, "selects no clients", remedy)
         institutions = participants(len(sizes), self.cloud.participation)
         check_closing("cloud.closing", self.cloud.closing, institutions)
-        drawn = [participants(size, self.institution.participation) for size in sizes]
-        check_closing("institution.closing", self.institution.closing, min(drawn))
+        selected = [participants(size, self.institution.participation) for size in sizes]
+        check_closing("institution.closing", self.institution.closing, min(selected))
         aggregation.check("cloud.aggregation", self.cloud.aggregation, institutions)
-        aggregation.check("institution.aggregation", self.institution.aggregation, max(drawn))
+        aggregation.check("institution.aggregation", self.institution.aggregation, max(selected))
         for child in self.links.of:
             check_child("links.of", child, self.topology)
         for device in self.hardware.of:
             check_device("hardware.of", device, self.topology)
-        for key, way in (("transfer.wan", self.transfer.wan), ("transfer.lan", self.transfer.lan)):
-            codecs.check_name(f"{key}.up", way.up, codecs.UP)
-            codecs.check_name(f"{key}.down", way.down, codecs.DOWN)
+        for key, tier in (("transfer.wan", self.transfer.wan), ("transfer.lan", self.transfer.lan)):
+            codecs.check_name(f"{key}.up", tier.up, codecs.UP)
+            codecs.check_name(f"{key}.down", tier.down, codecs.DOWN)
         return self
 
     def link(self, child: str) -> LinkSettings:
@@ -106,10 +106,10 @@ class Experiment(SettingsTable):
         return self.hardware.machine(device, seed=self.seed)
 
     def to_json(self) -> str:
-        """Return the effective experiment as canonical JSON, the form that travels to the nodes."""
+        """Return the effective experiment as canonical JSON, the form in which the nodes receive it."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
 
     @property
     def digest(self) -> str:
-        """16 hexadecimal digits that name the effective experiment."""
+        """16 hexadecimal digits that identify the effective experiment."""
         return blake2b(self.to_json().encode(), digest_size=8).hexdigest()

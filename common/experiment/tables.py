@@ -1,4 +1,4 @@
-"""What the experiment's tables share: strict values, proposals for mistyped words, and how they are written as TOML."""
+"""Shared parts of the experiment's tables: strict validation, suggestions for mistyped names, and TOML output."""
 
 from __future__ import annotations
 
@@ -20,35 +20,36 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class SettingsTable(BaseModel):
-    """A table whose keys are all known and whose values are not guessed from other types."""
+    """A table that rejects unknown keys and does not convert values between types."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-def proposal(word: str, known: Iterable[str], *, what: str) -> str:
-    """Return the remedy for an unknown word: the known one that is like it, else what there is."""
-    words = list(known)
-    close = difflib.get_close_matches(word, words, 1) or difflib.get_close_matches(word, words, 1, 0.4)
+def proposal(name: str, known: Iterable[str], *, what: str) -> str:
+    """Return the remedy for an unknown name: the most similar known name, else the known names."""
+    names = list(known)
+    close = difflib.get_close_matches(name, names, 1) or difflib.get_close_matches(name, names, 1, 0.4)
     if close:
         return f"Did you mean {close[0]!r}?"
-    return f"{what}: {', '.join(words[:LISTED_MOST])}{', ...' if len(words) > LISTED_MOST else ''}."
+    return f"{what}: {', '.join(names[:LISTED_MOST])}{', ...' if len(names) > LISTED_MOST else ''}."
 
 
-def named(key: str, said: Any, profiles: Mapping[str, Any]) -> Any:
-    """Return a table with the values of the profile that it names, or that it is the name of; its own go before those.
+def named(key: str, given: Any, profiles: Mapping[str, Any]) -> Any:
+    """Return a table with the values of the profile that it names; the table's own values take precedence.
 
-    Values of a wrong type are left for the tables' own check. Raises InvalidExperiment where no profile has the name.
+    A string is the name of a profile. Values of a wrong type are left for the tables' own checks. Raises
+    InvalidExperiment if the profile is unknown.
     """
-    if isinstance(said, str):
-        said = {"profile": said}
-    name = said.get("profile") if isinstance(said, Mapping) else None
+    if isinstance(given, str):
+        given = {"profile": given}
+    name = given.get("profile") if isinstance(given, Mapping) else None
     if not isinstance(name, str):
-        return said
+        return given
     if name not in profiles:
         remedy = proposal(name, profiles, what="There are")
         raise InvalidExperiment(key, name, "no profile has this name", remedy)
     base = profiles[name] if isinstance(profiles[name], Mapping) else {}
-    return {**base, **{part: value for part, value in said.items() if value is not None}}
+    return {**base, **{part: value for part, value in given.items() if value is not None}}
 
 
 def write(tree: Mapping[str, Any]) -> str:
@@ -63,7 +64,7 @@ def _write_table(table: Mapping[str, Any], path: tuple[str, ...], lines: list[st
         lines += ["", f"[{'.'.join(map(_toml_key, path))}]"]
     for key, value in table.items():
         if not isinstance(value, dict):
-            # JSON's form is TOML's, but for DEL, and for surrogate pairs where it keeps to ASCII.
+            # JSON strings are TOML strings, except for DEL, and for surrogate pairs with ensure_ascii.
             written = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
             lines.append(f"{_toml_key(key)} = {written}")
     for key, value in table.items():

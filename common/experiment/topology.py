@@ -1,4 +1,4 @@
-"""Who belongs to whom in an experiment's lab."""
+"""The topology of an experiment's lab: its nodes and their parents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from common.errors import InvalidExperiment
 from common.experiment.tables import Count, Name, SettingsTable, proposal
 
 CLOUD: Final = "cloud"
-RESERVED: Final = frozenset({CLOUD, "all"})  # `all` is the stream of every receiver
+RESERVED: Final = frozenset({CLOUD, "all"})  # `all` is the broadcast stream
 
 
 class Topology(SettingsTable):
@@ -31,7 +31,7 @@ class Topology(SettingsTable):
         return _names("institution", self.institutions)
 
     def device_names(self) -> list[str]:
-        """Return all devices in order; a device's place in this list is its data partition."""
+        """Return all devices in order; a device's position in this list is the number of its data partition."""
         return _names("device", self.devices)
 
     def children(self) -> dict[str, list[str]]:
@@ -44,7 +44,7 @@ class Topology(SettingsTable):
         return {name: devices[start:end] for name, start, end in zip(names, [0, *ends[:-1]], ends, strict=True)}
 
     def sizes(self) -> list[int]:
-        """Return how many devices each institution has, without a name for each: there may be millions."""
+        """Return the number of devices of each institution without generating names: there may be millions."""
         if self.members:
             return [len(devices) for devices in self.children().values()]
         return [end - start for start, end in pairwise([0, *self._ends()])]
@@ -63,28 +63,28 @@ def check_topology(topology: Topology) -> None:
                 "topology.devices",
                 _count(topology.devices),
                 f"{topology.institution_names()[institution]} would have no device",
-                "Have at least one device in every institution.",
+                "Use at least one device per institution.",
             )
 
 
 def _check_names(topology: Topology) -> None:
     institutions, devices = topology.institution_names(), topology.device_names()
     if not institutions:
-        raise InvalidExperiment("topology.institutions", [], "no institution", "Have at least one institution.")
+        raise InvalidExperiment("topology.institutions", [], "no institution", "Use at least one institution.")
     for key, names in (("topology.institutions", institutions), ("topology.devices", devices)):
         if len(set(names)) < len(names):
             double = next(name for name, times in Counter(names).items() if times > 1)
-            raise InvalidExperiment(key, double, "the name stands twice", "Give every node a name of its own.")
+            raise InvalidExperiment(key, double, "duplicate name", "Give every node its own name.")
     both = set(institutions) & set(devices)
     for name in [*institutions, *devices]:
         if name in RESERVED or name in both:
             problem = "the name is reserved" if name in RESERVED else "two roles share this name"
-            raise InvalidExperiment("topology", name, problem, "Give every node a name of its own.")
+            raise InvalidExperiment("topology", name, problem, "Give every node its own name.")
     children = topology.children()
-    for stranger in (name for name in topology.members if name not in children):
+    for unknown in (name for name in topology.members if name not in children):
         raise InvalidExperiment(
-            f"topology.members.{stranger}",
-            topology.members[stranger],
+            f"topology.members.{unknown}",
+            topology.members[unknown],
             "no institution has this name",
             f"Use one of topology.institutions: {', '.join(institutions)}.",
         )
@@ -92,9 +92,9 @@ def _check_names(topology: Topology) -> None:
     for device in devices:
         if homes[device] != 1:
             problem = "is in no institution" if device not in homes else "is in more than one institution"
-            raise InvalidExperiment("topology.members", device, problem, "List each device in exactly one.")
+            raise InvalidExperiment("topology.members", device, problem, "List each device in exactly one institution.")
     for device in homes.keys() - set(devices):
-        raise InvalidExperiment("topology.members", device, "is no device of topology.devices", "Add it there.")
+        raise InvalidExperiment("topology.members", device, "not a device of topology.devices", "Add it there.")
 
 
 def check_child(key: str, child: str, topology: Topology) -> None:

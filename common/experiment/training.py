@@ -82,10 +82,10 @@ def learning_rate(training: TrainingSettings, *, global_round: int, global_round
 
 
 def check(training: TrainingSettings, data: Data) -> None:
-    """Check what the keys need of one another and of the data. Raises InvalidExperiment."""
+    """Check the keys against each other and against the data. Raises InvalidExperiment."""
     if training.nesterov and not training.momentum:
         raise InvalidExperiment(
-            "training.nesterov", True, "it is a form of momentum", "Set training.momentum above 0, or leave it out."
+            "training.nesterov", True, "it is a form of momentum", "Set training.momentum above 0, or omit it."
         )
     schedule = training.schedule
     needed = {"step": ("every", "factor"), "exponential": ("factor",)}
@@ -96,4 +96,4 @@ def check(training: TrainingSettings, data: Data) -> None:
     augmentation = training.augmentation
     if data.dataset in TEXTS and (augmentation.flip or augmentation.crop):
         key, value = ("flip", True) if augmentation.flip else ("crop", augmentation.crop)
-        raise InvalidExperiment(f"training.augmentation.{key}", value, f"{data.dataset} is text", "Leave it out.")
+        raise InvalidExperiment(f"training.augmentation.{key}", value, f"{data.dataset} is text", "Omit it.")

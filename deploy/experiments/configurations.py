@@ -111,7 +111,7 @@ def three_layers() -> dict[str, Tree]:
         }
         found[f"{name}, both"] = {"cloud": {"aggregation": rule}, "institution": {"aggregation": below[name]}}
         if rule["name"] in ("fedcross", "fedmr", "independent"):
-            carried = {**below[name], "carry": "recentre"}
+            carried = {**below[name], "on_new_model": "recentre"}
             found[f"{name}, institutions, recentre"] = merged(
                 found[f"{name}, institutions"], {"institution": {"aggregation": carried}}
             )

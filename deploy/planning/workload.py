@@ -141,7 +141,7 @@ def lab(work: PlannedWorkload, speeds: MachineSpeeds, *, one_host: bool, interfa
                 steps = work.steps(work.samples[device], work.epochs[name])
                 link, machine = experiment.link(device), experiment.machine(device)
                 train_s = speeds.training_s + steps * speeds.step_s
-                devices[PlannedDevice(1, link.down, link.up, train_s, machine.answer_s(train_s) - train_s)] += 1
+                devices[PlannedDevice(1, link.down, link.up, train_s, machine.emulated_s(train_s) - train_s)] += 1
             link = experiment.link(name)
             institutions[link.down, link.up, tuple(_counted(devices))] += 1
     else:
@@ -150,7 +150,7 @@ def lab(work: PlannedWorkload, speeds: MachineSpeeds, *, one_host: bool, interfa
         every = experiment.topology.sizes()
         for size in every[: participants(len(every), experiment.cloud.participation)]:
             train_s = speeds.training_s + steps * speeds.step_s
-            pause_s = machine.answer_s(train_s) - train_s
+            pause_s = machine.emulated_s(train_s) - train_s
             devices_of_it = (PlannedDevice(participants(size, share), lan.down, lan.up, train_s, pause_s),)
             institutions[wan.down, wan.up, devices_of_it] += 1
     branches = tuple(Branch(count, down, up, devices) for (down, up, devices), count in institutions.items())

@@ -144,7 +144,7 @@ def _rule(draw: random.Random, *, cloud: bool) -> dict[str, Any]:
     name = draw.choice(["fedavg", "fedavg", "fedcross", "fedmr", "fedcda", "independent", "fedadp"])
     rule: dict[str, Any] = {"name": name}
     if name in ("fedcross", "fedmr", "independent") and not cloud:
-        rule["carry"] = draw.choice(["reset", "recentre"])
+        rule["on_new_model"] = draw.choice(["reset", "recentre"])
     if name == "fedcross":
         rule |= {"strategy": draw.choice(["in_order", "lowest"]), "first_stage_rounds": draw.choice([0, 1])}
     elif name == "fedmr":

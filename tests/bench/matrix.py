@@ -52,7 +52,7 @@ EXPERIMENT: Final[dict[str, Any]] = {
     "data": {"partition": "dirichlet"},
     "model": {"name": "mlp_digits"},
     "training": {"epochs": 20},
-    "institution": {"rounds": 2, "aggregation": {"name": "fedmr", "carry": "recentre"}},
+    "institution": {"rounds": 2, "aggregation": {"name": "fedmr", "on_new_model": "recentre"}},
     "cloud": {"epoch_control": {"name": "tempo"}, "aggregation": {"name": "fedcross", "alpha": 0.9}},
     "transfer": {"inline_bytes": 0, "chunk_bytes": 32_768, "keepalive_s": KEEPALIVE_S, "idle_s": 60.0},
     "links": {"lan": {"up_mbit": 20, "down_mbit": 20}, "wan": {"up_mbit": 20, "down_mbit": 20}, "check": "off"},
