@@ -26,7 +26,7 @@ from common.runtime.world import REAL, World, new_session
 from common.storage.spool import Spool
 from device.emulation import keep
 from device.jobs import Prepared, TrainingPool
-from device.training.work import answer_of, round_of
+from device.training.work import result_of, round_of
 
 FAREWELL_S = 3.0
 PHASES = ("train", "wait", "pause", "stack")
@@ -108,7 +108,7 @@ class DeviceAgent:
             self._train_all(up, experiment, found.announcement),
             connect_timeout_s=self._connect_timeout_s,
             goodbye=lambda: up.farewell((), timeout_s=FAREWELL_S),
-            last_look=self._metrics.last_look,
+            last_scrape=self._metrics.last_scrape,
         )
         spool.close()
 
@@ -182,7 +182,7 @@ class DeviceAgent:
             )
         finally:
             waiting.cancel()
-        answer = answer_of(task, out, result)
+        answer = result_of(task, out, result)
         self._metrics.closed(self._labels)
         self._metrics.steps.labels(*self._labels).inc(answer.steps)
         self._metrics.train_loss.labels(*self._labels).set(answer.loss)

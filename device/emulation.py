@@ -11,7 +11,7 @@ from common.experiment.hardware import Pace
 from common.protocol.messages import Phase
 from common.runtime.work import Report, WorkResult
 
-TELL_S: Final = 1.0
+REPORT_S: Final = 1.0
 
 
 async def keep(pace: Pace, answer: WorkResult, *, since: float, report: Report) -> WorkResult:
@@ -24,10 +24,10 @@ async def keep(pace: Pace, answer: WorkResult, *, since: float, report: Report) 
     due = since + pace.emulated_s(answer.train_s)
     if due <= begun:
         return answer
-    for told in count(1):
+    for reported in count(1):
         left_s = due - loop.time()
         if left_s <= 0:
             break
-        report(Phase.WAITING, told, 0)
-        await asyncio.sleep(min(TELL_S, left_s))
+        report(Phase.WAITING, reported, 0)
+        await asyncio.sleep(min(REPORT_S, left_s))
     return replace(answer, pause_s=loop.time() - begun)

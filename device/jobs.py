@@ -74,31 +74,31 @@ class HostedDevice:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Wish:
+class PoolRequest:
     """A device that is to be prepared; `answer` gets Prepared, or the error. `place`: its number in this process."""
 
     device: HostedDevice
     place: int
-    answer: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    outcome: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def finish(self, result: LocalResult | Prepared) -> None:
         """Give the answer."""
-        if not self.answer.done():
-            self.answer.set_result(result)
+        if not self.outcome.done():
+            self.outcome.set_result(result)
 
     def fail(self, error: Exception) -> None:
         """Say why there is none."""
-        if not self.answer.done():
-            self.answer.set_exception(error)
-            self.answer.exception()  # whoever asked may have left
+        if not self.outcome.done():
+            self.outcome.set_exception(error)
+            self.outcome.exception()  # whoever asked may have left
 
     def cancel(self) -> None:
         """Call it off: nobody wants the answer any more."""
-        self.answer.cancel()
+        self.outcome.cancel()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Job(Wish):
+class Job(PoolRequest):
     """A training; `answer` gets a LocalResult, or the error. Until then the order's rows are not the device's."""
 
     order: Order
@@ -111,7 +111,7 @@ class Job(Wish):
         else:
             self.fail(how)
 
-    def alike(self, other: Wish) -> bool:
+    def alike(self, other: PoolRequest) -> bool:
         """Return whether the other is a training of the same model, so that one stack can hold both."""
         return isinstance(other, Job) and self.device.digest == other.device.digest
 

@@ -184,11 +184,11 @@ def test_a_pools_devices_meet_in_a_stack(lane: Callable[[], Executor]) -> None:
 
 
 def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stacking() is Stacking.ALWAYS and most_together("cpu") == gathering.MOST
+    assert stacking() is Stacking.ALWAYS and most_together("cpu") == gathering.STACK_DEVICES_MOST
     monkeypatch.setenv(VARIABLE, "never")
     assert most_together("cuda:0") == 1
     monkeypatch.delenv(VARIABLE)
-    assert (most_together("cpu"), most_together("cuda:0")) == (1, gathering.MOST)
+    assert (most_together("cpu"), most_together("cuda:0")) == (1, gathering.STACK_DEVICES_MOST)
     monkeypatch.setenv(VARIABLE, "sometimes")
     with pytest.raises(InvalidExperiment, match=r"sometimes.*auto, never, always"):
         stacking()

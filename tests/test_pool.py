@@ -301,7 +301,7 @@ class Lab:
         return self.runner.run(in_time())
 
     def pids(self) -> set[int]:
-        return {lane.pid for lane in self.pool._lanes if isinstance(lane, Worker) and lane.pid is not None}
+        return {lane.pid for lane in self.pool._executors if isinstance(lane, Worker) and lane.pid is not None}
 
     def order(self, what: str, times: int = 1) -> None:
         (self.folder / f"do-{what}").write_text(str(times))
@@ -357,7 +357,7 @@ def test_one_slot_is_a_thread_and_gives_the_same_bits() -> None:
             member = pool.member("device-1")
             out = (await member.prepare(what)).layout.empty()
             result = await member.train(row, out, epochs=1, local_round=2, progress=lambda *_: None)
-            assert [type(lane) for lane in pool._lanes] == [Thread]
+            assert [type(lane) for lane in pool._executors] == [Thread]
             with pytest.raises(InvalidExperiment, match="device-9"):
                 await pool.member("device-9").prepare(what)
             return result, out
@@ -464,9 +464,9 @@ from device.pool.pool import Pool
 
 async def main():
     async with Pool(accelerator="cpu", slots=2, devices=2) as pool:
-        while not all(lane.pid for lane in pool._lanes) or not pool._lanes:
+        while not all(lane.pid for lane in pool._executors) or not pool._executors:
             await asyncio.sleep(0)
-        print(*(lane.pid for lane in pool._lanes), "torch" in sys.modules, flush=True)
+        print(*(lane.pid for lane in pool._executors), "torch" in sys.modules, flush=True)
         await asyncio.Event().wait()
 
 asyncio.run(main())

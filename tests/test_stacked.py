@@ -21,7 +21,7 @@ from common.learning.nets.layers import Dropout
 from common.model.layout import ModelLayout, Row
 from device.jobs import Cancelled
 from device.training.augmentation import Changes, change, draw
-from device.training.sgd import descend, forward_of
+from device.training.sgd import forward_of, run_sgd
 from device.vmapped import calibration, loop
 from device.vmapped.calibration import StepTimes, measure, most_in_memory, problem_of
 from device.vmapped.loop import Turn, Visits, VmappedResult
@@ -135,7 +135,7 @@ class Case:
         """Train one device as its trainer does; return its state, its loss, and its steps."""
         module, load = copy.deepcopy(self.module).cpu(), self.loads[k]
         models.read_row(module, self.layout, self.rows[k])
-        losses, taken = descend(
+        losses, taken = run_sgd(
             forward_of(module, self.training, device=CPU),
             list(module.parameters()),
             list(self._batches(k))[:steps],

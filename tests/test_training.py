@@ -22,7 +22,7 @@ from common.experiment.schema import Experiment
 from common.experiment.training import Augmentation, Schedule, TrainingSettings, learning_rate
 from common.learning import datasets
 from device.training import augmentation, batches
-from device.training.sgd import descend
+from device.training.sgd import run_sgd
 
 CPU = torch.device("cpu")
 
@@ -139,7 +139,7 @@ def test_a_descent_is_that_of_torchs_optimiser(
     nesterov = nesterov and momentum > 0
     training = TrainingSettings(momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, clip_norm=clip_norm)
     seen: list[int] = []
-    losses, steps = descend(
+    losses, steps = run_sgd(
         ours,
         list(ours.parameters()),
         batches,
@@ -214,7 +214,7 @@ def lab_of(**settings: Any) -> Experiment:
 def rounds_inputs(
     lab: Experiment, *, node: str = "device-0", local_round: int = 0, epochs: int = 2
 ) -> list[torch.Tensor]:
-    device = batches.load_part(parse({"topology": {"devices": 1}}), "device-0", accelerator=CPU)
+    device = batches.load_local_dataset(parse({"topology": {"devices": 1}}), "device-0", accelerator=CPU)
     return [inputs for _, inputs, _ in batches.batches(device, lab, node=node, epochs=epochs, local_round=local_round)]
 
 

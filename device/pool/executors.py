@@ -74,7 +74,7 @@ class Thread:
             for job in jobs:
                 job.order.cancelled.set()
 
-        work = [(job.device, _aloud(job.order)) for job in jobs]
+        work = [(job.device, _from_thread(job.order)) for job in jobs]
         train = partial(self._trainers.train, work, self.accelerator, done)
         await offload(train, executor=self._thread, cancel=cancel)
 
@@ -97,11 +97,11 @@ class Thread:
         return there
 
 
-def _aloud(order: Order) -> Order:
+def _from_thread(order: Order) -> Order:
     """Return the order with progress that is told from another thread."""
     loop, progress = asyncio.get_running_loop(), order.progress
 
-    def tell(done: int, of: int) -> None:
+    def report(done: int, of: int) -> None:
         loop.call_soon_threadsafe(progress, done, of)
 
-    return replace(order, progress=tell)
+    return replace(order, progress=report)

@@ -1,4 +1,4 @@
-"""The trainings of all devices of one process: a queue, and the lanes that work on it.
+"""The trainings of all devices of one process: a queue, and the executors that work on it.
 
 Devices ask and await; nothing here computes, so their connections stay alive. One training at a time runs in a thread
 of this process; where more run at once, each has a worker process, and this one never loads torch.
@@ -18,7 +18,7 @@ from typing import Any, Final, Self
 from common.experiment.schema import Experiment
 from common.model.layout import Row
 from device.accelerators import choose, may_have_gpu
-from device.jobs import HostedDevice, Job, LocalResult, Order, Prepared, Progress, Wish
+from device.jobs import HostedDevice, Job, LocalResult, Order, PoolRequest, Prepared, Progress
 from device.pool.executors import Executor, Thread
 from device.pool.worker_process import Worker
 from device.vmapped.gathering import gather
@@ -32,7 +32,7 @@ def cores() -> int:
 
 
 class Pool:
-    """An asynchronous context: the lanes run inside it. `moves` grows as any training does.
+    """An asynchronous context: the executors run inside it. `moves` grows as any training does.
 
     `slots` trainings run at once, by default one on each GPU of `accelerator`, or on each core that this process may
     use. Never more than there are `devices`. First come, first served; with several GPUs each has its share of the
@@ -53,16 +53,16 @@ class Pool:
         self._slots = slots
         self._devices = devices
         self._new = thread if min(slots or cores(), devices) == 1 else worker
-        self._lanes: list[Executor] = []
+        self._executors: list[Executor] = []
         self._places: Sequence[str] = ()
-        self._waiting: deque[Wish] = deque()
+        self._waiting: deque[PoolRequest] = deque()
         self._came = asyncio.Event()
         self._members = 0
         self._serving: list[asyncio.Task[None]] = []
         self._failure: Exception | None = None
 
     async def __aenter__(self) -> Self:
-        """Begin to start the lanes. Raises InvalidExperiment where there is no such accelerator."""
+        """Begin to start the executors. Raises InvalidExperiment where there is no such accelerator."""
         opening = asyncio.create_task(self._open(), name="pool")
         self._serving.append(opening)
         if self._accelerator not in HARMLESS:
@@ -75,12 +75,12 @@ class Pool:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """End the lanes, and what is under way with them."""
+        """End the executors, and what is under way with them."""
         for task in self._serving:
             task.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)  # those who waited have heard of any
-        for lane in self._lanes:
-            await lane.close()
+        for executor in self._executors:
+            await executor.close()
 
     @property
     def failure(self) -> Exception | None:
@@ -92,98 +92,102 @@ class Pool:
         self._members += 1
         return Member(self, node, self._members - 1)
 
-    async def submit(self, wish: Wish) -> Any:
-        """Wait for the wish's answer. A caller that is cancelled still waits until its rows are its own again."""
+    async def submit(self, request: PoolRequest) -> Any:
+        """Wait for the request's answer. A caller that is cancelled still waits until its rows are its own again."""
         if self._failure is not None:
             raise self._failure
-        self._waiting.append(wish)
+        self._waiting.append(request)
         self._came.set()
         try:
-            return await asyncio.shield(wish.answer)
+            return await asyncio.shield(request.outcome)
         except asyncio.CancelledError:
-            wish.cancel()
-            if wish in self._waiting:
-                self._waiting.remove(wish)
+            request.cancel()
+            if request in self._waiting:
+                self._waiting.remove(request)
             else:
-                await asyncio.wait((wish.answer,))
+                await asyncio.wait((request.outcome,))
             raise
 
     async def _open(self) -> None:
-        """Start the first lane, which knows the accelerators, and then as many as are wanted."""
+        """Start the first executor, which knows the accelerators, and then as many as are wanted."""
         try:
             most = min(self._slots or cores(), self._devices)
-            # On a CPU all lanes load torch at the same time.
+            # On a CPU all executors load torch at the same time.
             sure = self._accelerator == "cpu" or (self._accelerator == "auto" and not may_have_gpu())
             there = (await self._start(most if sure else 1))[0]
             self._places = choose(self._accelerator, there)
             if self._places != ("cpu",):
                 most = min(self._slots or len(self._places), self._devices)
-            await self._start(most - len(self._lanes))
-            for lane in self._lanes[most:]:
-                await lane.close()
-            del self._lanes[most:]
+            await self._start(most - len(self._executors))
+            for executor in self._executors[most:]:
+                await executor.close()
+            del self._executors[most:]
         except Exception as error:
             self._failure = error
             while self._waiting:
                 self._waiting.popleft().fail(error)
             raise
         self._places = self._places[:most]
-        for index, lane in enumerate(self._lanes):
-            lane.accelerator = self._places[index % len(self._places)]
-            self._serving.append(asyncio.create_task(self._serve(lane), name=f"lane {index}"))
+        for index, executor in enumerate(self._executors):
+            executor.accelerator = self._places[index % len(self._places)]
+            self._serving.append(asyncio.create_task(self._serve(executor), name=f"executor {index}"))
 
     async def _start(self, count: int) -> list[Sequence[str]]:
-        lanes = [self._new() for _ in range(count)]
-        self._lanes += lanes
+        executors = [self._new() for _ in range(count)]
+        self._executors += executors
         try:
             async with asyncio.TaskGroup() as group:
-                starting = [group.create_task(lane.start()) for lane in lanes]
+                starting = [group.create_task(executor.start()) for executor in executors]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [task.result() for task in starting]
 
-    async def _serve(self, lane: Executor) -> None:
+    async def _serve(self, executor: Executor) -> None:
         while True:
-            wishes = await self._take(lane)
-            jobs = [wish for wish in wishes if isinstance(wish, Job)]
+            requests = await self._take(executor)
+            jobs = [request for request in requests if isinstance(request, Job)]
             try:
                 if jobs:
-                    await lane.train(jobs)
+                    await executor.train(jobs)
                 else:
-                    wishes[0].finish(await lane.prepare(wishes[0].device))
+                    requests[0].finish(await executor.prepare(requests[0].device))
             except Exception as error:  # noqa: BLE001 - whatever it is, nobody may wait for ever
-                for wish in wishes:
-                    wish.fail(error)
+                for request in requests:
+                    request.fail(error)
 
-    async def _take(self, lane: Executor) -> list[Wish]:
-        """Wait for a wish of the lane's accelerator; return it and, where these go together, others like it."""
-        while not self._of(lane):
+    async def _take(self, executor: Executor) -> list[PoolRequest]:
+        """Wait for a request of the executor's accelerator; return it and, where these go together, others like it."""
+        while not self._of(executor):
             self._came.clear()
             await self._came.wait()
-        most = min(lane.most, self._share(lane))
-        if most > 1 and lane.accelerator != "cpu" and isinstance(self._of(lane)[0], Job):
-            await gather(self._came, lambda: len(self._of(lane)) >= most)
-        mine = self._of(lane)
-        if not mine:  # another lane of this accelerator took them meanwhile, or they were called off
-            return await self._take(lane)
+        most = min(executor.most, self._share(executor))
+        if most > 1 and executor.accelerator != "cpu" and isinstance(self._of(executor)[0], Job):
+            await gather(self._came, lambda: len(self._of(executor)) >= most)
+        mine = self._of(executor)
+        if not mine:  # another executor of this accelerator took them meanwhile, or they were called off
+            return await self._take(executor)
         first = mine[0]
-        more = [wish for wish in mine[1:] if isinstance(first, Job) and first.alike(wish)]
+        more = [request for request in mine[1:] if isinstance(first, Job) and first.alike(request)]
         taken = [first, *more][:most]
-        for wish in taken:
-            self._waiting.remove(wish)
+        for request in taken:
+            self._waiting.remove(request)
         return taken
 
-    def _of(self, lane: Executor) -> list[Wish]:
-        """Return the wishes that wait for a lane's accelerator."""
-        return [wish for wish in self._waiting if self._places[wish.place % len(self._places)] == lane.accelerator]
-
-    def _share(self, lane: Executor) -> int:
-        """Return how many of its accelerator's devices are a lane's where all lanes have as many."""
-        lanes = sum(other.accelerator == lane.accelerator for other in self._lanes)
-        places = [
-            place for place in range(self._members) if self._places[place % len(self._places)] == lane.accelerator
+    def _of(self, executor: Executor) -> list[PoolRequest]:
+        """Return the requests that wait for a executor's accelerator."""
+        return [
+            request
+            for request in self._waiting
+            if self._places[request.place % len(self._places)] == executor.accelerator
         ]
-        return max(1, -(-len(places) // lanes))
+
+    def _share(self, executor: Executor) -> int:
+        """Return how many of its accelerator's devices are a executor's where all executors have as many."""
+        executors = sum(other.accelerator == executor.accelerator for other in self._executors)
+        places = [
+            place for place in range(self._members) if self._places[place % len(self._places)] == executor.accelerator
+        ]
+        return max(1, -(-len(places) // executors))
 
 
 class Member:
@@ -206,7 +210,7 @@ class Member:
         Raises InvalidExperiment, RunFailed.
         """
         self._device = HostedDevice(experiment, experiment.digest, self._node)
-        prepared: Prepared = await self._pool.submit(Wish(device=self._device, place=self._place))
+        prepared: Prepared = await self._pool.submit(PoolRequest(device=self._device, place=self._place))
         return prepared
 
     async def train(self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress) -> LocalResult:
@@ -218,11 +222,11 @@ class Member:
         if self._device is None:
             raise RuntimeError("call Member.prepare first")
 
-        def tell(done: int, of: int) -> None:
+        def report(done: int, of: int) -> None:
             self._pool.moves += 1
             progress(done, of)
 
         asked = time.monotonic()
-        order = Order(row, out, epochs, local_round, tell, threading.Event())
+        order = Order(row, out, epochs, local_round, report, threading.Event())
         result: LocalResult = await self._pool.submit(Job(device=self._device, place=self._place, order=order))
         return replace(result, wait_s=time.monotonic() - asked - result.train_s)

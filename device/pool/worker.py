@@ -43,7 +43,7 @@ class WorkerChannel:
 
     def __init__(self, descriptor: int = 0) -> None:
         self._requests = os.fdopen(descriptor, "rb")
-        self._answers = os.fdopen(os.dup(descriptor), "wb")
+        self._replies = os.fdopen(os.dup(descriptor), "wb")
         self._taken: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.cancelled: dict[int, threading.Event] = {}
 
@@ -66,11 +66,11 @@ class WorkerChannel:
         """Return the next request."""
         return self._taken.get()
 
-    def answer(self, **facts: object) -> None:
+    def send(self, **facts: object) -> None:
         """Send a line."""
         try:
-            self._answers.write(json.dumps(facts, default=str).encode() + b"\n")
-            self._answers.flush()
+            self._replies.write(json.dumps(facts, default=str).encode() + b"\n")
+            self._replies.flush()
         except OSError:
             os._exit(0)  # the agent is gone
 
@@ -78,33 +78,33 @@ class WorkerChannel:
 def main() -> None:
     """Serve one agent's process until it ends."""
     keep_large_buffers()
-    desk = WorkerChannel()
-    threading.Thread(target=desk.listen, daemon=True).start()
+    channel = WorkerChannel()
+    threading.Thread(target=channel.listen, daemon=True).start()
     from device.pool.trainers import Trainers
     from device.training.computing import accelerators  # torch: seconds
 
     trainers, rows = Trainers(), SharedRows(int(sys.argv[1]))
     experiments: dict[str, Experiment] = {}
-    desk.answer(accelerators=accelerators())
+    channel.send(accelerators=accelerators())
     while True:
-        request = desk.next()
+        request = channel.next()
         if "experiment" in request:
             experiments[request["digest"]] = parse(request["experiment"])
         elif "prepare" in request:
             device, accelerator = _device(request["prepare"], experiments)
             try:
                 prepared = trainers.prepare(device, accelerator)
-                desk.answer(layout=prepared.layout.to_json(), samples=prepared.samples, partition=prepared.partition)
+                channel.send(layout=prepared.layout.to_json(), samples=prepared.samples, partition=prepared.partition)
             except FedstrataError as error:
-                desk.answer(**_fault(error))
+                channel.send(**_fault(error))
         else:
             orders = request["train"]
             pairs = rows.pairs(len(orders), request["row_bytes"])
-            _train(desk, trainers, orders, pairs, experiments)
+            _train(channel, trainers, orders, pairs, experiments)
 
 
 def _train(
-    desk: WorkerChannel,
+    channel: WorkerChannel,
     trainers: Trainers,
     orders: list[dict[str, Any]],
     pairs: npt.NDArray[np.uint8],
@@ -115,32 +115,32 @@ def _train(
         row.flags.writeable = False
         number = wanted["job"]
         device, accelerator = _device(wanted["device"], experiments)
-        tell = partial(_tell, desk, number)
-        work.append((device, Order(row, out, wanted["epochs"], wanted["round"], tell, desk.cancelled[number])))
+        report = partial(_report, channel, number)
+        work.append((device, Order(row, out, wanted["epochs"], wanted["round"], report, channel.cancelled[number])))
 
     def done(place: int, how: Ending) -> None:
         number = orders[place]["job"]
         if isinstance(how, LocalResult):
-            desk.answer(job=number, result=astuple(how))
+            channel.send(job=number, result=astuple(how))
         else:
-            desk.answer(job=number, **_fault(how))
-        del desk.cancelled[number]
+            channel.send(job=number, **_fault(how))
+        del channel.cancelled[number]
 
     try:
         trainers.train(work, accelerator, done)
     except FedstrataError as error:
         for place, wanted in enumerate(orders):
-            if wanted["job"] in desk.cancelled:
+            if wanted["job"] in channel.cancelled:
                 done(place, error)
 
 
-def _device(told: list[Any], experiments: dict[str, Experiment]) -> tuple[HostedDevice, str]:
-    digest, node, accelerator = told
+def _device(sent: list[Any], experiments: dict[str, Experiment]) -> tuple[HostedDevice, str]:
+    digest, node, accelerator = sent
     return HostedDevice(experiments[digest], digest, node), accelerator
 
 
-def _tell(desk: WorkerChannel, job: int, steps: int, of: int) -> None:
-    desk.answer(job=job, steps=steps, of=of)
+def _report(channel: WorkerChannel, job: int, steps: int, of: int) -> None:
+    channel.send(job=job, steps=steps, of=of)
 
 
 def _fault(error: FedstrataError | Cancelled) -> dict[str, object]:

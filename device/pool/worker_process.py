@@ -25,7 +25,7 @@ from device.jobs import Cancelled, HostedDevice, Job, LocalResult, Prepared
 from device.pool.shared import SharedRows, open_memory
 from device.vmapped.gathering import most_together
 
-LINE_BYTES: Final = 1 << 24  # of an answer at most: a layout, the longest, has some 60 for each tensor
+LINE_BYTES: Final = 1 << 24  # of an reply at most: a layout, the longest, has some 60 for each tensor
 LAST_BREATH_S: Final = 5.0
 
 _T = TypeVar("_T")
@@ -108,7 +108,7 @@ class Worker:
                 pass_fds=(self._memory,),
                 start_new_session=True,  # Ctrl-C is for the agents, who then close the socket
             )
-        self._there = (await self._hear())["accelerators"]
+        self._there = (await self._receive())["accelerators"]
 
     async def _end(self) -> int:
         """Close the socket, wait for the end of the process and return its code."""
@@ -126,18 +126,18 @@ class Worker:
             return process.wait()
 
     async def _prepare(self, device: HostedDevice) -> Prepared:
-        self._say(prepare=self._name(device))
-        answer = await self._hear()
-        if "layout" not in answer:
-            raise _fault(answer)
-        return Prepared(ModelLayout.from_json(answer["layout"]), answer["samples"], answer["partition"])
+        self._send(prepare=self._name(device))
+        reply = await self._receive()
+        if "layout" not in reply:
+            raise _fault(reply)
+        return Prepared(ModelLayout.from_json(reply["layout"]), reply["samples"], reply["partition"])
 
     async def _train(self, jobs: Sequence[Job]) -> None:
         begun: dict[int, Job] = {}
         for job in jobs:
             if job.order.cancelled.is_set():
                 job.fail(Cancelled())
-            elif not job.answer.done():  # it may have been, before the process was killed
+            elif not job.outcome.done():  # it may have been, before the process was killed
                 self._jobs += 1
                 begun[self._jobs] = job
         if not begun:
@@ -155,46 +155,46 @@ class Worker:
             }
             for number, job in begun.items()
         ]
-        self._say(train=wanted, row_bytes=row_bytes)
+        self._send(train=wanted, row_bytes=row_bytes)
         for number, job in begun.items():
-            job.on_cancel = partial(self._say, cancel=number)
+            job.on_cancel = partial(self._send, cancel=number)
             if job.order.cancelled.is_set():
                 job.on_cancel()
         while begun:
-            answer = await self._hear()
-            job = begun[answer["job"]]
-            if "steps" in answer:
-                job.order.progress(answer["steps"], answer["of"])
+            reply = await self._receive()
+            job = begun[reply["job"]]
+            if "steps" in reply:
+                job.order.progress(reply["steps"], reply["of"])
                 continue
-            del begun[answer["job"]]
-            if "result" in answer:
-                await offload(partial(np.copyto, job.order.out, pairs[answer["job"]][1]))
-                result = LocalResult(*answer["result"])
+            del begun[reply["job"]]
+            if "result" in reply:
+                await offload(partial(np.copyto, job.order.out, pairs[reply["job"]][1]))
+                result = LocalResult(*reply["result"])
                 stacked = result.path == TrainingPath.VMAPPED
                 job.finish(replace(result, path=TrainingPath.VMAPPED if stacked else self.path))
             else:
-                job.fail(_fault(answer))
+                job.fail(_fault(reply))
 
     def _name(self, device: HostedDevice) -> list[object]:
         """Return a device as the process knows it, once it was told the experiment."""
         if device.digest not in self._known:
-            self._say(experiment=device.experiment.to_json(), digest=device.digest)
+            self._send(experiment=device.experiment.to_json(), digest=device.digest)
             self._known.add(device.digest)
         return [device.digest, device.node, self.accelerator]
 
-    def _say(self, **facts: object) -> None:
+    def _send(self, **facts: object) -> None:
         self._writer.write(json.dumps(facts).encode() + b"\n")
 
-    async def _hear(self) -> Mapping[str, Any]:
-        """Return the next answer. Raises EOFError, ConnectionError where the process has ended."""
+    async def _receive(self) -> Mapping[str, Any]:
+        """Return the next reply. Raises EOFError, ConnectionError where the process has ended."""
         line = await self._reader.readline()
         if not line.endswith(b"\n"):
             raise EOFError
-        answer: Mapping[str, Any] = json.loads(line)
-        return answer
+        reply: Mapping[str, Any] = json.loads(line)
+        return reply
 
 
-def _fault(answer: Mapping[str, Any]) -> Exception:
-    if "invalid" in answer:
-        return InvalidExperiment(*answer["invalid"])
-    return RunFailed(answer["failed"]) if "failed" in answer else Cancelled()
+def _fault(reply: Mapping[str, Any]) -> Exception:
+    if "invalid" in reply:
+        return InvalidExperiment(*reply["invalid"])
+    return RunFailed(reply["failed"]) if "failed" in reply else Cancelled()

@@ -1,4 +1,4 @@
-"""What one device trains on: its part of the data, and the batches of a local round."""
+"""What one device trains on: its local of the data, and the batches of a local round."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class LocalDataset:
     partition: str
 
 
-def load_part(experiment: schema.Experiment, node: str, *, accelerator: torch.device) -> LocalDataset:
-    """Load the data and find the device's part. Takes seconds. Raises InvalidExperiment."""
+def load_local_dataset(experiment: schema.Experiment, node: str, *, accelerator: torch.device) -> LocalDataset:
+    """Load the data and find the device's local. Takes seconds. Raises InvalidExperiment."""
     dataset = datasets.load(experiment.data, node=node)
     samples, partition = torch.arange(len(dataset.train_labels)), ""
     if experiment.data.dataset != "folder":  # whose images are the device's own, every one
@@ -49,35 +49,35 @@ def load_part(experiment: schema.Experiment, node: str, *, accelerator: torch.de
 
 
 def batches(
-    part: LocalDataset, experiment: schema.Experiment, *, node: str, epochs: int, local_round: int
+    local: LocalDataset, experiment: schema.Experiment, *, node: str, epochs: int, local_round: int
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield each step's (epoch, inputs [b, ...], labels int64 [b]): a new order each epoch, the last batch kept."""
     training = experiment.training
     # Whole batches; what is computed of a sample depends on no other, so the size of a block is not seen in it.
-    batch_bytes = 4 * training.batch_size * part.images[0].numel()
+    batch_bytes = 4 * training.batch_size * local.images[0].numel()
     block = training.batch_size * max(1, BLOCK_BYTES // batch_bytes)
     for epoch, (places, changes) in enumerate(
-        orders(part, experiment, node=node, epochs=epochs, local_round=local_round)
+        orders(local, experiment, node=node, epochs=epochs, local_round=local_round)
     ):
         for start in range(0, len(places), block):
             some = slice(start, start + block)
-            images = part.images.index_select(0, places[some])
+            images = local.images.index_select(0, places[some])
             if changes is not None:
                 images = augmentation.change(images, changes[some], crop=training.augmentation.crop)
-            inputs, labels = part.normalise(images), part.labels.index_select(0, places[some])
+            inputs, labels = local.normalise(images), local.labels.index_select(0, places[some])
             size = training.batch_size
             yield from zip(repeat(epoch), torch.split(inputs, size), torch.split(labels, size))
 
 
 def orders(
-    part: LocalDataset, experiment: schema.Experiment, *, node: str, epochs: int, local_round: int
+    local: LocalDataset, experiment: schema.Experiment, *, node: str, epochs: int, local_round: int
 ) -> Iterator[tuple[Tensor, augmentation.Changes | None]]:
     """Yield each epoch's samples in the order of its batches, int64 [n] places in the images, and their changes."""
-    training, device, count = experiment.training, part.samples.device, len(part.samples)
+    training, device, count = experiment.training, local.samples.device, len(local.samples)
     order = generator(experiment.seed, Purpose.BATCHES, node, local_round)
     source = generator(experiment.seed, Purpose.AUGMENTATION, node, local_round)
     changing = training.augmentation.flip or training.augmentation.crop > 0
     for _ in range(epochs):
-        places = part.samples[torch.from_numpy(order.permutation(count)).to(device)]
+        places = local.samples[torch.from_numpy(order.permutation(count)).to(device)]
         changes = augmentation.draw(training.augmentation, count, source=source, device=device) if changing else None
         yield places, changes

@@ -14,7 +14,7 @@ from common.experiment.training import TrainingSettings
 
 Forward = Callable[[Tensor], Tensor]
 
-FEW = 16  # samples of a batch
+SMALL_BATCH_SAMPLES = 16  # samples of a batch
 
 
 def forward_of(module: nn.Module, training: TrainingSettings, *, device: torch.device) -> Forward:
@@ -23,7 +23,7 @@ def forward_of(module: nn.Module, training: TrainingSettings, *, device: torch.d
     if training.precision == "fp32":
         return run
     mixed = torch.autocast(device.type, torch.bfloat16)
-    if device.type == "cpu" and training.batch_size <= FEW:
+    if device.type == "cpu" and training.batch_size <= SMALL_BATCH_SAMPLES:
         _keep_linear(module)
 
     def forward(inputs: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def _in_fp32(layer: nn.Linear, inputs: Tensor) -> Tensor:
         return functional.linear(inputs.float(), layer.weight, layer.bias)
 
 
-def descend(
+def run_sgd(
     forward: Forward,
     weights: Sequence[Tensor],
     batches: Iterable[tuple[int, Tensor, Tensor]],

@@ -22,9 +22,9 @@ from common.learning.nets.layers import reseed
 from common.model.layout import ModelLayout, Row
 from common.randomness import Purpose, torch_seed
 from device.jobs import Cancelled, LocalResult, Progress
-from device.training.batches import LocalDataset, batches, load_part
+from device.training.batches import LocalDataset, batches, load_local_dataset
 from device.training.computing import resolve_accelerator, set_up, use_one_thread
-from device.training.sgd import Forward, descend, forward_of
+from device.training.sgd import Forward, forward_of, run_sgd
 
 __all__ = ["Cancelled", "LocalResult", "Progress", "Trainer", "resolve_accelerator"]
 
@@ -36,7 +36,7 @@ class _Prepared:
     module: nn.Module
     forward: Forward
     layout: ModelLayout
-    part: LocalDataset
+    local: LocalDataset
 
 
 class Trainer:
@@ -55,16 +55,16 @@ class Trainer:
         self._made: _Prepared | None = None
 
     def prepare(self) -> None:
-        """Load the data, find this device's part and build the model. Takes seconds. Raises InvalidExperiment."""
+        """Load the data, find this device's local and build the model. Takes seconds. Raises InvalidExperiment."""
         experiment, accelerator = self._experiment, self._accelerator
         set_up(accelerator, experiment.training)
-        part = load_part(experiment, self._node, accelerator=accelerator)
-        module = models.build(experiment.model.name, experiment.seed, inputs=part.inputs)
+        local = load_local_dataset(experiment, self._node, accelerator=accelerator)
+        module = models.build(experiment.model.name, experiment.seed, inputs=local.inputs)
         layout = models.layout_of(module)
         if accelerator.type == "cpu":
             module = module.to(memory_format=torch.channels_last)
         forward = forward_of(module, experiment.training, device=accelerator)
-        self._made = _Prepared(module, forward, layout, part)
+        self._made = _Prepared(module, forward, layout, local)
         if experiment.training.compile:
             self._compile()
 
@@ -76,12 +76,12 @@ class Trainer:
     @property
     def samples(self) -> int:
         """The number of this device's training samples, once prepared."""
-        return len(self._prepared.part.samples)
+        return len(self._prepared.local.samples)
 
     @property
     def partition(self) -> str:
         """The digest of the whole split of the data, once prepared; empty where nothing is split."""
-        return self._prepared.part.partition
+        return self._prepared.local.partition
 
     def train(
         self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress, cancelled: threading.Event
@@ -100,7 +100,7 @@ class Trainer:
             models.read_row(made.module, made.layout, row)
             self._move_to(self._accelerator)
             reseed(made.module, self._dropout_seed(local_round), self._accelerator)
-            loss, steps = self._descend(epochs=epochs, local_round=local_round, progress=progress, cancelled=cancelled)
+            loss, steps = self._run_sgd(epochs=epochs, local_round=local_round, progress=progress, cancelled=cancelled)
             self._move_to("cpu")
             models.write_row(made.module, made.layout, out)
         except torch.OutOfMemoryError:
@@ -125,7 +125,7 @@ class Trainer:
     def _dropout_seed(self, local_round: int) -> int:
         return torch_seed(self._experiment.seed, Purpose.DROPOUT, self._node, local_round)
 
-    def _descend(
+    def _run_sgd(
         self, *, epochs: int, local_round: int, progress: Progress, cancelled: threading.Event
     ) -> tuple[float, int]:
         """Return the last epoch's mean loss and the number of steps."""
@@ -145,10 +145,10 @@ class Trainer:
                 raise Cancelled
 
         global_round = local_round // experiment.institution.rounds
-        losses, steps = descend(
+        losses, steps = run_sgd(
             made.forward,
             list(made.module.train().parameters()),
-            batches(made.part, experiment, node=self._node, epochs=epochs, local_round=local_round),
+            batches(made.local, experiment, node=self._node, epochs=epochs, local_round=local_round),
             training=experiment.training,
             learning_rate=learning_rate(
                 experiment.training, global_round=global_round, global_rounds=experiment.rounds
@@ -167,9 +167,9 @@ class Trainer:
             self._move_to(self._accelerator)
             reseed(made.module, 0, self._accelerator)
             for count in {min(size, self.samples), self.samples % size or size}:
-                some = made.part.samples[:count]
-                inputs = made.part.normalise(made.part.images.index_select(0, some))
-                loss = functional.cross_entropy(made.forward(inputs), made.part.labels.index_select(0, some))
+                some = made.local.samples[:count]
+                inputs = made.local.normalise(made.local.images.index_select(0, some))
+                loss = functional.cross_entropy(made.forward(inputs), made.local.labels.index_select(0, some))
                 torch.autograd.backward(loss)
         except torch.OutOfMemoryError:
             raise self._exhausted() from None

@@ -19,7 +19,7 @@ def round_of(task: Task, *, rounds: int) -> int:
     return task.key.global_round * rounds + task.key.local_round
 
 
-def answer_of(task: Task, out: Row, result: LocalResult) -> WorkResult:
+def result_of(task: Task, out: Row, result: LocalResult) -> WorkResult:
     """Return the answer to a task: the trained model in `out`, uint8 [row_bytes]."""
     costs = (task.epochs, result.steps, result.train_s, result.wait_s)
     return WorkResult(out, result.samples, result.loss, *costs, path=result.path)
@@ -39,4 +39,4 @@ class LocalWork:
         result = self._trainer.train(
             row, self._out, epochs=task.epochs, local_round=local_round, progress=progress, cancelled=cancelled
         )
-        return answer_of(task, self._out, result)
+        return result_of(task, self._out, result)

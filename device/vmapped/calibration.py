@@ -19,16 +19,16 @@ from torch import Tensor
 
 from common.learning import models
 from common.model.layout import Row
-from device.training.sgd import descend, forward_of
+from device.training.sgd import forward_of, run_sgd
 from device.vmapped.loop import Batches, Turn, Visits, VmappedResult, train
 from device.vmapped.schedule import Load, StackSchedule, plan
 from device.vmapped.stack import Recipe, Stack
 
-WARM = 2
-TIMED = 5
-MANY = 1 << 20  # where memory is the host's
-SPARE = 0.2  # of the free memory: what other libraries and the allocator's gaps take
-APART = 0.01  # relative to a step's length: rows are float32, so a right one is some 1e-5 apart
+WARMUP_STEPS = 2
+TIMED_STEPS = 5
+UNLIMITED_DEVICES = 1 << 20  # where memory is the host's
+MEMORY_RESERVE_SHARE = 0.2  # of the free memory: what other libraries and the allocator's gaps take
+STEP_ERROR_MOST = 0.01  # relative to a step's length: rows are float32, so a right one is some 1e-5 apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def problem_of(recipe: Recipe, turns: Sequence[Turn]) -> str:
             return str(how)
         start, mine, its = (recipe.layout.floats(row) for row in (turn.row, how.row, _alone(recipe, turn, 1)))
         apart, length = np.linalg.norm(mine - its), np.linalg.norm(its - start)
-        if not apart <= APART * length:
+        if not apart <= STEP_ERROR_MOST * length:
             return f"a stacked step differs from a device's own by {apart / length:.2g} of its length"
     return ""
 
@@ -91,12 +91,12 @@ def measure(recipe: Recipe, turns: Sequence[Turn]) -> StepTimes:
 def most_in_memory(recipe: Recipe, turns: Sequence[Turn]) -> int:
     """Return how many devices the accelerator's free memory holds together, by what a few of the turns take there."""
     if recipe.accelerator.type != "cuda":
-        return MANY
+        return UNLIMITED_DEVICES
     few = min(len(turns), 4)
     each_bytes = max(1, (_peak_bytes(recipe, turns[:few]) - _peak_bytes(recipe, turns[:1])) // max(1, few - 1))
     torch.cuda.empty_cache()
     free_bytes, _ = torch.cuda.mem_get_info(recipe.accelerator)
-    return max(1, int(free_bytes * (1 - SPARE)) // each_bytes)
+    return max(1, int(free_bytes * (1 - MEMORY_RESERVE_SHARE)) // each_bytes)
 
 
 def _exact(recipe: Recipe) -> Recipe:
@@ -114,7 +114,7 @@ def _exact(recipe: Recipe) -> Recipe:
 def _peak_bytes(recipe: Recipe, turns: Sequence[Turn]) -> int:
     before = torch.cuda.memory_allocated(recipe.accelerator)
     torch.cuda.reset_peak_memory_stats(recipe.accelerator)
-    _stacked(recipe, turns)(WARM)
+    _stacked(recipe, turns)(WARMUP_STEPS)
     return torch.cuda.max_memory_allocated(recipe.accelerator) - before
 
 
@@ -135,12 +135,12 @@ def _stacked(recipe: Recipe, turns: Sequence[Turn]) -> Callable[[int], None]:
 
 def _seconds(recipe: Recipe, steps: Callable[[int], None]) -> float:
     """Return the seconds of one step, after some to warm up."""
-    steps(WARM)
+    steps(WARMUP_STEPS)
     _synchronise(recipe)
     started = time.monotonic()
-    steps(TIMED)
+    steps(TIMED_STEPS)
     _synchronise(recipe)
-    return (time.monotonic() - started) / TIMED
+    return (time.monotonic() - started) / TIMED_STEPS
 
 
 def _alone(recipe: Recipe, turn: Turn, count: int) -> Row:
@@ -154,7 +154,7 @@ def _alone(recipe: Recipe, turn: Turn, count: int) -> Row:
             yield 0, recipe.inputs(places, changes), recipe.labels.index_select(0, places)
 
     models.read_row(module, layout, turn.row)
-    descend(
+    run_sgd(
         forward_of(module, recipe.training, device=recipe.accelerator),
         list(module.parameters()),
         batches(),

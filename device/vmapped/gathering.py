@@ -11,7 +11,7 @@ from typing import Final
 from common.errors import InvalidExperiment
 
 VARIABLE: Final = "FEDSTRATA_STACKING"
-MOST: Final = 1024  # trainings in one stack; memory sets a limit of its own
+STACK_DEVICES_MOST: Final = 1024  # trainings in one stack; memory sets a limit of its own
 QUIET_S: Final = 0.05
 PATIENCE_S: Final = 0.5
 
@@ -26,18 +26,18 @@ class Stacking(StrEnum):
 
 def stacking() -> Stacking:
     """Return what the environment says. Raises InvalidExperiment."""
-    said = os.environ.get(VARIABLE, Stacking.AUTO)
+    given = os.environ.get(VARIABLE, Stacking.AUTO)
     try:
-        return Stacking(said)
+        return Stacking(given)
     except ValueError:
-        raise InvalidExperiment(VARIABLE, said, "no such choice", f"Use {', '.join(Stacking)}.") from None
+        raise InvalidExperiment(VARIABLE, given, "no such choice", f"Use {', '.join(Stacking)}.") from None
 
 
 def most_together(accelerator: str) -> int:
     """Return how many trainings may go together: on a CPU one, for stacks do not pay there."""
     choice = stacking()
     alone = choice is Stacking.NEVER or (choice is Stacking.AUTO and accelerator == "cpu")
-    return 1 if alone else MOST
+    return 1 if alone else STACK_DEVICES_MOST
 
 
 async def gather(came: asyncio.Event, complete: Callable[[], bool]) -> None:

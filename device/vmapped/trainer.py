@@ -18,7 +18,7 @@ from common.experiment.training import learning_rate
 from common.learning import datasets, models
 from device.jobs import Cancelled, Ending, HostedDevice, LocalResult, Order
 from device.training.augmentation import Changes
-from device.training.batches import LocalDataset, load_part, orders
+from device.training.batches import LocalDataset, load_local_dataset, orders
 from device.training.computing import set_up, use_one_thread
 from device.vmapped.calibration import StepTimes, measure, most_in_memory, problem_of
 from device.vmapped.gathering import Stacking
@@ -97,20 +97,20 @@ class _Shared:
         set_up(accelerator, experiment.training)
         self._experiment = experiment
         self._accelerator = accelerator
-        self._parts: dict[str, LocalDataset] = {}
+        self._local: dict[str, LocalDataset] = {}
         self._problem: str | None = None
         self._trials: dict[int, tuple[int, StepTimes | None]] = {}  # by the binary logarithm of the stack's size
 
     def know(self, nodes: Sequence[str]) -> None:
         """Load the parts of devices that are new here and bring the samples of all to the accelerator."""
-        new = [node for node in nodes if node not in self._parts]
+        new = [node for node in nodes if node not in self._local]
         if not new:
             return
-        self._parts.update({node: load_part(self._experiment, node, accelerator=CPU) for node in new})
+        self._local.update({node: load_local_dataset(self._experiment, node, accelerator=CPU) for node in new})
         sources: dict[int, list[LocalDataset]] = {}
-        for part in self._parts.values():
-            sources.setdefault(part.images.data_ptr(), []).append(part)
-        first = next(iter(self._parts.values()))
+        for local in self._local.values():
+            sources.setdefault(local.images.data_ptr(), []).append(local)
+        first = next(iter(self._local.values()))
         module = models.build(self._experiment.model.name, self._experiment.seed, inputs=first.inputs)
         self._layout, self._module = models.layout_of(module), module.to(self._accelerator).train()
         data = datasets.load(self._experiment.data, node=nodes[0])
@@ -118,7 +118,7 @@ class _Shared:
         self._held: dict[int, tuple[int, Tensor]] = {}  # of each source: where its samples begin here, and which
         images, labels, begin = [], [], 0
         for source, parts in sources.items():
-            samples = torch.unique(torch.cat([part.samples for part in parts]))
+            samples = torch.unique(torch.cat([local.samples for local in parts]))
             self._held[source] = begin, samples
             images.append(parts[0].images[samples])
             labels.append(parts[0].labels[samples])
@@ -139,15 +139,15 @@ class _Shared:
 
     def turn(self, device: HostedDevice, order: Order, done: Callable[[Ending], None]) -> Turn:
         """Return a device's order as a turn in a stack."""
-        part = self._parts[device.node]
-        begin, samples = self._held[part.images.data_ptr()]
+        local = self._local[device.node]
+        begin, samples = self._held[local.images.data_ptr()]
         visited = list(
-            orders(part, self._experiment, node=device.node, epochs=order.epochs, local_round=order.local_round)
+            orders(local, self._experiment, node=device.node, epochs=order.epochs, local_round=order.local_round)
         )
         places = torch.cat([places for places, _ in visited])
         changes = [changes for _, changes in visited if changes is not None]
         visits = Visits(begin + torch.searchsorted(samples, places), _joined(changes) if changes else None)
-        load = Load(len(part.samples), order.epochs)
+        load = Load(len(local.samples), order.epochs)
 
         def end(how: VmappedResult | Cancelled | RunFailed) -> None:
             if not isinstance(how, VmappedResult):
