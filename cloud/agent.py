@@ -83,7 +83,7 @@ class CloudAgent:
         """Play the run to its end and return the final model's path. Raises FedstrataError."""
         experiment = self._folder.experiment
         run, session = self._folder.run, new_session(self._world)
-        identity = Identity(run, CLOUD, "cloud", session, self._metrics_address, books=run, lab=self._lab)
+        identity = Identity(run, CLOUD, "cloud", session, self._metrics_address, ledger=run, lab=self._lab)
         spool = Spool.open(self._spool, run=identity.run, node=identity.name)
         down = ParentEndpoint(
             self._broker,
@@ -115,7 +115,7 @@ class CloudAgent:
                 self._play(down, evaluator, spool),
                 connect_timeout_s=self._connect_timeout_s,
                 goodbye=lambda: down.farewells(timeout_s=FAREWELL_S),
-                last_look=self._metrics.last_look,
+                last_scrape=self._metrics.last_scrape,
             )
             spool.close()
             return model

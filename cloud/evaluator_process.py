@@ -28,16 +28,16 @@ def main() -> None:
         experiment = parse(requests.readline())
         try:
             partition = splits.keep(experiment, Path(sys.argv[1]))
-            examiner = ModelTester(experiment)
+            tester = ModelTester(experiment)
         except InvalidExperiment as error:
             _answer(answers, {"invalid": error.parts})
             return
-        layout, row = examiner.layout, examiner.first
+        layout, row = tester.layout, tester.first
         _answer(answers, {"layout": layout.to_json(), "bytes": layout.row_bytes, "partition": partition}, row)
         while line := requests.readline():
             if requests.readinto(row.data) != layout.row_bytes:
                 return
-            result = examiner.examine(row)
+            result = tester.evaluate(row)
             _answer(answers, {**json.loads(line), "accuracy": result.accuracy, "loss": result.loss})
     except (BrokenPipeError, KeyboardInterrupt):
         pass  # the agent is gone

@@ -13,7 +13,7 @@ from cloud.evaluator import Accuracy
 from cloud.results import RunFolder
 from common.accounting.traffic import Traffic
 from common.aggregation.aggregator import Aggregator
-from common.aggregation.selection import draw
+from common.aggregation.selection import select
 from common.aggregation.statistics import tensor_distances
 from common.aggregation.uploads import Aggregated
 from common.experiment.schema import Experiment
@@ -29,7 +29,7 @@ from common.runtime.round import ClosedRound
 
 LABELS: Final = ("cloud", "", "")
 PHASES: Final = ("record", *timeline.PHASES, "aggregate", "evaluate")
-BOOKS_S: Final = 5.0  # between two writings of links.csv where no checkpoint asks for one
+LINKS_S: Final = 5.0  # between two writings of links.csv where no checkpoint asks for one
 SPREAD_MOST: Final = 0.37  # seen on digits: up to 0.15 was healthy
 
 Observe = Callable[[str, dict[str, object]], None]
@@ -65,7 +65,7 @@ class GlobalRounds:
         self._state = RunState(folder.run, self._experiment.digest, 0, 0.0, start_epochs)
         self._evaluating: asyncio.Task[list[Accuracy]] | None = None
         self._reached = False
-        self._mark = self._booked = 0.0
+        self._mark = self._links_written_at = 0.0
         self._wan, self._lan = Traffic(), Traffic()
         self.last: Accuracy | None = None
 
@@ -102,11 +102,11 @@ class GlobalRounds:
         state, settings = self._state, self._experiment.cloud
         started = self._down.now()
         seed, r = self._experiment.seed, state.global_round
-        drawn = draw(self._down.peers, settings.participation, seed=seed, node=CLOUD, r=r)
+        selected = select(self._down.peers, settings.participation, seed=seed, node=CLOUD, r=r)
         played = await self._down.round(
             global_round=state.global_round,
             local_round=0,
-            models=self._rule.dispatch(r, drawn),
+            models=self._rule.dispatch(r, selected),
             epochs=state.epochs,
             closing=settings.closing,
         )
@@ -130,9 +130,9 @@ class GlobalRounds:
             self._evaluate(await offload(lambda: self._rule.mixed))
         last = self._state.global_round == self._experiment.rounds
         due = last or self._state.global_round % settings.checkpoint_every == 0
-        if due or self._down.now() - self._booked >= BOOKS_S:
+        if due or self._down.now() - self._links_written_at >= LINKS_S:
             self._folder.write_links(self._down.ledger)
-            self._booked = self._down.now()
+            self._links_written_at = self._down.now()
         if due:
             folder = self._folder.checkpoints
             save = partial(checkpoint.save, folder, self._state, layout=self._layout, row=self._row, rule=self._rule)
@@ -172,7 +172,7 @@ class GlobalRounds:
         for name, result in results.items():
             self._folder.add_devices(self._state.global_round, name, result.children)
         steps = sum(result.steps for result in results.values())
-        spreads = self._tell_plans(
+        spreads = self._report_plans(
             {CLOUD: [outcome.plan | self._tempo(omegas)]} | {name: plans_of(r) for name, r in results.items()}
         )
         row: dict[str, object] = {
@@ -213,7 +213,7 @@ class GlobalRounds:
             return {}
         return {"omegas": dict(omegas), "next_epochs": self._state.epochs}
 
-    def _tell_plans(self, plans: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, float]:
+    def _report_plans(self, plans: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, float]:
         """Tell what each node's rule decided in each of its rounds; return the last spreads of those of K models."""
         global_round = self._state.global_round
         spreads = {}

@@ -4,10 +4,10 @@
 child's broker connection, as its kernel counted them. That connection carries nothing but this link, so what it has
 more are logins, subscriptions, presences, acknowledgements and pings; the child sends upward, so its kernel knows the
 retransmissions of that direction alone. A parent's connection carries all its links together, and has rows of its own,
-`broker`. What no kernel told stays empty.
+`broker`. What no kernel status stays empty.
 
 Payload and packets are counted where they arrive, wire bytes are as of the child's last word: they lag behind while a
-run goes on, and lack what a killed child had not told. Before the run each link was measured (`measured_mbit`) by
+run goes on, and lack what a killed child had not status. Before the run each link was measured (`measured_mbit`) by
 noise of `probe_bytes`, which the wire carried too, and which the other counts and the overhead leave out.
 """
 
@@ -41,13 +41,13 @@ def rows(ledger: Ledger) -> list[Row]:
     return table
 
 
-def tell_measured(ledger: Ledger) -> str:
+def wire_status(ledger: Ledger) -> str:
     """Return whether all links have wire bytes, and which have none; empty as long as no child has spoken."""
-    heard = {link.child: link.traffic.wire for link in _links(ledger) if link.traffic.wire.connections}
-    missing = [child for child, wire in heard.items() if not wire.measured]
+    counted = {link.child: link.traffic.wire for link in _links(ledger) if link.traffic.wire.connections}
+    missing = [child for child, wire in counted.items() if not wire.measured]
     if not missing:
-        return MEASURED if heard else ""
-    return UNMEASURED if len(missing) == len(heard) else f"{UNMEASURED}: {', '.join(missing)}"
+        return MEASURED if counted else ""
+    return UNMEASURED if len(missing) == len(counted) else f"{UNMEASURED}: {', '.join(missing)}"
 
 
 class _Link(NamedTuple):

@@ -152,10 +152,10 @@ class RunFolder:
     def write_links(self, ledger: Ledger) -> None:
         """Write links.csv, every link's bytes in the run, and the books that a resumed run goes on with."""
         self._rewrite(self.path / "links.csv", links.FIELDS, links.rows(ledger))
-        told = links.tell_measured(ledger)
-        if told and told != self._measured:
-            self._measured = told
-            self.note(wire_bytes=told)
+        status = links.wire_status(ledger)
+        if status and status != self._measured:
+            self._measured = status
+            self.note(wire_bytes=status)
         _replace(self.path / LEDGER, ledger.to_json())
 
     def restore(self, ledger: Ledger) -> None:

@@ -123,7 +123,7 @@ class Metrics:
         self._watched = _Watched()
         registry.register(self._watched)
         self._targets: Callable[[str], Sequence[Mapping[str, object]]] = lambda asked: ()
-        self._looks = Looks()
+        self._scrapes = Scrapes()
         self.run: Final = Info("fedstrata_run", FAMILIES["run"].text, NODE, registry=registry)
         self.round: Final = self._gauge("round")
         self.round_timestamp_seconds: Final = self._gauge("round_timestamp_seconds")
@@ -167,15 +167,15 @@ class Metrics:
             if environ["PATH_INFO"] == DISCOVERY:
                 start_response("200 OK", [("Content-Type", "application/json")])
                 return [json.dumps(self._targets(environ.get("HTTP_HOST", ""))).encode()]
-            return self._looks.look(lambda: scrape(environ, start_response))
+            return self._scrapes.look(lambda: scrape(environ, start_response))
 
         server = make_server(host, port, answer, _Server6 if ":" in host else _Server, _Silent)
         Thread(target=server.serve_forever, name="metrics", daemon=True).start()
         return int(server.server_port)
 
-    async def last_look(self) -> None:
+    async def last_scrape(self) -> None:
         """Wait for one scrape more, where somebody scrapes regularly, so that the last numbers are seen."""
-        await self._looks.another()
+        await self._scrapes.another()
 
     def _gauge(self, name: str) -> Gauge:
         family = FAMILIES[name]
@@ -186,7 +186,7 @@ class Metrics:
         return Counter(f"fedstrata_{name}", family.text, (*family.of, *family.labels), registry=self._registry)
 
 
-class Looks:
+class Scrapes:
     """When /metrics was looked at."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:

@@ -16,7 +16,7 @@ class Purpose(IntEnum):
     """What the numbers are for. The values are part of every recorded run: never renumber them."""
 
     INIT = 1
-    DRAW = 2
+    SELECTION = 2
     DISPATCH = 3
     BATCHES = 4
     AUGMENTATION = 5

@@ -137,7 +137,7 @@ class InstitutionAgent:
             work(),
             connect_timeout_s=self._connect_timeout_s,
             goodbye=goodbye,
-            last_look=self._metrics.last_look,
+            last_scrape=self._metrics.last_scrape,
         )
         spool.close()
 

@@ -13,7 +13,7 @@ from functools import partial
 from common.accounting.child_report import ChildReport
 from common.accounting.traffic import Measured
 from common.aggregation import aggregator
-from common.aggregation.selection import draw
+from common.aggregation.selection import select
 from common.aggregation.uploads import Aggregated
 from common.experiment.aggregation import remembers
 from common.experiment.schema import Experiment
@@ -97,11 +97,11 @@ class LocalRounds:
         await offload(partial(rule.begin, model.row))
         for i in range(settings.rounds):
             r = task.key.global_round * settings.rounds + i
-            drawn = draw(down.peers, settings.participation, seed=seed, node=self._name, r=r)
+            selected = select(down.peers, settings.participation, seed=seed, node=self._name, r=r)
             played = await down.round(
                 global_round=task.key.global_round,
                 local_round=i,
-                models=self._models(rule.dispatch(r, drawn), model),
+                models=self._models(rule.dispatch(r, selected), model),
                 epochs=dict.fromkeys(down.peers, task.epochs),
                 closing=settings.closing,
                 on_progress=lambda: report(Phase.TRAINING, down.moves, 0),
@@ -114,7 +114,7 @@ class LocalRounds:
             path_steps += max(result.path_steps for result in played.results.values())
             plans.append(self._count(played, outcome, epochs=task.epochs))
         await offload(partial(self._memory.after, task.key.global_round))
-        samples = sum(down.samples.values())  # n_m counts all devices, also those not drawn
+        samples = sum(down.samples.values())  # n_m counts all devices, also those not selected
         steps = sum(report.steps for report in self._did.values())
         return WorkResult(
             rule.model, samples, outcome.loss, task.epochs, steps, train_s, wait_s, pause_s,

@@ -380,7 +380,7 @@ class ParentNode(Node):
         if not self.alive:
             return
         session, now = self.session, self.lab.loop.now
-        if session.coordinator.is_offered(event.child, event.result.key):
+        if session.coordinator.is_announced(event.child, event.result.key):
             buffer = self.buffers[event.child, event.result.model.blob]
             assert buffer == self.expected[event.child], f"wrong bytes from {event.child}"
         if event.child in self.lab.bad:
@@ -663,7 +663,7 @@ class Lab:
         return f"{name}/{next(self._sessions)}"
 
     def _new_parent(self) -> ParentNode:
-        identity = Identity(RUN, PARENT, "cloud", self.new_session(PARENT), books=RUN)
+        identity = Identity(RUN, PARENT, "cloud", self.new_session(PARENT), ledger=RUN)
         session = ParentSession(
             identity,
             links=dict.fromkeys(self.names, self.link),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from common.host import machine
 from common.host.nvidia import Gpu, Gpus
-from common.metrics import FAMILIES, Looks, Metrics
+from common.metrics import FAMILIES, Metrics, Scrapes
 
 NODE = ("institution", "institution-0", "")
 LABELS = 'device="",institution="institution-0",role="institution"'
@@ -54,7 +54,7 @@ def test_every_metric_has_a_text_a_unit_or_none_and_labels_without_bound_are_non
 
 
 def test_the_last_look_is_waited_for_only_where_somebody_looks() -> None:
-    looks = Looks()
+    looks = Scrapes()
     assert looks.patience_s() == 0
     asyncio.run(looks.another())  # nobody ever came
 
@@ -71,7 +71,7 @@ class Hand:
 
 def test_patience_is_two_intervals_as_long_as_somebody_comes() -> None:
     clock = Hand()
-    looks = Looks(clock)
+    looks = Scrapes(clock)
     for _ in range(2):
         clock.now += 5
         assert b"".join(looks.look(lambda: [b"text"])) == b"text"
@@ -87,7 +87,7 @@ def test_patience_is_two_intervals_as_long_as_somebody_comes() -> None:
 def test_a_look_that_began_before_the_end_is_not_the_last() -> None:
     async def play() -> None:
         clock = Hand()
-        looks = Looks(clock)
+        looks = Scrapes(clock)
         for _ in range(2):
             clock.now += 5
             list(looks.look(list))

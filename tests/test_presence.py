@@ -224,7 +224,7 @@ def test_a_presence_is_published_on_each_connection_once() -> None:
     publish(own, NodeState.FINISHED)  # while the broker is away
     own.connected()
     (presence,) = own.to_send()
-    assert presence.state is NodeState.FINISHED and presence.books == "my-session"
+    assert presence.state is NodeState.FINISHED and presence.ledger == "my-session"
 
 
 def test_the_will_of_our_own_broken_connection_is_corrected() -> None:

@@ -67,7 +67,7 @@ class HereEvaluator:
         return Beginning(self._examiner.layout, self._examiner.first, partition)
 
     async def evaluate(self, global_round: int, row: Row) -> Accuracy:
-        found = self._examiner.examine(row)
+        found = self._examiner.evaluate(row)
         return Accuracy(global_round, found.accuracy, found.loss)
 
     def close(self) -> None:

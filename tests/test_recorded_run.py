@@ -198,7 +198,7 @@ class Replay:
 def test_a_parent_plays_the_recorded_rounds_again(node: str, messages: list[Recorded], experiment: Experiment) -> None:
     layout, blobs = layout_in(messages), blobs_in(messages)
     children = ["institution-0"] if node == "cloud" else experiment.topology.device_names()
-    identity = Identity(run_of(messages), node, "cloud", session_of(messages, node), books=run_of(messages))
+    identity = Identity(run_of(messages), node, "cloud", session_of(messages, node), ledger=run_of(messages))
     session = ParentSession(
         identity, links=dict.fromkeys(children, LinkSettings()), transfer=experiment.transfer, shaped=False,
         meter=NoMeter(), first_number=1, below=experiment.topology.children() if node == "cloud" else None,

@@ -30,7 +30,7 @@ from common.protocol.messages import (
     Task,
 )
 from common.protocol.participant import TRANSITIONS as CHILD_TRANSITIONS
-from common.protocol.participant import Answered, Begin, Participant, ParticipantCause, ParticipantState
+from common.protocol.participant import Acknowledged, Begin, Participant, ParticipantCause, ParticipantState
 from common.protocol.round_state import (
     TRANSITIONS,
     Assignment,
@@ -203,7 +203,7 @@ def test_a_parent_that_goes_back_gets_new_results() -> None:
     for local_round in range(2):
         lab.round(global_round=5, local_round=local_round)
     lab.open(global_round=6)
-    lab.until(lambda: all(child.session.participant.state is ParticipantState.OFFERING for child in children_of(lab)))
+    lab.until(lambda: all(child.session.participant.state is ParticipantState.ANNOUNCING for child in children_of(lab)))
     lab.restart_parent(reopen_s=None)
     lab.rest(10.0)  # long enough for each child to repeat its offer to a parent that has no round open
     assert set(lab.round(global_round=4, until_s=30.0).results) == set(lab.names)
@@ -237,13 +237,13 @@ def test_the_picture_of_a_round_is_the_table() -> None:
     s, c = ChildState, ChildCause
     moves = {
         (s.ASSIGNED, c.MESSAGE): s.WORKING,
-        (s.WORKING, c.RESULT): s.OFFERED,
-        (s.OFFERED, c.ACCEPT): s.ACCEPTED,
-        (s.OFFERED, c.REFUSE): s.REFUSED,
+        (s.WORKING, c.RESULT): s.ANNOUNCED,
+        (s.ANNOUNCED, c.ACCEPT): s.ACCEPTED,
+        (s.ANNOUNCED, c.REFUSE): s.REFUSED,
         (s.ASSIGNED, c.RESTART): s.ASSIGNED,
         (s.WORKING, c.RESTART): s.ASSIGNED,
-        (s.OFFERED, c.RESTART): s.ASSIGNED,
-        (s.OFFERED, c.RETRY): s.ASSIGNED,
+        (s.ANNOUNCED, c.RESTART): s.ASSIGNED,
+        (s.ANNOUNCED, c.RETRY): s.ASSIGNED,
     }
     assert {(a, cause): b for cause, table in TRANSITIONS.items() for a, b in table.items()} == moves
     assert set(TRANSITIONS) == set(ChildCause)
@@ -258,7 +258,7 @@ def parent_with_child_in(state: ChildState) -> tuple[Coordinator, Key]:
     key = parent.open(global_round=0, local_round=0, assignments=assignments(names), closing=ALL, now=0.0)
     if state not in (ChildState.IDLE, ChildState.ASSIGNED):
         parent.receive("a", progress_of(key), now=1.0)
-    if state in (ChildState.OFFERED, ChildState.ACCEPTED, ChildState.REFUSED):
+    if state in (ChildState.ANNOUNCED, ChildState.ACCEPTED, ChildState.REFUSED):
         parent.receive("a", result_of(key), now=1.0)
     if state is ChildState.ACCEPTED:
         parent.accept("a", key, now=1.0)
@@ -284,7 +284,7 @@ def test_a_coordinator_moves_a_child_as_the_table_says(state: ChildState, cause:
     else:
         parent.presence("a", "a-2", Presence(NodeState.READY, "device"), now=2.0)
     if cause is ChildCause.RESULT and state is ChildState.ASSIGNED:  # it is a message of this round, too
-        expected = ChildState.OFFERED
+        expected = ChildState.ANNOUNCED
     else:
         expected = TRANSITIONS[cause].get(state, state)
     assert parent.progress()["a"]["state"] == expected.value
@@ -300,7 +300,7 @@ def test_a_participant_moves_as_the_table_says_and_in_no_other_way(
         one.receive(task)
     if state not in (ParticipantState.IDLE, ParticipantState.FETCHING):
         child.begin_work(Phase.TRAINING, now=0.0)
-    if state in (ParticipantState.OFFERING, ParticipantState.DONE):
+    if state in (ParticipantState.ANNOUNCING, ParticipantState.DONE):
         child.finish(result_of(OLD), now=0.0)
     if state is ParticipantState.DONE:
         one.receive(Acknowledgement(OLD, ""))
@@ -543,7 +543,7 @@ def test_nobody_is_given_up_while_something_moves(how: str) -> None:
             traffic = wire_of(received=19_000 * number, control=100 * number)
             one.receive("device-0", progress_of(one.key, Phase.FETCHING, traffic=traffic), now)
         elif how == "part of a chunk up":
-            one.receive("device-0", progress_of(one.key, Phase.OFFERING, traffic=wire_of(sent=19_000 * number)), now)
+            one.receive("device-0", progress_of(one.key, Phase.ANNOUNCING, traffic=wire_of(sent=19_000 * number)), now)
         else:
             one.coordinator.moved("device-0", now=now)
         one.coordinator.tick(now + 0.5)
@@ -1033,7 +1033,7 @@ def test_a_result_is_offered_until_its_acknowledgement() -> None:
         times.append(due)
     assert times == [0.0, 1.0, 3.0, 7.0, 12.0, 17.0, 22.0, 27.0]
     assert one.receive(Acknowledgement(Key(0, 0, 1), "")) == []
-    assert one.receive(Acknowledgement(OLD, "holds NaN")) == [Answered(OLD, "holds NaN")]
+    assert one.receive(Acknowledgement(OLD, "holds NaN")) == [Acknowledged(OLD, "holds NaN")]
     assert one.receive(Acknowledgement(OLD, "holds NaN")) == [] and one.participant.next_deadline() is None
     assert one.to_send(100.0) == []
 
@@ -1097,7 +1097,7 @@ def test_the_result_of_a_superseded_task_is_dropped() -> None:
     assert one.participant.state is ParticipantState.FETCHING
     assert not any(isinstance(message, Result) for message in one.to_send(2.0))
     one.participant.finish(result_of(Key(0, 0, 1)), now=3.0)
-    assert one.participant.state is ParticipantState.OFFERING
+    assert one.participant.state is ParticipantState.ANNOUNCING
 
 
 def test_a_result_whose_task_got_a_new_key_carries_it() -> None:

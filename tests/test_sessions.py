@@ -66,7 +66,7 @@ from common.protocol.messages import (
     WhoIsThere,
 )
 from common.protocol.outbox import Publish, Subscribe
-from common.protocol.parent_events import GoodbyeSaid, PeerChanged, TargetsChanged, UploadAnnounced, UploadRefused
+from common.protocol.parent_events import GoodbyeReceived, PeerChanged, TargetsChanged, UploadAnnounced, UploadRefused
 from common.protocol.participant import ParticipantState
 from common.protocol.pending import ANSWER_S, ANSWERS_MOST, ASKS_KEPT, SEEKERS_KEPT
 from common.protocol.presence import ASK_S, Proof
@@ -125,7 +125,7 @@ def changed(before: object, after: object, path: str = "") -> Iterator[str]:
 
 
 def is_offering(child: ChildNode) -> bool:
-    return child.session.participant.state is ParticipantState.OFFERING
+    return child.session.participant.state is ParticipantState.ANNOUNCING
 
 
 # Who is not known changes nothing
@@ -201,7 +201,7 @@ def test_a_retained_ready_of_a_dead_parent_captures_no_child() -> None:
     child = lab.start("device-0")
     lab.rest(IDLE_S - 1.0)
     assert child.session.proofs.proof(PARENT) is Proof.CLAIMED and not child.of(ParentGone)
-    assert not child.session._known - {PARENT} and not child.session._books
+    assert not child.session._known - {PARENT} and not child.session._ledger
     lab.rest(2.0)
     assert child.of(ParentGone) == [ParentGone()]
     assert lab.kinds["WhoIsThere"] >= IDLE_S / 5.0
@@ -340,8 +340,8 @@ def test_a_task_that_does_not_fit_changes_nothing_at_the_child() -> None:
         child.session.receive(topic, body, retained=False, now=lab.now)
         places = set(changed(before, snapshot(child.session)))
         assert places <= {
-            ".refusals._counts", "._events", "._declined", ".counters.cells", ".receiver._heard", ".receiver._arrived",
-            ".receiver._carried", "._quiet_at",
+            ".refusals._counts", "._events", "._declined", ".counters.cells", ".receiver._last_arrival",
+            ".receiver._arrived", ".receiver._carried", "._quiet_at",
         }  # fmt: skip
         child.wake()
         lab.rest(0.1)
@@ -785,7 +785,7 @@ def test_a_farewell_is_repeated_until_it_is_answered() -> None:
     lab.round()
     child = lab.children["device-0"]
     assert child.session.goodbye_answered
-    child.session.say_goodbye((ChildReport("below"),), lab.now)
+    child.session.send_goodbye((ChildReport("below"),), lab.now)
     child.wake()
     lab.broker.drop = lambda topic: topic.endswith("device-0/inbox/cloud")
     lab.rest(10 * FAREWELL_S)
@@ -793,7 +793,7 @@ def test_a_farewell_is_repeated_until_it_is_answered() -> None:
     assert lab.parent.session.farewells == {"device-0"}
     lab.broker.drop = lambda topic: False
     lab.rest(2 * FAREWELL_S)
-    assert child.session.goodbye_answered and lab.parent.of(GoodbyeSaid)[0] == GoodbyeSaid("device-0")
+    assert child.session.goodbye_answered and lab.parent.of(GoodbyeReceived)[0] == GoodbyeReceived("device-0")
     before = lab.kinds["Farewell"]
     lab.rest(10 * FAREWELL_S)
     assert lab.kinds["Farewell"] == before
@@ -806,7 +806,7 @@ def test_a_farewell_outlives_a_broker_that_restarts() -> None:
     lab.rest(1.0)
     child = lab.children["device-0"]
     child.disconnect(will_after_s=0.0, back_after_s=3.0)
-    child.session.say_goodbye((), lab.now)
+    child.session.send_goodbye((), lab.now)
     child.wake()
     lab.rest(2.0)
     assert lab.kinds["Farewell"] == 0
@@ -1071,7 +1071,7 @@ def test_a_parent_that_comes_back_learns_at_once_what_is_offered() -> None:
     before = lab.kinds["Result"]
     lab.rest(0.6)
     assert lab.kinds["Result"] == before + 1
-    assert child.session.participant.state is ParticipantState.OFFERING
+    assert child.session.participant.state is ParticipantState.ANNOUNCING
 
 
 def test_a_farewell_is_sent_at_once_on_a_new_connection() -> None:
@@ -1079,7 +1079,7 @@ def test_a_farewell_is_sent_at_once_on_a_new_connection() -> None:
     lab.rest(1.0)
     child = lab.children["device-0"]
     lab.broker.drop = lambda topic: "inbox" in topic
-    child.session.say_goodbye((), lab.now)
+    child.session.send_goodbye((), lab.now)
     child.wake()
     lab.rest(0.1)
     child.disconnect(will_after_s=None, back_after_s=0.1)
@@ -1122,7 +1122,7 @@ def test_a_child_counts_its_bytes_for_each_ledger_of_its_parent() -> None:
     child, size = lab.children["device-0"].session, manifest_of(model_of(0)).size
     counted: dict[str, list[int]] = {}
     for books in ("a", "b", "a"):
-        lab.parent.session.own.presence = replace(lab.parent.session.own.presence, books=books)
+        lab.parent.session.own.presence = replace(lab.parent.session.own.presence, ledger=books)
         lab.parent.set_state(NodeState.READY)
         lab.rest(0.1)
         lab.round(model=model_of(sum(map(len, counted.values())), len(model_of(0))))
@@ -1305,7 +1305,7 @@ def test_what_a_parent_does_to_a_child_is_bounded_too() -> None:
         for message in messages_of(Key(0, 0, number), f"{number:016x}"):
             if not isinstance(message, Alive):
                 inject(child, PARENT, mine, message)
-        presence = Presence(NodeState.READY, "cloud", books=f"{number}")
+        presence = Presence(NodeState.READY, "cloud", ledger=f"{number}")
         body = serialization.encode(presence, mine)
         child.session.receive(topics.state(LAB, RUN, PARENT), body, retained=False, now=lab.now)
         if number % 10 == 0:

@@ -656,7 +656,7 @@ def test_losses_are_repaired_on_a_connection_that_is_never_silent() -> None:
     line.lose = lambda publication: line.now < 1001.0 and publication.index >= 5
 
     def chatter() -> None:
-        core.heard(line.now)
+        core.note_arrival(line.now)
         if core.wanted():
             line.after(0.5, chatter)
 
@@ -843,7 +843,7 @@ def test_damaged_chunks_alone_fail_the_fetch() -> None:
     for _ in range(50):
         assert not one.chunk(6, b"x") and not one.core.to_send()  # but not for ever
     one.now += SPOILT_S - 0.1
-    one.core.heard(one.now)  # others keep the connection busy
+    one.core.note_arrival(one.now)  # others keep the connection busy
     assert not one.chunk(6, b"x") and one.core.next_event() is None
     assert one.core.next_deadline() == 1.0 + SPOILT_S
     one.now = 1.0 + SPOILT_S
@@ -1295,7 +1295,7 @@ class Slots:
         for _ in range(int(seconds)):
             self.now += 1.0
             if busy:
-                self.core.heard(self.now)
+                self.core.note_arrival(self.now)
             self.core.tick(self.now)
             asked |= self.asked()
         return asked

@@ -146,10 +146,10 @@ class Ledger:
 
     def restore(self, text: str) -> None:
         """Go on with the books that an earlier process of ours kept. Raises ValueError, KeyError or TypeError."""
-        books: Mapping[str, Any] = json.loads(text)
-        self._wire_before = TcpStats(*books["broker"])
+        tree: Mapping[str, Any] = json.loads(text)
+        self._wire_before = TcpStats(*tree["broker"])
         for name in self._pages:
-            kept = books["pages"][name]
+            kept = tree["pages"][name]
             self._pages[name] = _Page(
                 session=kept["session"],
                 here_before=_traffic(kept["here_before"]),

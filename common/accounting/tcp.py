@@ -29,7 +29,7 @@ _NO_RTT: Final = 2**32 - 1
 _CLOSE_WAIT: Final = 8  # of net/tcp_states.h: the peer has ended its direction
 
 _UNMEASURED: Final = TcpStats(connections=1, unmeasured=1)
-_Books: TypeAlias = tuple[TcpStats, socket.socket | None]
+_MeterState: TypeAlias = tuple[TcpStats, socket.socket | None]
 
 
 def tcp_info(sock: socket.socket) -> TcpStats | None:
@@ -82,7 +82,7 @@ class WireMeter:
     """
 
     def __init__(self) -> None:
-        self._books: _Books = (TcpStats(), None)
+        self._state: _MeterState = (TcpStats(), None)
 
     def follow(self, client: mqtt.Client) -> None:
         """Attach each socket of an MQTT client as it opens and detach it before it is closed."""
@@ -94,7 +94,7 @@ class WireMeter:
                 opened(paho, data, sock)
 
         def on_close(paho: mqtt.Client, data: object, sock: Any) -> None:
-            if self._books[1] is sock:
+            if self._state[1] is sock:
                 self.detach()
             if closing is not None:
                 closing(paho, data, sock)
@@ -103,25 +103,25 @@ class WireMeter:
 
     def attach(self, sock: socket.socket) -> None:
         """Count a connected socket from now on, in place of the one before."""
-        self._books = (self.sample(), sock)
+        self._state = (self.sample(), sock)
 
     def detach(self) -> None:
         """Count the present socket for the last time; it may be closed afterwards."""
-        self._books = (self.sample(), None)
+        self._state = (self.sample(), None)
 
     def sample(self) -> TcpStats:
         """Return what all connections have carried so far."""
         while True:
-            books = self._books
-            settled, sock = books
+            state = self._state
+            settled, sock = state
             if sock is None:
                 return settled
             present = tcp_info(sock)
-            if present is not None or books is self._books:  # else it was detached meanwhile
+            if present is not None or state is self._state:  # else it was detached meanwhile
                 return settled + (present or _UNMEASURED)
 
     def received(self) -> int:
         """Return the bytes received on the present connection, -1 where there is none or nobody tells."""
-        sock = self._books[1]
+        sock = self._state[1]
         data = _read(sock) if sock is not None else None
         return _received(data) if data is not None else -1

@@ -36,7 +36,7 @@ class CachedUploadRule(OneModel):
         self._node = node
         self._seed = seed
         self._measures = measures
-        self._shelf = UploadCache(folder, row_bytes=layout.row_bytes, memory_bytes=settings.memory_mb * 1e6)
+        self._cache = UploadCache(folder, row_bytes=layout.row_bytes, memory_bytes=settings.memory_mb * 1e6)
         self._queues: dict[str, list[CachedUpload]] = {}  # oldest first
         self._selected: dict[str, CachedUpload] = {}
         self._sum_F: Doubles = np.zeros(layout.columns)
@@ -46,7 +46,7 @@ class CachedUploadRule(OneModel):
         super().begin(model)
         if self._settings.history == "clear":
             for kept in (kept for queue in self._queues.values() for kept in queue):
-                self._shelf.drop(kept)
+                self._cache.drop(kept)
             self._queues, self._selected = {}, {}
             self._sum_F.fill(0.0)
 
@@ -63,8 +63,8 @@ class CachedUploadRule(OneModel):
             assert report is not None
             queue = self._queues.setdefault(child, [])
             while len(queue) >= self._settings.depth:
-                self._shelf.drop(queue.pop(0))
-            queue.append(self._shelf.keep(child, r, uploads.rows_K[k], loss=report.loss))
+                self._cache.drop(queue.pop(0))
+            queue.append(self._cache.keep(child, r, uploads.rows_K[k], loss=report.loss))
         if r < self._settings.warmup_rounds:
             outcome = self._warm_up(uploads, participants)
         else:
@@ -77,7 +77,7 @@ class CachedUploadRule(OneModel):
 
     def save(self, folder: Path) -> dict[str, object]:
         """Write the histories, by links where they are files already, and the sum of the selected uploads."""
-        self._shelf.save(folder, (kept for queue in self._queues.values() for kept in queue))
+        self._cache.save(folder, (kept for queue in self._queues.values() for kept in queue))
         self._sum_F.tofile(folder / "sum")
         return {
             "queues": {child: [[kept.r, kept.loss] for kept in queue] for child, queue in self._queues.items()},
@@ -87,7 +87,7 @@ class CachedUploadRule(OneModel):
     def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
         """Take up the histories."""
         self._queues = {
-            child: [self._shelf.restore(folder, child, r, loss=loss) for r, loss in queue]
+            child: [self._cache.restore(folder, child, r, loss=loss) for r, loss in queue]
             for child, queue in facts["queues"].items()
         }
         self._selected = {

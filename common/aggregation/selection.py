@@ -8,7 +8,7 @@ from common.experiment.rounds import participants
 from common.randomness import Purpose, generator
 
 
-def draw(children: Sequence[str], fraction: float, *, seed: int, node: str, r: int) -> list[str]:
+def select(children: Sequence[str], fraction: float, *, seed: int, node: str, r: int) -> list[str]:
     """Return K = max(1, floor(fraction * children)) of a node's children, in their order, for its round r.
 
     Drawn without replacement from a generator of the node's and the round's own.
@@ -16,5 +16,5 @@ def draw(children: Sequence[str], fraction: float, *, seed: int, node: str, r: i
     count = participants(len(children), fraction)
     if count == len(children):
         return list(children)
-    places = generator(seed, Purpose.DRAW, node, r).choice(len(children), count, replace=False)
+    places = generator(seed, Purpose.SELECTION, node, r).choice(len(children), count, replace=False)
     return [children[place] for place in sorted(places)]

@@ -35,8 +35,8 @@ def export_machine(metrics: Metrics, *, proc: Path = Path("/proc"), sys: Path = 
     metrics.watch("host_memory_available_bytes", (host,), lambda: _memory(proc, "MemAvailable"))
     metrics.watch("host_temperature_celsius", (host,), lambda: _temperatures(sys))
     if (gpus := nvidia.find()) is not None:
-        for name, told in GPU.items():
-            metrics.watch(name, (host,), partial(_of_gpus, gpus, told))
+        for name, read in GPU.items():
+            metrics.watch(name, (host,), partial(_of_gpus, gpus, read))
 
 
 def _processes(proc: Path) -> Iterator[Path]:
@@ -94,8 +94,8 @@ def _temperatures(sys: Path) -> Reading:
     return found.items()
 
 
-def _of_gpus(gpus: Gpus, told: Callable[[Gpu], float | None]) -> Reading:
-    return [((str(gpu.index),), value) for gpu in gpus.states() if (value := told(gpu)) is not None]
+def _of_gpus(gpus: Gpus, read: Callable[[Gpu], float | None]) -> Reading:
+    return [((str(gpu.index),), value) for gpu in gpus.states() if (value := read(gpu)) is not None]
 
 
 def _listed(folder: Path) -> list[Path]:

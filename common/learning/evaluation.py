@@ -58,7 +58,7 @@ class ModelTester:
         self.first = self.layout.empty()  # the initial model
         models.write_row(self._module, self.layout, self.first)
 
-    def examine(self, row: Row) -> Evaluation:
+    def evaluate(self, row: Row) -> Evaluation:
         """Return how the model in a row, uint8 [row_bytes], does on the test set."""
         models.read_row(self._module, self.layout, row)
         data = self._data

@@ -63,7 +63,7 @@ class _Packet:
         return (self._head[sent:], self._body.view) if sent < 0 else (self._body.view[sent:],)
 
 
-class _Told:
+class _SentInfo:
     """Stands in for paho's MQTTMessageInfo, to hear when a packet has left."""
 
     __slots__ = ("_set_as_published",)
@@ -99,8 +99,8 @@ class BulkClient(mqtt.Client):
         self._pack_remaining_length(head, 2 + len(name) + len(body.view))
         self._pack_str16(head, name)
         packet: Any = _Packet(head, body)
-        told: Any = _Told(done)
-        self._packet_queue(mqtt.PUBLISH, packet, self._mid_generate(), 0, told)
+        info: Any = _SentInfo(done)
+        self._packet_queue(mqtt.PUBLISH, packet, self._mid_generate(), 0, info)
 
     def loop_read(self, max_packets: int = 1) -> MQTTErrorCode:
         """Take what the socket has; aiomqtt calls it whenever there is something."""
@@ -186,7 +186,7 @@ def _try_out() -> None:
     payload = bytes(range(256)) * 512
     landed: list[tuple[str, bytes]] = []
     messages: list[bytes] = []
-    told: list[bool] = []
+    sent_all: list[bool] = []
     clients = [mqtt.Client(CallbackAPIVersion.VERSION2) for _ in range(2)]
     ours, theirs = zip(*(socket.socketpair() for _ in clients), strict=True)
     try:
@@ -202,7 +202,7 @@ def _try_out() -> None:
         )
         bulk.on_message = lambda client, userdata, message: messages.append(bytes(message.payload))
         stock.publish("large", payload)
-        bulk.publish_body("large", Body(memoryview(payload)), done=lambda: told.append(True))
+        bulk.publish_body("large", Body(memoryview(payload)), done=lambda: sent_all.append(True))
         wanted, sent = (_drain(end) for end in theirs)
         stock.publish("small", b"control", qos=1)
         theirs[1].sendall(wanted + _drain(theirs[0]) + wanted[:1000])
@@ -210,7 +210,7 @@ def _try_out() -> None:
         bulk.loop_read()
         theirs[1].sendall(wanted[1000:])
         bulk.loop_read()
-        if (sent, landed, messages, told) != (wanted, [("large", payload)] * 2, [b"control"], [True]):
+        if (sent, landed, messages, sent_all) != (wanted, [("large", payload)] * 2, [b"control"], [True]):
             raise RuntimeError("other bytes than the stock client's")
         if _drain(theirs[1])[:1] != b"\x40":
             raise RuntimeError("no acknowledgement")

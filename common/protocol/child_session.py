@@ -49,7 +49,7 @@ from common.protocol.messages import (
     WhoIsThere,
 )
 from common.protocol.outbox import Output, Publish
-from common.protocol.participant import HEARTBEAT_S, Answered, Participant
+from common.protocol.participant import HEARTBEAT_S, Acknowledged, Participant
 from common.protocol.presence import Proof
 from common.protocol.refusals import Refusal
 from common.protocol.round_state import LIVING
@@ -98,7 +98,7 @@ class ChildSession(Session):
         self.participant = Participant()
         self._form = form
         self._below = below
-        self._books = ""
+        self._ledger = ""
         self._counted_before: dict[str, Traffic] = {}
         self._fetching: Task | None = None
         self._parent_session = parent_session
@@ -172,7 +172,7 @@ class ChildSession(Session):
 
     # The end
 
-    def say_goodbye(self, children: tuple[ChildReport, ...], now: float) -> None:
+    def send_goodbye(self, children: tuple[ChildReport, ...], now: float) -> None:
         """Send the final reports and the final count of this link's bytes until the parent answers."""
         self._farewell, self._farewell_at = children, now
 
@@ -222,7 +222,7 @@ class ChildSession(Session):
         self, peer: str, session: str, presence: Presence | None, now: float, *, published: bool = True
     ) -> None:
         if presence is not None and presence.state in LIVING:
-            self._begin_count(presence.books)
+            self._begin_count(presence.ledger)
             self._lives(peer, session, now)
         elif presence is not None and self._parent_session not in ("", session):
             return  # the last message of a process that has a successor: a will may come a minute late
@@ -275,7 +275,7 @@ class ChildSession(Session):
 
     def _take_events(self, now: float) -> None:
         while (event := self.participant.next_event()) is not None:
-            if isinstance(event, Answered):
+            if isinstance(event, Acknowledged):
                 if event.reason:
                     self._events.append(ResultRefused(event.reason))
             else:
@@ -346,17 +346,17 @@ class ChildSession(Session):
             self._ended = True
             self._events.append(RunEnded(presence.state, presence.reason))
 
-    def _begin_count(self, books: str) -> None:
+    def _begin_count(self, ledger: str) -> None:
         """Count from zero for a parent that begins a new ledger."""
-        if books != self._books:
-            before = self._counted() if self._books else Traffic()
-            self._counted_before.setdefault(books, before)
-            self._books = books
+        if ledger != self._ledger:
+            before = self._counted() if self._ledger else Traffic()
+            self._counted_before.setdefault(ledger, before)
+            self._ledger = ledger
             if len(self._counted_before) > LEDGERS_KEPT:
                 del self._counted_before[next(iter(self._counted_before))]
 
     def _traffic(self) -> Traffic:
-        return self._counted() - self._counted_before.get(self._books, Traffic())
+        return self._counted() - self._counted_before.get(self._ledger, Traffic())
 
     def _counted(self) -> Traffic:
         return replace(self.counters.traffic(self.parent), wire=self.meter.sample())

@@ -27,7 +27,7 @@ from common.protocol.messages import (
     Task,
 )
 from common.protocol.round_state import (
-    ANSWER_S,
+    ACKNOWLEDGE_S,
     LIVING,
     REPEAT_S,
     UNFINISHED,
@@ -98,7 +98,7 @@ class Coordinator:
         child = self._children[name]
         if message.key != self._key or not self._open or child.assignment is None:
             if isinstance(message, Result):
-                self._answer_old(name, child, message, now)
+                self._acknowledge_old(name, child, message, now)
             return
         child.repeat_at = now + REPEAT_MOST_S  # it has the task: send it again only after silence
         if child.go(ChildCause.MESSAGE):
@@ -117,9 +117,9 @@ class Coordinator:
                 self.timeline.last_result = now
             self._events.append(ResultAnnounced(name, message))
         elif child.state is ChildState.ACCEPTED:
-            self._answer_again(name, Acknowledgement(message.key, ""), now)
+            self._acknowledge_again(name, Acknowledgement(message.key, ""), now)
         elif child.state is ChildState.REFUSED:
-            self._answer_again(name, Acknowledgement(message.key, child.refusal), now)
+            self._acknowledge_again(name, Acknowledgement(message.key, child.refusal), now)
 
     def end(self) -> None:
         """End the open round, if there is one, whatever it lacks: what comes for it from now on is late."""
@@ -170,7 +170,7 @@ class Coordinator:
         """Note that chunks of a model moved between us and a child: that is progress."""
         child = self._children[name]
         child.moved = now
-        if child.state is ChildState.OFFERED:
+        if child.state is ChildState.ANNOUNCED:
             self._collected = now
             if child.result is not None:
                 child.carried_most = child.carried + CHUNKS_CARRIED * _chunk_of(child.result.model)
@@ -183,20 +183,20 @@ class Coordinator:
 
     def accept(self, name: str, key: Key, *, now: float) -> None:
         """Take the result that a child offered under `key`: its model is here, whole and sound."""
-        if self.is_offered(name, key) and self._children[name].go(ChildCause.ACCEPT):
+        if self.is_announced(name, key) and self._children[name].go(ChildCause.ACCEPT):
             self._children[name].moved = now
             self._acknowledge(name, key, "", now)
 
     def refuse(self, name: str, key: Key, *, reason: str, now: float) -> None:
         """Refuse that result for good; the round goes on with the others."""
-        if self.is_offered(name, key) and self._children[name].go(ChildCause.REFUSE):
+        if self.is_announced(name, key) and self._children[name].go(ChildCause.REFUSE):
             self._children[name].refusal = reason
             self.refused += 1
             self._acknowledge(name, key, reason, now)
 
     def retry(self, name: str, key: Key, *, now: float) -> None:
         """Wait for that result again: the child no longer holds the model that it offered."""
-        if self.is_offered(name, key) and self._children[name].go(ChildCause.RETRY):
+        if self.is_announced(name, key) and self._children[name].go(ChildCause.RETRY):
             self._children[name].result = None
             self._send_task(self._children[name], now)
 
@@ -244,9 +244,9 @@ class Coordinator:
         since = {name: self._idle_at(child) - self._idle_s for name, child in self._children.items()}
         return {name: max(0.0, now - since[name]) if waiting[name] else 0.0 for name in since}
 
-    def is_offered(self, name: str, key: Key) -> bool:
+    def is_announced(self, name: str, key: Key) -> bool:
         """Return whether a child's result under this key waits to be accepted or refused."""
-        return self._open and key == self._key and self._children[name].state is ChildState.OFFERED
+        return self._open and key == self._key and self._children[name].state is ChildState.ANNOUNCED
 
     def progress(self) -> dict[str, dict[str, object]]:
         """Return how each child does, for a person to read."""
@@ -280,7 +280,7 @@ class Coordinator:
 
         One whose upload waits for a slot moves with the others' uploads.
         """
-        moved = max(child.moved, self._collected) if child.state is ChildState.OFFERED else child.moved
+        moved = max(child.moved, self._collected) if child.state is ChildState.ANNOUNCED else child.moved
         return moved + self._idle_s
 
     def _taking_part(self) -> list[ChildInRound]:
@@ -307,11 +307,11 @@ class Coordinator:
         The bytes of models that it has sent and received count as far as two chunks beyond what has arrived: on a slow
         link a chunk takes minutes. More of them without a chunk that arrives are repeats that get nowhere.
         """
-        mark = (message.phase, message.done) if isinstance(message, Progress) else (Phase.OFFERING, 0)
+        mark = (message.phase, message.done) if isinstance(message, Progress) else (Phase.ANNOUNCING, 0)
         carried = message.traffic.carried_models
         if child.mark != mark:
             child.mark, child.carried = mark, carried
-            if child.state is not ChildState.OFFERED:
+            if child.state is not ChildState.ANNOUNCED:
                 child.moved = now
                 if child.assignment is not None:
                     child.carried_most = carried + CHUNKS_CARRIED * _chunk_of(child.assignment.model)
@@ -321,23 +321,23 @@ class Coordinator:
             child.carried = carried
 
     def _acknowledge(self, name: str, key: Key, reason: str, now: float) -> None:
-        self._children[name].answered = key, reason
+        self._children[name].acknowledged = key, reason
         self._acknowledgements.append((name, Acknowledgement(key, reason)))
         self._judge(now)
 
-    def _answer_again(self, name: str, answer: Acknowledgement, now: float) -> None:
+    def _acknowledge_again(self, name: str, acknowledgement: Acknowledgement, now: float) -> None:
         child = self._children[name]
-        if now >= child.answer_at:  # a flood of results costs few answers; a lost one is asked for again
-            child.answer_at = now + ANSWER_S
-            self._acknowledgements.append((name, answer))
+        if now >= child.acknowledge_at:  # a flood of results costs few answers; a lost one is asked for again
+            child.acknowledge_at = now + ACKNOWLEDGE_S
+            self._acknowledgements.append((name, acknowledgement))
 
-    def _answer_old(self, name: str, child: ChildInRound, result: Result, now: float) -> None:
+    def _acknowledge_old(self, name: str, child: ChildInRound, result: Result, now: float) -> None:
         if self._key is None or (self._open and result.key >= self._key):
             return
-        if child.answered is None or child.answered[0] != result.key:
+        if child.acknowledged is None or child.acknowledged[0] != result.key:
             self.late += 1
-            child.answered = result.key, "the round has closed"
-        self._answer_again(name, Acknowledgement(*child.answered), now)
+            child.acknowledged = result.key, "the round has closed"
+        self._acknowledge_again(name, Acknowledgement(*child.acknowledged), now)
 
     def _received_model(self, child: ChildInRound, now: float) -> None:
         child.has_model, child.absent = True, False  # it works, whatever became of its presence

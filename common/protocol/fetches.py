@@ -65,7 +65,7 @@ class Fetch:
     restart: bool = True
     damaged: int = 0  # since the last sound one
     spoilt_at: float = 0.0
-    heard: float = 0.0  # since then it waits to ask again
+    waits_since: float = 0.0  # since then it waits to ask again
     moved: float = 0.0  # since then it has a slot, or has got nothing sound
     patience_s: float = PATIENCE_S
     starved: int = 0  # times since the last sound chunk

@@ -29,7 +29,7 @@ class Identity:
     """Who a node is in a run of a lab.
 
     `session` and `claim` are shared by its endpoints; `metrics` is its /metrics address.
-    `books`: the account of bytes that its children count for, the session where it is not kept over restarts.
+    `ledger`: the account of bytes that its children count for, the session where it is not kept over restarts.
     """
 
     run: str
@@ -37,6 +37,6 @@ class Identity:
     role: str
     session: str
     metrics: str = ""
-    books: str = ""
+    ledger: str = ""
     lab: str = DEFAULT_LAB
     claim: Claim = field(default_factory=Claim, compare=False)

@@ -97,7 +97,7 @@ class Presence:
     """A node's retained state; its will says LOST. `answers` names the session of a second node of our name.
 
     `samples`: a device's training samples, 0 where unknown; `metrics`: the address of its /metrics, `targets` those of
-    its own children; `books`: names the account of bytes that its children count for. `invalid`: it failed as its part
+    its own children; `ledger`: names the account of bytes that its children count for. `invalid`: it failed as its part
     in the experiment cannot work.
     """
 
@@ -107,7 +107,7 @@ class Presence:
     samples: int = 0
     reason: str = ""
     answers: str = ""
-    books: str = ""
+    ledger: str = ""
     failure: Failure = Failure.NONE
     targets: tuple[Target, ...] = ()
 
@@ -160,7 +160,7 @@ class Phase(StrEnum):
     FETCHING = "fetching"
     WAITING = "waiting"
     TRAINING = "training"
-    OFFERING = "offering"
+    ANNOUNCING = "offering"  # the value in messages of every release
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ class PeerChanged:
 
 
 @dataclass(frozen=True, slots=True)
-class GoodbyeSaid:
+class GoodbyeReceived:
     """A child has sent its final counts."""
 
     child: str

@@ -41,7 +41,7 @@ from common.protocol.messages import (
 )
 from common.protocol.outbox import Output
 from common.protocol.parent_events import (
-    GoodbyeSaid,
+    GoodbyeReceived,
     PeerChanged,
     Readiness,
     TargetsChanged,
@@ -132,7 +132,7 @@ class ParentSession(Session):
     ) -> None:
         """Get an offered model into `buffer`, uint8 [its size]; `lacking`, bool [chunks], where some lie there."""
         child, result = upload.child, upload.result
-        if not self.coordinator.is_offered(child, result.key):
+        if not self.coordinator.is_announced(child, result.key):
             return  # its process ended, or the round closed, while the buffer was looked for
         self._pending[child, result.model.blob] = result
         if result.inline is not None:
@@ -237,7 +237,7 @@ class ParentSession(Session):
             self.farewells.add(sender)
             if self._budget.take(sender, now):
                 self.outbox.send(sender, Goodbye(), now)
-            self._events.append(GoodbyeSaid(sender))
+            self._events.append(GoodbyeReceived(sender))
             self._count(sender, session, message.traffic, message.below)
         else:
             raise WireError(f"a child does not send a {type(message).__name__}")
@@ -299,7 +299,7 @@ class ParentSession(Session):
     def _take_events(self, now: float) -> None:
         while (event := self.coordinator.next_event()) is not None:
             if isinstance(event, ResultAnnounced):
-                self._offered(event, now)
+                self._announced(event, now)
             elif isinstance(event, Restarted):
                 self.receiver.drop(event.child, now=now)
                 self.sender.forget(event.child)
@@ -317,8 +317,8 @@ class ParentSession(Session):
     def _next_deadline_away(self) -> float:
         return self.targets.due
 
-    def _offered(self, offer: ResultAnnounced, now: float) -> None:
-        child, result = offer.child, offer.result
+    def _announced(self, announced: ResultAnnounced, now: float) -> None:
+        child, result = announced.child, announced.result
         try:
             if self._form is None:
                 raise RefusedModel("no model is expected yet")

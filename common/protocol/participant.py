@@ -23,8 +23,8 @@ from common.protocol.messages import Acknowledgement, Key, Phase, Progress, Resu
 HEARTBEAT_S: Final = 2.0
 PROGRESS_S: Final = 0.5
 FIRST_PROGRESS_S: Final = 0.2  # before the task is sent again; a small model is here sooner, which says the same
-OFFER_S: Final = 1.0
-OFFER_MOST_S: Final = 5.0
+ANNOUNCE_S: Final = 1.0
+ANNOUNCE_MOST_S: Final = 5.0
 
 
 class ParticipantState(Enum):
@@ -33,7 +33,7 @@ class ParticipantState(Enum):
     IDLE = "idle"
     FETCHING = "fetching"
     WORKING = "working"
-    OFFERING = "offering"
+    ANNOUNCING = "announcing"
     DONE = "done"
 
 
@@ -51,10 +51,10 @@ class ParticipantCause(Enum):
 _S: TypeAlias = ParticipantState
 TRANSITIONS: Final[Mapping[ParticipantCause, Mapping[ParticipantState, ParticipantState]]] = {
     ParticipantCause.NEW_TASK: dict.fromkeys(ParticipantState, _S.FETCHING),
-    ParticipantCause.SAME_TASK: {_S.OFFERING: _S.OFFERING, _S.DONE: _S.OFFERING},
+    ParticipantCause.SAME_TASK: {_S.ANNOUNCING: _S.ANNOUNCING, _S.DONE: _S.ANNOUNCING},
     ParticipantCause.MODEL: {_S.FETCHING: _S.WORKING},
-    ParticipantCause.FINISH: {_S.FETCHING: _S.OFFERING, _S.WORKING: _S.OFFERING},
-    ParticipantCause.ACKNOWLEDGE: {_S.OFFERING: _S.DONE},
+    ParticipantCause.FINISH: {_S.FETCHING: _S.ANNOUNCING, _S.WORKING: _S.ANNOUNCING},
+    ParticipantCause.ACKNOWLEDGE: {_S.ANNOUNCING: _S.DONE},
     ParticipantCause.ABANDON: dict.fromkeys(ParticipantState, _S.IDLE),
 }
 
@@ -67,14 +67,14 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class Acknowledged:
     """The parent has answered the result; `reason` is empty where it was accepted."""
 
     key: Key
     reason: str
 
 
-ParticipantEvent: TypeAlias = Begin | Answered
+ParticipantEvent: TypeAlias = Begin | Acknowledged
 
 
 class Participant:
@@ -89,14 +89,14 @@ class Participant:
         self._phase = Phase.FETCHING
         self._done = self._total = 0
         self._send_at = 0.0
-        self._offer_s = OFFER_S
+        self._announce_s = ANNOUNCE_S
         self._events: deque[ParticipantEvent] = deque()
 
     def receive(self, message: Task | Acknowledgement, *, now: float) -> None:
         """Take a message of the parent's present session."""
         if isinstance(message, Acknowledgement):
             if self._task is not None and message.key == self._task.key and self._go(ParticipantCause.ACKNOWLEDGE):
-                self._events.append(Answered(message.key, message.reason))
+                self._events.append(Acknowledged(message.key, message.reason))
         elif self._task is None or self._new_parent or message.key >= self._task.key:
             self._new_parent = False
             self._take(message, now)
@@ -130,7 +130,7 @@ class Participant:
         if self._task is None or result.key != self._begun or not self._go(ParticipantCause.FINISH):
             return
         self._result = replace(result, key=self._task.key)
-        self._offer(now)
+        self._announce(now)
 
     def abandon(self) -> None:
         """Give up the task, whose model could not be had; the parent sends it again."""
@@ -146,12 +146,12 @@ class Participant:
         due = self.next_deadline()
         if self._task is None or due is None or now < due:
             return []
-        if self.state is ParticipantState.OFFERING and self._result is not None:
-            self._send_at = now + self._offer_s
-            self._offer_s = min(2 * self._offer_s, OFFER_MOST_S)
+        if self.state is ParticipantState.ANNOUNCING and self._result is not None:
+            self._send_at = now + self._announce_s
+            self._announce_s = min(2 * self._announce_s, ANNOUNCE_MOST_S)
             # A repeat leaves the model out; a parent that did not get it pulls it.
-            offer, self._result = self._result, replace(self._result, inline=None)
-            return [replace(offer, traffic=traffic, below=below)]
+            result, self._result = self._result, replace(self._result, inline=None)
+            return [replace(result, traffic=traffic, below=below)]
         self._send_at = now + HEARTBEAT_S
         return [Progress(self._task.key, self._phase, self._done, self._total, traffic, below)]
 
@@ -180,7 +180,7 @@ class Participant:
         )
         if same and self._result is not None and self._go(ParticipantCause.SAME_TASK):
             self._result = replace(self._result, key=task.key)
-            self._offer(now)
+            self._announce(now)
         elif same and self.state in (ParticipantState.FETCHING, ParticipantState.WORKING):
             self._send_at = now
         else:
@@ -191,5 +191,5 @@ class Participant:
             self._begun = task.key
             self._events.append(Begin(task))
 
-    def _offer(self, now: float) -> None:
-        self._send_at, self._offer_s = now, OFFER_S
+    def _announce(self, now: float) -> None:
+        self._send_at, self._announce_s = now, ANNOUNCE_S

@@ -39,7 +39,7 @@ class OwnPresence:
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
         self.presence = Presence(
-            NodeState.INIT, identity.role, identity.metrics, books=identity.books or identity.session
+            NodeState.INIT, identity.role, identity.metrics, ledger=identity.ledger or identity.session
         )
         self._due: deque[Presence] = deque()
         self._remains: deque[str] = deque()

@@ -69,7 +69,7 @@ class Receiver:
         self._completed: deque[tuple[str, Ask]] = deque()
         self._events: deque[ReceiverEvent] = deque()
         self._landing: Landing | None = None
-        self._heard = 0.0
+        self._last_arrival = 0.0
         self._arrived = 0.0
         self._gap_s = 0.0
         self._repair_s = REPAIR_S
@@ -140,7 +140,7 @@ class Receiver:
         for fetch in (*self._active.values(), *self._parked.values()):
             if fetch.owner == owner:
                 fetch.due = fetch.restart = True
-                fetch.heard = now
+                fetch.waits_since = now
 
     def lacks(self, owner: str, blob: str) -> int:
         """Return how many chunks of a fetch are still to come, 0 where there is no such fetch."""
@@ -176,7 +176,7 @@ class Receiver:
         silent_s = now - self._arrived
         fetch = self._begun((owner, blob))
         if fetch is None or index >= fetch.manifest.chunks:
-            self.heard(now)
+            self.note_arrival(now)
             self.chunks_refused += 1
             return False
         span = fetch.manifest.span(index)
@@ -184,10 +184,10 @@ class Receiver:
         if not sound:
             self._damaged(fetch, index, now)
         self._count(fetch, ALL if stream == ALL else "own", number, silent_s, sound=sound)
-        self.heard(now)
+        self.note_arrival(now)
         if not sound:
             return False
-        fetch.heard, fetch.damaged = now, 0
+        fetch.waits_since, fetch.damaged = now, 0
         if fetch.lacking[index] or not self._queued:  # where others wait, repeats must not hold the slot
             fetch.moved, fetch.starved = now, 0
         if not fetch.lacking[index]:
@@ -210,10 +210,10 @@ class Receiver:
         if (fetch := self._begun((owner, blob))) is not None:
             self._fail(fetch, FetchFailure.GONE, FetchFailure.GONE.value, now)
 
-    def heard(self, now: float) -> None:
+    def note_arrival(self, now: float) -> None:
         """Note that bytes arrived on the connection: it is not silent."""
         self._repair_s = min(max(self._least_repair_s(), 2 * self._gap_s), PATIENCE_MOST_S)
-        self._heard = self._arrived = now
+        self._last_arrival = self._arrived = now
         self._carried = None
 
     def reconnected(self, now: float) -> None:
@@ -221,7 +221,7 @@ class Receiver:
         self._listen(now)
         for fetch in (*self._active.values(), *self._parked.values()):
             fetch.due = fetch.restart = True
-            fetch.heard, fetch.moved, fetch.damaged = now, now, 0
+            fetch.waits_since, fetch.moved, fetch.damaged = now, now, 0
 
     def tick(self, now: float, *, carried: int = -1) -> None:
         """Ask again where the connection has been silent: only silence shows the loss of the last chunks.
@@ -233,7 +233,7 @@ class Receiver:
         due = self.next_deadline()
         if due is not None and now >= due:
             self._look(carried, now)
-        silent = now >= self._heard + self._repair_s
+        silent = now >= self._last_arrival + self._repair_s
         for key, fetch in list(self._active.items()):
             starved = now >= self._starves_at(fetch)
             if starved:
@@ -246,16 +246,16 @@ class Receiver:
                 self.chunks_asked_again += 1
                 fetch.due = fetch.restart = True
                 if starved or not self._queued:  # nor must the silence of the connection
-                    fetch.heard = now
+                    fetch.waits_since = now
         if silent:
-            self._heard = now
+            self._last_arrival = now
             self._repair_s = max(self._repair_s, min(2 * self._repair_s, REPAIR_MOST_S))
         self._promote(now)
 
     def next_deadline(self) -> float | None:
         """Return when `tick` has something to do."""
         starved = (self._starves_at(fetch) for fetch in self._active.values())
-        return min(self._heard + self._repair_s, *starved) if self._active else None
+        return min(self._last_arrival + self._repair_s, *starved) if self._active else None
 
     def to_send(self) -> list[tuple[str, Ask]]:
         """Return the asks that are due, each with the owner it goes to."""
@@ -284,13 +284,13 @@ class Receiver:
         most = 2 * max(fetch.manifest.chunk_bytes for fetch in self._active.values())
         flows = carried - before > FLOW_BYTES_S * max(REPAIR_S, now - since)
         if flows and before >= 0 and carried - first <= most:
-            self._heard = now
+            self._last_arrival = now
             for fetch in self._active.values() if self._exclusive else ():
-                fetch.heard = fetch.moved = now
+                fetch.waits_since = fetch.moved = now
 
     def _listen(self, now: float) -> None:
         self._carried = None
-        self._heard = self._arrived = now
+        self._last_arrival = self._arrived = now
         self._gap_s, self._repair_s = 0.0, self._least_repair_s()
 
     def _least_repair_s(self) -> float:
@@ -307,7 +307,7 @@ class Receiver:
             # What was parked may have chunks on their way: they are asked for again once it starved in two turns.
             was_parked = self._parked.pop(key, None) is not None
             fetch.restart = fetch.restart or not was_parked or fetch.starved > 1
-            fetch.heard = fetch.moved = now
+            fetch.waits_since = fetch.moved = now
             fetch.due = True
             self._active[key] = fetch
 
@@ -325,10 +325,10 @@ class Receiver:
         Its own repeated asks are no reason to keep a slot for which others wait.
         """
         if fetch.damaged >= DAMAGED_MOST:
-            return fetch.heard + SPOILT_S
+            return fetch.waits_since + SPOILT_S
         if self._queued:
             return fetch.moved + max(PATIENCE_S, fetch.pace_s)
-        return fetch.heard + max(fetch.patience_s, fetch.pace_s)
+        return fetch.waits_since + max(fetch.patience_s, fetch.pace_s)
 
     def _ask(self, fetch: Fetch) -> Ask:
         lacking = np.packbits(fetch.lacking).tobytes() if fetch.left else b""

@@ -18,7 +18,7 @@ from typing import Final, TypeAlias
 from common.protocol.messages import Failure, Key, Manifest, NodeState, Phase, Result
 
 REPEAT_S: Final = 1.0
-ANSWER_S: Final = 0.2  # between two acknowledgements of one child's results, which it repeats each second at most
+ACKNOWLEDGE_S: Final = 0.2  # between two acknowledgements of one child's results, which it repeats each second at most
 LIVING: Final = (NodeState.INIT, NodeState.READY)
 
 
@@ -28,7 +28,7 @@ class ChildState(Enum):
     IDLE = "idle"
     ASSIGNED = "assigned"
     WORKING = "working"
-    OFFERED = "offered"
+    ANNOUNCED = "announced"
     ACCEPTED = "accepted"
     REFUSED = "refused"
 
@@ -46,15 +46,15 @@ class ChildCause(Enum):
 
 TRANSITIONS: Final[Mapping[ChildCause, Mapping[ChildState, ChildState]]] = {
     ChildCause.MESSAGE: {ChildState.ASSIGNED: ChildState.WORKING},
-    ChildCause.RESULT: {ChildState.WORKING: ChildState.OFFERED},
-    ChildCause.ACCEPT: {ChildState.OFFERED: ChildState.ACCEPTED},
-    ChildCause.REFUSE: {ChildState.OFFERED: ChildState.REFUSED},
+    ChildCause.RESULT: {ChildState.WORKING: ChildState.ANNOUNCED},
+    ChildCause.ACCEPT: {ChildState.ANNOUNCED: ChildState.ACCEPTED},
+    ChildCause.REFUSE: {ChildState.ANNOUNCED: ChildState.REFUSED},
     ChildCause.RESTART: dict.fromkeys(
-        (ChildState.ASSIGNED, ChildState.WORKING, ChildState.OFFERED), ChildState.ASSIGNED
+        (ChildState.ASSIGNED, ChildState.WORKING, ChildState.ANNOUNCED), ChildState.ASSIGNED
     ),
-    ChildCause.RETRY: {ChildState.OFFERED: ChildState.ASSIGNED},
+    ChildCause.RETRY: {ChildState.ANNOUNCED: ChildState.ASSIGNED},
 }
-UNFINISHED: Final = (ChildState.ASSIGNED, ChildState.WORKING, ChildState.OFFERED)
+UNFINISHED: Final = (ChildState.ASSIGNED, ChildState.WORKING, ChildState.ANNOUNCED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +128,8 @@ class ChildInRound:
     carried: int = 0
     carried_most: int = 0
     prepared: int = -1
-    answered: tuple[Key, str] | None = None
-    answer_at: float = -inf  # the earliest for a further answer
+    acknowledged: tuple[Key, str] | None = None
+    acknowledge_at: float = -inf  # the earliest for a further answer
     has_model: bool = False
 
     @property

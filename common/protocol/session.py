@@ -296,7 +296,7 @@ class Session(Side):
             self._lives(sender, session, now)
         size, model = packet_bytes(text, len(body), qos=qos_of(message)), inline_bytes(message)
         self.counters.add(sender, "received", message=size, model=model, control=len(body) - model)
-        self.receiver.heard(now)
+        self.receiver.note_arrival(now)
         if isinstance(message, Ask):
             if not self._asks.receive(sender, message):
                 self._refuse(Refusal.FLOOD, sender, "asks for too many blobs at once")

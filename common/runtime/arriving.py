@@ -13,7 +13,7 @@ from common.model.layout import Row
 from common.protocol.messages import Manifest
 
 
-class NotHad(Exception):
+class ModelUnavailable(Exception):
     """The model could not be had; the parent sends the task again."""
 
 
@@ -38,7 +38,7 @@ class Arriving:
         return self._whole.done() and not self._whole.cancelled() and self._whole.exception() is None
 
     async def whole(self) -> Row:
-        """Wait for all of it. Raises NotHad, RunFailed where it can never be used."""
+        """Wait for all of it. Raises ModelUnavailable, RunFailed where it can never be used."""
         await asyncio.shield(self._whole)
         return self.row
 

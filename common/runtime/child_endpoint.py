@@ -35,7 +35,7 @@ from common.protocol.identity import Identity
 from common.protocol.manifest import missing, shared
 from common.protocol.messages import Manifest, NodeState, Phase, Task
 from common.protocol.session_events import NoiseFetched, ProbeReceived
-from common.runtime.arriving import Arriving, NotHad
+from common.runtime.arriving import Arriving, ModelUnavailable
 from common.runtime.calibration import Probes
 from common.runtime.discovery import Found, Moved
 from common.runtime.endpoint import Endpoint
@@ -147,7 +147,7 @@ class ChildEndpoint(Endpoint):
     async def farewell(self, children: tuple[ChildReport, ...], *, timeout_s: float) -> None:
         """Say goodbye: send the children's final reports and the final count of this link's bytes until answered."""
         self._goodbye.clear()
-        self.session.say_goodbye(children, self.now())
+        self.session.send_goodbye(children, self.now())
         self.wake()
         try:
             async with asyncio.timeout(timeout_s):
@@ -203,7 +203,7 @@ class ChildEndpoint(Endpoint):
             return
         self._fetching = None
         if isinstance(event, ModelFailed):
-            model.fail(NotHad(event.reason))
+            model.fail(ModelUnavailable(event.reason))
         elif self.models.received.is_row:
             self._has(model)
         else:
@@ -228,7 +228,7 @@ class ChildEndpoint(Endpoint):
         try:
             answer = await work(task, model, report)
             await model.whole()  # our children may have been faster with it
-        except NotHad as error:
+        except ModelUnavailable as error:
             self.refusals.append(str(error))
             session.abandon()
             return

@@ -26,11 +26,11 @@ async def live(
     *,
     connect_timeout_s: float,
     goodbye: Callable[[], Awaitable[None]],
-    last_look: Callable[[], Awaitable[None]] | None = None,
+    last_scrape: Callable[[], Awaitable[None]] | None = None,
 ) -> _T:
     """Keep the endpoints connected while `work` runs and return what it made.
 
-    At its end the state is FINISHED, `goodbye` runs, `last_look` gives others the time to read what they want of this
+    At its end the state is FINISHED, `goodbye` runs, `last_scrape` gives others the time to read what they want of this
     process, and what the node kept on the brokers is cleared. An error
     leaves the state FAILED with its reason, an interruption DISCONNECTED; under a name that is another's it is LOST,
     which concerns this process alone. Raises what `work` or an endpoint raised; of several errors the first of ours,
@@ -47,8 +47,8 @@ async def live(
         for endpoint in endpoints:
             endpoint.set_state(NodeState.FINISHED)
         await goodbye()
-        if last_look is not None:
-            await last_look()
+        if last_scrape is not None:
+            await last_scrape()
         await _leave(endpoints)
         return result
     except asyncio.CancelledError:

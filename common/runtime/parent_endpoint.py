@@ -23,7 +23,7 @@ from common.protocol.identity import Identity
 from common.protocol.manifest import missing
 from common.protocol.messages import Announcement, Failure, Target
 from common.protocol.parent_events import (
-    GoodbyeSaid,
+    GoodbyeReceived,
     PeerChanged,
     TargetsChanged,
     UploadAnnounced,
@@ -151,7 +151,7 @@ class ParentEndpoint(Endpoint):
         `models`: one row, uint8 [row_bytes], for each child that takes part; children may share a row, and the uploads'
         rows have their order. A model that is itself on its way is passed on chunk by chunk as it comes.
         `on_progress` is called when anything has moved below. Raises RunFailed when a child that it needs has given up,
-        NoProgress when it can never close, NotHad when the model on its way cannot be had.
+        NoProgress when it can never close, ModelUnavailable when the model on its way cannot be had.
         """
         layout = self._require_layout()
         now = self.now()
@@ -250,7 +250,7 @@ class ParentEndpoint(Endpoint):
             self.probes.abandon(event.child)
             reason = {"reason": event.reason} if event.reason else {}
             self._observe("child", {"node": event.child, "state": event.state, **reason})
-        elif isinstance(event, GoodbyeSaid):
+        elif isinstance(event, GoodbyeReceived):
             self._changed.set()
         elif isinstance(event, TargetsChanged):
             self._new_targets.put_nowait(event.targets)
@@ -333,7 +333,7 @@ class ParentEndpoint(Endpoint):
 
     def _check(self, upload: UploadArrived) -> None:
         """Decode an upload and accept it if it is sound; a small one at once, without a task."""
-        if not self.session.coordinator.is_offered(upload.child, upload.result.key):
+        if not self.session.coordinator.is_announced(upload.child, upload.result.key):
             return  # the round has ended, and with it what its models are against
         layout, row = self._require_layout(), self._uploads.array[self._places[upload.child]]
         buffer, reference = self._buffers[upload.child], upload.result.model.reference

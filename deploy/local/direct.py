@@ -65,7 +65,7 @@ async def _play(folder: RunFolder, *, resume: bool, accelerator: str, observe: O
 
     async def evaluate(global_round: int, row: Row) -> Accuracy:
         with clock.stopped():
-            found = examiner.examine(row)
+            found = examiner.evaluate(row)
         return Accuracy(global_round, found.accuracy, found.loss)
 
     layout = examiner.layout

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from common.aggregation.selection import draw
+from common.aggregation.selection import select
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse
 from common.experiment.rounds import participants
@@ -135,9 +135,9 @@ def lab(work: PlannedWorkload, speeds: MachineSpeeds, *, one_host: bool, interfa
     share = experiment.institution.participation
     if isinstance(work.samples, Mapping):
         children = experiment.topology.children()
-        for name in draw(list(children), experiment.cloud.participation, seed=experiment.seed, node=CLOUD, r=0):
+        for name in select(list(children), experiment.cloud.participation, seed=experiment.seed, node=CLOUD, r=0):
             devices: Counter[PlannedDevice] = Counter()
-            for device in draw(children[name], share, seed=experiment.seed, node=name, r=0):
+            for device in select(children[name], share, seed=experiment.seed, node=name, r=0):
                 steps = work.steps(work.samples[device], work.epochs[name])
                 link, machine = experiment.link(device), experiment.machine(device)
                 train_s = speeds.training_s + steps * speeds.step_s

@@ -139,7 +139,7 @@ def flood(lab: SimulatedLab, fault: Fault, number: int) -> None:
 
 def leave_remains(lab: SimulatedLab, fault: Fault) -> None:
     """Publish what a dead run left on a broker: presences that say READY, and an experiment."""
-    presence = Presence(NodeState.READY, "device", samples=10, books=DEAD_SESSION)
+    presence = Presence(NodeState.READY, "device", samples=10, ledger=DEAD_SESSION)
     for node in {fault.node, lab.homes.get(fault.node, CLOUD), CLOUD}:
         for broker in lab.network.brokers:
             topic = topics.state("lab", DEAD_RUN, node)

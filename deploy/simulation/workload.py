@@ -92,7 +92,7 @@ class RealWorkload:
 
     def evaluate(self, row: Row) -> tuple[float, float]:
         """Return accuracy and loss on the test set."""
-        found = self._evaluator.examine(row)
+        found = self._evaluator.evaluate(row)
         return found.accuracy, found.loss
 
     def _trainer(self, node: str) -> Trainer:

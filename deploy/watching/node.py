@@ -46,7 +46,7 @@ STEP_OF: Final = {
     Phase.FETCHING: NodeStep.FETCHING,
     Phase.WAITING: NodeStep.WAITING,
     Phase.TRAINING: NodeStep.TRAINING,
-    Phase.OFFERING: NodeStep.OFFERING,
+    Phase.ANNOUNCING: NodeStep.OFFERING,
 }
 
 
