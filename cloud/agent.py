@@ -1,4 +1,4 @@
-"""The cloud: starts the evaluator, announces the experiment, plays the global rounds, leaves the run's folder."""
+"""The cloud agent: starts the evaluator, announces the experiment, runs the global rounds, writes the run's folder."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ PROGRESS_S = 0.5
 
 
 class ModelEvaluator(Protocol):
-    """What a cloud agent asks of an evaluator; see `cloud.evaluator.Evaluator`."""
+    """Interface between the cloud agent and its evaluator; see `cloud.evaluator.Evaluator`."""
 
     async def start(self) -> Beginning:
-        """Return the first model. Raises FedstrataError."""
+        """Return the initial model. Raises FedstrataError."""
 
     async def evaluate(self, global_round: int, row: Row) -> Accuracy:
         """Return the accuracy and loss of a model, uint8 [row_bytes]. Raises FedstrataError."""
 
     def close(self) -> None:
-        """Release what `start` took."""
+        """Release the resources that `start` acquired."""
 
 
 class CloudAgent:
     """One run's cloud, in a lab of its broker.
 
-    `observe` gets every event as it happens: a name and JSON-able facts. `evaluator` makes what evaluates models, from
-    the experiment and the run's folder.
+    `observe` is called with every event as it happens: a name and facts that JSON can hold. `evaluator` builds the
+    model evaluator from the experiment and the run's folder.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class CloudAgent:
         self._world = world
 
     async def run(self) -> Path:
-        """Play the run to its end and return the final model's path. Raises FedstrataError."""
+        """Run all global rounds and return the path of the final model. Raises FedstrataError."""
         experiment = self._folder.experiment
         run, session = self._folder.run, new_session(self._world)
         identity = Identity(run, CLOUD, "cloud", session, self._metrics_address, ledger=run, lab=self._lab)
@@ -104,7 +104,7 @@ class CloudAgent:
         devices = experiment.topology.children()
 
         def targets(asked: str) -> list[dict[str, object]]:
-            here = asked if ADDRESS.fullmatch(asked) else self._metrics_address  # as Prometheus found us, so it will
+            here = asked if ADDRESS.fullmatch(asked) else self._metrics_address  # the address that Prometheus used
             return discovery(down.session.targets, devices, cloud=here, run=identity.run)
 
         self._metrics.serve_targets(targets)
@@ -112,7 +112,7 @@ class CloudAgent:
         try:
             model = await live(
                 (down,),
-                self._play(down, evaluator, spool),
+                self._run(down, evaluator, spool),
                 connect_timeout_s=self._connect_timeout_s,
                 goodbye=lambda: down.farewells(timeout_s=FAREWELL_S),
                 last_scrape=self._metrics.last_scrape,
@@ -126,7 +126,7 @@ class CloudAgent:
             evaluator.close()
             self._folder.write_links(down.ledger)
 
-    async def _play(self, down: ParentEndpoint, evaluator: ModelEvaluator, spool: Spool) -> Path:
+    async def _run(self, down: ParentEndpoint, evaluator: ModelEvaluator, spool: Spool) -> Path:
         experiment = self._folder.experiment
         beginning = await evaluator.start()
         layout = beginning.layout
@@ -150,7 +150,7 @@ class CloudAgent:
         await down.measure(experiment.links)
         showing = asyncio.create_task(self._show_progress(down), name="progress")
         try:
-            return await run.play()
+            return await run.run()
         finally:
             showing.cancel()
 

@@ -1,5 +1,7 @@
-"""A run's state after a global round: the model by name in a safetensors file, with what else a run needs as its JSON
-metadata; and in a folder of the same name what the cloud's rule needs beside the model.
+"""Checkpoints: a run's state after a global round.
+
+A safetensors file holds the model by tensor name, with the run's state as JSON metadata. A folder of the same name
+holds the state of the cloud's rule.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ KEPT: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """What the next global round needs beside the model. `global_round`: global rounds that are complete."""
+    """State of a run besides its model. `global_round`: the number of completed global rounds."""
 
     run: str
     digest: str
@@ -34,7 +36,7 @@ class RunState:
 
 
 def save(folder: Path, state: RunState, *, layout: ModelLayout, row: Row, rule: Aggregator) -> Path:
-    """Write a checkpoint, which is there once its last file is, and drop all but the last two."""
+    """Write a checkpoint and remove all but the last two. The model's file is written last: it marks completeness."""
     path = folder / f"round-{state.global_round:06d}.safetensors"
     rule_states.write(folder, path.stem, rule.save)
     save_model(path, layout=layout, row=row, facts=asdict(state))
@@ -52,12 +54,12 @@ def save_model(path: Path, *, layout: ModelLayout, row: Row, facts: dict[str, An
 
 
 def latest(folder: Path) -> Path | None:
-    """Return the newest checkpoint of a folder; None where a run ended before its first."""
+    """Return the newest checkpoint of a folder; None if the run ended before its first one."""
     return max(folder.glob("round-*.safetensors"), default=None)
 
 
 def load(path: Path, *, layout: ModelLayout, row: Row, rule: Aggregator) -> RunState:
-    """Read a checkpoint into a row, uint8 [row_bytes], from which the rule began. Raises InvalidExperiment."""
+    """Read a checkpoint into the row, uint8 [row_bytes], from which the rule began. Raises InvalidExperiment."""
     try:
         with safe_open(path, framework="numpy") as file:
             state = RunState(**json.loads(file.metadata()["fedstrata"]))

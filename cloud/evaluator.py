@@ -1,4 +1,4 @@
-"""The cloud agent's end of the evaluator process: the first model, and the accuracy of later ones."""
+"""The cloud agent's interface to the evaluator process: the initial model, and the accuracy of later models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from common.model.layout import ModelLayout, Row
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """How a model does on the test set."""
+    """Accuracy and loss of a model on the test set."""
 
     global_round: int
     accuracy: float
@@ -29,7 +29,7 @@ class Accuracy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Beginning:
-    """What a run begins with: the first model, uint8 [row_bytes], and the digest of the split of the data."""
+    """Initial model of a run, uint8 [row_bytes], and digest of the data split."""
 
     layout: ModelLayout
     row: Row
@@ -37,7 +37,7 @@ class Beginning:
 
 
 class Evaluator:
-    """One evaluator process; requests are served one after another. It leaves the split of the data in the folder."""
+    """One evaluator process that serves one request at a time. It writes the data split into the run's folder."""
 
     def __init__(self, experiment: Experiment, folder: Path) -> None:
         self._experiment = experiment
@@ -46,7 +46,7 @@ class Evaluator:
         self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> Beginning:
-        """Start the process and return what it found. Raises RunFailed, InvalidExperiment."""
+        """Start the process and return the initial model. Raises RunFailed, InvalidExperiment."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._start)
 
     async def evaluate(self, global_round: int, row: Row) -> Accuracy:
@@ -66,7 +66,7 @@ class Evaluator:
     def _start(self) -> Beginning:
         command = [sys.executable, "-m", "cloud.evaluator_process", str(self._folder)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        head = self._ask(self._experiment.to_json().encode() + b"\n")
+        head = self._request(self._experiment.to_json().encode() + b"\n")
         row = np.empty(int(head["bytes"]), np.uint8)
         stdout = self._process.stdout
         if stdout is None or stdout.readinto(row.data) != row.size:  # type: ignore[attr-defined]
@@ -74,10 +74,10 @@ class Evaluator:
         return Beginning(ModelLayout.from_json(head["layout"]), row, head["partition"])
 
     def _evaluate(self, global_round: int, row: Row) -> Accuracy:
-        answer = self._ask(json.dumps({"global_round": global_round}).encode() + b"\n", row.data)
-        return Accuracy(answer["global_round"], answer["accuracy"], answer["loss"])
+        reply = self._request(json.dumps({"global_round": global_round}).encode() + b"\n", row.data)
+        return Accuracy(reply["global_round"], reply["accuracy"], reply["loss"])
 
-    def _ask(self, *parts: bytes | memoryview) -> Any:
+    def _request(self, *parts: bytes | memoryview) -> Any:
         process = self._process
         if process is None or process.stdin is None or process.stdout is None:
             raise RunFailed("the evaluator was not started")
@@ -90,10 +90,10 @@ class Evaluator:
             line = b""
         if not line:
             raise self._died()
-        answer = json.loads(line)
-        if "invalid" in answer:
-            raise InvalidExperiment(*answer["invalid"])
-        return answer
+        reply = json.loads(line)
+        if "invalid" in reply:
+            raise InvalidExperiment(*reply["invalid"])
+        return reply
 
     def _died(self) -> RunFailed:
         code = self._process.wait() if self._process else None

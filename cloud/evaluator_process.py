@@ -1,7 +1,7 @@
-"""The evaluator: a process of its own, so that torch never enters the cloud agent and accuracy is off the clock.
+"""The evaluator, in its own process: the cloud agent never imports torch, and evaluation does not delay its rounds.
 
-It speaks over its standard input and output: a line of JSON each way, followed by `bytes` raw bytes of a row. Its one
-argument is the run's folder, where it leaves the split of the data.
+Protocol over standard input and output: one line of JSON in each direction, followed by `bytes` raw bytes of a flat
+model. The argument is the run's folder, where the process writes the data split.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from common.model.layout import Row
 
 
 def main() -> None:
-    """Serve one cloud agent until its end of the pipe closes."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints must not end up among the answers
+    """Serve one cloud agent until it closes its end of the pipe."""
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # keeps the output of libraries out of the replies
     requests = os.fdopen(0, "rb")
     try:
         experiment = parse(requests.readline())
@@ -30,24 +30,24 @@ def main() -> None:
             partition = splits.keep(experiment, Path(sys.argv[1]))
             tester = ModelTester(experiment)
         except InvalidExperiment as error:
-            _answer(answers, {"invalid": error.parts})
+            _send(replies, {"invalid": error.parts})
             return
         layout, row = tester.layout, tester.first
-        _answer(answers, {"layout": layout.to_json(), "bytes": layout.row_bytes, "partition": partition}, row)
+        _send(replies, {"layout": layout.to_json(), "bytes": layout.row_bytes, "partition": partition}, row)
         while line := requests.readline():
             if requests.readinto(row.data) != layout.row_bytes:
                 return
             result = tester.evaluate(row)
-            _answer(answers, {**json.loads(line), "accuracy": result.accuracy, "loss": result.loss})
+            _send(replies, {**json.loads(line), "accuracy": result.accuracy, "loss": result.loss})
     except (BrokenPipeError, KeyboardInterrupt):
         pass  # the agent is gone
 
 
-def _answer(answers: BinaryIO, facts: dict[str, object], row: Row | None = None) -> None:
-    answers.write(json.dumps(facts).encode() + b"\n")
+def _send(replies: BinaryIO, facts: dict[str, object], row: Row | None = None) -> None:
+    replies.write(json.dumps(facts).encode() + b"\n")
     if row is not None:
-        answers.write(row.data)
-    answers.flush()
+        replies.write(row.data)
+    replies.flush()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The cloud's global rounds: dispatch, wait, aggregate, decide the epochs, evaluate beside the next one."""
+"""The cloud's global rounds: dispatch, wait, aggregate, decide the epochs, evaluate in parallel with the next round."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from common.runtime.round import ClosedRound
 
 LABELS: Final = ("cloud", "", "")
 PHASES: Final = ("record", *timeline.PHASES, "aggregate", "evaluate")
-LINKS_S: Final = 5.0  # between two writings of links.csv where no checkpoint asks for one
-SPREAD_MOST: Final = 0.37  # seen on digits: up to 0.15 was healthy
+LINKS_S: Final = 5.0  # between two writes of links.csv without a checkpoint
+SPREAD_MOST: Final = 0.37  # measured on digits; up to 0.15 was healthy
 
 Observe = Callable[[str, dict[str, object]], None]
 Evaluate = Callable[[int, Row], Awaitable[Accuracy]]
 
 
 class GlobalRounds:
-    """One run's global rounds at the cloud, from a first model or a checkpoint to the last."""
+    """One run's global rounds at the cloud, from the initial model or a checkpoint to the last round."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class GlobalRounds:
         self.last: Accuracy | None = None
 
     def resume(self, state: RunState) -> None:
-        """Go on after the global rounds of a checkpoint, whose model is in the row and whose rule has its state."""
+        """Continue after a checkpoint, whose model is in the row and whose rule state is restored."""
         self._state = state
         self._metrics.round.labels(*LABELS).set(state.global_round)
         written = self._folder.forget_after(state.global_round)
@@ -79,53 +79,54 @@ class GlobalRounds:
         target = self._experiment.target_accuracy
         self._reached = target is not None and any(float(row["accuracy"] or 0) >= target for row in written)
         if written and not written[-1]["accuracy"] and self._evaluates(state.global_round):
-            self._evaluate(self._rule.mixed)  # the run ended before that was known
+            self._evaluate(self._rule.mixed)  # the run ended before this evaluation
 
     @property
     def row(self) -> Row:
-        """Return the global model."""
+        """The global model."""
         return self._row
 
     @property
     def state(self) -> RunState:
-        """Return how far the run is."""
+        """The progress of the run."""
         return self._state
 
     async def run(self) -> None:
-        """Play the global rounds that are left, until the last or until the target accuracy."""
+        """Run the remaining global rounds, until the last one or until the target accuracy is reached."""
         self._mark = self._down.now()
         while self._state.global_round < self._experiment.rounds and not self._reached:
-            await self._iterate()
+            await self._run_round()
         await self._finish_evaluation()
 
-    async def _iterate(self) -> None:
+    async def _run_round(self) -> None:
         state, settings = self._state, self._experiment.cloud
         started = self._down.now()
         seed, r = self._experiment.seed, state.global_round
         selected = select(self._down.peers, settings.participation, seed=seed, node=CLOUD, r=r)
-        played = await self._down.round(
+        closed_round = await self._down.round(
             global_round=state.global_round,
             local_round=0,
             models=self._rule.dispatch(r, selected),
             epochs=state.epochs,
             closing=settings.closing,
         )
-        outcome = await offload(partial(self._rule.aggregate, r, played.uploads))
+        outcome = await offload(partial(self._rule.aggregate, r, closed_round.uploads))
         self._row = self._rule.model
-        omegas = await offload(partial(self._omegas, played, outcome))
+        omegas = await offload(partial(self._omegas, closed_round, outcome))
         epochs = state.epochs | self._next_epochs(omegas)
-        closed = played.timeline.closed or started
+        closed = closed_round.timeline.closed or started
         aggregated = self._down.now()
         await self._finish_evaluation()
         ended = self._down.now()
-        phases = {"record": started - self._mark} | played.timeline.phases()  # what the last global round left to write
-        phases["dispatch"] += played.timeline.opened - started
+        # "record": the writes of the last global round.
+        phases = {"record": started - self._mark} | closed_round.timeline.phases()
+        phases["dispatch"] += closed_round.timeline.opened - started
         phases |= {"aggregate": aggregated - closed, "evaluate": ended - aggregated}
-        phases = {phase: round(seconds, 6) for phase, seconds in phases.items()}  # the same in file and metrics
+        phases = {phase: round(seconds, 6) for phase, seconds in phases.items()}  # equal in the file and the metrics
         elapsed_s = state.elapsed_s + ended - self._mark
         self._mark = ended
         self._state = RunState(state.run, state.digest, state.global_round + 1, elapsed_s, epochs)
-        self._record(played, outcome, phases=phases, epochs=state.epochs, omegas=omegas)
+        self._record(closed_round, outcome, phases=phases, epochs=state.epochs, omegas=omegas)
         if self._evaluates(self._state.global_round):
             self._evaluate(await offload(lambda: self._rule.mixed))
         last = self._state.global_round == self._experiment.rounds
@@ -138,16 +139,16 @@ class GlobalRounds:
             save = partial(checkpoint.save, folder, self._state, layout=self._layout, row=self._row, rule=self._rule)
             await offload(save)
 
-    def _omegas(self, played: ClosedRound, outcome: Aggregated) -> dict[str, float]:
+    def _omegas(self, closed_round: ClosedRound, outcome: Aggregated) -> dict[str, float]:
         """Return the distances of the institutions' models to the new mean, as the epoch control measures them."""
         found: Mapping[str, float] = outcome.distances
         if self._experiment.cloud.epoch_control.variant == "plato":
-            distances_K = tensor_distances(list(played.models.values()), self._rule.model, layout=self._layout)
-            found = dict(zip(played.models, distances_K.tolist(), strict=True))
+            distances_K = tensor_distances(list(closed_round.models.values()), self._rule.model, layout=self._layout)
+            found = dict(zip(closed_round.models, distances_K.tolist(), strict=True))
         return {name: found[name] for name in self._down.peers if name in found}
 
     def _next_epochs(self, omegas: Mapping[str, float]) -> dict[str, int]:
-        """Return the epochs of the next global round of each institution that reported."""
+        """Return the epochs of each reporting institution in the next global round."""
         state, control = self._state, self._experiment.cloud.epoch_control
         if control.name == "fixed":
             return {}
@@ -157,7 +158,7 @@ class GlobalRounds:
 
     def _record(
         self,
-        played: ClosedRound,
+        closed_round: ClosedRound,
         outcome: Aggregated,
         *,
         phases: Mapping[str, float],
@@ -168,7 +169,7 @@ class GlobalRounds:
         wan_new, lan_new = wan - self._wan, lan - self._lan
         self._wan, self._lan = wan, lan
         names = self._down.peers
-        results = {name: played.results[name] for name in names if name in played.results}
+        results = {name: closed_round.results[name] for name in names if name in closed_round.results}
         for name, result in results.items():
             self._folder.add_devices(self._state.global_round, name, result.children)
         steps = sum(result.steps for result in results.values())
@@ -190,8 +191,8 @@ class GlobalRounds:
             "wan_down_bytes": wan_new.sent,
             "lan_up_bytes": lan_new.received,
             "lan_down_bytes": lan_new.sent,
-            "missing": " ".join(played.missing),
-            "refused": " ".join(played.refused),
+            "missing": " ".join(closed_round.missing),
+            "refused": " ".join(closed_round.refused),
             **{f"epochs_{name}": epochs[name] if name in results else "" for name in names},
             **{f"omega_{name}": _short(omegas.get(name)) for name in names},
             **{f"spread_{name}": _short(spreads.get(name)) for name in (CLOUD, *names)},
@@ -208,13 +209,13 @@ class GlobalRounds:
             metrics.epochs.labels("cloud", name, "").set(epochs[name])
 
     def _tempo(self, omegas: Mapping[str, float]) -> dict[str, object]:
-        """Return what the epoch control made of the distances."""
+        """Return the input and the result of the epoch control."""
         if self._experiment.cloud.epoch_control.name == "fixed":
             return {}
         return {"omegas": dict(omegas), "next_epochs": self._state.epochs}
 
     def _report_plans(self, plans: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, float]:
-        """Tell what each node's rule decided in each of its rounds; return the last spreads of those of K models."""
+        """Record each node's aggregation decisions; return the last spread of each multi-model node."""
         global_round = self._state.global_round
         spreads = {}
         for name, found in plans.items():
@@ -238,7 +239,7 @@ class GlobalRounds:
         return global_round == self._experiment.rounds or global_round % self._experiment.cloud.evaluate_every == 0
 
     def _evaluate(self, mixed: Row | None) -> None:
-        """Begin to evaluate the model, and the mean after mixing where that is another."""
+        """Start evaluating the model, and the mean after mixing if it differs."""
         global_round = self._state.global_round
         rows = [self._row.copy()] if mixed is None else [self._row.copy(), mixed]
 
@@ -248,7 +249,7 @@ class GlobalRounds:
         self._evaluating = asyncio.create_task(evaluate(), name="evaluate")
 
     async def _finish_evaluation(self) -> None:
-        """Wait for the evaluation under way, and add it to its row."""
+        """Wait for the running evaluation and add it to its row."""
         if self._evaluating is None:
             return
         self.last, *mixed = await self._evaluating

@@ -1,14 +1,15 @@
-"""The rows of links.csv: for each link and direction its models, its control messages, and all of it together.
+"""Rows of links.csv: per link and direction the bytes of models, of control messages, and of both (`all`).
 
-`all` is where three counts stand side by side: payload (blobs and message bodies), MQTT packets, and the bytes of the
-child's broker connection, as its kernel counted them. That connection carries nothing but this link, so what it has
-more are logins, subscriptions, presences, acknowledgements and pings; the child sends upward, so its kernel knows the
-retransmissions of that direction alone. A parent's connection carries all its links together, and has rows of its own,
-`broker`. What no kernel status stays empty.
+The `all` rows have three counts: payload (blobs and message bodies), MQTT packets, and the bytes of the child's broker
+connection, as its kernel counted them. That connection carries only this link. So the kernel's count exceeds the others
+by logins, subscriptions, presences, acknowledgements and pings. The child is the sender of the upward direction, and
+its kernel knows the retransmissions of that direction only. A parent's connection carries all its links and has its own
+rows, `broker`. Counts without kernel statistics are empty.
 
-Payload and packets are counted where they arrive, wire bytes are as of the child's last word: they lag behind while a
-run goes on, and lack what a killed child had not status. Before the run each link was measured (`measured_mbit`) by
-noise of `probe_bytes`, which the wire carried too, and which the other counts and the overhead leave out.
+Payload and packets are counted on arrival. Wire bytes are those of the child's last report: during a run they lag
+behind, and the unreported bytes of a killed child are missing. Before the run each link was calibrated
+(`measured_mbit`) with `probe_bytes` of noise. The wire bytes include the noise, the other counts and the overhead do
+not.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Row: TypeAlias = dict[str, object]
 
 
 def rows(ledger: Ledger) -> list[Row]:
-    """Return the rows of all links in the run, those of the WAN first, then what the parents' connections carried."""
+    """Return the rows of all links in the run, WAN links first, then those of the parents' connections."""
     table = [row for link in _links(ledger) for row in _link_rows(link)]
     brokers = [("wan", CLOUD, ledger.broker())]
     brokers += [("lan", institution, wire) for institution, wire in ledger.brokers().items()]
@@ -42,7 +43,7 @@ def rows(ledger: Ledger) -> list[Row]:
 
 
 def wire_status(ledger: Ledger) -> str:
-    """Return whether all links have wire bytes, and which have none; empty as long as no child has spoken."""
+    """Return whether all links have wire bytes, and which have none; "" before the first report of a child."""
     counted = {link.child: link.traffic.wire for link in _links(ledger) if link.traffic.wire.connections}
     missing = [child for child, wire in counted.items() if not wire.measured]
     if not missing:
@@ -69,7 +70,7 @@ def _links(ledger: Ledger) -> list[_Link]:
 
 
 def _link_rows(link: _Link) -> list[Row]:
-    """Return a link's six rows; `traffic.sent_*` is what went down, `received_*` what came up."""
+    """Return a link's six rows; `traffic.sent_*` is the downward direction, `received_*` the upward one."""
     tier, parent, child, t, before = link
     down = _received(t.wire) | _before(before.down, before.down_bytes)
     up = _sent(t.wire) | _before(before.up, before.up_bytes)
@@ -84,7 +85,7 @@ def _link_rows(link: _Link) -> list[Row]:
 def _direction(
     tier: str, source: str, target: str, payload: tuple[int, int], message: tuple[int, int], wire: Row
 ) -> list[Row]:
-    """Return the three rows of one direction; `payload` and `message` are those of models and of control."""
+    """Return the three rows of one direction; `payload` and `message` are counts of models and of control messages."""
     link: Row = {"tier": tier, "from": source, "to": target}
     counts = zip(("model", "control", "all"), (*payload, sum(payload)), (*message, sum(message)), strict=True)
     found = [link | {"kind": kind, "payload_bytes": body, "message_bytes": packets} for kind, body, packets in counts]
@@ -93,7 +94,7 @@ def _direction(
 
 
 def _before(rate: float, probe_bytes: int) -> Row:
-    """Return what was measured before the run."""
+    """Return the cells of the calibration before the run."""
     return {"measured_mbit": f"{rate * 8e-6:.4g}", "probe_bytes": probe_bytes} if rate else {}
 
 
@@ -121,7 +122,7 @@ def _rtt(wire: TcpStats) -> Row:
 
 
 def _overhead(wire: Row, payload: int) -> Row:
-    """Return what the wire carried more than the payload, in percent; empty where the child's word lags behind."""
+    """Return the excess of wire bytes over payload in percent; empty where the child's report lags behind."""
     carried, probe = wire.get("wire_bytes"), wire.get("probe_bytes", 0)
     if not isinstance(carried, int) or not isinstance(probe, int) or payload == 0 or carried - probe < payload:
         return {}

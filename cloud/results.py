@@ -1,10 +1,10 @@
-"""The folder that a run leaves, written as the run goes and safe to kill.
+"""A run's folder, written during the run. A killed run leaves it consistent.
 
-experiment.toml  the effective experiment        rounds.csv   a row for each global round
+experiment.toml  the effective experiment        rounds.csv   a row per global round
 manifest.json    versions, hosts, links, digest  links.csv    bytes by link and direction
-events.jsonl     what happened, one per line     devices.csv  work of each device in each global round
+events.jsonl     one event per line              devices.csv  work of each device in each global round
 checkpoints/     the last two                    model.safetensors  the final model
-partition.npz    each device's samples           partition.json     their digest, and how many of each class
+partition.npz    each device's samples           partition.json     their digest, and the counts of each class
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ DEVICE_FIELDS: Final = (
     "wait_s", "pause_s", "path",
 )  # fmt: skip
 LEDGER: Final = "ledger.json"
-FORMAT: Final = 2  # of a run's folder; `deploy.runs` reads earlier ones, too
-HELD: Final = "experiment.toml"  # the file that is locked: it is never replaced
-DIRECT: Final = "direct"  # in manifest.json: what is different in a run without a network
+FORMAT: Final = 2  # of a run's folder; `deploy.runs` also reads earlier formats
+HELD: Final = "experiment.toml"  # the file that is locked; it is never replaced
+DIRECT: Final = "direct"  # in manifest.json: marks a run without a network
 
 
 class RunFolder:
     """One run's folder. `run` is its id on the brokers.
 
-    As long as this lives its process holds the folder (`held`): by a lock, so that the kernel lets go for a killed one.
+    While this object lives, its process holds the folder (`held`) by a file lock, which the kernel releases if the
+    process is killed.
     """
 
     def __init__(self, path: Path, run: str, experiment: Experiment, *, world: World = REAL) -> None:
@@ -56,11 +57,11 @@ class RunFolder:
         self.experiment = experiment
         self._world = world
         self._measured = ""
-        self._last_round: tuple[int, dict[str, object]] | None = None  # where it begins in rounds.csv, and its cells
+        self._last_round: tuple[int, dict[str, object]] | None = None  # its offset in rounds.csv, and its cells
 
     @classmethod
     def create(cls, root: Path, experiment: Experiment, *, world: World = REAL) -> RunFolder:
-        """Make `runs/<utc>-<name>-<id>/`. Raises InvalidExperiment where that cannot be written."""
+        """Create `runs/<utc>-<name>-<id>/`. Raises InvalidExperiment if that fails."""
         utc, token = datetime.fromtimestamp(world.wall(), UTC).strftime("%Y%m%dT%H%M%SZ"), world.token(3)
         path = root / f"{utc}-{experiment.name}-{token}"
         try:
@@ -74,28 +75,28 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path, *, direct: bool = False, world: World = REAL) -> RunFolder:
-        """Take up a run's folder again. Raises InvalidExperiment where it is none, or none of a direct run."""
+        """Reopen a run's folder. Raises InvalidExperiment if it is none, or if `direct` differs from the run's."""
         try:
             manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
             run, earlier = str(manifest["run"]), manifest.get("format") != FORMAT
             was_direct = DIRECT in manifest
         except (OSError, ValueError, KeyError, TypeError):
-            raise InvalidExperiment("--resume", str(path), "no run's folder", "Name a folder under runs/.") from None
+            raise InvalidExperiment("--resume", str(path), "not a run's folder", "Name a folder under runs/.") from None
         if earlier:
-            remedy = "Begin a new run; report, compare and runs read this one."
-            raise InvalidExperiment("--resume", str(path), "the run was begun by an earlier release", remedy)
-        if direct is not was_direct:  # its seconds and bytes would be of two kinds
-            had, remedy = ("no network", "Add --direct.") if was_direct else ("a network", "Leave out --direct.")
-            raise InvalidExperiment("--resume", str(path), f"the run was begun with {had}", remedy)
+            remedy = "Start a new run; report, compare and runs can still read this one."
+            raise InvalidExperiment("--resume", str(path), "the run was started by an earlier release", remedy)
+        if direct is not was_direct:  # its seconds and bytes would not be comparable
+            had, remedy = ("no network", "Add --direct.") if was_direct else ("a network", "Omit --direct.")
+            raise InvalidExperiment("--resume", str(path), f"the run was started with {had}", remedy)
         return cls(path, run, load(path / "experiment.toml"), world=world)
 
     @property
     def checkpoints(self) -> Path:
-        """Return where checkpoints lie."""
+        """The folder of the checkpoints."""
         return self.path / "checkpoints"
 
     def note(self, **facts: object) -> None:
-        """Add facts that became known after the start to manifest.json."""
+        """Add facts to manifest.json that became known after the start."""
         path = self.path / "manifest.json"
         _replace(path, json.dumps(json.loads(path.read_text(encoding="utf-8")) | facts, indent=2))
 
@@ -111,9 +112,9 @@ class RunFolder:
         self._last_round = (self._append("rounds.csv", list(row), [row]), dict(row))
 
     def complete_round(self, global_round: int, found: Mapping[str, str]) -> None:
-        """Fill in what became known of the last global round after its row was written.
+        """Add cells to the row of the last global round.
 
-        The row grows, so one write in its place can leave nothing of the old one.
+        The row only grows, so one write in place overwrites all of the old row.
         """
         if self._last_round is None or self._last_round[1]["global_round"] != global_round:
             raise ValueError(f"the last row is not that of global round {global_round}")
@@ -134,7 +135,7 @@ class RunFolder:
         self._append("devices.csv", DEVICE_FIELDS, rows)
 
     def forget_after(self, global_rounds: int) -> list[dict[str, str]]:
-        """Drop the rows of global rounds that a resumed run will do again, and return the other rows of rounds.csv."""
+        """Drop the rows of global rounds that a resumed run repeats, and return the remaining rows of rounds.csv."""
         kept: dict[str, list[dict[str, str]]] = {}
         for name in ("rounds.csv", "devices.csv"):
             path = self.path / name
@@ -150,7 +151,7 @@ class RunFolder:
         return rounds
 
     def write_links(self, ledger: Ledger) -> None:
-        """Write links.csv, every link's bytes in the run, and the books that a resumed run goes on with."""
+        """Write links.csv, each link's bytes in the run, and the byte ledger with which a resumed run continues."""
         self._rewrite(self.path / "links.csv", links.FIELDS, links.rows(ledger))
         status = links.wire_status(ledger)
         if status and status != self._measured:
@@ -159,7 +160,7 @@ class RunFolder:
         _replace(self.path / LEDGER, ledger.to_json())
 
     def restore(self, ledger: Ledger) -> None:
-        """Go on with the books that an earlier process of the run left. Raises InvalidExperiment."""
+        """Restore the byte ledger of an earlier process of the run. Raises InvalidExperiment."""
         path = self.path / LEDGER
         try:
             if path.exists():
@@ -168,7 +169,7 @@ class RunFolder:
             raise InvalidExperiment("--resume", str(path), f"unreadable: {error!r}", "Remove it.") from None
 
     def _append(self, name: str, fields: Sequence[str], rows: Iterable[Mapping[str, object]]) -> int:
-        """Return where the rows begin in the file."""
+        """Append rows and return their offset in the file."""
         with (self.path / name).open("a", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, fields)
             if file.tell() == 0:
@@ -205,7 +206,7 @@ class RunFolder:
         _replace(self.path / "manifest.json", json.dumps(manifest, indent=2))
 
     def _links(self) -> dict[str, object]:
-        """Return who keeps the rates, and the link of each node to its parent."""
+        """Return how rates are enforced, and the link of each node to its parent."""
         experiment, topology = self.experiment, self.experiment.topology
         nodes = [*topology.institution_names(), *topology.device_names()]
         links = {name: experiment.link(name).model_dump() for name in nodes}
@@ -213,7 +214,7 @@ class RunFolder:
 
 
 def held(path: Path) -> bool:
-    """Return whether a living process writes this run's folder; False where the file system has no locks."""
+    """Return whether a living process writes to this run's folder; False on a file system without locks."""
     try:
         file = os.open(path / HELD, os.O_RDONLY)
     except OSError:
@@ -225,7 +226,7 @@ def held(path: Path) -> bool:
 
 
 def _try_lock(file: int, kind: int) -> bool:
-    """Return False where another process's lock is in the way; a file system without locks is in nobody's way."""
+    """Return False if another process holds a conflicting lock; True on a file system without locks."""
     try:
         fcntl.flock(file, kind)
     except BlockingIOError:
@@ -242,7 +243,7 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _read(path: Path) -> tuple[Sequence[str], list[dict[str, str]]]:
-    """Return a table's fields and rows; a last one that a kill cut short is left out."""
+    """Return a table's fields and rows, without a last row that a kill cut short."""
     text = path.read_bytes().decode()
     reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
     return reader.fieldnames or (), list(reader)

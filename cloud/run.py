@@ -1,4 +1,4 @@
-"""A run as its cloud plays it, wherever its children are: from the first model or a checkpoint to the final model."""
+"""A run from the cloud's side, over a network or in one process: from the first model or a checkpoint to the last."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from common.storage.spool import Spool
 
 
 class CloudRun:
-    """One run; `row` is its first model, `partition` the digest of the split of its data.
+    """One run; `row` is its initial model, `partition` the digest of its data split.
 
-    Raises InvalidExperiment where it cannot be resumed.
+    Raises InvalidExperiment if it cannot be resumed.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class CloudRun:
         self._layout = layout
         self._down = down
         self._observe = observe
-        # The bytes of a model as fp32: beside links.csv they show what codecs save.
+        # The size of a model as fp32; together with links.csv it shows the savings of the codecs.
         folder.note(model_bytes=layout.row_bytes, partition=partition)
         rule = aggregator.build(
             experiment.cloud.aggregation,
@@ -73,7 +73,7 @@ class CloudRun:
             self._global_rounds.resume(state)
 
     def introduce(self, *, metrics_address: str = "") -> None:
-        """Tell what is about to be played."""
+        """Report the run's facts and the warnings about its experiment."""
         experiment = self._experiment
         self._observe(
             "run",
@@ -92,8 +92,8 @@ class CloudRun:
         for reason in lint.warnings(experiment):
             self._observe("warning", {"reason": reason})
 
-    async def play(self) -> Path:
-        """Play the global rounds that are left, and leave the final model, whose path is returned."""
+    async def run(self) -> Path:
+        """Run the remaining global rounds, write the final model, and return its path."""
         global_rounds, folder = self._global_rounds, self._folder
         await global_rounds.run()
         path = folder.path / "model.safetensors"

@@ -1,16 +1,16 @@
-"""Tempo's epoch control (Ying, Li, Li: "Tempo", eq. 9): institutions far from the global model train less.
+"""Tempo's epoch control (Ying, Li, Li: "Tempo", eq. 9): institutions far from the global model train fewer epochs.
 
-Computed as a ratio, which is the paper's equation exactly at both ends of its range:
+Computed as a ratio, which equals the paper's equation exactly at both ends of its range:
 
     u_m   = (ln max - ln omega_m) / (ln max - ln min)          in [0, 1]
     tau_m = ceil(round(c/2 * (1 + 3 u_m), 9))                  in [ceil(c/2), 2c]
 
-Rounding before ceil is needed: eq. 9 taken literally in floats often lands just above an integer.
+The rounding before ceil is necessary: computed literally in floats, eq. 9 often lands just above an integer.
 
-Options beside the paper's rule, for comparison (`EpochControl`): the variant of its authors' public code, which has the
-number of institutions in place of c; two controls that spend the same epochs without regard to the distances; and
-distances divided by the epochs that led to them, against the oscillation that one who trained long is far and then
-trains little.
+Options besides the paper's rule, for comparison (`EpochControl`): the variant of the authors' public code, with the
+number of institutions in place of c; two controls that spend the same epochs regardless of the distances; and distances
+divided by the epochs that led to them. The latter counters an oscillation: an institution that trains long is far away
+and then trains little.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def decide(
     samples: Mapping[str, int],
     draw: np.random.Generator,
 ) -> dict[str, int]:
-    """Return tau_c[m] for the next global round of each institution that reported, as the experiment says.
+    """Return tau_c[m] of each reporting institution for the next global round, following the experiment's control.
 
-    `omegas`: ||w_m - w_c||, or for the variant `plato` the sums over the tensors (`statistics.tensor_distances`), here
-    weighed by `samples`. `ran`: the epochs of the global round that led to them. `draw` deals out the controls' epochs.
+    `omegas`: ||w_m - w_c||; for the variant `plato` the sums over the tensors (`statistics.tensor_distances`), here
+    weighted by `samples`. `ran`: the epochs that led to the distances. `draw` is the generator of the controls.
     """
     if control.per_epoch:
         omegas = {name: omega / ran[name] for name, omega in omegas.items()}
@@ -55,11 +55,11 @@ def decide(
 
 
 def next_epochs(omegas: Mapping[str, float], c: int, *, centre: int | None = None) -> dict[str, int]:
-    """Return tau_c[m] for the next global round from omega_m = ||w_m - w_c|| of each institution that reported.
+    """Return tau_c[m] of each reporting institution for the next global round, from omega_m = ||w_m - w_c||.
 
-    The farthest gets ceil(centre / 2), the nearest 2 * centre; the paper's centre is c, the default. One institution,
-    or omegas that are all equal or zero, give c everywhere; values below 1e-12 of the largest are raised to that.
-    Raises RunFailed on a distance that is not finite.
+    The farthest gets ceil(centre / 2), the nearest 2 * centre; the default centre is the paper's, c. A single
+    institution, or omegas that are all equal or zero, give c everywhere. Values below 1e-12 of the largest are raised
+    to that. Raises RunFailed on a distance that is not finite.
     """
     for name, omega in omegas.items():
         if not math.isfinite(omega) or omega < 0:
@@ -78,9 +78,10 @@ def next_epochs(omegas: Mapping[str, float], c: int, *, centre: int | None = Non
 
 
 def dealt(epochs: Mapping[str, int], *, even: bool, draw: np.random.Generator) -> dict[str, int]:
-    """Return the same number of epochs in all, dealt to the institutions by chance.
+    """Return the same total of epochs, distributed over the institutions at random.
 
-    As they are (*shuffled*), or each the mean (*fixed mean*): its floor, and one more for some where it is no integer.
+    The amounts are permuted (*shuffled*), or each is the mean (*fixed mean*): its floor, plus one for some
+    institutions if the mean is not an integer.
     """
     amounts = list(epochs.values())
     if even and amounts:

@@ -1,1 +1,1 @@
-"""What all roles share; imports run strictly downward (CONTRIBUTING.md)."""
+"""Code shared by all roles; imports run strictly downward (CONTRIBUTING.md)."""

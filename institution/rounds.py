@@ -98,7 +98,7 @@ class LocalRounds:
         for i in range(settings.rounds):
             r = task.key.global_round * settings.rounds + i
             selected = select(down.peers, settings.participation, seed=seed, node=self._name, r=r)
-            played = await down.round(
+            closed_round = await down.round(
                 global_round=task.key.global_round,
                 local_round=i,
                 models=self._models(rule.dispatch(r, selected), model),
@@ -107,12 +107,12 @@ class LocalRounds:
                 on_progress=lambda: report(Phase.TRAINING, down.moves, 0),
             )
             await model.whole()  # our devices may have been faster with it
-            outcome = await offload(partial(rule.aggregate, r, played.uploads))
-            train_s += max(result.train_s for result in played.results.values())
-            wait_s += max(result.wait_s for result in played.results.values())
-            pause_s += max(result.pause_s for result in played.results.values())
-            path_steps += max(result.path_steps for result in played.results.values())
-            plans.append(self._count(played, outcome, epochs=task.epochs))
+            outcome = await offload(partial(rule.aggregate, r, closed_round.uploads))
+            train_s += max(result.train_s for result in closed_round.results.values())
+            wait_s += max(result.wait_s for result in closed_round.results.values())
+            pause_s += max(result.pause_s for result in closed_round.results.values())
+            path_steps += max(result.path_steps for result in closed_round.results.values())
+            plans.append(self._count(closed_round, outcome, epochs=task.epochs))
         await offload(partial(self._memory.after, task.key.global_round))
         samples = sum(down.samples.values())  # n_m counts all devices, also those not selected
         steps = sum(report.steps for report in self._did.values())
@@ -139,9 +139,9 @@ class LocalRounds:
         """Return what each device gets; the cloud's model as it comes, if it is not whole yet."""
         return {name: row if row is not model.row or model.complete else model for name, row in rows.items()}
 
-    def _count(self, played: ClosedRound, outcome: Aggregated, *, epochs: int) -> dict[str, object]:
+    def _count(self, closed_round: ClosedRound, outcome: Aggregated, *, epochs: int) -> dict[str, object]:
         """Count a round's work, and return what its aggregation decided."""
-        for name, result in played.results.items():
+        for name, result in closed_round.results.items():
             self._down.samples[name] = result.samples
             before = self._did.get(name, ChildReport(name))
             self._did[name] = replace(
@@ -160,7 +160,7 @@ class LocalRounds:
         metrics.closed(labels)
         metrics.epochs.labels(*labels).set(epochs)
         metrics.train_loss.labels(*labels).set(outcome.loss)
-        metrics.steps.labels(*labels).inc(sum(result.steps for result in played.results.values()))
-        for phase, seconds in played.timeline.phases().items():
+        metrics.steps.labels(*labels).inc(sum(result.steps for result in closed_round.results.values()))
+        for phase, seconds in closed_round.timeline.phases().items():
             metrics.phase_seconds.labels(*labels, phase).inc(seconds)
         return outcome.plan

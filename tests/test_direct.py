@@ -270,7 +270,7 @@ def test_a_run_is_resumed_in_the_way_it_was_begun(tmp_path: Path) -> None:
     with pytest.raises(InvalidExperiment, match="Add --direct"):
         RunFolder.reopen(folder)
     other = RunFolder.create(tmp_path, parse(SMALL))
-    with pytest.raises(InvalidExperiment, match="Leave out --direct"):
+    with pytest.raises(InvalidExperiment, match="Omit --direct"):
         RunFolder.reopen(other.path, direct=True)
 
 

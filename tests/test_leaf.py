@@ -234,7 +234,7 @@ def test_a_label_beyond_the_classes(tmp_path: Path) -> None:
 def test_a_user_in_two_files_is_left_from_another_split(tmp_path: Path) -> None:
     femnist(tmp_path)
     write(tmp_path, "femnist", "train", "other", {"f2": ([image(5)], [5])})
-    with pytest.raises(InvalidExperiment, match="the user 'f2', whom another file"):
+    with pytest.raises(InvalidExperiment, match="the user 'f2', which is also in another file"):
         load("femnist", tmp_path)
 
 

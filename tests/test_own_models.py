@@ -83,14 +83,14 @@ def test_text_models_are_told_the_number_of_tokens() -> None:
         ("mynets.absent:build", "cannot be imported.*ModuleNotFoundError"),
         ("mynets.broken:build", "cannot be imported.*ZeroDivisionError"),
         ("mynets.small:absent", "cannot be imported.*AttributeError"),
-        ("mynets.small:net", "is no function but int"),
-        ("mynets.small:positional", "does not take the keywords shape, classes"),
-        ("mynets.small:words", "does not take the keywords shape, classes.*tokens"),
-        ("os:system", "is in Python's own library"),
+        ("mynets.small:net", "is not a function but int"),
+        ("mynets.small:positional", "does not accept the keywords shape, classes"),
+        ("mynets.small:words", "does not accept the keywords shape, classes.*tokens"),
+        ("os:system", "is in Python's standard library"),
         ("mynets.small:fails", "fails with RuntimeError: no luck"),
         ("mynets.small:returns_a_class", "returns type, not nn.Module"),
         ("mynets.small:for_other_shapes", r"fails with RuntimeError.*on images of \[1, 8, 8\]"),
-        ("mynets.small:keeps_the_batch", r"gives \[2, 64\] for two samples, not logits of \[2, 10\]"),
+        ("mynets.small:keeps_the_batch", r"returns \[2, 64\] for two samples, not logits of \[2, 10\]"),
         ("mynets.small:in_double", "fails with RuntimeError"),
     ],
 )
@@ -189,7 +189,7 @@ def random_nets(tmp_path: Path) -> None:
 def test_a_layer_that_draws_from_the_global_generator_is_refused_by_name(name: str, layer: str) -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    with pytest.raises(InvalidExperiment, match=rf"{layer} draws from torch's global generator.*Use nn\.Dropout"):
+    with pytest.raises(InvalidExperiment, match=rf"{layer} uses torch's global random generator.*Use nn\.Dropout"):
         models.build(f"mynets.random:{name}", 1, inputs=GREY)
     assert torch.equal(torch.get_rng_state(), before)
 

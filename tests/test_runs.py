@@ -206,5 +206,5 @@ def test_the_commands_read_a_run_of_an_earlier_release(command: list[str], tmp_p
 
 
 def test_a_run_of_an_earlier_release_is_not_resumed() -> None:
-    with pytest.raises(InvalidExperiment, match=r"--resume = .*earlier release.*Begin a new run"):
+    with pytest.raises(InvalidExperiment, match=r"--resume = .*earlier release.*Start a new run"):
         RunFolder.reopen(EARLIER)

@@ -1,1 +1,1 @@
-"""What a run costs in bytes: counters, the byte ledger of a parent, and TCP statistics of the kernel."""
+"""Byte counts of a run: counters, the byte ledger of a parent, and the kernel's TCP statistics."""

@@ -1,4 +1,4 @@
-"""What one device did in a global round, as its parent passes it on and the cloud writes it down."""
+"""The report on one device in a global round, from its parent to the cloud."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ EARLIER_PATHS: Final[Mapping[str, TrainingPath]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class ChildReport:
-    """What one device did in a global round, its link as measured before the run, and the link's bytes since.
+    """Work of one device in a global round, its link's calibration before the run, and the link's bytes since then.
 
-    `up` and `down` are each counted where they arrive: `up` at the parent, `down` at the child. The seconds are
-    those of `Result`, summed over the rounds.
+    Both directions are counted on arrival: `up` at the parent, `down` at the child. The seconds are those of `Result`,
+    summed over the rounds.
     """
 
     name: str

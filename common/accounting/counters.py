@@ -1,7 +1,7 @@
-"""Bytes by peer, direction and kind, counted where a message is handed to or taken from the MQTT client.
+"""Bytes by peer, direction and kind, counted when a message is passed to or received from the MQTT client.
 
-`payload` are a blob's bytes, or a control message's body; `message` is the whole MQTT packet. What the connection
-carries besides (login, subscriptions, presences, acknowledgements, pings) is in the kernel's count alone:
+`payload`: the bytes of a blob, or the body of a control message; `message`: the whole MQTT packet. Everything else on
+the connection (login, subscriptions, presences, acknowledgements, pings) appears only in the kernel's count:
 `common.accounting.tcp`.
 """
 
@@ -18,7 +18,7 @@ Kind: TypeAlias = Literal["model", "control", "probe"]
 
 
 def packet_bytes(topic: str, body: int, *, qos: int) -> int:
-    """Return the size of an MQTT 3.1.1 PUBLISH packet whose payload has `body` bytes."""
+    """Return the size of an MQTT 3.1.1 PUBLISH packet with `body` bytes of payload."""
     remaining = 2 + len(topic) + (2 if qos else 0) + body
     length_bytes = 1 + (remaining > 127) + (remaining > 16_383) + (remaining > 2_097_151)
     return 1 + length_bytes + remaining
@@ -34,16 +34,17 @@ class Tally:
 
 @dataclass(slots=True)
 class Account:
-    """The bytes of one connection since it was made, over reconnections."""
+    """The bytes of one connection since its creation, across reconnections."""
 
     cells: defaultdict[tuple[str, Direction, Kind], Tally] = field(default_factory=lambda: defaultdict(Tally))
 
     def add(
         self, peer: str, direction: Direction, *, message: int, model: int = 0, control: int = 0, probe: int = 0
     ) -> None:
-        """Count one packet of `message` bytes: a chunk of a model or of noise, or `control` other payload bytes.
+        """Count one packet of `message` bytes with model, probe or control payload.
 
-        A packet that carries both (a small model inside its announcement) gives its overhead to control.
+        A packet with both a model and control payload (a small model inside its announcement) counts its overhead as
+        control.
         """
         if probe:
             cell = self.cells[peer, direction, "probe"]
@@ -59,11 +60,11 @@ class Account:
             cell.message += message - model
 
     def probed(self, peer: str, direction: Direction) -> int:
-        """Return the MQTT bytes of noise to or from one peer."""
+        """Return the MQTT bytes of probes to or from one peer."""
         return self.cells.get((peer, direction, "probe"), Tally()).message
 
     def traffic(self, peer: str) -> Traffic:
-        """Return the bytes to and from one peer; of the wire it knows nothing."""
+        """Return the bytes to and from one peer, without wire bytes."""
         counts: list[Any] = []
         for direction in ("sent", "received"):
             for kind in ("model", "control"):

@@ -1,8 +1,8 @@
-"""A parent's books: the bytes of its children's links over a run, each direction counted where it arrived.
+"""A parent's byte ledger: the bytes of its children's links over a run, each direction counted on arrival.
 
-A child counts since it first met the parent's books (`Presence.books`), within its own session. An institution
-begins new books when it is restarted; a cloud keeps its own in the run's folder, so that a resumed run goes on with
-them and no byte is lost or counted twice. What a killed child had counted since its last word is lost.
+A child counts from its first contact with the ledger (`Presence.ledger`), within its own session. A restarted
+institution begins a new ledger. A cloud keeps its ledger in the run's folder, so a resumed run continues it and no byte
+is lost or counted twice. The unreported counts of a killed child are lost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NOTHING: Final = Traffic()
 
 @dataclass(slots=True)
 class _Page:
-    """One child. `before` are the sums over its earlier sessions, `here` over earlier processes of our own."""
+    """One child. `before`: sums over the child's earlier sessions; `here`: over this node's earlier processes."""
 
     session: str = ""
     link: Traffic = NOTHING
@@ -36,7 +36,7 @@ class _Page:
     reports_before: dict[str, Traffic] = field(default_factory=dict)
 
     def turn(self, session: str) -> None:
-        """Begin a new session of the child: it counts from zero."""
+        """Begin a new session of the child, which counts from zero."""
         if session == self.session:
             return
         self.link_before, self.below_before = self.link_before + self.link, self.below_before + self.below
@@ -47,9 +47,9 @@ class _Page:
 
 
 class Ledger:
-    """What each child counted on its own link and below it, and what arrived here, over all processes of both.
+    """Each child's counts of its own link and of the links below it, and the arrivals here, across all sessions.
 
-    `below`: the names of each child's own children, the only ones on which it may report.
+    `below`: the names of each child's own children; a child may only report on these.
     """
 
     def __init__(
@@ -68,26 +68,26 @@ class Ledger:
         self._pages = {name: _Page() for name in children}
 
     def enter(self, child: str, session: str, *, link: Traffic, below: Traffic) -> None:
-        """Take a child's counts, which grow within a session. Raises WireError on counts that cannot be."""
+        """Record a child's counts, which grow within a session. Raises WireError on impossible counts."""
         if max(_most(link), _most(below)) > BYTES_MOST:
-            raise WireError(f"{child} counts more bytes than there are")  # their sums must fit in a message
+            raise WireError(f"{child} counts more bytes than there are")  # the sums must fit in a message
         page = self._pages[child]
         page.turn(session)
         page.link, page.below = link, below
 
     def enter_reports(self, child: str, session: str, reports: Iterable[ChildReport]) -> None:
-        """Take a child's reports on its own children, whose bytes grow within the child's session.
+        """Record a child's reports on its own children, whose counts grow within the child's session.
 
-        Others than those that the experiment puts below it are left out.
+        Reports on nodes that the experiment does not assign to the child are ignored.
         """
         page, known = self._pages[child], self._below.get(child, ())
         page.turn(session)
         page.reports = {report.name: report for report in reports if report.name in known}
 
     def links(self) -> dict[str, Traffic]:
-        """Return each child's link: `received_*` as it arrived here (up), `sent_*` as it arrived there (down).
+        """Return each child's link: `received_*` as counted here (up), `sent_*` as counted at the child (down).
 
-        `wire` stays as the child told it: it sent upward.
+        `wire` is in the child's own direction: it sends upward.
         """
         links = {}
         for name, page in self._pages.items():
@@ -110,15 +110,15 @@ class Ledger:
         return sum(self.links().values(), NOTHING)
 
     def broker(self) -> TcpStats:
-        """Return what our own connection to the children's broker carried, theirs all together."""
+        """Return the bytes of this node's own connection to the children's broker, all children together."""
         return self._wire_before + self._wire()
 
     def brokers(self) -> dict[str, TcpStats]:
-        """Return the same of each child that has children."""
+        """Return the bytes of each child's connection to its own children's broker."""
         return {name: (page.below_before + page.below).wire for name, page in self._pages.items()}
 
     def below(self) -> Traffic:
-        """Return the sum of the children's own children's links."""
+        """Return the sum of the links between the children and their own children."""
         return sum((page.below_before + page.below for page in self._pages.values()), NOTHING)
 
     def reports(self) -> dict[str, tuple[ChildReport, ...]]:
@@ -132,7 +132,7 @@ class Ledger:
         }
 
     def to_json(self) -> str:
-        """Return the books as they stand, for `restore` in a later process."""
+        """Return the ledger as JSON, for `restore` in a later process."""
         pages = {}
         for name, page in self._pages.items():
             kept = {key: astuple(getattr(page, key)) for key in _TRAFFICS}
@@ -145,7 +145,7 @@ class Ledger:
         return json.dumps({"broker": astuple(self.broker()), "pages": pages})
 
     def restore(self, text: str) -> None:
-        """Go on with the books that an earlier process of ours kept. Raises ValueError, KeyError or TypeError."""
+        """Continue the ledger of an earlier process of this node. Raises ValueError, KeyError or TypeError."""
         tree: Mapping[str, Any] = json.loads(text)
         self._wire_before = TcpStats(*tree["broker"])
         for name in self._pages:
@@ -163,7 +163,7 @@ class Ledger:
 
 
 def _most(traffic: Traffic) -> int:
-    """Return the largest count; a parent asks for each message, so not by astuple, which copies deeply."""
+    """Return the largest count. Called for each message, so without astuple, which copies deeply."""
     most: int = max(*_COUNTS(traffic), *_WIRE_COUNTS(traffic.wire))
     return most
 

@@ -1,12 +1,12 @@
-"""What the kernel carried on a broker connection: Linux's TCP_INFO, read from the connected socket.
+"""TCP statistics of a broker connection: Linux's TCP_INFO, read from the connected socket.
 
-Against interface counters these byte counts were within 0.003 % at 10-100 Mbit/s and 0.17 % on slower links. They are
-`bytes_acked` and `bytes_received`: `bytes_sent` counts also what our own queue dropped, twice the truth on a shaped
-slow link. Headers of TCP and IP are not in them, nor are retransmissions, which are told apart. For a TLS connection
-they are the bytes of its records.
+Compared with interface counters the byte counts were within 0.003 % at 10-100 Mbit/s and 0.17 % on slower links. They
+are `bytes_acked` and `bytes_received`. `bytes_sent` would also count bytes that this host's own queue dropped, twice
+the true number on a shaped slow link. The counts exclude TCP and IP headers; retransmissions are counted separately. On
+a TLS connection they are the bytes of TLS records.
 
-What had not been acknowledged when a connection ended is not counted, as nobody knows whether it arrived; at a clean
-end that is MQTT's DISCONNECT, two bytes, and what left together with it.
+Bytes that were not acknowledged at the end of a connection are not counted, because their arrival is unknown. After a
+clean end these are MQTT's DISCONNECT, two bytes, and whatever left together with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from common.accounting.traffic import TcpStats
 if TYPE_CHECKING:
     import paho.mqtt.client as mqtt
 
-# struct tcp_info of linux/tcp.h, which only ever grows at its end: state, rtt at byte 68, total_retrans at 100,
+# struct tcp_info of linux/tcp.h, which is only extended at its end: state, rtt at byte 68, total_retrans at 100,
 # bytes_acked and bytes_received (Linux 4.1) at 120, segs_out and segs_in (4.2) at 136, min_rtt (4.6) at 148.
 _FIELDS: Final = struct.Struct("=B67xI28xI16xQQII4xI")
 _BYTES_RETRANS: Final = struct.Struct("=208xQ")  # Linux 4.19
@@ -33,9 +33,9 @@ _MeterState: TypeAlias = tuple[TcpStats, socket.socket | None]
 
 
 def tcp_info(sock: socket.socket) -> TcpStats | None:
-    """Return what one connection has carried so far; None where this platform or kernel does not tell.
+    """Return the statistics of one connection; None if this platform or kernel has none.
 
-    The socket is one that connected, not one that was accepted. It may have been closed by the peer, not by us.
+    The socket must have connected, not accepted. The peer may have closed it, this process must not.
     """
     data = _read(sock)
     if data is None:
@@ -45,7 +45,7 @@ def tcp_info(sock: socket.socket) -> TcpStats | None:
     )
     has_bytes = len(data) >= _BYTES_RETRANS.size
     return TcpStats(
-        sent=acked - 1,  # SYN and FIN are numbered like a byte; our own FIN leaves when nobody asks any more
+        sent=acked - 1,  # SYN and FIN count as one byte each; this side's FIN is sent after the last sample
         received=_received(data),
         retransmitted=_BYTES_RETRANS.unpack_from(data)[0] if has_bytes else 0,
         sent_segments=sent_segments,
@@ -66,7 +66,7 @@ def _read(sock: socket.socket) -> bytes | None:
     except OSError:  # not TCP, or closed
         return None
     if len(data) < _FIELDS.size or _FIELDS.unpack_from(data)[3] == 0:
-        return None  # who connected has had its SYN acknowledged: an emulated kernel may fill in nothing
+        return None  # a connected socket has had its SYN acknowledged; an emulated kernel may leave all fields zero
     return data
 
 
@@ -76,16 +76,16 @@ def _received(data: bytes) -> int:
 
 
 class WireMeter:
-    """The sum of all connections that a link has had, one at a time.
+    """The sum over all connections of a link, one at a time.
 
-    It may be read from any thread: its state is one tuple, which is replaced as a whole.
+    Reading is thread-safe: the state is one tuple, which is replaced as a whole.
     """
 
     def __init__(self) -> None:
         self._state: _MeterState = (TcpStats(), None)
 
     def follow(self, client: mqtt.Client) -> None:
-        """Attach each socket of an MQTT client as it opens and detach it before it is closed."""
+        """Attach each socket of an MQTT client when it opens and detach it before it closes."""
         opened, closing = client.on_socket_open, client.on_socket_close
 
         def on_open(paho: mqtt.Client, data: object, sock: Any) -> None:
@@ -102,7 +102,7 @@ class WireMeter:
         client.on_socket_open, client.on_socket_close = on_open, on_close
 
     def attach(self, sock: socket.socket) -> None:
-        """Count a connected socket from now on, in place of the one before."""
+        """Start counting a connected socket in place of the previous one."""
         self._state = (self.sample(), sock)
 
     def detach(self) -> None:
@@ -110,7 +110,7 @@ class WireMeter:
         self._state = (self.sample(), None)
 
     def sample(self) -> TcpStats:
-        """Return what all connections have carried so far."""
+        """Return the sum over all connections so far."""
         while True:
             state = self._state
             settled, sock = state
@@ -121,7 +121,7 @@ class WireMeter:
                 return settled + (present or _UNMEASURED)
 
     def received(self) -> int:
-        """Return the bytes received on the present connection, -1 where there is none or nobody tells."""
+        """Return the bytes received on the present connection; -1 without a connection or without statistics."""
         sock = self._state[1]
         data = _read(sock) if sock is not None else None
         return _received(data) if data is not None else -1

@@ -1,4 +1,4 @@
-"""The bytes of a link, as its two ends and their kernels count them."""
+"""Byte counts of a link, by its two ends and their kernels."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class TcpStats:
-    """What the kernel carried on a node's connections to one broker, summed over reconnections.
+    """Kernel statistics of a node's connections to one broker, summed across reconnections.
 
-    Bytes are the stream's (TCP payload), each counted once: `sent` what the broker's kernel acknowledged, `received`
-    what arrived; what had to be sent again, `retransmitted`, comes on top. Segments are packets on the wire, bare
-    acknowledgements included. `rtt_us` is the last smoothed round trip time, `rtt_min_us` the least, 0 where there is
-    none. Of the `connections`, `unmeasured` ones told nothing, `retransmitted_unknown` ones no retransmitted bytes.
+    Bytes are TCP payload, each counted once: `sent` as acknowledged by the broker's kernel, `received` as arrived.
+    `retransmitted` bytes come on top. Segments are packets on the wire, including bare acknowledgements. `rtt_us` is
+    the last smoothed round trip time, `rtt_min_us` the smallest, 0 if unknown. Of the `connections`, `unmeasured` had
+    no statistics and `retransmitted_unknown` no count of retransmitted bytes.
     """
 
     sent: int = 0
@@ -37,13 +37,13 @@ class TcpStats:
         return TcpStats(**sums, rtt_us=later.rtt_us or self.rtt_us, rtt_min_us=least)
 
     def __sub__(self, earlier: TcpStats) -> TcpStats:
-        """Return what was carried since; the connection of both times counts."""
+        """Return the difference since an earlier sample; the connection of both samples counts."""
         since = {name: max(0, getattr(self, name) - getattr(earlier, name)) for name in _SUMMED[:6]}
         return replace(self, **since)
 
     @property
     def measured(self) -> bool:
-        """Return whether these are the bytes of all connections."""
+        """Whether these are the bytes of all connections."""
         return self.connections > 0 and not self.unmeasured
 
 
@@ -53,10 +53,10 @@ _SUMMED: Final = tuple(f.name for f in fields(TcpStats) if not f.name.startswith
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes of one link, as one end counted them since it met the other's books.
+    """Bytes of one link, counted by one end since its first contact with the other end's ledger.
 
-    `payload`: blob bytes, or message bodies; `message`: whole MQTT packets; `wire`: the connection of the link's lower
-    end, which carries nothing else.
+    `payload`: bytes of blobs, or message bodies; `message`: whole MQTT packets; `wire`: the connection of the link's
+    lower end, which carries only this link.
     """
 
     sent_model_payload: int = 0
@@ -77,19 +77,19 @@ class Traffic:
 
     @property
     def sent(self) -> int:
-        """Return all MQTT bytes sent."""
+        """All MQTT bytes sent."""
         return self.sent_model_message + self.sent_control_message
 
     @property
     def received(self) -> int:
-        """Return all MQTT bytes received."""
+        """All MQTT bytes received."""
         return self.received_model_message + self.received_control_message
 
     @property
     def carried_models(self) -> int:
-        """Return the bytes of models that the wire carried, chunks on their way too; 0 where no kernel told.
+        """Model bytes on the wire, including unfinished chunks; 0 without kernel statistics.
 
-        Acknowledgements and the like are among them, a few bytes for each message.
+        Includes acknowledgements and similar packets, a few bytes per message.
         """
         control = self.sent_control_message + self.received_control_message
         return max(0, self.wire.sent + self.wire.received - control) if self.wire.measured else 0
@@ -100,7 +100,7 @@ _COUNTS: Final = attrgetter(*(f.name for f in fields(Traffic)))
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A link before the run: bytes per second, 0 where nobody measured, and the MQTT bytes that measuring cost."""
+    """Calibration of a link before the run: bytes per second, 0 if unknown, and the MQTT bytes of its probes."""
 
     up: float = 0.0
     down: float = 0.0

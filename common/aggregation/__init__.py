@@ -1,4 +1,4 @@
-"""Plan, then apply: an algorithm decides a small mixing matrix from statistics, one kernel applies it.
+"""Aggregation in two steps: a rule plans a small mixing matrix from statistics, and one kernel applies it.
 
-Legend of the shape suffixes: K models (rows), D trainable columns, F = D + Db float32 columns, Q counters.
+Suffixes of arrays: K models (rows), D trainable columns, F = D + Db float32 columns, Q counters.
 """

@@ -1,9 +1,9 @@
-"""One node's algorithm: which model each child gets, and what becomes of what the children send.
+"""One node's aggregation rule: it chooses each child's model and aggregates the uploads.
 
-A node calls, in this order: `begin` with the model from above (the cloud: with the initial model, once), then for
-each of its rounds `dispatch` and `aggregate`; an institution begins again with each global round's model. To go
-on from a checkpoint, the cloud begins with the model that was saved and calls `restore`; an institution restores,
-and begins when the next model comes.
+Call order: `begin` with the parent's model (at the cloud once, with the initial model), then `dispatch` and `aggregate`
+in each of the node's rounds. An institution calls `begin` in every global round. To resume from a checkpoint, the cloud
+calls `begin` with the saved model and then `restore`; an institution calls `restore`, and `begin` when the next model
+arrives.
 """
 
 from __future__ import annotations
@@ -26,41 +26,41 @@ __all__ = ["Aggregated", "Aggregator", "Uploads", "build"]
 
 
 class Aggregator(Protocol):
-    """One node's algorithm over its children."""
+    """One node's aggregation rule over its children."""
 
     @property
     def reads_start(self) -> bool:
-        """Return whether the next `begin` reads the model's values: they must have arrived."""
+        """Whether the next `begin` reads the model's values, which must have arrived then."""
 
     @property
     def model(self) -> Row:
-        """Return the mean: what is evaluated, sent up and deployed. One array, written by each `aggregate`."""
+        """The mean: evaluated, uploaded and deployed. One array, written by each `aggregate`."""
 
     @property
     def mixed(self) -> Row | None:
-        """Return the mean of the models after mixing where it differs from `model`, else None."""
+        """The mean of the models after mixing if it differs from `model`, else None."""
 
     def begin(self, model: Row) -> None:
-        """Start from a model, uint8 [row_bytes], that stays unchanged until the next `begin`.
+        """Start from a model, uint8 [row_bytes], which must not change until the next `begin`.
 
-        It may be still arriving unless `reads_start`; it must have arrived when the first uploads are aggregated.
+        Unless `reads_start`, it may still be arriving. It must be complete when the first uploads are aggregated.
         """
 
     def dispatch(self, r: int, children: Sequence[str]) -> dict[str, Row]:
-        """Return the row that each child gets in round r, in the order of the uploads' rows.
+        """Return each child's flat model in round r; the order of the children is that of the uploads' rows.
 
-        Children that get equal models share one array object. The rows are valid until the next `aggregate` or
-        `begin`. Raises ValueError where a rule of K models meets another number of children than it has models.
+        Children with equal models share one array object. The arrays are valid until the next `aggregate` or `begin`.
+        Raises ValueError if a multi-model rule has another number of models than there are children.
         """
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
-        """Make the next models of round r's uploads, whose values are finite. May write into the missing rows."""
+        """Compute the next models from round r's uploads, whose values are finite. May overwrite missing rows."""
 
     def save(self, folder: Path) -> dict[str, object]:
-        """Write what the next round needs beside `model` as files into a fresh folder; return facts fit for JSON."""
+        """Write the state besides `model` as files into a new folder; return facts that JSON can hold."""
 
     def restore(self, folder: Path, facts: Mapping[str, object]) -> None:
-        """Go on from what `save` wrote; the folder may be removed afterwards."""
+        """Restore the state that `save` wrote; the folder may be removed afterwards."""
 
 
 def build(
@@ -73,10 +73,10 @@ def build(
     rows: Callable[[str, int], npt.NDArray[np.uint8]],
     folder: Path | None = None,
 ) -> Aggregator:
-    """Return a node's algorithm. `tier` is "cloud" or "institution".
+    """Return a node's rule. `tier` is "cloud" or "institution".
 
-    `rows(name, count)` hands out memory for models, uint8 [count, row_bytes]; `folder` is where FedCDA keeps cached
-    uploads beyond its memory, None: all stay in memory.
+    `rows(name, count)` allocates memory for models, uint8 [count, row_bytes]. `folder`: where FedCDA stores cached
+    uploads that exceed its memory limit; None: all stay in memory.
     """
     measures = tier == "cloud"  # Tempo's distances
     if isinstance(settings, FedAvg | FedAdp):

@@ -1,7 +1,7 @@
-"""Columns cut into fixed blocks, worked on by a few threads (numpy lets go of the interpreter's lock).
+"""Work on blocks of columns by a few threads; numpy releases the interpreter's lock.
 
-The cut depends on the columns alone and results come back in the order of the columns, so no number depends on how
-many threads there are.
+The blocks depend only on the columns, and results are returned in their order. So no number depends on the number of
+threads.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Final, TypeVar
 
-THREADS_MOST: Final = 4  # what more would gain, the memory bus does not have
-COLUMNS: Final = 32_768  # of a block: its pieces of three rows in float64 fit a core's second cache
+THREADS_MOST: Final = 4  # more threads are limited by the memory bus
+COLUMNS: Final = 32_768  # per block: the pieces of three rows in float64 fit into a core's second-level cache
 RELEASE_BLOCKS: Final = 8
 
 Result = TypeVar("Result")
@@ -27,7 +27,7 @@ def cut(start: int, stop: int, width: int = COLUMNS) -> Iterator[slice]:
 def over(
     blocks: Sequence[slice], work: Callable[[slice], Result], *, release: Callable[[], None] = lambda: None
 ) -> list[Result]:
-    """Return what `work` returns for each block, in order; `release` is called every few blocks."""
+    """Return the results of `work` for each block, in order; call `release` every few blocks."""
     if len(blocks) < 2 or _threads() < 2:
         return list(_released(map(work, blocks), release))
     return list(_released(_pool().map(work, blocks), release))

@@ -1,7 +1,7 @@
-"""A node of one model that is made of cached uploads: FedCDA.
+"""Rules of one model that is computed from cached uploads: FedCDA.
 
-The sum of all selected uploads runs along in float64, so that a round reads the participants' candidates and nobody
-else's. Children that never sent anything are in no mean; one that fails is no participant: its selection stays.
+A running float64 sum of all selected uploads is kept, so that a round reads only the participants' candidates. Children
+without any upload are in no mean. The selection of a child that fails does not change.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from common.randomness import Purpose, generator
 
 
 class CachedUploadRule(OneModel):
-    """One model at one node, and each child's last uploads. `measures`: distances are wanted in the warm-up too."""
+    """One model at one node, and each child's last uploads. `measures`: compute distances in the warm-up too."""
 
     def __init__(
         self, settings: FedCDA, *, layout: ModelLayout, node: str, seed: int, measures: bool, folder: Path | None
@@ -42,7 +42,7 @@ class CachedUploadRule(OneModel):
         self._sum_F: Doubles = np.zeros(layout.columns)
 
     def begin(self, model: Row) -> None:
-        """Hand this model to the children next, and forget their uploads unless they are kept."""
+        """Dispatch this model next, and drop the cached uploads unless the history is kept."""
         super().begin(model)
         if self._settings.history == "clear":
             for kept in (kept for queue in self._queues.values() for kept in queue):
@@ -51,13 +51,13 @@ class CachedUploadRule(OneModel):
             self._sum_F.fill(0.0)
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
-        """Add the uploads to their histories, select one of each participant's, and take the mean of all selected."""
+        """Add the uploads to their histories, select one per participant, and take the mean of all selected ones."""
         participants = [uploads.children[k] for k in uploads.answered]
         old = [self._selected.pop(child) for child in participants if child in self._selected]
         if self._selected:
             self._add(old, -1)
         else:
-            self._sum_F.fill(0.0)  # nothing is left of it, not even rounding errors
+            self._sum_F.fill(0.0)  # removes the rounding errors too
         for k, child in zip(uploads.answered, participants, strict=True):
             report = uploads.reports[k]
             assert report is not None
@@ -76,7 +76,7 @@ class CachedUploadRule(OneModel):
         return outcome
 
     def save(self, folder: Path) -> dict[str, object]:
-        """Write the histories, by links where they are files already, and the sum of the selected uploads."""
+        """Write the histories, as links if they are files already, and the sum of the selected uploads."""
         self._cache.save(folder, (kept for queue in self._queues.values() for kept in queue))
         self._sum_F.tofile(folder / "sum")
         return {
@@ -85,7 +85,7 @@ class CachedUploadRule(OneModel):
         }
 
     def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """Take up the histories."""
+        """Restore the histories."""
         self._queues = {
             child: [self._cache.restore(folder, child, r, loss=loss) for r, loss in queue]
             for child, queue in facts["queues"].items()
@@ -96,7 +96,7 @@ class CachedUploadRule(OneModel):
         self._sum_F[:] = np.fromfile(folder / "sum")
 
     def _warm_up(self, uploads: Uploads, participants: list[str]) -> Aggregated:
-        """Take the mean of this round's uploads; select them."""
+        """Select this round's uploads and return their mean."""
         layout, answered, statistics = self._layout, uploads.answered, uploads.statistics
         newest = {child: self._queues[child][-1] for child in participants}
         self._selected |= newest
@@ -113,7 +113,7 @@ class CachedUploadRule(OneModel):
         return Aggregated(loss, dict(zip(participants, distances, strict=False)), None, facts)
 
     def _select(self, r: int, uploads: Uploads, participants: list[str]) -> Aggregated:
-        """Choose one upload of each participant's history; take the mean of all that are selected."""
+        """Select one upload from each participant's history; take the mean of all selected ones."""
         layout, settings, fixed = self._layout, self._settings, len(self._selected)
         kept = [kept for child in participants for kept in reversed(self._queues[child])]
         places = iter(range(len(kept)))
@@ -139,7 +139,7 @@ class CachedUploadRule(OneModel):
         self._selected |= dict(zip(participants, chosen, strict=True))
         n = len(self._selected)
         np.divide(self._sum_F, n, out=layout.floats(self._mean), casting="same_kind")
-        first = self._selected[min(self._selected)]  # all weigh alike: counters come from the first
+        first = self._selected[min(self._selected)]  # equal weights: the counters are those of the first
         layout.integers(self._mean)[:] = layout.integers(first.row)
         first.close()
         facts: dict[str, object] = {

@@ -1,11 +1,11 @@
-"""FedAdp (Wu and Wang 2021): a child counts for more the closer its step points to the mean of all steps.
+"""FedAdp (Wu and Wang 2021): a child's weight grows with the alignment of its step and the mean step.
 
     theta_k = angle between d_k = v_k - g and dbar = sum of p_i d_i       over trainable columns
     s_k     = ((j - 1) s_k + theta_k) / j                                 at child k's j-th participation at this node
     f_k     = a (1 - exp(-exp(-a (s_k - 1))))
     w_k     = n_k exp(f_k) / sum of the same
 
-j counts the child's own participations, never the rounds; a child that did not move is at a right angle.
+j counts the child's participations, not the rounds. The angle of a child that did not move is a right angle.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from common.aggregation.statistics import Doubles, Gram, Statistics, shares
 
 @dataclass(frozen=True, slots=True)
 class Angle:
-    """A child's smoothed angle in radians, and how often it took part."""
+    """A child's smoothed angle in radians, and the number of its participations."""
 
     count: int = 0
     smoothed: float = 0.0
 
     def with_next(self, theta: float) -> Angle:
-        """Return the mean of all angles with one more."""
+        """Return the mean of all angles including `theta`."""
         return Angle(self.count + 1, (self.count * self.smoothed + theta) / (self.count + 1))
 
 
@@ -46,14 +46,14 @@ def angles(products: Gram, shares_K: Doubles) -> Doubles:
 
 
 def gompertz(angle: float, a: float) -> float:
-    """Return f: a for small angles, falling around 1 rad."""
+    """Return f: near a for small angles, falling around 1 rad."""
     return a * (1 - exp(-exp(-a * (angle - 1))))
 
 
 def plan(
     known: Angles, statistics: Statistics, products: Gram, *, children: Sequence[str], a: float
 ) -> tuple[Mixture, Angles, dict[str, object]]:
-    """Return W [1, K] for the children's uploads, the angles with this round's, and what was found."""
+    """Return W [1, K] for the children's uploads, the updated angles, and facts for the plan."""
     thetas_K = angles(products, statistics.shares_K)
     seen = {
         child: known.get(child, Angle()).with_next(float(theta))

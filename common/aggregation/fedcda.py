@@ -1,9 +1,9 @@
-"""FedCDA (Wang et al., ICLR 2024): of each child's last uploads, take those that lie together at a low loss.
+"""FedCDA (Wang et al., ICLR 2024): select cached uploads that are close together at a low loss.
 
     (5)  min  (1/n) sum F(x_c) + (L/2n) sum ||x_c - xbar||^2,   xbar = (1/n) sum x_c,   over one upload of each child
 
-The round's participants are searched group by group, with all others' choices fixed. A common shift changes no
-distance, so with e = x - z, s0 = the sum of e over what is fixed, G = e e^T, u = e.s0 and q = s0.s0:
+The round's participants are searched group by group, with all other selections fixed. A common shift changes no
+distance, so with e = x - z, s0 = the sum of e over the fixed selections, G = e e^T, u = e.s0 and q = s0.s0:
 
     J = (1/n) sum F_c + (L/2) [ (1/n) sum G_cc - (q + 2 sum u_c + sum sum G_cc') / n^2 ]  + a constant of the group
 """
@@ -23,9 +23,9 @@ TIE: Final = 1e-12  # of the terms' scale
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The cached uploads of the round's participants: G, u and q, their losses, and which belong to whom.
+    """The cached uploads of the round's participants: G, u and q, their losses, and their owners.
 
-    `of[p]` are participant p's candidates, rows of G, newest first. `fixed`: how many other children were seen.
+    `of[p]`: participant p's candidates as rows of G, newest first. `fixed`: the number of other children with uploads.
     """
 
     products: Gram
@@ -36,24 +36,24 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Each participant's chosen candidate, and the products with the sum of all that is now chosen."""
+    """Each participant's selected candidate, and the products with the sum of all selected uploads."""
 
     chosen: tuple[int, ...]
     products: Gram
 
     def distances(self, rows: Sequence[int], n: int) -> list[float]:
-        """Return ||x_c - xbar|| of candidates, for the mean xbar of all n choices."""
+        """Return ||x_c - xbar|| of candidates, for the mean xbar of all n selected uploads."""
         g, u, q = self.products.offsets_KK, self.products.along_K, self.products.square
         return [float(np.sqrt(max(g[c, c] - 2 * u[c] / n + q / n**2, 0.0))) for c in rows]
 
 
 def group(participants: int, groups: int, draw: np.random.Generator) -> list[list[int]]:
-    """Return the participants 0 .. P-1, shuffled, in groups of near-equal size, the first P mod B one larger."""
+    """Return the participants 0 .. P-1, shuffled, in groups of near-equal size; the first P mod B are larger by one."""
     return [part.tolist() for part in np.array_split(draw.permutation(participants), min(groups, participants))]
 
 
 def plan(candidates: Candidates, groups: Sequence[Sequence[int]], *, smoothness: float) -> Choice:
-    """Return what each participant contributes: group after group, with later groups left out."""
+    """Return each participant's selection: one group after another, without the groups that follow."""
     products, n = candidates.products, candidates.fixed
     chosen = [-1] * len(candidates.of)
     for members in groups:
@@ -72,14 +72,14 @@ def search(
 ) -> list[int]:
     """Return the candidate of each member whose combination minimises J, n = fixed + members.
 
-    Combinations run from all newest to all oldest; among those within 1e-12 of the least the first one wins.
+    Combinations run from all newest to all oldest. Of those within 1e-12 of the minimum the first one is returned.
     """
     g_CC, u_C = products.offsets_KK, products.along_K
     squares_C = np.diagonal(g_CC)
     pair = smoothness / n**2  # of each unordered pair
     spread_C = smoothness / 2 * (squares_C / n - (2 * u_C + squares_C) / n**2)
     values = np.zeros(1)
-    pulls = np.zeros((1, len(losses_C)))  # [combinations, C]: sum of G over what a combination has chosen so far
+    pulls = np.zeros((1, len(losses_C)))  # [combinations, C]: sum of G over the candidates chosen so far
     scale = smoothness / 2 * products.square / n**2
     for own in map(list, members):
         step = losses_C[own] / n + spread_C[own] - pair * pulls[:, own]

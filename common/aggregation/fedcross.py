@@ -1,8 +1,8 @@
-"""FedCross (Hu et al., ICDE 2024, Algorithm 1): each of K models is mixed with a partner of its round.
+"""FedCross (Hu et al., ICDE 2024, Algorithm 1): each of K models is mixed with a partner that changes every round.
 
     w_j = alpha * v_j + (1 - alpha) * v_co(j)
 
-The propellers' weights and offsets and the law of dynamic alpha are ours: the papers leave them open.
+The papers leave the propellers' weights and offsets and the schedule of dynamic alpha open; fedstrata defines them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ LEAST_ALPHA: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class FedCrossStage:
-    """What a round does: its own model's weight, and how many partners share the rest.
+    """Mixing in one round: the weight of the own model, and the number of partners that share the rest.
 
-    Partners are chosen in order, or, where `similar`, by the strategy.
+    Partners are chosen in order, or by similarity (`similar`) following the strategy.
     """
 
     name: str
@@ -35,7 +35,7 @@ class FedCrossStage:
 
 
 def stage(settings: FedCross, r: int, count: int) -> FedCrossStage:
-    """Return what round r (0-based, never reset) does to `count` models, after any first stage."""
+    """Return the stage of `count` models in round r (0-based, never reset), after any first stage."""
     similar = settings.strategy != "in_order"
     if r < settings.propeller_rounds:
         propellers = min(settings.propellers, count - 1)
@@ -57,7 +57,7 @@ def in_order(r: int, count: int, place: int = 0) -> list[int]:
 def by_similarity(similarity_KK: npt.NDArray[np.float64], *, lowest: bool) -> list[int]:
     """Return each model's least or most similar other model.
 
-    Among equals (j+1) mod K wins, then the lowest index: the authors' code starts there and scans upwards.
+    Ties are resolved as in the authors' code: (j+1) mod K first, then the lowest index.
     """
     values_KK = -similarity_KK if lowest else similarity_KK
     chosen = []
@@ -71,7 +71,7 @@ def by_similarity(similarity_KK: npt.NDArray[np.float64], *, lowest: bool) -> li
 
 
 def similarity(settings: FedCross, entries: Sequence[Gram]) -> npt.NDArray[np.float64]:
-    """Return sim(v_i, v_j) [K, K]; `entries` are the whole model's products, or for `pairwise` each entry's."""
+    """Return sim(v_i, v_j) [K, K]; `entries` are the products of the whole model, or for `pairwise` of each entry."""
     if settings.similarity == "cosine":
         return entries[0].cosines_KK()
     if settings.similarity == "sum_norm":
@@ -80,9 +80,9 @@ def similarity(settings: FedCross, entries: Sequence[Gram]) -> npt.NDArray[np.fl
 
 
 def pairwise(entries: Sequence[Gram], *, normalise: bool) -> npt.NDArray[np.float64]:
-    """Return the similarity of the authors' code: the cosines of the state's entries, taken two by two, summed.
+    """Return the similarity of the authors' code: the sum of the cosines of pairs of the state's entries.
 
-    The last one counts twice: the leftover entry of an odd number, else the last pair. `normalise` divides by
+    The last term counts twice: it is the leftover entry of an odd number, else the last pair. `normalise` divides by
     ceil(n/2) for odd n, n/2 + 1 for even n.
     """
     pairs = [one + other for one, other in zip(entries[:-1:2], entries[1::2], strict=True)]
@@ -93,7 +93,7 @@ def pairwise(entries: Sequence[Gram], *, normalise: bool) -> npt.NDArray[np.floa
 
 
 def plan(found: FedCrossStage, partners: Sequence[Sequence[int]], count: int) -> Mixtures:
-    """Return W [K, K]: alpha on the own model, the rest shared alike by the partners of each model."""
+    """Return W [K, K]: alpha for the own model, the rest in equal parts for the partners of each model."""
     mixtures = []
     for j in range(count):
         weights_K = np.zeros(count)

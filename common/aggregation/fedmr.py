@@ -1,4 +1,4 @@
-"""FedMR (Hu et al. 2022): the layers of K models are dealt anew among them, each layer by a permutation of its own.
+"""FedMR (Hu et al. 2022): the layers of K models are permuted among the models, each layer by its own permutation.
 
     w_k[l] = v_pi_l(k)[l]
 
@@ -22,8 +22,8 @@ Layer = tuple[Entry, ...]
 def layers(settings: FedMR, layout: ModelLayout) -> tuple[Layer, ...]:
     """Return the state's entries in groups that stay together.
 
-    `module`: a layer's weight, bias, statistics and counter (the paper); `key`: each entry alone (the authors' code);
-    `block`: runs of about block_fraction of the entries; `model`: all, so that nothing is recombined.
+    `module`: a layer's weight, bias, statistics and counter (the paper); `key`: single entries (the authors' code);
+    `block`: runs of about block_fraction of the entries; `model`: all entries, so nothing is recombined.
     """
     entries = layout.in_state_order
     if settings.granularity == "module":
@@ -43,10 +43,10 @@ def layers(settings: FedMR, layout: ModelLayout) -> tuple[Layer, ...]:
 def plan(
     found: Sequence[Layer], count: int, *, seed: int, node: str, r: int
 ) -> tuple[tuple[MixedColumns, ...], dict[str, object]]:
-    """Return a permutation matrix [K, K] for each layer, and a digest of all permutations."""
+    """Return a permutation matrix [K, K] per layer, and a digest of all permutations."""
     parts, digest = [], blake2b(digest_size=8)
     for place, layer in enumerate(found):
-        # A node's name has no slash: each layer's stream is its own.
+        # A node's name contains no slash, so each layer has its own random stream.
         order = generator(seed, Purpose.RECOMBINATION, f"{node}/{place}", r).permutation(count).tolist()
         digest.update(repr(order).encode())
         parts.append(MixedColumns.of(tuple(map(Mixture.copy, order)), layer))

@@ -1,4 +1,4 @@
-"""The reference of the rules of K models: none is ever mixed, each goes on from what was uploaded for it."""
+"""The baseline of the multi-model rules: no mixing, each model continues from its own upload."""
 
 from __future__ import annotations
 

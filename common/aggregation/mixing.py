@@ -1,8 +1,8 @@
-"""The one kernel: out = W @ X, block of columns by block of columns.
+"""The mixing kernel: out = W @ X, one block of columns after another.
 
-W is kept as (index, weight) lists, one `Mixture` for each output row, so that zero weights are skipped and never
-multiplied (0 * NaN = NaN: one diverged model must not poison the others). A plan is one such W for all columns, or
-one for each `MixedColumns` of them.
+W is stored as (index, weight) lists, one `Mixture` per output row. Zero weights are skipped and never multiplied
+(0 * NaN = NaN: one diverged model must not affect the others). A plan is one W for all columns, or one for each
+`MixedColumns`.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ FLOAT32_TERMS: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """One output row: the input rows it is made of, ascending, and their weights, none of them zero."""
+    """One output row: the indices of its input rows, ascending, and their nonzero weights."""
 
     indices: tuple[int, ...]
     weights: tuple[float, ...]
 
     @classmethod
     def of(cls, weights_K: Sequence[float] | npt.NDArray[np.float64]) -> Mixture:
-        """Return the mixture of one weight for each input row."""
+        """Return the mixture with one weight per input row."""
         kept = [(k, float(weight)) for k, weight in enumerate(weights_K) if weight != 0.0]
         return cls(tuple(k for k, _ in kept), tuple(weight for _, weight in kept))
 
     @classmethod
     def copy(cls, index: int) -> Mixture:
-        """Return the mixture that is one input row, bit for bit."""
+        """Return the mixture that copies one input row bit for bit."""
         return cls((index,), (1.0,))
 
     @property
     def heaviest(self) -> int:
-        """Return the input row with the largest weight, the lowest index on ties."""
+        """The input row with the largest weight, the lowest index on ties."""
         return self.indices[self.weights.index(max(self.weights))]
 
     def dense(self, count: int) -> npt.NDArray[np.float64]:
@@ -57,7 +57,7 @@ Mixtures = tuple[Mixture, ...]
 
 @dataclass(frozen=True, slots=True)
 class MixedColumns:
-    """Some columns of the float section and of the counters, and how each output row is mixed there."""
+    """Some columns of the float section and of the counters, and the mixture of each output row in these columns."""
 
     mixtures: Mixtures
     columns: tuple[slice, ...]
@@ -65,17 +65,17 @@ class MixedColumns:
 
     @classmethod
     def of(cls, mixtures: Mixtures, entries: Sequence[Entry]) -> MixedColumns:
-        """Return the part of these entries of the state."""
+        """Return the columns of these entries of the state."""
         places = [(entry.section is Section.COUNTER, slice(entry.start, entry.stop)) for entry in entries]
         return cls(mixtures, tuple(s for q, s in places if not q), tuple(s for q, s in places if q))
 
     def with_first(self, mixture: Mixture) -> MixedColumns:
-        """Return the part with one more output row, before the others."""
+        """Return the same columns with one more output row, before the others."""
         return replace(self, mixtures=(mixture, *self.mixtures))
 
 
 def whole(layout: ModelLayout, mixtures: Sequence[Mixture]) -> tuple[MixedColumns, ...]:
-    """Return the plan that mixes all columns alike."""
+    """Return the plan that mixes all columns in the same way."""
     return (MixedColumns(tuple(mixtures), (slice(0, layout.columns),), (slice(0, layout.counters),)),)
 
 
@@ -89,10 +89,10 @@ def apply(
 ) -> None:
     """Write each mixture of whole rows, uint8 [K, row_bytes], into its row of `out`, which may be rows of `rows_K`.
 
-    Float columns are mixed: rows of up to three terms are summed in float32, longer ones in float64 and rounded once,
-    always in row order; a row with the single weight 1 is copied bit for bit. Counters are never averaged but copied
-    from the heaviest input row. A block is read for all rows before it is written. `release` is called every few
-    blocks: what was read of the rows may leave memory.
+    Float columns: up to three terms are summed in float32, more terms in float64 and rounded once, always in row order.
+    A single weight of 1 copies the row bit for bit. Counters are never averaged: they are copied from the input row
+    with the largest weight. A block is read for all rows before it is written. `release` is called every few blocks;
+    the pages that were read may leave memory then.
     """
     models_KF, targets = layout.floats(rows_K), [layout.floats(row) for row in out]
     in_place = any(np.may_share_memory(target, models_KF) for target in targets)
@@ -134,7 +134,7 @@ def _mix_block(mixtures: Mixtures, block_KC: Floats, out: Sequence[Floats], in_p
 def recentre(rows: Sequence[Row], received: Row, *, layout: ModelLayout) -> None:
     """Move rows so that their mean is the received model: w_k <- received + (w_k - mean_j w_j), in place.
 
-    Parameters only; buffers and counters take the received values. Equal rows become the received model exactly.
+    Applies to parameters; buffers and counters take the received values. Equal rows become exactly the received model.
     """
     parameters = layout.parameters
     target, models = layout.floats(received), [layout.floats(row) for row in rows]
@@ -145,7 +145,7 @@ def recentre(rows: Sequence[Row], received: Row, *, layout: ModelLayout) -> None
             mean += model[columns]
         mean /= len(models)
         for model in models:
-            np.subtract(model[columns], mean, out=offset)  # first of all: 0 where the rows are equal
+            np.subtract(model[columns], mean, out=offset)  # first: exactly 0 where the rows are equal
             offset += target[columns]
             model[columns] = offset
 

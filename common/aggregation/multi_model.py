@@ -1,8 +1,8 @@
-"""A node of K models: FedCross, FedMR and the models that are never mixed.
+"""Multi-model rules, K models at one node: FedCross, FedMR and models that are never mixed.
 
-Nobody trains on their mean: model j goes to a child drawn anew in each round (the papers' shuffle), comes back as
-upload j, and is mixed with others into the next model j. The mean of the uploads is evaluated, sent up and deployed.
-A child that fails hands in what it was given.
+Model j is trained by a child that is selected at random in each round (the papers' shuffle), returns as upload j, and
+is mixed with others into the next model j. The mean of the uploads is evaluated, uploaded and deployed, but never
+trained. The model dispatched to a child that fails is used as its upload (fallback model).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from common.randomness import Purpose, generator
 
 
 class MultiModelRule:
-    """K models at one node; while all are equal they are one row. `measures`: distances are wanted in any case."""
+    """K models at one node; equal models are stored once. `measures`: always compute distances."""
 
     def __init__(
         self,
@@ -43,24 +43,24 @@ class MultiModelRule:
         self._memory = rows
         self._layers = fedmr.layers(settings, layout) if isinstance(settings, FedMR) else ()
         self._mean = layout.empty()
-        self._start: Row = self._mean  # what all models are while they are equal
+        self._start: Row = self._mean  # the common value of all models while they are equal
         self._rows: npt.NDArray[np.uint8] | None = None
         self._distinct = False
         self._mixed: Mixture | None = None
 
     @property
     def reads_start(self) -> bool:
-        """Return whether the next model from above is needed to recentre K models."""
+        """Whether the next `begin` needs the model's values to recentre the K models."""
         return self._distinct and self._settings.on_new_model == "recentre"
 
     @property
     def model(self) -> Row:
-        """Return the mean of the last uploads."""
+        """The mean of the last uploads."""
         return self._mean
 
     @property
     def mixed(self) -> Row | None:
-        """Return the mean of the models after mixing where the last plan changed it: a row of its own."""
+        """The mean of the models after mixing, in a new row, if the last plan changed it; else None."""
         if self._mixed is None or self._rows is None:
             return None
         row = self._layout.empty()
@@ -68,7 +68,7 @@ class MultiModelRule:
         return row
 
     def begin(self, model: Row) -> None:
-        """Start all models from this one, or move them so that it is their mean (`on_new_model`)."""
+        """Start all models from this one, or shift them so that it becomes their mean (`on_new_model`)."""
         if self.reads_start and self._rows is not None:
             mixing.recentre(list(self._rows), model, layout=self._layout)
         else:
@@ -81,7 +81,7 @@ class MultiModelRule:
         return {children[place]: row for place, row in zip(order, self._models(len(children)), strict=True)}
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
-        """Mix the uploads into the next models, and take their mean."""
+        """Mix the uploads into the next models and compute their mean."""
         layout, count, answered = self._layout, len(uploads.children), uploads.answered
         for k, row in enumerate(self._models(count)):
             if k not in answered:
@@ -113,7 +113,7 @@ class MultiModelRule:
         return Aggregated(loss, distances, apart, {**facts, "fallback_models": fallback})
 
     def _mix(self, plan: Sequence[MixedColumns], weights_K: Doubles, products: Gram | None, uploads: Uploads) -> float:
-        """Write the mean and the next models; return their spread. Without a plan all become the mean."""
+        """Write the mean and the next models; return their spread. Without a plan all models become the mean."""
         mean, count = Mixture.of(weights_K), len(weights_K)
         rows: list[Row] = []
         if plan:
@@ -126,16 +126,16 @@ class MultiModelRule:
         mixing.apply(parts, uploads.rows_K, layout=self._layout, out=out, release=uploads.release)
         if not plan:
             return 0.0
-        if products is None:  # every upload counts for as much in the next models as in the mean: that is theirs too
+        if products is None:  # every upload has equal total weight in the next models, so their mean is the same
             parameters, floats = self._layout.parameters, self._layout.floats
             return spread([floats(row)[:parameters] for row in rows], floats(self._mean)[:parameters])
         mixing_KK = np.array([mixture.dense(count) for mixture in plan[0].mixtures])
         if not np.allclose(mixing_KK.mean(axis=0), weights_K, rtol=0, atol=1e-12):
             self._mixed = Mixture.of([1 / count] * count)
-        return products.spread(mixing_KK)  # where there are parts, each is a permutation, which leaves it as it was
+        return products.spread(mixing_KK)  # several parts are permutations, which do not change the spread
 
     def save(self, folder: Path) -> dict[str, object]:
-        """Write the models, unless they are all equal to the model beside which this is saved."""
+        """Write the models, unless they are all equal to the model that is saved with this state."""
         if not self._distinct or self._rows is None:
             return {"models": 0}
         with (folder / "models.bin").open("wb") as file:
@@ -165,7 +165,7 @@ class MultiModelRule:
     def _plan(
         self, r: int, uploads: Uploads, compare: Callable[[], Gram]
     ) -> tuple[Sequence[MixedColumns], dict[str, object]]:
-        """Return how the uploads are mixed, an empty plan where all models become the mean, and what was decided.
+        """Return how to mix the uploads, and facts about the decision; an empty plan makes all models the mean.
 
         A plan by similarity calls `compare` for the products of the uploads.
         """
@@ -180,7 +180,7 @@ class MultiModelRule:
             return fedmr.plan(self._layers, count, seed=self._seed, node=self._node, r=r)
         stage = fedcross.stage(settings, r, count)
         if stage.similar:
-            entries = [compare()]  # of which the spread needs the products in any case
+            entries = [compare()]  # the spread needs these products anyway
             if settings.similarity == "pairwise":
                 entries = gram_by_entry(uploads.rows_K, self._layout, release=uploads.release)
             similarity_KK = fedcross.similarity(settings, entries)

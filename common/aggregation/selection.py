@@ -1,4 +1,4 @@
-"""Which children take part in a round."""
+"""Client selection: the children that take part in a round."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.randomness import Purpose, generator
 def select(children: Sequence[str], fraction: float, *, seed: int, node: str, r: int) -> list[str]:
     """Return K = max(1, floor(fraction * children)) of a node's children, in their order, for its round r.
 
-    Drawn without replacement from a generator of the node's and the round's own.
+    The selection is without replacement, by a generator for this node and round.
     """
     count = participants(len(children), fraction)
     if count == len(children):

@@ -1,4 +1,4 @@
-"""A node of one model, which all its children train. FedAvg and FedAdp: the mean of what they send is the next one."""
+"""Rules of one model that all children train. FedAvg and FedAdp: the next model is the mean of the uploads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from common.model.layout import ModelLayout, Row
 
 
 class OneModel:
-    """What holds for every rule of one model: `_current` goes to the children, `_mean` is what comes of it."""
+    """Base of the rules of one model: `_current` is dispatched to the children, `_mean` is the result."""
 
     def __init__(self, layout: ModelLayout) -> None:
         self._layout = layout
@@ -25,28 +25,28 @@ class OneModel:
 
     @property
     def reads_start(self) -> bool:
-        """Return that the model from above is only passed on."""
+        """Whether `begin` reads the model's values: never, it only passes the model on."""
         return False
 
     @property
     def model(self) -> Row:
-        """Return the mean: of the last uploads, or of those that were selected."""
+        """The mean of the last uploads, or of the selected ones."""
         return self._mean
 
     @property
     def mixed(self) -> None:
-        """Return that nothing is mixed after the mean."""
+        """The mean after mixing: None, because nothing is mixed."""
 
     def begin(self, model: Row) -> None:
-        """Hand this model to the children next."""
+        """Dispatch this model next."""
         self._current = model
 
     def dispatch(self, r: int, children: Sequence[str]) -> dict[str, Row]:
-        """Return the one model for all."""
+        """Return the same model for all children."""
         return dict.fromkeys(children, self._current)
 
     def _products(self, uploads: Uploads) -> Gram:
-        """Return the products of the uploads' steps from what was dispatched, in the order of those that answered."""
+        """Return the products of the uploads' steps relative to the dispatched model, in the order of the uploads."""
         trainable = slice(0, self._layout.parameters)
         floats_K = self._layout.floats(uploads.rows_K)
         return gram(
@@ -57,7 +57,7 @@ class OneModel:
 
 
 class SingleModelRule(OneModel):
-    """FedAvg or FedAdp at one node. `measures`: distances are wanted though the plan needs none."""
+    """FedAvg or FedAdp at one node. `measures`: compute distances even if the plan does not need them."""
 
     def __init__(self, settings: FedAvg | FedAdp, *, layout: ModelLayout, measures: bool) -> None:
         super().__init__(layout)
@@ -66,7 +66,7 @@ class SingleModelRule(OneModel):
         self._angles: Angles = {}
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
-        """Write the mean of the uploads that are there."""
+        """Write the mean of the uploads."""
         settings, answered, statistics = self._settings, uploads.answered, uploads.statistics
         children = [uploads.children[k] for k in answered]
         products = self._products(uploads) if self._measures or isinstance(settings, FedAdp) else None
@@ -92,7 +92,7 @@ class SingleModelRule(OneModel):
         return {"angles": {child: [angle.count, angle.smoothed] for child, angle in self._angles.items()}}
 
     def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """Take up the children's angles."""
+        """Restore the children's angles."""
         self._angles = {
             child: Angle(int(count), float(smoothed)) for child, (count, smoothed) in facts["angles"].items()
         }

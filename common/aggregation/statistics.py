@@ -1,7 +1,7 @@
-"""Cheap numbers about K models from which every plan is made: counts, losses and inner products.
+"""Statistics of K models for the plans: counts, losses and inner products.
 
-Inner products are taken relative to a reference row z, E = X - z, in float64: models differ by orders less than they
-weigh, and products of the raw rows in float32 would lose all digits of their differences.
+Inner products are taken in float64 relative to a reference row z, E = X - z. Models differ by much less than their
+norm, so products of the original rows in float32 would lose all digits of the differences.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ from common.model.layout import Entry, ModelLayout, Row, Section
 Numbers = npt.NDArray[np.float32] | npt.NDArray[np.int64]
 Doubles = npt.NDArray[np.float64]
 
-COLUMNS: Final = 65_536  # of a block that one thread works on
+COLUMNS: Final = 65_536  # per block and thread
 PIECE_COLUMNS: Final = 8_192
 PIECE_NUMBERS: Final = 2**20  # of all rows together
 
 
 class Trained(Protocol):
-    """A child's report on its training."""
+    """A child's training statistics."""
 
     @property
     def samples(self) -> int:
-        """Return n_k."""
+        """The number of samples n_k."""
 
     @property
     def loss(self) -> float:
-        """Return F_k."""
+        """The loss F_k."""
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What a plan may know of K uploads, in row order: samples, and mean training loss of the last epoch."""
+    """Statistics of K uploads in row order: samples, and mean training loss of the last epoch."""
 
     samples_K: npt.NDArray[np.int64]
     losses_K: Doubles
 
     @classmethod
     def of(cls, results: Sequence[Trained]) -> Statistics:
-        """Collect them from what the children reported."""
+        """Collect the statistics from the children's results."""
         samples = np.array([result.samples for result in results], np.int64)
         return cls(samples, np.array([result.loss for result in results], np.float64))
 
     @property
     def shares_K(self) -> Doubles:
-        """Return p_k = n_k / sum of n; all alike where nobody has a sample."""
-        return shares(self.samples_K.astype(np.float64))  # foreign counts may be huge: their sum in int64 would wrap
+        """The shares p_k = n_k / sum of n; equal if all counts are zero."""
+        return shares(self.samples_K.astype(np.float64))  # unchecked counts may be huge: an int64 sum could wrap
 
 
 def shares(amounts_K: Doubles) -> Doubles:
-    """Return amounts that are not negative as parts of their sum; all alike where they are all zero."""
+    """Return nonnegative amounts as fractions of their sum; equal fractions if all are zero."""
     total = amounts_K.sum()
     return amounts_K / total if total > 0 else np.full_like(amounts_K, 1 / len(amounts_K))
 
@@ -65,7 +65,7 @@ def shares(amounts_K: Doubles) -> Doubles:
 class Gram:
     """Inner products of K rows X relative to z: C = E E^T [K, K], a = E z [K], q = z.z, with E = X - z.
 
-    Sums over disjoint columns add up: `one + other`. Clipped: squared distances at 0, cosines at -1 and 1.
+    Sums over disjoint columns add up: `one + other`. Squared distances are clipped at 0, cosines at -1 and 1.
     """
 
     offsets_KK: Doubles
@@ -78,21 +78,21 @@ class Gram:
 
     @property
     def products_KK(self) -> Doubles:
-        """Return the inner products of the rows themselves, <x_i, x_j>."""
+        """The inner products of the rows themselves, <x_i, x_j>."""
         return self.offsets_KK + self.along_K[:, None] + self.along_K[None, :] + self.square
 
     @property
     def norms_K(self) -> Doubles:
-        """Return ||x_i||."""
+        """The norms ||x_i||."""
         return _root(np.diagonal(self.products_KK))
 
     def cosines_KK(self) -> Doubles:
-        """Return <x_i, x_j> / (||x_i|| ||x_j||); a row of zeros has the cosine 0 with every row."""
+        """Return <x_i, x_j> / (||x_i|| ||x_j||); a row of zeros has cosine 0 with every row."""
         norms_K = self.norms_K
         return np.clip(_ratio(self.products_KK, np.outer(norms_K, norms_K)), -1.0, 1.0)
 
     def ratios_KK(self) -> Doubles:
-        """Return <x_i, x_j> / (||x_i|| + ||x_j||), as FedCross's texts print it."""
+        """Return <x_i, x_j> / (||x_i|| + ||x_j||), as printed in FedCross's texts."""
         norms_K = self.norms_K
         return _ratio(self.products_KK, norms_K[:, None] + norms_K[None, :])
 
@@ -120,7 +120,7 @@ def gram(
 ) -> Gram:
     """Return the inner products of rows, float32 or int64 [D] each, relative to a reference [D].
 
-    `along(columns)` gives those columns of another vector to take in place of z for a = E z and q, float64.
+    `along(columns)` returns columns of another vector, float64, that replaces z in a = E z and q.
     """
     count = len(rows)
     width = min(PIECE_COLUMNS, -(-PIECE_NUMBERS // count))
@@ -131,7 +131,7 @@ def gram(
         for piece in cut(columns.start, columns.stop, width):
             offset_KC, z = held_KC[:, : piece.stop - piece.start], reference_D[piece].astype(np.float64)
             for offset, row in zip(offset_KC, rows, strict=True):
-                np.copyto(offset, row[piece])  # a conversion of its own: numpy's mixed difference is 2x slower
+                np.copyto(offset, row[piece])  # separate conversion: numpy's mixed subtraction is 2x slower
                 np.subtract(offset, z, out=offset)
             other = z if along is None else along(piece)
             found += Gram(offset_KC @ offset_KC.T, offset_KC @ other, float(other @ other))
@@ -146,7 +146,7 @@ def gram(
 def spread(rows: Sequence[npt.NDArray[np.float32]], mean_D: npt.NDArray[np.float32]) -> float:
     """Return mean_k ||x_k - mean||^2 / ||mean||^2 of rows float32 [D] around their mean, without inner products.
 
-    Differences are taken in float32, where those of near models are exact, and summed over blocks in float64.
+    Differences are computed in float32, where they are exact for similar models, and summed over blocks in float64.
     """
 
     def block(columns: slice) -> tuple[float, float]:
@@ -177,7 +177,7 @@ def gram_by_entry(
 def tensor_distances(rows: Sequence[Row], centre: Row, *, layout: ModelLayout) -> Doubles:
     """Return, for each row, the sum over all entries of ||x - centre||, counters and statistics included.
 
-    Plato's form of Tempo's distance, before it is multiplied by the share of samples.
+    Plato's form of Tempo's distance, before multiplication by the share of samples.
     """
     total_K = np.zeros(len(rows))
     for entry in layout.entries:

@@ -1,4 +1,4 @@
-"""The uploads that FedCDA keeps: in memory as long as there is room for them, else each in a file of its own."""
+"""FedCDA's cached uploads: in memory up to a limit, further ones each in a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from common.model.layout import Row
 
 
 class CachedUpload:
-    """One upload: the round in which it came, and its loss. Its row is only read."""
+    """One upload, the round of its arrival, and its loss. The row is read-only."""
 
     def __init__(self, child: str, r: int, loss: float, *, row: Row | None, path: Path | None) -> None:
         self.name = f"{child}@{r}"
@@ -26,12 +26,12 @@ class CachedUpload:
 
     @property
     def in_memory(self) -> bool:
-        """Return whether the row takes memory that no file could give back."""
+        """Whether the row is held in memory."""
         return self._memory is not None
 
     @property
     def row(self) -> Row:
-        """Return the row, uint8 [row_bytes], mapped from its file if it has one alone."""
+        """The row, uint8 [row_bytes], mapped from its file if it is not in memory."""
         if self._memory is not None:
             return self._memory
         if self._mapped is None:
@@ -41,19 +41,19 @@ class CachedUpload:
         return np.frombuffer(self._mapped, np.uint8)
 
     def release(self) -> None:
-        """Let go of the pages that were read of a file."""
+        """Release the pages that were read from a file."""
         if self._mapped is not None:
             self._mapped.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
-        """Unmap the file, as soon as nobody looks at the row any more."""
+        """Unmap the file as soon as the row has no more references."""
         self._mapped = None
 
 
 class UploadCache:
-    """Where uploads are kept: up to `memory_bytes` of them in memory, the others in a folder.
+    """Storage of uploads: up to `memory_bytes` in memory, the others in a folder.
 
-    Without a folder all are kept in memory. What an earlier process left in the folder is removed.
+    Without a folder all uploads are kept in memory. Files of an earlier process are removed from the folder.
     """
 
     def __init__(self, folder: Path | None, *, row_bytes: int, memory_bytes: float) -> None:
@@ -66,7 +66,7 @@ class UploadCache:
             folder.mkdir(parents=True)
 
     def keep(self, child: str, r: int, row: Row, *, loss: float) -> CachedUpload:
-        """Copy an upload. Raises OSError where it cannot be written."""
+        """Copy an upload. Raises OSError if the file cannot be written."""
         if (folder := self._folder_beyond_memory()) is None:
             self._held += self._row_bytes
             return CachedUpload(child, r, loss, row=row.copy(), path=None)
@@ -75,14 +75,14 @@ class UploadCache:
         return CachedUpload(child, r, loss, row=None, path=path)
 
     def drop(self, kept: CachedUpload) -> None:
-        """Forget an upload."""
+        """Remove an upload."""
         if kept.in_memory:
             self._held -= self._row_bytes
         if kept.path is not None:
             kept.path.unlink(missing_ok=True)
 
     def save(self, folder: Path, uploads: Iterable[CachedUpload]) -> None:
-        """Put uploads into another folder: by links, since a file that is written never changes."""
+        """Save uploads to another folder by hard links; a written file never changes."""
         for kept in uploads:
             if kept.path is None and self._folder is not None:
                 _write(self._folder / kept.name, kept.row)
@@ -93,7 +93,7 @@ class UploadCache:
                 _link(kept.path, folder / kept.name)
 
     def restore(self, folder: Path, child: str, r: int, *, loss: float) -> CachedUpload:
-        """Take up an upload that was saved. Raises OSError, or ValueError where it is of another size."""
+        """Restore a saved upload. Raises OSError, or ValueError if its size differs."""
         path = folder / f"{child}@{r}"
         if path.stat().st_size != self._row_bytes:
             raise ValueError(f"{path} is no model of {self._row_bytes} bytes")
@@ -115,5 +115,5 @@ def _write(path: Path, row: Row) -> None:
 def _link(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
-    except OSError:  # another file system, or one without links
+    except OSError:  # another file system, or one without hard links
         shutil.copyfile(source, target)

@@ -1,4 +1,4 @@
-"""What goes into an aggregation and what comes out of it."""
+"""Input and output of an aggregation."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from common.aggregation.statistics import Statistics, Trained
 
 @dataclass(frozen=True, slots=True)
 class Uploads:
-    """A round's uploads: row k of `rows_K`, uint8 [K, row_bytes], is what `children[k]` sent.
+    """A round's uploads: row k of `rows_K`, uint8 [K, row_bytes], is the upload of `children[k]`.
 
-    The order is that of the models dispatched, so it depends on no arrival. The rows of children that are missing
-    (`reports` has None) hold rubbish; at least one has answered. `release` may be called to let memory go that was
-    read (see `mixing.apply`).
+    The order is that of the dispatched models, so it does not depend on arrivals. The rows of missing children
+    (`reports` has None) are undefined; at least one upload is present. `release` lets the rows that were read leave
+    memory (see `mixing.apply`).
     """
 
     children: tuple[str, ...]
@@ -27,23 +27,23 @@ class Uploads:
 
     @property
     def answered(self) -> tuple[int, ...]:
-        """Return the rows that hold uploads, ascending."""
+        """The indices of the rows with uploads, ascending."""
         return tuple(k for k, report in enumerate(self.reports) if report is not None)
 
     @property
     def statistics(self) -> Statistics:
-        """Return samples and losses of those that answered, in row order."""
+        """Samples and losses of the children with uploads, in row order."""
         return Statistics.of([report for report in self.reports if report is not None])
 
 
 @dataclass(frozen=True, slots=True)
 class Aggregated:
-    """What a node's algorithm found and decided.
+    """Results and decisions of a node's rule.
 
-    `loss`: the mean training loss, weighted like the node's own average. `distances`: ||upload - new mean|| of each
-    child that answered, over trainable columns; empty at an institution whose rule needs no such numbers itself.
-    `spread`: mean_k ||w_k - mean||^2 / ||mean||^2 of K models after mixing, None for rules of one model. `facts`:
-    what the plan decided, fit for JSON.
+    `loss`: the mean training loss, weighted like the node's own mean. `distances`: ||upload - new mean|| of each child
+    with an upload, over trainable columns; empty at an institution whose rule does not need them. `spread`:
+    mean_k ||w_k - mean||^2 / ||mean||^2 of K models after mixing, None for rules of one model. `facts`: the decisions
+    of the plan, in a form that JSON can hold.
     """
 
     loss: float
@@ -53,6 +53,6 @@ class Aggregated:
 
     @property
     def plan(self) -> dict[str, object]:
-        """Return what is told of it: the loss, the spread where there is one, and the facts."""
+        """The published plan: the loss, the spread if there is one, and the facts."""
         spread = {} if self.spread is None else {"spread": self.spread}
         return {"loss": self.loss, **spread, **self.facts}

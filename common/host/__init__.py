@@ -1,1 +1,1 @@
-"""What a role's process uses of its machine, and the machine itself: read when Prometheus asks."""
+"""Resources of a role's process and of its machine, read when Prometheus scrapes."""

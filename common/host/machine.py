@@ -1,4 +1,4 @@
-"""CPU, memory and temperature from Linux's /proc and /sys; nothing where they are absent."""
+"""CPU, memory and temperature from Linux's /proc and /sys; no values where these are absent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GPU: Final[Mapping[str, Callable[[Gpu], float | None]]] = {
 
 
 def export_machine(metrics: Metrics, *, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> None:
-    """Put this process, its host and the host's GPUs among the metrics, as far as this platform tells of them."""
+    """Export the metrics of this process, its host and the host's GPUs, as far as this platform provides them."""
     if not (proc / "self" / "stat").exists():
         return
     host = platform.node()
@@ -40,7 +40,7 @@ def export_machine(metrics: Metrics, *, proc: Path = Path("/proc"), sys: Path = 
 
 
 def _processes(proc: Path) -> Iterator[Path]:
-    """Yield the folders of this process and of all below it; one that ends meanwhile is left out."""
+    """Yield the folders of this process and of all its descendants, except those that end meanwhile."""
     left = [proc / "self"]
     while left:
         folder = left.pop()
@@ -50,17 +50,17 @@ def _processes(proc: Path) -> Iterator[Path]:
 
 
 class _CpuTime:
-    """User and system time of all, with that of ended children."""
+    """User and system time of this process and its descendants, including ended children."""
 
     def __init__(self, proc: Path) -> None:
         self._proc = proc
         self._most = 0.0
 
     def read(self) -> Reading:
-        """Return it in seconds, never less than before: a child may end between two looks at the files."""
+        """Return the time in seconds, never less than before: a child may end between two reads of the files."""
         ticks = 0
         for folder in _processes(self._proc):
-            fields = _text(folder / "stat").rpartition(")")[2].split()  # a name may hold spaces and brackets
+            fields = _text(folder / "stat").rpartition(")")[2].split()  # a name may contain spaces and brackets
             ticks += sum(map(int, fields[11:15]))
         self._most = max(self._most, ticks / os.sysconf("SC_CLK_TCK"))
         return [((), self._most)]

@@ -1,7 +1,7 @@
-"""Keeping large buffers in the heap.
+"""Reuse of large buffers in the heap.
 
-glibc gives every large buffer back to the kernel when it is freed, so each new one is faulted in again page by page:
-the largest single cost of moving models. Price: resident memory stays at its peak.
+glibc returns every large buffer to the kernel when it is freed, so each new one causes page faults for all its pages.
+These are the largest single cost of transferring models. Drawback: resident memory stays at its peak.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _MMAP_MAX: Final = -4
 
 
 def keep_large_buffers() -> bool:
-    """Tell glibc's malloc to reuse large buffers; return whether it was told.
+    """Make glibc's malloc reuse large buffers; return whether it accepted all options.
 
-    Call it once, at a process's start. FEDSTRATA_MALLOC=system leaves malloc as it is, as does another C library.
+    Call it once at the start of a process. FEDSTRATA_MALLOC=system leaves malloc unchanged, as do other C libraries.
     """
     if os.environ.get("FEDSTRATA_MALLOC") == "system" or platform.libc_ver()[0] != "glibc":
         return False

@@ -1,6 +1,6 @@
-"""NVIDIA's GPUs by NVML, the library that comes with the driver: no context on a GPU, no Python package.
+"""NVIDIA GPUs by NVML, the library of the driver: needs no GPU context and no Python package.
 
-Declarations after nvml.h of CUDA 12; the functions and structures used here are those of every driver since 2013.
+Declarations follow nvml.h of CUDA 12. The functions and structures used here exist in every driver since 2013.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _TEMPERATURE_OF_CHIP: Final = 0
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU's state; `busy`: the share of the last moments in which it had work. None = it does not tell."""
+    """A GPU's state; `busy`: the fraction of the last sample period in which it had work. None = unknown."""
 
     index: int
     memory_bytes: int | None
@@ -48,7 +48,7 @@ class Gpus:
                     self._handles.append(handle)
 
     def states(self) -> Sequence[Gpu]:
-        """Return how each GPU does."""
+        """Return the state of each GPU."""
         return [self._state(index, handle) for index, handle in enumerate(self._handles)]
 
     def _state(self, index: int, handle: ctypes.c_void_p) -> Gpu:
@@ -67,7 +67,7 @@ class Gpus:
 
 
 def find() -> Gpus | None:
-    """Return the host's GPUs, None where there is no driver."""
+    """Return the host's GPUs, None without a driver."""
     try:
         return Gpus(ctypes.CDLL(LIBRARY))
     except OSError:

@@ -1,4 +1,4 @@
-"""Work off the event loop, so that a keep-alive never lapses."""
+"""Work outside the event loop, so that keep-alives are never late."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _T = TypeVar("_T")
 async def offload(
     function: Callable[[], _T], *, executor: Executor | None = None, cancel: Callable[[], None] = lambda: None
 ) -> _T:
-    """Run a function in a thread and return what it made.
+    """Run a function in a thread and return its result.
 
-    A cancelled caller tells the function by `cancel` and still waits for its end: until then the buffers that it
-    reads and writes are its own.
+    If the caller is cancelled, `cancel` is called and the call still waits for the function's end, because the function
+    reads and writes the caller's buffers.
     """
     running = asyncio.get_running_loop().run_in_executor(executor, function)
     try:
@@ -25,5 +25,5 @@ async def offload(
         cancel()
         await asyncio.wait((running,))
         if not running.cancelled():
-            running.exception()  # seen; nobody waits for it any more
+            running.exception()  # retrieve it: no caller waits for it any more
         raise

@@ -1,4 +1,4 @@
-"""Start child processes that never outlive us, and stop them."""
+"""Start child processes that never outlive this process, and stop them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-# Run by a bare interpreter that then becomes the child. A preexec_fn would do the same, but it may deadlock in a
-# process with threads. The parent may die before prctl is reached, hence the second look at getppid.
+# Run by a bare interpreter that then becomes the child. A preexec_fn would do the same, but may deadlock in a process
+# with threads. The parent may die before prctl is called, hence the second check of getppid.
 _BOUND = """\
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -32,12 +32,12 @@ def spawn(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start `argv` in a session of its own, standard input closed, and return it.
+    """Start `argv` in its own session with standard input closed, and return the process.
 
-    Both outputs are appended to the file `log`; without one, or with `read_output`, standard output is read from
-    `process.stdout`. `env` is laid over our own environment. On Linux the kernel kills the child when the *thread*
-    that called us ends, however it ends: call from a thread that lives as long as the child shall. Raises
-    FileNotFoundError when there is no such program.
+    Both outputs are appended to the file `log`; without one, or with `read_output`, read standard output from
+    `process.stdout`. `env` extends this process's environment. On Linux the kernel kills the child when the calling
+    *thread* ends, however it ends: call from a thread that lives as long as the child should. Raises
+    FileNotFoundError if there is no such program.
     """
     program = shutil.which(argv[0])
     if program is None:
@@ -62,13 +62,13 @@ def spawn(
 
 
 def stop(process: subprocess.Popen[bytes], *, grace_s: float = 5.0) -> int:
-    """Ask a spawned process to end, kill its whole session `grace_s` seconds later, and return its exit code."""
+    """Terminate a spawned process, kill its whole session after `grace_s` seconds, and return its exit code."""
     stop_all((process,), grace_s=grace_s)
     return process.returncode
 
 
 def stop_all(processes: Collection[subprocess.Popen[bytes]], *, grace_s: float = 5.0) -> None:
-    """Ask spawned processes to end, all at once and each once, and kill the sessions of those that stay."""
+    """Terminate spawned processes, all at once, and kill the sessions of those that remain after `grace_s` seconds."""
     for process in processes:
         process.terminate()
     deadline = time.monotonic() + grace_s
@@ -84,7 +84,7 @@ def stop_all(processes: Collection[subprocess.Popen[bytes]], *, grace_s: float =
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let SIGINT and SIGTERM raise KeyboardInterrupt at once, wherever the main thread is."""
+    """Make SIGINT and SIGTERM raise KeyboardInterrupt immediately in the main thread."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -98,7 +98,7 @@ def interruptible() -> Iterator[None]:
 
 
 def free_port() -> int:
-    """Return a TCP port on which nobody listens on loopback; another process may still take it before you do."""
+    """Return a TCP port that is free on loopback; another process may still take it before the caller does."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
     return port

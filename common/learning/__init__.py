@@ -1,1 +1,1 @@
-"""Models, data sets, partitions and evaluation: the part of common that imports torch."""
+"""Models, data sets, partitions and evaluation; the only package of common that imports torch."""

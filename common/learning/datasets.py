@@ -1,7 +1,7 @@
-"""The data sets, held once per process: images as uint8, or float32 where noise was added, text as int64.
+"""Data sets, loaded once per process: images as uint8, or float32 with added noise; text as int64.
 
-Nothing is downloaded: the files are looked for below `data.root`, where torchvision or LEAF would have put them
-(`readers/` has each layout). The processes of a host share those of some size (`stored.py`).
+fedstrata never downloads data: the files are expected below `data.root`, where torchvision or LEAF put them (`readers/`
+has each layout). The processes of a host share larger data sets (`stored.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from common.randomness import Purpose, generator
 
 Normalise = Callable[[Tensor], Tensor]
 
-# Keys that say who gets which samples, not what they are.
+# Keys that determine the split, not the samples.
 _OF_THE_SPLIT: Final = {
     "root", "partition", "concentration", "shards", "within", "within_concentration", "min_samples", "partition_size",
 }  # fmt: skip
@@ -38,7 +38,7 @@ _OF_THE_SPLIT: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Normaliser:
-    """Turns raw images on one device into what the models take: pixel * factor + offset, per channel."""
+    """Normalisation of raw images on one device: pixel * factor + offset, per channel."""
 
     factor: Tensor
     offset: Tensor
@@ -52,10 +52,9 @@ class Normaliser:
 class Dataset:
     """Samples and labels int64 [N], all on the CPU and shared: never write into them.
 
-    Samples are images, uint8 or, with noise, float32 [N, C, H, W]; or rows of text, int64 [N, L], each number below
-    `tokens` (0 = images).
-    `scale` brings a pixel into [0, 1]; `mean` and `std` are per channel, or one for all, after scaling. Where the
-    set knows its users, `owners` int64 [N] are the places of the training samples' among `users`.
+    Samples are images, uint8 or, with noise, float32 [N, C, H, W]; or texts, int64 [N, L], with values below `tokens`
+    (0 = images). `scale` maps a pixel into [0, 1]; `mean` and `std` are per channel, or one for all, after scaling. If
+    the samples have users, `owners` int64 [N] are the indices in `users` of the training samples' users.
     """
 
     train_images: Tensor
@@ -72,11 +71,11 @@ class Dataset:
 
     @property
     def inputs(self) -> Inputs:
-        """Return what a model is given and asked for."""
+        """The shape of a sample and the number of classes."""
         return Inputs(tuple(self.train_images.shape[1:]), self.classes, self.tokens)
 
     def normaliser(self, device: torch.device | str = "cpu") -> Normalise:
-        """Return (pixel * scale - mean) / std as a function for images on the device; text stays as it is."""
+        """Return (pixel * scale - mean) / std as a function for images on the device; text is unchanged."""
         if self.tokens:
             return _as_it_is
         mean, std = torch.tensor(self.mean, dtype=torch.float64), torch.tensor(self.std, dtype=torch.float64)
@@ -88,9 +87,9 @@ class Dataset:
 
 
 def load(data: Data, *, node: str = CLOUD) -> Dataset:
-    """Return the data set as the node has it; callers in this process that share its files get the same one.
+    """Return the node's data set; callers in this process with the same files share one object.
 
-    Of `folder` a device has training images only, the cloud test images only. Raises InvalidExperiment naming the
+    With `folder` a device has only training images, the cloud only test images. Raises InvalidExperiment naming the
     files that are missing or damaged, and the command that fetches them.
     """
     root = data.root.replace("{node}", node)
@@ -98,7 +97,7 @@ def load(data: Data, *, node: str = CLOUD) -> Dataset:
         return _load(data.model_dump_json(), root, cloud=node == CLOUD or data.dataset != "folder")
 
 
-_LOADING = threading.Lock()  # lru_cache alone would let several devices load the same files at once
+_LOADING = threading.Lock()  # lru_cache alone would allow several devices to load the same files at once
 
 
 @lru_cache(maxsize=2)
@@ -109,12 +108,12 @@ def _load(data_json: str, root: str, *, cloud: bool) -> Dataset:
     if _size(data, files) < stored.SMALL_BYTES:
         return _dataset(data, make())
     what = data.model_dump(mode="json", exclude=_OF_THE_SPLIT)
-    code = Path(readers.__file__).parent.rglob("*.py")  # another release may read otherwise
+    code = Path(readers.__file__).parent.rglob("*.py")  # another release may read the files differently
     return _dataset(data, stored.shared(stored.digest_of([what, cloud, np.__version__], [*files, *code]), make))
 
 
 def _files(data: Data, root: Path) -> Iterator[Path]:
-    """Yield the files that a data set may be read from."""
+    """Yield the files of a data set."""
     if data.dataset == "folder":
         yield from (path for part in ("train", "test") for path in (root / part).rglob("*") if path.is_file())
     elif data.dataset in FOLDERS:
@@ -124,7 +123,7 @@ def _files(data: Data, root: Path) -> Iterator[Path]:
 
 
 def _size(data: Data, files: list[Path]) -> int:
-    """Return about how many bytes a data set has, without reading it."""
+    """Return the approximate size of a data set in bytes, without reading it."""
     if data.dataset == "synthetic":
         return (data.samples + data.test_samples) * prod(data.image_shape)
     return sum(path.stat().st_size for path in files)
@@ -134,7 +133,7 @@ def _make_stored(data: Data, root: Path, *, cloud: bool) -> stored.Stored:
     """Read and check a data set."""
     source = _SOURCES[data.dataset]
     parts = source.read(data, root, cloud)
-    alone = data.dataset == "folder"  # where every node has one part only
+    alone = data.dataset == "folder"  # every node has only training or only test images
     _check(data, parts.train, parts.train_labels, classes=parts.classes, needed=not (alone and cloud))
     _check(data, parts.test, parts.test_labels, classes=parts.classes, needed=not alone or cloud)
     tensors = {
@@ -169,7 +168,7 @@ def _dataset(data: Data, made: stored.Stored) -> Dataset:
 def _noisy(samples: Samples, deviation: float, name: str) -> Tensor:
     """Return images with Gaussian noise that is always the same: it belongs to the data, not to a run's seed.
 
-    Nothing is clipped, so a pixel may leave its range.
+    Values are not clipped, so a pixel may leave its range.
     """
     if not deviation:
         return torch.from_numpy(samples)
@@ -205,7 +204,7 @@ def _own_images(data: Data, root: Path, test: bool) -> Parts:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """How a data set is read, given also whether it is for the cloud, and how its pixels are scaled."""
+    """The reader of a data set (its last argument: whether the cloud reads), and the scaling of its pixels."""
 
     read: Callable[[Data, Path, bool], Parts]
     scale: float = 1 / 255
@@ -227,7 +226,7 @@ _SOURCES = MappingProxyType(
             (0.4914, 0.4822, 0.4465),
             (0.2023, 0.1994, 0.2010),
         ),
-        # (0.5 - x) / 0.5 as FedCross's code has it: ink is 1, paper -1.
+        # (0.5 - x) / 0.5 as in FedCross's code: ink is 1, paper -1.
         "femnist": _Source(lambda _, root, __: leaf.read_femnist(root), 1 / 255, (0.5,), (-0.5,)),
         "shakespeare": _Source(lambda _, root, __: leaf.read_shakespeare(root)),
         "sent140": _Source(lambda _, root, __: leaf.read_sent140(root)),

@@ -1,4 +1,4 @@
-"""The accuracy and loss of a model on a set of images, and of an experiment's models on its test set."""
+"""Accuracy and loss of a module on a set of images, and of an experiment's models on its test set."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate in batches, in eval mode and without gradients; the module's mode is restored.
 
-    `images` uint8 or float32 [N, C, H, W] and `labels` int64 [N] may lie on another device than the module;
-    `normalise` belongs to the module's device. The batch size changes the result by rounding only.
+    `images` uint8 or float32 [N, C, H, W] and `labels` int64 [N] may be on another device than the module;
+    `normalise` belongs to the module's device. The batch size changes the result only by rounding.
     """
     device = next(module.parameters()).device
     was_training = module.training
@@ -49,7 +49,7 @@ def evaluate(
 
 
 class ModelTester:
-    """An experiment's test set, and a module to try models on. Raises InvalidExperiment."""
+    """An experiment's test set, and a module to evaluate models with. Raises InvalidExperiment."""
 
     def __init__(self, experiment: Experiment) -> None:
         self._data = datasets.load(experiment.data)
@@ -59,7 +59,7 @@ class ModelTester:
         models.write_row(self._module, self.layout, self.first)
 
     def evaluate(self, row: Row) -> Evaluation:
-        """Return how the model in a row, uint8 [row_bytes], does on the test set."""
+        """Return accuracy and loss of a flat model, uint8 [row_bytes], on the test set."""
         models.read_row(self._module, self.layout, row)
         data = self._data
         return evaluate(self._module, data.test_images, labels=data.test_labels, normalise=data.normaliser())

@@ -1,4 +1,4 @@
-"""What a model is given and asked for: the meeting point of data sets and models."""
+"""Inputs and outputs of a model: the interface between data sets and models."""
 
 from __future__ import annotations
 

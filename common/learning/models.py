@@ -1,7 +1,7 @@
-"""The models by name, and how a module's state goes into a row and back.
+"""The models by name, and the conversion of a module's state to a flat model and back.
 
-Every model returns logits, float32 [B, classes]. No random layer draws from torch's process-global generator, which
-concurrent trainings would share: dropout has a generator of its own (`nets/layers.py`).
+Every model returns logits, float32 [B, classes]. No layer uses torch's process-global random generator, which
+concurrent trainings would share: dropout has its own generator (`nets/layers.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Draw = Callable[[nn.Module, torch.Generator], None]
 
 @dataclass(frozen=True, slots=True)
 class _Architecture:
-    """How to make a model, and the images that it takes: numbers of channels (None = any), lengths of their sides."""
+    """The constructor of a model and the images it accepts: numbers of channels (None = any) and side lengths."""
 
     construct: Callable[[Inputs], nn.Module]
     channels: tuple[int, ...] | None
@@ -35,7 +35,7 @@ class _Architecture:
     text: bool = False
 
     def takes(self, inputs: Inputs) -> bool:
-        """Return whether the model works on these inputs."""
+        """Return whether the model accepts these inputs."""
         if self.text or inputs.tokens:
             return self.text and inputs.tokens > 0
         channels, *sides = inputs.shape
@@ -69,9 +69,9 @@ _KINDS = MappingProxyType(
 def build(name: str, seed: int, *, inputs: Inputs) -> nn.Module:
     """Return the model on the CPU with its initial weights, which depend on the seed alone.
 
-    The module is made without storage and then filled from a generator of its own, so that neither the
-    process-global generator nor another thread has a part in it. A name with a colon is a function of the
-    user's own (`own.py`). Raises InvalidExperiment, also where the model does not take such inputs.
+    The module is created without storage and then filled from its own generator, so that neither the process-global
+    generator nor another thread has an influence. A name with a colon is a custom function (`own.py`). Raises
+    InvalidExperiment, also if the model does not accept such inputs.
     """
     if ":" in name:
         return build_own(name, torch_seed(seed, Purpose.INIT), inputs=inputs)
@@ -85,10 +85,10 @@ def build(name: str, seed: int, *, inputs: Inputs) -> nn.Module:
 
 
 def layout_of(module: nn.Module) -> ModelLayout:
-    """Return where each tensor of the module's state lies in a row.
+    """Return the place of each tensor of the module's state in a flat model.
 
-    Parameters are the trainable columns; buffers are float32 columns or int64 counters. Raises
-    InvalidExperiment on any other dtype.
+    Parameters are the trainable columns; buffers are float32 columns or int64 counters. Raises InvalidExperiment on
+    any other dtype.
     """
     parameters = {name for name, _ in module.named_parameters()}
     for name, _ in module.named_parameters(remove_duplicate=False):
@@ -110,16 +110,16 @@ def layout_of(module: nn.Module) -> ModelLayout:
 
 @torch.no_grad()
 def read_row(module: nn.Module, layout: ModelLayout, row: Row) -> None:
-    """Copy a row, uint8 [row_bytes], into the module's tensors, on whatever device they are."""
+    """Copy a flat model, uint8 [row_bytes], into the module's tensors, on any device."""
     state = _state(module)
     for name, view in layout.views(row).items():
-        # The copy is writable and aligned, as torch wants it; a received row may be neither.
+        # The copy is writable and aligned, as torch requires; a received model may be neither.
         state[name].copy_(torch.from_numpy(view.copy()))
 
 
 @torch.no_grad()
 def write_row(module: nn.Module, layout: ModelLayout, row: Row) -> None:
-    """Copy the module's tensors into a row, uint8 [row_bytes]."""
+    """Copy the module's tensors into a flat model, uint8 [row_bytes]."""
     state = _state(module)
     for name, view in layout.views(row).items():
         view[...] = state[name].cpu().numpy()
@@ -132,8 +132,8 @@ def _fitting(name: str, inputs: Inputs) -> _Architecture:
         raise InvalidExperiment(
             "model.name",
             name,
-            f"does not take {inputs}, as the data set has",
-            f"Use {' or '.join(fitting) or 'a model of your own'}, or another data.dataset.",
+            f"does not accept {inputs} of the data set",
+            f"Use {' or '.join(fitting) or 'a custom model'}, or another data.dataset.",
         )
     return kind
 

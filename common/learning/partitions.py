@@ -1,6 +1,7 @@
-"""How the training samples are split over the devices. numpy only.
+"""The split of the training samples over the devices. numpy only.
 
-A device's place in `topology.device_names()` is its part; all draws come from (seed, PARTITION).
+A device's position in `topology.device_names()` is the number of its partition. All random numbers come from
+(seed, PARTITION).
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ def split(
 ) -> list[Indices]:
     """Return the sample indices of each device, ascending int64, in the order of the topology's devices.
 
-    `labels` and `owners` are int64 [N]; under `natural` the i-th device gets the samples of owner i. Every part
-    holds at least one sample, and under the Dirichlet splits at least `data.min_samples`. Raises
-    InvalidExperiment where the samples cannot be split so.
+    `labels` and `owners` are int64 [N]; with `natural` the i-th device gets the samples of owner i. Every partition
+    has at least one sample, with the Dirichlet splits at least `data.min_samples`. Raises InvalidExperiment if such a
+    split is impossible.
     """
     devices = len(topology.device_names())
     draw = generator(seed, Purpose.PARTITION)
@@ -50,7 +51,7 @@ def split(
 
 
 def digest(parts: Sequence[Indices], *, labels: Indices) -> str:
-    """Return 16 hexadecimal digits over the labels, int64 [N], and the parts, in order."""
+    """Return 16 hexadecimal digits over the labels, int64 [N], and the partitions, in order."""
     total = hashlib.blake2b(digest_size=8)
     for places in (labels, *parts):
         total.update(len(places).to_bytes(8, "little"))
@@ -64,36 +65,36 @@ def _equal(samples: Indices, draw: np.random.Generator, parts: int) -> list[Indi
         raise InvalidExperiment(
             "topology.devices",
             parts,
-            f"there are only {len(samples)} samples to share out",
-            "Have fewer devices, or another data.dataset.",
+            f"there are only {len(samples)} samples to distribute",
+            "Use fewer devices, or another data.dataset.",
         )
     return np.array_split(draw.permutation(samples), parts)
 
 
 def _natural(owners: Indices, devices: int) -> list[Indices]:
-    """Give each device one user's samples; users beyond the devices take no part."""
+    """Give each device one user's samples; users beyond the number of devices are not used."""
     users = int(owners.max(initial=-1)) + 1
     if devices > users:
         raise InvalidExperiment(
             "topology.devices",
             devices,
             f"the data set has {users} users, one for each device",
-            f"Have at most {users} devices, or another data.partition.",
+            f"Use at most {users} devices, or another data.partition.",
         )
     return [np.flatnonzero(owners == user) for user in range(devices)]
 
 
 def _shards(labels: Indices, draw: np.random.Generator, *, parts: int, each: int) -> list[Indices]:
-    """Sort by label, cut into parts * each pieces whose sizes differ by at most 1, and deal `each` to every part.
+    """Sort by label, cut into parts * each pieces of equal size within 1, and give `each` pieces to every part.
 
-    FedCDA's split (section 5 of its paper), McMahan et al. (2017) before it.
+    FedCDA's split (section 5 of its paper), before that McMahan et al. (2017).
     """
     if parts * each > len(labels):
         raise InvalidExperiment(
             "data.shards",
             each,
-            f"{parts} parts of so many shards are more than the {len(labels)} samples",
-            "Lower data.shards or have fewer devices.",
+            f"{parts} parts with {each} shards each need more than the {len(labels)} samples",
+            "Lower data.shards or use fewer devices.",
         )
     shards = np.array_split(np.argsort(labels, kind="stable"), parts * each)
     dealt = draw.permutation(parts * each).reshape(parts, each)
@@ -103,11 +104,10 @@ def _shards(labels: Indices, draw: np.random.Generator, *, parts: int, each: int
 def _dirichlet(
     labels: Indices, draw: np.random.Generator, *, data: Data, concentration: float, least: Indices
 ) -> list[Indices]:
-    """Split disjointly by class, each part holding at least `least` [parts] samples.
+    """Split disjointly by class, each part having at least `least` [parts] samples.
 
-    The split of FedCross and FedMR (their public code): per class, shares q ~ Dir(concentration), where a
-    part that already holds its equal share of all samples gets none. Counts are drawn until they suffice,
-    indices once.
+    The split of FedCross and FedMR (their public code): per class, shares q ~ Dir(concentration), where a part that
+    already has its equal share of all samples gets none. Counts are drawn until they suffice, indices once.
     """
     sizes = np.bincount(labels)
     counts = _dirichlet_counts(sizes, draw, data=data, concentration=concentration, least=least)
@@ -122,7 +122,7 @@ def _dirichlet(
 def _dirichlet_counts(
     sizes: Indices, draw: np.random.Generator, *, data: Data, concentration: float, least: Indices
 ) -> Indices:
-    """Return how many samples of each class each part gets, int64 [classes, parts]."""
+    """Return the number of samples of each class in each part, int64 [classes, parts]."""
     parts, total = len(least), int(sizes.sum())
     if int(least.sum()) <= total:
         alpha = np.full(parts, concentration)
@@ -132,7 +132,7 @@ def _dirichlet_counts(
             for label, size in enumerate(sizes):
                 shares = draw.dirichlet(alpha) * (held * parts < total)
                 mass = shares.sum()
-                if not mass > 0:  # a tiny concentration put all on parts that are full
+                if not mass > 0:  # with a tiny concentration all mass is on parts that are full
                     break
                 ends = (np.cumsum(shares / mass) * size).astype(np.int64)
                 ends[-1] = size
@@ -145,13 +145,13 @@ def _dirichlet_counts(
     raise InvalidExperiment(
         "data.min_samples",
         data.min_samples,
-        f"{tried} each of {parts} parts its least number of samples at concentration {concentration}",
-        "Lower data.min_samples, raise the concentration, or have fewer devices.",
+        f"{tried} each of {parts} parts its minimum number of samples at concentration {concentration}",
+        "Lower data.min_samples, raise the concentration, or use fewer devices.",
     )
 
 
 def _by_institution(labels: Indices, draw: np.random.Generator, *, data: Data, topology: Topology) -> list[Indices]:
-    """Split over the institutions by Dirichlet or shards, then within each over its devices as `data.within` says."""
+    """Split over the institutions by Dirichlet or shards, then within each over its devices following `data.within`."""
     children = topology.children()
     least = np.array([len(devices) * max(1, data.min_samples) for devices in children.values()])
     if data.partition == "institution_shards":
@@ -177,10 +177,10 @@ def _within(labels: Indices, samples: Indices, draw: np.random.Generator, *, dat
 
 
 def _overlapping(labels: Indices, *, data: Data, seed: int, place: int) -> Indices:
-    """Draw one device's samples from the whole set without replacement, weighted by its own class shares.
+    """Sample one device's partition from all samples without replacement, weighted by its own class shares.
 
-    Tempo's sampling. The `partition_size` largest of log(weight) + Gumbel noise are a draw without
-    replacement (Yellott 1977; Efraimidis and Spirakis 2006), in one pass however skewed the weights are.
+    Tempo's sampling. The `partition_size` largest values of log(weight) + Gumbel noise are a sample without
+    replacement (Yellott 1977; Efraimidis and Spirakis 2006), in one pass even for very skewed weights.
     """
     draw = generator(seed, Purpose.PARTITION, round_number=place + 1)
     shares = draw.dirichlet(np.full(int(labels.max()) + 1, data.concentration))
@@ -191,8 +191,8 @@ def _overlapping(labels: Indices, *, data: Data, seed: int, place: int) -> Indic
         raise InvalidExperiment(
             "data.partition_size",
             data.partition_size,
-            f"device {place} of the topology can draw from {possible} samples only (concentration "
-            f"{data.concentration}, {len(labels)} samples in all)",
+            f"device {place} of the topology has only {possible} samples to choose from (concentration "
+            f"{data.concentration}, {len(labels)} samples in total)",
             "Lower data.partition_size or raise data.concentration.",
         )
     return np.argpartition(keys, len(keys) - data.partition_size)[len(keys) - data.partition_size :]

@@ -1,4 +1,4 @@
-"""The whole split of a run's data: computed by every node from its own files, compared by digest, kept in files."""
+"""The split of a run's data: computed by every node from its files, compared by digest, saved in the run's folder."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ FACTS: Final = "partition.json"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Split:
-    """The devices' `parts` of the training samples, in order, whose `labels` int64 [N] are below `classes`.
+    """The devices' partitions of the training samples (`parts`), in order; `labels` int64 [N] are below `classes`.
 
-    `digest` names parts and labels: other files, or another release's draws, give another.
+    `digest` identifies partitions and labels: other files, or the random numbers of another release, change it.
     """
 
     labels: Indices
@@ -36,37 +36,37 @@ class Split:
 
 
 def split_of(experiment: schema.Experiment, *, node: str = CLOUD) -> Split:
-    """Return the split as the node's files give it; nodes of this process that share their files share it too.
+    """Return the split of the node's files; nodes of this process with the same files share one object.
 
-    Raises InvalidExperiment, also where every device has images of its own and nothing is split.
+    Raises InvalidExperiment, also if every device has its own images and nothing is split.
     """
     if experiment.data.dataset == "folder":
         raise InvalidExperiment(
             "data.dataset", "folder", "every device has its own images, nothing is split", "Use another data.dataset."
         )
-    home = node if "{node}" in experiment.data.root else CLOUD  # whose files
-    with _SPLITTING:  # one of a process's many devices splits, the others take it from the cache
+    home = node if "{node}" in experiment.data.root else CLOUD  # the owner of the files
+    with _SPLITTING:  # one device of a process computes the split, the others find it in the cache
         return _split(experiment.to_json(), home)
 
 
 def keep(experiment: schema.Experiment, folder: Path) -> str:
-    """Write the cloud's split into the run's folder and return its digest; nothing and '' where nothing is split.
+    """Write the cloud's split into the run's folder and return its digest; write nothing and return "" for `folder`.
 
-    Raises InvalidExperiment, also where the run was begun with another split.
+    Raises InvalidExperiment, also if the run was started with another split.
     """
     if experiment.data.dataset == "folder":
         return ""
     split = split_of(experiment)
     facts = folder / FACTS
     if facts.exists() and (begun := json.loads(facts.read_text(encoding="utf-8"))["digest"]) != split.digest:
-        problem = f"it was begun with other data or another split of them, digest {begun}; now it is {split.digest}"
+        problem = f"it was started with other data or another split, digest {begun}; now it is {split.digest}"
         raise InvalidExperiment("--resume", str(folder), problem, "Restore the files of the data set.")
     write(experiment, split, folder)
     return split.digest
 
 
 def write(experiment: schema.Experiment, split: Split, folder: Path) -> dict[str, Any]:
-    """Write each device's indices, int64, and the facts about them into two files; return the facts. Raises OSError."""
+    """Write each device's indices, int64, and facts about them into two files; return the facts. Raises OSError."""
     names = experiment.topology.device_names()
     homes = {name: home for home, members in experiment.topology.children().items() for name in members}
     facts: dict[str, Any] = {
@@ -82,7 +82,9 @@ def write(experiment: schema.Experiment, split: Split, folder: Path) -> dict[str
             for name, part in zip(names, split.parts, strict=True)
         },
     }
-    with zipfile.ZipFile(folder / ARRAYS, "w", zipfile.ZIP_DEFLATED) as archive:  # numpy's savez knows no name `file`
+    with zipfile.ZipFile(
+        folder / ARRAYS, "w", zipfile.ZIP_DEFLATED
+    ) as archive:  # numpy's savez rejects the name `file`
         for name, part in zip(names, split.parts, strict=True):
             with archive.open(f"{name}.npy", "w") as file:
                 np.lib.format.write_array(file, part)

@@ -1,9 +1,9 @@
 """Data sets that the processes of one host share: each is stored once, in a file that they map.
 
-A file, of safetensors' format, is named by a digest of all that its content depends on, so one that is stale is never
-found; its content is compared with its own digest, and a damaged one is made anew. Mapped pages are the kernel's cache:
-every process sees the same ones, and short of memory it drops them. Of the files that were not used for longest, those
-beyond MOST_BYTES are removed; processes that have them mapped keep them.
+A file in safetensors' format is named by a digest of everything its content depends on, so a stale file is never found.
+Its content is checked against its own digest, and a damaged file is recreated. Mapped pages are part of the kernel's
+cache: all processes share them, and the kernel drops them when memory is short. The least recently used files are
+removed when all files together exceed MOST_BYTES; processes that have mapped them can still use them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor
 from xxhash import xxh3_64
 
 MOST_BYTES: Final = 16 << 30
-SMALL_BYTES: Final = 8 << 20  # of source files, below which each process reads them itself
+SMALL_BYTES: Final = 8 << 20  # of source files; each process reads smaller ones itself
 
 PARTIAL: Final = ".partial"
 
@@ -40,28 +40,28 @@ _NAMES: Final = {torch.int64: "I64", torch.float32: "F32", torch.uint8: "U8"}
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Tensors by name, not to be written into, and `facts`, which JSON can hold."""
+    """Read-only tensors by name, and `facts` that JSON can hold."""
 
     tensors: Mapping[str, Tensor]
     facts: Mapping[str, Any]
 
 
 def folder() -> Path:
-    """Return where the files are: $XDG_CACHE_HOME/fedstrata/data, by default below ~/.cache."""
+    """Return the folder of the files: $XDG_CACHE_HOME/fedstrata/data, by default below ~/.cache."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "fedstrata" / "data"
 
 
 def digest_of(facts: object, files: Iterable[Path]) -> str:
-    """Return 32 hexadecimal digits over facts and the files' paths, sizes and times of change."""
+    """Return 32 hexadecimal digits over facts and the files' paths, sizes and modification times."""
     stats = [(str(path.absolute()), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in sorted(files)]
     return blake2b(json.dumps([facts, stats], default=str).encode(), digest_size=16).hexdigest()
 
 
 def shared(digest: str, make: Callable[[], Stored]) -> Stored:
-    """Return what the file of this digest holds; the first process to ask makes it, those that come meanwhile wait.
+    """Return the content of this digest's file; the first process creates it, others wait meanwhile.
 
-    Where the folder cannot be used, what `make` returns is this process's own. Raises what `make` raises.
+    If the folder cannot be used, `make` is called in this process only. Raises what `make` raises.
     """
     made: Stored | None = None
     try:
@@ -79,7 +79,7 @@ def shared(digest: str, make: Callable[[], Stored]) -> Stored:
             if (found := _read(path)) is None:
                 raise OSError(f"{path} cannot be read again")
     except (OSError, RuntimeError) as error:  # no home is a RuntimeError
-        log.warning("this process keeps a copy of the data of its own: %s", error)
+        log.warning("this process keeps its own copy of the data: %s", error)
         return make() if made is None else made
     made = None
     _give_back()
@@ -87,29 +87,29 @@ def shared(digest: str, make: Callable[[], Stored]) -> Stored:
 
 
 def _read(path: Path) -> Stored | None:
-    """Return what a file holds, mapped; None where there is none, or a damaged one."""
+    """Return a file's content, mapped; None if the file is missing or damaged."""
     try:
         with safe_open(path, "pt") as file:
-            # Of private pages, so that a write, which is a bug, would not reach other processes.
+            # Private pages: an accidental write would not reach other processes.
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
             meta = file.metadata() or {}
         facts = json.loads(meta["facts"])
     except FileNotFoundError:
         return None
     except (OSError, SafetensorError, ValueError, KeyError) as error:
-        log.warning("%s is damaged (%s): made anew", path, error)
+        log.warning("%s is damaged (%s); it will be recreated", path, error)
         return None
     stored = Stored(tensors, facts)
     if _content(stored) != meta.get("content"):
-        log.warning("%s is damaged: made anew", path)
+        log.warning("%s is damaged; it will be recreated", path)
         return None
     with suppress(OSError):
-        os.utime(path)  # it was used now
+        os.utime(path)  # marks its use
     return stored
 
 
 def _write(path: Path, stored: Stored) -> None:
-    ordered = sorted(stored.tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))  # each aligned
+    ordered = sorted(stored.tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))  # aligns each
     header: dict[str, Any] = {"__metadata__": {"facts": json.dumps(stored.facts), "content": _content(stored)}}
     end = 0
     for name, tensor in ordered:
@@ -127,7 +127,7 @@ def _write(path: Path, stored: Stored) -> None:
 
 
 def _remove_old(place: Path, *, but: Path) -> None:
-    """Remove what another process left unfinished, and the files beyond the most, least recently used first."""
+    """Remove unfinished files of other processes, and files beyond the limit, least recently used first."""
     for partial in place.glob(f"*{PARTIAL}"):
         partial.unlink()
     files = [(path.stat(), path) for path in place.glob("*.safetensors") if path != but]
@@ -140,14 +140,14 @@ def _remove_old(place: Path, *, but: Path) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Be the only process between here and the end; the kernel unlocks for one that dies."""
+    """Hold an exclusive lock; the kernel releases it if the process dies."""
     with path.open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _content(stored: Stored) -> str:
-    """Return 16 hexadecimal digits over all that is stored."""
+    """Return 16 hexadecimal digits over the whole content."""
     total = xxh3_64(json.dumps(stored.facts).encode())
     for name, tensor in sorted(stored.tensors.items()):
         total.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
@@ -160,6 +160,6 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _give_back() -> None:
-    """Return to the kernel what the making took; malloc would keep it (see `common.host.memory`)."""
+    """Return freed memory to the kernel, which malloc would keep (see `common.host.memory`)."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)

@@ -107,7 +107,7 @@ async def _play(folder: RunFolder, *, resume: bool, accelerator: str, observe: O
             resume=resume,
         )
         run.introduce()
-        model = await run.play()
+        model = await run.run()
     except FedstrataError as error:
         tell("failed", {"reason": str(error)})
         raise

@@ -1,1 +1,1 @@
-"""The architectures, by family. Each function makes a module for given inputs, its weights not yet drawn."""
+"""The architectures, by family. Each function creates a module for given inputs with uninitialised weights."""

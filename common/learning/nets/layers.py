@@ -1,4 +1,4 @@
-"""What the families share: named layers, dropout with a generator of its own, and how weights are drawn."""
+"""Shared parts of the families: named layers, dropout with its own generator, and weight initialisation."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def sequence(layers: Iterable[tuple[str, nn.Module]]) -> nn.Sequential:
 
 
 class Dropout(nn.Module):
-    """Dropout whose draws come from `source`, set for each training; torch's layer shares one among all threads.
+    """Dropout with its own generator, `source`, set for each training; all threads share that of torch's layer.
 
-    With `whole` channels [B, C, ...] are dropped as one, as torch's Dropout1d, 2d and 3d do.
+    With `whole`, channels [B, C, ...] are dropped as one, as in torch's Dropout1d, 2d and 3d.
     """
 
     def __init__(self, p: float = 0.5, *, whole: bool = False) -> None:
@@ -40,7 +40,7 @@ class Dropout(nn.Module):
 
 
 def own_dropout(module: nn.Module) -> None:
-    """Put our Dropout where the module has torch's."""
+    """Replace torch's dropout layers of a module by Dropout."""
     for parent in module.modules():
         for name, child in parent.named_children():
             if type(child) is nn.Dropout:
@@ -50,9 +50,9 @@ def own_dropout(module: nn.Module) -> None:
 
 
 def draws_globally(module: nn.Module, samples: Tensor) -> str | None:
-    """Return the name of the innermost layer that moves torch's global generator in training, if one does.
+    """Return the name of the innermost layer that uses torch's global generator in training, if there is one.
 
-    The module is run on the samples in training mode; its state, its mode and the generator are left as they were.
+    The module is run on the samples in training mode; its state, its mode and the generator are restored.
     """
     state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     names = {layer: name for name, layer in module.named_modules()}
@@ -80,7 +80,7 @@ def draws_globally(module: nn.Module, samples: Tensor) -> str | None:
 
 
 def reseed(module: nn.Module, seed: int, device: torch.device) -> None:
-    """Let all dropout of the module draw from one new generator on the device that computes."""
+    """Give all dropout layers of the module one new generator on the device that computes."""
     drops = [layer for layer in module.modules() if isinstance(layer, Dropout)]
     if drops:
         source = torch.Generator(device).manual_seed(seed)
@@ -89,7 +89,7 @@ def reseed(module: nn.Module, seed: int, device: torch.device) -> None:
 
 
 def draw_default(module: nn.Module, source: torch.Generator) -> None:
-    """Draw as PyTorch does by default, layer by layer.
+    """Initialise the weights as PyTorch does by default, layer by layer.
 
     Convolutions and linear layers: weights and biases uniform in +-1/sqrt(fan_in). LSTM: all in +-1/sqrt(hidden).
     Embeddings: standard normal. Batch norm: ones and zeros.
@@ -109,7 +109,7 @@ def draw_default(module: nn.Module, source: torch.Generator) -> None:
 
 
 def draw_by_fan_out(module: nn.Module, source: torch.Generator) -> None:
-    """Draw convolutions normal with variance 2 / (k * k * outputs) (He et al. 2015, fan-out), the rest by default."""
+    """Initialise convolutions normal with variance 2 / (k * k * outputs) (He et al. 2015), others by default."""
     draw_default(module, source)
     for layer in module.modules():
         if isinstance(layer, nn.Conv2d):

@@ -1,4 +1,4 @@
-"""The recurrent nets of LEAF's text tasks: token rows, int64 [B, L], to logits."""
+"""Recurrent nets for LEAF's text tasks: token rows, int64 [B, L], to logits."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from common.learning.inputs import Inputs
 
 
 def char_lstm(inputs: Inputs) -> nn.Module:
-    """Next character, as for Shakespeare: embedding of 8, two layers of 256."""
+    """Return a model of the next character, as for Shakespeare: embedding of 8, two layers of 256."""
     return _Recurrent(inputs, width=8, hidden=256, narrow=None)
 
 
 def sent_lstm(inputs: Inputs) -> nn.Module:
-    """Sentiment, LEAF's for Sent140: learned embedding of 100, two layers of 100, 128 without activation."""
+    """Return LEAF's sentiment model for Sent140: embedding of 100, two layers of 100, 128 without activation."""
     return _Recurrent(inputs, width=100, hidden=100, narrow=128)
 
 
 class _Recurrent(nn.Module):
     def __init__(self, inputs: Inputs, *, width: int, hidden: int, narrow: int | None) -> None:
         super().__init__()
-        # Else it would be drawn at once, which imports torch's compiler where there is no storage: 2.4 s, 115 MB.
+        # nn.Embedding would initialise it at once, which without storage imports torch's compiler: 2.4 s, 115 MB.
         empty = torch.empty(inputs.tokens, width)
         self.embedding = nn.Embedding.from_pretrained(empty, freeze=False)  # type: ignore[no-untyped-call]
         self.lstm = nn.LSTM(width, hidden, num_layers=2, batch_first=True)

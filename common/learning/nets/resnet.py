@@ -11,30 +11,30 @@ from common.learning.nets.layers import draw_by_fan_out, sequence
 
 
 def resnet18_cifar(inputs: Inputs) -> nn.Module:
-    """ResNet-18 with a 3x3 stem of stride 1 and no max pool (Plato's, for Tempo)."""
+    """Return ResNet-18 with a 3x3 stem of stride 1 and no max pool (Plato's, for Tempo)."""
     return _resnet(inputs, widths=(64, 128, 256, 512), blocks=2, pad=False)
 
 
 def resnet20(inputs: Inputs) -> nn.Module:
-    """ResNet-20 with He's shortcut A: strided, missing channels zero, no parameter."""
+    """Return ResNet-20 with He's shortcut A: strided, missing channels zero, no parameter."""
     return _resnet(inputs, widths=(16, 32, 64), blocks=3, pad=True)
 
 
 def resnet20_b(inputs: Inputs) -> nn.Module:
-    """ResNet-20 with He's shortcut B: 1x1 convolution and batch norm where the shape changes."""
+    """Return ResNet-20 with He's shortcut B: 1x1 convolution and batch norm where the shape changes."""
     return _resnet(inputs, widths=(16, 32, 64), blocks=3, pad=False)
 
 
 def resnet20_preact(inputs: Inputs) -> nn.Module:
-    """The "ResNet-20" of FedCross's and FedMR's code: six pre-activation bottlenecks.
+    """Return the "ResNet-20" of FedCross's and FedMR's code: six pre-activation bottlenecks.
 
-    Its images of one channel pass a max pool of stride 1 after the first convolution, as that code's do.
+    As in that code, images of one channel pass a max pool of stride 1 after the first convolution.
     """
     return _PreActivation(inputs)
 
 
 def draw_preact(module: nn.Module, source: torch.Generator) -> None:
-    """Draw convolutions by fan-out and set every batch norm's gamma to 0.5."""
+    """Initialise convolutions by fan-out and set every batch norm's gamma to 0.5."""
     draw_by_fan_out(module, source)
     for layer in module.modules():
         if isinstance(layer, nn.BatchNorm2d):
@@ -97,8 +97,8 @@ class _PreActivation(nn.Module):
         self.layer1 = nn.Sequential(_Bottleneck(16, 16, 1), _Bottleneck(64, 16, 1))
         self.layer2 = nn.Sequential(_Bottleneck(64, 32, 2), _Bottleneck(128, 32, 1))
         self.layer3 = nn.Sequential(_Bottleneck(128, 64, 2), _Bottleneck(256, 64, 1))
-        self.bn = nn.BatchNorm2d(256)  # the authors never call it; their state has its entries
-        self.pool = nn.AdaptiveAvgPool2d(1)  # theirs is of 8 on 8x8 and of 7 on 7x7
+        self.bn = nn.BatchNorm2d(256)  # never called by the authors' code, but part of its state
+        self.pool = nn.AdaptiveAvgPool2d(1)  # the authors' is of 8 on 8x8 and of 7 on 7x7
         self.fc = nn.Linear(256, inputs.classes)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The small nets: convolutions and pools, then linear layers, no batch norm."""
+"""Small nets: convolutions and pools, then linear layers, no batch norm."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from common.learning.nets.layers import sequence
 
 
 def mlp_digits(inputs: Inputs) -> nn.Module:
-    """One hidden layer of 32."""
+    """Return a net with one hidden layer of 32."""
     return sequence(
         [
             ("flatten", nn.Flatten()),
@@ -21,7 +21,7 @@ def mlp_digits(inputs: Inputs) -> nn.Module:
 
 
 def cnn_digits(inputs: Inputs) -> nn.Module:
-    """Two convolutions and a linear layer."""
+    """Return a net of two convolutions and a linear layer."""
     return sequence(
         [
             ("conv1", nn.Conv2d(1, 16, 3, padding=1)),
@@ -36,7 +36,7 @@ def cnn_digits(inputs: Inputs) -> nn.Module:
 
 
 def lenet5(inputs: Inputs) -> nn.Module:
-    """LeNet-5 as Tempo trains it, with ReLU."""
+    """Return LeNet-5 as in Tempo, with ReLU."""
     return sequence(
         [
             ("conv1", nn.Conv2d(1, 6, 5, padding=2)),
@@ -56,7 +56,7 @@ def lenet5(inputs: Inputs) -> nn.Module:
 
 
 def lenet_cifar(inputs: Inputs) -> nn.Module:
-    """The net that FedCross's and FedMR's code trains as "CNN" on CIFAR."""
+    """Return the net that FedCross's and FedMR's code uses as "CNN" on CIFAR."""
     return sequence(
         [
             *_two_convolutions((3, 6, 16), padding=0),
@@ -70,17 +70,17 @@ def lenet_cifar(inputs: Inputs) -> nn.Module:
 
 
 def cnn_femnist(inputs: Inputs) -> nn.Module:
-    """The net that FedCross's and FedMR's code trains as "CNN" on FEMNIST."""
+    """Return the net that FedCross's and FedMR's code uses as "CNN" on FEMNIST."""
     return _two_and_two(inputs, widths=(16, 32, 256), padding=0)
 
 
 def cnn_fedavg(inputs: Inputs) -> nn.Module:
-    """FedCDA's "simple CNN": FedAvg's without padding."""
+    """Return FedCDA's "simple CNN": FedAvg's without padding."""
     return _two_and_two(inputs, widths=(32, 64, 512), padding=0)
 
 
 def cnn_fedavg_padded(inputs: Inputs) -> nn.Module:
-    """FedAvg's CNN (McMahan et al. 2017)."""
+    """Return FedAvg's CNN (McMahan et al. 2017)."""
     return _two_and_two(inputs, widths=(32, 64, 512), padding=2)
 
 

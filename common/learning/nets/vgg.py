@@ -1,4 +1,4 @@
-"""VGG nets (Simonyan and Zisserman 2015) as torchvision and as FedCross's and FedMR's code have them."""
+"""VGG nets (Simonyan and Zisserman 2015) as in torchvision and in FedCross's and FedMR's code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 51
 
 
 def vgg16(inputs: Inputs) -> nn.Module:
-    """torchvision's VGG-16 without batch norm: the same names, shapes and initial distribution."""
+    """Return torchvision's VGG-16 without batch norm: the same names, shapes and initial distribution."""
     classifier = nn.Sequential(
         nn.Linear(25_088, 4096),
         nn.ReLU(),
@@ -33,7 +33,7 @@ def vgg16(inputs: Inputs) -> nn.Module:
 
 
 def draw_vgg16(module: nn.Module, source: torch.Generator) -> None:
-    """Draw as torchvision does: convolutions by fan-out, linear weights with deviation 0.01, biases zero."""
+    """Initialise as torchvision: convolutions by fan-out, linear weights with deviation 0.01, biases zero."""
     draw_by_fan_out(module, source)
     for layer in module.modules():
         if isinstance(layer, nn.Linear):
@@ -42,7 +42,7 @@ def draw_vgg16(module: nn.Module, source: torch.Generator) -> None:
 
 
 def vgg16_bn(inputs: Inputs) -> nn.Module:
-    """VGG-16 with batch norm for images of 32x32, as FedCross's and FedMR's code has it."""
+    """Return VGG-16 with batch norm for images of 32x32, as in FedCross's and FedMR's code."""
     classifier = nn.Sequential(nn.Linear(512, 4096), nn.ReLU(), Dropout(), nn.Linear(4096, 4096), nn.ReLU(), Dropout())
     return sequence(
         [
@@ -55,7 +55,7 @@ def vgg16_bn(inputs: Inputs) -> nn.Module:
 
 
 def vgg_femnist(inputs: Inputs) -> nn.Module:
-    """The "VGG-16" of the same code for images of one channel: five convolutions, two linear layers in a row."""
+    """Return the "VGG-16" of the same code for images of one channel: five convolutions, two linear layers in a row."""
     features = nn.Sequential(
         nn.Conv2d(inputs.shape[0], 64, 1, padding=1),
         nn.ReLU(),

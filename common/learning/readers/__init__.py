@@ -1,5 +1,5 @@
-"""One file for each kind of data set: what its files are, and how they become arrays.
+"""Readers of data sets, one file per format: the files of the format and their conversion to arrays.
 
-Files come from elsewhere: sizes are checked before anything is allocated, no pickle runs code, and every way in which
-a file may be damaged is an InvalidExperiment that names it.
+Files are untrusted: sizes are checked before anything is allocated, no pickle runs code, and every kind of damage
+raises an InvalidExperiment that names the file.
 """

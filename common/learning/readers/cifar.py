@@ -27,7 +27,7 @@ def read_cifar10(root: Path) -> Parts:
 
 
 def read_cifar100(root: Path, *, labels: str) -> Parts:
-    """Read with the `fine` labels, 100 classes, or the `coarse`, their 20 groups. Raises InvalidExperiment."""
+    """Read with the `fine` labels, 100 classes, or the `coarse` ones, their 20 groups. Raises InvalidExperiment."""
     folder = root / "cifar-100-python"
     paths = find(root, [(folder / name,) for name in ("train", "test")], fetch=torchvision_fetches(root, "CIFAR100"))
     (train, train_labels), (test, test_labels) = (_batch(path, f"{labels}_labels") for path in paths)
@@ -35,13 +35,13 @@ def read_cifar100(root: Path, *, labels: str) -> Parts:
 
 
 def _batch(path: Path, key: str) -> tuple[npt.NDArray[np.uint8], Labels]:
-    """Read one batch: images uint8 [N, 3, 32, 32], the labels under the key int64 [N].
+    """Read one batch: images uint8 [N, 3, 32, 32] and the labels under the key, int64 [N].
 
-    Raises InvalidExperiment, also where the pickle asks for anything but an array.
+    Raises InvalidExperiment, also if the pickle refers to anything but arrays.
     """
     try:
         with path.open("rb") as file:
-            # Written by Python 2, whose strings (the pixels, too) are bytes: latin1 is what numpy expects.
+            # Written by Python 2, whose strings, including the pixels, are bytes: numpy expects latin1.
             batch = _ArraysOnly(file, encoding="latin1").load()
         images, labels = np.asarray(batch["data"]), np.asarray(batch[key])
     except Exception as error:  # noqa: BLE001 - a damaged pickle may raise anything
@@ -52,11 +52,11 @@ def _batch(path: Path, key: str) -> tuple[npt.NDArray[np.uint8], Labels]:
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Builds numpy arrays and Python's basic containers; refuses every other class or function."""
+    """Unpickler for numpy arrays and Python's basic containers that rejects every other class or function."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         if module_name in ("numpy.core.multiarray", "numpy._core.multiarray") and global_name == "_reconstruct":
-            return np.ndarray(0).__reduce__()[0]  # where it lives differs between numpy's versions
+            return np.ndarray(0).__reduce__()[0]  # its module differs between versions of numpy
         if module_name == "numpy" and global_name in ("ndarray", "dtype"):
             return getattr(np, global_name)
         raise pickle.UnpicklingError(f"{module_name}.{global_name} is not allowed")

@@ -1,6 +1,6 @@
-"""Images of the node's own, in torchvision's ImageFolder layout: `<root>/train/<class>/*.png`, `<root>/test/<class>/`.
+"""The node's own images in torchvision's ImageFolder layout: `<root>/train/<class>/*.png`, `<root>/test/<class>/`.
 
-A device reads `train` of its own root, the cloud `test` of its own; nobody else sees a device's images.
+A device reads `train` of its own root, the cloud `test` of its own. A device's images never leave the device.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ SUFFIXES: Final = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".ti
 
 
 def read_folder(root: Path, *, classes: list[str], shape: tuple[int, ...], test: bool) -> Parts:
-    """Read one part, scaled to `shape` (C, H, W); a node may lack some classes. Raises InvalidExperiment."""
+    """Read `train` or `test`, scaled to `shape` (C, H, W); some classes may be missing. Raises InvalidExperiment."""
     folder = root / ("test" if test else "train")
     layout = f"{folder.absolute()}/<class>/*.png with the classes {', '.join(classes)}"
     if not folder.is_dir():
         raise InvalidExperiment("data.root", str(root), f"not found: {layout}", "Put this node's own images there.")
-    strangers = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name not in classes)
-    if strangers:
+    unknown = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name not in classes)
+    if unknown:
         raise InvalidExperiment(
-            "data.classes", classes, f"{folder.absolute()} also has {', '.join(strangers)}", "List it, or move it away."
+            "data.classes", classes, f"{folder.absolute()} also has {', '.join(unknown)}", "List it, or move it away."
         )
     named = [
         (path, label)
@@ -47,13 +47,13 @@ def read_folder(root: Path, *, classes: list[str], shape: tuple[int, ...], test:
 
 
 def _image(path: Path, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
-    from PIL import Image  # here alone: no other data set needs it
+    from PIL import Image  # imported here: no other data set needs it
 
     channels, height, width = shape
     try:
         with Image.open(path) as file:
             image = file.convert("L" if channels == 1 else "RGB")
-    except Exception as error:  # noqa: BLE001 - Pillow's decoders raise many kinds on damaged files
+    except Exception as error:  # noqa: BLE001 - Pillow's decoders raise many types on damaged files
         raise damaged(path, f"is no image ({error})") from None
     if image.size != (width, height):
         image = image.resize((width, height), Image.Resampling.BILINEAR)

@@ -1,4 +1,4 @@
-"""MNIST's file format, and the sets that have it: `<root>/<name>/raw/train-images-idx3-ubyte` and so on, or .gz."""
+"""MNIST's file format, and data sets that use it: `<root>/<name>/raw/train-images-idx3-ubyte` etc., or .gz."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def read_mnist_like(root: Path, folder: str) -> Parts:
 
 
 def _idx_array(path: Path, dimensions: int) -> npt.NDArray[np.uint8]:
-    """Read an IDX file of unsigned bytes, plain or .gz, with that many dimensions.
+    """Read an IDX file of unsigned bytes, plain or .gz, with this number of dimensions.
 
-    Format: two zero bytes, 0x08 for uint8, the number of dimensions; each dimension as a big-endian
-    uint32; the bytes in row-major order. Raises InvalidExperiment.
+    Format: two zero bytes, 0x08 for uint8, the number of dimensions; each dimension as a big-endian uint32; the bytes
+    in row-major order. Raises InvalidExperiment.
     """
     try:
         with _open(path) as file:

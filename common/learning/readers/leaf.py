@@ -1,8 +1,8 @@
 """LEAF's JSON: FEMNIST, Shakespeare, Sent140, as `<root>/<name>/data/{train,test}/*.json`.
 
 Each file is {"users": [...], "num_samples": [...], "user_data": {user: {"x": [...], "y": [...]}}}. `num_samples` is
-not read: that of Shakespeare's test files is larger than what they hold. Files are read one at a time and in any order;
-users are sorted. Users without training samples are no users here.
+ignored: in Shakespeare's test files it exceeds the actual numbers. Files are read one at a time, in any order. Users
+are sorted; users without training samples are omitted.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import numpy as np
 
 from common.learning.readers.parts import Labels, Parts, Samples, damaged, find, missing
 
-# Its order is LEAF's; every other character is read as the space.
+# In LEAF's order; every other character is read as a space.
 ALPHABET: Final = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
-CHARACTERS: Final = 80  # in a row of Shakespeare; as it happens also of the alphabet
+CHARACTERS: Final = 80  # per text of Shakespeare; by chance also the size of the alphabet
 WORDS: Final = 25
-TEXT: Final = 4  # place of the text in a tweet: id, date, query, user, text, source
+TEXT: Final = 4  # index of the text in a tweet: id, date, query, user, text, source
 OPTIONS: Final = {
     "femnist": "-s niid --sf 0.05 -k 100 -t sample",
     "shakespeare": "-s niid --sf 1.0 -k 0 -t sample -tf 0.8",
@@ -39,15 +39,15 @@ def read_femnist(root: Path) -> Parts:
 
 
 def read_shakespeare(root: Path) -> Parts:
-    """Read rows of 80 characters as int64 [N, 80], labelled with the next one. Raises InvalidExperiment."""
+    """Read texts of 80 characters as int64 [N, 80], labelled with the next character. Raises InvalidExperiment."""
     tokens = len(ALPHABET)
     return _read(root, "shakespeare", encode=_characters, labels=_next, classes=tokens, tokens=tokens)
 
 
 def read_sent140(root: Path) -> Parts:
-    """Read the first 25 words and marks as int64 [N, 25]; labels 1 = positive. Raises InvalidExperiment.
+    """Read the first 25 words and punctuation marks as int64 [N, 25]; labels 1 = positive. Raises InvalidExperiment.
 
-    With V words in the vocabulary, V stands for every other word and for the end of short texts.
+    With V words in the vocabulary, V is the value of every other word and of the padding of short texts.
     """
     fetch = f"{_fetch('sent140')} && cd ../../models/sent140 && ./get_embs.sh"
     where = [root / "sent140" / "embs.json", root.parent / "models" / "sent140" / "embs.json"]
@@ -76,7 +76,7 @@ def _join(users: Mapping[str, tuple[Samples, Labels]]) -> tuple[Samples, Labels]
 
 
 def _merge(root: Path, name: str, part: str, *, encode: Encode, labels: Encode) -> dict[str, tuple[Samples, Labels]]:
-    """Return each user's samples and labels from all files of one part."""
+    """Return each user's samples and labels from all files of `train` or `test`."""
     folder = root / name / "data" / part
     paths = sorted(folder.glob("*.json"))
     if not paths:
@@ -85,7 +85,7 @@ def _merge(root: Path, name: str, part: str, *, encode: Encode, labels: Encode) 
     for path in paths:
         for user, (x, y) in _users(path).items():
             if user in merged:
-                raise damaged(path, f"has the user {user!r}, whom another file beside it has too")
+                raise damaged(path, f"has the user {user!r}, which is also in another file beside it")
             try:
                 samples, wanted = encode(x), labels(y).astype(np.int64)
             except (ValueError, TypeError, IndexError, KeyError, OverflowError) as error:
@@ -99,7 +99,7 @@ def _merge(root: Path, name: str, part: str, *, encode: Encode, labels: Encode) 
 
 def _users(path: Path) -> dict[str, tuple[list[Any], list[Any]]]:
     try:
-        # Pixels have few values: as one object each, a file takes a quarter of the memory.
+        # Pixels have few values: one shared object per value needs a quarter of the memory.
         tree = json.loads(path.read_text(encoding="utf-8"), parse_float=lru_cache(maxsize=1 << 16)(float))
         users = {user: (own["x"], own["y"]) for user, own in tree["user_data"].items()}
         listed = set(tree["users"])
@@ -141,7 +141,7 @@ def _next(y: list[Any]) -> Samples:
 
 
 def _vocabulary(path: Path) -> dict[str, int]:
-    """Return each word's place. `vocab` comes before gigabytes of vectors (`emba`), which are not read."""
+    """Return the index of each word. `vocab` precedes gigabytes of vectors (`emba`), which are not read."""
     text = ""
     try:
         with path.open(encoding="utf-8") as file:
@@ -151,7 +151,7 @@ def _vocabulary(path: Path) -> dict[str, int]:
                 try:
                     words = json.JSONDecoder().raw_decode(text, start)[0] if start >= 0 else None
                 except json.JSONDecodeError:
-                    continue  # the list goes on in the next piece
+                    continue  # the list continues in the next block
                 if words and all(isinstance(word, str) for word in words):
                     return {word: place for place, word in enumerate(dict.fromkeys(words))}
     except (OSError, UnicodeDecodeError, RecursionError) as error:

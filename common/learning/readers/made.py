@@ -1,4 +1,4 @@
-"""Data sets without files: scikit-learn's digits, and made-up images of any size."""
+"""Data sets without files: scikit-learn's digits, and synthetic images of any size."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ MAX_BYTES = 16 << 30
 
 
 def read_digits() -> Parts:
-    """Split scikit-learn's digits by class, always alike: the test set must not depend on the run's seed."""
-    from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # a second that only digits needs
+    """Split scikit-learn's digits by class, always in the same way: the test set must not depend on the run's seed."""
+    from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # takes a second; only digits needs it
 
     raw = load_digits()
     images = raw.images.astype(np.uint8)[:, None]
     labels = raw.target.astype(np.int64)
     order = generator(0, Purpose.PARTITION, "digits").permutation(len(labels))
     order = order[np.argsort(labels[order], kind="stable")]
-    # The i-th of n, class by class, is for testing where i * DIGITS_TEST / n passes a whole number.
+    # Sorted by class, the i-th of n samples is for testing where i * DIGITS_TEST / n passes an integer.
     passed = np.arange(len(order) + 1) * DIGITS_TEST // len(order)
     is_test = np.diff(passed) > 0
     train, test = np.sort(order[~is_test]), np.sort(order[is_test])
@@ -33,21 +33,21 @@ def read_digits() -> Parts:
 
 
 def make_synthetic(data: Data, *, classes: int) -> Parts:
-    """Make images for benchmarks: each class a pattern of its own under noise, the classes in turn.
+    """Generate images for benchmarks: a pattern per class plus noise, the classes in turn.
 
-    They are alike for every seed of an experiment, and a prefix of a larger set's. Raises InvalidExperiment.
+    They are the same for every seed of an experiment, and a prefix of a larger set. Raises InvalidExperiment.
     """
     shape = tuple(data.image_shape)
     size = (data.samples + data.test_samples) * prod(shape)
     if size > MAX_BYTES:
         problem = f"{data.samples + data.test_samples} images of {list(shape)} take {size / 1e9:.0f} GB"
-        raise InvalidExperiment("data.samples", data.samples, problem, "Have fewer or smaller images.")
+        raise InvalidExperiment("data.samples", data.samples, problem, "Use fewer or smaller images.")
     patterns = generator(0, Purpose.PARTITION, "synthetic").integers(0, 128, (classes, *shape), np.uint8)
 
     def part(name: str, samples: int) -> tuple[npt.NDArray[np.uint8], Labels]:
         labels = np.arange(samples, dtype=np.int64) % classes
         images = generator(0, Purpose.PARTITION, name).integers(0, 128, (samples, *shape), np.uint8)
-        for start in range(0, samples, 4096):  # the patterns of all samples at once would double the memory
+        for start in range(0, samples, 4096):  # all patterns at once would double the memory
             images[start : start + 4096] += patterns[labels[start : start + 4096]]
         return images, labels
 

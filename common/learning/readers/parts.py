@@ -1,4 +1,4 @@
-"""What a reader returns, and how it says that files are missing or damaged."""
+"""The result of a reader, and the errors for missing or damaged files."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Labels = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Images uint8 [N, C, H, W] or token rows int64 [N, L]; labels int64 [N], below `classes`.
+    """Images uint8 [N, C, H, W] or texts int64 [N, L]; labels int64 [N], below `classes`.
 
-    `tokens` is 0 for images. Where the files say whose the training samples are, `owners` int64 [N] are places in
+    `tokens` is 0 for images. If the files name the users of the training samples, `owners` int64 [N] are indices in
     `users`, which are sorted.
     """
 
@@ -34,7 +34,7 @@ class Parts:
 
 
 def find(root: Path, candidates: Sequence[Sequence[Path]], *, fetch: str) -> list[Path]:
-    """Return the first existing path of each group. Raises InvalidExperiment naming all that lack."""
+    """Return the first existing path of each group. Raises InvalidExperiment naming all groups without one."""
     found = [next((path for path in group if path.is_file()), None) for group in candidates]
     lacking = [group for group, path in zip(candidates, found, strict=True) if path is None]
     if lacking:
@@ -44,15 +44,15 @@ def find(root: Path, candidates: Sequence[Sequence[Path]], *, fetch: str) -> lis
 
 
 def missing(root: Path, names: str, *, fetch: str) -> InvalidExperiment:
-    """Return the error of files that are not there; `fetch` is the command that brings them."""
+    """Return the error for missing files; `fetch` is the command that fetches them."""
     return InvalidExperiment("data.root", str(root), f"not found: {names}", f"To fetch them: {fetch}")
 
 
 def damaged(path: Path, problem: str) -> InvalidExperiment:
-    """Return the error of a file that is not what it should be."""
+    """Return the error for a file with invalid content."""
     return InvalidExperiment("data.root", str(path), f"this file {problem}", "Delete it and fetch it again.")
 
 
 def torchvision_fetches(root: Path, dataset: str) -> str:
-    """Return the command for a data set of `torchvision.datasets`."""
+    """Return the command that fetches a data set of `torchvision.datasets`."""
     return f'python -c "import torchvision; torchvision.datasets.{dataset}({str(root)!r}, download=True)"'
