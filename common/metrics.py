@@ -1,9 +1,9 @@
-"""What Prometheus may ask of a role. The only module that imports prometheus_client.
+"""Metrics of a role for Prometheus. The only module that imports prometheus_client.
 
-Prefix `fedstrata_`, base units, `_total` on counters; never a round or message id as a label. Every metric has
-the labels `role`, `institution`, `device` of the node it speaks of (several agents may share a process), but for
-those of the process and its host. An institution has two connections: what is counted for each has a label that tells
-them apart, all else is their sum.
+Names have the prefix `fedstrata_`, base units, and `_total` on counters; round numbers and message ids are never
+labels. Every metric has the labels `role`, `institution` and `device` of its node, because several agents may share a
+process, except the metrics of the process and its host. An institution has two connections: counts per connection have
+a label that distinguishes them, all other counts are their sum.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 NODE: Final = ("role", "institution", "device")
 STATES: Final = ("absent", "init", "ready", "finished", "failed", "disconnected", "lost")
 DISCOVERY: Final = "/sd"
-LOOK_MOST_S: Final = 60.0
+SCRAPE_MOST_S: Final = 60.0
 
 Node: TypeAlias = tuple[str, str, str]
 Reading: TypeAlias = Iterable[tuple[tuple[str, ...], float]]
 
 
 class Family(NamedTuple):
-    """A metric: its labels besides those of the node, `of` the node or not, and what it is."""
+    """A metric: its type, its labels besides those in `of`, its description, and the labels of its subject."""
 
     kind: Literal["counter", "gauge", "info"]
     labels: tuple[str, ...]
@@ -53,49 +53,51 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "test_loss": Family("gauge", (), "Test loss of the global model"),
     "train_loss": Family("gauge", (), "Mean training loss of the last epoch"),
     "epochs": Family("gauge", (), "Local epochs of the present round; at the cloud those of each institution"),
-    "sgd_steps": Family("counter", (), "SGD steps done by this node, or by those below it"),
+    "sgd_steps": Family("counter", (), "SGD steps of this node, or of the nodes below it"),
     "phase_seconds": Family("counter", ("phase",), "Seconds by phase of a round"),
-    "payload_bytes": Family("counter", LINK, "Blob bytes or control message bodies, by the other end of the link"),
+    "payload_bytes": Family("counter", LINK, "Bytes of blobs or control message bodies, by the other end of the link"),
     "message_bytes": Family("counter", LINK, "Bytes of whole MQTT packets, by the other end of the link"),
     "wire_bytes": Family("counter", ("peer", "direction"), "TCP bytes of the broker connection, by the kernel"),
-    "retransmitted_bytes": Family("counter", ("peer",), "TCP bytes that were sent again"),
+    "retransmitted_bytes": Family("counter", ("peer",), "Retransmitted TCP bytes"),
     "rtt_seconds": Family("gauge", ("peer",), "Round trip time to the broker's host, smoothed by the kernel"),
     "link_declared_bytes_per_second": Family(
-        "gauge", ("peer", "direction"), "What the experiment declares for a link to a child"
+        "gauge", ("peer", "direction"), "Declared rate of a link to a child, from the experiment"
     ),
     "link_measured_bytes_per_second": Family(
         "gauge",
         ("peer", "direction"),
-        "What a link to a child carried: before the run, then each model received from it in 8 chunks or more",
+        "Measured rate of a link to a child: before the run, then of each model received from it in 8 chunks or more",
     ),
-    "ignored_messages": Family("counter", (), "Messages that were none of ours"),
+    "ignored_messages": Family("counter", (), "Messages rejected as malformed or unknown"),
     "reconnects": Family("counter", (), "Broken or failed connections to the broker"),
     "chunks_published": Family("counter", (), "Chunks of models published"),
     "chunks_repeated": Family("counter", (), "Chunks published again"),
-    "chunks_refused": Family("counter", (), "Chunks that were damaged or foreign"),
-    "refused_models": Family("counter", (), "Uploads that were not used"),
-    "late_results": Family("counter", (), "Results that came after their round had closed"),
+    "chunks_refused": Family("counter", (), "Chunks that were damaged or unknown"),
+    "refused_models": Family("counter", (), "Uploads that were refused"),
+    "late_results": Family("counter", (), "Results that arrived after their round had closed"),
     "nodes": Family("gauge", ("state",), "Children of this node by presence"),
-    "child_up": Family("gauge", ("peer",), "Whether a child that came is there (1), or was lost or gave up (0)"),
-    "idle_seconds": Family("gauge", ("peer",), "How long a child that the open round waits for has made no progress"),
-    "idle_most_seconds": Family("gauge", (), "How long a child may make no progress before it is given up"),
-    "broker_heap_bytes": Family("gauge", ("broker",), "Memory that mosquitto says it has allocated"),
-    "broker_dropped_messages": Family("counter", ("broker",), "Messages that mosquitto says it has dropped"),
-    "process_cpu_seconds": Family("counter", (), "CPU time of a role's process and those it started", ()),
-    "process_resident_bytes": Family("gauge", (), "Resident memory of a role's process and those it started", ()),
+    "child_up": Family("gauge", ("peer",), "Whether a child that has joined is present (1), or was lost or failed (0)"),
+    "idle_seconds": Family("gauge", ("peer",), "Time without progress of a child that the open round waits for"),
+    "idle_most_seconds": Family("gauge", (), "Time without progress after which a child is given up"),
+    "broker_heap_bytes": Family("gauge", ("broker",), "Memory allocated by mosquitto, as it reports"),
+    "broker_dropped_messages": Family("counter", ("broker",), "Messages dropped by mosquitto, as it reports"),
+    "process_cpu_seconds": Family("counter", (), "CPU time of a role's process and its child processes", ()),
+    "process_resident_bytes": Family("gauge", (), "Resident memory of a role's process and its child processes", ()),
     "host_cpu_seconds": Family("counter", ("host", "mode"), "CPU time of the host, all cores", ()),
     "host_memory_bytes": Family("gauge", ("host",), "Memory of the host", ()),
-    "host_memory_available_bytes": Family("gauge", ("host",), "Memory of the host that can be had", ()),
+    "host_memory_available_bytes": Family("gauge", ("host",), "Available memory of the host", ()),
     "host_temperature_celsius": Family("gauge", ("host", "sensor"), "Temperature of a thermal zone", ()),
     "gpu_memory_bytes": Family("gauge", ("host", "gpu"), "Memory of a GPU", ()),
-    "gpu_memory_used_bytes": Family("gauge", ("host", "gpu"), "Memory of a GPU in use, by anybody", ()),
-    "gpu_busy_ratio": Family("gauge", ("host", "gpu"), "Share of the last moments in which a GPU had work", ()),
+    "gpu_memory_used_bytes": Family("gauge", ("host", "gpu"), "Used memory of a GPU, by all processes", ()),
+    "gpu_busy_ratio": Family(
+        "gauge", ("host", "gpu"), "Fraction of the last sample period in which a GPU had work", ()
+    ),
     "gpu_temperature_celsius": Family("gauge", ("host", "gpu"), "Temperature of a GPU", ()),
 }
 
 
 class _Watched:
-    """Numbers that other objects hold, read when Prometheus asks, so that counting costs nothing."""
+    """Values that other objects hold, read at each scrape, so that counting has no overhead."""
 
     def __init__(self) -> None:
         self.reads: dict[str, list[tuple[tuple[str, ...], Callable[[], Reading]]]] = {}
@@ -115,7 +117,7 @@ class _Watched:
 
 
 class Metrics:
-    """The metrics of one process, in a registry of its own; `serve` answers /metrics, and /sd where it has targets."""
+    """The metrics of one process, in its own registry; `serve` answers /metrics, and /sd with the scrape targets."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series beside each counter
@@ -135,11 +137,11 @@ class Metrics:
         self.phase_seconds: Final = self._counter("phase_seconds")
 
     def serve_targets(self, targets: Callable[[str], Sequence[Mapping[str, object]]]) -> None:
-        """Serve the run's scrape targets; `targets` gets the address at which Prometheus asks for them."""
+        """Serve the run's scrape targets; `targets` gets the address at which Prometheus requests them."""
         self._targets = targets
 
     def introduce(self, node: Node, facts: Mapping[str, str], *, phases: Iterable[str]) -> None:
-        """Begin a node's metrics: the facts of its run, and zeros, so that the first increment is seen as one."""
+        """Start a node's metrics: the facts of its run, and zeros, so that the first increment is visible as one."""
         self.run.labels(*node).info(dict(facts))
         self.round.labels(*node).set(0)
         self.steps.labels(*node)
@@ -147,35 +149,35 @@ class Metrics:
             self.phase_seconds.labels(*node, phase)
 
     def closed(self, node: Node, *, rounds: int | None = None) -> None:
-        """Count a round that a node closed; `rounds` where it is known how many there were."""
+        """Count a round that a node closed; `rounds` sets the total if it is known."""
         gauge = self.round.labels(*node)
         gauge.inc() if rounds is None else gauge.set(rounds)
         self.round_timestamp_seconds.labels(*node).set_to_current_time()
 
     def watch(self, name: str, node: tuple[str, ...], read: Callable[[], Reading]) -> None:
-        """Export numbers that somebody else keeps: rows of label values and a number, those alike are added up.
+        """Export values of another object: label values with a number each; numbers with equal labels are added.
 
-        `node` is empty for what is no node's. `read` is called from the server's thread.
+        `node` is empty for metrics without a node. `read` is called from the server's thread.
         """
         self._watched.reads.setdefault(name, []).append((node, read))
 
     def serve(self, host: str, port: int) -> int:
-        """Answer HTTP from a thread and return the port, a free one where 0 was given. Raises OSError."""
+        """Serve HTTP from a thread and return the port; port 0 selects a free one. Raises OSError."""
         scrape = make_wsgi_app(self._registry)
 
         def answer(environ: Any, start_response: Any) -> Iterable[bytes]:
             if environ["PATH_INFO"] == DISCOVERY:
                 start_response("200 OK", [("Content-Type", "application/json")])
                 return [json.dumps(self._targets(environ.get("HTTP_HOST", ""))).encode()]
-            return self._scrapes.look(lambda: scrape(environ, start_response))
+            return self._scrapes.serve(lambda: scrape(environ, start_response))
 
         server = make_server(host, port, answer, _Server6 if ":" in host else _Server, _Silent)
         Thread(target=server.serve_forever, name="metrics", daemon=True).start()
         return int(server.server_port)
 
     async def last_scrape(self) -> None:
-        """Wait for one scrape more, where somebody scrapes regularly, so that the last numbers are seen."""
-        await self._scrapes.another()
+        """Wait for one more scrape if Prometheus scrapes regularly, so that it gets the last values."""
+        await self._scrapes.wait_for_next()
 
     def _gauge(self, name: str) -> Gauge:
         family = FAMILIES[name]
@@ -187,7 +189,7 @@ class Metrics:
 
 
 class Scrapes:
-    """When /metrics was looked at."""
+    """The times of the scrapes of /metrics."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -195,8 +197,8 @@ class Scrapes:
         self._interval_s = 0.0
         self._awaited: set[tuple[asyncio.AbstractEventLoop, asyncio.Event, float]] = set()
 
-    def look(self, answer: Callable[[], Iterable[bytes]]) -> Iterator[bytes]:
-        """Return the body of an answer, which is made now; the look counts once that has been sent."""
+    def serve(self, answer: Callable[[], Iterable[bytes]]) -> Iterator[bytes]:
+        """Yield the body of a response, generated now; the scrape counts once the body has been sent."""
         begun = self._now()
         yield from answer()
         if self._last is not None:
@@ -207,13 +209,13 @@ class Scrapes:
                 loop.call_soon_threadsafe(seen.set)
 
     def patience_s(self) -> float:
-        """Return how long the next look is worth waiting for: two intervals, if they still come."""
+        """Return how long to wait for the next scrape: two intervals, 0 if scrapes have stopped."""
         if self._last is None or self._now() - self._last[0] > 2 * self._interval_s:
             return 0.0
-        return min(2 * self._interval_s, LOOK_MOST_S)
+        return min(2 * self._interval_s, SCRAPE_MOST_S)
 
-    async def another(self) -> None:
-        """Wait for a look that begins from now on, as long as it is worth it."""
+    async def wait_for_next(self) -> None:
+        """Wait for a scrape that begins after this call, at most `patience_s`."""
         wanted = asyncio.get_running_loop(), asyncio.Event(), self._now()
         self._awaited.add(wanted)
         try:
@@ -235,4 +237,4 @@ class _Server6(_Server):
 
 class _Silent(WSGIRequestHandler):
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""

@@ -76,7 +76,7 @@ class LocalRounds:
         if cloud.closing.rule != "all":
             return False
         selected = (
-            draw(names, cloud.participation, seed=self._experiment.seed, node=CLOUD, r=r) for r in range(global_round)
+            select(names, cloud.participation, seed=self._experiment.seed, node=CLOUD, r=r) for r in range(global_round)
         )
         return any(self._name in some for some in selected)
 

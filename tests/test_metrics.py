@@ -56,7 +56,7 @@ def test_every_metric_has_a_text_a_unit_or_none_and_labels_without_bound_are_non
 def test_the_last_look_is_waited_for_only_where_somebody_looks() -> None:
     looks = Scrapes()
     assert looks.patience_s() == 0
-    asyncio.run(looks.another())  # nobody ever came
+    asyncio.run(looks.wait_for_next())  # nobody ever came
 
 
 class Hand:
@@ -74,13 +74,13 @@ def test_patience_is_two_intervals_as_long_as_somebody_comes() -> None:
     looks = Scrapes(clock)
     for _ in range(2):
         clock.now += 5
-        assert b"".join(looks.look(lambda: [b"text"])) == b"text"
+        assert b"".join(looks.serve(lambda: [b"text"])) == b"text"
     assert looks.patience_s() == 10
     clock.now += 10.1
     assert looks.patience_s() == 0
     for _ in range(2):
         clock.now += 3600
-        list(looks.look(list))
+        list(looks.serve(list))
     assert looks.patience_s() == 60
 
 
@@ -90,16 +90,16 @@ def test_a_look_that_began_before_the_end_is_not_the_last() -> None:
         looks = Scrapes(clock)
         for _ in range(2):
             clock.now += 5
-            list(looks.look(list))
-        early = looks.look(lambda: [b"a", b"b"])
+            list(looks.serve(list))
+        early = looks.serve(lambda: [b"a", b"b"])
         next(early)
         clock.now += 1
-        waiting = asyncio.create_task(looks.another())
+        waiting = asyncio.create_task(looks.wait_for_next())
         await asyncio.sleep(0)
         list(early)
         await asyncio.sleep(0)
         assert not waiting.done()
-        list(looks.look(list))
+        list(looks.serve(list))
         async with asyncio.timeout(5):
             await waiting
 

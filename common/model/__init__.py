@@ -1,1 +1,1 @@
-"""A model as bytes: its flat layout, and the codecs that make it smaller on the wire."""
+"""A model as bytes: its flat layout, and the codecs that compress it for transfer."""

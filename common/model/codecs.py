@@ -1,14 +1,15 @@
-"""How a row becomes a blob's bytes and back.
+"""Codecs: conversion of a flat model to the bytes of a blob and back.
 
     blob = [ trainable columns in the codec's form | float32 buffers | int64 buffers ]      zstd: the whole, one frame
 
-Buffers travel exactly whatever the form: they are few, and a variance of a normalisation layer that rounding made
-zero or negative would ruin the model. `common.experiment.codecs` lists the codecs; the forms and their errors are in
-`common.model.quantizers`.
+Buffers are always transferred exactly. They are few, and a variance of a normalisation layer that rounding made zero or
+negative would ruin the model. `common.experiment.codecs` lists the codecs; `common.model.quantizers` has the forms and
+their errors.
 
-A codec whose blob *is* the row (`fp32`, bit for bit) needs no copy at either end: chunks are cut from the row that
-the node holds, and assembled in the row that the algorithm will read. The other forms are assembled at the row's end
-and unpacked from its start, so that a parent of many children needs no further memory; only zstd's blobs lie apart.
+A codec whose blob *is* the flat model (`fp32`, bit for bit) needs no copy at either end: chunks are slices of the model
+that the node holds, and are assembled in the row that the algorithm reads. The other forms are assembled at the end of
+the row and unpacked from its start, so that a parent of many children needs no further memory. Only zstd's blobs are in
+separate memory.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from common.experiment.codecs import DELTA, FORMS, UP, ZSTD
 from common.model.layout import ModelLayout, Row
 from common.model.quantizers import PIECE_BYTES, PIECE_COLUMNS, Brain, Bytes, Form, Half, Piece, Planes, Scaled
 
-ZSTD_LEVEL: Final = 1  # level 3 takes twice the time for the same bytes: what is left after the forms is entropy alone
+ZSTD_LEVEL: Final = 1  # level 3 takes twice the time for the same bytes: after the forms only entropy is left
 ZSTD_PIECE_BYTES: Final = 131_072
-ZSTD_WINDOW_BYTES: Final = 8_388_608  # what a receiver sets aside at most; level 1 uses 512 kB
+ZSTD_WINDOW_BYTES: Final = 8_388_608  # limit of a receiver's memory; level 1 uses 512 kB
 
 _FORMS: Final[dict[str, Form]] = dict(zip(FORMS, (Planes(), Half(), Brain(), Scaled()), strict=True))
 
 
 class Codec(Protocol):
-    """One form of a model on the wire. Rows are uint8 [row_bytes]; the calls may come from any thread.
+    """One form of a model for transfer. Rows are uint8 [row_bytes]; methods may be called from any thread.
 
-    `is_row`: the blob is the row, nothing is encoded. `exact`: what arrives is bit for bit what was sent. `delta`:
-    `encode` and `decode` want the `reference`, a row that both ends hold. `fixed`: every blob has exactly `size`
-    bytes, else at most. But for deltas, what was decoded is encoded to the same bytes again.
+    `is_row`: the blob is the row, nothing is encoded. `exact`: the decoded model equals the original bit for bit.
+    `delta`: `encode` and `decode` need a `reference`, a row that both ends hold. `fixed`: every blob has exactly `size`
+    bytes, else at most. Except for deltas, encoding a decoded model gives the same bytes again.
     """
 
     name: str
@@ -47,25 +48,25 @@ class Codec(Protocol):
     fixed: bool
 
     def size(self, layout: ModelLayout) -> int:
-        """Return the blob's bytes for this layout, or the most it may have."""
+        """Return the size of a blob in bytes for this layout, or its upper limit."""
 
     def encode(
         self, layout: ModelLayout, row: Row, *, reference: Row | None = None, out: Row | None = None
     ) -> memoryview:
-        """Return the blob, in `out` (uint8 [size] or more, fresh memory where None) or sharing the row's memory."""
+        """Return the blob, in `out` (uint8 [size] or more; None: new memory) or sharing the row's memory."""
 
     def buffer(self, layout: ModelLayout, row: Row, *, size: int) -> memoryview:
-        """Return where to assemble a blob of `size` bytes that will become this row; it may be part of the row."""
+        """Return the memory in which to assemble a blob of `size` bytes for this row; it may be part of the row."""
 
     def decode(self, layout: ModelLayout, blob: memoryview, row: Row, *, reference: Row | None = None) -> None:
-        """Turn the assembled blob into the row; nothing to do where they are the same memory.
+        """Decode the assembled blob into the row; does nothing if they share memory.
 
-        Raises WireError or RefusedModel where it is no such blob. NaN and Inf pass, see `ModelLayout.check_finite`.
+        Raises WireError or RefusedModel if the blob is invalid. NaN and Inf pass, see `ModelLayout.check_finite`.
         """
 
 
 class Fp32:
-    """float32 and int64 columns as they lie in the row, little-endian. Error: none."""
+    """float32 and int64 columns as in the row, little-endian. Error: none."""
 
     name = "fp32"
     is_row, exact, delta, fixed = True, True, False, True
@@ -86,9 +87,9 @@ class Fp32:
 
 
 class Packed:
-    """A form of the trainable columns, of a difference if `delta`, and zstd over all if `zstd`.
+    """A form of the trainable columns, of a difference if `delta`, and zstd over the whole blob if `zstd`.
 
-    Error: the form's, and for a lossy delta that of the difference and of adding it again: 2^-24 of each.
+    Error: the form's; for a lossy delta the error of the difference plus that of its addition: 2^-24 of each.
     """
 
     def __init__(self, form: str, *, delta: bool, zstd: bool) -> None:
@@ -115,8 +116,8 @@ class Packed:
         return _compress(self._pack(layout, row, reference, None), blob, self._plain_size(layout))
 
     def buffer(self, layout: ModelLayout, row: Row, *, size: int) -> memoryview:
-        # Unpacking from the row's start must not overtake what is still packed at its end. It does not where no piece
-        # is larger than its columns; int8's pieces of a single column are, by a byte.
+        # Unpacking from the start of the row must not overtake the packed bytes at its end. It cannot if no piece is
+        # larger than its columns. int8's pieces of a single column are larger by a byte.
         if self.fixed and all(piece.nbytes <= 4 * (piece.stop - piece.start) for piece in self._pieces(layout)):
             return row.data[layout.row_bytes - size :]
         return np.empty(size, np.uint8).data
@@ -128,7 +129,7 @@ class Packed:
         piece_bytes = np.empty(PIECE_BYTES, np.uint8)
         for piece in self._pieces(layout):
             packed, columns = piece_bytes[: piece.nbytes], columns_D[piece.start : piece.stop]
-            source.read(packed)  # away from the row, which it may be part of
+            source.read(packed)  # a copy: the source may be part of the row
             try:
                 self._form.unpack(packed, columns)
             except RefusedModel as error:
@@ -140,7 +141,7 @@ class Packed:
         source.close()
 
     def _pack(self, layout: ModelLayout, row: Row, reference: Row | None, blob: Bytes | None) -> Iterator[Bytes]:
-        """Yield the blob's parts one after another, written into `blob`, or else valid until the next one."""
+        """Yield the parts of the blob in order, written into `blob`, or else valid until the next one."""
         columns_D = layout.floats(row)
         against_D = layout.floats(self._required(reference)) if self.delta else None
         scratch, differences = np.empty((2, PIECE_COLUMNS), np.uint32), np.empty(PIECE_COLUMNS, np.float32)
@@ -182,7 +183,7 @@ class _BlobSource(Protocol):
 
 
 class _Plain:
-    """A blob as it is, read in order."""
+    """An uncompressed blob, read in order."""
 
     def __init__(self, blob: memoryview) -> None:
         self._bytes = np.frombuffer(blob, np.uint8)
@@ -201,7 +202,7 @@ class _Plain:
 
 
 class _Frame:
-    """A blob of one zstd frame, decompressed as far as it is asked for, whatever its header promises."""
+    """A blob of one zstd frame, decompressed only as far as requested, whatever size its header declares."""
 
     def __init__(self, blob: memoryview) -> None:
         inflate = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES)
@@ -223,7 +224,7 @@ class _Frame:
 
 
 def _compress(parts: Iterator[Bytes], blob: Bytes, size: int) -> memoryview:
-    """Write the parts, `size` bytes together, as one frame into `blob` and return what it takes."""
+    """Write the parts, `size` bytes together, as one frame into `blob` and return the used part."""
     chunker = zstandard.ZstdCompressor(level=ZSTD_LEVEL).chunker(size=size, chunk_size=ZSTD_PIECE_BYTES)
     at = 0
 
@@ -240,7 +241,7 @@ def _compress(parts: Iterator[Bytes], blob: Bytes, size: int) -> memoryview:
 
 
 def _bound(size: int) -> int:
-    """Return the most that zstd makes of so many bytes (`ZSTD_COMPRESSBOUND` in zstd.h)."""
+    """Return the upper limit of zstd's output for this input size (`ZSTD_COMPRESSBOUND` in zstd.h)."""
     return size + (size >> 8) + (max(0, 131_072 - size) >> 11)
 
 

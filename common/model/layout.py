@@ -1,11 +1,11 @@
-"""How a model's state lies in one flat buffer.
+"""Layout of a model's state in one flat buffer.
 
     row = [ trainable float32 columns | float32 buffers | int64 buffers ]
             D                            Db               Q
 
-Entries keep the order of the model's state_dict *within* each of the three sections, so the trainable
-columns are contiguous: norms and similarities read `row[:D]` and never need a mask. This module knows
-numpy only; torch's side is `common.learning.models.layout_of`.
+Entries keep the order of the model's state_dict *within* each of the three sections. So the trainable columns are
+contiguous: norms and similarities read `row[:D]` and never need a mask. This module depends only on numpy;
+`common.learning.models.layout_of` creates layouts of torch modules.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MOST_DIMENSIONS: Final = 32  # numpy 1.26's limit
 
 
 class Section(StrEnum):
-    """Which part of the row an entry lies in."""
+    """The section of the row that an entry belongs to."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -39,7 +39,7 @@ class Section(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of the state: `start` and `stop` are columns of its section's own numbering.
+    """One tensor of the state: `start` and `stop` are columns in the numbering of its section.
 
     PARAMETER and BUFFER share the numbering 0 .. D+Db of the float32 part; COUNTER has its own, 0 .. Q.
     """
@@ -52,7 +52,7 @@ class Entry:
 
     @property
     def module(self) -> str:
-        """Return the layer the entry belongs to: its name up to the last dot."""
+        """The layer of the entry: its name up to the last dot."""
         return self.name.rpartition(".")[0]
 
 
@@ -91,13 +91,13 @@ class ModelLayout:
             if not all(isinstance(name, str) and _is_shape(shape) for name, shape, _ in tensors):
                 raise ValueError("no name or no shape")
             if len({name for name, _, _ in tensors}) < len(tensors):
-                raise ValueError("a name stands twice")
+                raise ValueError("duplicate name")
             return cls.build(tensors)
         except (ValueError, TypeError, RecursionError, InvalidExperiment) as error:
             raise WireError(f"not a model layout: {error}") from None
 
     def to_json(self) -> str:
-        """Return the layout as JSON, the form that travels to nodes without torch."""
+        """Return the layout as JSON, the form for nodes without torch."""
         return json.dumps([[e.name, e.shape, e.section] for e in self.entries], separators=(",", ":"))
 
     @cached_property
@@ -122,9 +122,9 @@ class ModelLayout:
 
     @cached_property
     def in_state_order(self) -> tuple[Entry, ...]:
-        """The entries as torch writes a state: module by module, parameters before buffers and counters.
+        """The entries in the order of torch's state: by module, parameters before buffers and counters.
 
-        Modules come in the order of their first entry here, so those without a parameter come last.
+        Modules are in the order of their first entry here, so modules without a parameter come last.
         """
         modules = {module: i for i, module in enumerate(dict.fromkeys(entry.module for entry in self.entries))}
         return tuple(sorted(self.entries, key=lambda entry: modules[entry.module]))
@@ -144,7 +144,7 @@ class ModelLayout:
         return row[..., : 4 * self.columns].view(np.float32)
 
     def integers(self, row: Row) -> npt.NDArray[np.int64]:
-        """Return the counters of a row, int64 [Q], as a view (it may be unaligned)."""
+        """Return the counters of a row, int64 [Q], as a view (possibly unaligned)."""
         return np.frombuffer(row, np.int64, self.counters, 4 * self.columns)
 
     def views(self, row: Row) -> dict[str, npt.NDArray[np.float32] | npt.NDArray[np.int64]]:
@@ -161,13 +161,13 @@ class ModelLayout:
             source = state.get(name)
             if source is None or source.shape != view.shape:
                 have = "missing" if source is None else f"of shape {source.shape}"
-                raise RefusedModel(f"entry {name} is {have}, the model's layout wants {view.shape}")
+                raise RefusedModel(f"entry {name} is {have}, the model's layout requires {view.shape}")
             np.copyto(view, source, casting="same_kind")
 
     def check_finite(self, row: Row) -> None:
         """Refuse a row with NaN or Inf. Raises RefusedModel naming the entry."""
         floats = self.floats(row)
-        with np.errstate(over="ignore", invalid="ignore"):  # huge finite values overflow here, and pass below
+        with np.errstate(over="ignore", invalid="ignore"):  # large finite values overflow here, and pass below
             squares = np.dot(floats, floats)  # one pass, no temporary: any NaN or Inf survives the sum
         if np.isfinite(squares):
             return

@@ -1,8 +1,8 @@
-"""How trainable columns, float32, become fewer bytes: one class for each form, working on pieces of columns.
+"""Quantizers: conversion of float32 columns to fewer bytes, one class per form, in pieces of columns.
 
-A piece is so small that it, its packed form and the scratch memory stay in a core's second-level cache (1 MB).
-Pieces are packed one after another; each form says how many bytes each piece takes, which depends on the layout
-alone. All arithmetic is of integers or of single float32 operations, so every machine gets the same bits.
+A piece is small enough that it, its packed form and the scratch memory fit into a core's second-level cache (1 MB).
+Pieces are packed one after another; each form defines the bytes per piece, which depend only on the layout. All
+arithmetic uses integers or single float32 operations, so every machine computes the same bits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Scratch: TypeAlias = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Columns start..stop of a row, and how many bytes they take packed."""
+    """Columns start..stop of a row, and their packed size in bytes."""
 
     start: int
     stop: int
@@ -36,26 +36,26 @@ class Piece:
 
 
 class Form(Protocol):
-    """One way to write float32 columns."""
+    """One encoding of float32 columns."""
 
     def pieces(self, layout: ModelLayout) -> Iterator[Piece]:
-        """Yield the pieces, which tile the trainable columns 0..D in order."""
+        """Yield the pieces, which cover the trainable columns 0..D in order."""
 
     def pack(self, x: Floats, out: Bytes, scratch: Scratch) -> None:
         """Write a piece's columns [n] into `out`, uint8 [nbytes]. `scratch`: uint32 [2, PIECE_COLUMNS]."""
 
     def unpack(self, packed: Bytes, x: Floats) -> None:
-        """Write a packed piece's columns [n]. Raises RefusedModel where the bytes can be no piece."""
+        """Write a packed piece's columns [n]. Raises RefusedModel if the bytes are invalid."""
 
     def difference(self, x: Floats, reference: Floats, out: Floats) -> None:
-        """Write what `restore` adds to the reference to get x."""
+        """Write the difference that `restore` adds to the reference to get x."""
 
     def restore(self, x: Floats, reference: Floats) -> None:
         """Add the reference to a difference, in place."""
 
 
 class _Even:
-    """A form of so many bytes a column, whose pieces pay no heed to the tensors' bounds."""
+    """A form with a constant number of bytes per column, whose pieces may span several tensors."""
 
     def __init__(self, column_bytes: int) -> None:
         self._column_bytes = column_bytes
@@ -77,10 +77,10 @@ class _Subtracting:
 
 
 class Planes(_Even):
-    """float32, the four bytes of the columns apart: all lowest bytes of a piece, then the next ones, ...
+    """float32 with the four bytes of the columns separated: all lowest bytes of a piece, then the next ones, ...
 
-    For zstd, which finds little in whole floats: signs and exponents stand together so. A trained ResNet-18 shrinks
-    to 0.84 instead of 0.92, and the exclusive or with its predecessor to 0.74 instead of 0.83, in less time.
+    For zstd, which compresses whole floats badly: this order groups signs and exponents. A trained ResNet-18 is
+    compressed to 0.84 instead of 0.92, its exclusive or with its predecessor to 0.74 instead of 0.83, in less time.
     A difference is the exclusive or of the bit patterns. Error: none.
     """
 
@@ -93,7 +93,7 @@ class Planes(_Even):
     def unpack(self, packed: Bytes, x: Floats) -> None:
         planes, bits = packed.reshape(4, -1), x.view(np.uint32)
         np.copyto(bits, planes[3])
-        for plane in planes[2::-1]:  # by shifts: four times as fast as writing every fourth byte
+        for plane in planes[2::-1]:  # shifts are four times as fast as writing every fourth byte
             np.left_shift(bits, 8, out=bits)
             np.bitwise_or(bits, plane, out=bits)
 
@@ -108,14 +108,14 @@ class Planes(_Even):
 class Half(_Even, _Subtracting):
     """IEEE 754 binary16, rounded to nearest, ties to even.
 
-    Error: at most 2^-11 |x| for 2^-14 <= |x| <= 65504, at most 2^-25 below that. What would round above 65504
-    (|x| >= 65520) becomes infinite, as the standard says, and the receiver refuses the model by the entry's name.
+    Error: at most 2^-11 |x| for 2^-14 <= |x| <= 65504, at most 2^-25 below that. Values that would round above 65504
+    (|x| >= 65520) become infinite, following the standard, and the receiver refuses the model with the entry's name.
 
-    By integers, as numpy's casts take 1.5 times as long, and 10 times for a delta, whose columns are mostly
-    subnormal: they raise a flag for each. After F. Giesen, float_to_half_fast3_rtne (public domain), but without
-    branches: below 2^-14 the addition of 0.5 rounds to multiples of 2^-24; from there on the exponent is moved and
-    the significand rounded. The first gives 1024 at most, the second 1024 at least where it holds and less where
-    not, so the greater one is right.
+    Implemented with integers: numpy's casts take 1.5 times as long, and 10 times for a delta, whose columns are mostly
+    subnormal, because each raises a flag. After F. Giesen, float_to_half_fast3_rtne (public domain), but without
+    branches. Below 2^-14 the addition of 0.5 rounds to multiples of 2^-24; from there on the exponent is shifted and
+    the significand rounded. The first result is at most 1024, the second at least 1024 where it is valid and less where
+    it is not, so the maximum is correct.
     """
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class Half(_Even, _Subtracting):
         normal, other = scratch.view(np.int32)[:, : x.size]
         np.bitwise_and(bits, 0x7FFF_FFFF, out=normal)
         np.right_shift(normal, 13, out=other)
-        np.bitwise_and(other, 1, out=other)  # ties to even: the bit that will be the last one
+        np.bitwise_and(other, 1, out=other)  # ties to even: the bit that becomes the last one
         np.add(normal, 0xFFF - (112 << 23), out=normal)
         np.add(normal, other, out=normal)
         np.right_shift(normal, 13, out=normal)
@@ -135,7 +135,7 @@ class Half(_Even, _Subtracting):
         np.add(other.view(np.float32), np.float32(0.5), out=other.view(np.float32))
         np.subtract(other, 0x3F00_0000, out=other)  # 0.5
         np.maximum(normal, other, out=normal)
-        if normal.max() >= 0x7C00:  # infinite, NaN or too large somewhere
+        if normal.max() >= 0x7C00:  # some value is infinite, NaN or too large
             with np.errstate(over="ignore", under="ignore", invalid="ignore"):
                 np.copyto(halves.view(np.float16), x, casting="unsafe")
             return
@@ -151,8 +151,8 @@ class Half(_Even, _Subtracting):
 class Brain(_Even, _Subtracting):
     """bfloat16: the upper half of a float32, rounded to nearest, ties to even.
 
-    Error: at most 2^-8 |x| for |x| >= 2^-126 (8 bits of significand: half of 2^-7), at most 2^-134 below that. What
-    would round above 3.39e38 becomes infinite. NaN stays NaN.
+    Error: at most 2^-8 |x| for |x| >= 2^-126 (8 bits of significand: half of 2^-7), at most 2^-134 below that. Values
+    that would round above 3.39e38 become infinite. NaN stays NaN.
     """
 
     def __init__(self) -> None:
@@ -165,7 +165,7 @@ class Brain(_Even, _Subtracting):
         np.add(rounded, 0x7FFF, out=rounded)
         np.add(rounded, bits, out=rounded)
         np.right_shift(rounded, 16, out=rounded)
-        if np.isnan(x.max()):  # the carry may have made infinity, or zero, of a NaN
+        if np.isnan(x.max()):  # the addition may have turned a NaN into infinity or zero
             nans = np.isnan(x)
             rounded[nans] = (bits[nans] >> 16) | 0x40
         np.copyto(out.view(np.uint16), rounded, casting="unsafe")
@@ -179,13 +179,13 @@ class Brain(_Even, _Subtracting):
 class Scaled(_Subtracting):
     """int8: x = scale * q with integers -127..127, and a float32 scale, max |x| / 127, for each 1024 columns.
 
-    A block of columns ends where its tensor ends: a layer's biases would lose all in the scale of its neighbour's
-    weights. (1024 and not 4096: a fifth less error of a ResNet-18's delta for 0.3 % more bytes.) A piece is its scales,
-    then its integers. A scale is rounded up to 17 significant bits, so that scale * q is exact and what was
-    decoded is encoded to the same bytes again.
+    A block of columns ends with its tensor: a layer's biases would lose all precision with the scale of its neighbour's
+    weights. (1024 instead of 4096: the error of a ResNet-18's delta is a fifth smaller for 0.3 % more bytes.) A piece
+    has its scales first, then its integers. A scale is rounded up to 17 significant bits, so that scale * q is exact
+    and encoding a decoded model gives the same bytes again.
 
     Error: at most scale/2 (1 + 2^-16), the bracket for the rounding of the division, while |x| <= 2^127; a block
-    whose scale would be below 2^-126 becomes zeros. A block with NaN or infinity gets such a scale, and is refused.
+    whose scale would be below 2^-126 becomes zeros. A block with NaN or infinity gets such a scale and is refused.
     """
 
     def pieces(self, layout: ModelLayout) -> Iterator[Piece]:
@@ -213,12 +213,12 @@ class Scaled(_Subtracting):
             if not (scale.min() >= 0 and scale.max() < np.inf):  # NaN is neither
                 raise RefusedModel(f"a scale of int8 is {scale[~((scale >= 0) & (scale < np.inf))][0]}")
             np.copyto(columns, integers)
-            with np.errstate(over="ignore"):  # what overflows is refused as infinite
+            with np.errstate(over="ignore"):  # overflows are refused as infinite
                 np.multiply(columns, scale[:, None], out=columns)
 
     @staticmethod
     def _parts(x: Floats, packed: Bytes) -> Iterator[tuple[Floats, Floats, npt.NDArray[np.int8]]]:
-        """Yield the whole blocks [k, 1024] and the rest [1, r], each with its scales [k] and integers."""
+        """Yield the full blocks [k, 1024] and the rest [1, r], each with its scales [k] and integers."""
         blocks, whole = _blocks(x.size), x.size // SCALE_COLUMNS
         scales, integers = packed[: 4 * blocks].view(np.float32), packed[4 * blocks :].view(np.int8)
         end = whole * SCALE_COLUMNS

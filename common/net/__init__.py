@@ -1,1 +1,1 @@
-"""The network: one MQTT connection, its shape and its bytes."""
+"""The network: MQTT connections, their limits and their packets."""

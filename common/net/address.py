@@ -1,4 +1,4 @@
-"""Where a broker is."""
+"""Address of a broker."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BrokerAddress:
-    """Where a broker listens and how to log in; the password comes from a file or the environment."""
+    """Host, port and login of a broker; the password comes from a file or the environment."""
 
     host: str
     port: int = 1883

@@ -1,11 +1,11 @@
-"""Large payloads to and from paho-mqtt's socket without copies.
+"""Large payloads through paho-mqtt's socket without copies.
 
-paho copies the unsent rest of a packet at every partial write, and each received payload several times. `BulkClient`
-is paho's client with other hands at the socket: a chunk leaves by scatter-gather from the memory where it lies, and
-arrives where its receiver wants it. All else (connecting, acknowledgements, keep-alives) stays paho's.
+paho copies the unsent rest of a packet at every partial write, and each received payload several times. `BulkClient` is
+paho's client with replaced socket operations: a chunk is sent by scatter-gather from its own memory, and received
+directly in its destination. Everything else (connecting, acknowledgements, keep-alives) remains paho's.
 
-It leans on private names of paho, so it serves only the versions that it was written for, and after a self-test
-(`usable`); otherwise the stock client does, slower. FEDSTRATA_MQTT=stock asks for that.
+It uses private names of paho, so it is only enabled for known versions and after a self-test (`usable`). Otherwise the
+stock client is used, which is slower. FEDSTRATA_MQTT=stock selects the stock client.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from paho.mqtt.enums import CallbackAPIVersion, MQTTErrorCode
 
 from common.net.packets import PUBLISH_QOS0, FindPlace, NotMqtt, PacketReader, Place
 
-_STAMPS: Final = {"2.1.0": "_last_msg_in", "2.2.0": "_last_bytes_received"}  # what feeds the keep-alive, by version
+_STAMPS: Final = {"2.1.0": "_last_msg_in", "2.2.0": "_last_bytes_received"}  # the keep-alive's timestamp, by version
 CLOSED: Final = "closed by the broker"
-_TURN_BYTES: Final = 4_000_000  # at most so much in one turn of the event loop
+_TURN_BYTES: Final = 4_000_000  # limit of the bytes read in one turn of the event loop
 
 log = logging.getLogger("fedstrata.connection")
 
 
 class Body:
-    """A payload that is not copied as long as its memory stays as it is."""
+    """A payload that is not copied while its memory does not change."""
 
     __slots__ = ("view",)
 
@@ -42,12 +42,12 @@ class Body:
         self.view = view
 
     def detach(self) -> None:
-        """Copy it, so that its memory may be written."""
+        """Copy the payload, so that its memory may be overwritten."""
         self.view = memoryview(bytes(self.view))
 
 
 class _Packet:
-    """A packet in two parts for paho's queue, which slices off what has been sent."""
+    """A packet in two parts for paho's queue, which slices off the bytes that have been sent."""
 
     __slots__ = ("_body", "_head")
 
@@ -64,7 +64,7 @@ class _Packet:
 
 
 class _SentInfo:
-    """Stands in for paho's MQTTMessageInfo, to hear when a packet has left."""
+    """Replacement for paho's MQTTMessageInfo that calls `done` when a packet has been sent."""
 
     __slots__ = ("_set_as_published",)
 
@@ -73,9 +73,9 @@ class _SentInfo:
 
 
 class BulkClient(mqtt.Client):
-    """paho's client with a faster way for large payloads; made of a stock client by `adopt`.
+    """paho's client with a faster path for large payloads; `adopt` converts a stock client.
 
-    `ended`: why the connection ended, where that was seen here.
+    `ended`: why the connection ended, if the reason was seen here.
     """
 
     ended: str
@@ -84,7 +84,7 @@ class BulkClient(mqtt.Client):
 
     @classmethod
     def adopt(cls, client: mqtt.Client, *, find_place: FindPlace, landed: Callable[[str, Place], None]) -> BulkClient:
-        """Turn a stock client that is not yet connected into this one; for the callbacks see PacketReader."""
+        """Convert a stock client that is not yet connected; for the callbacks see PacketReader."""
         client.__class__ = cls
         assert isinstance(client, cls)
         client.ended = ""
@@ -103,7 +103,7 @@ class BulkClient(mqtt.Client):
         self._packet_queue(mqtt.PUBLISH, packet, self._mid_generate(), 0, info)
 
     def loop_read(self, max_packets: int = 1) -> MQTTErrorCode:
-        """Take what the socket has; aiomqtt calls it whenever there is something."""
+        """Read from the socket; aiomqtt calls it whenever there is data."""
         budget = _TURN_BYTES
         while budget > 0:
             sock: Any = self._sock
@@ -133,7 +133,7 @@ class BulkClient(mqtt.Client):
         return MQTTErrorCode.MQTT_ERR_SUCCESS
 
     def _take(self, command: int, packet: bytearray) -> None:
-        """Let paho handle a packet, unless an earlier one ended the connection."""
+        """Pass a packet to paho, unless an earlier packet ended the connection."""
         if self._taken == MQTTErrorCode.MQTT_ERR_SUCCESS:
             whole: Any = {"command": command, "remaining_length": len(packet), "packet": packet, "pos": 0}
             self._in_packet = whole
@@ -167,22 +167,22 @@ def _why(error: OSError) -> str:
 
 @functools.cache
 def usable() -> bool:
-    """Return whether this release of paho takes our hands at its socket: asked for, known, and tried once here."""
+    """Return whether the faster path can be used: not disabled, known release of paho, self-test passed."""
     if os.environ.get("FEDSTRATA_MQTT") == "stock":
         return False
     if PAHO_VERSION not in _STAMPS:
-        log.warning("paho-mqtt %s is not known here (%s): large models go slower", PAHO_VERSION, ", ".join(_STAMPS))
+        log.warning("paho-mqtt %s is unknown (known: %s): large models are slower", PAHO_VERSION, ", ".join(_STAMPS))
         return False
     try:
         _try_out()
-    except Exception as error:  # noqa: BLE001  # a strange release may raise anything
-        log.warning("the fast way to paho-mqtt's socket fails its test (%r): large models go slower", error)
+    except Exception as error:  # noqa: BLE001  # an unknown release may raise anything
+        log.warning("the self-test of the fast path with paho-mqtt failed (%r): large models are slower", error)
         return False
     return True
 
 
 def _try_out() -> None:
-    """Send and receive over a pair of sockets what the stock client would. Raises where it differs."""
+    """Compare the bytes sent and received over a socket pair with the stock client's. Raises if they differ."""
     payload = bytes(range(256)) * 512
     landed: list[tuple[str, bytes]] = []
     messages: list[bytes] = []
@@ -211,7 +211,7 @@ def _try_out() -> None:
         theirs[1].sendall(wanted[1000:])
         bulk.loop_read()
         if (sent, landed, messages, sent_all) != (wanted, [("large", payload)] * 2, [b"control"], [True]):
-            raise RuntimeError("other bytes than the stock client's")
+            raise RuntimeError("the bytes differ from the stock client's")
         if _drain(theirs[1])[:1] != b"\x40":
             raise RuntimeError("no acknowledgement")
     finally:
@@ -222,7 +222,7 @@ def _try_out() -> None:
 
 
 def _drain(end: socket.socket) -> bytes:
-    """Return what has arrived; on one machine, all that was sent."""
+    """Return the received bytes; on one machine these are all sent bytes."""
     received = b""
     with contextlib.suppress(BlockingIOError):
         while True:

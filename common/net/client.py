@@ -1,17 +1,18 @@
-"""One connection of aiomqtt (asyncio-mqtt's present name), which drives paho-mqtt from the event loop.
+"""One connection of aiomqtt (the present name of asyncio-mqtt), which drives paho-mqtt from the event loop.
 
-The only module that imports aiomqtt. It changes these of its habits:
+The only module that imports aiomqtt. It changes these behaviours of aiomqtt:
 
 - it leaves Nagle's algorithm on (stalls of 40 ms);
-- after 20 messages without an acknowledgement, which on a slow link waits behind a chunk for minutes, it sends nothing;
-- it registers a socket for writing one turn of the event loop late, when the socket may be closed;
-- it does not notice that the broker closes the connection before it answers the connect, for ten seconds;
+- it stops sending after 20 messages without an acknowledgement, which on a slow link waits behind a chunk for minutes;
+- it registers a socket for writing one turn of the event loop late, when the socket may already be closed;
+- it notices only after ten seconds that the broker closes the connection before it answers the connect;
 - after a failed connect or disconnect it leaves the socket open;
-- it closes its socket right behind DISCONNECT: what the broker sends meanwhile is answered by a reset, which may reach
-  the broker before it has read DISCONNECT, so that it publishes the will of a node that took its leave.
+- it closes its socket right after DISCONNECT. If the broker still sends something, the reply is a reset, which may
+reach
+  the broker before it has read DISCONNECT. It then publishes the will of a node that has left regularly.
 
-Two more are the caller's: its time-outs end publications on slow links, so give none (`math.inf`); then a call that
-waits when the connection ends waits for ever, so cancel it.
+Callers must handle two more: its time-outs end publications on slow links, so use none (`math.inf`). Then a call that
+waits when the connection ends waits forever, so cancel it.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ if TYPE_CHECKING:
 __all__ = ["MqttClient", "MqttError"]
 
 PENDING_CALLS_MOST: Final = 1000  # aiomqtt warns above; a parent sends to all its children at once
-CLOSE_S: Final = 1.0  # that a broker has to close after DISCONNECT
+CLOSE_S: Final = 1.0  # for the broker to close the connection after DISCONNECT
 SOCKET_OPTIONS: Final = ((socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),)
 
 _log = logging.getLogger("fedstrata.mqtt")
-# What paho logs of a broken connection is in the one line that `BrokerConnection` logs.
+# paho's messages about a broken connection are part of the one line that `BrokerConnection` logs.
 _log.addFilter(lambda record: logging.getLogger("fedstrata.connection").isEnabledFor(logging.DEBUG))
 
 
 class MqttClient(aiomqtt.Client):
-    """An asynchronous context: connected inside it. It serves one connection; `close` it after that.
+    """An asynchronous context, connected inside it. It serves one connection; call `close` after that.
 
     `find_place` and `landed` are PacketReader's; `will` is a topic and a retained payload.
     """
@@ -79,17 +80,17 @@ class MqttClient(aiomqtt.Client):
             BulkClient.adopt(self._client, find_place=find_place, landed=landed)
 
     def close(self) -> None:
-        """Close the socket, which stops its callbacks too."""
+        """Close the socket, which also stops its callbacks."""
         self._client._sock_close()
         for future in (self._connected, self._disconnected):
             if future.done() and not future.cancelled():
-                future.exception()  # asyncio logs an exception that nobody retrieved
+                future.exception()  # asyncio would log an exception that is never retrieved
 
     async def __aexit__(self, *error: Any) -> None:
-        """Disconnect: send DISCONNECT, then read until the broker has closed, at most for `CLOSE_S`."""
+        """Disconnect: send DISCONNECT, then read until the broker has closed, for at most `CLOSE_S`."""
         ours, rest = self._client.socket(), None
         if isinstance(ours, socket.socket) and not isinstance(ours, ssl.SSLSocket) and not self._disconnected.done():
-            rest = ours.dup()  # the connection stays open when paho closes its socket
+            rest = ours.dup()  # keeps the connection open when paho closes its socket
         try:
             await super().__aexit__(*error)
             if rest is not None:
@@ -104,7 +105,7 @@ class MqttClient(aiomqtt.Client):
         if ended and not self._disconnected.done():
             return f"{ended} before CONNACK"
         cause = error.__cause__ or error
-        lost = isinstance(cause, aiomqtt.MqttCodeError) and str(cause.rc) == "Unspecified error"  # all that paho knows
+        lost = isinstance(cause, aiomqtt.MqttCodeError) and str(cause.rc) == "Unspecified error"  # paho's only hint
         return ended or ("connection lost" if lost else str(cause))
 
     def _on_disconnect(self, *arguments: Any) -> None:
@@ -115,12 +116,12 @@ class MqttClient(aiomqtt.Client):
     def _on_socket_register_write(self, client: object, userdata: object, sock: Any) -> None:
         """Register the socket at once.
 
-        aiomqtt passes the number of the file descriptor to the event loop's next turn. If the connection ends within
-        this turn, by then the number is nobody's, which asyncio logs as an error, or that of another's socket.
+        aiomqtt passes the file descriptor's number to the event loop's next turn. If the connection ends within this
+        turn, the number is then unused, which asyncio logs as an error, or belongs to another socket.
         """
         if threading.get_ident() == self._loop_thread:
             self._register(sock)
-        else:  # it connects in a thread of its own, but only the loop's thread closes sockets
+        else:  # connecting runs in its own thread, but only the loop's thread closes sockets
             self._loop.call_soon_threadsafe(self._register, sock)
 
     def _register(self, sock: Any) -> None:
@@ -130,7 +131,7 @@ class MqttClient(aiomqtt.Client):
     def _write(self) -> None:
         try:
             self._client.loop_write()
-        except Exception as error:  # noqa: BLE001 - as aiomqtt does: whatever it is, the connection is lost
+        except Exception as error:  # noqa: BLE001 - as in aiomqtt: after any error the connection is lost
             if not self._disconnected.done():
                 self._disconnected.set_exception(error)
 
@@ -143,4 +144,4 @@ async def _read_to_the_end(sock: socket.socket) -> None:
             while await loop.sock_recv(sock, 65_536):
                 pass
     except (OSError, TimeoutError):
-        pass  # it has ended in another way, or the broker is slow
+        pass  # the connection ended otherwise, or the broker is slow

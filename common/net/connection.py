@@ -1,4 +1,4 @@
-"""One MQTT connection that comes back by itself."""
+"""An MQTT connection that reconnects by itself."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from common.net.packets import FindPlace, Place
 
 BACKOFF_S: Final = 0.1
 BACKOFF_MOST_S: Final = 5.0
-OPTIONAL_S: Final = 10.0  # how long the answer to an optional subscription is waited for
-LIVED_S: Final = 5.0  # a connection that lasts so long has worked
+OPTIONAL_S: Final = 10.0  # timeout of an optional subscription
+LIVED_S: Final = 5.0  # a connection that lasts this long has worked
 REFUSED: Final = 0x80  # of a SUBACK
 
 log = logging.getLogger("fedstrata.connection")
 
 
 class _Sent(NamedTuple):
-    """What was handed to a connection last: a packet of `size` bytes, or topics."""
+    """The last operation on a connection: a packet of `size` bytes, or topics."""
 
     packet: str
     topic: str
@@ -38,7 +38,7 @@ class _Sent(NamedTuple):
     at: float
 
     def describe(self, now: float) -> str:
-        """Return it as a part of a sentence."""
+        """Return a description as part of a sentence."""
         what = ""
         if self.packet == "PUBLISH":
             what = f" of {self.size} bytes to {self.topic:.100}"
@@ -50,23 +50,23 @@ class _Sent(NamedTuple):
 
 
 def pause_s(attempt: int, draw: Callable[[float, float], float] = random.uniform) -> float:
-    """Return the seconds to wait before another attempt to connect: twice as long each time, less up to a half.
+    """Return the seconds to wait before another attempt to connect: doubling each time, minus a random part up to half.
 
-    Each of many nodes that lost the same broker draws its own, so that they don't come back all at once.
+    Nodes that lost the same broker wait for different times, so that they do not reconnect all at once.
     """
     most = min(BACKOFF_MOST_S, BACKOFF_S * 2 ** min(attempt, 16))
     return draw(most / 2, most)
 
 
 class BrokerConnection:
-    """A connection that is kept up: `connected` runs after each connect, `received` at each message.
+    """A connection that is restored when it breaks: `connected` runs after each connect, `received` for each message.
 
     A connection *has worked* once the broker acknowledged its subscriptions, or it lasted for `LIVED_S`. Only that
-    resets the pauses between attempts: a broker that drops a client at once is not overrun. `lost` runs when the
+    resets the pauses between attempts, so a broker that drops a client immediately is not flooded. `lost` runs when the
     connection is lost, not when `run` is cancelled.
 
-    `find_place(topic, bytes)` may give a QoS 0 message's payload a place where it is written as it arrives; then
-    `landed(topic, place)` is called in place of `received`.
+    `find_place(topic, bytes)` may return memory for the payload of a QoS 0 message, where it is written as it arrives;
+    then `landed(topic, place)` is called in place of `received`.
     """
 
     def __init__(
@@ -104,14 +104,14 @@ class BrokerConnection:
 
     @property
     def up(self) -> bool:
-        """Return whether the broker is connected."""
+        """Whether the broker is connected."""
         return self._client is not None
 
     async def run(self, *, connect_timeout_s: float) -> None:
         """Keep the connection until cancelled.
 
-        Raises ConnectionFailed if no connection has worked within `connect_timeout_s`; later ones are tried for ever,
-        as the caller's progress rule decides when to give up.
+        Raises ConnectionFailed if no connection has worked within `connect_timeout_s`. After that it reconnects
+        forever; the caller's progress rule decides when to give up.
         """
         loop = asyncio.get_running_loop()
         give_up = loop.time() + connect_timeout_s
@@ -154,15 +154,15 @@ class BrokerConnection:
             attempt += 1
 
     def publish(self, topic: str, body: bytes, *, qos: int, retain: bool = False) -> None:
-        """Hand a message to the connection, or drop it where there is none."""
+        """Publish a message, or drop it without a connection."""
         self._sent("PUBLISH", topic, len(body))
         if self._client is not None and qos == 0 and not retain and not self._unbegun:
-            self._client._client.publish(topic, body)  # nothing to wait for, and nothing to overtake: no task
+            self._client._client.publish(topic, body)  # nothing to wait for and nothing to overtake: no task
         elif self._client is not None:
             self._call(self._client.publish(topic, body, qos=qos, retain=retain, timeout=math.inf))
 
     def publish_body(self, topic: str, body: Body, *, done: Callable[[], None]) -> None:
-        """Hand over a large message, QoS 0, not copied; `done` follows when it has left or died with the connection."""
+        """Publish a large QoS 0 message without a copy; `done` is called when it has left or the connection died."""
 
         def left() -> None:
             if left in self._leaving:
@@ -188,10 +188,10 @@ class BrokerConnection:
         acknowledged: Callable[[], None] = lambda: None,
         optional: bool = False,
     ) -> None:
-        """Subscribe without waiting: a later publish follows it on the same connection, so nothing is missed.
+        """Subscribe without waiting: a later publish follows on the same connection, so no message is missed.
 
-        Once the broker has acknowledged it, `refused` is called for each topic that this login may not read, as far as
-        the broker reports it, and then `acknowledged`. Neither is called if the connection ends before. An `optional`
+        After the broker's acknowledgement `refused` is called for each topic that this login may not read, if the
+        broker reports it, and then `acknowledged`. Neither is called if the connection ends before. An `optional`
         subscription may stay unanswered: the connection works without it, and `flush` does not wait for it.
         """
         if self._client is not None and topics:
@@ -207,16 +207,16 @@ class BrokerConnection:
             self._call(self._client.unsubscribe(topics, timeout=math.inf))
 
     async def flush(self) -> None:
-        """Wait until everything handed over has left, or the connection died."""
+        """Wait until all messages have left, or the connection died."""
         while self._calls:
             await asyncio.wait(set(self._calls))
 
     @asynccontextmanager
     async def _connection(self, client: MqttClient) -> AsyncIterator[None]:
-        """Connect a client, and disconnect it.
+        """Connect a client, and disconnect it at the end.
 
-        One that is cancelled while it connects is waited for: a thread of aiomqtt's opens the socket, and would leave
-        it to nobody.
+        If cancelled while it connects, wait for the attempt: a thread of aiomqtt opens the socket, which would be
+        leaked.
         """
         entering = asyncio.create_task(client.__aenter__(), name="connect")
         try:
@@ -235,7 +235,7 @@ class BrokerConnection:
         finally:
             try:
                 await client.__aexit__(None, None, None)
-            except MqttError as error:  # it must not take the place of a cancellation
+            except MqttError as error:  # must not replace a cancellation
                 log.debug("broker %s: disconnecting: %s", self.address, error)
             finally:
                 client.close()
@@ -262,10 +262,10 @@ class BrokerConnection:
             try:
                 await call
             except (MqttError, ValueError) as error:
-                log.debug("broker %s: %s", self.address, error)  # the connection's own loop deals with it
+                log.debug("broker %s: %s", self.address, error)  # the connection's own loop handles it
 
         def ended(task: asyncio.Task[None]) -> None:
-            call.close()  # one that was cancelled before it began
+            call.close()  # if it was cancelled before it began
             self._unbegun.discard(call)
             tasks.discard(task)
             if done is not None:

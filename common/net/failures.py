@@ -1,7 +1,7 @@
-"""The failures of a connection as few log lines. No clock, no logger.
+"""A connection's failures as few log lines. No clock, no logger.
 
-A broker that drops a client at once fails some hundred times an hour, always alike. A failure is reported when its
-kind is new, and then at most once a minute, with the number of equal ones.
+A broker that drops a client immediately causes some hundred equal failures an hour. A failure is reported when its kind
+is new, and then at most once a minute, with the number of equal ones.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ KINDS_MOST: Final = 8
 
 @dataclass(slots=True)
 class _Kind:
-    """When a kind of failure was last reported, and how many have come since."""
+    """When a kind of failure was last reported, and the number of failures since then."""
 
     reported_at: float
     unreported: int = 0
 
 
 class FailureLog:
-    """Decides which failures to report; forget them by `recovered`."""
+    """Selects the failures to report; `recovered` forgets them."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, _Kind] = {}
@@ -30,9 +30,9 @@ class FailureLog:
         self._since = 0.0
 
     def failed(self, kind: str, text: str, now: float) -> str | None:
-        """Count a failure. Return the line to log, `text` with the number of equal failures, or None for none.
+        """Count a failure. Return the line to log, `text` with the number of equal failures, or None.
 
-        `kind` is what makes two failures equal; `text` may tell them apart.
+        `kind` defines which failures are equal; their `text` may differ.
         """
         if self._total == 0:
             self._since = now
@@ -51,7 +51,7 @@ class FailureLog:
         return f"{text} ({count} times in {elapsed_s:.0f} s)"
 
     def recovered(self, now: float) -> str | None:
-        """Forget all failures. Return how many there were, or None where there were none."""
+        """Forget all failures. Return their number and duration, or None without failures."""
         total, elapsed_s = self._total, now - self._since
         self._kinds.clear()
         self._total = 0

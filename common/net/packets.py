@@ -1,10 +1,10 @@
-"""MQTT packets from a byte stream, each payload written once, where its receiver wants it. No socket, no clock.
+"""Parser of MQTT packets from a byte stream that writes each payload once, in its destination. No socket, no clock.
 
-    buffers()  where the next bytes go: the rest of the packet under way, then the head of what follows it
-    feed(n)    so many bytes were written there: complete packets are handed on
+    buffers()  destinations of the next bytes: the rest of the current packet, then the head of the following one
+    feed(n)    parses n bytes that were written there: complete packets are passed on
 
-So a 1 MB chunk crosses from the kernel to the model's row by one copy, and the system call that ends it brings the
-next packet's head as well.
+So a chunk of 1 MB is copied once, from the kernel to the model's row, and the system call that completes it also reads
+the next packet's head.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ PUBLISH_QOS0: Final = 0x30
 
 
 class NotMqtt(Exception):
-    """The stream holds what no MQTT packet begins with."""
+    """The stream has bytes that begin no MQTT packet."""
 
 
 class Place(Protocol):
-    """Where a payload is written. Its owner takes `view` away when the memory is needed otherwise."""
+    """Destination of a payload. Its owner sets `view` to None when it needs the memory otherwise."""
 
     @property
     def view(self) -> memoryview | None:
-        """Return the memory, uint8, of the payload's size."""
+        """The memory, uint8, of the payload's size."""
 
 
 FindPlace: TypeAlias = Callable[[str, int], Place | None]
@@ -35,7 +35,7 @@ FindPlace: TypeAlias = Callable[[str, int], Place | None]
 
 @dataclass(slots=True)
 class _Body:
-    """The packet under way: `left` bytes of it are to come, into the place of its payload or into `packet`."""
+    """The current packet: `left` bytes are still to come, into its payload's place or into `packet`."""
 
     command: int
     topic: str
@@ -46,11 +46,11 @@ class _Body:
 
 
 class PacketReader:
-    """Cuts a stream into packets.
+    """Splits a stream into packets.
 
-    `find_place(topic, bytes)` is asked for the payload of each QoS 0 message; `landed(topic, place)` follows when it
-    is there. Where there is no place, and for all other packets, `take(command, packet)` gets the first byte and what
-    follows the remaining length.
+    `find_place(topic, bytes)` is called for the payload of each QoS 0 message, `landed(topic, place)` when it has
+    arrived. If there is no place, and for all other packets, `take(command, packet)` gets the first byte and the bytes
+    after the remaining length.
     """
 
     def __init__(
@@ -69,19 +69,19 @@ class PacketReader:
         self._body: _Body | None = None
 
     def buffers(self) -> list[memoryview]:
-        """Return where the next bytes are to be written, in this order."""
+        """Return the destinations of the next bytes, in this order."""
         body, head = self._body, self._head[self._filled :]
         if body is None:
             return [head]
         if body.place is None:
             return [memoryview(body.packet)[body.at :], head]
-        if body.place.view is None:  # nobody wants it any more
+        if body.place.view is None:  # no longer wanted
             rest = self._scratch[: body.left]
             return [rest, head] if len(rest) == body.left else [rest]
         return [body.place.view[body.at :], head]
 
     def feed(self, count: int) -> None:
-        """Take the next `count` bytes, which lie in `buffers()`. Raises NotMqtt, and what the callbacks raise."""
+        """Parse the next `count` bytes, which are in `buffers()`. Raises NotMqtt, and what the callbacks raise."""
         body = self._body
         if body is not None:
             here = min(count, body.left)
@@ -103,7 +103,7 @@ class PacketReader:
         self._filled = len(rest)
 
     def _begin(self, start: int) -> tuple[_Body, int] | None:
-        """Return the packet at `start` with as much as is there, and where that ends; None = its head is cut."""
+        """Return the packet at `start` with its available bytes, and their end; None if its head is incomplete."""
         head, stop = self._head, self._filled
         length = 0
         for at in range(start + 1, start + 6):
@@ -120,7 +120,7 @@ class PacketReader:
         if command == PUBLISH_QOS0 and length > 2:
             payload = min(begin + 2 + int.from_bytes(head[begin : begin + 2], "big"), end)
             if max(begin + 2, payload) > stop and (start or stop < HEAD_BYTES):
-                return None  # the topic is still to come; one that is longer than `_head` is none of ours
+                return None  # the topic is incomplete; a topic longer than `_head` is not fedstrata's
             if begin + 2 < payload <= stop and payload < end:
                 topic = str(head[begin + 2 : payload], "utf-8", "replace")
                 place = self._find_place(topic, end - payload)
