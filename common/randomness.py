@@ -1,7 +1,7 @@
-"""Every random number of a run comes from here.
+"""Random generators: the source of every random number of a run.
 
-One generator per (seed, purpose, node, round), so that any round can be replayed alone and nothing
-depends on the order in which messages arrive. No process-global generator is used anywhere.
+There is one generator per (seed, purpose, node, round). So any round can be replayed alone, and nothing depends on the
+order in which messages arrive. No process-global generator is used anywhere.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 
 class Purpose(IntEnum):
-    """What the numbers are for. The values are part of every recorded run: never renumber them."""
+    """The use of the numbers. The values are part of every recorded run: never renumber them."""
 
     INIT = 1
     SELECTION = 2

@@ -195,7 +195,7 @@ async def test_what_a_form_cannot_hold_is_refused_by_name_and_the_round_goes_on(
         row = drawn(layout, 1)
         played = await play(parent, row)
         assert_coded(played.models, row, layout=layout, places={"honest": 0}, codecs=codecs)
-        assert played.refused == {"large": "entry weight holds NaN or Inf (it came as fp16)"}
+        assert played.refused == {"large": "entry weight holds NaN or Inf (as fp16)"}
 
 
 @pytest.mark.parametrize("up", ["fp32", "delta+int8"])
@@ -206,7 +206,7 @@ async def test_a_parent_whose_model_a_form_cannot_hold_fails_and_gives_the_reaso
     child = serving(site, child_of(site, "device-0", codecs=codecs), layout, 0)
     row = drawn(layout, 1)
     layout.floats(row)[3] = 70_000
-    reason = r"entry weight holds NaN or Inf \(it came as fp16\)"
+    reason = r"entry weight holds NaN or Inf \(as fp16\)"
     parenting = living(site, parent)
     playing = asyncio.create_task(play(parent, row))
     if up == "fp32":  # nobody but the child looks at what becomes of it
@@ -238,6 +238,6 @@ async def test_a_delta_to_another_model_is_refused(site: SimulatedSite) -> None:
         assert list(played.models) == ["honest"]
         blob = played.results["honest"].model.reference
         assert played.refused == {
-            "elsewhere": f"it is against model '0000000000000000', not against '{blob}'",
-            "nowhere": f"it is against model '', not against '{blob}'",
+            "elsewhere": f"wrong reference model '0000000000000000', expected '{blob}'",
+            "nowhere": f"wrong reference model '', expected '{blob}'",
         }

@@ -259,7 +259,7 @@ def lies(layout: ModelLayout) -> dict[str, tuple[Change, str]]:
         "short": (lambda result: replace(result, inline=(result.inline or b"")[:-4]), "wrong digest"),
         "layout": (model(layout="0123456789abcdef"), "wrong layout '0123456789abcdef'"),
         "codec": (model(codec="zip"), "codec 'zip'"),
-        "against": (model(reference="0123456789abcdef"), "against model '0123456789abcdef'"),
+        "against": (model(reference="0123456789abcdef"), "reference model '0123456789abcdef'"),
         "loss": (lambda result: replace(result, loss=float("nan")), "loss is nan"),
         "samples": (lambda result: replace(result, samples=MANY), f"{MANY} samples"),
         "steps": (lambda result: replace(result, steps=MANY), f"{MANY} steps"),

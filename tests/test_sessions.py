@@ -315,7 +315,7 @@ def test_who_died_while_the_broker_was_away_is_found_out() -> None:
     lab.rest(50.0)
     assert lab.parent.session.present() == ["device-1", "device-2"]
     (lost,) = [event for event in lab.parent.of(PeerChanged) if event.state == "lost"]
-    assert lost.child == "device-0" and "does not answer" in lost.reason
+    assert lost.child == "device-0" and "no reply" in lost.reason
     begun = lab.now
     closed = lab.round(closing=Closing(rule="quorum", quorum=2, deadline_s=300.0))
     assert closed.missing == ("device-0",) and lab.now - begun < 10.0

@@ -1164,7 +1164,7 @@ def test_a_blob_is_named_by_its_content() -> None:
         ({"size": 4821}, "4821 bytes"),
         ({"layout": "x" * 5000}, "wrong layout"),
         ({"codec": "x" * 5000}, "is not used here"),
-        ({"reference": "0123456789abcdef"}, "it is against model '0123456789abcdef', not against ''"),
+        ({"reference": "0123456789abcdef"}, "wrong reference model '0123456789abcdef', expected ''"),
     ],
 )
 def test_a_manifest_of_another_run_is_refused(lie: dict[str, object], says: str) -> None:

@@ -227,7 +227,7 @@ def test_deep_nesting_is_a_wire_error(depth: int) -> None:
 @pytest.mark.parametrize("version", [0, 1, 3, -1, True, 2.0, "2", b"\x02", None, [2]], ids=repr)
 def test_another_version_is_refused_by_its_name(version: Any) -> None:
     text = refusal(pack([version, SESSION, 7, "0" * 16]))
-    assert "protocol version" in text and "speaks 2" in text
+    assert "protocol version" in text and "uses 2" in text
 
 
 @pytest.mark.parametrize("session", ["", "x" * 33, 7, None, b"abc", ["a"]], ids=repr)

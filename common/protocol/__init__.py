@@ -1,4 +1,4 @@
-"""The whole protocol, without I/O: messages, the four cores, and their composition as sessions.
+"""The protocol without I/O: messages, the four state machines, and their composition as sessions.
 
-Nothing here reads a clock, opens a socket or starts a task: time and what arrives are arguments.
+Nothing here reads a clock, opens a socket or starts a task: the time and received messages are arguments.
 """

@@ -1,4 +1,4 @@
-"""What a child's session reports."""
+"""Events of a child's session."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from common.protocol.messages import Announcement, NodeState, Task
 
 @dataclass(frozen=True, slots=True)
 class TaskReceived:
-    """A new task whose model fits: `fetch` it. Whatever was under way before is void."""
+    """A new task whose model is valid: call `fetch`. Any earlier task is void."""
 
     task: Task
 
 
 @dataclass(frozen=True, slots=True)
 class ModelArrived:
-    """The task's model lies complete in its buffer, every chunk checked."""
+    """The task's model is complete in its buffer, with every chunk checked."""
 
     blob: str
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFailed:
-    """The task's model cannot be had."""
+    """The task's model is not available."""
 
     blob: str
     reason: str
@@ -31,7 +31,7 @@ class ModelFailed:
 
 @dataclass(frozen=True, slots=True)
 class ResultRefused:
-    """The parent did not use a result, and why."""
+    """The parent refused a result, with the reason."""
 
     reason: str
 
@@ -46,7 +46,7 @@ class RunEnded:
 
 @dataclass(frozen=True, slots=True)
 class ParentMoved:
-    """The parent is alive in another run, while it is not in this one."""
+    """The parent is alive in another run, but not in this one."""
 
     run: str
     session: str
@@ -55,4 +55,4 @@ class ParentMoved:
 
 @dataclass(frozen=True, slots=True)
 class ParentGone:
-    """The parent has not been there for `idle_s`."""
+    """The parent has been absent for `idle_s`."""

@@ -1,7 +1,7 @@
-"""A child's session with its parent: tasks, results, and whether the parent is there, without I/O.
+"""A child's session with its parent, without I/O: tasks, results, and the parent's presence.
 
-For a task the shell has four entries besides the broker's: `TaskReceived` asks it for a buffer (`fetch`), after
-`ModelArrived` it reports that the work begins (`begin_work`), how it goes (`progress`), and what it made (`finish`).
+For each task the endpoint answers `TaskReceived` with a buffer (`fetch`). After `ModelArrived` it reports the start of
+the work (`begin_work`), its progress (`progress`), and the result (`finish`).
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ from common.protocol.round_state import LIVING
 from common.protocol.session import Session
 from common.protocol.session_events import ByteMeter
 
-FAREWELL_S: Final = 1.0  # before it is sent again
-QUIET_S: Final = 30.0  # without a message of the parent, until it is to prove that it lives
-QUIET_BYTES: Final = 1024  # in that time, of acknowledgements and pings; more are a model on its way
-LEDGERS_KEPT: Final = 16  # of the parent's: one for each of its processes
+FAREWELL_S: Final = 1.0  # between two farewells
+QUIET_S: Final = 30.0  # without a message from the parent, before it is asked for proof of life
+QUIET_BYTES: Final = 1024  # of acknowledgements and pings in that time; more bytes are a model in transfer
+LEDGERS_KEPT: Final = 16  # of the parent: one per process
 
 
 class ChildSession(Session):
     """One child's session with its parent on one broker.
 
-    `parent_session`: the one that answered when the run was found, empty where none did. `below`: the bytes of this
-    node's own children's links. `form`: what the parent's models must be.
+    `parent_session`: the session that replied during discovery, empty if none did. `below`: the bytes of the links to
+    this node's own children. `form`: the required form of the parent's models.
     """
 
     def __init__(
@@ -120,17 +120,17 @@ class ChildSession(Session):
     # Before the rounds
 
     def preparing(self, done: int, *, waits_for: str = "", now: float) -> None:
-        """Report that this node prepares; `done` grows with its progress, `waits_for` names whom it waits for."""
+        """Report preparation; `done` grows with its progress, `waits_for` names the nodes that this node waits for."""
         changed = self._preparing is None or waits_for != self._preparing.waits_for
         self._preparing = Preparing(done, waits_for)
         self._prepare_at = now if changed else min(self._prepare_at, now + HEARTBEAT_S)
 
     def prepared(self) -> None:
-        """Stop reporting that this node prepares."""
+        """Stop reporting preparation."""
         self._preparing, self._prepare_at = None, inf
 
     def set_form(self, form: ModelForm) -> None:
-        """Fix what the parent's models must be."""
+        """Set the required form of the parent's models."""
         self._form = form
 
     # A task
@@ -138,9 +138,10 @@ class ChildSession(Session):
     def fetch(
         self, task: Task, buffer: memoryview, now: float, *, lacking: npt.NDArray[np.bool_] | None = None
     ) -> None:
-        """Get a task's model into `buffer`, uint8 [its size]; `lacking`, bool [chunks], where some lie there.
+        """Fetch a task's model into `buffer`, uint8 [its size].
 
-        `lacking` is kept up to date, so that others may follow the fetch.
+        `lacking`, bool [chunks], marks the chunks that the buffer lacks, None: all. It is kept up to date, so that
+        others may follow the fetch.
         """
         self._fetching = task
         if task.inline is not None:
@@ -149,15 +150,15 @@ class ChildSession(Session):
             self.receiver.fetch(self.parent, task.model, buffer, lacking=lacking, now=now)
 
     def begin_work(self, now: float) -> None:
-        """Note that the model is here, decoded, and the work begins."""
+        """Note that the model has arrived and been decoded, and that the work begins."""
         self.participant.begin_work(Phase.WAITING, now=now)
 
     def progress(self, phase: Phase, done: int, total: int, now: float) -> None:
-        """Note how far the work is."""
+        """Note the progress of the work."""
         self.participant.progress(phase, done, total, now=now)
 
     def stop_fetching(self, task: Task, now: float) -> None:
-        """Forget a task's fetch, whose buffer is not written any more."""
+        """Stop fetching a task's model; its buffer is not written any more."""
         if self._fetching is task:
             self._fetching = None
         self.receiver.drop(self.parent, blob=task.model.blob, now=now)
@@ -167,28 +168,28 @@ class ChildSession(Session):
         self.participant.finish(result, now=now)
 
     def abandon(self) -> None:
-        """Give up a task whose model could not be had; the parent sends it again."""
+        """Give up a task whose model is not available; the parent sends it again."""
         self.participant.abandon()
 
     # The end
 
     def send_goodbye(self, children: tuple[ChildReport, ...], now: float) -> None:
-        """Send the final reports and the final count of this link's bytes until the parent answers."""
+        """Send the final reports and the final byte counts of this link until the parent replies."""
         self._farewell, self._farewell_at = children, now
 
     @property
     def goodbye_answered(self) -> bool:
-        """Return whether the parent has answered the goodbye, or none is to be said."""
+        """Whether the parent has replied to the farewell, or none has been sent."""
         return self._farewell is None
 
-    # What the session asks of its side
+    # Implementation of Side
 
     def _inboxes(self) -> Iterable[str]:
-        identity = self.identity  # in every run: a parent that went on to another one answers from there
+        identity = self.identity  # any run: a parent that moved to another run replies from there
         return [topics.inbox(identity.lab, "+", identity.name, self.parent)]
 
     def _reconnected(self, now: float) -> None:
-        """Send again what the old connection may have swallowed; the parent is to prove that it lives."""
+        """Repeat what may have been lost with the old connection; ask the parent for proof of life."""
         self.participant.reconnected(now)
         if self._gone_since is None:
             self._gone_since = now
@@ -225,7 +226,7 @@ class ChildSession(Session):
             self._begin_count(presence.ledger)
             self._lives(peer, session, now)
         elif presence is not None and self._parent_session not in ("", session):
-            return  # the last message of a process that has a successor: a will may come a minute late
+            return  # the last message of a replaced process: a will may arrive a minute late
         else:
             if self._gone_since is None:
                 self._gone_since = now
@@ -236,9 +237,10 @@ class ChildSession(Session):
             self._end(presence)
 
     def _state_of_the_dead(self, peer: str, presence: Presence) -> None:
-        """Take the parent's retained state that was left for those who were away when the run ended.
+        """Handle the parent's retained final state, kept for children that were away when the run ended.
 
-        An old store may hold that of a run which was resumed: a parent that was there before is asked first.
+        An old broker store may have the state of a run that was resumed later: a parent that was present before is
+        asked first.
         """
         proof = self.proofs.proof(peer)
         if presence.state is not NodeState.FINISHED or proof is Proof.PROVEN:
@@ -289,7 +291,7 @@ class ChildSession(Session):
             self._events.append(ParentGone())
 
     def _quiet(self, now: float) -> None:
-        """Ask a parent that has sent nothing for so long whether it lives: the message of its end may be lost."""
+        """Ask a parent that has been silent for proof of life: the message of its end may be lost."""
         carried = self.meter.received()
         if abs(carried - self._carried) > QUIET_BYTES:
             self._gone_since = None if not self._lost else self._gone_since
@@ -311,7 +313,7 @@ class ChildSession(Session):
             messages.append(Farewell(self._traffic(), self._below()))
             self._farewell_at = now + FAREWELL_S
         due = self.participant.next_deadline()
-        if due is not None and now >= due:  # the counts are summed up only when they are sent
+        if due is not None and now >= due:  # the counts are summed only when they are sent
             messages += self.participant.to_send(now, self._traffic(), self._below())
         return [(self.parent, message) for message in messages]
 
@@ -347,7 +349,7 @@ class ChildSession(Session):
             self._events.append(RunEnded(presence.state, presence.reason))
 
     def _begin_count(self, ledger: str) -> None:
-        """Count from zero for a parent that begins a new ledger."""
+        """Count from zero for a new ledger of the parent."""
         if ledger != self._ledger:
             before = self._counted() if self._ledger else Traffic()
             self._counted_before.setdefault(ledger, before)

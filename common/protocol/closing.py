@@ -1,4 +1,4 @@
-"""When a round closes: a pure decision on counts and times."""
+"""When a round closes: a pure function of counts and times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from common.experiment.rounds import Closing
 
 
 class Verdict(Enum):
-    """What to do with an open round."""
+    """The decision about an open round."""
 
     WAIT = "wait"
     CLOSE = "close"
@@ -18,9 +18,9 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How a round stands, in children. `refused` ones count as answered: the round goes on with the others.
+    """The state of a round as numbers of children. `refused` ones count as answered: the round continues without them.
 
-    `absent`: not ready when the round opened, and not since; the others that are expected are `waiting`.
+    `absent`: not ready since before the round opened. The other expected children are `waiting`.
     """
 
     accepted: int
@@ -33,9 +33,9 @@ class Standing:
 def judge(closing: Closing, standing: Standing, *, overdue: bool) -> Verdict:
     """Return whether the round closes, waits, or can never close; `overdue`: its `deadline_s` has passed.
 
-    `all`: every child has answered; one idle child makes it impossible. `quorum`: everybody who was there has
-    answered and the quorum is there, or the deadline has passed and the quorum is there; impossible when those left
-    cannot fill it.
+    Rule `all`: it closes when every child has answered; one idle child makes it impossible. Rule `quorum`: it closes
+    when the quorum is reached and either all present children have answered or the deadline has passed; it is
+    impossible if the remaining children cannot reach the quorum.
     """
     s = standing
     by_quorum = closing.rule == "quorum"

@@ -1,9 +1,9 @@
-"""The parent's side of a round: resends each task until it is answered, and closes by progress, not by time-outs.
+"""The parent's side of a round: resends each task until it is answered; drops a child for lack of progress.
 
-The `Task` is repeated while a child is ASSIGNED and present, and whenever a child falls silent, so a lost message costs
-a repeat and nothing else. A child is given up only after `idle_s` without progress, while it prepares too. The states
-of a child, and what changes them, are in `common.protocol.round_state`; who speaks for a child is decided by its
-presence alone (`common.protocol.presence`), not here.
+A `Task` is repeated while a child is ASSIGNED and present, and whenever a child falls silent, so a lost message costs
+only a repeat. A child is dropped only after `idle_s` without progress, also while it prepares. The states of a child
+and their transitions are in `common.protocol.round_state`. Which session represents a child is decided by its presence
+(`common.protocol.presence`), not here.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from common.protocol.timeline import Timeline
 
 REPEAT_MOST_S: Final = 5.0
 CHUNKS_CARRIED: Final = 2
-CARRIED_BYTES: Final = 16_384  # of a chunk on its way; acknowledgements and pings need an hour for as much
+CARRIED_BYTES: Final = 16_384  # of a partial chunk; acknowledgements and pings need an hour for as many bytes
 
 
 class Coordinator:
-    """One parent's rounds over its children, one round open at a time."""
+    """One parent's rounds with its children, one round at a time."""
 
     def __init__(self, children: Iterable[str], *, idle_s: float) -> None:
         self._children = {name: ChildInRound() for name in children}
@@ -58,7 +58,7 @@ class Coordinator:
         self._closing = Closing()
         self._open = False
         self._judged = -inf
-        self._quiet_until = -inf  # nothing becomes due earlier: most looks at a round find nothing to do
+        self._quiet_until = -inf  # no deadline before; most calls find nothing to do
         self._collected = -inf
         self._events: deque[CoordinatorEvent] = deque()
         self._acknowledgements: deque[tuple[str, Acknowledgement]] = deque()
@@ -74,7 +74,7 @@ class Coordinator:
         closing: Closing,
         now: float,
     ) -> Key:
-        """Open a round for the children named; an earlier round than the last begins a new attempt."""
+        """Open a round for the assigned children; a round earlier than the last one begins a new attempt."""
         attempt = 0
         if self._key is not None:
             back = (global_round, local_round) <= (self._key.global_round, self._key.local_round)
@@ -94,13 +94,13 @@ class Coordinator:
         return self._key
 
     def receive(self, name: str, message: Progress | Result, *, now: float) -> None:
-        """Take a message of a child's present session; what does not fit the open round is answered or ignored."""
+        """Handle a message of a child's present session; one for another round is acknowledged or ignored."""
         child = self._children[name]
         if message.key != self._key or not self._open or child.assignment is None:
             if isinstance(message, Result):
                 self._acknowledge_old(name, child, message, now)
             return
-        child.repeat_at = now + REPEAT_MOST_S  # it has the task: send it again only after silence
+        child.repeat_at = now + REPEAT_MOST_S  # it has the task: repeat it only after silence
         if child.go(ChildCause.MESSAGE):
             child.moved, child.declined = now, ""
         self._note_progress(child, message, now)
@@ -122,18 +122,18 @@ class Coordinator:
             self._acknowledge_again(name, Acknowledgement(message.key, child.refusal), now)
 
     def end(self) -> None:
-        """End the open round, if there is one, whatever it lacks: what comes for it from now on is late."""
+        """End the open round, if any, in whatever state; later messages for it are late."""
         self._open = False
 
     def declined(self, name: str, key: Key, reason: str) -> None:
-        """Note why a child declined its task; it is sent again, and named where the child gets nowhere."""
+        """Note why a child declined its task; the task is repeated, and the reason reported if the child stalls."""
         if self._open and key == self._key and self._children[name].state is ChildState.ASSIGNED:
             self._children[name].declined = reason
 
     def preparing(self, name: str, done: int, *, waits: bool, now: float) -> None:
         """Note progress of a child that is not ready.
 
-        Before a round is open, one that waits for its own children is not idle: a person may be starting them.
+        Before a round is open, a child that waits for its own children is not idle: a person may be starting them.
         """
         child = self._children[name]
         if (waits and not self._open) or done != child.prepared:
@@ -145,9 +145,9 @@ class Coordinator:
         return [name for name, child in preparing if now >= child.moved + self._idle_s]
 
     def presence(self, name: str, session: str, presence: Presence | None, *, now: float) -> bool:
-        """Take a child's proven presence; None = it left.
+        """Handle a child's proven presence; None = it left.
 
-        Return False for the last message of a process that has a successor: a will may come a minute late.
+        Return False for the last message of a replaced process: a will may arrive a minute late.
         """
         child = self._children[name]
         if presence is None:
@@ -158,7 +158,7 @@ class Coordinator:
         child.presence, child.reason, child.failure = presence.state, presence.reason, presence.failure
         self._judged = self._quiet_until = -inf
         if presence.state is NodeState.FAILED:
-            child.moved = now - self._idle_s  # it has reported itself that it will not come back
+            child.moved = now - self._idle_s  # it has reported that it will not return
         if child.present:
             child.absent = child.absent and presence.state is not NodeState.READY
             self._meet(name, child, session, now)
@@ -167,7 +167,7 @@ class Coordinator:
         return True
 
     def moved(self, name: str, *, now: float) -> None:
-        """Note that chunks of a model moved between us and a child: that is progress."""
+        """Note that chunks of a model were transferred between this node and a child: that is progress."""
         child = self._children[name]
         child.moved = now
         if child.state is ChildState.ANNOUNCED:
@@ -176,32 +176,32 @@ class Coordinator:
                 child.carried_most = child.carried + CHUNKS_CARRIED * _chunk_of(child.result.model)
 
     def reconnected(self, now: float) -> None:
-        """Note that our own connection is new: while it was away, no child could move."""
+        """Note that this node's own connection is new: without it no child could make progress."""
         for child in self._children.values():
             if child.presence is not NodeState.FAILED:
                 child.moved = now
 
     def accept(self, name: str, key: Key, *, now: float) -> None:
-        """Take the result that a child offered under `key`: its model is here, whole and sound."""
+        """Accept the result that a child announced under `key`, whose model has arrived and is valid."""
         if self.is_announced(name, key) and self._children[name].go(ChildCause.ACCEPT):
             self._children[name].moved = now
             self._acknowledge(name, key, "", now)
 
     def refuse(self, name: str, key: Key, *, reason: str, now: float) -> None:
-        """Refuse that result for good; the round goes on with the others."""
+        """Refuse that result permanently; the round continues with the other children."""
         if self.is_announced(name, key) and self._children[name].go(ChildCause.REFUSE):
             self._children[name].refusal = reason
             self.refused += 1
             self._acknowledge(name, key, reason, now)
 
     def retry(self, name: str, key: Key, *, now: float) -> None:
-        """Wait for that result again: the child no longer holds the model that it offered."""
+        """Wait for that result again: the child no longer holds the model that it announced."""
         if self.is_announced(name, key) and self._children[name].go(ChildCause.RETRY):
             self._children[name].result = None
             self._send_task(self._children[name], now)
 
     def tick(self, now: float) -> None:
-        """Judge the round by the time."""
+        """Evaluate the round at this time."""
         if self._open and now >= self._quiet_until:
             self._judge(now)
 
@@ -215,7 +215,7 @@ class Coordinator:
             given = child.assignment
             if given is None or not self._needs_task(child) or now < child.repeat_at:
                 continue
-            # Repeats leave an inline model out: a child that did not get it pulls it.
+            # Repeats omit an inline model: a child that did not get it fetches it.
             due.append((name, Task(self._key, given.epochs, given.model, None if child.sent else given.inline)))
             child.sent = True
             child.repeat_s = min(2 * child.repeat_s, REPEAT_MOST_S)
@@ -224,7 +224,7 @@ class Coordinator:
         return due
 
     def next_deadline(self) -> float | None:
-        """Return when `to_send` or `tick` next has something to do."""
+        """Return when `to_send` or `tick` has to be called next."""
         if not self._open:
             return None
         at = self._quiet_until if self._quiet_until > -inf else self._earliest()
@@ -239,17 +239,17 @@ class Coordinator:
         return {name: str(child.presence or "absent") for name, child in self._children.items()}
 
     def idle(self, now: float) -> dict[str, float]:
-        """Return how long each child has made no progress, in seconds; 0 for those that nobody waits for."""
+        """Return the seconds without progress of each child; 0 for children that the round does not wait for."""
         waiting = {name: self._open and child.state in UNFINISHED for name, child in self._children.items()}
         since = {name: self._idle_at(child) - self._idle_s for name, child in self._children.items()}
         return {name: max(0.0, now - since[name]) if waiting[name] else 0.0 for name in since}
 
     def is_announced(self, name: str, key: Key) -> bool:
-        """Return whether a child's result under this key waits to be accepted or refused."""
+        """Return whether a child's result under this key is to be accepted or refused."""
         return self._open and key == self._key and self._children[name].state is ChildState.ANNOUNCED
 
     def progress(self) -> dict[str, dict[str, object]]:
-        """Return how each child does, for a person to read."""
+        """Return the state of each child for display."""
         return {
             name: {
                 "presence": str(child.presence or "absent"),
@@ -261,9 +261,9 @@ class Coordinator:
         }
 
     def _earliest(self) -> float:
-        """Return when a message or a judgement becomes due as things stand; later events only delay it."""
+        """Return when a message or a decision becomes due in the present state; later events only delay it."""
         times = [child.repeat_at for child in self._taking_part() if self._needs_task(child)]
-        # What has been judged is no reason to wake: one that is given up must not keep the event loop spinning.
+        # Deadlines that were evaluated do not count: a dropped child must not keep the event loop spinning.
         idle = (self._idle_at(child) for child in self._taking_part() if child.state in UNFINISHED)
         times += [at for at in idle if at > self._judged]
         deadline_at = self._deadline_at()
@@ -276,9 +276,9 @@ class Coordinator:
         return inf if deadline_s is None else self.timeline.opened + deadline_s
 
     def _idle_at(self, child: ChildInRound) -> float:
-        """Return when a child will have been idle for too long, as things stand.
+        """Return when a child will have been idle for too long, in the present state.
 
-        One whose upload waits for a slot moves with the others' uploads.
+        A child whose upload waits for a slot shares the progress of the others' uploads.
         """
         moved = max(child.moved, self._collected) if child.state is ChildState.ANNOUNCED else child.moved
         return moved + self._idle_s
@@ -302,10 +302,10 @@ class Coordinator:
             self._send_task(child, now)
 
     def _note_progress(self, child: ChildInRound, message: Progress | Result, now: float) -> None:
-        """Take what moved at a child for progress.
+        """Update a child's progress from its message.
 
-        The bytes of models that it has sent and received count as far as two chunks beyond what has arrived: on a slow
-        link a chunk takes minutes. More of them without a chunk that arrives are repeats that get nowhere.
+        The bytes of models that it has sent and received count as progress up to two chunks beyond the last change: on
+        a slow link a chunk takes minutes. More bytes without an arriving chunk are repeats that get nowhere.
         """
         mark = (message.phase, message.done) if isinstance(message, Progress) else (Phase.ANNOUNCING, 0)
         carried = message.traffic.carried_models
@@ -327,7 +327,7 @@ class Coordinator:
 
     def _acknowledge_again(self, name: str, acknowledgement: Acknowledgement, now: float) -> None:
         child = self._children[name]
-        if now >= child.acknowledge_at:  # a flood of results costs few answers; a lost one is asked for again
+        if now >= child.acknowledge_at:  # limits the replies to a flood of results; a lost reply is requested again
             child.acknowledge_at = now + ACKNOWLEDGE_S
             self._acknowledgements.append((name, acknowledgement))
 
@@ -340,7 +340,7 @@ class Coordinator:
         self._acknowledge_again(name, Acknowledgement(*child.acknowledged), now)
 
     def _received_model(self, child: ChildInRound, now: float) -> None:
-        child.has_model, child.absent = True, False  # it works, whatever became of its presence
+        child.has_model, child.absent = True, False  # it is working, regardless of its presence
         if self.timeline.dispatched is None and all(c.has_model for c in self._taking_part()):
             self.timeline.dispatched = now
 
@@ -393,5 +393,5 @@ class Coordinator:
 
 
 def _chunk_of(model: Manifest) -> int:
-    """Return the bytes of a model's largest chunk."""
+    """Return the size of a model's largest chunk in bytes."""
     return min(model.size, model.chunk_bytes)

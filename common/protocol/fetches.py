@@ -1,4 +1,4 @@
-"""What a receiver keeps of a blob on its way, and what it reports at its end."""
+"""State of a receiver's fetches, and the events at their end."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ PATIENCE_S: Final = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """Blob `blob` of `owner` lies complete in its buffer, every chunk checked.
+    """Blob `blob` of `owner` is complete in its buffer, with every chunk checked.
 
-    `rate`: bytes per second from its first chunk's arrival to its last one's, None where they came together.
+    `rate`: bytes per second between the arrivals of the first and the last chunk, None if they arrived together.
     """
 
     owner: str
@@ -27,7 +27,7 @@ class Fetched:
 
 
 class FetchFailure(Enum):
-    """Why a blob cannot be had."""
+    """Why a blob is not available."""
 
     GONE = "its owner no longer holds it"
     DAMAGED = "wrong digests"
@@ -35,7 +35,7 @@ class FetchFailure(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FetchFailed:
-    """The blob cannot be had from this owner."""
+    """The blob is not available from this owner."""
 
     owner: str
     blob: str
@@ -48,7 +48,7 @@ ReceiverEvent: TypeAlias = Fetched | FetchFailed
 
 @dataclass(slots=True)
 class Fetch:
-    """One blob on its way from its owner."""
+    """The transfer of one blob from its owner."""
 
     owner: str
     manifest: Manifest
@@ -56,31 +56,31 @@ class Fetch:
     lacking: npt.NDArray[np.bool_]
     left: int
     window: int
-    pace_s: float = 0.0  # what a chunk takes on the owner's link, if its rate is declared
+    pace_s: float = 0.0  # the time of a chunk on the owner's link, if its rate is declared
     share: float = 1.0  # of a slot
     seen: dict[str, int] = field(default_factory=dict)
-    trusted: set[str] = field(default_factory=set)  # streams since the last restart: a stranger's number is undone
+    trusted: set[str] = field(default_factory=set)  # streams with a number since the last restart, which undoes others'
     since_ask: int = 0
     due: bool = True
     restart: bool = True
-    damaged: int = 0  # since the last sound one
+    damaged: int = 0  # since the last valid one
     spoilt_at: float = 0.0
-    waits_since: float = 0.0  # since then it waits to ask again
-    moved: float = 0.0  # since then it has a slot, or has got nothing sound
+    waits_since: float = 0.0  # before it asks again
+    moved: float = 0.0  # since then it has a slot, or has received nothing valid
     patience_s: float = PATIENCE_S
-    starved: int = 0  # times since the last sound chunk
+    starved: int = 0  # times since the last valid chunk
     first_at: float | None = None
     since_first: int = 0
 
     def rate(self, now: float) -> float | None:
-        """Return bytes per second from its first chunk's arrival to now, None where nothing tells."""
+        """Return bytes per second from the first chunk's arrival to now, None if unknown."""
         seconds = now - self.first_at if self.first_at is not None else 0.0
         return self.since_first / seconds if self.since_first and seconds > 0 else None
 
 
 @dataclass(slots=True)
 class Landing:
-    """A chunk that is being written where it belongs; `view` is taken away when its fetch ends."""
+    """A chunk that is being written to its destination; `view` is set to None when its fetch ends."""
 
     key: tuple[str, str]
     view: memoryview | None

@@ -1,4 +1,4 @@
-"""Who a node is, and its claim to its name."""
+"""A node's identity, and its claim to its name."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Final
 
 from common.protocol.topics import DEFAULT_LAB
 
-CHALLENGED_MOST: Final = 16  # sessions; whoever may write to the node's state topic can send any number
+CHALLENGED_MOST: Final = 16  # sessions; a peer with access to the state topic can send any number
 
 
 @dataclass(slots=True)
 class Claim:
-    """One process's claim to its name: the last sessions that it asked to end, and whether it lost it to another."""
+    """One process's claim to its name: the last sessions that it challenged, and whether it lost the name."""
 
     challenged: deque[str] = field(default_factory=lambda: deque(maxlen=CHALLENGED_MOST))
     lost: bool = False
 
     def challenge(self, session: str) -> None:
-        """Note a session that was asked to end; the oldest is dropped where there are too many."""
+        """Note a challenged session; beyond the limit the oldest is dropped."""
         if session not in self.challenged:
             self.challenged.append(session)
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who a node is in a run of a lab.
+    """A node's identity in a run of a lab.
 
-    `session` and `claim` are shared by its endpoints; `metrics` is its /metrics address.
-    `ledger`: the account of bytes that its children count for, the session where it is not kept over restarts.
+    `session` and `claim` are shared by its endpoints; `metrics` is its /metrics address. `ledger`: the id of the byte
+    ledger that its children count for, empty: the session, because the ledger is not kept across restarts.
     """
 
     run: str

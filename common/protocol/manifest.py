@@ -1,4 +1,4 @@
-"""Describing a blob, and refusing a description before anything is allocated for it."""
+"""Manifests: the description of a blob, and its validation before anything is allocated."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def describe(
 ) -> Manifest:
     """Return the manifest of a blob: xxh3-64 of each chunk, and their hash as the blob's id.
 
-    The same bytes with another `salt` are another blob, whose lanes go at a pace of their own; so they are with
-    another `reference`, the id of the model that a delta is against.
+    The same bytes with another `salt` are another blob, whose streams have their own pace. The same holds for another
+    `reference`, the id of the model that a delta is based on.
     """
     size = data.nbytes
     digests = b"".join(chunk_digest(data[at : at + chunk_bytes]) for at in range(0, size, chunk_bytes))
@@ -35,24 +35,24 @@ def describe(
 
 
 def renamed(manifest: Manifest, *, salt: str) -> Manifest:
-    """Return the manifest of the same bytes and chunks as another blob, as `describe` does by its salt."""
+    """Return the manifest of the same bytes and chunks as another blob, as with the salt of `describe`."""
     return replace(manifest, blob=xxhash.xxh3_64_hexdigest((manifest.blob + salt).encode()))
 
 
 def chunk_digest(chunk: bytes | memoryview) -> bytes:
-    """Return a chunk's 8-byte digest: it finds damage, it is no proof against a hostile member."""
+    """Return a chunk's 8-byte digest, which detects damage but does not protect against a malicious sender."""
     return xxhash.xxh3_64_digest(chunk)
 
 
 def missing(manifest: Manifest, buffer: memoryview) -> npt.NDArray[np.bool_]:
-    """Return which chunks, bool [chunks], a buffer, uint8 [manifest.size], does not hold: what its digests deny."""
+    """Return the chunks, bool [chunks], that a buffer, uint8 [manifest.size], lacks, according to their digests."""
     data = buffer.cast("B")
     parts = ((data[manifest.span(i)], manifest.digests[8 * i : 8 * i + 8]) for i in range(manifest.chunks))
     return np.array([chunk_digest(chunk) != digest for chunk, digest in parts], np.bool_)
 
 
 def shared(manifest: Manifest, other: Manifest) -> npt.NDArray[np.bool_]:
-    """Return which chunks, bool [chunks], another blob has too, at the same place; none where it is cut otherwise."""
+    """Return the chunks, bool [chunks], that another blob has at the same place; none if its chunks differ in size."""
     if (manifest.size, manifest.chunk_bytes) != (other.size, other.chunk_bytes):
         return np.zeros(manifest.chunks, np.bool_)
     digests, others = (np.frombuffer(m.digests, np.uint64) for m in (manifest, other))
@@ -67,10 +67,10 @@ def chunk_bytes_for(rate_bytes_s: float | None, most: int) -> int:
 
 
 def window_for(way: LinkDirection, chunk_bytes: int, usual: int, keepalive_s: float) -> int:
-    """Return how many chunks may be under way on a link, from 2 to WINDOW_MOST.
+    """Return the number of chunks in flight on a link, from 2 to WINDOW_MOST.
 
-    Twice what the link holds in a round trip, or `usual` if that is more; yet they take at most a third of the
-    keep-alive: its pings wait behind them, and must come back in time.
+    Twice the number that the link holds in a round trip, or `usual` if that is more. They take at most a third of the
+    keep-alive time: pings wait behind them and must return in time.
     """
     if way.rate is None:
         return usual
@@ -81,9 +81,9 @@ def window_for(way: LinkDirection, chunk_bytes: int, usual: int, keepalive_s: fl
 
 @dataclass(frozen=True, slots=True)
 class ModelForm:
-    """What the blobs of a run's models must be: of `size` bytes, or at most that if not `exact`, in one codec.
+    """The required form of a run's models: `size` bytes (at most, if not `exact`) in one codec.
 
-    `layout`: the model layout's digest; `delta`: each is against a model that its receiver holds.
+    `layout`: the model layout's digest; `delta`: each blob is a delta to a model that its receiver holds.
     """
 
     layout: str
@@ -93,7 +93,7 @@ class ModelForm:
     delta: bool
 
     def check(self, manifest: Manifest, *, reference: str = "") -> None:
-        """Refuse a manifest that is no model of this run. Raises RefusedModel."""
+        """Validate the manifest of a model of this run. Raises RefusedModel."""
         against = reference if self.delta else ""
         if manifest.layout != self.layout:
             raise RefusedModel(f"wrong layout {manifest.layout[:32]!r}, this run's is {self.layout!r}")
@@ -103,4 +103,4 @@ class ModelForm:
             at_most = "" if self.exact else "at most "
             raise RefusedModel(f"{manifest.size} bytes, a model of this run has {at_most}{self.size}")
         if manifest.reference != against:
-            raise RefusedModel(f"it is against model {manifest.reference!r}, not against {against!r}")
+            raise RefusedModel(f"wrong reference model {manifest.reference!r}, expected {against!r}")

@@ -1,6 +1,6 @@
-"""The control messages of fedstrata, as typed records. Both tiers speak the same ones.
+"""The control messages of fedstrata, as typed records, used by both tiers.
 
-How they become bytes is `common.protocol.serialization`.
+`common.protocol.serialization` converts them to bytes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ MAX_CHUNK_BYTES: Final = 4_000_000
 
 
 class Key(NamedTuple):
-    """Which round a message is about. Within a parent's session keys only grow.
+    """The round that a message belongs to. Within a parent's session keys only grow.
 
-    `attempt` counts how often the parent went back to an earlier round, so it orders first.
+    `attempt` counts how often the parent returned to an earlier round, so it is compared first.
     """
 
     attempt: int
@@ -31,9 +31,9 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a blob is: its content id, size, chunks (xxh3-64 of each), codec and model layout digest.
+    """Description of a blob: its content id, size, chunks (xxh3-64 of each), codec and model layout digest.
 
-    `reference`: the blob id of the model that a delta is against, else empty.
+    `reference`: the blob id of the model that a delta is based on, else empty.
     """
 
     blob: str
@@ -57,16 +57,16 @@ class Manifest:
 
     @property
     def chunks(self) -> int:
-        """Return the number of chunks; the last one may be shorter."""
+        """The number of chunks; the last one may be shorter."""
         return -(-self.size // self.chunk_bytes)
 
     def span(self, index: int) -> slice:
-        """Return the bytes of chunk `index`."""
+        """Return the range of bytes of chunk `index`."""
         return slice(index * self.chunk_bytes, min(self.size, (index + 1) * self.chunk_bytes))
 
 
 class NodeState(StrEnum):
-    """A node's presence, after Homie's and Sparkplug's life cycles."""
+    """A node's presence, after the life cycles of Homie and Sparkplug."""
 
     INIT = "init"
     READY = "ready"
@@ -77,7 +77,7 @@ class NodeState(StrEnum):
 
 
 class Failure(StrEnum):
-    """Why a node gave up, as far as it decides how its parent ends."""
+    """Why a node failed, as far as it determines how its parent ends."""
 
     NONE = ""
     INVALID = "invalid"
@@ -86,7 +86,7 @@ class Failure(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a living child's /metrics answers, host:port."""
+    """Address of a living child's /metrics, host:port."""
 
     name: str
     metrics: str
@@ -94,11 +94,10 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """A node's retained state; its will says LOST. `answers` names the session of a second node of our name.
+    """A node's retained state; its will has LOST. `answers`: the session of a second node with this node's name.
 
-    `samples`: a device's training samples, 0 where unknown; `metrics`: the address of its /metrics, `targets` those of
-    its own children; `ledger`: names the account of bytes that its children count for. `invalid`: it failed as its part
-    in the experiment cannot work.
+    `samples`: a device's training samples, 0 if unknown; `metrics`: the address of its /metrics, `targets` those of
+    its own children; `ledger`: the id of the byte ledger that its children count for. `failure`: why it failed.
     """
 
     state: NodeState
@@ -114,9 +113,9 @@ class Presence:
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """The experiment, retained by a parent for its children; the layout serves nodes without torch.
+    """The experiment, retained by a parent for its children; the layout is for nodes without torch.
 
-    `partition`: the digest of the cloud's split of the data, empty where nothing is split.
+    `partition`: the digest of the cloud's data split, empty if nothing is split.
     """
 
     experiment: str
@@ -126,9 +125,9 @@ class Announcement:
 
 @dataclass(frozen=True, slots=True)
 class WhoIsThere:
-    """A question for proof of life, repeated until it is answered: a retained presence alone proves nothing.
+    """A request for proof of life, repeated until it is answered: a retained presence alone proves nothing.
 
-    `run`: the run in which the asking node is, empty where it seeks one.
+    `run`: the run of the asking node, empty during discovery.
     """
 
     nonce: str
@@ -137,7 +136,7 @@ class WhoIsThere:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """The answer to `WhoIsThere` with its nonce. A parent adds its experiment for a child that is not in its run."""
+    """The reply to `WhoIsThere` with its nonce. A parent adds its experiment for a child that is not in its run."""
 
     nonce: str
     presence: Presence
@@ -146,7 +145,7 @@ class Alive:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A parent's wish, said again until it is answered: train this model for so many epochs."""
+    """Assignment of a model and a number of epochs to a child, resent until it is answered."""
 
     key: Key
     epochs: int
@@ -155,7 +154,7 @@ class Task:
 
 
 class Phase(StrEnum):
-    """What a child is doing in its round."""
+    """The activity of a child in its round."""
 
     FETCHING = "fetching"
     WAITING = "waiting"
@@ -165,9 +164,9 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A child's sign of life; `done` grows with chunks, steps or, at an institution, its devices' progress.
+    """A child's progress; `done` grows with chunks, steps or, at an institution, with its devices' progress.
 
-    `below` is the sum of its own children's links, but for its `wire`: the child's connection to their broker, which
+    `below` is the sum of the links to its own children, except `wire`: the child's connection to their broker, which
     they share.
     """
 
@@ -181,13 +180,13 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A child's answer, offered again until it has a receipt. Seconds are durations on the child's clock.
+    """A child's result announcement, repeated until it is acknowledged. Seconds are durations on the child's clock.
 
-    `path_steps`: the steps of SGD that no device could have taken beside others, of each local round the slowest
-    device's. `plans`: what the child's own aggregation decided in each of its rounds, as JSON, a list of objects.
-    `train_s`: of the trainings; `wait_s`: for a slot before them; `pause_s`: after them, where the child plays a slower
-    machine (`common/experiment/hardware.py`). An institution's are sums over its rounds, of each the largest of its
-    devices'. `traffic` and `below` as in Progress, at the time of the offer. `path`: a device's.
+    `path_steps`: the SGD steps on the critical path: in each local round those of the slowest device. `plans`: the
+    decisions of the child's own aggregation in each of its rounds, a JSON list of objects. `train_s`: training;
+    `wait_s`: waiting for a slot before it; `pause_s`: after it, if the child emulates slower hardware
+    (`common/experiment/hardware.py`). For an institution these are sums over its rounds of the maximum of its devices.
+    `traffic` and `below` as in Progress, at the time of the announcement. `path`: a device's training path.
     """
 
     key: Key
@@ -210,9 +209,9 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Preparing:
-    """A child's progress before it can take part: `done` grows as anything moves.
+    """A child's progress before it can take part: `done` grows with any progress.
 
-    `waits_for`: who is absent or failed below it, and why, where it waits for its own children; empty while it works.
+    `waits_for`: which of its own children are absent or failed, and why; empty if it does not wait for them.
     """
 
     done: int
@@ -221,7 +220,7 @@ class Preparing:
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    """A child's refusal of a task that does not fit, and why; the task has changed nothing at the child."""
+    """A child's rejection of an invalid task, with the reason; the task has changed nothing at the child."""
 
     key: Key
     reason: str
@@ -229,7 +228,7 @@ class Declined:
 
 @dataclass(frozen=True, slots=True)
 class Acknowledgement:
-    """A parent's answer to a result: accepted where `reason` is empty, else refused or late, and why."""
+    """A parent's reply to a result: accepted if `reason` is empty, else refused or late, with the reason."""
 
     key: Key
     reason: str
@@ -237,10 +236,10 @@ class Acknowledgement:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A receiver's whole state of one blob: what it lacks, what it saw last, and how much may be in flight.
+    """A receiver's complete state of one blob: the chunks it lacks, the last numbers it saw, and its window.
 
     `lacking` is a bitmap, chunk 0 in the highest bit; empty = complete. `seen_all` and `seen_own` are the last
-    publication numbers seen on the two lanes. `restart`: nothing is in flight any more.
+    publication numbers seen on the broadcast and the unicast stream. `restart`: nothing is in flight any more.
     """
 
     blob: str
@@ -253,14 +252,14 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A parent's noise, for its child to pull and to time; said again until it is answered."""
+    """A parent's link calibration: noise that the child fetches and times; repeated until it is answered."""
 
     model: Manifest
 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """The answer to the probe `asked`: bytes per second as they arrived, 0 if unknown, and noise to pull back."""
+    """The reply to the probe `asked`: the measured bytes per second, 0 if unknown, and noise for the way back."""
 
     asked: str
     rate: float
@@ -269,7 +268,7 @@ class Probed:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """An owner's word that it does not hold a blob."""
+    """An owner's report that it does not hold a blob."""
 
     blob: str
 
@@ -283,9 +282,9 @@ class Reports:
 
 @dataclass(frozen=True, slots=True)
 class Farewell:
-    """A child's last message, small, as it cannot count itself: the final bytes, as in `Progress`.
+    """A child's last message: the final byte counts, as in `Progress`. It is small, because it cannot count itself.
 
-    It is repeated until the parent answers `Goodbye`.
+    It is repeated until the parent replies with `Goodbye`.
     """
 
     traffic: Traffic
@@ -294,7 +293,7 @@ class Farewell:
 
 @dataclass(frozen=True, slots=True)
 class Goodbye:
-    """A parent's answer to `Farewell`: the child may leave."""
+    """A parent's reply to `Farewell`: the child may leave."""
 
 
 Message: TypeAlias = (

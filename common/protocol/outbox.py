@@ -1,4 +1,4 @@
-"""What leaves a node for its peers: control messages and chunks, each at its link's pace, counted as it leaves."""
+"""A node's outbox: control messages and chunks for its peers, each sent at its link's pace and counted then."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from common.protocol.sender import Publication, Sender
 from common.protocol.shaping import Shaper
 
 CHUNKS_IN_CLIENT: Final = 4
-NOISE_KEPT: Final = 4096  # two for each of 2,000 links
-EARLY_S: Final = 0.0005  # the event loop sleeps whole milliseconds: half of one too early is as good as too late
-QOS_0: Final = (Ask, Progress, Acknowledgement, WhoIsThere, Alive, Preparing)  # each is soon sent, or asked for, again
+NOISE_KEPT: Final = 4096  # blobs: two for each of 2,000 links
+EARLY_S: Final = 0.0005  # the event loop sleeps whole milliseconds: half of one early is as accurate as half late
+QOS_0: Final = (Ask, Progress, Acknowledgement, WhoIsThere, Alive, Preparing)  # soon repeated, or requested again
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class _Departure:
 
 
 class Outbox:
-    """One session's way out. `noise` are blobs that are no models."""
+    """One session's outbox. `noise`: the blobs of link calibrations."""
 
     def __init__(self, identity: Identity, *, sender: Sender, counters: Account, ways: LinkSet) -> None:
         self._identity = identity
@@ -89,14 +89,14 @@ class Outbox:
         self.noise: dict[str, None] = {}
 
     def add_noise(self, blob: str) -> None:
-        """Count this blob's bytes as those of a measurement; the earliest of NOISE_KEPT is forgotten."""
+        """Count this blob's bytes as those of a calibration; beyond NOISE_KEPT the earliest blob is forgotten."""
         self.noise[blob] = None
         if len(self.noise) > NOISE_KEPT:
             del self.noise[next(iter(self.noise))]
 
     @property
     def empty(self) -> bool:
-        """Return whether nothing waits for its link."""
+        """Whether nothing waits for its link."""
         return not self._waiting
 
     def send(self, peer: str, message: Message, now: float) -> float:
@@ -111,7 +111,7 @@ class Outbox:
         return due
 
     def to_send(self, now: float) -> list[Output]:
-        """Return what is due, chunks that receivers lack and links have room for among it."""
+        """Return what is due, including chunks that receivers lack and links have room for."""
         out: list[Output] = []
         self._release(now, out)
         while self._in_client < CHUNKS_IN_CLIENT:
@@ -124,7 +124,7 @@ class Outbox:
         return out
 
     def next_deadline(self, now: float) -> float | None:
-        """Return when `to_send` may have something."""
+        """Return when `to_send` may have output."""
         times = [self._waiting[0][0]] if self._waiting else []
         if self._in_client < CHUNKS_IN_CLIENT:
             more = (self._sender.next_deadline(now), self._shaper.next_ready(now))
@@ -132,12 +132,12 @@ class Outbox:
         return min(times, default=None)
 
     def sent(self, chunk: Publication) -> None:
-        """Note that a chunk has left the client, or died with its connection."""
+        """Note that a chunk has left the client, or was lost with its connection."""
         self._in_client -= 1
         self._sender.left(chunk)
 
     def drop(self, blob: str) -> None:
-        """Drop a blob's chunks that wait for their link: from now on its memory may be written."""
+        """Drop a blob's chunks that wait for their link; its memory may be overwritten afterwards."""
         outputs = ((entry, entry[2].output) for entry in self._waiting)
         kept = [entry for entry, out in outputs if not (isinstance(out, PublishChunk) and out.chunk.blob == blob)]
         if len(kept) < len(self._waiting):
@@ -145,7 +145,7 @@ class Outbox:
             self._waiting = kept
 
     def clear(self) -> None:
-        """Drop all that waits: the connection is gone, and whatever still matters is sent again on the next."""
+        """Drop everything that waits: the connection is lost, and needed messages are sent again on the next one."""
         for _, _, departure in self._waiting:
             if isinstance(departure.output, PublishChunk):
                 self._sender.left(departure.output.chunk)
@@ -170,7 +170,7 @@ class Outbox:
             departure = heapq.heappop(self._waiting)[2]
             output, peer, size, model = departure.output, departure.peer, departure.size, departure.model
             if isinstance(output, PublishChunk):
-                self._in_client += 1  # only now: what waits for a slow link must not keep others from theirs
+                self._in_client += 1  # counted late, so that chunks for a slow link do not block other links
                 kind = "probe" if output.chunk.blob in self.noise else "model"
                 self._counters.add(peer, "sent", message=size, **{kind: model})
             else:
@@ -179,10 +179,10 @@ class Outbox:
 
 
 def qos_of(message: Message) -> int:
-    """Return 0 for what is sent again, or asked for again, soon: it spares four acknowledgements."""
+    """Return 0 for messages that are soon repeated or requested again: it saves four acknowledgements."""
     return 0 if isinstance(message, QOS_0) else 1
 
 
 def inline_bytes(message: Message) -> int:
-    """Return how many bytes of a message are a model that travels inside it."""
+    """Return the bytes of a model inside a message."""
     return len(message.inline or b"") if isinstance(message, (Task, Result)) else 0

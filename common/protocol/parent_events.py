@@ -1,4 +1,4 @@
-"""What a parent's session reports."""
+"""Events of a parent's session."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from common.protocol.messages import Result, Target
 
 @dataclass(frozen=True, slots=True)
 class UploadAnnounced:
-    """A child offers a result whose description fits: `fetch` its model, or `refuse` it."""
+    """A child announces a result with a valid description: call `fetch`, or `refuse` it."""
 
     child: str
     result: Result
@@ -18,7 +18,7 @@ class UploadAnnounced:
 
 @dataclass(frozen=True, slots=True)
 class UploadArrived:
-    """That model's blob lies complete in its buffer, every chunk checked: `accept` or `refuse` it."""
+    """The blob of that model is complete in its buffer, with every chunk checked: `accept` or `refuse` it."""
 
     child: str
     result: Result
@@ -26,7 +26,7 @@ class UploadArrived:
 
 @dataclass(frozen=True, slots=True)
 class UploadRefused:
-    """A child's result was refused, and why."""
+    """A child's result was refused, with the reason."""
 
     child: str
     reason: str
@@ -34,7 +34,7 @@ class UploadRefused:
 
 @dataclass(frozen=True, slots=True)
 class PeerChanged:
-    """A child's presence changed: its state, or `left`; `reason` is its own."""
+    """A child's presence changed: its state, or `left`; `reason` is the child's."""
 
     child: str
     state: str
@@ -57,10 +57,10 @@ class TargetsChanged:
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Who may take part: `ready` children; `missing` ones, each with the reason.
+    """Which children can take part: the `ready` ones; the `missing` ones, each with the reason.
 
-    Among the missing are the `failed` ones, and the `hanging` ones: they have prepared for `idle_s` without progress,
-    or failed for lack of progress below them.
+    The missing ones include the `failed` ones, and the `hanging` ones: these have prepared for `idle_s` without
+    progress, or failed for lack of progress below them.
     """
 
     ready: frozenset[str]

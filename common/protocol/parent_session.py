@@ -1,7 +1,7 @@
-"""A parent's session with its children: rounds, uploads, and who is there, without I/O.
+"""A parent's session with its children, without I/O: rounds, uploads, and the children's presence.
 
-For an upload the shell has two entries besides the broker's: `UploadAnnounced` asks it for a buffer (`fetch`), and
-`UploadArrived` for a decision on what lies there (`accept`, `refuse`).
+For each upload the endpoint answers `UploadAnnounced` with a buffer (`fetch`), and `UploadArrived` with a decision
+(`accept`, `refuse`).
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ from common.protocol.session import Session
 from common.protocol.session_events import ByteMeter
 from common.protocol.targets import STAYING, Targets
 
-QUIET_S: Final = 5.0  # a child that prepares reports every two
-RATED_CHUNKS: Final = 8  # a model of fewer shows little of its link
+QUIET_S: Final = 5.0  # without a report of a child that prepares; it reports every two seconds
+RATED_CHUNKS: Final = 8  # smaller models do not show the rate of their link
 
 
 class ParentSession(Session):
     """One parent's session with its children on one broker.
 
-    `links`: the children's names in order, each with its link; `shaped`: this end keeps their rates and delays.
+    `links`: the children's names in order, each with its link; `shaped`: this end enforces their rates and delays.
     `below`: the names of each child's own children.
     """
 
@@ -109,7 +109,7 @@ class ParentSession(Session):
     # Rounds
 
     def set_form(self, form: ModelForm) -> None:
-        """Fix what uploads must be; it must be known before the first round."""
+        """Set the required form of uploads; must be known before the first round."""
         self._form = form
 
     def open(
@@ -130,10 +130,10 @@ class ParentSession(Session):
     def fetch(
         self, upload: UploadAnnounced, buffer: memoryview, now: float, *, lacking: npt.NDArray[np.bool_] | None = None
     ) -> None:
-        """Get an offered model into `buffer`, uint8 [its size]; `lacking`, bool [chunks], where some lie there."""
+        """Fetch an announced model into `buffer`, uint8 [its size]; `lacking`, bool [chunks]: chunks it lacks."""
         child, result = upload.child, upload.result
         if not self.coordinator.is_announced(child, result.key):
-            return  # its process ended, or the round closed, while the buffer was looked for
+            return  # its process ended, or the round closed, while the buffer was allocated
         self._pending[child, result.model.blob] = result
         if result.inline is not None:
             self.receiver.take(child, result.model, buffer, result.inline)
@@ -141,16 +141,16 @@ class ParentSession(Session):
             self.receiver.fetch(child, result.model, buffer, lacking=lacking, now=now)
 
     def accept(self, upload: UploadArrived, now: float) -> None:
-        """Take an upload that is whole and sound."""
+        """Accept an upload that is complete and valid."""
         self.coordinator.accept(upload.child, upload.result.key, now=now)
 
     def refuse(self, child: str, key: Key, reason: str, now: float) -> None:
-        """Refuse a result for good; the round goes on with the others."""
+        """Refuse a result permanently; the round continues with the other children."""
         self.coordinator.refuse(child, key, reason=reason, now=now)
         self._events.append(UploadRefused(child, reason))
 
     def end_round(self, children: Iterable[str], now: float) -> None:
-        """Stop what is under way with these children: from now on the round's buffers may be written again."""
+        """Stop all transfers with these children; the round's buffers may be overwritten afterwards."""
         for blob in set(self._references.values()):
             self.offers.retire(blob)
         for name in children:
@@ -158,10 +158,10 @@ class ParentSession(Session):
         self._pending.clear()
         self.coordinator.end()
 
-    # Who is there
+    # Presence of the children
 
     def readiness(self, now: float) -> Readiness:
-        """Return which children could take part now."""
+        """Return which children can take part now."""
         ready, failed, missing = set(), set(), {}
         hanging = set(self.coordinator.hanging(now))
         for name in self.peers:
@@ -183,7 +183,7 @@ class ParentSession(Session):
         return Readiness(frozenset(ready), missing, frozenset(hanging), frozenset(failed))
 
     def ask_quiet(self, now: float) -> None:
-        """Ask children that do not report any more how they prepare: that they are ready may be lost."""
+        """Ask children that stopped reporting their preparation: the message that they are ready may be lost."""
         preparing = [name for name, last in self._last.items() if last is not None and last.state is NodeState.INIT]
         for name in preparing:
             if now >= self._prepared_at.setdefault(name, now) + QUIET_S:
@@ -191,14 +191,14 @@ class ParentSession(Session):
                 self.proofs.doubt(name, now)
 
     def present(self) -> list[str]:
-        """Return the children that are there."""
+        """Return the children that are present."""
         return [name for name, last in self._last.items() if last is not None and last.state in LIVING]
 
     def staying(self) -> set[str]:
-        """Return the children that are there, or have just finished."""
+        """Return the children that are present or have just finished."""
         return {name for name, last in self._last.items() if last is not None and last.state in STAYING}
 
-    # What the session asks of its side
+    # Implementation of Side
 
     def _inboxes(self) -> Iterable[str]:
         lab, run, me = self.identity.lab, self.identity.run, self.identity.name
@@ -212,7 +212,7 @@ class ParentSession(Session):
         raise WireError("of another run")
 
     def _reconnected(self, now: float) -> None:
-        """Begin to count the children's silence anew: while the broker was away nothing of them could arrive."""
+        """Restart the children's idle times: without the broker nothing could arrive from them."""
         self.coordinator.reconnected(now)
 
     def _message(self, sender: str, session: str, message: Message, now: float) -> None:
@@ -222,7 +222,7 @@ class ParentSession(Session):
         elif isinstance(message, Result):
             self.ledger.enter_reports(sender, session, message.children)
             self.coordinator.receive(sender, message, now=now)
-            self._count(sender, session, message.traffic, message.below)  # last: its error must not cost the answer
+            self._count(sender, session, message.traffic, message.below)  # last: its error must not prevent the reply
         elif isinstance(message, Preparing):
             self._waits_for[sender] = message.waits_for
             self._prepared_at[sender] = now
@@ -282,11 +282,11 @@ class ParentSession(Session):
         pass  # progress is counted message by message
 
     def _state_of_the_dead(self, peer: str, presence: Presence) -> None:
-        pass  # a child is absent until it comes
+        pass  # a child is absent until it joins
 
     def _silent(self, peer: str, now: float) -> None:
         session = self.proofs.session(peer)
-        lost = Presence(NodeState.LOST, "", reason="it does not answer since the broker came back")
+        lost = Presence(NodeState.LOST, "", reason="no reply since the broker came back")
         self._presence(peer, session, lost, now)
 
     def _tick(self, now: float) -> None:

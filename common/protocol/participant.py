@@ -1,12 +1,11 @@
-"""The child's side of a round: takes a task, reports its progress, announces its result until that is acknowledged.
+"""The child's side of a round: receives a task, reports progress, announces its result until that is acknowledged.
 
-    IDLE --new task--> FETCHING --model here--> WORKING --finish--> OFFERING --Acknowledgement--> DONE
-                          ^                                            ^                            |
-                          +-- a new task, from any state               +---- the same task again ---+
+    IDLE --new task--> FETCHING --model here--> WORKING --finish--> ANNOUNCING --Acknowledgement--> DONE
+                          ^                                            ^                              |
+                          +-- a new task, from any state               +----- the same task again ----+
 
-`TRANSITIONS` is this picture. A task that is already being served is not begun twice; one that was answered gets the
-same result again, without training. A task of a newer round, or of a parent that restarted, supersedes what is under
-way.
+`TRANSITIONS` defines this diagram. A task that is already being served is not started twice. A task with a result gets
+the same result again, without training. A task of a newer round, or of a restarted parent, replaces the present one.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from common.protocol.messages import Acknowledgement, Key, Phase, Progress, Resu
 
 HEARTBEAT_S: Final = 2.0
 PROGRESS_S: Final = 0.5
-FIRST_PROGRESS_S: Final = 0.2  # before the task is sent again; a small model is here sooner, which says the same
+FIRST_PROGRESS_S: Final = 0.2  # shorter than the repeat of the task; a small model that arrives sooner is reported too
 ANNOUNCE_S: Final = 1.0
 ANNOUNCE_MOST_S: Final = 5.0
 
 
 class ParticipantState(Enum):
-    """Where the child stands."""
+    """The state of the child."""
 
     IDLE = "idle"
     FETCHING = "fetching"
@@ -38,7 +37,7 @@ class ParticipantState(Enum):
 
 
 class ParticipantCause(Enum):
-    """What may move the child from one state to another."""
+    """The causes of a child's transitions."""
 
     NEW_TASK = "new task"
     SAME_TASK = "the same task again"
@@ -61,14 +60,14 @@ TRANSITIONS: Final[Mapping[ParticipantCause, Mapping[ParticipantState, Participa
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Get the task's model, then train it; whatever was under way before is void."""
+    """Fetch the task's model, then train it; any earlier task is void."""
 
     task: Task
 
 
 @dataclass(frozen=True, slots=True)
 class Acknowledged:
-    """The parent has answered the result; `reason` is empty where it was accepted."""
+    """The parent has replied to the result; `reason` is empty if it was accepted."""
 
     key: Key
     reason: str
@@ -78,7 +77,7 @@ ParticipantEvent: TypeAlias = Begin | Acknowledged
 
 
 class Participant:
-    """One child's side, facing one parent."""
+    """One child's side of the rounds with one parent."""
 
     def __init__(self) -> None:
         self.state = ParticipantState.IDLE
@@ -93,7 +92,7 @@ class Participant:
         self._events: deque[ParticipantEvent] = deque()
 
     def receive(self, message: Task | Acknowledgement, *, now: float) -> None:
-        """Take a message of the parent's present session."""
+        """Handle a message of the parent's present session."""
         if isinstance(message, Acknowledgement):
             if self._task is not None and message.key == self._task.key and self._go(ParticipantCause.ACKNOWLEDGE):
                 self._events.append(Acknowledged(message.key, message.reason))
@@ -102,19 +101,19 @@ class Participant:
             self._take(message, now)
 
     def parent_restarted(self, now: float) -> None:
-        """Note that the parent has a new session, whose keys may be smaller; send again what it has not received."""
+        """Note the parent's new session, whose keys may be smaller; repeat what it has not received."""
         self._new_parent = True
         self.reconnected(now)
 
     def begin_work(self, phase: Phase, *, now: float) -> None:
-        """Note that the model is here and the work has begun."""
+        """Note that the model has arrived and the work has begun."""
         self._go(ParticipantCause.MODEL)
         self.progress(phase, 0, self._total, now=now)
 
     def progress(self, phase: Phase, done: int, total: int, *, now: float) -> None:
-        """Note how far the work is; it is sent at most twice a second, and every two seconds anyhow."""
+        """Note the progress of the work; it is sent at most twice a second, and at least every two seconds."""
         if self.state not in (ParticipantState.FETCHING, ParticipantState.WORKING):
-            return  # of work that is over
+            return  # of work that has ended
         if phase is not self._phase:
             self._send_at = now
         elif done != self._done:
@@ -122,10 +121,10 @@ class Participant:
         self._phase, self._done, self._total = phase, done, total
 
     def finish(self, result: Result, *, now: float) -> None:
-        """Offer the result of the task that was begun under its key, from now until it is acknowledged.
+        """Announce the result of the task that began with its key, from now until it is acknowledged.
 
-        The key is set anew here, as a task that is sent again may have another. The result of a task that was
-        superseded is dropped.
+        The key is replaced here, because a task that was sent again may have another one. The result of a replaced
+        task is dropped.
         """
         if self._task is None or result.key != self._begun or not self._go(ParticipantCause.FINISH):
             return
@@ -133,12 +132,12 @@ class Participant:
         self._announce(now)
 
     def abandon(self) -> None:
-        """Give up the task, whose model could not be had; the parent sends it again."""
+        """Give up the task, whose model is not available; the parent sends it again."""
         self._go(ParticipantCause.ABANDON)
         self._task = None
 
     def reconnected(self, now: float) -> None:
-        """Send again what the lost connection may have swallowed."""
+        """Repeat what may have been lost with the old connection."""
         self._send_at = now
 
     def to_send(self, now: float, traffic: Traffic, below: Traffic) -> list[Progress | Result]:
@@ -149,7 +148,7 @@ class Participant:
         if self.state is ParticipantState.ANNOUNCING and self._result is not None:
             self._send_at = now + self._announce_s
             self._announce_s = min(2 * self._announce_s, ANNOUNCE_MOST_S)
-            # A repeat leaves the model out; a parent that did not get it pulls it.
+            # A repeat omits the model; a parent that did not get it fetches it.
             result, self._result = self._result, replace(self._result, inline=None)
             return [replace(result, traffic=traffic, below=below)]
         self._send_at = now + HEARTBEAT_S
@@ -166,7 +165,7 @@ class Participant:
         return self._events.popleft() if self._events else None
 
     def _go(self, cause: ParticipantCause) -> bool:
-        """Move as the table says; return whether it does."""
+        """Apply a transition of the table; return whether there is one."""
         after = TRANSITIONS[cause].get(self.state)
         if after is not None:
             self.state = after

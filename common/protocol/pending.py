@@ -1,4 +1,4 @@
-"""What peers want to know, kept until the next look, and bounded for each: a flood of questions costs one answer."""
+"""Pending questions of peers, limited per peer: a flood of questions costs one reply."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Final
 
 from common.protocol.messages import Ask, WhoIsThere
 
-ASKS_KEPT: Final = 16  # of one peer, each for another blob
-ANSWER_S: Final = 0.2  # between two answers to one who asks who is there
-SEEKERS_KEPT: Final = 256  # names that no peer has
-ANSWERS_MOST: Final = 16  # to one peer at once; more come one each ANSWER_S
+ASKS_KEPT: Final = 16  # per peer, each for another blob
+ANSWER_S: Final = 0.2  # between two replies to one node's `WhoIsThere`
+SEEKERS_KEPT: Final = 256  # nodes that are not peers
+ANSWERS_MOST: Final = 16  # to one peer in a burst; then one per ANSWER_S
 
 
 class PendingAsks:
-    """The last ask of each peer for each blob: it carries the receiver's whole state."""
+    """The last ask of each peer for each blob; an ask has the receiver's complete state."""
 
     def __init__(self) -> None:
         self._of: dict[str, dict[str, Ask]] = {}
 
     def receive(self, peer: str, ask: Ask) -> bool:
-        """Take an ask; return whether none had to be dropped for it."""
+        """Store an ask; return False if another one was dropped for it."""
         mine = self._of.setdefault(peer, {})
         before = mine.pop(ask.blob, None)
         restart = ask.restart or (before is not None and before.restart)
@@ -33,7 +33,7 @@ class PendingAsks:
         return True
 
     def take(self) -> list[tuple[str, Ask]]:
-        """Return what came since the last look."""
+        """Return the asks since the last call."""
         if not self._of:
             return []
         asks = [(peer, ask) for peer, mine in self._of.items() for ask in mine.values()]
@@ -41,12 +41,12 @@ class PendingAsks:
         return asks
 
     def clear(self) -> None:
-        """Drop all: the connection is gone."""
+        """Drop all asks: the connection is lost."""
         self._of = {}
 
 
 class PendingAnswers:
-    """The questions who is there: the last one of each node, answered once in ANSWER_S."""
+    """Pending `WhoIsThere` questions: the last one of each node, answered at most once per ANSWER_S."""
 
     def __init__(self, peers: Collection[str]) -> None:
         self._peers = peers
@@ -54,7 +54,7 @@ class PendingAnswers:
         self._answered: dict[str, float] = {}
 
     def receive(self, asker: str, question: WhoIsThere, *, now: float) -> bool:
-        """Take a question; return whether it will be answered."""
+        """Store a question; return whether it will be answered."""
         if asker not in self._peers and asker not in self._questions and len(self._questions) >= SEEKERS_KEPT:
             return False
         due = max(now, self._answered.get(asker, -inf) + ANSWER_S)
@@ -71,7 +71,7 @@ class PendingAnswers:
         return [(asker, self._questions.pop(asker)[1]) for asker in ready]
 
     def sent(self, asker: str, due: float) -> None:
-        """Note when an answer leaves: on a slow link the next one waits until then."""
+        """Note when a reply leaves: on a slow link the next one waits until then."""
         self._answered[asker] = due
 
     def next_deadline(self) -> float:
@@ -80,13 +80,13 @@ class PendingAnswers:
 
 
 class AnswerBudget:
-    """How many small answers a peer may cost. One that is not sent is asked for again."""
+    """Limit of the small replies to each peer. The peer asks again for a reply that is not sent."""
 
     def __init__(self) -> None:
         self._full_at: dict[str, float] = {}
 
     def take(self, peer: str, now: float) -> bool:
-        """Return whether a peer may have one more answer."""
+        """Return whether a peer may get one more reply."""
         full_at = max(self._full_at.get(peer, now), now) + ANSWER_S
         if full_at > now + ANSWERS_MOST * ANSWER_S:
             return False

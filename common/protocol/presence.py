@@ -1,13 +1,14 @@
-"""Who is there: a node's own retained presence, and the proof that its peers' are of the living.
+"""Presence: a node's own retained state, and the proof of life of its peers.
 
-A retained presence outlives its process: a broker that loses power comes back with that of the dead. So a peer counts
-as there only once its session has proved itself on the present connection, by `TRANSITIONS`:
+A retained presence outlives its process: a broker that restarts after a power failure has the presences of dead
+processes. So a peer counts as present only once its session has proved itself on the present connection, by
+`TRANSITIONS`:
 
     UNKNOWN --retained--> CLAIMED --live--> PROVEN --reconnected--> DOUBTED --live--> PROVEN
        +---------------------live-------------^                        +----retained----+ (asked for, not believed)
 
-*live* is a presence published while we listened, an answer to `WhoIsThere` with its nonce, or, where the session was
-proved before, any message of it. The broker's order of presences decides which session speaks for a name.
+`live` is a presence published during the connection, a reply to `WhoIsThere` with its nonce, or any message of a
+session that was proved before. The order of presences at the broker decides which session represents a name.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from common.protocol.round_state import LIVING
 
 ASK_S: Final = 0.5
 ASK_MOST_S: Final = 5.0
-ASK_FIRST_S: Final = 0.2  # a presence of the living is on its way; only where none comes is it asked for
+ASK_FIRST_S: Final = 0.2  # time for a living peer's presence to arrive before it is asked for
 FINAL: Final = (NodeState.FINISHED, NodeState.FAILED, NodeState.LOST, NodeState.DISCONNECTED)
 
 
 class OwnPresence:
     """One node's presence on one broker, and the defence of its name.
 
-    A living node answers a second one's birth under its name, and the broker's order of messages decides which of the
-    two that is; there is no timer in it.
+    A living node replies to the first presence of a second node with its name. The broker's order of messages decides
+    which node is the second one; no timer is involved.
     """
 
     def __init__(self, identity: Identity) -> None:
@@ -48,47 +49,47 @@ class OwnPresence:
         self.taken = ""
 
     def set_state(self, state: NodeState, *, reason: str, samples: int, failure: Failure) -> None:
-        """Publish how this node is."""
+        """Publish this node's state."""
         self.presence = replace(self.presence, state=state, reason=reason, samples=samples, failure=failure)
         self._due.append(self.presence)
 
     def set_targets(self, targets: tuple[Target, ...]) -> None:
-        """Publish where the /metrics of this node's children are."""
+        """Publish the /metrics addresses of this node's children."""
         self.presence = replace(self.presence, targets=targets)
         if not self.leaving:
             self._due.append(self.presence)
 
     def repeat(self) -> None:
-        """Publish it again for those that may have missed it."""
+        """Publish the presence again for nodes that may have missed it."""
         self._due.append(self.presence)
 
     def connected(self) -> None:
-        """Publish it on a new connection. The name is ours once the broker has sent it back."""
+        """Publish the presence on a new connection. The name is claimed once the broker has sent it back."""
         self._established = False
         self._due.clear()
         self._due.append(self.presence)
 
     def receive(self, run: str, session: str, presence: Presence | None, *, retained: bool) -> None:
-        """Take what came on the state topic of our own name, in any run; `taken` is set where the name is another's."""
+        """Handle a message on this name's state topic, in any run; `taken` is set if another node has the name."""
         claim, mine = self._identity.claim, self._identity.session
         if session == mine:
             if presence is not None and presence.state is NodeState.LOST is not self.presence.state:
-                self._due.append(self.presence)  # the will of our own broken connection
+                self._due.append(self.presence)  # the will of this node's own broken connection
             else:
                 self._established = True
         elif retained:
             if run != self._identity.run and presence is not None and presence.state in FINAL:
-                self._remains.append(run)  # of a run that is over; whoever holds the name now clears it
+                self._remains.append(run)  # left by a run that has ended; the present owner of the name clears it
         elif self.leaving or claim.lost or (presence is None and run != self._identity.run):
             return
         elif presence is not None and presence.answers == mine:
             if session in claim.challenged and session > mine:
-                return  # both came at once and answered each other: one stays
+                return  # both started at once and challenged each other: one of them stays
             claim.lost = True
             self.taken = run
         elif self._established and (presence is None or not presence.answers):
             claim.challenge(session)
-            self._due.append(replace(self.presence, answers=session))  # a second node of our name reads it and ends
+            self._due.append(replace(self.presence, answers=session))  # the second node reads it and ends
 
     def to_send(self) -> list[Presence]:
         """Return the presences to publish, in order."""
@@ -104,7 +105,7 @@ class OwnPresence:
 
 
 class Proof(Enum):
-    """How sure it is that a peer's session lives."""
+    """The certainty that a peer's session is alive."""
 
     UNKNOWN = "unknown"
     CLAIMED = "claimed"
@@ -113,7 +114,7 @@ class Proof(Enum):
 
 
 class ProofCause(Enum):
-    """What changes that."""
+    """The causes of a proof's transitions."""
 
     LIVE = "live"
     RETAINED = "retained"
@@ -140,11 +141,11 @@ class _Peer:
 
 
 class PeerProofs:
-    """The proofs of one session's peers.
+    """The proofs of life of one session's peers.
 
-    `silent_s`: who lived before and does not prove itself for so long after a reconnection is taken for lost.
-    `persistent`: ask for ever, as a child asks for its parent; a parent asks a child of which it knows nothing a few
-    times, since a child that comes publishes its presence.
+    `silent_s`: a peer that was alive before a reconnection and does not prove itself within this time counts as lost.
+    `persistent`: ask without end, as a child asks for its parent. A parent asks an unknown child only a few times,
+    because a child publishes its presence when it joins.
     """
 
     def __init__(self, peers: Iterable[str], identity: Identity, *, silent_s: float, persistent: bool) -> None:
@@ -152,25 +153,25 @@ class PeerProofs:
         self._identity = identity
         self._silent_s = silent_s
         self._persistent = persistent
-        self._look_at = inf  # nothing is due earlier
+        self._look_at = inf  # nothing is due before
 
     @property
     def nonce(self) -> str:
-        """Return what an answer to this process's questions must carry."""
+        """The nonce of this process's questions, which a reply must contain."""
         return self._identity.session
 
     def proof(self, peer: str) -> Proof:
-        """Return how sure it is that a peer lives."""
+        """Return the state of a peer's proof."""
         return self._of[peer].proof
 
     def session(self, peer: str) -> str:
-        """Return the session that spoke last for a peer, empty where none has."""
+        """Return the last session that represented a peer, empty if none has."""
         return self._of[peer].session
 
     def speaks(self, peer: str, session: str, now: float) -> bool:
-        """Return whether this session speaks for the peer; any message of it proves that it lives.
+        """Return whether this session represents the peer; any message of it proves that it is alive.
 
-        Another one is asked for its presence, which may be lost or on its way, not more often than each ASK_S.
+        Another session is asked for its presence, which may be lost or delayed, at most once per ASK_S.
         """
         known = self._of[peer]
         if session == known.session:
@@ -181,7 +182,7 @@ class PeerProofs:
         return False
 
     def receive(self, peer: str, session: str, presence: Presence, *, retained: bool, now: float) -> bool:
-        """Take a presence; return whether it counts: it was published while we listened."""
+        """Handle a presence; return whether it counts, because it was published during this connection."""
         known = self._of[peer]
         if not retained:
             if presence.state in LIVING:
@@ -195,7 +196,7 @@ class PeerProofs:
         return session == known.session != ""
 
     def answered(self, peer: str, session: str, answer: Alive) -> bool:
-        """Take an answer; return whether it is one to our question."""
+        """Handle a reply to `WhoIsThere`; return whether it belongs to a question of this node."""
         if answer.nonce != self.nonce:
             return False
         known = self._of[peer]
@@ -204,12 +205,12 @@ class PeerProofs:
         return True
 
     def know(self, peer: str, session: str) -> None:
-        """Take a session that proved itself elsewhere; it is to prove itself on this connection too."""
+        """Add a session that proved itself elsewhere; it must prove itself on this connection too."""
         self._of[peer].session = session
         self._of[peer].proof = Proof.DOUBTED
 
     def reconnected(self, now: float) -> None:
-        """Doubt everybody: who lived before the broker was lost may be dead now."""
+        """Doubt all peers: a peer that was alive before the connection was lost may be dead now."""
         for known in self._of.values():
             known.go(ProofCause.RECONNECTED)
             known.ask_at, known.ask_s = now + ASK_FIRST_S, ASK_S
@@ -236,7 +237,7 @@ class PeerProofs:
         return due
 
     def silent(self, now: float) -> list[str]:
-        """Return the peers that lived before and have not proved themselves since we are connected, each once."""
+        """Return the peers that were alive before and have not proved themselves since the reconnection, each once."""
         if now < self._look_at:
             return []
         found = [peer for peer, known in self._of.items() if now >= known.silent_at]
@@ -245,7 +246,7 @@ class PeerProofs:
         return found
 
     def next_deadline(self) -> float:
-        """Return when `questions` or `silent` has something, at the earliest."""
+        """Return the earliest time at which `questions` or `silent` has something."""
         return self._look_at
 
     def _ask(self, known: _Peer, at: float) -> None:

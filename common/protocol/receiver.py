@@ -1,18 +1,18 @@
-"""The receiver's side: fetches blobs, asks for what it lacks, checks each chunk as it arrives.
+"""The receiver's side of transfers: fetches blobs, asks for missing chunks, checks each chunk on arrival.
 
-An `Ask` is sent at the start, after each quarter of a window, when a gap in the publication numbers shows a
-loss, and when the connection fell silent. It always carries the whole state, so any of them may be lost.
+An `Ask` is sent at the start, after each quarter of a window, when a gap in the publication numbers shows a loss, and
+when the connection falls silent. It always has the complete state, so any ask may be lost.
 
-Silence is measured against the link's own pace: where publications come in order, one every 8 s, 2 s without any
-are no loss. Nor is a connection silent over which bytes flow, by the kernel's count, though no message is complete: a
-chunk of 1 MB takes two minutes on a link of 64 kbit/s. A connection that others keep busy is never silent, so a fetch
-that got nothing for `PATIENCE_S` asks again by itself, unless all that the connection carries is for us.
+Silence is relative to the link's own pace: if publications arrive in order every 8 s, 2 s of silence are no loss. A
+connection on which bytes flow, by the kernel's count, is not silent either, even if no message is complete: a chunk of
+1 MB takes two minutes on a link of 64 kbit/s. A connection that is kept busy by others is never silent. So a fetch that
+received nothing for `PATIENCE_S` asks again, unless everything on the connection is for this fetch.
 
-What is damaged or unknown is refused and changes nothing: while sound chunks come, a fetch goes on, whatever else is
-published under its owner's name. One that got damaged chunks alone for `SPOILT_S` has failed.
+Damaged or unknown chunks are refused and change nothing. While valid chunks arrive, a fetch continues, whatever else is
+published under its owner's name. A fetch that got only damaged chunks for `SPOILT_S` has failed.
 
-No owner can hold a slot: a fetch that starves while others wait for a slot goes behind them. It keeps its chunks, and
-still takes those that arrive meanwhile, as on a slow link one may be minutes on its way.
+No owner can block a slot: a starved fetch moves to the end of the queue when others wait for a slot. It keeps its
+chunks and still accepts further ones, because on a slow link a chunk may be in transit for minutes.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ PATIENCE_MOST_S: Final = 60.0
 DAMAGED_MOST: Final = 3
 SPOILT_S: Final = 5.0  # a chunk of 32 KB takes 4 s at 64 kbit/s
 ASKS_PER_WINDOW: Final = 2
-SLOT_BYTES_S: Final = 31_250_000  # 250 Mbit/s: a link that is declared slower takes a share of a slot
-FLOW_BYTES_S: Final = 256  # the acknowledgements and pings of a connection without models are fewer, TLS included
+SLOT_BYTES_S: Final = 31_250_000  # 250 Mbit/s: a link with a lower declared rate uses a fraction of a slot
+FLOW_BYTES_S: Final = 256  # more than the acknowledgements and pings of a connection without models, TLS included
 
 
 class Receiver:
     """All fetches of one node over one connection, at most `slots` of them active at a time; slow links share slots.
 
-    `window`: chunks under way at most; fewer where an owner's way to here would need too much of the keep-alive for
-    them. `exclusive`: the connection serves one owner alone, so that all it carries are answers to our asks.
+    `window`: limit of the chunks in flight; less if they would delay the keep-alive on the owner's link. `exclusive`:
+    the connection serves one owner only, so everything it carries is a reply to this node's asks.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Receiver:
         self._slots = slots
         self._exclusive = exclusive
         self._active: OrderedDict[tuple[str, str], Fetch] = OrderedDict()
-        self._parked: dict[tuple[str, str], Fetch] = {}  # those of the queue that were active before
+        self._parked: dict[tuple[str, str], Fetch] = {}  # queued fetches that were active before
         self._queued: deque[Fetch] = deque()
         self._completed: deque[tuple[str, Ask]] = deque()
         self._events: deque[ReceiverEvent] = deque()
@@ -73,7 +73,7 @@ class Receiver:
         self._arrived = 0.0
         self._gap_s = 0.0
         self._repair_s = REPAIR_S
-        self._carried: tuple[int, int, float] | None = None  # at the last message, at the last look, and when that was
+        self._carried: tuple[int, int, float] | None = None  # at the last message, at the last check, and its time
         self.chunks_refused = 0
         self.chunks_duplicate = 0
         self.chunks_asked_again = 0
@@ -87,10 +87,10 @@ class Receiver:
         now: float,
         lacking: npt.NDArray[np.bool_] | None = None,
     ) -> None:
-        """Begin or queue a fetch into `buffer`, uint8 [manifest.size]; a fetch that is known goes on.
+        """Start or queue a fetch into `buffer`, uint8 [manifest.size]; a known fetch continues.
 
-        `lacking`, bool [chunks], says what is still to come; it is kept up to date, so that others may follow the
-        fetch. Without it all chunks are.
+        `lacking`, bool [chunks], marks the missing chunks, None: all. It is kept up to date, so that others may follow
+        the fetch.
         """
         if any((f.owner, f.manifest.blob) == (owner, manifest.blob) for f in (*self._active.values(), *self._queued)):
             return
@@ -100,12 +100,12 @@ class Receiver:
         pace_s = manifest.chunk_bytes / way.rate if way.rate else 0.0
         left, share = int(lacking.sum()), min(1.0, way.rate / SLOT_BYTES_S) if way.rate else 1.0
         self._queued.append(Fetch(owner, manifest, buffer.cast("B"), lacking, left, window, pace_s, share))
-        if not lacking.any():  # it lay here: the owner is told, and nothing is asked for
+        if not lacking.any():  # complete from the start: only report that to the owner
             self._complete(self._queued[-1], now)
         self._promote(now)
 
     def take(self, owner: str, manifest: Manifest, buffer: memoryview, data: bytes) -> None:
-        """Take a blob that came inline with its announcement."""
+        """Handle a blob that was sent inside its announcement."""
         whole = len(data) == manifest.size
         view = memoryview(data)
         for index in range(manifest.chunks if whole else 0):
@@ -119,7 +119,7 @@ class Receiver:
         self._events.append(Fetched(owner, manifest.blob))
 
     def drop(self, owner: str, *, blob: str | None = None, now: float) -> None:
-        """Forget the fetches from an owner, or one of them. Their buffers are not written any more."""
+        """Drop the fetches from an owner, or one of them. Their buffers are not written any more."""
         landing = self._landing
         if landing is not None and landing.key[0] == owner and blob in (None, landing.key[1]):
             self._landing = landing.view = None
@@ -130,20 +130,20 @@ class Receiver:
         self._promote(now)
 
     def yield_slot(self, owner: str, *, now: float) -> None:
-        """Put an owner's fetches behind those that wait for a slot; what they have, they keep."""
+        """Move an owner's fetches behind those that wait for a slot; they keep their chunks."""
         for key in [k for k in self._active if k[0] == owner] if self._queued else []:
             self._park(key)
         self._promote(now)
 
     def ask_again(self, owner: str, *, now: float) -> None:
-        """Ask an owner again whose connection is new: nothing of it is in flight."""
+        """Ask an owner with a new connection again: none of its chunks is in flight."""
         for fetch in (*self._active.values(), *self._parked.values()):
             if fetch.owner == owner:
                 fetch.due = fetch.restart = True
                 fetch.waits_since = now
 
     def lacks(self, owner: str, blob: str) -> int:
-        """Return how many chunks of a fetch are still to come, 0 where there is no such fetch."""
+        """Return the number of missing chunks of a fetch, 0 if there is no such fetch."""
         fetch = self._begun((owner, blob))
         return fetch.left if fetch else 0
 
@@ -152,9 +152,9 @@ class Receiver:
         return self._active.keys() | self._parked.keys()
 
     def place(self, owner: str, blob: str, *, index: int, size: int) -> Landing | None:
-        """Return where a chunk that begins to arrive may be written, None where it is not wanted.
+        """Return the destination of an arriving chunk, None if it is not wanted.
 
-        One at a time: a connection carries its messages one after another.
+        Only one at a time: a connection carries its messages one after another.
         """
         fetch = self._begun((owner, blob))
         if fetch is None or index >= fetch.manifest.chunks or not fetch.lacking[index]:
@@ -168,9 +168,9 @@ class Receiver:
     def receive_chunk(
         self, owner: str, blob: str, *, stream: str, index: int, number: int, data: bytes | memoryview, now: float
     ) -> bool:
-        """Take one publication; return whether it brought something new. Never raises on foreign input.
+        """Handle one publication; return whether it was new. Never raises on unknown input.
 
-        `data` may be the view of its `place`: then it lies where it belongs already.
+        `data` may be the view of its `place`, which is already in its destination.
         """
         landing, self._landing = self._landing, None
         silent_s = now - self._arrived
@@ -188,7 +188,7 @@ class Receiver:
         if not sound:
             return False
         fetch.waits_since, fetch.damaged = now, 0
-        if fetch.lacking[index] or not self._queued:  # where others wait, repeats must not hold the slot
+        if fetch.lacking[index] or not self._queued:  # repeats must not block a slot that others wait for
             fetch.moved, fetch.starved = now, 0
         if not fetch.lacking[index]:
             self.chunks_duplicate += 1
@@ -206,27 +206,27 @@ class Receiver:
         return True
 
     def gone(self, owner: str, blob: str, *, now: float) -> None:
-        """Hear from the owner that it does not hold the blob."""
+        """Handle the owner's report that it does not hold the blob."""
         if (fetch := self._begun((owner, blob))) is not None:
             self._fail(fetch, FetchFailure.GONE, FetchFailure.GONE.value, now)
 
     def note_arrival(self, now: float) -> None:
-        """Note that bytes arrived on the connection: it is not silent."""
+        """Note the arrival of bytes: the connection is not silent."""
         self._repair_s = min(max(self._least_repair_s(), 2 * self._gap_s), PATIENCE_MOST_S)
         self._last_arrival = self._arrived = now
         self._carried = None
 
     def reconnected(self, now: float) -> None:
-        """Ask again for everything: what was in flight died with the old connection."""
+        """Ask for everything again: the chunks in flight were lost with the old connection."""
         self._listen(now)
         for fetch in (*self._active.values(), *self._parked.values()):
             fetch.due = fetch.restart = True
             fetch.waits_since, fetch.moved, fetch.damaged = now, now, 0
 
     def tick(self, now: float, *, carried: int = -1) -> None:
-        """Ask again where the connection has been silent: only silence shows the loss of the last chunks.
+        """Ask again if the connection has been silent: only silence shows the loss of the last chunks.
 
-        `carried`: bytes that the present connection has received so far, -1 where nobody knows.
+        `carried`: bytes that the present connection has received so far, -1 if unknown.
         """
         if self._carried is None:
             self._carried = carried, carried, now
@@ -245,7 +245,7 @@ class Receiver:
             if silent or starved:
                 self.chunks_asked_again += 1
                 fetch.due = fetch.restart = True
-                if starved or not self._queued:  # nor must the silence of the connection
+                if starved or not self._queued:  # silence must not block the slot either
                     fetch.waits_since = now
         if silent:
             self._last_arrival = now
@@ -258,7 +258,7 @@ class Receiver:
         return min(self._last_arrival + self._repair_s, *starved) if self._active else None
 
     def to_send(self) -> list[tuple[str, Ask]]:
-        """Return the asks that are due, each with the owner it goes to."""
+        """Return the asks that are due, each with its receiving owner."""
         asks = list(self._completed)
         self._completed.clear()
         for fetch in self._active.values():
@@ -275,9 +275,9 @@ class Receiver:
         return self._events.popleft() if self._events else None
 
     def _look(self, carried: int, now: float) -> None:
-        """Take bytes that have arrived since the last look for the sign of life that they are.
+        """Treat bytes that have arrived since the last check as a sign of life.
 
-        Messages arrive one after another, so what has come since the last one is no chunk if it is far more than one.
+        Messages arrive one after another. So more than about one chunk since the last message is no chunk.
         """
         first, before, since = self._carried or (carried, carried, now)
         self._carried = first, carried, now
@@ -294,7 +294,7 @@ class Receiver:
         self._gap_s, self._repair_s = 0.0, self._least_repair_s()
 
     def _least_repair_s(self) -> float:
-        """Return how long silence may last at least: a broker passes on whole chunks, each as slow as its link."""
+        """Return the shortest silence that counts: a broker forwards whole chunks, each as slow as its link."""
         slowest = max((fetch.pace_s for fetch in (*self._active.values(), *self._queued)), default=0.0)
         return min(max(REPAIR_S, CHUNKS_OF_SILENCE * slowest), PATIENCE_MOST_S)
 
@@ -304,7 +304,7 @@ class Receiver:
                 self._listen(now)
             fetch = self._queued.popleft()
             key = fetch.owner, fetch.manifest.blob
-            # What was parked may have chunks on their way: they are asked for again once it starved in two turns.
+            # A parked fetch may have chunks in flight: they are requested again after it starved in two turns.
             was_parked = self._parked.pop(key, None) is not None
             fetch.restart = fetch.restart or not was_parked or fetch.starved > 1
             fetch.waits_since = fetch.moved = now
@@ -312,7 +312,7 @@ class Receiver:
             self._active[key] = fetch
 
     def _park(self, key: tuple[str, str]) -> None:
-        """Put an active fetch behind those that wait for a slot."""
+        """Move an active fetch behind those that wait for a slot."""
         fetch = self._parked[key] = self._active.pop(key)
         self._queued.append(fetch)
 
@@ -320,9 +320,9 @@ class Receiver:
         return self._active.get(key) or self._parked.get(key)
 
     def _starves_at(self, fetch: Fetch) -> float:
-        """Return when a fetch is to ask again by itself, or to make room, having got nothing sound.
+        """Return when a fetch must ask again, or release its slot, because it has received nothing valid.
 
-        Its own repeated asks are no reason to keep a slot for which others wait.
+        Its own repeated asks do not extend its hold on a slot that others wait for.
         """
         if fetch.damaged >= DAMAGED_MOST:
             return fetch.waits_since + SPOILT_S
@@ -336,11 +336,11 @@ class Receiver:
         return Ask(fetch.manifest.blob, lacking, seen.get(ALL, 0), seen.get("own", 0), fetch.window, fetch.restart)
 
     def _count(self, fetch: Fetch, stream: str, number: int, silent_s: float, *, sound: bool) -> None:
-        """Take a publication's number: what takes a place in the window must be reported, and a gap is a loss."""
+        """Count a publication's number: it occupies the window until it is reported, and a gap is a loss."""
         last = fetch.seen.get(stream)
         in_order = last is None or number == last + 1
         if not sound and (not in_order or fetch.damaged > DAMAGED_MOST):
-            return  # a stranger's, for all we know, or an owner's that is not asked again for ever
+            return  # possibly not the owner's, or an owner that is not asked again forever
         self._gap_s = max(silent_s if in_order else 0.0, self._gap_s / 2)
         fetch.seen[stream] = max(number, last or 0) if stream in fetch.trusted else number
         fetch.trusted.add(stream)
@@ -361,7 +361,7 @@ class Receiver:
             if fetch.damaged == 1:
                 fetch.spoilt_at = now
             elif fetch.damaged > DAMAGED_MOST and now >= fetch.spoilt_at + SPOILT_S:
-                reason = f"{FetchFailure.DAMAGED.value}: {fetch.damaged} damaged chunks and no sound one"
+                reason = f"{FetchFailure.DAMAGED.value}: {fetch.damaged} damaged chunks and no valid one"
                 self._fail(fetch, FetchFailure.DAMAGED, reason, now)
 
     def _fail(self, fetch: Fetch, cause: FetchFailure, reason: str, now: float) -> None:

@@ -1,4 +1,4 @@
-"""Messages that are refused: each has a reason and is counted, and changes nothing else."""
+"""Refused messages: each is counted with its reason and changes nothing else."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class MessageRefused:
 
 
 class Refusals:
-    """The refused messages of one session, by sender; those that are no peer of it are counted together."""
+    """The refused messages of one session, by sender; all senders that are not peers are counted together."""
 
     def __init__(self, peers: Collection[str]) -> None:
         self._peers = peers
         self._counts: Counter[tuple[str, Refusal]] = Counter()
 
     def add(self, refusal: Refusal, sender: str, reason: str) -> MessageRefused | None:
-        """Count one; return the event where it is worth a line in the log."""
+        """Count one message; return the event if it is to be logged."""
         known = sender if sender in self._peers else ""
         self._counts[known, refusal] += 1
         count = self._counts[known, refusal]
@@ -44,9 +44,9 @@ class Refusals:
 
     @property
     def total(self) -> int:
-        """Return how many were refused."""
+        """The number of refused messages."""
         return self._counts.total()
 
     def of(self, refusal: Refusal) -> int:
-        """Return how many were refused for this reason."""
+        """Return the number of messages refused for this reason."""
         return sum(count for (_, kind), count in self._counts.items() if kind is refusal)

@@ -1,4 +1,4 @@
-"""What a child may report of its work: numbers that can be, whose sums fit in a message."""
+"""Validation of a child's report on its work: possible numbers, whose sums fit in a message."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COUNT_MOST: Final = 10**12
 
 
 def check_report(result: Result) -> None:
-    """Refuse a result whose numbers cannot be, or whose sums would not fit in a message. Raises RefusedModel."""
+    """Check a result's numbers and that their sums fit in a message. Raises RefusedModel."""
     if result.samples < 1:
         raise RefusedModel("it reports no samples")
     if not isfinite(result.loss):
@@ -33,13 +33,13 @@ def check_report(result: Result) -> None:
 
 
 def plans_of(result: Result) -> list[dict[str, object]]:
-    """Return what the child's own aggregation decided in each of its rounds. Raises RefusedModel."""
+    """Return the decisions of the child's own aggregation, one per round. Raises RefusedModel."""
     try:
         plans = json.loads(result.plans or "[]")
     except (ValueError, RecursionError):
         plans = None
     if not isinstance(plans, list) or not all(isinstance(plan, dict) for plan in plans):
-        raise RefusedModel("its word on its own aggregation is no list of JSON objects")
+        raise RefusedModel("the report on its own aggregation is no list of JSON objects")
     if any(not isinstance(plan.get("spread", 0.0), float | int) for plan in plans):
-        raise RefusedModel("its models' spread is no number")
+        raise RefusedModel("the spread of its models is no number")
     return plans

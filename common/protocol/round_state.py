@@ -1,10 +1,10 @@
-"""What an open round is made of: each child's state and what may change it, and what the round reports.
+"""The state of an open round: each child's state with its transitions, and the events of the round.
 
-    ASSIGNED --message of this round--> WORKING --Result--> OFFERED --accept--> ACCEPTED
-       ^                                   |                   |----refuse--> REFUSED
-       +------- a new session, or its model is gone -----------+
+    ASSIGNED --message of this round--> WORKING --Result--> ANNOUNCED --accept--> ACCEPTED
+       ^                                   |                    |-----refuse--> REFUSED
+       +------- a new session, or its model is gone ------------+
 
-`TRANSITIONS` is this picture, and what `common.protocol.coordinator` goes by. A child without a task is IDLE.
+`TRANSITIONS` defines this diagram; `common.protocol.coordinator` uses it. A child without a task is IDLE.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Final, TypeAlias
 from common.protocol.messages import Failure, Key, Manifest, NodeState, Phase, Result
 
 REPEAT_S: Final = 1.0
-ACKNOWLEDGE_S: Final = 0.2  # between two acknowledgements of one child's results, which it repeats each second at most
+ACKNOWLEDGE_S: Final = 0.2  # between two acknowledgements of one child's results, repeated once a second at most
 LIVING: Final = (NodeState.INIT, NodeState.READY)
 
 
 class ChildState(Enum):
-    """Where a child stands in the open round."""
+    """The state of a child in the open round."""
 
     IDLE = "idle"
     ASSIGNED = "assigned"
@@ -34,7 +34,7 @@ class ChildState(Enum):
 
 
 class ChildCause(Enum):
-    """What may move a child from one state to another."""
+    """The causes of a child's transitions."""
 
     MESSAGE = "message of this round"
     RESULT = "result"
@@ -59,7 +59,7 @@ UNFINISHED: Final = (ChildState.ASSIGNED, ChildState.WORKING, ChildState.ANNOUNC
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What one child is to train; `inline` carries a small model with the task."""
+    """The task of one child; `inline` is a small model to send with it."""
 
     model: Manifest
     epochs: int
@@ -76,14 +76,14 @@ class ResultAnnounced:
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """A child came back as a new process: whatever was under way with the old one is void."""
+    """A child returned as a new process: everything under way with the old one is void."""
 
     child: str
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """The round is over. `missing` did not answer, `refused` answered with what cannot be used."""
+    """The round is closed. `missing` children have no result, `refused` ones an unusable one."""
 
     key: Key
     results: Mapping[str, Result]
@@ -93,7 +93,7 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Stalled:
-    """The round can never close; `reason` names who did what, `idle`: somebody just fell silent.
+    """The round can never close; `reason` names the causes, `idle`: some child made no progress, without having failed.
 
     `failures`: those of the children that gave up.
     """
@@ -108,7 +108,7 @@ CoordinatorEvent: TypeAlias = ResultAnnounced | Restarted | Closed | Stalled
 
 @dataclass(slots=True)
 class ChildInRound:
-    """One child, as its parent's open round sees it."""
+    """The state of one child in its parent's open round."""
 
     session: str = ""
     presence: NodeState | None = None
@@ -123,22 +123,22 @@ class ChildInRound:
     repeat_at: float = 0.0
     repeat_s: float = REPEAT_S
     sent: bool = False
-    absent: bool = False  # not ready when the round opened, and not since
+    absent: bool = False  # not ready since before the round opened
     mark: tuple[Phase, int] | None = None
     carried: int = 0
     carried_most: int = 0
     prepared: int = -1
     acknowledged: tuple[Key, str] | None = None
-    acknowledge_at: float = -inf  # the earliest for a further answer
+    acknowledge_at: float = -inf  # earliest time of the next acknowledgement
     has_model: bool = False
 
     @property
     def present(self) -> bool:
-        """Return whether it is there."""
+        """Whether the child is present."""
         return self.presence in LIVING
 
     def go(self, cause: ChildCause) -> bool:
-        """Move as the table says; return whether it does."""
+        """Apply a transition of the table; return whether there is one."""
         after = TRANSITIONS[cause].get(self.state)
         if after is not None:
             self.state = after

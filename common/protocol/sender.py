@@ -1,11 +1,11 @@
-"""The owner's side: holds the blobs it announced and chooses what to publish next.
+"""The owner's side of transfers: holds the blobs it announced and selects the chunk to publish next.
 
-For each blob a cursor walks once over its chunks on the stream of all, as long as most of those who asked lack
-the chunk; what a single receiver lost, or missed because it came late, goes on its own stream. So a broadcast
-model crosses each link once, and a slow receiver stops nobody: the fastest sets the pace.
+For each blob a cursor passes once over its chunks on the broadcast stream, as long as most of the asking receivers lack
+the chunk. A chunk that a single receiver lost, or missed because it started late, is sent on the receiver's own stream.
+So a broadcast model crosses each link once, and a slow receiver delays nobody: the fastest receiver sets the pace.
 
-A chunk published with a number above the last one that a receiver saw is in flight; with a smaller number and
-still lacking, it is lost and published again at once.
+A chunk whose publication number is above the last one that a receiver saw is in flight. With a smaller number, and
+still missing, it is lost and published again at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from common.protocol.messages import Ask, Gone, Manifest
 from common.protocol.topics import ALL
 
 GATHER_S: Final = 0.1
-RESTART_S: Final = 1.0  # between two restarts of one receiver: a flood of them must not publish without end
+RESTART_S: Final = 1.0  # between two restarts of one receiver; limits the cost of a flood of restarts
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class _Asker:
     repeats_from: float = -inf
 
     def may_repeat(self, now: float) -> bool:
-        """Return whether it may have another chunk once more: one that never has enough gets a window in RESTART_S."""
+        """Return whether it may get another repeat: at most one window of repeats per RESTART_S."""
         if now >= self.repeats_from + RESTART_S:
             self.repeats, self.repeats_from = 0, now
         return self.repeats < WINDOW_MOST
@@ -85,7 +85,7 @@ class _Blob:
 
 
 class Sender:
-    """All blobs that one node owns on one connection. `first_number`: from a clock, so that a restart only grows."""
+    """All blobs of one node on one connection. `first_number`: from a clock, so that numbers grow over restarts."""
 
     def __init__(self, *, first_number: int) -> None:
         self._first = first_number
@@ -103,10 +103,10 @@ class Sender:
         *,
         to_come: npt.NDArray[np.bool_] | None = None,
     ) -> None:
-        """Hold a blob for these receivers; `data` must stay unchanged until `retire`.
+        """Offer a blob to these receivers; `data` must not change until `retire`.
 
-        `to_come`, bool [chunks], marks chunks of a blob that is itself still arriving: they are published once the
-        one who fetches it has cleared their marks.
+        `to_come`, bool [chunks], marks chunks of a blob that is still arriving: they are published once the fetch has
+        cleared their marks.
         """
         if manifest.blob in self._blobs:
             self._blobs[manifest.blob].awaited |= set(receivers)
@@ -122,7 +122,7 @@ class Sender:
         return blob in self._blobs
 
     def receive(self, receiver: str, ask: Ask, *, now: float) -> Gone | None:
-        """Take an ask; return the answer to one for a blob that is not held."""
+        """Handle an ask; return the reply if the blob is not held."""
         blob = self._blobs.get(ask.blob)
         if blob is None:
             return Gone(ask.blob) if ask.lacking else None
@@ -160,26 +160,26 @@ class Sender:
         return None
 
     def left(self, publication: Publication) -> None:
-        """Note that a publication has left this node, or died with its connection.
+        """Note that a publication has left this node, or was lost with its connection.
 
-        Before that nobody can have it, so whoever asks for it again need not get it twice.
+        Before that no receiver can have it, so it is not repeated for receivers that ask for it again.
         """
         blob = self._blobs.get(publication.blob)
         if blob is not None:
             blob.leaving.discard((publication.stream, publication.index))
 
     def forget(self, receiver: str) -> None:
-        """Drop a receiver that died; when it comes back it asks again."""
+        """Drop a dead receiver; when it returns it asks again."""
         for blob in self._blobs.values():
             blob.askers.pop(receiver, None)
             blob.awaited.discard(receiver)
 
     def serving(self, receiver: str) -> bool:
-        """Return whether this receiver is in the middle of a blob."""
+        """Return whether a blob is being sent to this receiver."""
         return any(receiver in blob.askers for blob in self._blobs.values())
 
     def next_publication(self, now: float, ready: Callable[[Iterable[str]], bool]) -> Publication | None:
-        """Return the chunk to publish now, taking blobs in turn; `ready` tells whether links have room."""
+        """Return the chunk to publish now, taking blobs in turn; `ready` returns whether links have room."""
         blobs = list(self._blobs.values())
         for offset in range(len(blobs)):
             blob = blobs[(self._turn + offset) % len(blobs)]
@@ -191,7 +191,7 @@ class Sender:
         return None
 
     def next_deadline(self, now: float) -> float | None:
-        """Return when a broadcast may start without those who have not asked, or a repeat is due that was put off."""
+        """Return when a broadcast may start without receivers that have not asked, or a delayed repeat is due."""
         waits = [b.gather_until for b in self._blobs.values() if b.awaited and b.gather_until is not None]
         askers = (asker for blob in self._blobs.values() for asker in blob.askers.values())
         waits += [asker.repeats_from + RESTART_S for asker in askers if asker.repeats >= WINDOW_MOST]
@@ -212,7 +212,7 @@ class Sender:
                     return self._publish_all(blob, index, lacking)
                 if not any(asker.lacking[index:].any() and self._room(blob, asker) for asker in askers.values()):
                     return None
-            blob.cursor += 1  # few lack it, or none that has room: each gets it on its own stream, or by a repair
+            blob.cursor += 1  # few lack it, or none with room: each gets it on its own stream, or by a repair
             for name in lacking:
                 askers[name].lost[index] = True
         return self._repair(blob, now, ready)

@@ -1,9 +1,9 @@
 """Messages as bytes: msgpack, checked field by field.
 
-On the wire a message is the 8-byte xxh3-64 digest of what follows, then the array `[VERSION, session, kind, field,
-...]`: `session` names the sender's process, the fields follow in the order of the record. The digest detects damage and
-proves nothing about the sender. Every field is checked against its annotation and the caps below before a
-record exists; whatever else arrives is a `WireError`, never another exception.
+On the wire a message is the 8-byte xxh3-64 digest of the rest, then the array `[VERSION, session, kind, field, ...]`.
+`session` identifies the sender's process; the fields follow in the order of the record. The digest detects damage and
+proves nothing about the sender. Every field is checked against its annotation and the limits below before a record is
+created. Anything else is a `WireError`, never another exception.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def encode(message: Message, session: str) -> bytes:
 
 def decode(data: bytes | bytearray | memoryview) -> tuple[str, Message]:
     """Return the sender's session and the record. Raises WireError, whatever the bytes."""
-    body = memoryview(data)[DIGEST_BYTES:]  # not a copy: a small model may travel inside
+    body = memoryview(data)[DIGEST_BYTES:]  # no copy: a small model may be inside
     if data[:DIGEST_BYTES] != xxh3_64_digest(body):
         raise WireError("damaged message, or one of an earlier release")
     try:
@@ -74,7 +74,7 @@ def decode(data: bytes | bytearray | memoryview) -> tuple[str, Message]:
         raise WireError("not a message")
     version, session, code, *values = tree
     if type(version) is not int or version != VERSION:
-        raise WireError(f"protocol version {_brief(version)}, this release speaks {VERSION}")
+        raise WireError(f"protocol version {_brief(version)}, this release uses {VERSION}")
     if not isinstance(session, str) or not 0 < len(session) <= 32:
         raise WireError("no session id")
     if type(code) is not int or not 0 <= code < len(KINDS):
@@ -84,7 +84,7 @@ def decode(data: bytes | bytearray | memoryview) -> tuple[str, Message]:
 
 
 def _values(record: Any) -> tuple[Any, ...]:
-    """Return a record's fields, for msgpack, which takes tuples, counts and texts as they are."""
+    """Return a record's fields for msgpack, which accepts tuples, numbers and texts directly."""
     values = [getattr(record, name) for name in _names(type(record))]  # type: ignore[arg-type]  # it is hashable
     return tuple([_WIRE_PATHS.get(value, value) if type(value) is TrainingPath else value for value in values])
 
@@ -104,7 +104,7 @@ def _record_decoder(kind: type[_Record]) -> Callable[[Any], _Record]:
 
     def decode_record(value: Any) -> _Record:
         if not isinstance(value, tuple) or len(value) != len(checks):
-            raise WireError(f"{kind.__name__} wants {len(checks)} fields")
+            raise WireError(f"{kind.__name__} needs {len(checks)} fields")
         decoded = []
         for (name, check), item in zip(checks, value, strict=True):
             try:
@@ -131,7 +131,7 @@ def _value_decoder(hint: Any) -> Callable[[Any], Any]:
 
 
 def _brief(value: Any) -> str:
-    """Return a foreign value for an error's text; `repr` of a deeply nested one would be a RecursionError."""
+    """Return an unchecked value for an error's text; `repr` of a deeply nested one would be a RecursionError."""
     if isinstance(value, (str, bytes)):
         return repr(value[:32])
     return repr(value) if value is None or isinstance(value, (bool, int, float)) else f"a {type(value).__name__}"
@@ -144,7 +144,7 @@ def _integer(value: Any) -> int:
 
 
 def _real(value: Any) -> float:
-    if type(value) is not float:  # NaN may travel: a diverged child must be heard to be refused
+    if type(value) is not float:  # NaN is allowed: a diverged child's result must arrive to be refused
         raise WireError(f"{_brief(value)} is no number")
     return value
 

@@ -1,12 +1,12 @@
-"""One node's part in one broker connection, without I/O: the four cores' common half.
+"""One node's part in one broker connection, without I/O: the common half of both sides' sessions.
 
     broker --receive, place, landed--> Session --to_send--> broker
                                           |
-                        next_event, next_deadline, tick --> the shell (`common.runtime`)
+                        next_event, next_deadline, tick --> the endpoint (`common.runtime`)
 
-`ParentSession` and `ChildSession` add their side of the rounds. All that a session sends is state: it is sent again
-until it is answered, so nothing is sent while the broker is away and nothing need be kept for it. What does not fit is
-refused, counted and reported, and changes nothing else.
+`ParentSession` and `ChildSession` add their side of the rounds. A session sends only state, which is repeated until it
+is answered. So nothing is sent or queued while the broker is away. Invalid messages are refused, counted and reported,
+and change nothing else.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ SILENT_MOST_S: Final = 30.0
 
 
 class Session(Side):
-    """What both sides share. `persistent`: ask for a peer's proof of life for ever.
+    """The common part of both sides. `persistent`: ask for a peer's proof of life without end.
 
-    `first_number`: of the publications of chunks, from a clock, so that a restart only grows.
+    `first_number`: of the chunks' publications, from a clock, so that numbers grow over restarts.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Session(Side):
         self._known = frozenset(peers)
         self._connected = False
         self._away_since: float | None = None
-        self._first: list[Output] = []  # what a new connection begins with
+        self._first: list[Output] = []  # first outputs on a new connection
         self._streams = Streams(identity)
         self._announcement: Announcement | None = None
         self._announce = False
@@ -103,7 +103,7 @@ class Session(Side):
     # From the broker
 
     def connected(self, now: float, *, packet_most: float = inf) -> None:
-        """Note a new connection to a broker that takes packets of at most `packet_most` bytes."""
+        """Note a new connection to a broker that accepts packets of at most `packet_most` bytes."""
         lab, run, name = self.identity.lab, self.identity.run, self.identity.name
         self._connected = True
         self.offers.limit(packet_most)
@@ -117,7 +117,7 @@ class Session(Side):
         self._reconnected(now)
 
     def disconnected(self, now: float) -> None:
-        """Note that the connection is gone."""
+        """Note the loss of the connection."""
         if self._away_since is None:
             self._away_since = now
         self._connected = False
@@ -125,7 +125,7 @@ class Session(Side):
         self._asks.clear()
 
     def place(self, topic_text: str, size: int) -> Landing | None:
-        """Return where a chunk that begins to arrive may be written, None where it is not wanted."""
+        """Return the destination of an arriving chunk, None if it is not wanted."""
         try:
             topic = topics.parse(topic_text)
         except WireError:
@@ -135,14 +135,14 @@ class Session(Side):
         return self.receiver.place(topic.node, topic.blob, index=topic.index, size=size)
 
     def landed(self, topic_text: str, landing: Landing, now: float) -> None:
-        """Take a chunk that was written to its place."""
+        """Handle a chunk that was written to its destination."""
         topic = topics.parse(topic_text)
         if isinstance(topic, topics.ChunkTopic) and landing.view is not None:
             self._chunk(topic, topic_text, landing.view, now)
 
     def receive(self, topic_text: str, body: bytes, *, retained: bool, now: float) -> None:
-        """Take a message, whatever it is."""
-        self._away_since = None  # a broker that accepts a connection and drops it is still away
+        """Handle a message with any content."""
+        self._away_since = None  # reset here: a broker that accepts a connection and drops it is still away
         sender = ""
         try:
             topic = topics.parse(topic_text)
@@ -182,7 +182,7 @@ class Session(Side):
         self._answer_questions(now)
         for peer, message in self._due(now):
             self.outbox.send(peer, message, now)
-        out += self._streams.to_send(self.receiver.wanted())  # before the asks: what they bring must find us subscribed
+        out += self._streams.to_send(self.receiver.wanted())  # before the asks, so that their chunks are not missed
         for owner, ask in self.receiver.to_send():
             self.outbox.send(owner, ask, now)
         self._take_asks(now)
@@ -190,13 +190,13 @@ class Session(Side):
         return out
 
     def sent(self, chunk: Publication) -> None:
-        """Note that a chunk has left, or died with its connection."""
+        """Note that a chunk has left, or was lost with its connection."""
         self.outbox.sent(chunk)
 
     # Time
 
     def tick(self, now: float) -> None:
-        """Let the cores judge by the time."""
+        """Evaluate the state machines at this time."""
         self._now = now
         if self._connected:
             self.receiver.tick(now, carried=self.meter.received())
@@ -209,7 +209,7 @@ class Session(Side):
         self._collect(now)
 
     def next_event(self) -> object | None:
-        """Return the next event; what follows from an answer to one is an event of the same look."""
+        """Return the next event; an event that follows from the handling of another one is returned too."""
         if not self._events:
             self._collect(self._now)
         return self._events.popleft() if self._events else None
@@ -233,19 +233,19 @@ class Session(Side):
     def set_state(
         self, state: NodeState, *, reason: str = "", samples: int = 0, failure: Failure = Failure.NONE
     ) -> None:
-        """Publish how this node is, retained."""
+        """Publish this node's state, retained."""
         self.own.set_state(state, reason=reason, samples=samples, failure=failure)
 
     def set_targets(self, targets: tuple[Target, ...]) -> None:
-        """Publish where the /metrics of this node's children are, retained."""
+        """Publish the /metrics addresses of this node's children, retained."""
         self.own.set_targets(targets)
 
     def announce(self, announcement: Announcement) -> None:
-        """Keep the experiment on the broker, and answer those that seek a run with it."""
+        """Publish the experiment, retained, and send it to nodes that look for a run."""
         self._announcement, self._announce = announcement, True
 
     def leave(self, *, keep_state: bool) -> list[Output]:
-        """Return what clears this node's traces on the broker; its state stays for those that were away."""
+        """Return the messages that clear this node's topics; `keep_state` keeps its state for nodes that were away."""
         lab, run, name = self.identity.lab, self.identity.run, self.identity.name
         out: list[Output] = [] if keep_state else [Publish(topics.state(lab, run, name), b"", retain=True)]
         if self._announcement is not None:
@@ -253,7 +253,7 @@ class Session(Side):
             self._announcement = None
         return out
 
-    # Taking what arrives
+    # Handling of received messages
 
     def _collect(self, now: float) -> None:
         while (event := self.receiver.next_event()) is not None:
@@ -308,11 +308,11 @@ class Session(Side):
             self._message(sender, session, message, now)
 
     def _take_answer(self, sender: str, session: str, answer: Alive, now: float) -> bool:
-        """Take a proof of life; return whether it is one that was asked for."""
+        """Handle a proof of life; return whether it was asked for."""
         if answer.announcement is not None:
-            return False  # late: it answers the search for this run, which is found
+            return False  # late reply to the search for this run, which has been found
         if not self.proofs.answered(sender, session, answer):
-            self._refuse(Refusal.MISFIT, sender, "an answer to nothing that was asked")
+            self._refuse(Refusal.MISFIT, sender, "a reply without a question")
             return False
         self._presence(sender, session, answer.presence, now, published=False)
         return True
@@ -343,7 +343,7 @@ class Session(Side):
 
     def _ask_for_proof(self, asker: str, question: WhoIsThere, now: float) -> None:
         if not self._answers.receive(asker, question, now=now):
-            self._refuse(Refusal.FLOOD, asker, "too many unknown nodes ask who is there")
+            self._refuse(Refusal.FLOOD, asker, "too many unknown nodes ask for proof of life")
 
     def _answer_questions(self, now: float) -> None:
         for peer, question in self._answers.due(now):

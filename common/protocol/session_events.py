@@ -1,4 +1,4 @@
-"""What both kinds of session report, and what they read of the kernel."""
+"""Events of both kinds of session, and the session's interface to the kernel's byte counts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from common.protocol.messages import Probe, Probed
 
 
 class ByteMeter(Protocol):
-    """What the kernel has carried on the connection."""
+    """Byte counts of the connection, by the kernel."""
 
     def sample(self) -> TcpStats:
         """Return the counts of all its sockets so far."""
 
     def received(self) -> int:
-        """Return the bytes received on the present socket, -1 where nobody knows."""
+        """Return the bytes received on the present socket, -1 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class BrokerAway:
 
 @dataclass(frozen=True, slots=True)
 class ProbeReceived:
-    """A peer measures the link, or answers a measurement."""
+    """A peer calibrates the link, or replies to a calibration."""
 
     peer: str
     message: Probe | Probed

@@ -1,10 +1,10 @@
-"""Links of so many bytes a second and so much delay, kept at the sender without any privilege.
+"""Emulated links with a rate and a delay, enforced by the sender without privileges.
 
-The bucket is written as the time at which the emulated link will be free: a message of n bytes leaves when
-its last bit would have arrived, n / rate after the link became free, so a transfer takes bytes / rate; the delay of
-the link comes on top. Whatever goes to a peer goes through its bucket, control too, and leaves in the order in which it
-was handed over. A late wake-up of the event loop is made up for by a short credit, which a link has only if something
-waited for it: an idle link gives nothing away.
+Each token bucket is stored as the time at which the emulated link will be free. A message of n bytes leaves when its
+last bit would have arrived, n / rate after the link became free, so a transfer takes bytes / rate; the link's delay is
+added. All messages to a peer pass its bucket, control messages too, and leave in the order in which they were reserved.
+A late wake-up of the event loop is compensated by a short credit. Only a link that something waited for has credit: an
+idle link accumulates none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LEAD_S: Final = 0.02
 
 
 class Shaper:
-    """The links from one node to its peers; a peer that has none here is sent to at once."""
+    """The links from one node to its peers; a peer without a link here is sent to at once."""
 
     def __init__(self, ways: Mapping[str, LinkDirection]) -> None:
         self._ways = ways
@@ -29,7 +29,7 @@ class Shaper:
         self._waiting: set[str] = set()
 
     def passed(self) -> None:
-        """Note that all bulk messages that may leave were looked at: what waits now has waited at the next look."""
+        """Note that all bulk messages that may leave were considered: a waiting one has waited at the next call."""
         self._waited, self._waiting = self._waiting, set()
 
     def ready(self, peers: Iterable[str], now: float) -> bool:
@@ -39,13 +39,13 @@ class Shaper:
         return not busy
 
     def next_ready(self, now: float) -> float | None:
-        """Return when the next of the busy links becomes ready."""
+        """Return when the next busy link becomes ready."""
         return min((at for free_at in self._free_at.values() if (at := free_at - LEAD_S) > now), default=None)
 
     def reserve(self, peers: Iterable[str], nbytes: int, now: float) -> float:
-        """Put a message on the peers' links and return when it is to leave, monotonic seconds.
+        """Reserve the peers' links for a message and return when it leaves, in monotonic seconds.
 
-        One message to several peers leaves when the last of their links has taken it.
+        A message to several peers leaves when the last of their links has taken it.
         """
         ways = {peer: way for peer in peers if (way := self._ways.get(peer)) is not None}
         due = now

@@ -1,4 +1,4 @@
-"""What a session asks of its side, parent or child."""
+"""The methods that the parent's and the child's half of a session implement."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ class Side(ABC):
 
     @abstractmethod
     def _message(self, sender: str, session: str, message: Message, now: float) -> None:
-        """Take a message of a peer's present session. Raises WireError where its kind does not fit."""
+        """Handle a message of a peer's present session. Raises WireError if the side does not accept its kind."""
 
     @abstractmethod
     def _presence(
         self, peer: str, session: str, presence: Presence | None, now: float, *, published: bool = True
     ) -> None:
-        """Take a peer's proven presence; None = it left. `published` on its topic, or an answer to us."""
+        """Handle a peer's proven presence; None = it left. `published`: on its topic, else a reply to this node."""
 
     @abstractmethod
     def _moved(self, peer: str, now: float) -> None:
-        """Note that chunks of a model moved to or from a peer."""
+        """Note that chunks of a model were transferred to or from a peer."""
 
     @abstractmethod
     def _transferred(self, event: ReceiverEvent, now: float) -> None:
-        """Take a finished or failed fetch."""
+        """Handle a finished or failed fetch."""
 
     @abstractmethod
     def _silent(self, peer: str, now: float) -> None:
-        """Note that a peer that lived before the reconnection does not prove itself."""
+        """Note that a peer that was alive before the reconnection does not prove itself."""
 
     @abstractmethod
     def _tick(self, now: float) -> None:
-        """Judge by the time."""
+        """Evaluate the state at this time."""
 
     @abstractmethod
     def _take_events(self, now: float) -> None:
-        """Turn what the cores report into events."""
+        """Convert the events of the state machines into events of the session."""
 
     @abstractmethod
     def _due(self, now: float) -> Iterable[tuple[str, Message]]:
@@ -65,11 +65,11 @@ class Side(ABC):
 
     @abstractmethod
     def _question(self, peer: str, question: WhoIsThere, now: float) -> list[Output]:
-        """Ask a peer for proof of life; return what is to be sent besides the outbox."""
+        """Ask a peer for proof of life; return the outputs that do not go through the outbox."""
 
     @abstractmethod
     def _elsewhere(self, run: str, sender: str, session: str, message: Message) -> None:
-        """Take a message that concerns another run. Raises WireError."""
+        """Handle a message of another run. Raises WireError."""
 
     @abstractmethod
     def _lives(self, peer: str, session: str, now: float) -> None:
@@ -77,4 +77,4 @@ class Side(ABC):
 
     @abstractmethod
     def _state_of_the_dead(self, peer: str, presence: Presence) -> None:
-        """Take a retained final state of a session that never proved itself here."""
+        """Handle a retained final state of a session that never proved itself here."""

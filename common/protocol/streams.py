@@ -1,4 +1,4 @@
-"""Which streams of chunks a session is subscribed to: those of the fetches that have begun."""
+"""Subscriptions to streams of chunks: those of the active fetches."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Streams:
         self._subscribed: frozenset[tuple[str, str]] = frozenset()
 
     def clear(self) -> None:
-        """Note a new connection, which has none."""
+        """Note a new connection, which has no subscriptions."""
         self._subscribed = frozenset()
 
     def to_send(self, wanted: Set[tuple[str, str]]) -> list[Output]:
-        """Return what makes the subscriptions those of the fetches that are wanted."""
+        """Return the outputs that change the subscriptions to those of the wanted fetches."""
         if wanted == self._subscribed:
             return []
         ended, begun = self._subscribed - wanted, wanted - self._subscribed

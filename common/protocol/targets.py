@@ -1,7 +1,7 @@
-"""Where Prometheus finds the nodes below a parent: each publishes its address in its presence.
+"""Scrape targets: the /metrics addresses of the nodes below a parent, from their presences.
 
-The cloud knows its institutions by their presence, and devices, which may be on another broker, by what their
-institution's presence reports of them. All of it is state, so it survives a restart of anybody.
+The cloud knows its institutions by their presence. It knows the devices, which may be on another broker, from the
+institutions' presences. All of this is retained state, so it survives a restart of any node.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from common.protocol.messages import NodeState, Presence, Target
 
 STAYING: Final = (NodeState.INIT, NodeState.READY, NodeState.FINISHED)
 AWAITED: Final = (NodeState.LOST, NodeState.DISCONNECTED)
-REPORT_S: Final = 1.0  # a hundred devices that come together are reported in one message or two
+REPORT_S: Final = 1.0  # a hundred devices that join together are reported in one or two messages
 ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:.%]{2,45}\]|[\w.-]{1,253}):[0-9]{1,5}")
 
 
 class Targets:
-    """The /metrics of a parent's children that are alive, and of those below them."""
+    """The /metrics addresses of a parent's living children, and of those below them."""
 
     def __init__(self) -> None:
         self._own: dict[str, str] = {}
@@ -28,9 +28,9 @@ class Targets:
         self.due = inf
 
     def receive(self, child: str, presence: Presence | None, *, now: float) -> None:
-        """Take a child's presence.
+        """Handle a child's presence.
 
-        An institution that is away may come back, and its devices wait for it: what it reported of them holds so long.
+        An absent institution may return, and its devices wait for it: until then its last report of them remains valid.
         """
         if presence is not None and presence.state in STAYING:
             self._own[child], self._below[child] = presence.metrics, presence.targets
@@ -42,16 +42,16 @@ class Targets:
             self.due = now + REPORT_S
 
     def changed(self, now: float) -> tuple[Target, ...] | None:
-        """Return the children's addresses where they are due to be reported, at most once in REPORT_S."""
+        """Return the children's addresses if a report is due, at most once per REPORT_S."""
         if now < self.due:
             return None
         self.due, self._reported = inf, self.own()
         return self._reported
 
     def own(self) -> tuple[Target, ...]:
-        """Return the addresses of the children, those that have one."""
+        """Return the addresses of the children that have one."""
         return tuple(Target(name, address) for name, address in sorted(self._own.items()) if ADDRESS.fullmatch(address))
 
     def below(self, child: str) -> tuple[Target, ...]:
-        """Return what a child reported of its own."""
+        """Return a child's report of its own children."""
         return tuple(target for target in self._below.get(child, ()) if ADDRESS.fullmatch(target.metrics))

@@ -1,4 +1,4 @@
-"""When things happened in a round, and so where its seconds went."""
+"""Times of the events in a round, and its seconds by phase."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PHASES: Final = ("dispatch", "train", "wait", "collect")
 
 @dataclass(slots=True)
 class Timeline:
-    """When things happened in the round, monotonic seconds at the parent; None = not yet."""
+    """Times of the events in a round, monotonic seconds at the parent; None = not yet."""
 
     opened: float
     dispatched: float | None = None
@@ -21,8 +21,9 @@ class Timeline:
     def phases(self) -> dict[str, float]:
         """Return the round's seconds by phase; they add up to closed - opened.
 
-        dispatch: until every child has its model; train: until the first result is announced; wait: until the
-        last one is; collect: until the last upload is here. A phase that others overtake has no length.
+        dispatch: until every child has its model; train: until the first result is announced; wait: until the last
+        result is announced; collect: until the last upload has arrived. A phase that is overtaken by others has length
+        0.
         """
         marks = [self.opened]
         for mark in (self.dispatched, self.first_result, self.last_result, self.closed):

@@ -1,13 +1,13 @@
-"""Every topic of fedstrata, built and parsed.
+"""The MQTT topics of fedstrata, built and parsed.
 
-    fs1/{lab}/{run}/{node}/state                                  retained presence; its will = death
+    fs1/{lab}/{run}/{node}/state                                  retained presence; the will is sent here
     fs1/{lab}/{run}/{node}/spec                                   retained experiment, for the node's children
-    fs1/{lab}/{run}/{node}/inbox/{sender}                         control
+    fs1/{lab}/{run}/{node}/inbox/{sender}                         control messages
     fs1/{lab}/{run}/{node}/blob/{stream}/{blob}/{index}/{number}    chunks; stream = `all` or a receiver's name
     fs1/{lab}/seek/{parent}/{child}                               a child that looks for its parent's run
 
 Labs share a broker without reading each other's topics. A run's id contains a dash, so no run is named `seek`. A node
-writes only below its own name and, under its own name, into others' inboxes and seeks.
+writes only below its own name and, with its own name as the last level, into others' inboxes and seek topics.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StateTopic:
 
 @dataclass(frozen=True, slots=True)
 class SpecTopic:
-    """The experiment, as the parent `node` announces it."""
+    """The experiment announced by the parent `node`."""
 
     lab: str
     run: str
@@ -53,7 +53,7 @@ class SpecTopic:
 
 @dataclass(frozen=True, slots=True)
 class InboxTopic:
-    """Control from `sender` to `node`."""
+    """Control messages from `sender` to `node`."""
 
     lab: str
     run: str
@@ -76,7 +76,7 @@ class ChunkTopic:
 
 @dataclass(frozen=True, slots=True)
 class SeekTopic:
-    """The question of `child` whether `parent` has a run."""
+    """Question of `child` whether `parent` has a run."""
 
     lab: str
     parent: str
@@ -87,7 +87,7 @@ Topic: TypeAlias = StateTopic | SpecTopic | InboxTopic | ChunkTopic | SeekTopic
 
 
 def check_lab(name: str) -> str:
-    """Return a lab's name. Raises ValueError where it does not fit one level of a topic."""
+    """Return a lab's name. Raises ValueError if it is not valid as one level of a topic."""
     if _LAB.fullmatch(name) is None:
         raise ValueError(
             f"{name!r} is not a lab name. "
@@ -134,7 +134,7 @@ def chunk(lab: str, run: str, node: str, stream: str, blob: str, index: int, num
 
 
 def streams(lab: str, run: str, owner: str, receiver: str, blob: str) -> tuple[str, str]:
-    """Return the two filters under which `receiver` gets `owner`'s blob."""
+    """Return the two topic filters by which `receiver` gets `owner`'s blob."""
     return tuple(f"{ROOT}/{lab}/{run}/{owner}/blob/{stream}/{blob}/+/+" for stream in (ALL, receiver))  # type: ignore[return-value]
 
 

@@ -1,1 +1,1 @@
-"""The asyncio shell of the protocol: broker connections, one pump for each, and the work beside it."""
+"""The asyncio endpoints of the protocol: broker connections with one pump each, and the work beside them."""

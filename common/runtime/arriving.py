@@ -1,4 +1,4 @@
-"""A model on its way to a node, which may pass its chunks on before it has them all."""
+"""A model that is being received by a node, which may forward its chunks before it is complete."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from common.protocol.messages import Manifest
 
 
 class ModelUnavailable(Exception):
-    """The model could not be had; the parent sends the task again."""
+    """The model is not available; the parent sends the task again."""
 
 
 @dataclass(slots=True, eq=False)
 class Arriving:
-    """A task's model. `row`, uint8 [row_bytes], holds it once `whole` returns.
+    """A task's model. `row`, uint8 [row_bytes], has it once `whole` returns.
 
-    Before that `buffer`, the row or memory apart, fills up with the blob, chunk by chunk, each checked: `lacking`,
-    bool [chunks], marks those that are to come; who passes them on asks by `on_chunk` to be called when one came.
+    Before that `buffer`, which is the row or separate memory, is filled with the blob, one checked chunk after another.
+    `lacking`, bool [chunks], marks the missing ones. To forward chunks, register a callback with `on_chunk`.
     """
 
     manifest: Manifest
@@ -34,36 +34,36 @@ class Arriving:
 
     @property
     def complete(self) -> bool:
-        """Return whether the row holds the model."""
+        """Whether the row has the model."""
         return self._whole.done() and not self._whole.cancelled() and self._whole.exception() is None
 
     async def whole(self) -> Row:
-        """Wait for all of it. Raises ModelUnavailable, RunFailed where it can never be used."""
+        """Wait for the complete model. Raises ModelUnavailable; RunFailed if it can never be used."""
         await asyncio.shield(self._whole)
         return self.row
 
     def arrived(self) -> None:
-        """Note that the row holds the model."""
+        """Note that the row has the model."""
         if not self._whole.done():
             self._whole.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """Note that it cannot be had, or not be used."""
+        """Note that the model is not available, or not usable."""
         if not self._whole.done():
             self._whole.set_exception(error)
-            self._whole.exception()  # nobody need be waiting
+            self._whole.exception()  # retrieve it: possibly nobody waits
 
     def on_chunk(self, call: Callable[[], None]) -> None:
-        """Call this whenever a chunk came."""
+        """Call this function whenever a chunk arrives."""
         self._watchers.append(call)
 
     def chunk_came(self) -> None:
-        """Note that a chunk came."""
+        """Note the arrival of a chunk."""
         for call in self._watchers:
             call()
 
     def on_failure(self, call: Callable[[BaseException], None]) -> None:
-        """Call `call` when it turns out that it cannot be had."""
+        """Call `call` when the model turns out to be unavailable."""
 
         def look(whole: asyncio.Future[None]) -> None:
             error = None if whole.cancelled() else whole.exception()

@@ -1,7 +1,7 @@
 """Statistics that a broker publishes about itself, on mosquitto's topics below `$SYS`.
 
-Other brokers publish other ones or none. They are optional: a broker may refuse the subscription, leave it unanswered,
-or close the connection at it.
+Other brokers publish other topics or none. The statistics are optional: a broker may refuse the subscription, leave it
+unanswered, or close the connection because of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ log = logging.getLogger("fedstrata.broker_statistics")
 
 
 class BrokerStatistics:
-    """The values that a broker published last (mosquitto: every ten seconds), by topic; empty where it does not."""
+    """The values that a broker published last (mosquitto: every ten seconds), by topic; empty without statistics."""
 
     topics = (HEAP, DROPPED)
 
@@ -28,21 +28,21 @@ class BrokerStatistics:
         self._subscribed_at: float | None = None
 
     def to_subscribe(self, now: float) -> list[str]:
-        """Return the topics to subscribe to on a new connection, once the node's own are acknowledged."""
+        """Return the topics to subscribe to on a new connection, after the node's own subscriptions."""
         if self._closes:
             return []
         self._subscribed_at = now
         return list(self.topics)
 
     def disconnected(self, now: float) -> None:
-        """Note the loss of a connection: if it followed the subscription at once, do not subscribe again."""
+        """Note the loss of a connection: if it directly followed the subscription, do not subscribe again."""
         if self._subscribed_at is not None and now - self._subscribed_at <= CLOSES_WITHIN_S:
             self._closes = True
             log.info("broker %s closed the connection at a subscription to $SYS: no broker statistics", self._broker)
         self._subscribed_at = None
 
     def take(self, topic: str, body: bytes) -> bool:
-        """Return whether this was a value of the broker, not a message of a node."""
+        """Return whether this is one of the broker's statistics, not a message of a node."""
         if topic not in self.topics:
             return False
         if len(body) <= 19 and body.isdigit():

@@ -1,12 +1,12 @@
-"""Measuring links before a run: a little noise each way, pulled like a model and timed where it arrives.
+"""Link calibration before a run: a little noise in each direction, fetched like a model and timed on arrival.
 
     parent                       child
-      | --------- Probe ---------> |   the noise that it may pull; sent again until answered
+      | --------- Probe ---------> |   the noise that it may fetch; repeated until answered
       | <--- chunks, its asks ---> |
-      | <-------- Probed --------- |   how fast it came, and noise to pull back
+      | <-------- Probed --------- |   the measured rate, and noise for the way back
       | <--- asks, its chunks ---> |
 
-Noise is counted apart from models, so that a run's bytes are its own.
+Noise is counted separately from models, so a run's byte counts do not include it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from common.protocol.messages import Manifest, Probe, Probed
 from common.runtime.endpoint import Endpoint
 from common.runtime.world import World
 
-PROBE_S: Final = 0.25  # what a probe takes on a link of a declared rate, or eight chunks if that is more
+PROBE_S: Final = 0.25  # duration of a probe on a link of a declared rate, or eight chunks if that is more
 CHUNK_LEAST: Final = 8192
 CHUNKS_LEAST: Final = 8
 CHUNKS_MOST: Final = 32
@@ -34,15 +34,15 @@ UNDECLARED: Final = 2e6
 SIZE_MOST: Final = 1 << 26
 REPEAT_S: Final = 2.0
 CODEC: Final = "noise"
-TOGETHER_BYTES_S: Final = 25e6  # so much is measured at a time: more is a matter of the broker, not of the links
+TOGETHER_BYTES_S: Final = 25e6  # limit of parallel calibrations: above it the broker is measured, not the links
 TOGETHER_MOST: Final = 4
-PATIENCE: Final = 0.5  # of `idle_s` for one child: others wait for the measurements' end
+PATIENCE: Final = 0.5  # of `idle_s` per child, because others wait for the end of the calibration
 
 log = logging.getLogger("fedstrata.probes")
 
 
 class Probes:
-    """One endpoint's probes, in either role."""
+    """The link calibrations of one endpoint, in either role."""
 
     def __init__(self, endpoint: Endpoint, world: World) -> None:
         self._endpoint = endpoint
@@ -55,7 +55,7 @@ class Probes:
         self._answering: asyncio.Task[None] | None = None
 
     async def measure(self, peer: str) -> Measured:
-        """Measure the link to a child. Raises TimeoutError, RefusedModel where it answers nonsense."""
+        """Calibrate the link to a child. Raises TimeoutError, or RefusedModel on an invalid reply."""
         noise = self._offer(peer)
         answered: asyncio.Future[Probed] = asyncio.get_running_loop().create_future()
         self._answers[peer] = noise.blob, answered
@@ -75,7 +75,7 @@ class Probes:
             self._endpoint.retire(noise.blob)
 
     def receive(self, peer: str, message: Probe | Probed) -> None:
-        """Take a peer's probe, or its answer to one."""
+        """Handle a peer's probe, or its reply to one."""
         if isinstance(message, Probed):
             asked, answered = self._answers.get(peer, ("", None))
             if answered is not None and not answered.done() and message.asked == asked:
@@ -88,7 +88,7 @@ class Probes:
             self._send(peer, self._answer)
 
     def transferred(self, event: ReceiverEvent) -> None:
-        """Take a finished or failed fetch of noise."""
+        """Handle a finished or failed fetch of noise."""
         fetched = self._fetches.pop(event.blob, None)
         if fetched is None or fetched.done():
             return
@@ -98,13 +98,13 @@ class Probes:
             fetched.set_exception(RefusedModel(event.reason))
 
     def abandon(self, peer: str) -> None:
-        """Stop measuring the link to a child whose process has ended or began anew: it holds no noise of ours."""
+        """Stop calibrating the link to a child whose process ended or restarted: it no longer holds the noise."""
         for measuring in self._measuring.pop(peer, ()):
             if not measuring.done():
                 measuring.set_exception(RefusedModel("its process has changed"))
 
     def end(self) -> None:
-        """Hold no answer any more: the run begins, or another probe."""
+        """Withdraw the reply to a probe: the run begins, or another probe."""
         if self._answering is not None:
             self._answering.cancel()
         if self._answer is not None:
@@ -115,7 +115,7 @@ class Probes:
         try:
             rate = await self._fetch(peer, noise)
         except RefusedModel:
-            self._asked = None  # it will be asked again
+            self._asked = None  # the probe will be repeated
             return
         self._answer = Probed(noise.blob, rate, self._offer(peer))
         self._send(peer, self._answer)
@@ -155,10 +155,10 @@ class Probes:
 
 
 async def measure_all(probes: Probes, ways: LinkSet, links: Links, peers: Iterable[str]) -> dict[str, Measured]:
-    """Measure the links to these children, a few at a time, as `links.check` wants it.
+    """Calibrate the links to these children, a few at a time, following `links.check`.
 
-    A child that does not answer is left out, with a warning. Raises InvalidExperiment where a link does not carry
-    what was declared for it.
+    A child that does not reply is omitted, with a warning. Raises InvalidExperiment if a link differs from its declared
+    rate.
     """
     found: dict[str, Measured] = {}
     if links.check == "off":
@@ -169,7 +169,7 @@ async def measure_all(probes: Probes, ways: LinkSet, links: Links, peers: Iterab
             if isinstance(result, Measured):
                 found[peer] = result
             elif isinstance(result, TimeoutError | RefusedModel):
-                log.warning("the link of %s could not be measured: %s", peer, str(result) or "no answer")
+                log.warning("the link of %s could not be measured: %s", peer, str(result) or "no reply")
             else:
                 raise result
     for peer, measured in found.items():
@@ -191,12 +191,12 @@ def _complain(peer: str, direction: str, declared: float, carries: float, links:
         f"links: {peer}.{direction}_mbit",
         float(f"{declared * 8e-6:.4g}"),
         problem,
-        "Declare what it carries, allow more by links.tolerance, or set links.check = 'warn'.",
+        "Declare the measured rate, raise links.tolerance, or set links.check = 'warn'.",
     )
 
 
 def _groups(ways: LinkSet, peers: Iterable[str]) -> list[list[str]]:
-    """Return the children in groups whose links together carry no more than `TOGETHER_BYTES_S`, if there are two."""
+    """Return groups of children whose links together carry at most `TOGETHER_BYTES_S`; a group has at least one."""
     groups: list[list[str]] = []
     load = 0.0
     for peer in peers:

@@ -1,4 +1,4 @@
-"""A child's endpoint: fetches the models of its parent's tasks, and offers what the work made of them."""
+"""A child's endpoint: receives tasks from the parent, fetches their models, and announces the results."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ log = logging.getLogger("fedstrata.child")
 class ChildEndpoint(Endpoint):
     """One node's parent on one broker; `serve` works until the parent has ended the run.
 
-    `parent_session`: the parent's, as it answered when the run was found. `below`: the bytes of this node's own
-    children's links. `spool`: where a model is assembled, memory without it.
+    `parent_session`: the parent's session during discovery. `below`: the bytes of the links to this node's own
+    children. `spool`: where a model is assembled, None: in memory.
     """
 
     session: ChildSession
@@ -102,14 +102,14 @@ class ChildEndpoint(Endpoint):
         self._goodbye = asyncio.Event()
 
     def preparing(self, done: int, *, waits_for: str = "") -> None:
-        """Report that this node prepares; `done` grows with its progress, `waits_for` names whom it waits for."""
+        """Report preparation; `done` grows with its progress, `waits_for` names the nodes that this node waits for."""
         self.session.preparing(done, waits_for=waits_for, now=self.now())
         self.wake()
 
     async def unless_over(self, preparing: Coroutine[Any, Any, _T]) -> _T | None:
-        """Prepare for the run and return what that made, None where the run finished before it.
+        """Prepare for the run and return the result, None if the run finished before.
 
-        Raises RunFailed when the parent gave up.
+        Raises RunFailed if the parent gave up.
         """
         task = asyncio.create_task(preparing, name="prepare")
         try:
@@ -124,7 +124,7 @@ class ChildEndpoint(Endpoint):
     async def serve(self, layout: ModelLayout, work: Work) -> None:
         """Do the parent's tasks until it has finished.
 
-        Raises RunFailed when the parent gave up.
+        Raises RunFailed if the parent gave up.
         """
         self._layout = layout
         self.session.set_form(self.models.form(layout))
@@ -137,7 +137,7 @@ class ChildEndpoint(Endpoint):
                 begin = group.create_task(self._tasks.get(), name="next task")
                 await asyncio.wait((begin, self._over), return_when=asyncio.FIRST_COMPLETED)
                 await _stop(current)
-                if self._over.done():  # a task that came with it is void
+                if self._over.done():  # a task that arrived together with the end is void
                     begin.cancel()
                     break
                 current = group.create_task(self._do(begin.result(), layout, row, work), name="task")
@@ -145,7 +145,7 @@ class ChildEndpoint(Endpoint):
         self._check_end()
 
     async def farewell(self, children: tuple[ChildReport, ...], *, timeout_s: float) -> None:
-        """Say goodbye: send the children's final reports and the final count of this link's bytes until answered."""
+        """Send the children's final reports and the final byte counts of this link until the parent replies."""
         self._goodbye.clear()
         self.session.send_goodbye(children, self.now())
         self.wake()
@@ -156,7 +156,7 @@ class ChildEndpoint(Endpoint):
             pass  # the parent has left, or the broker is away
 
     def _check_end(self) -> None:
-        """Raise RunFailed where the run has ended as the parent gave up."""
+        """Raise RunFailed if the run has ended because the parent gave up."""
         over = self._over.result()
         if over.state is NodeState.FAILED:
             raise RunFailed(f"{self.session.parent} gave up: {over.reason}")
@@ -167,7 +167,7 @@ class ChildEndpoint(Endpoint):
         if isinstance(place, Landing):
             super()._landed(topic, place)
             if self._fetching is not None:
-                self._fetching.chunk_came()  # it may be passed on at once
+                self._fetching.chunk_came()  # it may be forwarded at once
 
     def _received(self, topic: str, body: bytes, retained: bool) -> None:
         super()._received(topic, body, retained)
@@ -197,7 +197,7 @@ class ChildEndpoint(Endpoint):
             self._goodbye.set()
 
     def _arrived(self, event: ModelArrived | ModelFailed) -> None:
-        """Let the work go on with a model that is here, or without one that cannot be had."""
+        """Let the work continue with an arrived model, or without an unavailable one."""
         model = self._fetching
         if model is None or self._layout is None or event.blob != model.manifest.blob:
             return
@@ -214,20 +214,20 @@ class ChildEndpoint(Endpoint):
     async def _do(self, task: Task, layout: ModelLayout, row: Row, work: Work) -> None:
         session = self.session
         if self._answered is not None:
-            self.retire(self._answered[0].blob)  # its row is about to be written
+            self.retire(self._answered[0].blob)  # its row will be overwritten
             self.models.release(self._answered[0].blob)
         self.probes.end()
         model = await self._fetch(task, layout, row)
         self._answered = None
 
         def report(phase: Phase, done: int, total: int) -> None:
-            if model.complete:  # before, what counts is how the fetch goes
+            if model.complete:  # before that, the progress of the fetch counts
                 session.progress(phase, done, total, self.now())
                 self.wake()
 
         try:
             answer = await work(task, model, report)
-            await model.whole()  # our children may have been faster with it
+            await model.whole()  # this node's children may have finished before
         except ModelUnavailable as error:
             self.refusals.append(str(error))
             session.abandon()
@@ -246,7 +246,7 @@ class ChildEndpoint(Endpoint):
         self.wake()
 
     async def _fetch(self, task: Task, layout: ModelLayout, row: Row) -> Arriving:
-        """Begin to get the task's model into the row, or what is still lacking there."""
+        """Start fetching the task's model into the row, or the chunks that the row lacks."""
         manifest = task.model
         buffer = self._buffer(layout, row, size=manifest.size)
         had = self._model if self._model is not None and self._model.manifest.blob == manifest.blob else None
@@ -254,7 +254,7 @@ class ChildEndpoint(Endpoint):
         if self.models.received.is_row and self._rows.take_found(0):
             lacking = await offload(partial(missing, manifest, buffer))
         elif self.models.received.is_row and had is None and task.inline is None:
-            last, self._model = self._model, None  # whose row is written from now on
+            last, self._model = self._model, None  # its row will be overwritten
             lacking = await offload(partial(self._lacking, manifest, buffer, last))
         model = self._model = Arriving(manifest, row, buffer, lacking)
         if had is not None and had.complete:
@@ -266,23 +266,23 @@ class ChildEndpoint(Endpoint):
         return model
 
     def _lacking(self, manifest: Manifest, buffer: memoryview, last: Arriving | None) -> npt.NDArray[np.bool_]:
-        """Return which chunks, bool [chunks], are neither in the last model nor in our answer.
+        """Return the chunks, bool [chunks], that are neither in the last model nor in this node's last result.
 
-        Those of the answer are copied to where the last model is. So FedMR's layers that come back to the child that
-        trained them do not travel. A model that is cut otherwise shares no chunk with this one.
+        Chunks of the result are copied to the place of the last model. So FedMR's layers are not transferred back to
+        the child that trained them. A model with another chunk size shares no chunk with this one.
         """
         lacking = np.ones(manifest.chunks, np.bool_)
         if last is not None and last.lacking.shape == lacking.shape:
             lacking &= ~shared(manifest, last.manifest) | last.lacking
         if self._answered is not None and self.models.sent.is_row:
-            ours, row = self._answered
-            for index in np.flatnonzero(lacking & shared(manifest, ours)).tolist():
+            own, row = self._answered
+            for index in np.flatnonzero(lacking & shared(manifest, own)).tolist():
                 buffer[manifest.span(index)] = row.data[manifest.span(index)]
                 lacking[index] = False
         return lacking
 
     def _buffer(self, layout: ModelLayout, row: Row, *, size: int) -> memoryview:
-        """Return where to assemble a blob: in the row if it is one, else apart, as our own children may pull it."""
+        """Return the memory for a blob: the row if it is the row, else separate memory, from which it is forwarded."""
         if self.models.received.is_row:
             return row.data
         if self._inbox.size < size:

@@ -1,4 +1,4 @@
-"""A parent's children as its rounds see them, wherever they are."""
+"""A parent's children as seen by its rounds, over a network or in one process."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ class Children(Protocol):
 
     @property
     def samples(self) -> dict[str, int]:
-        """Return the training samples of each child that has reported them."""
+        """The training samples of each child that has reported them."""
 
     @property
     def ledger(self) -> Ledger:
-        """Return the bytes of the links to them."""
+        """The bytes of the links to them."""
 
     @property
     def moves(self) -> int:
-        """Return what grows while anything moves below."""
+        """A count that grows with any progress below."""
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """Return their names in order."""
+        """Their names in order."""
 
     def now(self) -> float:
-        """Return the seconds of the clock by which rounds are measured."""
+        """Return the time of the clock that measures rounds, in seconds."""
 
     async def round(
         self,
@@ -45,4 +45,4 @@ class Children(Protocol):
         closing: Closing,
         on_progress: Callable[[], None] = nothing,
     ) -> ClosedRound:
-        """Give each child its model and return what came back, see `ParentEndpoint.round`."""
+        """Send each child its model and return the results, see `ParentEndpoint.round`."""

@@ -1,6 +1,6 @@
-"""How a child that knows only its broker and its parent's name finds the run: it asks, and the living parent answers.
+"""Discovery of the run by a child that knows only its broker and its parent's name: it asks, the living parent replies.
 
-What the broker retains decides nothing: a store may bring back the dead, or keep nothing at all.
+Retained messages decide nothing: a broker's store may have messages of dead nodes, or none at all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ASK_S: Final = 0.25
 ASK_MOST_S: Final = 2.0
 COMPLAIN_S: Final = 10.0
 COMPLAIN_MOST_S: Final = 600.0
-SETTLE_S: Final = 0.05  # a presence and the experiment come together
+SETTLE_S: Final = 0.05  # a presence and the experiment arrive together
 OTHERS_KEPT: Final = 100
 
 log = logging.getLogger("fedstrata.discovery")
@@ -30,7 +30,7 @@ log = logging.getLogger("fedstrata.discovery")
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A run whose parent is alive: its id, the parent's session, and what it announced."""
+    """A run whose parent is alive: its id, the parent's session, and its announcement."""
 
     run: str
     parent_session: str
@@ -38,7 +38,7 @@ class Found:
 
 
 class Moved(FedstrataError):
-    """The parent is alive in another run: leave this one and join that."""
+    """The parent is alive in another run: leave this run and join that one."""
 
     def __init__(self, found: Found) -> None:
         super().__init__(f"the parent went on to run {found.run}")
@@ -50,8 +50,8 @@ async def discover(
 ) -> Found:
     """Wait for a run whose parent is alive, and return it.
 
-    Where the parent does not answer soon, a warning names who else is there, as its name may be mistyped; it is
-    repeated, less and less often. Raises ConnectionFailed.
+    If the parent does not reply soon, a warning names the other nodes, because the parent's name may be mistyped. The
+    warning is repeated at increasing intervals. Raises ConnectionFailed.
     """
     return await _Seeker(address, name, parent, lab=lab, world=world).seek(connect_timeout_s=connect_timeout_s)
 
@@ -66,7 +66,7 @@ async def join(
     connect_timeout_s: float,
     world: World,
 ) -> None:
-    """Find the parent's run and take part in it, to its end; in another one where the parent went on to that.
+    """Find the parent's run and take part in it until its end; follow the parent to another run.
 
     Raises ConnectionFailed, and what `take_part` raises.
     """
@@ -100,7 +100,7 @@ class _Seeker:
         )
 
     async def seek(self, *, connect_timeout_s: float) -> Found:
-        """Ask until the parent answers."""
+        """Ask until the parent replies."""
         keeping = asyncio.create_task(self._connection.run(connect_timeout_s=connect_timeout_s), name="discovery")
         others = [asyncio.create_task(self._ask(), name="ask"), asyncio.create_task(self._complain(), name="complain")]
         try:
@@ -123,7 +123,7 @@ class _Seeker:
             if message is not None and len(self._others) < OTHERS_KEPT:
                 self._others.add(topic.node)
         elif isinstance(topic, topics.StateTopic):
-            self._changed.set()  # the parent begins, or goes: ask at once
+            self._changed.set()  # the parent joins or leaves: ask at once
         elif isinstance(topic, topics.InboxTopic) and isinstance(message, Alive):
             self._answered(topic.run, session, message)
 
@@ -157,7 +157,7 @@ class _Seeker:
             self._connection.subscribe([topics.spec(self._lab, "+", "+")], qos=1)
             await asyncio.sleep(pause_s / 2)
             names = ", ".join(sorted(self._others))
-            there = f"Others are: {names}." if names else "No other is there either."
+            there = f"Other nodes: {names}." if names else "No other node is present either."
             address = self._connection.address
             log.warning(
                 "%s waits for %s of lab %s on broker %s. %s", self._name, self._parent, self._lab, address, there

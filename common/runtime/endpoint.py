@@ -1,7 +1,7 @@
-"""One session's asyncio shell on one broker connection: one pump, one timer.
+"""The asyncio part of one session on one broker connection: one pump, one timer.
 
-The connection's callbacks hand the session what arrives; the pump lets it judge by the time, acts on its events, hands
-the connection what it has to send, and sleeps until its next deadline. Whatever takes long (encoding, checking, files)
+The connection's callbacks pass received messages to the session. The pump lets the session evaluate its state, handles
+its events, publishes its outputs, and sleeps until its next deadline. Work that takes long (encoding, checking, files)
 runs beside it, in the subclasses.
 """
 
@@ -32,15 +32,15 @@ from common.protocol.session_events import BrokerAway, NameTaken
 from common.runtime.broker_statistics import BrokerStatistics
 from common.runtime.world import World, nothing
 
-PACKET_ROOM: Final = 1024  # for what goes with a chunk, or with a model inside its announcement
+PACKET_ROOM: Final = 1024  # for the rest of a packet with a chunk, or with a model inside its announcement
 
 log = logging.getLogger("fedstrata.endpoint")
 
 
 class Endpoint(ABC):
-    """A named node on one broker. `run` keeps it going until cancelled.
+    """A named node on one broker. `run` serves it until cancelled.
 
-    `statistics` takes what the broker publishes of itself; without it that is not subscribed to.
+    `statistics` receives what the broker publishes about itself, None: no subscription to it.
     """
 
     session: Session
@@ -82,20 +82,20 @@ class Endpoint(ABC):
         return self._loop.time()
 
     def wake(self) -> None:
-        """Let the pump look at the session again; call it after any change, from the event loop."""
+        """Let the pump evaluate the session again; call it from the event loop after any change."""
         self._wake.set()
 
     def set_state(
         self, state: NodeState, *, reason: str = "", samples: int = 0, failure: Failure = Failure.NONE
     ) -> None:
-        """Publish how this node is, retained."""
+        """Publish this node's state, retained."""
         self.session.set_state(state, reason=reason, samples=samples, failure=failure)
         self.wake()
 
     async def run(self, *, connect_timeout_s: float) -> None:
         """Serve until cancelled.
 
-        Raises ConnectionFailed, DuplicateName, and NoProgress where the broker, or a child's parent, stays away.
+        Raises ConnectionFailed, DuplicateName, and NoProgress if the broker, or a child's parent, stays away.
         """
         async with asyncio.TaskGroup() as group:
             connecting = self.connection.run(connect_timeout_s=connect_timeout_s)
@@ -103,7 +103,7 @@ class Endpoint(ABC):
             group.create_task(self._pump(), name=f"pump {self.identity.name}")
 
     async def introduced(self, *, timeout_s: float) -> None:
-        """Wait until the broker knows that this node is there, at most `timeout_s`."""
+        """Wait until the broker has this node's presence, at most `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._connected_once.wait()
@@ -111,13 +111,13 @@ class Endpoint(ABC):
             pass
 
     def release_name(self) -> None:
-        """Stop answering others under this name: what follows on its state topic is this node's own clearing."""
+        """Stop defending this name: later messages on its state topic are this node's own clearing."""
         self.session.own.leaving = True
 
     async def leave(self, *, keep_state: bool, timeout_s: float) -> None:
-        """Clear what this node keeps on the broker, as far as the broker is there within `timeout_s`.
+        """Clear this node's retained messages, if the broker can be reached within `timeout_s`.
 
-        `keep_state`: its last state stays, for those that are away.
+        `keep_state`: keep its last state for nodes that are away.
         """
         for output in self.session.leave(keep_state=keep_state):
             self._perform(output)
@@ -128,7 +128,7 @@ class Endpoint(ABC):
         return self._idle_s if self.someone_is_away() and not self.connection.up else 0.0
 
     async def flush(self, *, timeout_s: float) -> None:
-        """Wait until all that was sent has left for the broker."""
+        """Wait until all messages have left for the broker."""
         self._sent_all.clear()
         self.wake()
         try:
@@ -136,29 +136,29 @@ class Endpoint(ABC):
                 await self._sent_all.wait()
                 await self.connection.flush()
         except TimeoutError:
-            pass  # the broker is away; its will speaks for us
+            pass  # the broker is away; the will replaces the message
 
     def retire(self, blob: str) -> None:
-        """Stop serving a blob; from now on its memory may be written."""
+        """Stop serving a blob; its memory may be overwritten afterwards."""
         self.session.offers.retire(blob)
         self._detach()
 
     def _detach(self) -> None:
-        """Take the memory of blobs that are no longer served from the chunks that the client still holds."""
+        """Copy chunks of blobs that are no longer served and that the client still holds."""
         for body, blob in self._bodies.items():
             if not self.session.sender.holds(blob):
                 body.detach()
 
     def someone_is_away(self) -> bool:
-        """Return whether a peer may come back to read this node's last state."""
+        """Return whether a peer may return to read this node's last state."""
         return False
 
-    def _after_pass(self) -> None:  # noqa: B027 - not every side has something to do then
-        """Act on what has moved since the last pass of the pump."""
+    def _after_pass(self) -> None:  # noqa: B027 - optional for subclasses
+        """Handle what has changed since the last pass of the pump."""
 
     @abstractmethod
     def _take(self, event: object) -> None:
-        """Act on an event of the session."""
+        """Handle an event of the session."""
 
     # From the connection
 

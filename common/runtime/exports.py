@@ -1,4 +1,4 @@
-"""What a node's faces put among the metrics: read from them when Prometheus asks."""
+"""Metrics of a node's endpoints, read when Prometheus scrapes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from common.runtime.parent_endpoint import ParentEndpoint
 BROKER: Final = "broker"
 DIRECTIONS: Final = ("sent", "received")
 KINDS: Final = ("model", "control", "probe")
-# Of a child that never came, or left when all was done, there is nothing to say.
+# Children that never joined, or left at the end, are omitted.
 UP: Final = {"init": 1, "ready": 1, "finished": 1, "failed": 0, "disconnected": 0, "lost": 0}
 
 
 def export_child(metrics: Metrics, child: ChildEndpoint, node: Node) -> None:
-    """Put a child's endpoint among the metrics, with the labels (role, institution, device)."""
+    """Export the metrics of a child's endpoint, with the labels (role, institution, device)."""
     _export(metrics, child, node, connection=child.session.parent, peers=child.session.peers)
 
 
 def export_parent(metrics: Metrics, parent: ParentEndpoint, node: Node) -> None:
-    """Put a parent's endpoint, its children, their links, its broker and what it did not use among the metrics."""
+    """Export the metrics of a parent's endpoint: its children, their links, its broker and what it refused."""
     session = parent.session
     coordinator, ledger = session.coordinator, session.ledger
     broker = str(parent.connection.address)
@@ -55,7 +55,7 @@ def export_parent(metrics: Metrics, parent: ParentEndpoint, node: Node) -> None:
     def idle() -> Reading:
         return [((name,), idle_s) for name, idle_s in coordinator.idle(parent.now()).items()]
 
-    def figure(topic: str) -> Reading:
+    def statistic(topic: str) -> Reading:
         return [((broker,), parent.statistics.values[topic])] if topic in parent.statistics.values else []
 
     _export(metrics, parent, node, connection=BROKER, peers=parent.peers)
@@ -68,14 +68,14 @@ def export_parent(metrics: Metrics, parent: ParentEndpoint, node: Node) -> None:
         ("link_measured_bytes_per_second", measured),
         ("refused_models", lambda: [((), coordinator.refused)]),
         ("late_results", lambda: [((), coordinator.late)]),
-        ("broker_heap_bytes", partial(figure, HEAP)),
-        ("broker_dropped_messages", partial(figure, DROPPED)),
+        ("broker_heap_bytes", partial(statistic, HEAP)),
+        ("broker_dropped_messages", partial(statistic, DROPPED)),
     ):
         metrics.watch(name, node, read)
 
 
 def _export(metrics: Metrics, endpoint: Endpoint, node: Node, *, connection: str, peers: Sequence[str]) -> None:
-    """Export an endpoint's counts; `connection` is whom it serves, at a parent all children of one broker."""
+    """Export an endpoint's counts; `connection`: the parent that it serves, or `BROKER` for all children."""
     session, mqtt = endpoint.session, endpoint.connection
 
     def tallies(part: str) -> Reading:

@@ -1,4 +1,4 @@
-"""A node's lifecycle in a run: connected while it works, and a last state that reports how it ended."""
+"""A node's lifecycle in a run: connected during its work, then a final state that reports how it ended."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ async def live(
     goodbye: Callable[[], Awaitable[None]],
     last_scrape: Callable[[], Awaitable[None]] | None = None,
 ) -> _T:
-    """Keep the endpoints connected while `work` runs and return what it made.
+    """Keep the endpoints connected while `work` runs and return its result.
 
-    At its end the state is FINISHED, `goodbye` runs, `last_scrape` gives others the time to read what they want of this
-    process, and what the node kept on the brokers is cleared. An error
-    leaves the state FAILED with its reason, an interruption DISCONNECTED; under a name that is another's it is LOST,
-    which concerns this process alone. Raises what `work` or an endpoint raised; of several errors the first of ours,
-    RunFailed where there is none.
+    At the end the state becomes FINISHED, `goodbye` runs, `last_scrape` waits for one more scrape of this process's
+    metrics, and the node's retained messages are cleared. After an error the state is FAILED with the reason, after an
+    interruption DISCONNECTED. If the name is already taken the state is LOST; only this process is affected. Raises
+    what `work` or an endpoint raised; of several errors the first FedstrataError, or RunFailed if there is none.
     """
     serving = [asyncio.create_task(endpoint.run(connect_timeout_s=connect_timeout_s)) for endpoint in endpoints]
     working = asyncio.create_task(work)
@@ -57,7 +56,7 @@ async def live(
     except BaseException as error:
         known = as_known(error, endpoints[0].identity.name)
         for endpoint, end in zip(endpoints, serving, strict=True):
-            if not end.done():  # work may fail before the connection stands
+            if not end.done():  # work may fail before the connection is made
                 await endpoint.introduced(timeout_s=LAST_STATE_S)
         await _report(endpoints, _state(known), str(known or repr(error)), failure=_failure(known))
         if known is None:
@@ -68,9 +67,9 @@ async def live(
 
 
 def as_known(error: BaseException, node: str) -> FedstrataError | None:
-    """Return the first error of ours, see `first_error`; log any other with its traceback and return a RunFailed.
+    """Return the first FedstrataError, see `first_error`; log any other error and return it as RunFailed.
 
-    None for what is no error, such as an interruption.
+    Return None for exceptions that are no errors, such as an interruption.
     """
     known = first_error(error)
     if known is None and isinstance(error, Exception):
@@ -84,7 +83,7 @@ def as_known(error: BaseException, node: str) -> FedstrataError | None:
 
 
 def first_error(error: BaseException) -> FedstrataError | None:
-    """Return the first error of ours in an exception or a group of them."""
+    """Return the first FedstrataError in an exception or a group of them."""
     if isinstance(error, FedstrataError):
         return error
     if isinstance(error, BaseExceptionGroup):
@@ -95,9 +94,9 @@ def first_error(error: BaseException) -> FedstrataError | None:
 async def _leave(endpoints: Sequence[Endpoint]) -> None:
     for endpoint in endpoints:
         await endpoint.flush(timeout_s=max(LAST_STATE_S, endpoint.patience_s()))
-    for endpoint in endpoints:  # all of them first: one that sees another's clearing must not defend the name
+    for endpoint in endpoints:  # all of them first: an endpoint must not defend the name against another's clearing
         endpoint.release_name()
-    keep_state = any(endpoint.someone_is_away() for endpoint in endpoints)  # they may share the broker, and the topic
+    keep_state = any(endpoint.someone_is_away() for endpoint in endpoints)  # they may share the broker and the topic
     for endpoint in endpoints:
         await endpoint.leave(keep_state=keep_state, timeout_s=LAST_STATE_S)
 
@@ -129,4 +128,4 @@ async def _end(tasks: Sequence[asyncio.Task[Any]]) -> None:
     await asyncio.wait(tasks)
     for task in tasks:
         if not task.cancelled():
-            task.exception()  # the first was raised; asyncio need not complain of the others
+            task.exception()  # only the first was raised; keeps asyncio from logging the others

@@ -1,4 +1,4 @@
-"""Models at one end of a link: written as blobs and read again, off the event loop, in buffers that are used again."""
+"""Encoding and decoding of models at one end of a link, outside the event loop, in reused buffers."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class DeltaReference:
-    """A model that both ends of a link hold, as its receiver decoded it from `blob`; a delta is against it."""
+    """A model that both ends of a link hold, as its receiver decoded it from `blob`; the base of a delta."""
 
     blob: str
     row: Row
 
 
 class Models:
-    """One end's codecs: `sent` of the models that it offers, `received` of those that it fetches.
+    """One end's codecs: `sent` for the models that it offers, `received` for those that it fetches.
 
-    It keeps what it sent, as the other end decodes it, for the deltas that may come back.
+    It keeps sent models as the other end decodes them, as references for deltas in return.
     """
 
     def __init__(self, *, sent: str, received: str) -> None:
@@ -46,10 +46,10 @@ class Models:
     async def encode(
         self, layout: ModelLayout, row: Row, *, cut: tuple[int, str], reference: DeltaReference | None = None
     ) -> tuple[Manifest, memoryview]:
-        """Write a row as a blob, valid until `release`.
+        """Encode a row as a blob, valid until `release`.
 
-        `cut`: the bytes of its chunks, and what tells it from the same blob for other links. Raises RefusedModel where
-        what comes back are deltas and it decodes to nothing finite.
+        `cut`: the chunk size, and a salt that distinguishes this blob from the same one for other links. Raises
+        RefusedModel if the returned models are deltas and this one does not decode to finite values.
         """
         codec, (chunk_bytes, salt) = self.sent, cut
         against, held = (None, "") if reference is None else (reference.row, reference.blob)
@@ -72,32 +72,32 @@ class Models:
         return manifest, blob
 
     def keep(self, blob: str, model: Arriving) -> None:
-        """Keep a model that is passed on under this blob's id, until `release`."""
+        """Keep a model that is forwarded under this blob's id, until `release`."""
         self._kept[blob] = model
 
     def release(self, blob: str) -> None:
-        """Forget a blob and use its buffers again."""
+        """Forget a blob and reuse its buffers."""
         self._kept.pop(blob, None)
         self._spare += self._lent.pop(blob, ())
 
     def form(self, layout: ModelLayout) -> ModelForm:
-        """Return what the models that are fetched must be."""
+        """Return the required form of fetched models."""
         codec = self.received
         return ModelForm(layout.digest, codec.name, codec.size(layout), codec.fixed, codec.delta)
 
     def decoder(
         self, layout: ModelLayout, blob: memoryview, row: Row, *, reference: str = ""
     ) -> Callable[[], None] | None:
-        """Return what does `decode`'s work at once, None where that takes so long that it belongs off the loop."""
+        """Return a function that does `decode`'s work, None if it takes too long for the event loop."""
         kept = self._kept.get(reference)
         if layout.row_bytes > SMALL_BYTES or isinstance(kept, Arriving):
             return None
         return partial(_read, self.received, layout, blob, row, kept)
 
     async def decode(self, layout: ModelLayout, blob: memoryview, row: Row, *, reference: str = "") -> None:
-        """Make the row of an assembled blob, a delta against a blob that is kept.
+        """Decode an assembled blob into the row; a delta needs a reference blob that is kept.
 
-        Raises RefusedModel where it is none, or not finite, and what `Arriving.whole` raises.
+        Raises RefusedModel if it is no model or not finite, and what `Arriving.whole` raises.
         """
         kept = self._kept.get(reference)
         against = await kept.whole() if isinstance(kept, Arriving) else kept
@@ -111,7 +111,7 @@ class Models:
 
 
 async def _work(function: Callable[[], _T], *, nbytes: int) -> _T:
-    """Run a function over a model, off the event loop unless it is over sooner than a thread wakes."""
+    """Run a function on a model, in a thread unless it is faster than starting one."""
     return function() if nbytes <= SMALL_BYTES else await offload(function)
 
 
@@ -120,4 +120,4 @@ def _read(codec: Codec, layout: ModelLayout, blob: memoryview, row: Row, referen
         codec.decode(layout, blob, row, reference=reference)
         layout.check_finite(row)
     except (RefusedModel, WireError) as error:
-        raise RefusedModel(str(error) if codec.is_row else f"{error} (it came as {codec.name})") from None
+        raise RefusedModel(str(error) if codec.is_row else f"{error} (as {codec.name})") from None

@@ -1,4 +1,4 @@
-"""A parent's endpoint: plays rounds with the children of one broker, models in and out."""
+"""A parent's endpoint: runs rounds with the children of one broker, models in and out."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ from common.storage.spool import Spool
 
 log = logging.getLogger("fedstrata.parent")
 
-REMIND_FIRST_S: Final = 5.0  # before the first line on who is waited for before the run begins
+REMIND_FIRST_S: Final = 5.0  # before the first log line about missing children before the run
 REMIND_S: Final = 60.0
 LOOK_S: Final = 1.0
-REPEAT_END_S: Final = 2.0  # before children that have not said goodbye are sent the end of the run again
+REPEAT_END_S: Final = 2.0  # before the end of the run is sent again to children that have not sent their farewell
 
 Observe: TypeAlias = Callable[[str, dict[str, object]], None]
 
 
 class ParentEndpoint(Endpoint):
-    """A parent's children on one broker; `run` keeps the connection, `round` plays a round.
+    """A parent's children on one broker; `run` keeps the connection, `round` runs a round.
 
-    `links`: the children's names in order, each with its link; `shaped`: the sender keeps rates and delays.
-    `below`: the names of each child's own children. `spool`: where uploads are assembled, memory without it.
+    `links`: the children's names in order, each with its link; `shaped`: the sender enforces rates and delays. `below`:
+    the names of each child's own children. `spool`: where uploads are assembled, None: in memory.
     """
 
     session: ParentSession
@@ -104,31 +104,31 @@ class ParentEndpoint(Endpoint):
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """Return the children's names in order."""
+        """The children's names in order."""
         return self.session.peers
 
     @property
     def samples(self) -> dict[str, int]:
-        """Return the training samples of each child that has reported them."""
+        """The training samples of each child that has reported them."""
         return self.session.samples
 
     @property
     def ledger(self) -> Ledger:
-        """Return the bytes of the children's links."""
+        """The bytes of the children's links."""
         return self.session.ledger
 
     @property
     def moves(self) -> int:
-        """Return what grows while anything moves below."""
+        """A count that grows with any progress below."""
         return self.session.moves
 
     def set_layout(self, layout: ModelLayout) -> None:
-        """Fix the model's layout; it must be known before the first round."""
+        """Set the model's layout; must be known before the first round."""
         self._layout = layout
         self.session.set_form(self.models.form(layout))
 
     def announce(self, announcement: Announcement) -> None:
-        """Keep the experiment on the broker, and answer those that seek a run with it."""
+        """Publish the experiment, retained, and send it to nodes that look for a run."""
         self.session.announce(announcement)
         self.wake()
 
@@ -146,12 +146,12 @@ class ParentEndpoint(Endpoint):
         closing: Closing,
         on_progress: Callable[[], None] = nothing,
     ) -> ClosedRound:
-        """Send each child its model, wait until the round closes, and return what came back.
+        """Send each child its model, wait until the round closes, and return the results.
 
-        `models`: one row, uint8 [row_bytes], for each child that takes part; children may share a row, and the uploads'
-        rows have their order. A model that is itself on its way is passed on chunk by chunk as it comes.
-        `on_progress` is called when anything has moved below. Raises RunFailed when a child that it needs has given up,
-        NoProgress when it can never close, ModelUnavailable when the model on its way cannot be had.
+        `models`: one flat model, uint8 [row_bytes], for each child that takes part; children may share one. The uploads
+        have the same order. A model that is still arriving is forwarded chunk by chunk. `on_progress` is called after
+        any progress below. Raises RunFailed if a required child has given up, NoProgress if the round can never close,
+        ModelUnavailable if the arriving model is not available.
         """
         layout = self._require_layout()
         now = self.now()
@@ -171,7 +171,7 @@ class ParentEndpoint(Endpoint):
         self.wake()
         try:
             closed = await self._closed
-        finally:  # from now on the rows of both directions may be written again
+        finally:  # after this the rows of both directions may be overwritten
             self._on_progress = nothing
             self.session.end_round(children, self.now())
             self._detach()
@@ -185,12 +185,11 @@ class ParentEndpoint(Endpoint):
         return ClosedRound(results, uploads, closed.missing, closed.refused, self.session.coordinator.timeline)
 
     async def gather(self, closing: Closing, *, waiting: Callable[[str], None] = lambda text: None) -> None:
-        """Wait until the children are ready: all of them, or where a round may close without some, a quorum.
+        """Wait until the children are ready: all of them, or a quorum if rounds may close without some.
 
-        So the clock starts with a lab that stands. A child that is absent, or that failed, is waited for until it
-        comes, with a line in the log and a call of `waiting` that name it and the reason; it ends nobody. Where a
-        quorum is ready, the others have `deadline_s` from the start. Raises NoProgress where a child that is needed
-        hangs while it prepares.
+        So the clock starts when the lab is complete. An absent or failed child never ends the wait: the log and calls
+        of `waiting` name it and the reason. When a quorum is ready, the other children have `deadline_s` from the
+        start. Raises NoProgress if a required child makes no progress in preparing.
         """
         need = len(self.peers) if closing.rule == "all" else closing.quorum or 1
         begun = self.now()
@@ -217,7 +216,7 @@ class ParentEndpoint(Endpoint):
         log.warning("%s begins without: %.2000s", self.identity.name, _text(found.missing))
 
     async def measure(self, links: Links) -> None:
-        """Measure the links to the children that are ready. Raises InvalidExperiment where one is not as declared."""
+        """Calibrate the links to the ready children. Raises InvalidExperiment if one differs from its declaration."""
         ready = [name for name in self.peers if name in self.samples]
         self.ledger.measured = await measure_all(self.probes, self.session.ways, links, ready)
         for name, measured in self.ledger.measured.items():
@@ -225,7 +224,7 @@ class ParentEndpoint(Endpoint):
             self._observe("measured", {key: fact for key, fact in facts.items() if fact})
 
     async def farewells(self, *, timeout_s: float) -> None:
-        """Wait until the children that are there have said goodbye, at most `timeout_s`."""
+        """Wait until the present children have sent their farewells, at most `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not self.session.farewells >= self.session.staying():
@@ -233,7 +232,7 @@ class ParentEndpoint(Endpoint):
                         self.session.own.repeat()
                         self.wake()
         except TimeoutError:
-            log.info("not all children said goodbye within %g s", timeout_s)
+            log.info("not all children sent their farewell within %g s", timeout_s)
 
     # Events
 
@@ -280,7 +279,7 @@ class ParentEndpoint(Endpoint):
         return True
 
     def someone_is_away(self) -> bool:
-        """Return whether a child has not said goodbye."""
+        """Return whether a child has not sent its farewell."""
         return not self.session.farewells >= set(self.peers)
 
     # Models
@@ -288,7 +287,7 @@ class ParentEndpoint(Endpoint):
     async def _offer(
         self, children: list[str], models: Mapping[str, Row | Arriving], epochs: Mapping[str, int]
     ) -> dict[str, Assignment]:
-        """Hold each model once for all children with links alike: in one stream the slowest would set the pace."""
+        """Offer each model once per group of equal links: in a common stream the slowest link would set the pace."""
         layout, session = self._require_layout(), self.session
         groups: dict[tuple[int, LinkDirection], list[str]] = {}
         for name in children:
@@ -311,7 +310,7 @@ class ParentEndpoint(Endpoint):
         return assignments
 
     def _forwards(self, model: Arriving, receivers: Sequence[str]) -> bool:
-        """Return whether the very blob may go on: decoded and encoded again it would have the same bytes."""
+        """Return whether the same blob may be forwarded: decoding and encoding it again would give the same bytes."""
         same = model.manifest.codec == self.models.sent.name and not model.complete
         return same and self.session.offers.forwards(model.manifest, receivers)
 
@@ -326,15 +325,15 @@ class ParentEndpoint(Endpoint):
             self.session.fetch(upload, buffer, self.now())
 
     async def _fetch_rest(self, upload: UploadAnnounced, buffer: memoryview) -> None:
-        """Fetch the chunks that an earlier process of this node did not get."""
+        """Fetch the chunks that an earlier process of this node did not receive."""
         lacking = await offload(partial(missing, upload.result.model, buffer))
         self.session.fetch(upload, buffer, self.now(), lacking=lacking)
         self.wake()
 
     def _check(self, upload: UploadArrived) -> None:
-        """Decode an upload and accept it if it is sound; a small one at once, without a task."""
+        """Decode an upload and accept it if it is valid; a small one at once, without a task."""
         if not self.session.coordinator.is_announced(upload.child, upload.result.key):
-            return  # the round has ended, and with it what its models are against
+            return  # the round has ended, and with it the references of its deltas
         layout, row = self._require_layout(), self._uploads.array[self._places[upload.child]]
         buffer, reference = self._buffers[upload.child], upload.result.model.reference
         decode = self.models.decoder(layout, buffer, row, reference=reference)
@@ -351,7 +350,7 @@ class ParentEndpoint(Endpoint):
 
     @contextmanager
     def _judging(self, upload: UploadArrived) -> Iterator[None]:
-        """Accept an upload whose decoding, the body, succeeds, and refuse it with the reason where it fails."""
+        """Accept an upload if its decoding, the body, succeeds; else refuse it with the reason."""
         try:
             yield
         except FedstrataError as error:
@@ -373,7 +372,7 @@ class ParentEndpoint(Endpoint):
 
     def _require_layout(self) -> ModelLayout:
         if self._layout is None:
-            raise AssertionError("set_layout comes before the first round")
+            raise AssertionError("call set_layout before the first round")
         return self._layout
 
 

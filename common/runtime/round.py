@@ -1,4 +1,4 @@
-"""A round's outcome."""
+"""The result of a round."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from common.protocol.timeline import Timeline
 
 @dataclass(frozen=True, slots=True)
 class ClosedRound:
-    """A closed round, its children in the order in which their models were given.
+    """A closed round, its children in the order of their models.
 
-    `results`: of those that answered, in that order. `uploads`: their models in rows of their own, valid until the
-    next round is opened.
+    `results`: those of the children that answered, in that order. `uploads`: their models, in rows that are valid until
+    the next round opens.
     """
 
     results: Mapping[str, Result]
@@ -27,6 +27,6 @@ class ClosedRound:
 
     @property
     def models(self) -> dict[str, Row]:
-        """Return the row of each child that answered."""
+        """The flat model of each child that answered."""
         uploads = self.uploads
         return {uploads.children[k]: uploads.rows_K[k] for k in uploads.answered}

@@ -1,4 +1,4 @@
-"""A run's roles as Prometheus' service discovery wants them, and the address under which this machine is reached."""
+"""A run's scrape targets for Prometheus' service discovery, and the address of this machine."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ EVERYWHERE: Final = ("", "0.0.0.0", "::")
 def discovery(
     targets: Targets, devices: Mapping[str, Sequence[str]], *, cloud: str, run: str
 ) -> list[dict[str, object]]:
-    """Return the run's scrape targets as Prometheus' HTTP service discovery reads them, one for each address.
+    """Return the run's scrape targets in the format of Prometheus' HTTP service discovery, one per address.
 
-    `devices`: those of each institution; of others nobody may speak. The labels are those that all nodes at the
-    address share: a process of several devices is one target, and its metrics say themselves whose they are.
+    `devices`: the devices of each institution; reports of other devices are ignored. The labels are those that all
+    nodes at the address share: a process with several devices is one target, and its metrics have the devices' labels.
     """
     nodes: dict[str, list[Node]] = defaultdict(list)
     nodes[cloud].append(("cloud", "", ""))
@@ -35,8 +35,8 @@ def discovery(
 def reachable(host: str, broker: tuple[str, int]) -> str:
     """Return the address to publish for a server that listens on `host`.
 
-    Where that is all addresses, it is the one from which this machine's packets to the broker leave; to find out, none
-    is sent.
+    For a wildcard address it is the source address of this machine's packets to the broker; no packet is sent to find
+    it.
     """
     if host not in EVERYWHERE:
         return f"[{host}]" if ":" in host else host

@@ -1,4 +1,4 @@
-"""What a child makes of a task, and what it costs."""
+"""The result of a child's task."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from common.runtime.arriving import Arriving
 
 @dataclass(frozen=True, slots=True)
 class WorkResult:
-    """What a task's work made of a model: a row, uint8 [row_bytes], and what it cost. Seconds by this node's clock.
+    """The result of a task: a flat model, uint8 [row_bytes], and its costs. Seconds by this node's clock.
 
     For `path_steps` (None: as `steps`), `plans` and `path` see the message Result.
     """
@@ -34,7 +34,7 @@ class WorkResult:
     path: TrainingPath = TrainingPath.NONE
 
     def result(self, task: Task, model: Manifest, inline: bytes | None = None) -> Result:
-        """Return the message that announces it, `model` being the blob of its row."""
+        """Return the result announcement; `model` is the manifest of the row's blob."""
         return Result(
             task.key, model, inline, self.samples, float(self.loss), self.epochs, self.steps,
             self.steps if self.path_steps is None else self.path_steps,

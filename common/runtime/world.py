@@ -1,6 +1,6 @@
-"""What an agent takes from outside its process, as one argument: real by default, simulated in `deploy/simulation`.
+"""The environment of an agent as one argument: real by default, simulated in `deploy/simulation`.
 
-Monotonic time and work in threads are not here: both belong to the event loop.
+Monotonic time and threads are not included: both belong to the event loop.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Received = Callable[[str, bytes, bool], None]
 
 
 class Connection(Protocol):
-    """An MQTT connection that is opened again when it breaks; see `common.net.connection.BrokerConnection`."""
+    """An MQTT connection that is restored when it breaks; see `common.net.connection.BrokerConnection`."""
 
     address: BrokerAddress
     reconnects: int
@@ -35,13 +35,13 @@ class Connection(Protocol):
         """Whether the broker is connected."""
 
     async def run(self, *, connect_timeout_s: float) -> None:
-        """Keep the connection until cancelled. Raises ConnectionFailed if it was never made in time."""
+        """Keep the connection until cancelled. Raises ConnectionFailed if it was not made in time."""
 
     def publish(self, topic: str, body: bytes, *, qos: int, retain: bool = False) -> None:
-        """Send a message, or drop it if there is no connection."""
+        """Publish a message, or drop it without a connection."""
 
     def publish_body(self, topic: str, body: Body, *, done: Callable[[], None]) -> None:
-        """Send a large message at QoS 0; `done` is called once its memory may be written again."""
+        """Publish a large message at QoS 0; `done` is called when its memory may be overwritten."""
 
     def subscribe(
         self,
@@ -62,7 +62,7 @@ class Connection(Protocol):
 
 
 class World(Protocol):
-    """The surroundings of one process."""
+    """The environment of one process."""
 
     def connection(
         self,
@@ -86,10 +86,10 @@ class World(Protocol):
         """Return random bytes as hexadecimal digits."""
 
     def wall(self) -> float:
-        """Return this machine's time of day, in Unix seconds."""
+        """Return this machine's wall-clock time in Unix seconds."""
 
     def noise(self, nbytes: int) -> bytes:
-        """Return bytes that do not compress."""
+        """Return incompressible bytes."""
 
 
 class RealWorld:
@@ -98,7 +98,7 @@ class RealWorld:
     connection = staticmethod(BrokerConnection)
 
     async def packet_limit(self, address: BrokerAddress) -> int | None:
-        """Ask the broker over a connection of its own."""
+        """Ask the broker over a separate connection."""
         return await packet_limit(address)
 
     def token(self, nbytes: int) -> str:
@@ -118,7 +118,7 @@ REAL: Final = RealWorld()
 
 
 def new_session(world: World = REAL) -> str:
-    """Return an id for this process's life."""
+    """Return an id for this process."""
     return world.token(8)
 
 

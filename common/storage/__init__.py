@@ -1,1 +1,1 @@
-"""What outlives a process: models in files, and the state of aggregation rules."""
+"""Persistent data: models in files, and the state of aggregation rules."""

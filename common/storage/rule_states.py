@@ -1,4 +1,4 @@
-"""A rule's state on disk: a folder for each, which is there whole or not at all."""
+"""A rule's states on disk: one folder per state, complete or absent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FACTS: Final = "facts.json"
 
 
 def write(folder: Path, name: str, save: Callable[[Path], Mapping[str, object]]) -> None:
-    """Let `save` write into a fresh folder, which takes this name when all is there, with the facts it returns."""
+    """Call `save` with a new folder, add the facts it returns, and rename the folder to `name` when it is complete."""
     partial = folder / f"{name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -24,17 +24,17 @@ def write(folder: Path, name: str, save: Callable[[Path], Mapping[str, object]])
 
 
 def latest(folder: Path, name: str) -> Path | None:
-    """Return the last state, by name, that is not beyond this name; None where there is none."""
+    """Return the last state whose name is not greater than this name; None if there is none."""
     return max((path for path in _whole(folder) if path.name <= name), default=None)
 
 
 def read(state: Path, restore: Callable[[Path, Mapping[str, object]], None]) -> None:
-    """Hand a state's folder and facts to `restore`."""
+    """Call `restore` with a state's folder and facts."""
     restore(state, json.loads((state / FACTS).read_text(encoding="utf-8")))
 
 
 def prune(folder: Path, *, keep: int) -> None:
-    """Remove all states but the last, by name."""
+    """Remove all states but the last `keep`, by name."""
     for old in sorted(_whole(folder))[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
 

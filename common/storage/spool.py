@@ -1,8 +1,8 @@
-"""Where models are assembled: memory, or files that outlive the process.
+"""Memory for assembling models: heap memory, or files that outlive the process.
 
-A node that is killed in the middle of a transfer finds its chunks again: the file is scanned against the manifest's
-digests, so no index is kept and nothing in it need be trusted. The kernel keeps the files in its page cache and may
-write them out when memory is short, where rows of memory would have to fit.
+A node that is killed during a transfer finds its chunks again: the file is checked against the manifest's digests, so
+there is no index and the file need not be trusted. The kernel keeps the files in its page cache and may write them to
+disk when memory is short, whereas heap memory must fit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger("fedstrata.spool")
 
 
 class Rows:
-    """Memory for K models: `array`, uint8 [K, row_bytes], each row contiguous and, in a file, on a page of its own."""
+    """Memory for K models: `array`, uint8 [K, row_bytes], each row contiguous; in a file each begins on a new page."""
 
     def __init__(
         self,
@@ -42,15 +42,15 @@ class Rows:
         self._found = set(found)
 
     def take_found(self, place: int) -> bool:
-        """Return, once, whether an earlier process may have left parts of a model in this row."""
+        """Return, once per row, whether an earlier process may have left chunks of a model in this row."""
         found = place in self._found
         self._found.discard(place)
         return found
 
     def release(self, place: int | None = None) -> None:
-        """Let go of the memory of one row, or of all, that a file keeps, unless all of them may stay resident.
+        """Release the resident memory of one row, or of all rows, of a file; do nothing if all rows may stay resident.
 
-        What is read again comes back from the file.
+        The rows are read from the file again when needed.
         """
         if self._mapped is None or not self._releasable:
             return
@@ -60,16 +60,16 @@ class Rows:
 
 
 class Spool:
-    """One node's files in one run, or, where `folder` is None, memory only."""
+    """One node's files in one run; only memory if `folder` is None."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
 
     @classmethod
     def open(cls, root: Path | None, *, run: str, node: str) -> Spool:
-        """Take up a node's files, and remove those that nobody came back for in a week; without a root, use memory.
+        """Open a node's files, and remove files that nobody used for a week; without a root, use memory.
 
-        Raises InvalidExperiment where `root` cannot be written.
+        Raises InvalidExperiment if `root` cannot be written.
         """
         if root is None:
             return cls(None)
@@ -87,9 +87,9 @@ class Spool:
         return cls(folder)
 
     def rows(self, name: str, count: int, row_bytes: int, *, resident_bytes: float = 0.0) -> Rows:
-        """Return rows for models, in a file of this name where there is a folder; so many bytes may stay resident.
+        """Return rows for models, in a file of this name if there is a folder; `resident_bytes` may stay resident.
 
-        Falls back to memory, with a warning, where the disk has no room.
+        Falls back to memory, with a warning, if the disk is full.
         """
         if self._folder is None or count == 0:
             return Rows(np.empty((count, row_bytes), np.uint8))
@@ -111,20 +111,20 @@ class Spool:
         return Rows(array, mapped, range(count) if found else (), resident_bytes)
 
     def memory(self, name: str, count: int, *, row_bytes: int, resident_mb: float) -> npt.NDArray[np.uint8]:
-        """Return rows for models that are at work, uint8 [count, row_bytes]: a file's where they are too many."""
+        """Return rows for models in use, uint8 [count, row_bytes]; in a file if they exceed `resident_mb`."""
         if count * row_bytes <= 1e6 * resident_mb:
             return np.empty((count, row_bytes), np.uint8)
         return self.rows(name, count, row_bytes).array
 
     def folder(self, name: str) -> Path | None:
-        """Return where to keep what outlives the process, None where nothing does."""
+        """Return the folder for persistent data, None if there is none."""
         return None if self._folder is None else self._folder / name
 
     def close(self) -> None:
-        """Remove the files: the run is over. Rows in use stay readable."""
+        """Remove the files at the end of the run. Rows in use stay readable."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             try:
                 self._folder.parent.rmdir()
             except OSError:
-                pass  # other nodes of the run are still there
+                pass  # other nodes of the run still have files
