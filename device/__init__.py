@@ -1,1 +1,1 @@
-"""The device: local training, and its turn on an accelerator."""
+"""The device agent: local training, and its use of accelerators."""

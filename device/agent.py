@@ -1,4 +1,4 @@
-"""The device: waits for the experiment, then trains what its institution wishes."""
+"""The device agent: waits for an experiment, then trains each model that the institution assigns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from common.runtime.lifecycle import live
 from common.runtime.work import Report, WorkResult
 from common.runtime.world import REAL, World, new_session
 from common.storage.spool import Spool
-from device.emulation import keep
+from device.emulation import emulate
 from device.jobs import Prepared, TrainingPool
 from device.training.work import result_of, round_of
 
@@ -34,7 +34,7 @@ WAITING_S = 1.0
 
 
 class DeviceAgent:
-    """One device. It is told only its broker, its name and its institution.
+    """One device, which initially knows only its broker, its name and its institution.
 
     `allow_models`: the packages whose models an experiment may name.
     """
@@ -68,7 +68,7 @@ class DeviceAgent:
         self._labels = ("device", institution, name)
 
     async def run(self) -> None:
-        """Take part in one run, to its end; in another one where its institution went on to that.
+        """Take part in one run until its end; follow the institution to another run.
 
         Raises FedstrataError.
         """
@@ -85,7 +85,7 @@ class DeviceAgent:
     async def _take_part(self, found: Found) -> None:
         run = found.run
         experiment = parse(found.announcement.experiment)
-        self._check_home(experiment)  # before anybody knows this name
+        self._check_home(experiment)  # before this node publishes its name
         session = new_session(self._world)
         identity = Identity(run, self._name, "device", session, self._metrics_address, lab=self._lab)
         spool = Spool.open(self._spool, run=run, node=self._name)
@@ -123,8 +123,8 @@ class DeviceAgent:
             raise InvalidExperiment(
                 "model.name",
                 experiment.model.name,
-                f"this host makes another model of it than the cloud ({prepared.layout.digest}, {theirs.digest})",
-                "Run one release of fedstrata, and of the model's package, everywhere.",
+                f"this host builds another model than the cloud ({prepared.layout.digest}, {theirs.digest})",
+                "Use one release of fedstrata, and of the model's package, everywhere.",
             )
         up.set_state(NodeState.READY, samples=prepared.samples)
         out, rounds = prepared.layout.empty(), experiment.institution.rounds
@@ -132,15 +132,15 @@ class DeviceAgent:
 
         async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
             row, since = await model.whole(), up.now()
-            answer = await self._train(task, row, out, rounds=rounds, report=report)
-            answer = await keep(machine, answer, since=since, report=report)
-            self._metrics.phase_seconds.labels(*self._labels, "pause").inc(answer.pause_s)
-            return answer
+            result = await self._train(task, row, out, rounds=rounds, report=report)
+            result = await emulate(machine, result, since=since, report=report)
+            self._metrics.phase_seconds.labels(*self._labels, "pause").inc(result.pause_s)
+            return result
 
         await up.serve(prepared.layout, work)
 
     async def _prepare(self, up: ChildEndpoint, experiment: Experiment) -> Prepared:
-        """Prepare, and report meanwhile how far this process's preparations are."""
+        """Prepare, and meanwhile report the progress of this process's preparations."""
 
         async def report() -> None:
             while True:
@@ -166,28 +166,28 @@ class DeviceAgent:
             )
 
     async def _train(self, task: Task, row: Row, out: Row, *, rounds: int, report: Report) -> WorkResult:
-        def train_aloud(done: int, total: int) -> None:
+        def report_training(done: int, total: int) -> None:
             waiting.cancel()
             report(Phase.TRAINING, done, total)
 
-        async def wait_aloud() -> None:
+        async def report_waiting() -> None:
             while True:
                 report(Phase.WAITING, self._training.moves, 0)
                 await asyncio.sleep(WAITING_S)
 
-        waiting = asyncio.create_task(wait_aloud(), name=f"{self._name} waits")
+        waiting = asyncio.create_task(report_waiting(), name=f"{self._name} waits")
         try:
-            result = await self._training.train(
-                row, out, epochs=task.epochs, local_round=round_of(task, rounds=rounds), progress=train_aloud
+            trained = await self._training.train(
+                row, out, epochs=task.epochs, local_round=round_of(task, rounds=rounds), progress=report_training
             )
         finally:
             waiting.cancel()
-        answer = result_of(task, out, result)
+        result = result_of(task, out, trained)
         self._metrics.closed(self._labels)
-        self._metrics.steps.labels(*self._labels).inc(answer.steps)
-        self._metrics.train_loss.labels(*self._labels).set(answer.loss)
+        self._metrics.steps.labels(*self._labels).inc(result.steps)
+        self._metrics.train_loss.labels(*self._labels).set(result.loss)
         self._metrics.epochs.labels(*self._labels).set(task.epochs)
-        self._metrics.phase_seconds.labels(*self._labels, "train").inc(answer.train_s)
-        self._metrics.phase_seconds.labels(*self._labels, "wait").inc(answer.wait_s)
-        self._metrics.phase_seconds.labels(*self._labels, "stack").inc(result.wall_s)
-        return answer
+        self._metrics.phase_seconds.labels(*self._labels, "train").inc(result.train_s)
+        self._metrics.phase_seconds.labels(*self._labels, "wait").inc(result.wait_s)
+        self._metrics.phase_seconds.labels(*self._labels, "stack").inc(trained.wall_s)
+        return result

@@ -1,4 +1,4 @@
-"""What a device asks of the pool of its process and what it gets: records without torch."""
+"""Requests of a device to the pool of its process, and their results: records without torch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Progress: TypeAlias = Callable[[int, int], None]
 
 
 class Cancelled(Exception):
-    """The training was called off: its result is no longer wanted."""
+    """The training was cancelled: its result is no longer wanted."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalResult:
-    """What one local round gave: `loss` is the sample-weighted mean over its last epoch.
+    """The result of one local round: `loss` is the sample-weighted mean over its last epoch.
 
-    `train_s` are the seconds of the training alone, `wait_s` all others between asking for it and having it.
-    In a stack `train_s` is the device's share, and `wall_s` the seconds from the stack's start to this result.
+    `train_s` are the seconds of the training itself, `wait_s` all other seconds between the request and the result. In
+    a stack `train_s` is the device's share, and `wall_s` the seconds from the stack's start to this result.
     """
 
     samples: int
@@ -42,7 +42,7 @@ Ending: TypeAlias = LocalResult | FedstrataError | Cancelled
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A device's model layout, the number of its training samples, and the digest of the split as its files give it."""
+    """A device's model layout, the number of its training samples, and the digest of the split of its files."""
 
     layout: ModelLayout
     samples: int
@@ -53,7 +53,7 @@ class Prepared:
 class Order:
     """Train the model in `row` for `epochs` and write it into `out`, both uint8 [row_bytes].
 
-    `progress(steps_done, steps_total)` is called where the training runs.
+    `progress(steps_done, steps_total)` is called in the thread of the training.
     """
 
     row: Row
@@ -66,7 +66,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class HostedDevice:
-    """A device in its experiment, whose `digest` is computed once."""
+    """A device in its experiment, with the experiment's `digest`, computed once."""
 
     experiment: Experiment
     digest: str
@@ -75,48 +75,48 @@ class HostedDevice:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PoolRequest:
-    """A device that is to be prepared; `answer` gets Prepared, or the error. `place`: its number in this process."""
+    """A request to prepare a device; `outcome` gets Prepared, or the error. `place`: its number in this process."""
 
     device: HostedDevice
     place: int
     outcome: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def finish(self, result: LocalResult | Prepared) -> None:
-        """Give the answer."""
+        """Set the result."""
         if not self.outcome.done():
             self.outcome.set_result(result)
 
     def fail(self, error: Exception) -> None:
-        """Say why there is none."""
+        """Set the error."""
         if not self.outcome.done():
             self.outcome.set_exception(error)
-            self.outcome.exception()  # whoever asked may have left
+            self.outcome.exception()  # retrieve it: the caller may have left
 
     def cancel(self) -> None:
-        """Call it off: nobody wants the answer any more."""
+        """Cancel the request: nobody waits for the outcome any more."""
         self.outcome.cancel()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Job(PoolRequest):
-    """A training; `answer` gets a LocalResult, or the error. Until then the order's rows are not the device's."""
+    """A training request; `outcome` gets a LocalResult, or the error. Until then the pool uses the order's rows."""
 
     order: Order
     on_cancel: Callable[[], None] = lambda: None
 
     def end(self, how: Ending) -> None:
-        """Give the answer, or say why there is none."""
+        """Set the result or the error."""
         if isinstance(how, LocalResult):
             self.finish(how)
         else:
             self.fail(how)
 
     def alike(self, other: PoolRequest) -> bool:
-        """Return whether the other is a training of the same model, so that one stack can hold both."""
+        """Return whether the other is a training of the same model, so that one stack can have both."""
         return isinstance(other, Job) and self.device.digest == other.device.digest
 
     def cancel(self) -> None:
-        """Call it off: it ends between two steps, with an answer."""
+        """Cancel the training: it ends between two steps, with an outcome."""
         self.order.cancelled.set()
         self.on_cancel()
 
@@ -126,7 +126,7 @@ class PoolMember(Protocol):
 
     @property
     def moves(self) -> int:
-        """A count that grows while any training of the pool does."""
+        """A count that grows while any training of the pool makes progress."""
 
     async def prepare(self, experiment: Experiment) -> Prepared:
         """Join an experiment. Raises InvalidExperiment, RunFailed."""
@@ -136,7 +136,7 @@ class PoolMember(Protocol):
 
 
 class TrainingPool(Protocol):
-    """What a device agent asks of a pool; see `device.pool.pool.Pool`."""
+    """Interface between a device agent and its pool; see `device.pool.pool.Pool`."""
 
     def member(self, node: str) -> PoolMember:
         """Add a device."""

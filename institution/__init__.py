@@ -1,1 +1,1 @@
-"""The institution: a participant upward and a coordinator downward."""
+"""The institution: a child of the cloud and the parent of its devices."""

@@ -1,4 +1,4 @@
-"""The institution: a child of the cloud and the parent of its devices, joined by a few lines."""
+"""The institution agent: a child of the cloud and the parent of its devices."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from institution.rounds import LocalRounds
 FAREWELL_S = 5.0
 REPORT_S = 1.0
 NO_DEVICE = "no device is present"
-NO_DEVICE_S = 5.0  # before it is reported; a broker that restarts loses them all for a moment
+NO_DEVICE_S = 5.0  # before it is reported; a broker that restarts loses all devices for a moment
 
 log = logging.getLogger("fedstrata.institution")
 
@@ -63,7 +63,7 @@ class InstitutionAgent:
         self._world = world
 
     async def run(self) -> None:
-        """Take part in one run, to its end; in another one where the cloud went on to that. Raises FedstrataError."""
+        """Take part in one run until its end; follow the cloud to another run. Raises FedstrataError."""
         await join(
             self._cloud_broker,
             self._name,
@@ -143,7 +143,7 @@ class InstitutionAgent:
 
     @staticmethod
     async def _prepare(up: ChildEndpoint, down: ParentEndpoint, experiment: Experiment) -> bool:
-        """Gather the devices and measure their links; report meanwhile how far that is, and whom it waits for."""
+        """Gather the devices and calibrate their links; report the progress, and which devices it waits for."""
         waits_for = ""
 
         def waiting(text: str) -> None:
@@ -168,7 +168,7 @@ class InstitutionAgent:
     async def _pass_targets_on(up: ChildEndpoint, down: ParentEndpoint) -> None:
         """Publish the devices' /metrics addresses with this node's presence, on both brokers.
 
-        Where both are one broker, the last presence of either is the node's.
+        If both are one broker, the last presence of either endpoint is the node's.
         """
         while True:
             targets = await down.targets_changed()
@@ -186,7 +186,7 @@ class InstitutionAgent:
 
 
 class _OwnPresence:
-    """What an institution publishes of itself on both brokers: `reason` is set while none of its devices is there."""
+    """An institution's own state on both brokers; `reason` is set while none of its devices is present."""
 
     def __init__(self, name: str, up: ChildEndpoint, down: ParentEndpoint) -> None:
         self.reason = ""
@@ -197,7 +197,7 @@ class _OwnPresence:
         self.look()
 
     def look(self) -> None:
-        """Publish that no device is there, once none has been for `NO_DEVICE_S`; and that one is again."""
+        """Publish that no device is present, after `NO_DEVICE_S` without any, and that one is present again."""
         if not self._down.session.present():
             if self._timer is None and not self.reason:
                 self._timer = asyncio.get_running_loop().call_later(NO_DEVICE_S, self._report)
@@ -214,7 +214,7 @@ class _OwnPresence:
             endpoint.set_state(state, reason=self.reason, samples=samples)
 
     def close(self) -> None:
-        """Report nothing any more."""
+        """Stop reporting."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

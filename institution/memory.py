@@ -1,7 +1,7 @@
-"""What an institution's rule remembers from one global round to the next, on disk where there is a folder.
+"""The state of an institution's rule between global rounds, on disk if there is a folder.
 
-The cloud may ask for a global round again: after a restart it goes on from its last checkpoint, and an institution that
-was killed begins its global round anew. The rule must then stand as it stood before that global round.
+The cloud may repeat a global round: after a restart it continues from its last checkpoint, and a killed institution
+starts its global round again. The rule must then have the state it had before that global round.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Memory:
         self._kept = kept
         self._must_remember = must_remember
         self._rule = build()
-        self._stands: int | None = None  # before this global round at the earliest; None: we do not know, or amid one
+        self._stands: int | None = None  # the state precedes this global round; None: unknown, or within a round
 
     def before(self, global_round: int) -> Aggregator:
-        """Return the rule as it stood before a global round, about to play it. Raises RunFailed."""
+        """Return the rule with its state before a global round, about to run it. Raises RunFailed."""
         if self._remembers and (self._stands is None or self._stands > global_round):
             self._rule = self._build()
             if global_round > 0:
@@ -52,7 +52,7 @@ class Memory:
         return self._rule
 
     def after(self, global_round: int) -> None:
-        """Keep the rule as it stands after a global round."""
+        """Save the rule's state after a global round."""
         self._stands = global_round + 1
         if self._remembers and self._folder is not None:
             rule_states.write(self._folder, _name(global_round + 1), self._rule.save)
@@ -69,7 +69,8 @@ class Memory:
             )
         else:
             log.warning(
-                "no global round before %d is remembered: this institution was in none, or lost it", global_round + 1
+                "no state from before global round %d: this institution was in none, or lost its state",
+                global_round + 1,
             )
 
 

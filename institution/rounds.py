@@ -1,7 +1,7 @@
-"""An institution's local rounds: tau_i rounds with its devices for each wish of the cloud.
+"""An institution's local rounds: tau_i rounds with its devices for each task of the cloud.
 
-The institution's own rule decides which model each device gets and what becomes of what they send back; the mean of
-the last round goes up. The first round starts from the cloud's model (Tempo, eqs. 4, 5 and 7 where the rule is FedAvg).
+The institution's own rule selects each device's model and aggregates the results; the mean of the last round is
+uploaded. The first round starts from the cloud's model (Tempo, eqs. 4, 5 and 7 if the rule is FedAvg).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from institution.memory import Memory
 
 
 class LocalRounds:
-    """The work of one institution; `work` answers one wish of the cloud."""
+    """The work of one institution; `work` does one task of the cloud."""
 
     def __init__(
         self,
@@ -81,10 +81,10 @@ class LocalRounds:
         return any(self._name in some for some in selected)
 
     async def work(self, task: Task, model: Arriving, report: Report) -> WorkResult:
-        """Play the rounds of one global round from the cloud's model; return the last mean.
+        """Run the local rounds of one global round from the cloud's model; return the last mean.
 
-        Where the rule only passes the model on, the first round begins at once: the devices get its chunks as they
-        come from the cloud. Raises RunFailed where an earlier global round's state is needed and gone.
+        If the rule only passes the model on, the first round begins at once: the devices get its chunks as they arrive
+        from the cloud. Raises RunFailed if the state of an earlier global round is needed and lost.
         """
         settings, seed, down = self._experiment.institution, self._experiment.seed, self._down
         self._did = {}
@@ -106,7 +106,7 @@ class LocalRounds:
                 closing=settings.closing,
                 on_progress=lambda: report(Phase.TRAINING, down.moves, 0),
             )
-            await model.whole()  # our devices may have been faster with it
+            await model.whole()  # the devices may have finished before it is decoded here
             outcome = await offload(partial(rule.aggregate, r, closed_round.uploads))
             train_s += max(result.train_s for result in closed_round.results.values())
             wait_s += max(result.wait_s for result in closed_round.results.values())
@@ -114,7 +114,7 @@ class LocalRounds:
             path_steps += max(result.path_steps for result in closed_round.results.values())
             plans.append(self._count(closed_round, outcome, epochs=task.epochs))
         await offload(partial(self._memory.after, task.key.global_round))
-        samples = sum(down.samples.values())  # n_m counts all devices, also those not selected
+        samples = sum(down.samples.values())  # n_m counts all devices, not only the selected ones
         steps = sum(report.steps for report in self._did.values())
         return WorkResult(
             rule.model, samples, outcome.loss, task.epochs, steps, train_s, wait_s, pause_s,
@@ -122,7 +122,7 @@ class LocalRounds:
         )  # fmt: skip
 
     def reports(self) -> tuple[ChildReport, ...]:
-        """Return what each device did in the last global round, with its link's bytes in the whole run."""
+        """Return each device's work in the last global round, with its link's bytes in the whole run."""
         ledger = self._down.ledger
         traffic = ledger.links()
         return tuple(
@@ -136,11 +136,11 @@ class LocalRounds:
 
     @staticmethod
     def _models(rows: Mapping[str, Row], model: Arriving) -> dict[str, Row | Arriving]:
-        """Return what each device gets; the cloud's model as it comes, if it is not whole yet."""
+        """Return each device's model: the cloud's model as it arrives, if it is not complete yet."""
         return {name: row if row is not model.row or model.complete else model for name, row in rows.items()}
 
     def _count(self, closed_round: ClosedRound, outcome: Aggregated, *, epochs: int) -> dict[str, object]:
-        """Count a round's work, and return what its aggregation decided."""
+        """Count a round's work, and return the decisions of its aggregation."""
         for name, result in closed_round.results.items():
             self._down.samples[name] = result.samples
             before = self._did.get(name, ChildReport(name))

@@ -144,7 +144,7 @@ def at_a_pace(
         loop = asyncio.get_running_loop()
         start = loop.time()
         keeping = asyncio.create_task(
-            emulation.keep(machine, answer, since=start + since, report=lambda *words: told.append(words))
+            emulation.emulate(machine, answer, since=start + since, report=lambda *words: told.append(words))
         )
         if cancel_after_s is not None:
             await asyncio.sleep(cancel_after_s)

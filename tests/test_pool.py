@@ -254,7 +254,7 @@ def test_an_accelerator_that_is_not_there_is_refused_at_the_start() -> None:
 
     for accelerator in ("cuda:7", "mps", "CPU", "cuda:-1", ""):
         with pytest.raises(
-            InvalidExperiment, match=rf"--accelerator = '{accelerator}'.*It has cpu, cuda:0; or say auto"
+            InvalidExperiment, match=rf"--accelerator = '{accelerator}'.*It has cpu, cuda:0; or use auto"
         ):
             asyncio.run(play(accelerator))
     with pytest.raises(InvalidExperiment, match="It has cpu;"):

@@ -210,7 +210,7 @@ def test_bits_do_not_depend_on_who_trains_at_the_same_time() -> None:
 def test_devices_share_the_images() -> None:
     lab = experiment()
     first, second = make(lab), make(lab, "device-1")
-    assert first._prepared.part.images.data_ptr() == second._prepared.part.images.data_ptr()
+    assert first._prepared.local.images.data_ptr() == second._prepared.local.images.data_ptr()
 
 
 def test_compute_threads_are_one() -> None:
@@ -428,7 +428,7 @@ def test_devices_with_copies_of_one_set_split_it_alike(tmp_path: Path) -> None:
         for root in (tmp_path / "cloud", tmp_path / "{node}")
     )
     for node in ("device-0", "device-1"):
-        assert torch.equal(make(shared, node)._prepared.part.samples, make(own, node)._prepared.part.samples)
+        assert torch.equal(make(shared, node)._prepared.local.samples, make(own, node)._prepared.local.samples)
 
 
 @pytest.mark.slow

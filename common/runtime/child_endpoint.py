@@ -97,7 +97,7 @@ class ChildEndpoint(Endpoint):
         self._decoding: asyncio.Task[None] | None = None
         self._inbox = np.empty(0, np.uint8)
         self._model: Arriving | None = None
-        self._answered: tuple[Manifest, Row] | None = None
+        self._result_model: tuple[Manifest, Row] | None = None
         self._over: asyncio.Future[RunEnded] = asyncio.get_running_loop().create_future()
         self._goodbye = asyncio.Event()
 
@@ -213,12 +213,12 @@ class ChildEndpoint(Endpoint):
 
     async def _do(self, task: Task, layout: ModelLayout, row: Row, work: Work) -> None:
         session = self.session
-        if self._answered is not None:
-            self.retire(self._answered[0].blob)  # its row will be overwritten
-            self.models.release(self._answered[0].blob)
+        if self._result_model is not None:
+            self.retire(self._result_model[0].blob)  # its row will be overwritten
+            self.models.release(self._result_model[0].blob)
         self.probes.end()
         model = await self._fetch(task, layout, row)
-        self._answered = None
+        self._result_model = None
 
         def report(phase: Phase, done: int, total: int) -> None:
             if model.complete:  # before that, the progress of the fetch counts
@@ -226,7 +226,7 @@ class ChildEndpoint(Endpoint):
                 self.wake()
 
         try:
-            answer = await work(task, model, report)
+            result = await work(task, model, report)
             await model.whole()  # this node's children may have finished before
         except ModelUnavailable as error:
             self.refusals.append(str(error))
@@ -238,11 +238,11 @@ class ChildEndpoint(Endpoint):
             await _stop(self._decoding)  # it writes the row
         reference = DeltaReference(task.model.blob, row) if self.models.sent.delta else None
         manifest, blob = await self.models.encode(
-            layout, answer.row, cut=session.offers.cut(session.peers), reference=reference
+            layout, result.row, cut=session.offers.cut(session.peers), reference=reference
         )
         inline = session.offers.offer(manifest, blob, session.peers)
-        self._answered = manifest, answer.row
-        session.finish(answer.result(task, manifest, inline), self.now())
+        self._result_model = manifest, result.row
+        session.finish(result.announcement(task, manifest, inline), self.now())
         self.wake()
 
     async def _fetch(self, task: Task, layout: ModelLayout, row: Row) -> Arriving:
@@ -274,8 +274,8 @@ class ChildEndpoint(Endpoint):
         lacking = np.ones(manifest.chunks, np.bool_)
         if last is not None and last.lacking.shape == lacking.shape:
             lacking &= ~shared(manifest, last.manifest) | last.lacking
-        if self._answered is not None and self.models.sent.is_row:
-            own, row = self._answered
+        if self._result_model is not None and self.models.sent.is_row:
+            own, row = self._result_model
             for index in np.flatnonzero(lacking & shared(manifest, own)).tolist():
                 buffer[manifest.span(index)] = row.data[manifest.span(index)]
                 lacking[index] = False

@@ -33,7 +33,7 @@ class WorkResult:
     plans: Sequence[Mapping[str, object]] = ()
     path: TrainingPath = TrainingPath.NONE
 
-    def result(self, task: Task, model: Manifest, inline: bytes | None = None) -> Result:
+    def announcement(self, task: Task, model: Manifest, inline: bytes | None = None) -> Result:
         """Return the result announcement; `model` is the manifest of the row's blob."""
         return Result(
             task.key, model, inline, self.samples, float(self.loss), self.epochs, self.steps,

@@ -123,7 +123,7 @@ class Calls:
             task = Task(Key(1, global_round, local_round), epochs[name], self._manifest, None)
             answer = await self._children[name](task, self._here(row), partial(self._moved, on_progress))
             try:
-                result = answer.result(task, self._manifest)
+                result = answer.announcement(task, self._manifest)
                 check_report(result)
                 upload, nbytes = self._carry(self._up, answer.row, reference=row)
                 self._account.add(name, "received", message=nbytes, model=nbytes)

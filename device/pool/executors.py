@@ -1,4 +1,4 @@
-"""Where the jobs of a pool are trained: the face that all such places have, and a thread of this process."""
+"""Executors of a pool's jobs: their interface, and a thread of this process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Executor(Protocol):
-    """Trains jobs on its accelerator, at most `most` at once: more than one where it makes a stack of alike jobs."""
+    """Trains jobs on its accelerator, at most `most` at once; more than one if it stacks similar jobs."""
 
     path: TrainingPath
     accelerator: str
@@ -34,14 +34,14 @@ class Executor(Protocol):
         """Return a device's facts. Raises InvalidExperiment, RunFailed."""
 
     async def train(self, jobs: Sequence[Job]) -> None:
-        """Answer each of the jobs, or raise FedstrataError, which answers those that are left."""
+        """Set the outcome of each job, or raise FedstrataError, which becomes the outcome of the remaining jobs."""
 
     async def close(self) -> None:
-        """Give back what was taken; jobs under way are lost."""
+        """Release all resources; jobs under way are lost."""
 
 
 class Thread:
-    """A thread of this process, which so holds torch: for a machine that has not the memory for two processes."""
+    """A thread of this process, which then imports torch: for machines without the memory for two processes."""
 
     path = TrainingPath.IN_PROCESS
 
@@ -52,7 +52,7 @@ class Thread:
 
     @property
     def most(self) -> int:
-        """Return how many jobs may go together."""
+        """The number of jobs that may be trained together."""
         return most_together(self.accelerator)
 
     async def start(self) -> Sequence[str]:
@@ -90,7 +90,7 @@ class Thread:
 
     def _start(self) -> Sequence[str]:
         from device.pool.trainers import Trainers
-        from device.training.computing import accelerators  # torch: seconds, and 250 MB
+        from device.training.computing import accelerators  # imports torch: seconds, and 250 MB
 
         self._made = Trainers()
         there: Sequence[str] = accelerators()
@@ -98,7 +98,7 @@ class Thread:
 
 
 def _from_thread(order: Order) -> Order:
-    """Return the order with progress that is told from another thread."""
+    """Return the order with progress reported from another thread."""
     loop, progress = asyncio.get_running_loop(), order.progress
 
     def report(done: int, of: int) -> None:

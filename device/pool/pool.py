@@ -1,7 +1,8 @@
-"""The trainings of all devices of one process: a queue, and the executors that work on it.
+"""The trainings of all devices of one process: a queue, and the executors that process it.
 
-Devices ask and await; nothing here computes, so their connections stay alive. One training at a time runs in a thread
-of this process; where more run at once, each has a worker process, and this one never loads torch.
+Devices submit requests and await their outcomes. Nothing here computes, so the devices' connections stay alive. A
+single training at a time runs in a thread of this process. For more, each executor has a worker process, and this
+process never imports torch.
 """
 
 from __future__ import annotations
@@ -23,20 +24,19 @@ from device.pool.executors import Executor, Thread
 from device.pool.worker_process import Worker
 from device.vmapped.gathering import gather
 
-HARMLESS: Final = ("cpu", "auto")  # which every machine has
+EVERYWHERE: Final = ("cpu", "auto")  # accelerators that every machine has
 
 
 def cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Pool:
-    """An asynchronous context: the executors run inside it. `moves` grows as any training does.
+    """An asynchronous context in which the executors run. `moves` grows with the progress of any training.
 
-    `slots` trainings run at once, by default one on each GPU of `accelerator`, or on each core that this process may
-    use. Never more than there are `devices`. First come, first served; with several GPUs each has its share of the
-    devices.
+    `slots` trainings run at once, by default one per GPU of `accelerator`, or per core that this process may use, and
+    never more than there are `devices`. First come, first served; with several GPUs each has its share of the devices.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class Pool:
         self._failure: Exception | None = None
 
     async def __aenter__(self) -> Self:
-        """Begin to start the executors. Raises InvalidExperiment where there is no such accelerator."""
+        """Start the executors. Raises InvalidExperiment if there is no such accelerator."""
         opening = asyncio.create_task(self._open(), name="pool")
         self._serving.append(opening)
-        if self._accelerator not in HARMLESS:
+        if self._accelerator not in EVERYWHERE:
             try:
                 await asyncio.wait((opening,))
                 opening.result()
@@ -75,25 +75,25 @@ class Pool:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """End the executors, and what is under way with them."""
+        """End the executors and their work."""
         for task in self._serving:
             task.cancel()
-        await asyncio.gather(*self._serving, return_exceptions=True)  # those who waited have heard of any
+        await asyncio.gather(*self._serving, return_exceptions=True)  # waiting callers have received any error
         for executor in self._executors:
             await executor.close()
 
     @property
     def failure(self) -> Exception | None:
-        """Return why no device of this process can train; None while they can."""
+        """Why no device of this process can train; None while they can."""
         return self._failure
 
     def member(self, node: str) -> Member:
-        """Take in one of this process's devices."""
+        """Add one of this process's devices."""
         self._members += 1
         return Member(self, node, self._members - 1)
 
     async def submit(self, request: PoolRequest) -> Any:
-        """Wait for the request's answer. A caller that is cancelled still waits until its rows are its own again."""
+        """Wait for the request's outcome. A cancelled caller still waits until its rows are its own again."""
         if self._failure is not None:
             raise self._failure
         self._waiting.append(request)
@@ -109,10 +109,10 @@ class Pool:
             raise
 
     async def _open(self) -> None:
-        """Start the first executor, which knows the accelerators, and then as many as are wanted."""
+        """Start the first executor, which knows the accelerators, and then the number that is needed."""
         try:
             most = min(self._slots or cores(), self._devices)
-            # On a CPU all executors load torch at the same time.
+            # On a CPU all executors import torch at the same time.
             sure = self._accelerator == "cpu" or (self._accelerator == "auto" and not may_have_gpu())
             there = (await self._start(most if sure else 1))[0]
             self._places = choose(self._accelerator, there)
@@ -151,12 +151,12 @@ class Pool:
                     await executor.train(jobs)
                 else:
                     requests[0].finish(await executor.prepare(requests[0].device))
-            except Exception as error:  # noqa: BLE001 - whatever it is, nobody may wait for ever
+            except Exception as error:  # noqa: BLE001 - after any error nobody may wait forever
                 for request in requests:
                     request.fail(error)
 
     async def _take(self, executor: Executor) -> list[PoolRequest]:
-        """Wait for a request of the executor's accelerator; return it and, where these go together, others like it."""
+        """Wait for a request for the executor's accelerator; return it with others that can be stacked with it."""
         while not self._of(executor):
             self._came.clear()
             await self._came.wait()
@@ -164,7 +164,7 @@ class Pool:
         if most > 1 and executor.accelerator != "cpu" and isinstance(self._of(executor)[0], Job):
             await gather(self._came, lambda: len(self._of(executor)) >= most)
         mine = self._of(executor)
-        if not mine:  # another executor of this accelerator took them meanwhile, or they were called off
+        if not mine:  # another executor of this accelerator took them meanwhile, or they were cancelled
             return await self._take(executor)
         first = mine[0]
         more = [request for request in mine[1:] if isinstance(first, Job) and first.alike(request)]
@@ -174,7 +174,7 @@ class Pool:
         return taken
 
     def _of(self, executor: Executor) -> list[PoolRequest]:
-        """Return the requests that wait for a executor's accelerator."""
+        """Return the requests that wait for an executor's accelerator."""
         return [
             request
             for request in self._waiting
@@ -182,7 +182,7 @@ class Pool:
         ]
 
     def _share(self, executor: Executor) -> int:
-        """Return how many of its accelerator's devices are a executor's where all executors have as many."""
+        """Return the number of devices of an executor if all executors of its accelerator have equal shares."""
         executors = sum(other.accelerator == executor.accelerator for other in self._executors)
         places = [
             place for place in range(self._members) if self._places[place % len(self._places)] == executor.accelerator
@@ -191,7 +191,7 @@ class Pool:
 
 
 class Member:
-    """One device's end of the pool; `prepare` first, then `train` any number of times, one at a time."""
+    """One device's access to the pool; call `prepare` first, then `train` any number of times, one at a time."""
 
     def __init__(self, pool: Pool, node: str, place: int) -> None:
         self._pool = pool
@@ -201,7 +201,7 @@ class Member:
 
     @property
     def moves(self) -> int:
-        """Return what grows while any of the pool's trainings does: those that wait are alive too."""
+        """A count that grows with the progress of any of the pool's trainings: waiting devices are alive too."""
         return self._pool.moves
 
     async def prepare(self, experiment: Experiment) -> Prepared:
@@ -216,8 +216,8 @@ class Member:
     async def train(self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress) -> LocalResult:
         """Train the model in `row` for `epochs` and write it into `out`, both uint8 [row_bytes].
 
-        `row` is only read. `progress(steps_done, steps_total)` is called on the event loop, every half second and at
-        the end. Raises RunFailed, as `Trainer.train` does and where two workers were killed over it.
+        `row` is read-only. `progress(steps_done, steps_total)` is called on the event loop, every half second and at
+        the end. Raises RunFailed, as `Trainer.train` does, and if two workers were killed during it.
         """
         if self._device is None:
             raise RuntimeError("call Member.prepare first")

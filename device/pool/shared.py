@@ -1,4 +1,4 @@
-"""Memory that an agent's process and one of its workers both see: rows go through it, not through a pipe."""
+"""Memory shared by an agent's process and one of its workers: models are passed in it, not through a pipe."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _PAGE: Final = mmap.PAGESIZE
 
 
 class SharedRows:
-    """Rows in pairs, one to be read and one to be written, over a file in memory that grows as they do."""
+    """Rows in pairs, one to read and one to write, in a memory file that grows as needed."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._mapped: mmap.mmap | None = None
 
     def pairs(self, count: int, row_bytes: int) -> npt.NDArray[np.uint8]:
-        """Return the pairs, uint8 [count, 2, row_bytes], each row on pages of its own; earlier ones are void."""
+        """Return the pairs, uint8 [count, 2, row_bytes], each row on its own pages; earlier pairs become invalid."""
         stride = -(-row_bytes // _PAGE) * _PAGE
         size = 2 * count * stride
         if os.fstat(self._descriptor).st_size < size:
@@ -33,7 +33,7 @@ class SharedRows:
 
 
 def open_memory() -> int:
-    """Return the descriptor of a new file in memory, of a file on disk where the system has no such thing."""
+    """Return the descriptor of a new memory file, or of a file on disk if the system has no memory files."""
     if sys.platform == "linux":
         return os.memfd_create("fedstrata rows")
     with tempfile.TemporaryFile() as file:

@@ -1,4 +1,4 @@
-"""The trainers of one process, which train one after another, and the stacks that train several together."""
+"""The trainers of one process, which train one after another, and the stacks that train several devices together."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ KEPT_BYTES: Final = 256 << 20
 
 
 class Trainers:
-    """Makes a device's trainer when it is first needed, and again if the larger models of others took its place."""
+    """Creates a device's trainer on first use, and again if larger models of other devices replaced it."""
 
     def __init__(self) -> None:
         self._made: OrderedDict[tuple[str, str, str], Trainer] = OrderedDict()
         self._stacked: dict[str, Stacks] = {}
 
     def prepare(self, device: HostedDevice, accelerator: str) -> Prepared:
-        """Load what a device needs and return its facts. Raises InvalidExperiment."""
+        """Load a device's data and model, and return its facts. Raises InvalidExperiment."""
         trainer = self._trainer(device, accelerator)
         return Prepared(trainer.layout, trainer.samples, trainer.partition)
 
     def train(self, work: Sequence[Work], accelerator: str, done: Done) -> None:
-        """Train the models of devices of one experiment; `done` gets each one's number and how it ended.
+        """Train the models of devices of one experiment; `done` gets each one's number and outcome.
 
         Raises what `Trainer.prepare` raises.
         """
@@ -66,7 +66,7 @@ class Trainers:
             trainer.prepare()
             self._made[key] = trainer
         self._made.move_to_end(key)
-        # Making a module takes about as long as two steps of training it, so large ones need not all stay.
+        # Creating a module takes about as long as two training steps, so large ones need not all be kept.
         while len(self._made) > 1 and sum(made.layout.row_bytes for made in self._made.values()) > KEPT_BYTES:
             self._made.popitem(last=False)
         return trainer

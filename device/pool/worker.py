@@ -1,16 +1,16 @@
-"""A worker: a process that trains for the devices of another process, started by `device.pool.worker_process`.
+"""The worker process, which trains for the devices of another process; started by `device.pool.worker_process`.
 
-Standard input is a socket: a line of JSON for each request, one for each answer. Models go through the shared memory
-whose descriptor is the argument. When the agent's end of the socket closes, however that process ended, so does this.
+Standard input is a socket: a line of JSON per request and per reply. Models are passed in the shared memory whose
+descriptor is the argument. When the agent's process ends, its end of the socket closes, and the worker ends too.
 
-    {"experiment": TEXT, "digest"}            to be known from now on
+    {"experiment": TEXT, "digest"}            a new experiment
     {"prepare": DEVICE}                    -> {"layout", "samples", "partition"}
     {"train": [{"job", "device", "epochs", "round"}, ...], "row_bytes"}
                                            -> for each job {"job", "steps", "of"} ..., then {"job", "result"}
     {"cancel": JOB}
 
-A DEVICE is [digest, name, accelerator]. In place of a result comes "invalid", "failed" or "cancelled". The
-first line, unasked, has the "accelerators" of this machine.
+A DEVICE is [digest, name, accelerator]. Instead of a result a reply may have "invalid", "failed" or "cancelled". The
+first line, without a request, has the "accelerators" of this machine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class WorkerChannel:
-    """The worker's end of the socket: requests are taken in by a thread, so that a cancellation is heard at once."""
+    """The worker's end of the socket; a thread reads the requests, so that a cancellation has an effect at once."""
 
     def __init__(self, descriptor: int = 0) -> None:
         self._requests = os.fdopen(descriptor, "rb")
@@ -48,7 +48,7 @@ class WorkerChannel:
         self.cancelled: dict[int, threading.Event] = {}
 
     def listen(self) -> None:
-        """Take in requests until the agent is gone, and end the process then, whatever it does."""
+        """Read requests until the agent is gone, then end the process immediately."""
         try:
             for line in self._requests:
                 request = json.loads(line)
@@ -67,7 +67,7 @@ class WorkerChannel:
         return self._taken.get()
 
     def send(self, **facts: object) -> None:
-        """Send a line."""
+        """Send one line of JSON."""
         try:
             self._replies.write(json.dumps(facts, default=str).encode() + b"\n")
             self._replies.flush()
@@ -81,7 +81,7 @@ def main() -> None:
     channel = WorkerChannel()
     threading.Thread(target=channel.listen, daemon=True).start()
     from device.pool.trainers import Trainers
-    from device.training.computing import accelerators  # torch: seconds
+    from device.training.computing import accelerators  # imports torch: seconds
 
     trainers, rows = Trainers(), SharedRows(int(sys.argv[1]))
     experiments: dict[str, Experiment] = {}

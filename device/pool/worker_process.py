@@ -1,4 +1,4 @@
-"""A worker process from its agent's side; `device.pool.worker` is what runs there and has the protocol."""
+"""A worker process as seen by its agent; `device.pool.worker` runs in the process and documents the protocol."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from device.jobs import Cancelled, HostedDevice, Job, LocalResult, Prepared
 from device.pool.shared import SharedRows, open_memory
 from device.vmapped.gathering import most_together
 
-LINE_BYTES: Final = 1 << 24  # of an reply at most: a layout, the longest, has some 60 for each tensor
+LINE_BYTES: Final = 1 << 24  # limit of a reply: the longest, a layout, has some 60 for each tensor
 LAST_BREATH_S: Final = 5.0
 
 _T = TypeVar("_T")
 
 
 class Worker:
-    """A process that trains, and another in its place if a signal ends it, which a job survives once."""
+    """Worker process, restarted if killed; a job is retried once."""
 
     path = TrainingPath.WORKERS
 
@@ -42,17 +42,17 @@ class Worker:
         self._memory = open_memory()
         self._rows = SharedRows(self._memory)
         self._there: Sequence[str] = ()
-        self._known: set[str] = set()  # digests of the experiments that the process was told
+        self._known: set[str] = set()  # digests of the experiments that were sent to the process
         self._jobs = 0
 
     @property
     def most(self) -> int:
-        """Return how many jobs may go together."""
+        """The number of jobs that may be trained together."""
         return most_together(self.accelerator)
 
     @property
     def pid(self) -> int | None:
-        """Return the process's id, None where none runs."""
+        """The process's id, None if none runs."""
         return None if self._process is None else self._process.pid
 
     async def start(self) -> Sequence[str]:
@@ -68,7 +68,7 @@ class Worker:
         return await self._insist(partial(self._prepare, device), device.node)
 
     async def train(self, jobs: Sequence[Job]) -> None:
-        """Train the jobs in the process. Raises RunFailed where two were killed over it."""
+        """Train the jobs in the process. Raises RunFailed if it was killed twice."""
         await self._insist(partial(self._train, jobs), ", ".join(job.device.node for job in jobs))
 
     async def close(self) -> None:
@@ -93,8 +93,8 @@ class Worker:
                 raise RunFailed(f"the process that trains {names} ended with code {code}; its message is above")
             if killed == 2:
                 raise RunFailed(
-                    f"the process that trained {names} was killed by {signal.Signals(-code).name}, and so was the one "
-                    "in its place. If memory was short: use fewer --slots."
+                    f"the process that trained {names} was killed by {signal.Signals(-code).name}, and so was its "
+                    "replacement. If memory was short: use fewer --slots."
                 )
 
     async def _begin(self) -> None:
@@ -104,9 +104,9 @@ class Worker:
             self._process = subprocess.Popen(  # noqa: ASYNC220 - a millisecond; no fork of this process's memory
                 [sys.executable, "-m", "device.pool.worker", str(self._memory)],
                 stdin=theirs.fileno(),
-                stdout=2,  # what a library prints must not end up among this process's data
+                stdout=2,  # keeps the output of libraries out of this process's data
                 pass_fds=(self._memory,),
-                start_new_session=True,  # Ctrl-C is for the agents, who then close the socket
+                start_new_session=True,  # Ctrl-C is for the agents, which then close the socket
             )
         self._there = (await self._receive())["accelerators"]
 
@@ -137,7 +137,7 @@ class Worker:
         for job in jobs:
             if job.order.cancelled.is_set():
                 job.fail(Cancelled())
-            elif not job.outcome.done():  # it may have been, before the process was killed
+            elif not job.outcome.done():  # it may have been set before the process was killed
                 self._jobs += 1
                 begun[self._jobs] = job
         if not begun:
@@ -176,7 +176,7 @@ class Worker:
                 job.fail(_fault(reply))
 
     def _name(self, device: HostedDevice) -> list[object]:
-        """Return a device as the process knows it, once it was told the experiment."""
+        """Return a device's identification in the process, after sending its experiment if necessary."""
         if device.digest not in self._known:
             self._send(experiment=device.experiment.to_json(), digest=device.digest)
             self._known.add(device.digest)
@@ -186,7 +186,7 @@ class Worker:
         self._writer.write(json.dumps(facts).encode() + b"\n")
 
     async def _receive(self) -> Mapping[str, Any]:
-        """Return the next reply. Raises EOFError, ConnectionError where the process has ended."""
+        """Return the next reply. Raises EOFError, ConnectionError if the process has ended."""
         line = await self._reader.readline()
         if not line.endswith(b"\n"):
             raise EOFError

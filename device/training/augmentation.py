@@ -14,7 +14,7 @@ from common.experiment.training import Augmentation
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Changes:
-    """What becomes of n images: `flips` bool [n], and `shifts` int64 [n, 2], the windows' first row and column."""
+    """Changes of n images: `flips` bool [n], and `shifts` int64 [n, 2], the first row and column of the windows."""
 
     flips: Tensor
     shifts: Tensor
@@ -23,21 +23,21 @@ class Changes:
         return Changes(self.flips[some], self.shifts[some])
 
     def to(self, device: torch.device) -> Changes:
-        """Return the same on another device."""
+        """Return the same changes on another device."""
         return Changes(self.flips.to(device), self.shifts.to(device))
 
 
 def draw(augmentation: Augmentation, count: int, *, source: np.random.Generator, device: torch.device) -> Changes:
-    """Draw the changes of so many images: half of them flipped, all windows in the frame alike likely."""
+    """Draw the changes of `count` images: half of them flipped, all windows in the frame equally likely."""
     flips = source.random(count) < (0.5 if augmentation.flip else 0.0)
     shifts = source.integers(0, 2 * augmentation.crop + 1, (count, 2))
     return Changes(torch.from_numpy(flips).to(device), torch.from_numpy(shifts).to(device))
 
 
 def change(images: Tensor, changes: Changes, *, crop: int) -> Tensor:
-    """Return the images [n, C, H, W] of any dtype with `crop` pixels of zero around, their windows cut, and flipped.
+    """Return the images [n, C, H, W] of any dtype, padded by `crop` zero pixels, cropped to their windows and flipped.
 
-    Order is of no matter: a window of a flipped image is another window, flipped.
+    The order does not matter: a window of a flipped image is another window, flipped.
     """
     height, width = images.shape[2:]
     columns = torch.arange(width, device=images.device)

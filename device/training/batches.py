@@ -1,4 +1,4 @@
-"""What one device trains on: its local of the data, and the batches of a local round."""
+"""A device's local dataset, and the batches of a local round."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ BLOCK_BYTES = 1 << 20  # of samples gathered, changed and normalised at once: th
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalDataset:
-    """`samples` int64 [n] are this device's places in `images` and `labels`, on the accelerator.
+    """`samples` int64 [n] are the indices of this device's samples in `images` and `labels`, on the accelerator.
 
-    `partition` is the digest of the whole split, empty where nothing is split.
+    `partition` is the digest of the whole split, empty if nothing is split.
     """
 
     inputs: Inputs
@@ -34,10 +34,10 @@ class LocalDataset:
 
 
 def load_local_dataset(experiment: schema.Experiment, node: str, *, accelerator: torch.device) -> LocalDataset:
-    """Load the data and find the device's local. Takes seconds. Raises InvalidExperiment."""
+    """Load the data and select the device's samples. Takes seconds. Raises InvalidExperiment."""
     dataset = datasets.load(experiment.data, node=node)
     samples, partition = torch.arange(len(dataset.train_labels)), ""
-    if experiment.data.dataset != "folder":  # whose images are the device's own, every one
+    if experiment.data.dataset != "folder":  # there all images are the device's own
         split = splits.split_of(experiment, node=node)
         place = experiment.topology.device_names().index(node)
         samples, partition = torch.from_numpy(split.parts[place]), split.digest
@@ -53,7 +53,7 @@ def batches(
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield each step's (epoch, inputs [b, ...], labels int64 [b]): a new order each epoch, the last batch kept."""
     training = experiment.training
-    # Whole batches; what is computed of a sample depends on no other, so the size of a block is not seen in it.
+    # Whole batches; the result for a sample depends on no other sample, so the block size does not affect it.
     batch_bytes = 4 * training.batch_size * local.images[0].numel()
     block = training.batch_size * max(1, BLOCK_BYTES // batch_bytes)
     for epoch, (places, changes) in enumerate(
@@ -72,7 +72,7 @@ def batches(
 def orders(
     local: LocalDataset, experiment: schema.Experiment, *, node: str, epochs: int, local_round: int
 ) -> Iterator[tuple[Tensor, augmentation.Changes | None]]:
-    """Yield each epoch's samples in the order of its batches, int64 [n] places in the images, and their changes."""
+    """Yield each epoch's samples in the order of its batches, int64 [n] indices of the images, and their changes."""
     training, device, count = experiment.training, local.samples.device, len(local.samples)
     order = generator(experiment.seed, Purpose.BATCHES, node, local_round)
     source = generator(experiment.seed, Purpose.AUGMENTATION, node, local_round)

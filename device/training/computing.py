@@ -1,4 +1,4 @@
-"""Which accelerators this machine has as torch finds them, and how a process computes on one."""
+"""This machine's accelerators according to torch, and the settings of a process that computes on one."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ def accelerators() -> list[str]:
 
 
 def resolve_accelerator(name: str) -> torch.device:
-    """Return the first device that 'cpu', 'cuda', 'cuda:N' or 'auto' means here. Raises InvalidExperiment."""
+    """Return the first device selected by 'cpu', 'cuda', 'cuda:N' or 'auto'. Raises InvalidExperiment."""
     return torch.device(choose(name, accelerators())[0])
 
 
 def use_one_thread(accelerator: torch.device) -> None:
-    """Make this thread compute alone: sums then never depend on how many cores there are.
+    """Make this thread compute alone, so that sums do not depend on the number of cores.
 
-    The setting is each thread's own once the thread has computed, so it is looked at before every training.
+    The setting is each thread's own once the thread has computed, so it is checked before every training.
     """
     if accelerator.type == "cpu" and torch.get_num_threads() != 1:
         torch.set_num_threads(1)
 
 
 def set_up(accelerator: torch.device, training: TrainingSettings) -> None:
-    """Let this process compute as the experiment says, before it first does. Raises InvalidExperiment."""
+    """Apply the experiment's settings to this process before its first computation. Raises InvalidExperiment."""
     use_one_thread(accelerator)
     if accelerator.type != "cuda":
         return
     if training.precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         name = torch.cuda.get_device_name(accelerator)
-        raise InvalidExperiment("training.precision", "bf16", f"{name} does not compute in it", "Use fp32.")
+        raise InvalidExperiment("training.precision", "bf16", f"{name} does not support it", "Use fp32.")
     if training.deterministic:
-        # cuBLAS reads it when it is first used; without it torch refuses matrix products.
+        # cuBLAS reads it on its first use; without it torch rejects matrix products.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(training.deterministic)
     torch.backends.cudnn.deterministic = training.deterministic

@@ -14,11 +14,11 @@ from common.experiment.training import TrainingSettings
 
 Forward = Callable[[Tensor], Tensor]
 
-SMALL_BATCH_SAMPLES = 16  # samples of a batch
+SMALL_BATCH_SAMPLES = 16  # up to which linear layers compute in fp32 on a CPU
 
 
 def forward_of(module: nn.Module, training: TrainingSettings, *, device: torch.device) -> Forward:
-    """Return what gives the module's logits, float32 [b, classes], in the precision asked for, compiled if asked."""
+    """Return a function for the module's logits, float32 [b, classes], in the chosen precision, compiled if chosen."""
     run: Forward = torch.compile(module, dynamic=False) if training.compile else module
     if training.precision == "fp32":
         return run
@@ -27,7 +27,7 @@ def forward_of(module: nn.Module, training: TrainingSettings, *, device: torch.d
         _keep_linear(module)
 
     def forward(inputs: Tensor) -> Tensor:
-        with mixed:  # left before the backward pass; the weights' casts live as long as it is entered
+        with mixed:  # left before the backward pass; the cached casts of the weights live until then
             logits = run(inputs)
         return logits.float()
 
@@ -35,9 +35,9 @@ def forward_of(module: nn.Module, training: TrainingSettings, *, device: torch.d
 
 
 def _keep_linear(module: nn.Module) -> None:
-    """Let linear layers compute in fp32: for a few samples, to cast their weights and gradients takes a core longer.
+    """Make linear layers compute in fp32: with few samples, casts of weights and gradients cost more than they save.
 
-    A step in bf16 moves 18 bytes for each weight, one in fp32 12: FedAvg's CNN trains 1.2 times as fast by it.
+    A step in bf16 moves 18 bytes per weight, one in fp32 12: FedAvg's CNN trains 1.2 times as fast.
     """
     for layer in module.modules():
         if type(layer) is nn.Linear:
@@ -61,8 +61,8 @@ def run_sgd(
 ) -> tuple[Tensor, int]:
     """Take one step of SGD for each batch (epoch, inputs, labels), with a fresh momentum.
 
-    `watch(steps_done)` is called before each; what it raises ends the descent. Return the sum of the last epoch's
-    losses over its samples, float64 [], and the number of steps.
+    `watch(steps_done)` is called before each step; an exception that it raises ends the loop. Return the sum of the
+    last epoch's losses over its samples, float64 [], and the number of steps.
     """
     momenta = [torch.zeros_like(weight) if training.momentum else None for weight in weights]
     losses = torch.zeros((), dtype=torch.float64, device=weights[0].device)
@@ -73,7 +73,7 @@ def run_sgd(
         torch.autograd.backward(loss)
         if training.clip_norm is not None:
             nn.utils.clip_grad_norm_(weights, training.clip_norm)
-        # A weight without gradient, as of a layer that is never called, stays as it is.
+        # A weight without gradient, for example of a layer that is never called, does not change.
         used = [i for i, weight in enumerate(weights) if weight.grad is not None]
         step(
             [weights[i] for i in used],
@@ -101,10 +101,10 @@ def step(
 ) -> None:
     """Take one step of SGD, in place; momenta start at zero (None without momentum). As torch.optim.SGD, fused.
 
-    Each gradient must have its weight's strides, or the result is silently wrong: those that autograd.backward
-    leaves in .grad do, those of torch.autograd.grad may not.
+    Each gradient must have its weight's strides, or the result is silently wrong. The gradients that autograd.backward
+    writes to .grad have them, those of torch.autograd.grad may not.
     """
-    # The functional form, since building an Optimizer imports torch's compiler: 1.3 s and 150 MB.
+    # The functional form: creating an Optimizer imports torch's compiler, which takes 1.3 s and 150 MB.
     sgd(
         weights,
         gradients,

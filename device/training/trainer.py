@@ -1,7 +1,7 @@
-"""Local training on a device: SGD over the device's own samples, from one row into another.
+"""Local training on a device: SGD over the device's own samples, from one flat model into another.
 
-On a CPU the result depends on the arguments alone, bit for bit: one thread per training, a fresh optimiser,
-no process-global generator. Several trainers may live in one process and train at the same time.
+On a CPU the result depends on the arguments alone, bit for bit: one thread per training, a fresh optimiser, no
+process-global generator. Several trainers may live in one process and train at the same time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Prepared:
 
 
 class Trainer:
-    """Trains one device's model; `prepare` first, then `train` any number of times, one at a time."""
+    """Trains one device's model; call `prepare` first, then `train` any number of times, one at a time."""
 
     def __init__(self, experiment: schema.Experiment, *, node: str, accelerator: str) -> None:
         """Check the node and the accelerator ('cpu', 'cuda', 'cuda:N', 'auto'). Raises InvalidExperiment."""
@@ -55,7 +55,7 @@ class Trainer:
         self._made: _Prepared | None = None
 
     def prepare(self) -> None:
-        """Load the data, find this device's local and build the model. Takes seconds. Raises InvalidExperiment."""
+        """Load the data, select this device's samples and build the model. Takes seconds. Raises InvalidExperiment."""
         experiment, accelerator = self._experiment, self._accelerator
         set_up(accelerator, experiment.training)
         local = load_local_dataset(experiment, self._node, accelerator=accelerator)
@@ -80,7 +80,7 @@ class Trainer:
 
     @property
     def partition(self) -> str:
-        """The digest of the whole split of the data, once prepared; empty where nothing is split."""
+        """The digest of the whole data split, once prepared; empty if nothing is split."""
         return self._prepared.local.partition
 
     def train(
@@ -88,10 +88,10 @@ class Trainer:
     ) -> LocalResult:
         """Train the model in `row` for `epochs` and write it into `out`, both uint8 [row_bytes].
 
-        `row` is only read. `local_round` counts local rounds over the whole run: global round * institution.rounds + i.
+        `row` is read-only. `local_round` counts local rounds over the whole run: global round * institution.rounds + i.
         `progress(steps_done, steps_total)` is called from this thread every half second and at the end. Raises
-        Cancelled, RunFailed when the accelerator's memory does not suffice, and InvalidExperiment when training should
-        be deterministic and cannot; the trainer can be used again after any.
+        Cancelled, RunFailed if the accelerator's memory does not suffice, and InvalidExperiment if training should be
+        deterministic and cannot be. The trainer can be used again after any of these.
         """
         made = self._prepared
         exhausted = False
@@ -104,7 +104,7 @@ class Trainer:
             self._move_to("cpu")
             models.write_row(made.module, made.layout, out)
         except torch.OutOfMemoryError:
-            exhausted = True  # raised below: this exception's traceback holds the tensors that must go
+            exhausted = True  # raised below: this exception's traceback references the tensors that must be freed
         except RuntimeError as error:
             if self._experiment.training.deterministic and "deterministic" in str(error):
                 raise _undetermined(error) from None
@@ -161,7 +161,7 @@ class Trainer:
         return loss, steps
 
     def _compile(self) -> None:
-        """Run a batch of each size through the module, so that no round's seconds have the compiler's in them."""
+        """Run a batch of each size through the module, so that no round's seconds include the compiler's."""
         made, size = self._prepared, self._experiment.training.batch_size
         try:
             self._move_to(self._accelerator)
@@ -173,7 +173,7 @@ class Trainer:
                 torch.autograd.backward(loss)
         except torch.OutOfMemoryError:
             raise self._exhausted() from None
-        except RuntimeError as error:  # the compiler's many, all of this kind
+        except RuntimeError as error:  # base of the compiler's errors
             reason = str(error).strip().partition("\n")[0]
             remedy = "Install a C++ compiler (apt install g++), on a GPU Triton too, or set it to false."
             raise InvalidExperiment("training.compile", True, f"torch.compile fails: {reason}", remedy) from None
@@ -192,11 +192,11 @@ class Trainer:
             torch.cuda.synchronize(self._accelerator)
 
     def _move_to(self, where: torch.device | str) -> None:
-        if self._accelerator.type != "cpu":  # torch would look at every tensor of the module
+        if self._accelerator.type != "cpu":  # torch would check every tensor of the module
             self._prepared.module.to(where)
 
     def _release(self) -> None:
-        """Drop gradients and give the accelerator's memory back, for other processes may train on it too."""
+        """Drop gradients and release the accelerator's memory, because other processes may train on it too."""
         for weight in self._prepared.module.parameters():
             weight.grad = None
         self._move_to("cpu")

@@ -1,1 +1,1 @@
-"""Training the models of several devices in one batch of vmapped steps."""
+"""Vmapped training: the models of several devices in batched steps."""

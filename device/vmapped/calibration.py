@@ -1,7 +1,7 @@
-"""How long one stacked step and one step of a device alone take here, and how many devices memory holds.
+"""Calibration of vmapped training: step times with and without stacking, and the number of devices that fit in memory.
 
-A stack is tried before it is used: a model whose layers vmap cannot batch, or whose samples depend on the others of
-their batch in a way of its own, is trained one device after another.
+A stack is tested before it is used. A model whose layers vmap cannot batch, or whose samples depend on the others of
+their batch in an unsupported way, is trained one device after another.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from device.vmapped.stack import Recipe, Stack
 WARMUP_STEPS = 2
 TIMED_STEPS = 5
 UNLIMITED_DEVICES = 1 << 20  # where memory is the host's
-MEMORY_RESERVE_SHARE = 0.2  # of the free memory: what other libraries and the allocator's gaps take
-STEP_ERROR_MOST = 0.01  # relative to a step's length: rows are float32, so a right one is some 1e-5 apart
+MEMORY_RESERVE_SHARE = 0.2  # of the free memory: for other libraries and gaps of the allocator
+STEP_ERROR_MOST = 0.01  # relative to a step's length: models are float32, so a correct step is some 1e-5 off
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of one step: of a device alone, and of stacks of 1 and of `size` devices."""
+    """Seconds of one step: of a single device without a stack, and of stacks of 1 and of `size` devices."""
 
     alone_s: float
     single_s: float
@@ -41,19 +41,19 @@ class StepTimes:
     size: int
 
     def one_by_one_s(self, made: StackSchedule) -> float:
-        """Return the time that a plan's work takes one device after another."""
+        """Return the time of a schedule's work, one device after another."""
         return self.alone_s * sum(len(step.places) for step in made.steps)
 
     def together_s(self, made: StackSchedule) -> float:
-        """Return the time of the plan's stacked steps, in between linear in their devices."""
+        """Return the time of the schedule's stacked steps, interpolated linearly in the number of devices."""
         more_s = (self.stacked_s - self.single_s) / max(1, self.size - 1)
         return sum(self.single_s + more_s * (len(step.places) - 1) for step in made.steps)
 
 
 def problem_of(recipe: Recipe, turns: Sequence[Turn]) -> str:
-    """Return why two devices' first step differs from their own where it is stacked and padded, or "".
+    """Return why two devices' first step differs from their own if it is stacked and padded, or "".
 
-    It is taken in float64, where nothing but another computation makes a difference.
+    It is computed in float64, where only a different computation makes a difference.
     """
     recipe = _exact(recipe)
     whole = min(recipe.training.batch_size, *(turn.load.samples for turn in turns[:2]))
@@ -63,7 +63,7 @@ def problem_of(recipe: Recipe, turns: Sequence[Turn]) -> str:
     tried = [_first(turn, count, partial(outcomes.__setitem__, k)) for k, (turn, count) in enumerate(counts)]
     try:
         train(recipe, tried, most=len(tried))
-    except Exception as error:  # noqa: BLE001 - whatever a layer may raise where it cannot be batched
+    except Exception as error:  # noqa: BLE001 - a layer that cannot be batched may raise anything
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     for k, turn in enumerate(tried):
         how = outcomes[k]
@@ -77,7 +77,7 @@ def problem_of(recipe: Recipe, turns: Sequence[Turn]) -> str:
 
 
 def measure(recipe: Recipe, turns: Sequence[Turn]) -> StepTimes:
-    """Time some steps of these turns stacked, of one stacked, and of one as its trainer does it; nothing is kept."""
+    """Time some steps of these turns in a stack, of one in a stack, and of one in its trainer; discard the results."""
 
     def alone(count: int) -> None:
         _alone(recipe, turns[0], count)
@@ -89,7 +89,7 @@ def measure(recipe: Recipe, turns: Sequence[Turn]) -> StepTimes:
 
 
 def most_in_memory(recipe: Recipe, turns: Sequence[Turn]) -> int:
-    """Return how many devices the accelerator's free memory holds together, by what a few of the turns take there."""
+    """Return the number of devices that fit into the accelerator's free memory, estimated from a few of the turns."""
     if recipe.accelerator.type != "cuda":
         return UNLIMITED_DEVICES
     few = min(len(turns), 4)
@@ -100,7 +100,7 @@ def most_in_memory(recipe: Recipe, turns: Sequence[Turn]) -> int:
 
 
 def _exact(recipe: Recipe) -> Recipe:
-    """Return the same in float64, at a rate that makes a step long beside a row's rounding."""
+    """Return the same in float64, with a learning rate that makes a step long compared with a row's rounding."""
     training = recipe.training.model_copy(update={"precision": "fp32"})
 
     def normalise(images: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def _peak_bytes(recipe: Recipe, turns: Sequence[Turn]) -> int:
 
 
 def _stacked(recipe: Recipe, turns: Sequence[Turn]) -> Callable[[int], None]:
-    """Return what takes so many times the fullest step of these turns' plan."""
+    """Return a function that takes the fullest step of these turns' schedule a given number of times."""
     made = plan([turn.load for turn in turns], batch_size=recipe.training.batch_size, pad=recipe.pads)
     ordered = [turns[k] for k in made.order]
     fullest = max(range(len(made.steps)), key=lambda i: int(made.steps[i].counts.sum()))
@@ -134,7 +134,7 @@ def _stacked(recipe: Recipe, turns: Sequence[Turn]) -> Callable[[int], None]:
 
 
 def _seconds(recipe: Recipe, steps: Callable[[int], None]) -> float:
-    """Return the seconds of one step, after some to warm up."""
+    """Return the seconds of one step, after a warm-up."""
     steps(WARMUP_STEPS)
     _synchronise(recipe)
     started = time.monotonic()
@@ -144,7 +144,7 @@ def _seconds(recipe: Recipe, steps: Callable[[int], None]) -> float:
 
 
 def _alone(recipe: Recipe, turn: Turn, count: int) -> Row:
-    """Take the first step of a turn so many times as its trainer does, and return the model, uint8 [row_bytes]."""
+    """Take the first step of a turn `count` times as its trainer does, and return the model, uint8 [row_bytes]."""
     module, layout, size = recipe.module, recipe.layout, min(recipe.training.batch_size, turn.load.samples)
     places = turn.visits.places[:size].to(recipe.accelerator)
     changes = None if turn.visits.changes is None else turn.visits.changes[:size].to(recipe.accelerator)

@@ -1,4 +1,4 @@
-"""Which trainings wait for one another, so that one stack can hold them."""
+"""Gathering of training requests that can share one stack."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Final
 from common.errors import InvalidExperiment
 
 VARIABLE: Final = "FEDSTRATA_STACKING"
-STACK_DEVICES_MOST: Final = 1024  # trainings in one stack; memory sets a limit of its own
+STACK_DEVICES_MOST: Final = 1024  # in one stack; memory sets another limit
 QUIET_S: Final = 0.05
 PATIENCE_S: Final = 0.5
 
 
 class Stacking(StrEnum):
-    """Whether devices are trained in stacks: where that was measured to be quicker, or by order."""
+    """Whether devices are trained in stacks (vmapped): if it was measured to be faster, never, or always."""
 
     AUTO = "auto"
     NEVER = "never"
@@ -25,7 +25,7 @@ class Stacking(StrEnum):
 
 
 def stacking() -> Stacking:
-    """Return what the environment says. Raises InvalidExperiment."""
+    """Return the setting of the environment variable. Raises InvalidExperiment."""
     given = os.environ.get(VARIABLE, Stacking.AUTO)
     try:
         return Stacking(given)
@@ -34,17 +34,17 @@ def stacking() -> Stacking:
 
 
 def most_together(accelerator: str) -> int:
-    """Return how many trainings may go together: on a CPU one, for stacks do not pay there."""
+    """Return how many trainings may be stacked: one on a CPU, where stacks are not faster."""
     choice = stacking()
     alone = choice is Stacking.NEVER or (choice is Stacking.AUTO and accelerator == "cpu")
     return 1 if alone else STACK_DEVICES_MOST
 
 
 async def gather(came: asyncio.Event, complete: Callable[[], bool]) -> None:
-    """Wait until nothing has come for a moment, all that may come are there, or patience ends.
+    """Wait until nothing has come for a moment, all expected requests are there, or the time limit is reached.
 
-    The devices of a host have their models at nearly the same time; a stack that starts without the last of them makes
-    it wait for a second one.
+    The devices of a host get their models at nearly the same time. A device that comes after a stack's start would have
+    to wait for a second stack.
     """
     loop = asyncio.get_running_loop()
     end = loop.time() + PATIENCE_S

@@ -1,4 +1,4 @@
-"""Trainings that share their steps: from jobs to outcomes, each with its own progress, end and share of the time."""
+"""Trainings that share their steps: from requests to outcomes, with separate progress, end and share of the time."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ LOOK_S = 0.5
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VmappedResult:
-    """What a device's training in a stack gave: a model, uint8 [row_bytes], and the mean loss of its last epoch.
+    """The result of a device's training in a stack: a model, uint8 [row_bytes], and the mean loss of its last epoch.
 
-    `train_s` is its share of the steps it took part in: a step's seconds divided by those who took it. `wall_s` are the
-    seconds from the stack's start to this outcome.
+    `train_s` is its share of the steps it took part in: a step's seconds divided by the number of its devices. `wall_s`
+    are the seconds from the stack's start to this outcome.
     """
 
     row: Row
@@ -48,9 +48,9 @@ class Visits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """One device's training in a stack; `row`, uint8 [row_bytes], is only read.
+    """One device's training in a stack; `row`, uint8 [row_bytes], is read-only.
 
-    `progress(steps_done, steps_total)` and, once, `done` are called from the thread that trains.
+    `progress(steps_done, steps_total)` and, once, `done` are called from the training thread.
     """
 
     row: Row
@@ -62,12 +62,12 @@ class Turn:
 
 
 def train(recipe: Recipe, turns: Sequence[Turn], *, most: int) -> None:
-    """Train all, at most `most` in one stack, in stacks of one size.
+    """Train all turns in stacks of equal size, at most `most` in one stack.
 
-    Where memory runs out a stack is halved and goes on with the step that found none. Each turn ends by its `done`:
-    with RunFailed where the memory does not suffice for it alone. A cancelled one ends before the next step. Its place
-    is still computed, for the sums of the others depend, by rounding, on the stack's shape: they get what they would
-    have got beside it, bit for bit.
+    If memory runs out, a stack is halved and continues with the failed step. Each turn ends with a call of its `done`:
+    with RunFailed if the memory does not suffice for it alone. A cancelled turn ends before the next step. Its place is
+    still computed, because the sums of the others depend, by rounding, on the stack's shape. So their results do not
+    change, bit for bit.
     """
     made = plan([turn.load for turn in turns], batch_size=recipe.training.batch_size, pad=recipe.pads)
     members = [_Member(turns[k], int(total)) for k, total in zip(made.order, made.totals, strict=True)]
@@ -81,7 +81,7 @@ def train(recipe: Recipe, turns: Sequence[Turn], *, most: int) -> None:
 
 
 def _trained(group: _Group) -> bool:
-    """Return False where memory ran out, without the exception, whose traceback holds the step's tensors."""
+    """Return False if memory ran out, without the exception, whose traceback references the step's tensors."""
     try:
         group.run()
     except torch.OutOfMemoryError:
@@ -91,7 +91,7 @@ def _trained(group: _Group) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A turn under way: the steps taken of all, the seconds accounted to it, and whether it is done."""
+    """A turn under way: the steps taken by all, the seconds accounted to it, and whether it is done."""
 
     turn: Turn
     total: int
@@ -113,13 +113,13 @@ class _Group:
         self._plan = made
         self._stack: Stack | None = None
         self._began: float | None = None
-        self._taken = 0  # steps of the plan
-        # Since the last look: the steps taken, each member's share of them and how many it took part in.
+        self._taken = 0  # steps of the schedule
+        # Since the last report: the steps taken, each member's share of them and the number it took part in.
         self._looked, self._since = 0.0, 0
         self._shares, self._steps = np.zeros(len(members)), np.zeros(len(members), np.int64)
 
     def run(self) -> None:
-        """Train until every member is done. Raises torch.OutOfMemoryError, after which `halves` can go on."""
+        """Train until every member is done. Raises torch.OutOfMemoryError, after which `halves` can continue."""
         self._looked = time.monotonic()
         self._began = self._began or self._looked
         if self._stack is None:
@@ -141,7 +141,7 @@ class _Group:
         self._look(self._stack)
 
     def halves(self) -> list[_Group]:
-        """Return two groups that go on, each with half the places; a member that was alone has failed."""
+        """Return two groups that continue, each with half the places; a single member has failed."""
         self._account()
         left = [place for place, member in enumerate(self._members) if not member.over]
         parts = []
@@ -157,7 +157,7 @@ class _Group:
         return parts
 
     def part(self, start: int, stop: int) -> _Group:
-        """Return the places from start to stop as a group of their own, as far as they have come."""
+        """Return the places from start to stop as a separate group in their present state."""
         part = _Group(self._recipe, self._members[start:stop], self._plan.after(self._taken, np.arange(start, stop)))
         part._began = self._began
         if self._stack is not None:
@@ -165,7 +165,7 @@ class _Group:
         return part
 
     def _drop_cancelled(self) -> bool:
-        """End those that are called off; return whether any member is left."""
+        """End cancelled members; return whether any member is left."""
         left = [member for member in self._members if not member.over]
         for member in left:
             if member.turn.cancelled.is_set():
@@ -173,7 +173,7 @@ class _Group:
         return not all(member.over for member in left)
 
     def _look(self, stack: Stack) -> None:
-        """Account the time, tell of progress, and end those that have taken all their steps."""
+        """Account the time, report progress, and end the members that have taken all their steps."""
         self._account()
         left = [(place, member) for place, member in enumerate(self._members) if not member.over]
         for _, member in left:
@@ -186,7 +186,7 @@ class _Group:
                 member.end(VmappedResult(row, loss / member.turn.load.samples, member.steps, member.train_s, wall_s))
 
     def _account(self) -> None:
-        """Share the time since the last look among the members, by the steps since then."""
+        """Divide the time since the last report among the members, by their steps since then."""
         if self._recipe.accelerator.type == "cuda":
             torch.cuda.synchronize(self._recipe.accelerator)  # steps that are only queued are no progress
         now = time.monotonic()
@@ -199,7 +199,7 @@ class _Group:
 
 
 class Batches:
-    """The batches of all steps of a plan, on the accelerator at once, so that no step waits for a copy."""
+    """The batches of all steps of a schedule, on the accelerator from the start, so that no step waits for a copy."""
 
     def __init__(self, recipe: Recipe, made: StackSchedule, turns: Sequence[Turn]) -> None:
         self._steps = made.steps

@@ -1,8 +1,8 @@
-"""The plan of a stack: which batches of which devices are trained together, and in which order.
+"""The schedule of a stack: which batches of which devices are trained together, and in which order.
 
-S devices with one model and batch size take their steps together. They are sorted by their number of steps, so those
-still at work are the first A of S at any time: views of the stacked state, where nothing is copied and who has finished
-is left alone. Suffixes: S devices, A of them in one step, W samples of each.
+S devices with one model and batch size take their steps together. They are sorted by their number of steps, so the
+active ones are always the first A of S: views of the stacked state, without copies, and finished devices are not
+changed. Suffixes: S devices, A of them in one step, W samples of each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one device has to train: `samples` (at least 1), `epochs` times (at least 1)."""
+    """The work of one device: `samples` (at least 1), `epochs` times (at least 1)."""
 
     samples: int
     epochs: int
@@ -27,7 +27,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VmappedStep:
-    """One batch each of the devices at `places`, int64 [A]: `counts` samples [A], the first numbered `starts` [A].
+    """One batch for each device at `places`, int64 [A]: `counts` samples [A], the first numbered `starts` [A].
 
     A device visits samples * epochs samples in the order of its shuffles, numbered from 0.
     """
@@ -38,23 +38,23 @@ class VmappedStep:
 
     @property
     def width(self) -> int:
-        """W: the slots of each device; those past its count are padded."""
+        """W: the slots of each device; slots beyond its count are padded."""
         return int(self.counts.max())
 
     @property
     def prefix(self) -> bool:
-        """Return whether the places are 0 .. A-1; they always ascend."""
+        """Whether the places are 0 .. A-1; they always ascend."""
         return int(self.places[-1]) == len(self.places) - 1
 
     @property
     def ragged(self) -> bool:
-        """Return whether any slot is padded."""
+        """Whether any slot is padded."""
         return int(self.counts.min()) < self.width
 
     def slots(self) -> Integers:
-        """Return for each slot, int64 [A, W], the number of its sample; padding repeats the batch's first.
+        """Return the sample number of each slot, int64 [A, W]; padding repeats the batch's first sample.
 
-        Padding has weight 0 in the loss. What the model makes of it is finite whenever the batch is.
+        Padding has weight 0 in the loss. The model's output for it is finite whenever that for the batch is.
         """
         slots_W = np.arange(self.width)
         return self.starts[:, None] + np.where(slots_W < self.counts[:, None], slots_W, 0)
@@ -77,12 +77,12 @@ class StackSchedule:
 
     @cached_property
     def useful_share(self) -> float:
-        """The slots that hold a sample, as a fraction of those computed."""
+        """The fraction of the computed slots that have a sample."""
         useful = sum(int(step.counts.sum()) for step in self.steps)
         return useful / sum(len(step.places) * step.width for step in self.steps)
 
     def after(self, done: int, places: Integers) -> StackSchedule:
-        """Return what is left once `done` steps are taken, for some places, ascending int64 [s]: they become 0, 1 .."""
+        """Return the schedule after `done` steps for some places, ascending int64 [s], which become 0, 1 .."""
         anew = np.full(len(self.order), -1, np.int64)
         anew[places] = np.arange(len(places))
         kept = []
@@ -96,9 +96,9 @@ class StackSchedule:
 def plan(loads: Sequence[Load], *, batch_size: int, pad: bool) -> StackSchedule:
     """Return the steps in which every device visits its batches, in order, each exactly once.
 
-    `pad`: partial batches are padded to the step's width, and the plan has as many steps as the longest device. A model
-    with batch statistics must not see padding: then whole batches are taken together, and a partial one after the
-    step before it, together with those of its size that are due at the same time.
+    `pad`: partial batches are padded to the step's width, and the schedule has as many steps as the longest device. A
+    model with batch statistics must not get padding: then full batches are trained together, and a partial one after
+    the step before it, together with those of equal size that are due at the same time.
     """
     samples = np.array([load.samples for load in loads], np.int64)
     epochs = np.array([load.epochs for load in loads], np.int64)
@@ -118,7 +118,7 @@ class _Shape:
     batch_size: int
 
     def together(self, t: int) -> VmappedStep:
-        """Return the t-th step of all places that have so many."""
+        """Return the t-th step of all places that have as many."""
         active = int((self.batches * self.epochs > t).sum())
         samples = self.samples[:active]
         epoch, batch = np.divmod(t, self.batches[:active])
@@ -132,7 +132,7 @@ def _padded(shape: _Shape) -> Iterator[VmappedStep]:
 
 def _whole(shape: _Shape) -> Iterator[VmappedStep]:
     for epoch in range(int(shape.epochs.max())):
-        small = np.flatnonzero((shape.batches == 0) & (shape.epochs > epoch))  # they have no whole batch
+        small = np.flatnonzero((shape.batches == 0) & (shape.epochs > epoch))  # without a full batch
         yield from _partial(shape, small, np.full(len(small), epoch))
     for t in range(int(shape.batches[0] * shape.epochs[0])):
         step = shape.together(t)
@@ -143,7 +143,7 @@ def _whole(shape: _Shape) -> Iterator[VmappedStep]:
 
 
 def _partial(shape: _Shape, places: Integers, epochs: Integers) -> Iterator[VmappedStep]:
-    """Yield the batches that end the epochs of these places, where they are partial: those of one size together."""
+    """Yield the partial batches that end the epochs of these places, those of equal size together."""
     rests = shape.samples[places] % shape.batch_size
     for rest in np.unique(rests[rests > 0]):
         alike = rests == rest

@@ -1,8 +1,8 @@
-"""The models of several devices in one stack, and the steps that they take together.
+"""The models of several devices in one stack, and their common steps.
 
 Suffixes: S devices of the stack, A of them in one step, W samples of each. Every tensor of the state has a leading
-dimension S. vmap turns the layers' kernels into batched ones; a device's result differs from that of its own training
-by rounding alone, but it may do so with who else is in the step.
+dimension S. vmap turns the layers' kernels into batched ones. A device's result differs from that of its own training
+only by rounding, but it may depend on the other devices in the step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recipe:
-    """What all trainings of a stack share. Module, `images` [N, ...] and `labels` int64 [N] are on one accelerator."""
+    """The shared part of a stack's trainings. Module, `images` [N, ...], `labels` int64 [N] are on one accelerator."""
 
     module: nn.Module
     layout: ModelLayout
@@ -41,16 +41,16 @@ class Recipe:
 
     @property
     def accelerator(self) -> torch.device:
-        """Where it is trained."""
+        """The accelerator of the training."""
         return self.labels.device
 
     @property
     def pads(self) -> bool:
-        """Return whether a sample of weight 0 leaves no trace: in batch statistics it would."""
+        """Whether samples of weight 0 have no effect, as they would have in batch statistics."""
         return not any(isinstance(layer, _NormBase) for layer in self.module.modules())
 
     def inputs(self, places: Tensor, changes: Changes | None) -> Tensor:
-        """Return what a model is given for samples at these places, int64 [n]."""
+        """Return the model's inputs for samples with these indices, int64 [n]."""
         images = self.images.index_select(0, places)
         if changes is not None:
             images = change(images, changes, crop=self.training.augmentation.crop)
@@ -59,10 +59,10 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """One step's samples: `samples` int64 [A, W] are places in the images, `changes` what becomes of the A * W images.
+    """One step's samples: `samples` int64 [A, W] are indices of images, `changes` the augmentation of the A * W images.
 
-    `weights` [A, W], each row of sum 1, are the samples' parts of the loss; None = equal. `counted` float64 [A]: how
-    often a loss counts in the last epoch's sum.
+    `weights` [A, W], each row of sum 1, are the samples' weights in the loss; None = equal. `counted` float64 [A]: the
+    factor of each loss in the last epoch's sum.
     """
 
     samples: Tensor
@@ -72,10 +72,10 @@ class Batch:
 
 
 class Stack:
-    """The state of S trainings: weights, momenta, buffers, and the sums that become their last epochs' losses."""
+    """The state of S trainings: weights, momenta, buffers, and the sums of their last epochs' losses."""
 
     def __init__(self, recipe: Recipe, rows: Sequence[Row]) -> None:
-        """Begin with each device's row, uint8 [row_bytes]; the momenta are zero."""
+        """Start with each device's flat model, uint8 [row_bytes], and zero momenta."""
         self._recipe = recipe
         self._weights, self._buffers = _tensors(recipe, np.stack(rows))
         moving = self._weights if recipe.training.momentum else {}
@@ -83,9 +83,9 @@ class Stack:
         self._losses = torch.zeros(len(rows), dtype=torch.float64, device=recipe.accelerator)
 
     def step(self, places: int | Tensor, batch: Batch) -> None:
-        """Take one step of SGD at the first A places, or at those named, int64 [A].
+        """Take one step of SGD at the first A places, or at given ones, int64 [A].
 
-        Nothing has changed where this raises torch.OutOfMemoryError.
+        Nothing has changed if this raises torch.OutOfMemoryError.
         """
         recipe = self._recipe
         weights = {name: t.detach().requires_grad_() for name, t in _some(self._weights, places).items()}
@@ -94,7 +94,7 @@ class Stack:
         torch.autograd.backward(losses.sum())  # each loss depends on its own device's weights alone
         with torch.no_grad():
             counted = losses.detach() * batch.counted
-            # A weight without gradient, as of a layer that is never called, stays as it is.
+            # A weight without gradient, for example of a layer that is never called, does not change.
             used = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
             if recipe.training.clip_norm is not None:
                 _clip(list(used.values()), recipe.training.clip_norm)
@@ -143,7 +143,7 @@ class Stack:
         self._losses = self._losses.to(device)
 
     def _losses_of(self, weights: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Tensors]:
-        """Return the losses [A], differentiable, and the buffers as the batch leaves them."""
+        """Return the losses [A], differentiable, and the buffers after the batch."""
         recipe, places = self._recipe, batch.samples.flatten()
         inputs = recipe.inputs(places, batch.changes)
         inputs = inputs.view(*batch.samples.shape, *inputs.shape[1:])
@@ -156,13 +156,13 @@ class Stack:
         return losses.mean(1) if batch.weights is None else (losses * batch.weights).sum(1), moved
 
     def _forward(self, weights: Tensors, buffers: Tensors, inputs: Tensor) -> tuple[Tensor, Tensors]:
-        """Return one device's logits [W, classes] and its buffers as the batch leaves them."""
+        """Return one device's logits [W, classes] and its buffers after the batch."""
         moved = {name: buffer.clone() for name, buffer in buffers.items()}
         return functional_call(self._recipe.module, (weights, moved), (inputs,)), moved
 
 
 def _some(tensors: Mapping[str, Tensor], places: int | Tensor) -> Tensors:
-    """Return the first places as views, or copies of those named."""
+    """Return the first places as views, or copies of the given ones."""
     if isinstance(places, int):
         return {name: tensor[:places] for name, tensor in tensors.items()}
     return {name: tensor.index_select(0, places) for name, tensor in tensors.items()}
@@ -177,7 +177,7 @@ def _clip(gradients: Sequence[Tensor], most: float) -> None:
 
 
 def _tensors(recipe: Recipe, rows: npt.NDArray[np.uint8]) -> tuple[Tensors, Tensors]:
-    """Return the weights and the buffers, each [S, ...], of rows uint8 [S, row_bytes]."""
+    """Return the weights and the buffers, each [S, ...], of flat models uint8 [S, row_bytes]."""
     layout, dtype = recipe.layout, next(recipe.module.parameters()).dtype
     floats = torch.from_numpy(np.ascontiguousarray(layout.floats(rows))).to(recipe.accelerator, dtype)
     counters = torch.from_numpy(rows[:, 4 * layout.columns :].copy().view(np.int64)).to(recipe.accelerator)

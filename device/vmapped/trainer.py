@@ -1,4 +1,4 @@
-"""The trainings of several devices of one process, as stacks where these are quicker."""
+"""The trainings of several devices of one process, as stacks if these are faster."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Work = tuple[HostedDevice, Order]
 
 
 class Stacks:
-    """Trains devices of one experiment together on one accelerator; another experiment takes the last one's place."""
+    """Trains devices of one experiment together on one accelerator; another experiment replaces the last one."""
 
     def __init__(self, accelerator: torch.device, wanted: Stacking) -> None:
         self._accelerator = accelerator
@@ -44,9 +44,9 @@ class Stacks:
         self._shared: _Shared | None = None
 
     def train(self, work: Sequence[Work], done: Done) -> list[int]:
-        """Train those that go better together; `done` gets each one's number and end. Return the others' numbers.
+        """Train those that are faster together; `done` gets each one's number and outcome. Return the others' numbers.
 
-        A deterministic run has none: what a stack gives depends, by rounding, on who is in it.
+        In a deterministic run none are stacked: a stack's results depend, by rounding, on its devices.
         """
         first, _ = work[0]
         training = first.experiment.training
@@ -55,7 +55,7 @@ class Stacks:
         if self._shared is None or self._digest != first.digest:
             self._digest, self._shared = first.digest, _Shared(first.experiment, self._accelerator)
         shared = self._shared
-        by_rate: defaultdict[float, list[int]] = defaultdict(list)  # of another global round, maybe another rate
+        by_rate: defaultdict[float, list[int]] = defaultdict(list)  # the rate may differ between global rounds
         for number, (_, order) in enumerate(work):
             by_rate[shared.rate(order)].append(number)
         use_one_thread(self._accelerator)
@@ -77,7 +77,7 @@ class Stacks:
         return left
 
     def _most(self, shared: _Shared, recipe: Recipe, turns: Sequence[Turn]) -> int:
-        """Return how many to train in one stack, 0 where they go better one after another."""
+        """Return how many to train in one stack, 0 if they are faster one after another."""
         if len(turns) == 1:
             return 0
         try:
@@ -91,7 +91,7 @@ class Stacks:
 
 
 class _Shared:
-    """What the devices of an experiment share on an accelerator: a module, and the samples of all, once."""
+    """The shared state of an experiment's devices on an accelerator: a module, and all their samples, once."""
 
     def __init__(self, experiment: Experiment, accelerator: torch.device) -> None:
         set_up(accelerator, experiment.training)
@@ -102,7 +102,7 @@ class _Shared:
         self._trials: dict[int, tuple[int, StepTimes | None]] = {}  # by the binary logarithm of the stack's size
 
     def know(self, nodes: Sequence[str]) -> None:
-        """Load the parts of devices that are new here and bring the samples of all to the accelerator."""
+        """Load the data of new devices and copy the samples of all devices to the accelerator."""
         new = [node for node in nodes if node not in self._local]
         if not new:
             return
@@ -115,7 +115,7 @@ class _Shared:
         self._layout, self._module = models.layout_of(module), module.to(self._accelerator).train()
         data = datasets.load(self._experiment.data, node=nodes[0])
         self._normalise = data.normaliser(self._accelerator)
-        self._held: dict[int, tuple[int, Tensor]] = {}  # of each source: where its samples begin here, and which
+        self._held: dict[int, tuple[int, Tensor]] = {}  # by source: the offset of its samples here, and their indices
         images, labels, begin = [], [], 0
         for source, parts in sources.items():
             samples = torch.unique(torch.cat([local.samples for local in parts]))
@@ -133,7 +133,7 @@ class _Shared:
         )
 
     def recipe(self, rate: float) -> Recipe:
-        """Return what a stack at this learning rate shares."""
+        """Return the shared part of a stack at this learning rate."""
         shared = (self._module, self._layout, self._images, self._labels, self._normalise)
         return Recipe(*shared, self._experiment.training, rate)
 
@@ -160,7 +160,7 @@ class _Shared:
         return Turn(order.row, load, visits, order.progress, order.cancelled, end)
 
     def trial(self, recipe: Recipe, turns: Sequence[Turn], *, timed: bool) -> tuple[int, StepTimes | None]:
-        """Return how many go together, 0 where none do, and their speeds, if wanted; measured once for each size.
+        """Return how many can be stacked, 0 for none, and their step times if `timed`; measured once per size.
 
         Raises torch.OutOfMemoryError.
         """
@@ -168,7 +168,7 @@ class _Shared:
         if self._problem is None:
             self._problem = problem_of(recipe, turns)
             if self._problem:
-                log.warning("%s: trained one device after another, for %s", name, self._problem)
+                log.warning("%s: trained one device after another, because of %s", name, self._problem)
         if self._problem:
             return 0, None
         size = len(turns).bit_length()
