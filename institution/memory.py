@@ -18,11 +18,10 @@ log = logging.getLogger("fedstrata.institution")
 
 
 class Memory:
-    """One institution's rule. `build` makes a fresh one; `remembers`: more than the model from above makes it.
+    """One institution's rule. `build` creates a new one; `remembers`: its state persists between global rounds.
 
-    `folder`: None where the rule remembers nothing, or only as long as this process lives. `kept`: how many
-    global rounds the cloud may go back. `must_remember`: whether this institution took
-    part in a global round before the given one.
+    `folder`: None if there is no persistent state, or only in this process. `kept`: the number of global rounds that
+    the cloud may return to. `must_remember`: whether this institution took part in a global round before the given one.
     """
 
     def __init__(
@@ -64,12 +63,12 @@ class Memory:
             rule_states.read(found, self._rule.restore)
         elif self._must_remember(global_round):
             raise RunFailed(
-                f"what this institution's rule remembers of global round {global_round} is gone. Start institutions "
-                "with --spool DIR, the same after a restart; or begin the run anew."
+                f"the state of this institution's rule before global round {global_round} is lost. Start institutions "
+                "with the same --spool DIR after a restart, or start a new run."
             )
         else:
             log.warning(
-                "no state from before global round %d: this institution was in none, or lost its state",
+                "no state of the rule from before global round %d: this institution took no part yet, or lost it",
                 global_round + 1,
             )
 

@@ -68,9 +68,9 @@ class LocalRounds:
         self._did: dict[str, ChildReport] = {}
 
     def _took_part_before(self, global_round: int) -> bool:
-        """Return whether the cloud selected this institution before.
+        """Return whether the cloud selected this institution in an earlier global round.
 
-        False where nobody knows: a quorum may have gone on without it.
+        False if that is unknown: a quorum may have closed rounds without it.
         """
         cloud, names = self._experiment.cloud, self._experiment.topology.institution_names()
         if cloud.closing.rule != "all":

@@ -17,7 +17,7 @@ from deploy.simulation.monitor import Evidence
 from deploy.simulation.outcome import LabOutcome
 
 DOCUMENTED: Final = re.compile(r"NoProgress|RunFailed|InvalidBelow|ConnectionFailed")
-GONE_STATE: Final = re.compile(r"RunFailed: .*(rule remembers of global round|gave up)")
+GONE_STATE: Final = re.compile(r"RunFailed: .*(rule before global round|gave up)")
 STALL_S: Final = 45.0  # beyond two undisturbed rounds and two keep-alives: back-off, repeats, proof of life
 TASKS_MOST: Final = {"cloud": (16, 2), "institution": (24, 2), "device": (16, 0)}  # and so many for each child
 SIZE_MOST: Final = 48
@@ -202,7 +202,7 @@ _UNDISTURBED: Final = [
         r"waits for \S+ (of lab \S+ )?on broker",
         r"no device is present",
         r" begins without: ",
-        r"no global round before \d+ is remembered",
+        r"no state of the rule from before global round \d+",
         r", declared ",
     )
 ]
