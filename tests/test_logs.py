@@ -66,17 +66,17 @@ def test_each_task_has_its_node() -> None:
     assert asyncio.run(process()) == ["a", "b"]
 
 
-def test_what_is_told_to_people_has_the_same_form(as_json: None, capsys: pytest.CaptureFixture[str]) -> None:
-    logs.tell("\ngo on", level=logging.ERROR)
+def test_lines_outside_the_log_have_the_same_format(as_json: None, capsys: pytest.CaptureFixture[str]) -> None:
+    logs.write_line("\ngo on", level=logging.ERROR)
     facts = json.loads(capsys.readouterr().err)
     assert (facts["message"], facts["level"]) == ("go on", "error")
     assert logs.options()[2:] == ["--log-format", "json"] and logs.as_json()
 
 
-def test_words_of_either_form() -> None:
+def test_the_message_of_a_line_in_either_format() -> None:
     line = logs.JsonLines().format(record("the reason"))
-    assert logs.words_of(line) == "the reason"
-    assert [logs.words_of(other) for other in ("plain", "3", "{}", "[]")] == ["plain", "3", "{}", "[]"]
+    assert logs.message_of(line) == "the reason"
+    assert [logs.message_of(other) for other in ("plain", "3", "{}", "[]")] == ["plain", "3", "{}", "[]"]
 
 
 @pytest.mark.parametrize(

@@ -150,10 +150,10 @@ def test_a_run_is_found_by_its_folder_or_the_beginning_of_its_id(tmp_path: Path,
         run = Run(path)
         for text in (str(path), path.name, run.id, run.id.rpartition("-")[2]):
             assert find(text, tmp_path) == path
-    with pytest.raises(InvalidExperiment, match="2 runs begin so"):
+    with pytest.raises(InvalidExperiment, match="2 runs match"):
         find(paths[0].name[:6], tmp_path)
     for text, root in (("", tmp_path), ("nothing", tmp_path), ("nothing", tmp_path / "absent")):
-        with pytest.raises(InvalidExperiment, match="no run's folder"):
+        with pytest.raises(InvalidExperiment, match="not a run's folder"):
             find(text, root)
     with pytest.raises(InvalidExperiment, match="--runs"):
         folders(tmp_path / "absent")

@@ -23,7 +23,7 @@ from typing import Literal, Self
 
 from common.errors import ConnectionFailed
 from common.host.processes import free_port, spawn, stop
-from deploy.console.logs import tell
+from deploy.console.logs import write_line
 
 Kind = Literal["mosquitto", "embedded"]
 
@@ -139,7 +139,7 @@ def run_foreground(
             start(directory=Path(directory), host=host, port=port, kind=kind, password_file=password_file) as broker,
         ):
             slow = " (slow, not for measurements: apt install mosquitto)" if broker.kind == "embedded" else ""
-            tell(f"broker: {broker.kind} listens on {host}:{broker.port}{slow}")
+            write_line(f"broker: {broker.kind} listens on {host}:{broker.port}{slow}")
             code = broker.process.wait()
             raise ConnectionFailed(f"{broker.kind} ended with code {code}:{_last_words(broker.log)}")
     except KeyboardInterrupt:

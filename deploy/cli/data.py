@@ -12,7 +12,7 @@ import typer
 
 from common.errors import InvalidExperiment
 from common.experiment.data import FOLDERS
-from deploy.console.logs import tell
+from deploy.console.logs import write_line
 from deploy.console.reporting import reporting
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def check(
                 found = datasets.load(parse({"data": {"dataset": name, "root": str(root)}}).data)
             except InvalidExperiment as error:
                 if failed is not None:
-                    tell(f"fedstrata: {failed}", level=logging.ERROR)
+                    write_line(f"fedstrata: {failed}", level=logging.ERROR)
                 failed = error
                 continue
             facts = _describe(name, found)
@@ -86,7 +86,7 @@ def partition(
         for name, device in facts["devices"].items():
             held = sum(count > 0 for count in device["by_class"])
             typer.echo(f"{name}\t{device['institution']}\t{device['samples']}\t{held}")
-        tell(f"digest {facts['digest']}, in {out}")
+        write_line(f"digest {facts['digest']}, in {out}")
 
 
 def write_partition(experiment: Experiment, out: Path) -> dict[str, Any]:

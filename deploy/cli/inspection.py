@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from common.errors import InvalidExperiment
-from deploy.console.logs import tell
+from deploy.console.logs import write_line
 from deploy.console.reporting import reporting
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def compare(
         goal = comparing.target_of(found, target)
         groups = comparing.group(found, goal, label or ())
         for note in comparing.notes(groups):
-            tell(note)
+            write_line(note)
         if output == "json":
             typer.echo(json.dumps(comparing.to_json(groups, goal)))
             return
@@ -115,7 +115,7 @@ def list_runs(runs: Runs = Path("runs"), output: Output = "table") -> None:
             try:
                 facts = _summary(Run(path))
             except InvalidExperiment as error:
-                tell(f"fedstrata: {error}", level=logging.ERROR)
+                write_line(f"fedstrata: {error}", level=logging.ERROR)
                 continue
             if output == "json":
                 typer.echo(json.dumps(facts))

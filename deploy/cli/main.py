@@ -351,15 +351,15 @@ def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lin
 
     keep_large_buffers()
     if resume is None and chosen.links != Links():
-        logs.tell("--direct: the links' rates and delays are not kept", level=logging.WARNING)
+        logs.write_line("--direct: the links' rates and delays are not kept", level=logging.WARNING)
     if resume is None and chosen.hardware != HardwareSettings():
-        logs.tell("--direct: slower hardware is not played", level=logging.WARNING)
+        logs.write_line("--direct: slower hardware is not played", level=logging.WARNING)
     folder = RunFolder.reopen(resume, direct=True) if resume else RunFolder.create(runs, chosen)
     try:
         with show(json_lines=json_lines) as observe:
             play(folder, resume=resume is not None, accelerator=accelerator, observe=observe)
     except KeyboardInterrupt:
-        logs.tell(f"\ngo on with: fedstrata run --direct --resume {folder.path}")
+        logs.write_line(f"\ngo on with: fedstrata run --direct --resume {folder.path}")
         raise
 
 

@@ -1,1 +1,1 @@
-"""What all commands share: options, log lines, tables, progress, and how an error ends a command."""
+"""Shared by all commands: options, log lines, tables, progress, and the exit code after an error."""

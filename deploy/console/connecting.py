@@ -1,4 +1,4 @@
-"""How a command reaches a broker, and how one that lives on a connection runs and ends."""
+"""Options for the broker connection, and the event loop of commands that keep a connection open."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 Username = Annotated[str | None, typer.Option(help="Login at the broker.", envvar="FEDSTRATA_USERNAME")]
 PasswordFile = Annotated[
-    Path | None, typer.Option(help="File with the password; else FEDSTRATA_PASSWORD.", envvar="FEDSTRATA_PASSWORD_FILE")
+    Path | None,
+    typer.Option(
+        help="File with the password. Without it, FEDSTRATA_PASSWORD is used.", envvar="FEDSTRATA_PASSWORD_FILE"
+    ),
 ]
 
 
@@ -41,16 +44,16 @@ LabOption = Annotated[
         callback=_checked_lab,
     ),
 ]
-ConnectTimeout = Annotated[float, typer.Option(min=0.1, help="Seconds to reach the broker at the start.")]
+ConnectTimeout = Annotated[float, typer.Option(min=0.1, help="Timeout of the first connection to the broker, seconds.")]
 
 
 def address(text: str, username: str | None, password_file: Path | None) -> BrokerAddress:
-    """Return the broker that host[:port] names, with its login. Raises InvalidExperiment."""
+    """Return the broker at host[:port], with the login. Raises InvalidExperiment."""
     from common.net.address import BrokerAddress
 
     host, _, port = text.partition(":")
     if not host or (port and not (port.isdecimal() and 0 < int(port) < 65_536)):
-        raise InvalidExperiment("--broker", text, "no address", "Write host or host:port.")
+        raise InvalidExperiment("--broker", text, "not an address", "Write host or host:port.")
     password = os.environ.get("FEDSTRATA_PASSWORD")
     if password_file is not None:
         try:
@@ -63,7 +66,7 @@ def address(text: str, username: str | None, password_file: Path | None) -> Brok
 
 
 async def run_agent(node: str, agent: Coroutine[Any, Any, object]) -> None:
-    """Run a node's agent to its end. Raises FedstrataError; an unexpected error is logged with its traceback."""
+    """Run a node's agent to its end. Raises FedstrataError; an unexpected error is logged with its traceback first."""
     from common.runtime.lifecycle import as_known
 
     logs.NODE.set(node)
@@ -76,7 +79,7 @@ async def run_agent(node: str, agent: Coroutine[Any, Any, object]) -> None:
 
 
 def run_connected(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a command's coroutine to its end; SIGINT and SIGTERM cancel it, and errors of ours end the command."""
+    """Run a command's coroutine to its end. SIGINT and SIGTERM cancel it; a FedstrataError sets the exit code."""
 
     async def interruptible() -> None:
         task = asyncio.current_task()

@@ -1,4 +1,4 @@
-"""What a role says on standard error: lines for people, or one JSON object a line."""
+"""Log lines on standard error: plain text, or one JSON object per line."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from types import TracebackType
 from typing import Final
 
 PLAIN: Final = "%(asctime)s %(name)s %(levelname)s %(message)s"
-NODE: ContextVar[str] = ContextVar("node", default="")  # whose task this is, where a process has several nodes
+NODE: ContextVar[str] = ContextVar("node", default="")  # node of the current task, in a process of several nodes
 
 
 class JsonLines(logging.Formatter):
-    """Writes a record as a line of JSON: time, level, logger, message, and node and exception where there are."""
+    """Formatter that writes a record as one JSON line: time, level, logger, message; node and exception if any."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
@@ -29,7 +29,7 @@ class JsonLines(logging.Formatter):
 
 
 def begin(level: str, *, json_lines: bool) -> None:
-    """Log from a level on, to standard error. Raises ValueError where no level has the name."""
+    """Log to standard error from a level on. Raises ValueError for an unknown level."""
     number = getattr(logging, level.upper(), None)
     if not isinstance(number, int):
         raise ValueError(f"{level!r}: use debug, info, warning or error")
@@ -46,25 +46,25 @@ def _log_uncaught(kind: type[BaseException], error: BaseException, trace: Traceb
 
 
 def options() -> list[str]:
-    """Return the command line's options that make another process log as this one does."""
+    """Return the command-line options that give another process the same log level and format."""
     level = logging.getLevelName(logging.getLogger().level).lower()
     return ["--log-level", level, "--log-format", "json" if as_json() else "text"]
 
 
 def as_json() -> bool:
-    """Return whether standard error has JSON lines."""
+    """Return whether log lines are JSON."""
     return any(isinstance(handler.formatter, JsonLines) for handler in logging.getLogger().handlers)
 
 
-def tell(words: str, *, level: int = logging.INFO) -> None:
-    """Say something to people, whatever the level from which is logged."""
+def write_line(text: str, *, level: int = logging.INFO) -> None:
+    """Write a line to standard error, regardless of the log level. `level` is recorded in JSON lines only."""
     if as_json():
-        words = JsonLines().format(logging.LogRecord("fedstrata", level, "", 0, words.strip(), None, None))
-    print(words, file=sys.stderr, flush=True)
+        text = JsonLines().format(logging.LogRecord("fedstrata", level, "", 0, text.strip(), None, None))
+    print(text, file=sys.stderr, flush=True)
 
 
-def words_of(line: str) -> str:
-    """Return the message of a line that another process said in either form."""
+def message_of(line: str) -> str:
+    """Return the message of another process's log line, in either format."""
     try:
         return str(json.loads(line)["message"])
     except (ValueError, TypeError, KeyError):

@@ -1,4 +1,4 @@
-"""What a person sees of a run: live on a terminal, a line a global round elsewhere, and a table at the end."""
+"""Progress of a run: a live view on a terminal, else one line per global round; a table at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from deploy.console.logs import as_json, tell
+from deploy.console.logs import as_json, write_line
 from deploy.console.tabular import size
 
 Observe = Callable[[str, dict[str, object]], None]
@@ -22,7 +22,7 @@ TIERS = ("wan", "lan")
 
 @contextmanager
 def show(*, json_lines: bool) -> Iterator[Observe]:
-    """Yield a consumer of the cloud's events that shows them to a person, or prints them as JSON lines."""
+    """Yield a callback for the cloud's events. It shows them on standard error, or prints them as JSON lines."""
     if json_lines:
         yield lambda event, facts: print(json.dumps({"event": event, **facts}), flush=True)
         return
@@ -30,26 +30,26 @@ def show(*, json_lines: bool) -> Iterator[Observe]:
     view = RunView()
     if not errors.is_terminal or as_json():
 
-        def say(event: str, facts: dict[str, object]) -> None:
+        def log(event: str, facts: dict[str, object]) -> None:
             view.take(event, facts)
             if (line := view.line(event, facts)) is not None:
-                tell(line)
+                write_line(line)
 
-        yield say
+        yield log
     else:
         with Live(console=errors, refresh_per_second=4, transient=True) as live:
 
-            def draw(event: str, facts: dict[str, object]) -> None:
+            def redraw(event: str, facts: dict[str, object]) -> None:
                 view.take(event, facts)
                 live.update(view.picture())
 
-            yield draw
+            yield redraw
     if view.finished:
         Console().print(view.summary())
 
 
 class RunView:
-    """The state of a run as its events tell it."""
+    """State of a run, built from the cloud's events."""
 
     def __init__(self) -> None:
         self._run: Mapping[str, Any] = {}
@@ -62,7 +62,7 @@ class RunView:
         self.finished: Mapping[str, Any] = {}
 
     def take(self, event: str, facts: Mapping[str, Any]) -> None:
-        """Take one event."""
+        """Update the state with an event."""
         match event:
             case "run":
                 self._run = facts
@@ -83,7 +83,7 @@ class RunView:
                 self.finished = facts
 
     def line(self, event: str, facts: Mapping[str, Any]) -> str | None:
-        """Return the line of a log for an event, None where it is not worth one."""
+        """Return the log line for an event, or None if the event is not logged."""
         match event:
             case "run":
                 lab = f"{len(facts['institutions'])} institutions, {sum(facts['institutions'].values())} devices"
@@ -107,7 +107,7 @@ class RunView:
         return None
 
     def picture(self) -> Group:
-        """Return what a terminal shows now."""
+        """Return the live view of the current state."""
         run, row = self._run, self._row
         done, total = row.get("global_round", run.get("done", 0)), run.get("global_rounds", 0)
         accuracy = "-" if self._accuracy is None else f"{self._accuracy:.4f}"
@@ -132,11 +132,11 @@ class RunView:
         return Group(head, nodes, links, *notes)
 
     def summary(self) -> Table:
-        """Return the table for the end of a run."""
+        """Return the table printed at the end of a run."""
         facts = self.finished
         table = Table(box=None, show_header=False, pad_edge=False)
         table.add_column(no_wrap=True)
-        table.add_column(overflow="fold")  # a path is to be copied whole
+        table.add_column(overflow="fold")  # paths are never truncated, so that they can be copied
         accuracy = facts["accuracy"]
         for name, value in (
             ("test accuracy", "-" if accuracy is None else f"{accuracy:.4f}"),

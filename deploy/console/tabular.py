@@ -1,6 +1,6 @@
-"""A table once, and its forms: aligned text, CSV, LaTeX (booktabs), HTML.
+"""Tables, written as aligned text, CSV, LaTeX (booktabs) or HTML.
 
-Text, LaTeX and HTML round numbers for the eye; CSV has them whole.
+Text, LaTeX and HTML round numbers; CSV has them in full.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from html import escape
 from statistics import mean, stdev
 from typing import Final, TypeAlias
 
-THIN: Final = "\u202f"  # between thousands, never broken
+THIN: Final = "\u202f"  # narrow no-break space between thousands
 _BLANKS: Final = str.maketrans("\t\r\n", "   ")
 _LATEX: Final = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "%": r"\%", "_": r"\_",
@@ -23,14 +23,14 @@ _LATEX: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A mean and the sample deviation around it, None where one value has none."""
+    """A mean and its sample standard deviation; None for a single value."""
 
     mean: float
     deviation: float | None
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread | None:
-        """Return the mean and deviation (n - 1) of some values, None of none."""
+        """Return the mean and the standard deviation (n - 1) of the values, or None if there are none."""
         if not values:
             return None
         return cls(mean(values), stdev(values) if len(values) > 1 else None)
@@ -41,7 +41,7 @@ Cell: TypeAlias = str | int | float | Spread | None
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column's head, its unit, and how many digits follow a float's point."""
+    """A column: its title, its unit, and the number of decimals of a float."""
 
     name: str
     unit: str = ""
@@ -56,7 +56,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of cells under columns; `name` is a file's, `title` a reader's."""
+    """Rows of cells under columns. `name` is used for files, `title` for display."""
 
     name: str
     title: str
@@ -64,7 +64,7 @@ class Table:
     rows: Sequence[Sequence[Cell]]
 
     def aligned(self) -> str:
-        """Return lines of text: words at the left, numbers at the right."""
+        """Return lines of text: text columns left-aligned, numbers right-aligned."""
         lines = [[column.head for column in self.columns], *self._shown(" ± ", "-")]
         widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
         return "".join(
@@ -77,7 +77,7 @@ class Table:
         )
 
     def csv(self) -> str:
-        """Return CSV, numbers whole; a mean has a column of its own for the deviation."""
+        """Return CSV with unrounded numbers; a deviation has its own column after the mean."""
         spread = [any(isinstance(row[i], Spread) for row in self.rows) for i in range(len(self.columns))]
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
@@ -96,14 +96,14 @@ class Table:
         return text.getvalue()
 
     def latex(self) -> str:
-        """Return a `tabular` of booktabs' rules."""
+        """Return a `tabular` environment with booktabs rules."""
         heads = " & ".join(tex(column.head) for column in self.columns)
         rows = (" & ".join(cells) + r" \\" for cells in self._shown(r" \pm ", "--", _tex_cell))
         frame = [rf"\begin{{tabular}}{{{''.join('l' if c.text else 'r' for c in self.columns)}}}", r"\toprule"]
         return "\n".join([*frame, heads + r" \\", r"\midrule", *rows, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
     def html(self) -> str:
-        """Return a `table`; the first cell of a row is its head."""
+        """Return a `table` element; the first cell of each row is its header."""
         heads = "".join(f'<th scope="col"{_side(column)}>{html(column.head)}</th>' for column in self.columns)
         lines = []
         for cells in self._shown(" ± ", "-"):
@@ -125,7 +125,7 @@ class Table:
 
 
 def show(cell: Cell, digits: int = 1, between: str = " ± ", nothing: str = "-") -> str:
-    """Return a cell as a reader sees it."""
+    """Return a cell as display text, with `digits` decimals for floats."""
     if cell is None:
         return nothing
     if isinstance(cell, str):
@@ -139,7 +139,7 @@ def show(cell: Cell, digits: int = 1, between: str = " ± ", nothing: str = "-")
 
 
 def size(count: float) -> str:
-    """Return bytes in a unit that leaves few digits."""
+    """Return a number of bytes with a decimal unit, such as 1.2 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -148,17 +148,17 @@ def size(count: float) -> str:
 
 
 def html(text: str) -> str:
-    """Return text that is safe in HTML, SVG and UTF-8: no control character, no half of a surrogate pair."""
+    """Return text that is safe in HTML, SVG and UTF-8: escaped, without control characters or surrogates."""
     return escape(clean(text))
 
 
 def clean(text: str) -> str:
-    """Return text without control characters, surrogates, and marks that turn the direction of writing."""
+    """Return text without control characters, surrogates and bidirectional marks."""
     return "".join(letter if letter.isprintable() or letter == THIN else "\ufffd" for letter in text.translate(_BLANKS))
 
 
 def tex(text: str) -> str:
-    """Return text that LaTeX prints as it is."""
+    """Return text escaped for LaTeX."""
     return "".join(_LATEX.get(letter, letter) for letter in clean(text))
 
 

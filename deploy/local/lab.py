@@ -24,7 +24,7 @@ from common.experiment.topology import CLOUD
 from common.host.processes import interruptible, spawn, stop_all
 from common.protocol.topics import DEFAULT_LAB
 from common.runtime.lifecycle import UNEXPECTED
-from deploy.console.logs import options, tell, words_of
+from deploy.console.logs import message_of, options, write_line
 from deploy.console.progress import Observe, show
 from deploy.local.network import LabNetwork, Open, one_host, shares
 from deploy.runs.records import PREDICTION
@@ -91,7 +91,7 @@ class LocalLab:
                 self._tell_how_to_go_on(network)
                 raise RunFailed(f"the cloud was killed by signal {-code}")
             if code:
-                tell(_last_words(home / f"{role}.log"), level=logging.ERROR)
+                write_line(_last_words(home / f"{role}.log"), level=logging.ERROR)
             else:
                 self._see_off()
             return code
@@ -103,7 +103,7 @@ class LocalLab:
 
     def _tell_how_to_go_on(self, network: LabNetwork) -> None:
         if self._folder is not None:
-            tell(f"\ngo on with: fedstrata run --resume {self._folder}{network.flags}")
+            write_line(f"\ngo on with: fedstrata run --resume {self._folder}{network.flags}")
 
     def _start(self, home: Path, network: LabNetwork) -> None:
         file = home / "experiment.toml"
@@ -179,7 +179,7 @@ class LocalLab:
                 continue
             self._told.add(role)
             if code < 0:
-                tell(f"{role} was killed by signal {-code}; the run goes on without it", level=logging.WARNING)
+                write_line(f"{role} was killed by signal {-code}; the run goes on without it", level=logging.WARNING)
                 continue
             deadline = time.monotonic() + REASON_S
             while self._roles[CLOUD].poll() is None:
@@ -217,4 +217,4 @@ class LocalLab:
 
 def _last_words(log: Path) -> str:
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return words_of(lines[-1]) if lines else "it said nothing"
+    return message_of(lines[-1]) if lines else "it said nothing"

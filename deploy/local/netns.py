@@ -23,7 +23,7 @@ from common.errors import InvalidExperiment
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from deploy.brokers import broker
-from deploy.console.logs import tell
+from deploy.console.logs import write_line
 from deploy.local.namespaces import VethPair, joined
 from deploy.local.network import LabNetwork
 
@@ -111,7 +111,7 @@ def namespaces(experiment: Experiment, home: Path, *, one_broker: bool) -> Itera
             for institution in institutions:
                 spaces[institution].forward()
         where = "at the cloud" if one_broker else "at the cloud and at each institution"
-        tell(f"{len(spaces)} network namespaces; broker: {served.kind} {where}")
+        write_line(f"{len(spaces)} network namespaces; broker: {served.kind} {where}")
         yield LabNetwork(
             upward=upward,
             downward={name: f"127.0.0.1:{ports[name]}" if name in ports else upward[name] for name in institutions},

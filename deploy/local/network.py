@@ -12,7 +12,7 @@ from common.errors import InvalidExperiment
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from deploy.brokers import broker
-from deploy.console.logs import tell
+from deploy.console.logs import write_line
 from device.pool.pool import cores
 
 
@@ -57,7 +57,7 @@ def one_host(experiment: Experiment, home: Path) -> Iterator[LabNetwork]:
     processes = min(-(-len(devices) // DEVICES_MOST), cores())
     with broker.start(directory=home) as served:
         address = f"{served.host}:{served.port}"
-        tell(f"broker: {served.kind} on {address}")
+        write_line(f"broker: {served.kind} on {address}")
         yield LabNetwork(
             upward=dict.fromkeys((CLOUD, *children, *devices), address),
             downward=dict.fromkeys(children, address),

@@ -1,4 +1,4 @@
-"""The rows that a run leaves, as records. A row that is none raises ValueError, TypeError or KeyError."""
+"""Records of a run's rows. An invalid row raises ValueError, TypeError or KeyError."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from common.protocol.timeline import PHASES as ROUND_PHASES
 
 _T = TypeVar("_T")
 
-PREDICTION: Final = "prediction.json"  # in a run's folder, where one was made
-PHASES: Final = ("record", *ROUND_PHASES, "aggregate", "evaluate")  # in their order; they add up to a global round
+PREDICTION: Final = "prediction.json"  # in a run's folder, if a prediction was made
+PHASES: Final = ("record", *ROUND_PHASES, "aggregate", "evaluate")  # in order; they add up to a global round
 TIERS: Final = ("wan", "lan")
 COUNTS: Final = tuple(f"{tier}_{way}_bytes" for tier in TIERS for way in ("up", "down"))
-RENAMED: Final = {"round": "global_round", "iteration": "global_round", "iterations": "global_rounds"}  # of format 1
-BROKER: Final = "broker"  # the kind of a link's row that counts a parent's whole connection
+RENAMED: Final = {"round": "global_round", "iteration": "global_round", "iterations": "global_rounds"}  # format 1
+BROKER: Final = "broker"  # kind of the row in links.csv that counts a parent's whole connection
 
 
 @dataclass(frozen=True, slots=True)
 class GlobalRoundRecord:
-    """A row of rounds.csv: one global round. `bytes_` has the four of COUNTS; None = not known (yet)."""
+    """A row of rounds.csv: one global round. `bytes_` has the four keys of COUNTS; None = unknown so far."""
 
     number: int
     elapsed_s: float
@@ -39,13 +39,13 @@ class GlobalRoundRecord:
 
     @property
     def seconds(self) -> float:
-        """Return what the phases add up to."""
+        """The sum of all phases, seconds."""
         return math.fsum(self.phases.values())
 
 
 @dataclass(frozen=True, slots=True)
 class LinkRecord:
-    """A row of links.csv; None = nobody told."""
+    """A row of links.csv; None = not reported."""
 
     tier: str
     source: str
@@ -63,13 +63,13 @@ class LinkRecord:
 
     @property
     def goes(self) -> str:
-        """Return `source target`, as a prediction names a link's direction."""
+        """`source target`, the key of a link's direction in a prediction."""
         return f"{self.source} {self.target}"
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRecord:
-    """A row of devices.csv: a device in a global round. `path` and `pause_s` are of later releases."""
+    """A row of devices.csv: one device in one global round. Early releases lack `path` and `pause_s`."""
 
     global_round: int
     institution: str
@@ -95,14 +95,14 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What was foretold of one global round: seconds by phase, MQTT bytes by `source target` of a link's direction."""
+    """A prediction of one global round: seconds by phase, MQTT bytes by `source target` of a link's direction."""
 
     seconds: Mapping[str, float]
     bytes_: Mapping[str, float]
 
 
 def renamed(row: Mapping[str, _T]) -> dict[str, _T]:
-    """Return a row, or an event's facts, with the present names where a folder of format 1 has others."""
+    """Return a row, or an event's facts, with the names of format 1 replaced by the current ones."""
     return {RENAMED.get(name, name): value for name, value in row.items()}
 
 
@@ -168,12 +168,12 @@ def number(cell: Any) -> float:
     """Return a finite number. Raises ValueError or TypeError."""
     found = float(cell)
     if not math.isfinite(found):
-        raise ValueError(f"{cell!r} is no finite number")
+        raise ValueError(f"{cell!r} is not a finite number")
     return found
 
 
 def _maybe(cell: str) -> float | None:
-    """Return a number, None where there is none: an empty cell, or a loss that is not finite."""
+    """Return a number, or None for an empty cell or a non-finite loss."""
     found = float(cell) if cell else math.nan
     return found if math.isfinite(found) else None
 

@@ -1,7 +1,7 @@
-"""A run's folder, read into records: the one place that knows what its files look like to a reader.
+"""Reader of a run's folder: the only module that knows the format of its files.
 
-A run may be under way or killed: a last line that was cut is left out, a file that is not there yet has no rows, and
-what `state` says comes from the last word in events.jsonl and from whether a process still holds the folder.
+A run may still be running, or may have been killed: a truncated last line is skipped, and a missing file has no rows.
+The state follows from the last event in events.jsonl and from whether a process still locks the folder.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from deploy.runs.records import (
     renamed,
 )
 
-LIFE: Final = ("run", "finished", "failed")  # the events that change a run's state
+STATE_EVENTS: Final = ("run", "finished", "failed")  # the events that change a run's state
 
 T = TypeVar("T")
 
 
 class State(StrEnum):
-    """How a run stands. Interrupted: nobody writes it, and it neither finished nor failed."""
+    """State of a run. Interrupted: no process writes it, and it has neither finished nor failed."""
 
     RUNNING = "running"
     FINISHED = "finished"
@@ -53,7 +53,7 @@ class State(StrEnum):
 
 
 class Run:
-    """A run's folder; each file is read when it is first asked for. Raises InvalidExperiment where it cannot be."""
+    """A run's folder. Each file is read on first access. Raises InvalidExperiment if a file cannot be read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -64,7 +64,7 @@ class Run:
 
     @cached_property
     def tree(self) -> Mapping[str, Any]:
-        """Return the experiment's keys, with this release's defaults where it still reads them, else as they stand."""
+        """The experiment's keys, completed by defaults if this release accepts them, else as in the file."""
         try:
             read = tomllib.loads((self.path / "experiment.toml").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -77,58 +77,59 @@ class Run:
 
     @property
     def name(self) -> str:
-        """Return the experiment's name."""
+        """The experiment's name."""
         return str(self.tree.get("name", ""))
 
     @property
     def seed(self) -> Any:
-        """Return the experiment's seed."""
+        """The experiment's seed."""
         return self.tree.get("seed")
 
     @cached_property
     def rounds(self) -> Sequence[GlobalRoundRecord]:
-        """Return the global rounds done."""
+        """The completed global rounds."""
         return self._rows("rounds.csv", read_round)
 
     @cached_property
     def links(self) -> Sequence[LinkRecord]:
-        """Return each link's direction by kind, and what the parents' connections carried."""
+        """The rows of links.csv: each direction of each link by kind, and the parents' connections."""
         return self._rows("links.csv", read_link)
 
     @cached_property
     def devices(self) -> Sequence[DeviceRecord]:
-        """Return each device's work in each global round."""
+        """Each device's work in each global round."""
         return self._rows("devices.csv", read_device)
 
     @cached_property
     def events(self) -> Sequence[Event]:
-        """Return what happened, without lines that a kill cut short."""
+        """The events, without truncated lines."""
         return list(self._events(""))
 
     @cached_property
     def partition(self) -> Mapping[str, Any] | None:
-        """Return what partition.json says, if it is there: of each of `devices` its `institution` and `by_class`."""
+        """The content of partition.json, or None: for each of `devices` its `institution` and `by_class`."""
         if not (self.path / "partition.json").exists():
             return None
-        told = self._json("partition.json")
+        content = self._json("partition.json")
         try:
-            for held in told["devices"].values():
-                if not all(isinstance(count, int) and count >= 0 for count in held["by_class"]):
-                    raise ValueError(held["by_class"])
-                str(held["institution"])
+            for device in content["devices"].values():
+                if not all(isinstance(count, int) and count >= 0 for count in device["by_class"]):
+                    raise ValueError(device["by_class"])
+                str(device["institution"])
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise self._damaged("partition.json", repr(error)) from None
-        return told
+        return content
 
     @cached_property
     def prediction(self) -> Prediction | None:
-        """Return what was foretold, if it was."""
+        """The prediction made before the run, or None."""
         if not (self.path / PREDICTION).exists():
             return None
-        told = self._json(PREDICTION)
+        content = self._json(PREDICTION)
         try:
             seconds, bytes_ = (
-                {str(key): number(value) for key, value in told.get(part, {}).items()} for part in ("seconds", "bytes")
+                {str(key): number(value) for key, value in content.get(name, {}).items()}
+                for name in ("seconds", "bytes")
             )
         except (ValueError, TypeError, AttributeError) as error:
             raise self._damaged(PREDICTION, str(error)) from None
@@ -136,10 +137,10 @@ class Run:
 
     @cached_property
     def state(self) -> State:
-        """Return how the run stands now."""
+        """The run's current state."""
         last = ""
-        for event in self._events(*(f'"event": "{name}"' for name in LIFE)):
-            last = event.name if event.name in LIFE else last
+        for event in self._events(*(f'"event": "{name}"' for name in STATE_EVENTS)):
+            last = event.name if event.name in STATE_EVENTS else last
         if last == State.FINISHED:
             return State.FINISHED
         if held(self.path):
@@ -148,7 +149,7 @@ class Run:
 
     @cached_property
     def children(self) -> Mapping[str, Sequence[str]]:
-        """Return each institution's devices, as the experiment says; else those that worked."""
+        """Each institution's devices, by the experiment; if that is invalid, the devices in devices.csv."""
         try:
             return Topology.model_validate(self.tree.get("topology", {})).children()
         except ValidationError:
@@ -157,23 +158,23 @@ class Run:
 
     @property
     def global_rounds(self) -> int:
-        """Return how many global rounds were wanted."""
+        """The number of global rounds in the experiment."""
         wanted = self.tree.get("rounds")
         return wanted if isinstance(wanted, int) else 0
 
     @property
     def accuracy(self) -> float | None:
-        """Return the last accuracy known."""
+        """The last known accuracy, or None."""
         return next((row.accuracy for row in reversed(self.rounds) if row.accuracy is not None), None)
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of the global rounds done."""
+        """The seconds of the completed global rounds."""
         return self.rounds[-1].elapsed_s if self.rounds else 0.0
 
     @property
     def totals(self) -> dict[str, int]:
-        """Return the bytes of the global rounds done, by tier and direction."""
+        """The bytes of the completed global rounds, by tier and direction."""
         return {name: sum(row.bytes_[name] for row in self.rounds) for name in COUNTS}
 
     def _json(self, name: str) -> Mapping[str, Any]:
@@ -186,7 +187,7 @@ class Run:
         return found
 
     def _events(self, *marks: str) -> Iterator[Event]:
-        """Yield the events whose line has one of the marks; one that was cut, also in mid-file, is left out."""
+        """Yield the events whose line contains one of the marks. Truncated lines are skipped, also in mid-file."""
         for line in self._text("events.jsonl").split("\n"):
             if any(mark in line for mark in marks):
                 try:
@@ -197,7 +198,7 @@ class Run:
                     continue
 
     def _rows(self, name: str, read: Callable[[Mapping[str, str]], T]) -> list[T]:
-        """Return a table's rows; the last, if it was cut, is left out, any other that cannot be read is an error."""
+        """Return a table's rows. A truncated last row is skipped; any other invalid row raises InvalidExperiment."""
         text = self._text(name)
         lines = io.StringIO(text[: text.rfind("\n") + 1], newline="")
         found: list[T] = []
@@ -220,31 +221,32 @@ class Run:
             raise self._damaged(name, error.strerror or str(error)) from None
 
     def _damaged(self, name: str, problem: str) -> InvalidExperiment:
-        return InvalidExperiment("RUN", str(self.path / name), problem, "Name the folder of a run, or repair the file.")
+        return InvalidExperiment("RUN", str(self.path / name), problem, "Name a run's folder, or repair the file.")
 
 
 def find(text: str, root: Path) -> Path:
-    """Return the folder that is meant: itself, or the one below `root` whose name, id or id's end begins so.
+    """Return the folder of the run that `text` names.
 
-    Raises InvalidExperiment where none or several do.
+    `text` is a folder, or a prefix of the name, the id or the id's last part of one run below `root`. Raises
+    InvalidExperiment if no run or several runs match.
     """
     if (Path(text) / "manifest.json").is_file():
         return Path(text)
     matching = [
         path
         for path in (folders(root) if root.is_dir() else ())
-        for words in [path.name.split("-")]
-        if text and any(name.startswith(text) for name in (path.name, f"{words[0]}-{words[-1]}", words[-1]))
+        for parts in [path.name.split("-")]
+        if text and any(name.startswith(text) for name in (path.name, f"{parts[0]}-{parts[-1]}", parts[-1]))
     ]
     if len(matching) == 1:
         return matching[0]
     among = f"below {root}" if not matching else ", ".join(path.name for path in matching[:5])
-    problem = "no run's folder, and no run's id begins so" if not matching else f"{len(matching)} runs begin so"
-    raise InvalidExperiment("RUN", text, f"{problem} ({among})", "See: fedstrata runs list.")
+    problem = "not a run's folder, and no run id has this prefix" if not matching else f"{len(matching)} runs match"
+    raise InvalidExperiment("RUN", text, f"{problem} ({among})", "List the runs: fedstrata runs list.")
 
 
 def folders(root: Path) -> list[Path]:
-    """Return the runs' folders below `root`, the oldest first. Raises InvalidExperiment."""
+    """Return the folders of runs below `root`, oldest first. Raises InvalidExperiment."""
     try:
         return sorted(path for path in root.iterdir() if (path / "manifest.json").is_file())
     except OSError as error:

@@ -53,7 +53,7 @@ class Lines:
     def waiting(self, runs: Runs, brokers: str) -> None:
         """Say once that there is no run yet."""
         if not self._waits:
-            logs.tell(f"waiting for a run of lab {runs.lab} on broker {brokers}")
+            logs.write_line(f"waiting for a run of lab {runs.lab} on broker {brokers}")
             self._waits = True
 
     def event(self, lab: WatchedLab, event: str, facts: dict[str, object], now: float) -> None:
