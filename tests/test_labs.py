@@ -185,7 +185,7 @@ def test_a_watch_of_an_empty_lab_names_it(address: BrokerAddress) -> None:
     done = CliRunner().invoke(
         app, ["watch", "--broker", str(address), "--once", "--timeout", "0.3"], env={"FEDSTRATA_LAB": "south"}
     )
-    assert done.exit_code == 5 and f"no living run of lab south on broker {address}" in done.output
+    assert done.exit_code == 5 and f"no active run of lab south on broker {address}" in done.output
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ from common.protocol.messages import (
     WhoIsThere,
 )
 from deploy.brokers import broker
-from deploy.watching import words
+from deploy.watching import formatting
 from deploy.watching.follower import Follower
 from deploy.watching.lab import GOODBYE_S, SILENT_S, Event, WatchedLab
 from deploy.watching.meter import SILENCE_S, SMOOTHING_S, RateMeter
@@ -175,13 +175,13 @@ def test_a_child_goes_through_its_round() -> None:
     device, home = watched["device-0"], "institution-0"
     assert device.parent is watched[home] and device.step is NodeStep.IDLE
     watched.say(home, "device-0", task(key))
-    assert (device.step, device.epochs, device.key) == (NodeStep.TOLD, 3, key)
+    assert (device.step, device.epochs, device.key) == (NodeStep.ASSIGNED, 3, key)
     watched.say("device-0", home, Ask(MODEL.blob, lacking(16, 12), 0, 0, 8, True))
     assert (device.step, device.done, device.fetch.size) == (NodeStep.FETCHING, 0.25, 16 * 1024)
     watched.say("device-0", home, progress(key, Phase.FETCHING, 8, 16))
     assert device.done == 0.5
     watched.say("device-0", home, progress(key, Phase.WAITING, 0, 0))
-    assert (device.step, words.word(device)) == (NodeStep.WAITING, "waiting")
+    assert (device.step, formatting.activity(device)) == (NodeStep.WAITING, "waiting")
     watched.say("device-0", home, progress(key, Phase.TRAINING, 3, 12))
     assert (device.step, device.done) == (NodeStep.TRAINING, 0.25)
     watched.say("device-0", home, progress(key, Phase.FETCHING, 16, 16))  # it comes late
@@ -232,7 +232,9 @@ def test_a_refused_answer_is_told_with_its_reason() -> None:
     assert watched["device-0"].step is NodeStep.REFUSED
     *_, (first, facts), (second, why) = watched.events()
     assert (first, facts["loss"], second, why["reason"]) == ("result", None, "refused", "its training loss is nan")
-    assert json.loads(json.dumps(words.facts_of(watched.lab, "result", facts, 1.0), allow_nan=False))["loss"] is None
+    assert (
+        json.loads(json.dumps(formatting.facts_of(watched.lab, "result", facts, 1.0), allow_nan=False))["loss"] is None
+    )
 
 
 def test_a_restarted_child_begins_its_part_again_and_its_earlier_life_is_not_heard() -> None:
@@ -243,10 +245,10 @@ def test_a_restarted_child_begins_its_part_again_and_its_earlier_life_is_not_hea
     watched.say("device-0", "institution-0", progress(key, Phase.TRAINING, 6, 12, sent=1000))
     watched.sessions["device-0"] = "device-0-2"
     watched.state("device-0", NodeState.INIT)
-    assert (device.step, device.done) == (NodeStep.TOLD, 0.0)
+    assert (device.step, device.done) == (NodeStep.ASSIGNED, 0.0)
     watched.state("device-0", NodeState.LOST, session="device-0-1")  # its will comes late
     watched.say("device-0", "institution-0", progress(key, Phase.TRAINING, 7, 12, sent=1100), session="device-0-1")
-    assert (device.state, device.step, device.up.total) == ("init", NodeStep.TOLD, 1000)
+    assert (device.state, device.step, device.up.total) == ("init", NodeStep.ASSIGNED, 1000)
     watched.say("device-0", "institution-0", progress(key, Phase.FETCHING, 1, 16, sent=200))
     assert (device.step, device.up.total) == (NodeStep.FETCHING, 1200)
     assert ("restarted", {"node": "device-0"}) in watched.events()
@@ -301,7 +303,7 @@ def test_devices_on_a_broker_of_their_own_are_known_from_their_institutions_repo
     )
     watched.say("institution-0", "cloud", result(key, children=reports, below=traffic(70, 50)))
     assert watched["device-1"].report == reports[1]
-    assert "slowest device-0, 4.5 s in its last global round" in words.counts(watched["institution-0"])
+    assert "slowest device-0, 4.5 s in its last global round" in formatting.counts(watched["institution-0"])
     flows = watched.lab.flows(0.0)
     assert (flows["lan_up"].total, flows["lan_down"].total) == (50, 70)  # as its parent counts, so the other way
     watched.say("institution-0", "cloud", Reports((replace(reports[0], train_s=9.0),)))
@@ -334,9 +336,9 @@ def test_links_that_are_measured() -> None:
     watched = Watched()
     watched.all_ready()
     watched.say("institution-0", "device-0", Probe(MODEL))
-    assert words.word(watched["device-0"]) == "measuring"
+    assert formatting.activity(watched["device-0"]) == "measuring"
     watched.say("device-0", "institution-0", Probed(MODEL.blob, 1e6, MODEL))
-    assert words.word(watched["device-0"]) == "ready"
+    assert formatting.activity(watched["device-0"]) == "ready"
 
 
 def test_an_institution_on_two_brokers_is_as_the_first_says() -> None:
@@ -362,20 +364,23 @@ def test_a_child_that_prepares_is_shown_with_those_whom_it_waits_for() -> None:
     watched.state("institution-0", NodeState.INIT)
     watched.events()
     watched.say("institution-0", "cloud", Preparing(1, ""))
-    assert words.word(watched["institution-0"]) == "preparing" and not watched.events()
+    assert formatting.activity(watched["institution-0"]) == "preparing" and not watched.events()
     for done in range(3):  # it is repeated every second
         watched.say("institution-0", "cloud", Preparing(done, "device-1 gave up: no data here"))
     waiting = {"node": "institution-0", "waits_for": "device-1 gave up: no data here"}
     assert watched.events() == [("waiting", waiting)]
-    assert words.line(watched.lab, "waiting", waiting, 0.0) == "institution-0: waits for device-1 gave up: no data here"
-    assert "0/2 there, waits for device-1 gave up: no data here" in line_of(watched, "institution-0")
-    assert words.branch(watched["institution-0"], 0.0)["waits_for"] == "device-1 gave up: no data here"
+    assert (
+        formatting.line(watched.lab, "waiting", waiting, 0.0)
+        == "institution-0: waits for device-1 gave up: no data here"
+    )
+    assert "0/2 present, waits for device-1 gave up: no data here" in line_of(watched, "institution-0")
+    assert formatting.branch(watched["institution-0"], 0.0)["waits_for"] == "device-1 gave up: no data here"
     watched.state("device-1", NodeState.INIT)
     watched.say("device-1", "institution-0", Preparing(7, ""))
     assert "prepares" in line_of(watched, "device-1")
     for name in ("institution-0", "device-1"):
         watched.state(name, NodeState.READY)
-        assert words.word(watched[name]) == "ready"
+        assert formatting.activity(watched[name]) == "ready"
     assert "waits" not in line_of(watched, "institution-0")
 
 
@@ -387,7 +392,7 @@ def test_a_task_that_is_declined_is_reported_once_with_its_reason() -> None:
         watched.say("device-0", "institution-0", Declined(key, "wrong layout"))
     declined = [facts for event, facts in watched.events() if event == "declined"]
     assert declined == [{"node": "device-0", "global_round": 1, "local_round": 1, "reason": "wrong layout"}]
-    assert words.line(watched.lab, "declined", declined[0], 0.0) == "device-0: declined (wrong layout)"
+    assert formatting.line(watched.lab, "declined", declined[0], 0.0) == "device-0: declined (wrong layout)"
 
 
 def test_a_retained_presence_is_marked_until_its_session_sends_something() -> None:
@@ -409,7 +414,7 @@ def test_a_session_changes_by_presences_alone() -> None:
     watched.say("institution-0", "device-0", task(key))
     watched.say("device-0", "institution-0", progress(key, Phase.TRAINING, 6, 12), session="stranger")
     device = watched["device-0"]
-    assert (device.step, device.session) == (NodeStep.TOLD, "device-0-1") and not device.retired
+    assert (device.step, device.session) == (NodeStep.ASSIGNED, "device-0-1") and not device.retired
     alive = Alive("nonce", Presence(NodeState.READY, "device"))
     watched.say("device-0", "institution-0", alive, session="device-0-2")  # its own presence was lost
     assert device.session == "device-0-2" and ("restarted", {"node": "device-0"}) in watched.events()
@@ -579,9 +584,9 @@ def test_no_message_is_fatal(said: list[tuple[str, bytes, float]]) -> None:
     lab = watched.lab
     assert len(lab.nodes) == 7
     for event, facts in watched.events():
-        json.dumps(words.facts_of(lab, event, facts, watched.now))
-        words.line(lab, event, facts, watched.now)
-    json.dumps(words.tree(lab, watched.now))
+        json.dumps(formatting.facts_of(lab, event, facts, watched.now))
+        formatting.line(lab, event, facts, watched.now)
+    json.dumps(formatting.tree(lab, watched.now))
     for node in lab.nodes.values():
         assert 0.0 <= node.done <= 1.0
         assert node.up.rate(watched.now) >= 0.0
@@ -729,7 +734,7 @@ def test_a_count_that_falls_has_begun_anew() -> None:
     for now, count in enumerate([100, 150, 30, 40]):
         meter.take(count, float(now))
     assert meter.total == 190
-    meter.turn()
+    meter.restart()
     meter.take(60, 5.0)
     assert meter.total == 250
 
@@ -778,11 +783,11 @@ WAN  up    1.5 MB    2.9 kB/s  down  930.0 kB    2.9 kB/s
 LAN  up    4.0 MB  385.7 kB/s  down    3.0 MB  289.3 kB/s
 
 node               state     round
-cloud              ready      3/10 ░░░░░░░░ 0/2 answers
+cloud              ready      3/10 ░░░░░░░░ 0/2 results
   institution-0    ready       2/2 ████░░░░ 0/2 devices
     device-0       ready       3.2 ██░░░░░░ training 25 %
     device-1       ready       3.2 ██░░░░░░ fetching 25 %
-  institution-1    ready           told
+  institution-1    ready           assigned
     device-2       lost
     device-3       ready
 device-2: lost
@@ -794,11 +799,11 @@ WAN  up    1.5 MB    2.9 kB/s  down  930.0 kB    2.9 kB/s
 LAN  up    4.0 MB  385.7 kB/s  down    3.0 MB  289.3 kB/s
 
 node                   state           round          up        down
-cloud                  ready            3/10                         ░░░░░░░░ 0/2 answers
+cloud                  ready            3/10                         ░░░░░░░░ 0/2 results
   institution-0        ready             2/2    2.9 kB/s    2.9 kB/s ████░░░░ 0/2 devices
     device-0           ready             3.2       0 B/s       0 B/s ██░░░░░░ training 25 %
     device-1           ready             3.2       0 B/s       0 B/s ██░░░░░░ fetching 25 %
-  institution-1        ready                                         told
+  institution-1        ready                                         assigned
     device-2           lost
     device-3           ready
 device-2: lost
@@ -810,11 +815,11 @@ WAN  up    1.5 MB    2.9 kB/s  down  930.0 kB    2.9 kB/s
 LAN  up    4.0 MB  385.7 kB/s  down    3.0 MB  289.3 kB/s
 
 node                   state           round          up        down     loss epochs
-cloud                  ready            3/10                                         ░░░░░░░░░░░░░░░░░░░░ 0/2 answers
+cloud                  ready            3/10                                         ░░░░░░░░░░░░░░░░░░░░ 0/2 results
   institution-0        ready             2/2    2.9 kB/s    2.9 kB/s   0.4321      3 ██████████░░░░░░░░░░ 0/2 devices
     device-0           ready             3.2       0 B/s       0 B/s                 █████░░░░░░░░░░░░░░░ training 25 %
     device-1           ready             3.2       0 B/s       0 B/s                 █████░░░░░░░░░░░░░░░ fetching 25 %  4.0 kB of 16.0 kB
-  institution-1        ready                                                         told
+  institution-1        ready                                                         assigned
     device-2           lost
     device-3           ready
 device-2: lost
@@ -842,7 +847,7 @@ def test_a_large_lab_is_drawn_in_counts_unless_each_device_is_wanted() -> None:
         watched.say(f"device-{device}", "institution-0", progress(Key(0, 0, 0), Phase.TRAINING, device, 40))
     watched.say("device-7", "institution-0", result(Key(0, 0, 0)))
     watched.state("device-0", NodeState.LOST)
-    counts = words.counts(watched["institution-0"])
+    counts = formatting.counts(watched["institution-0"])
     assert counts == "1 lost, 38 training, 1 offering; slowest device-1, training 2 %"
 
 
@@ -943,7 +948,7 @@ def test_a_light_watch_does_not_hear_devices_and_no_watch_hears_chunks(address: 
         await following
         assert ("global_round", {"global_round": 1}) in seen.events
         assert any(name == "local_round" for name, _ in seen.events) is not light
-        assert watch._lab is not None and watch._lab.ignored == 0 and watch._lab._heard_bytes < 1000
+        assert watch._lab is not None and watch._lab.ignored == 0 and watch._lab._received_bytes < 1000
 
     scenario(run())
 
@@ -982,7 +987,7 @@ def test_a_look_shows_the_present_state(
     scenario(run())
     *picture, tree = capsys.readouterr().out.splitlines()
     assert picture[0].startswith("small  round 0/10")
-    assert any(line.split() == ["cloud", "ready?", "0/10", "0/2", "there"] for line in picture)
+    assert any(line.split() == ["cloud", "ready?", "0/10", "0/2", "present"] for line in picture)
     cloud = json.loads(tree)["nodes"]["cloud"]
     assert (cloud["state"], cloud["proven"]) == ("ready", False)  # nobody has sent anything: it may be a dead run's
     assert json.loads(tree)["nodes"]["cloud"]["children"]["institution-1"]["children"]["device-3"]["state"] == "absent"
@@ -998,7 +1003,7 @@ def test_where_no_run_is_there_a_look_ends_with_5_and_an_interrupted_watch_with_
         [*watch, "--once", "--timeout", "0.5"], capture_output=True, text=True, check=False, timeout=60
     )
     assert (done.returncode, done.stdout) == (5, "")
-    assert f"no living run of lab lab on broker {address}" in done.stderr
+    assert f"no active run of lab lab on broker {address}" in done.stderr
     with subprocess.Popen(watch, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as waiting:
         assert waiting.stderr is not None and "waiting for a run of lab lab" in waiting.stderr.readline()
         waiting.send_signal(signal.SIGINT)

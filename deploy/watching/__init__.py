@@ -1,1 +1,1 @@
-"""`fedstrata watch`: a lab as its broker's messages tell it. A client that reads, and is no node of the run."""
+"""`fedstrata watch`: shows a lab from the messages on its brokers. It only subscribes and is not a node of the run."""

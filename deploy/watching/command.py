@@ -16,47 +16,51 @@ def watch(
     broker: Annotated[
         list[str] | None,
         typer.Option(
-            help="The MQTT broker, host[:port]; again for each institution's own.  [default: localhost]",
+            help="The MQTT broker, host[:port]. Repeat it for each institution's own broker.  [default: localhost]",
             envvar="FEDSTRATA_BROKER_ADDRESS",
         ),
     ] = None,
     lab: LabOption = DEFAULT_LAB,
     run: Annotated[
-        str | None, typer.Option(help="Which run.  [default: the newest that lives]", show_default=False)
+        str | None, typer.Option(help="The run's id.  [default: the newest active run]", show_default=False)
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Print the present state and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the current state and exit.")] = False,
     devices: Annotated[
         bool | None,
-        typer.Option(help="Each device, or counts alone.  [default: as there is room]", show_default=False),
+        typer.Option(
+            help="Show each device, or only counts.  [default: each device if the terminal has room]",
+            show_default=False,
+        ),
     ] = None,
     light: Annotated[
-        bool, typer.Option("--light", help="Do not hear the devices: see above.", show_default=False)
+        bool, typer.Option("--light", help="Do not receive the devices' messages: see above.", show_default=False)
     ] = False,
     output: Annotated[
-        Literal["table", "json"], typer.Option("--format", help="Standard output: for people, or JSON lines.")
+        Literal["table", "json"], typer.Option("--format", help="Standard output: text or JSON lines.")
     ] = "table",
     timeout: Annotated[
-        float, typer.Option(min=0.1, help="With --once: seconds to wait for a run, then exit code 5.")
+        float, typer.Option(min=0.1, help="With --once: seconds to wait for a run before exit code 5.")
     ] = 10.0,
     username: Username = None,
     password_file: PasswordFile = None,
     connect_timeout: ConnectTimeout = 30.0,
 ) -> None:
-    """Watch a run from its broker alone: who is there, rounds, transfers, trainings, bytes; no accuracy.
+    """Watch a run from its brokers: presence, rounds, transfers, training progress and bytes, but not accuracy.
 
-    It reads and takes no part: presences and control messages, never chunks of models. Start it beside the broker: what
-    it hears costs the broker some bandwidth, and no link of the lab. Models small enough to travel inside control
-    messages (transfer.inline_bytes) come along; --light leaves out all that devices and institutions say to each other.
+    `watch` only subscribes: to presence and control messages, never to chunks of models. Start it on the broker's host:
+    its subscriptions take bandwidth of the broker, but none of the lab's links. Models that travel inside control
+    messages (up to transfer.inline_bytes) are received too. --light leaves out all messages between institutions and
+    devices.
 
-    A node that prepares is shown with those whom it waits for. `?` behind a state: the broker kept it, and the node has
-    sent nothing since the watch began.
+    A preparing node is shown with the nodes that it waits for. A `?` after a state means that the broker retained it
+    and the node has sent nothing since `watch` started.
 
-    It ends with the run: exit code 0 finished, 1 failed, 5 the cloud stayed away.
+    It ends with the run. Exit codes: 0 finished, 1 failed, 5 the cloud was absent for transfer.idle_s.
     """
     from deploy.watching.follower import Follower
     from deploy.watching.screens import look, screen_for
 
-    logging.getLogger("fedstrata.connection").setLevel(logging.ERROR)  # brokers that come and go are shown
+    logging.getLogger("fedstrata.connection").setLevel(logging.ERROR)  # the screen shows lost brokers
     brokers = [address(text, username, password_file) for text in broker or ["localhost"]]
 
     async def follow() -> None:

@@ -1,4 +1,4 @@
-"""Joins the core of a watch to its brokers: connections that read, and that come back by themselves."""
+"""Connections of a watch to its brokers: they only subscribe, and reconnect by themselves."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from deploy.watching.lab import WatchedLab
 from deploy.watching.runs import Runs, filters
 
 DRAW_S: Final = 0.5
-LOOK_S: Final = HEARTBEAT_S + 0.5  # whoever is at work has said a word by then
-UNHEARD: Final = "nothing is announced there, or this login may not read it"
-KEEPALIVE_S: Final = 10  # short: a broker keeps all for a watch that was stopped, until it takes it for dead
+LOOK_S: Final = HEARTBEAT_S + 0.5  # every working node has sent a message by then
+NOTHING_ANNOUNCED: Final = "no run is announced there, or this login may not read the announcements"
+KEEPALIVE_S: Final = 10  # short: a broker queues messages for a stopped client until the keep-alive expires
 
 
 class Screen(Protocol):
-    """Where a watch is shown."""
+    """Output of a watch."""
 
     def waiting(self, runs: Runs, brokers: str) -> None:
         """Show that there is no run yet."""
 
     def event(self, lab: WatchedLab, event: str, facts: dict[str, object], now: float) -> None:
-        """Show what has happened."""
+        """Show an event."""
 
     def draw(self, lab: WatchedLab, now: float) -> None:
-        """Show the present state."""
+        """Show the current state."""
 
 
 class Follower:
-    """Follows one run of a lab on one or several brokers, the cloud's first. It publishes nothing."""
+    """Client that follows one run of a lab on one or several brokers, the cloud's first. It publishes nothing."""
 
     def __init__(
         self,
@@ -62,47 +62,47 @@ class Follower:
     async def follow(self, screen: Screen) -> None:
         """Show the run until it ends.
 
-        Raises ConnectionFailed where a broker cannot be reached or lets us read nothing, RunFailed, NoProgress where
-        the cloud stays away, as its nodes would.
+        Raises ConnectionFailed if a broker cannot be reached or refuses the subscriptions, RunFailed if the run fails,
+        and NoProgress if the cloud is absent for `transfer.idle_s`.
         """
 
-        async def play() -> None:
+        async def watch() -> None:
             self._screen = screen
             lab = await self._found(screen)
             while not lab.ended:
                 lab.tick(self._loop.time())
-                self._tell()
+                self._show_events()
                 screen.draw(lab, self._loop.time())
                 await asyncio.sleep(DRAW_S)
             if lab.end is not None:
                 raise lab.end
 
-        await self._connected(play())
+        await self._connected(watch())
 
     async def look(self, show: Callable[[WatchedLab, float], None], *, timeout_s: float) -> None:
-        """Show the run once, as it stands. Raises NoProgress where there is none within `timeout_s`."""
+        """Show the current state once. Raises NoProgress if no run is found within `timeout_s`."""
 
-        async def play() -> None:
+        async def watch() -> None:
             try:
                 async with asyncio.timeout(timeout_s):
                     lab = await self._found(None)
             except TimeoutError:
                 others = ", ".join(self._runs.names()[:3])
-                there = f"--run NAME shows one that has ended: {others}" if others else UNHEARD
+                hint = f"--run NAME shows a run that has ended: {others}" if others else NOTHING_ANNOUNCED
                 raise NoProgress(
-                    f"no living run of lab {self._lab_name} on broker {self._all()} within {timeout_s:g} s; {there}"
+                    f"no active run of lab {self._lab_name} on broker {self._all()} within {timeout_s:g} s; {hint}"
                 ) from None
             await asyncio.sleep(LOOK_S)
             show(lab, self._loop.time())
 
-        await self._connected(play())
+        await self._connected(watch())
 
-    async def _connected(self, playing: Coroutine[Any, Any, None]) -> None:
+    async def _connected(self, watching: Coroutine[Any, Any, None]) -> None:
         keeping = [
             asyncio.create_task(connection.run(connect_timeout_s=self._connect_timeout_s), name=f"connection {name}")
             for name, connection in zip(self._names, self._connections, strict=True)
         ]
-        work = asyncio.create_task(playing, name="watch")
+        work = asyncio.create_task(watching, name="watch")
         try:
             await asyncio.wait((work, self._refused, *keeping), return_when=asyncio.FIRST_COMPLETED)
             for end in (self._refused, *keeping):
@@ -136,7 +136,7 @@ class Follower:
             else:
                 self._lab.connected(place, self._loop.time())
                 self._subscribe(place, connection, self._lab)
-                self._tell()
+                self._show_events()
 
         connection = BrokerConnection(
             address,
@@ -149,13 +149,13 @@ class Follower:
         return connection
 
     def _subscribe(self, place: int, connection: BrokerConnection, lab: WatchedLab) -> None:
-        """Listen to a run; control by QoS 0, as all of it is said again and a broker should keep none of it for us."""
+        """Subscribe to a run. Control messages use QoS 0: they are repeated, so the broker need not queue them."""
         refused = partial(self._refuse, connection.address)
         name, run = self._lab_name, lab.run
-        everybody = [topics.inbox(name, run, "+", "+")]
+        all_inboxes = [topics.inbox(name, run, "+", "+")]
         cloud = [topics.inbox(name, run, CLOUD, "+"), topics.inbox(name, run, "+", CLOUD)]
         connection.subscribe([topics.state(name, run, "+")], qos=1, refused=refused)
-        connection.subscribe(cloud if self._light else everybody, qos=0, refused=refused)
+        connection.subscribe(cloud if self._light else all_inboxes, qos=0, refused=refused)
 
     def _received(self, place: int, topic: str, body: bytes, retained: bool) -> None:
         now = self._loop.time()
@@ -163,21 +163,21 @@ class Follower:
             self._runs.receive(topic, body, now)
         else:
             self._lab.receive(place, topic, body, now, retained=retained)
-            self._tell()
+            self._show_events()
 
     def _lost(self, place: int) -> None:
         if self._lab is not None and not self._lab.ended:
             self._lab.disconnected(place, self._loop.time())
-            self._tell()
+            self._show_events()
 
     def _refuse(self, address: BrokerAddress, topic: str) -> None:
         if not self._refused.done():
             who = f"login {address.username!r}" if address.username else "a client without a login"
             remedy = f"Watch with a login that may read {topics.ROOT}/{self._lab_name}/#."
-            words = f"broker {address} does not let {who} read {topic}. {remedy}"
-            self._refused.set_exception(ConnectionFailed(words))
+            text = f"broker {address} does not let {who} read {topic}. {remedy}"
+            self._refused.set_exception(ConnectionFailed(text))
 
-    def _tell(self) -> None:
+    def _show_events(self) -> None:
         lab, screen = self._lab, self._screen
         while lab is not None and (event := lab.next_event()) is not None:
             if screen is not None:

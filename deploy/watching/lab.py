@@ -1,7 +1,7 @@
-"""A run as the messages on its brokers tell it: a tree of nodes, and what happens. Sans-IO.
+"""State of a run, built from the messages on its brokers: a tree of nodes, and events. Sans-IO.
 
-Known from these messages: who is there, who is in which round, how far models have travelled and trainings gone, bytes
-and training losses. Not known: accuracies, which the cloud keeps to itself, and what its rules decide.
+The messages show each node's presence and round, the progress of transfers and trainings, bytes and training losses.
+They do not show accuracies and aggregation decisions, which the cloud does not publish.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from common.protocol.messages import (
 from deploy.watching.meter import RateMeter
 from deploy.watching.node import Node
 
-GOODBYE_S: Final = 12.0  # what a cloud that has finished takes to leave, at most
+GOODBYE_S: Final = 12.0  # a cloud that has finished leaves within this time
 GLOBAL_ROUNDS_KEPT: Final = 10
-SILENT_S: Final = 15.0  # a child at work says a word every two seconds
+SILENT_S: Final = 15.0  # a working child sends a message every two seconds
 OVER: Final = ("left", NodeState.FINISHED, NodeState.FAILED)
 
 Event: TypeAlias = tuple[str, dict[str, object]]
@@ -46,7 +46,7 @@ Event: TypeAlias = tuple[str, dict[str, object]]
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What passed one way: bytes since the books began, and bytes per second."""
+    """Traffic in one direction: total bytes in the byte ledger, and bytes per second."""
 
     total: int
     rate: float
@@ -54,7 +54,7 @@ class Flow:
 
 @dataclass(slots=True)
 class WatchedBroker:
-    """One of the brokers; `since`: when it came or went, seconds."""
+    """One of the brokers. `since`: time of the last change of `up`, seconds."""
 
     address: str
     up: bool
@@ -62,11 +62,11 @@ class WatchedBroker:
 
 
 class WatchedLab:
-    """One run. Hand it every message, and the time; take its events until it has ended.
+    """One run. The caller passes in every message and the time, and takes the events until the run has ended.
 
-    Messages of other labs and runs change nothing.
+    Messages of other labs and runs are ignored.
 
-    `brokers`: their addresses, the cloud's first; a node that is on several counts as the first of them says.
+    `brokers`: their addresses, the cloud's first. If a node is on several brokers, the first one's state counts.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class WatchedLab:
             institution = self._add(name, "institution", self.cloud)
             for device in devices:
                 self._add(device, "device", institution)
-        self.heard = RateMeter()
-        self._heard_bytes = 0
+        self.received = RateMeter()
+        self._received_bytes = 0
         self.controls = 0
         self.ignored = 0
         self.began = now
@@ -96,14 +96,14 @@ class WatchedLab:
         self._events: deque[Event] = deque()
         facts = {"run": run, "experiment": experiment.name, "global_rounds": experiment.rounds}
         sizes = {name: len(node.children) for name, node in self.cloud.children.items()}
-        self._tell("run", {**facts, "institutions": sizes})
+        self._emit("run", {**facts, "institutions": sizes})
 
-    # What comes
+    # Inputs
 
     def receive(self, broker: int, topic_text: str, body: bytes, now: float, *, retained: bool = False) -> None:
-        """Take a message of the broker with this place, whatever its bytes; `retained`: from its store."""
-        self._heard_bytes += len(topic_text) + len(body)
-        self.heard.take(self._heard_bytes, now)
+        """Process a message of the broker with this index. Malformed messages are counted in `ignored`."""
+        self._received_bytes += len(topic_text) + len(body)
+        self.received.take(self._received_bytes, now)
         try:
             topic = topics.parse(topic_text)
             if isinstance(topic, topics.SeekTopic) or (topic.lab, topic.run) != (self._lab, self.run):
@@ -116,20 +116,20 @@ class WatchedLab:
             self.ignored += 1
 
     def connected(self, broker: int, now: float) -> None:
-        """Note that a broker is there again: what it keeps follows, and what it lost with it is not known."""
-        self._turn(broker, up=True, now=now)
+        """Record that a broker is connected again. Its retained messages follow; it may have lost some of them."""
+        self._set_broker(broker, up=True, now=now)
         for node in self.nodes.values():
-            node.says.pop(broker, None)
-            node.wished_by = ""
+            node.states.pop(broker, None)
+            node.assigned_by = ""
 
     def disconnected(self, broker: int, now: float) -> None:
-        """Note that a broker is away."""
-        self._turn(broker, up=False, now=now)
+        """Record that a broker is disconnected."""
+        self._set_broker(broker, up=False, now=now)
 
     def tick(self, now: float) -> None:
-        """Judge by the time whether the run has ended: its nodes give up a parent by the same rule."""
+        """Decide whether the run has ended by now, by the rule by which nodes give up an absent parent."""
         roots = self._roots()
-        if any(root.alive and self.brokers[min(root.says)].up for root in roots):
+        if any(root.alive and self.brokers[min(root.states)].up for root in roots):
             self._alive_at = now
         failed = next((root for root in roots if root.state == NodeState.FAILED), None)
         over = bool(roots) and all(root.state in OVER for root in roots)
@@ -137,7 +137,7 @@ class WatchedLab:
             self._finished_at = now
         elif not over:
             self._finished_at = None
-        self._mind_silence(now)
+        self._check_silence(now)
         idle_s = self.experiment.transfer.idle_s
         if failed is not None and over:
             self._finish(RunFailed(f"{failed.name} gave up: {failed.reason}"))
@@ -151,42 +151,42 @@ class WatchedLab:
             self._finish(NoProgress(f"{who} was not there for {idle_s:g} s{state}"))
 
     def next_event(self) -> Event | None:
-        """Return the next event: a name, and facts that JSON can tell."""
+        """Return the next event, its name and JSON-serialisable facts, or None."""
         return self._events.popleft() if self._events else None
 
-    # What is known
+    # State
 
     @property
     def global_round(self) -> int:
-        """Return the global round that is under way, from 1, 0 before the first."""
+        """The current global round, counted from 1; 0 before the first."""
         key = self.cloud.round_key
         return key.global_round + 1 if key is not None else 0
 
     @property
     def loss(self) -> float | None:
-        """Return the mean training loss of the institutions' last answers, weighted by their samples."""
+        """The mean training loss of the institutions' last results, weighted by their samples, or None."""
         results = [node.result for node in self.cloud.children.values() if node.result is not None]
         results = [result for result in results if math.isfinite(result.loss)]
         samples = sum(result.samples for result in results)
         return sum(result.loss * result.samples for result in results) / samples if samples else None
 
     def flows(self, now: float) -> dict[str, Flow]:
-        """Return what passed on each tier, `wan_up`, `wan_down`, `lan_up`, `lan_down`, as the nodes count MQTT bytes.
+        """Return each tier's traffic, `wan_up`, `wan_down`, `lan_up`, `lan_down`, in MQTT bytes counted by the nodes.
 
-        An institution tells the sum of its devices' links; theirs are summed up here where only they are heard.
+        An institution reports the sum over its devices' links. Without that report, its devices' own counts are summed.
         """
         wan = list(self.cloud.children.values())
-        lan = [node for node in wan if node.below_up.told]
-        alone = [device for node in wan if not node.below_up.told for device in node.children.values()]
+        lan = [node for node in wan if node.below_up.known]
+        single = [device for node in wan if not node.below_up.known for device in node.children.values()]
         return {
             "wan_up": _sum((node.up for node in wan), now),
             "wan_down": _sum((node.down for node in wan), now),
-            "lan_up": _sum((*(node.below_up for node in lan), *(node.up for node in alone)), now),
-            "lan_down": _sum((*(node.below_down for node in lan), *(node.down for node in alone)), now),
+            "lan_up": _sum((*(node.below_up for node in lan), *(node.up for node in single)), now),
+            "lan_down": _sum((*(node.below_down for node in lan), *(node.down for node in single)), now),
         }
 
     def left_s(self, now: float) -> float | None:
-        """Return how long the run still takes if its global rounds go on as the last ones, None before one was seen."""
+        """Return the remaining seconds, extrapolated from the last global rounds, or None before the first is over."""
         seen = len(self._starts) - 1
         if seen < 1:
             return None
@@ -199,28 +199,28 @@ class WatchedLab:
         node = self._node(name)
         session, message = serialization.decode(body) if body else ("", None)
         if not (message is None or isinstance(message, Presence)):
-            raise WireError("no presence on a state topic")
-        if message is not None or node.says:  # else it was an earlier process's
+            raise WireError("not a presence, on a state topic")
+        if message is not None or node.states:  # else an earlier process cleared it
             self._present(node, broker, session, message, retained=retained)
 
     def _present(self, node: Node, broker: int, session: str, presence: Presence | None, *, retained: bool) -> None:
         before = node.session
-        if not node.presence(broker, session, presence, retained=retained):
+        if not node.on_presence(broker, session, presence, retained=retained):
             return
-        self._met(node, before)
-        if node.told != node.state:
-            node.told = node.state
+        self._check_session(node, before)
+        if node.shown_state != node.state:
+            node.shown_state = node.state
             reason = {"reason": node.reason} if node.reason else {}
-            self._tell("state", {"node": node.name, "role": node.role, "state": node.state, **reason})
+            self._emit("state", {"node": node.name, "role": node.role, "state": node.state, **reason})
 
     def _control(self, broker: int, topic: topics.InboxTopic, body: bytes, now: float) -> None:
         sender, receiver = self._node(topic.sender), self._node(topic.node)
         if sender.parent is not receiver and receiver.parent is not sender:
-            raise WireError("no parent and child")
+            raise WireError("sender and receiver are not parent and child")
         session, message = serialization.decode(body)
         if isinstance(message, Alive) and session not in sender.retired:
             self._present(sender, broker, session, message.presence, retained=False)
-        if not sender.speaks(session):
+        if not sender.is_from(session):
             return
         self.controls += 1
         if receiver.parent is sender:
@@ -230,52 +230,52 @@ class WatchedLab:
 
     def _from_parent(self, child: Node, session: str, message: Message, now: float) -> None:
         if isinstance(message, Task):
-            self._begun(child, child.wished(message, session), now)
+            self._check_begin(child, child.on_task(message, session), now)
         elif isinstance(message, Ask):
-            child.fetched(message)
+            child.on_parent_ask(message)
         elif isinstance(message, Probe):
             child.measuring = True
-        elif isinstance(message, Acknowledgement) and child.answered(message):
-            self._tell("refused", {**_round(child), "reason": message.reason})
+        elif isinstance(message, Acknowledgement) and child.on_acknowledgement(message):
+            self._emit("refused", {**_round(child), "reason": message.reason})
 
     def _from_child(self, child: Node, message: Message, now: float) -> None:
         if isinstance(message, Progress):
-            self._begun(child, child.progressed(message, now), now)
+            self._check_begin(child, child.on_progress(message, now), now)
         elif isinstance(message, Ask):
-            child.asked(message)
+            child.on_ask(message)
         elif isinstance(message, Probed):
             child.measuring = False
         elif isinstance(message, Result):
-            begins, first = child.offered(message, now)
-            self._begun(child, begins, now)
+            begins, first = child.on_result(message, now)
+            self._check_begin(child, begins, now)
             if first:
-                self._tell("result", _result(child, message))
+                self._emit("result", _result(child, message))
         elif isinstance(message, Reports):
             for report in message.children:
                 if report.name in child.children:
                     child.children[report.name].report = report
         elif isinstance(message, Farewell):
-            child.counted(message.traffic, message.below, now)
-        elif isinstance(message, Preparing) and child.prepares(message):
-            self._tell("waiting", {"node": child.name, "waits_for": child.waits_for})
-        elif isinstance(message, Declined) and child.declines(message):
-            self._tell("declined", {**_round(child), "reason": message.reason})
+            child.on_farewell(message.traffic, message.below, now)
+        elif isinstance(message, Preparing) and child.on_preparing(message):
+            self._emit("waiting", {"node": child.name, "waits_for": child.waits_for})
+        elif isinstance(message, Declined) and child.on_declined(message):
+            self._emit("declined", {**_round(child), "reason": message.reason})
 
-    def _begun(self, child: Node, begins: bool, now: float) -> None:
-        """Tell of a round that begins with its first child's."""
+    def _check_begin(self, child: Node, begins: bool, now: float) -> None:
+        """Emit an event if `begins` and this child is the first of its parent's round."""
         parent, key = child.parent, child.key
-        if not begins or parent is None or key is None or key != parent.round_key or len(parent.playing()) > 1:
+        if not begins or parent is None or key is None or key != parent.round_key or len(parent.participants()) > 1:
             return
         if parent is self.cloud:
             self._starts.append(now)
-            self._tell("global_round", {"global_round": key.global_round + 1})
+            self._emit("global_round", {"global_round": key.global_round + 1})
         else:
-            self._tell(
+            self._emit(
                 "local_round",
                 {"node": parent.name, "global_round": key.global_round + 1, "local_round": key.local_round + 1},
             )
 
-    # The rest
+    # Helpers
 
     def _add(self, name: str, role: str, parent: Node) -> Node:
         node = self.nodes[name] = parent.children[name] = Node(name, role, parent)
@@ -283,25 +283,25 @@ class WatchedLab:
 
     def _node(self, name: str) -> Node:
         if name not in self.nodes:
-            raise WireError(f"a stranger: {name}")
+            raise WireError(f"unknown node: {name}")
         return self.nodes[name]
 
-    def _met(self, node: Node, before: str) -> None:
-        """Deal with a node's new session: its children's rounds begin anew."""
+    def _check_session(self, node: Node, before: str) -> None:
+        """Handle a node's new session: its children's rounds start again."""
         if not before or node.session == before:
             return
-        self._tell("restarted", {"node": node.name})
+        self._emit("restarted", {"node": node.name})
         for child in node.children.values():
-            child.parent_restarted(node.session)
+            child.on_parent_restart(node.session)
 
     def _roots(self) -> list[Node]:
-        """Return who decides how the run goes: the cloud, or the institutions where it was never heard."""
-        if self.cloud.says or self.cloud.told:
+        """Return the nodes whose states decide when the run ends: the cloud, or if it is unseen the institutions."""
+        if self.cloud.states or self.cloud.shown_state:
             return [self.cloud]
-        return [node for node in self.cloud.children.values() if node.says]
+        return [node for node in self.cloud.children.values() if node.states]
 
-    def _mind_silence(self, now: float) -> None:
-        """Warn once where a lab at work is not heard: a broker's rules may hide messages from a login."""
+    def _check_silence(self, now: float) -> None:
+        """Warn once if a working lab's messages are not received: access rules may hide topics from this login."""
         parts = (self.cloud, *self.cloud.children.values())
         if self.controls or any(node.state != NodeState.READY for node in parts):
             self._ready_at = None
@@ -309,27 +309,27 @@ class WatchedLab:
             self._ready_at = now
         elif now >= self._ready_at + SILENT_S:
             self._ready_at = math.inf
-            self._tell("warning", {"reason": "no control message is heard: may this login read the inboxes?"})
+            self._emit("warning", {"reason": "no control message received: check that this login may read the inboxes"})
 
-    def _turn(self, place: int, *, up: bool, now: float) -> None:
+    def _set_broker(self, place: int, *, up: bool, now: float) -> None:
         broker = self.brokers[place]
         if broker.up != up:
             broker.up, broker.since = up, now
-            self._tell("broker", {"broker": broker.address, "state": "connected" if up else "away"})
+            self._emit("broker", {"broker": broker.address, "state": "connected" if up else "away"})
 
     def _finish(self, error: FedstrataError | None) -> None:
         if not self.ended:
-            self._tell("end", {"state": "finished"} if error is None else {"state": "failed", "reason": str(error)})
+            self._emit("end", {"state": "finished"} if error is None else {"state": "failed", "reason": str(error)})
             self.ended, self.end = True, error
 
-    def _tell(self, event: str, facts: dict[str, object]) -> None:
-        if not self.ended:  # the end is the last event: what comes after it are nodes that leave
+    def _emit(self, event: str, facts: dict[str, object]) -> None:
+        if not self.ended:  # "end" is the last event: afterwards nodes only leave
             self._events.append((event, facts))
 
 
 def _sum(meters: Iterable[RateMeter], now: float) -> Flow:
-    heard = list(meters)
-    return Flow(sum(meter.total for meter in heard), sum(meter.rate(now) for meter in heard))
+    counted = list(meters)
+    return Flow(sum(meter.total for meter in counted), sum(meter.rate(now) for meter in counted))
 
 
 def _round(child: Node) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""A rate from counts that are told now and then."""
+"""Rate estimate from counts that are reported irregularly."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from math import exp, expm1
 from typing import Final
 
 SMOOTHING_S: Final = 3.0
-SILENCE_S: Final = 2.5  # a node at work says its counts every two seconds
+SILENCE_S: Final = 2.5  # a working node reports its counts every two seconds
 
 
 @dataclass(slots=True)
 class RateMeter:
-    """Bytes of one direction of a link: `total` over all sessions of the node that counts, and their rate.
+    """Bytes in one direction of a link: `total` over all sessions of the counting node, and their rate.
 
-    The rate is the exponentially weighted mean of what passed, weights falling by e in `SMOOTHING_S`. Where nothing is
-    told for longer than a node at work is silent, nothing passes.
+    The rate is an exponentially weighted mean with time constant `SMOOTHING_S`. It decays if no count is reported for
+    longer than `SILENCE_S`.
     """
 
     total: int = 0
@@ -24,14 +24,14 @@ class RateMeter:
     _at: float = 0.0
 
     @property
-    def told(self) -> bool:
-        """Return whether there was a count."""
+    def known(self) -> bool:
+        """Whether a count was reported."""
         return self._count is not None
 
     def take(self, count: int, now: float) -> None:
-        """Take the count, bytes, as of `now`, seconds; one that falls has begun anew, from zero."""
+        """Record the count, bytes, at `now`, seconds. A count that falls has restarted from zero."""
         if self._count is None:
-            self.total += count  # all that passed before we looked says nothing of the rate
+            self.total += count  # the time before the first count is unknown, so it does not enter the rate
         else:
             passed = count - self._count if count >= self._count else count
             x = max(0.0, now - self._at) / SMOOTHING_S
@@ -39,8 +39,8 @@ class RateMeter:
             self.total += passed
         self._count, self._at = count, now
 
-    def turn(self) -> None:
-        """Begin a new session of the node that counts: its counts start from zero."""
+    def restart(self) -> None:
+        """Begin a new session of the counting node: its counts start from zero."""
         if self._count is not None:
             self._count = 0
 

@@ -1,4 +1,4 @@
-"""What is known of one node of a watched lab, and of its part in its parent's round."""
+"""State of one node of a watched lab, and its progress in its parent's round."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ SESSIONS_KEPT: Final = 8
 
 
 class NodeStep(IntEnum):
-    """How far a child is in its round; within one it only goes on, whatever order its messages come in."""
+    """Step of a child in its round. Within a round it only advances, in whatever order messages arrive."""
 
     IDLE = 0
-    TOLD = 1
+    ASSIGNED = 1
     FETCHING = 2
     WAITING = 3
     TRAINING = 4
@@ -52,7 +52,7 @@ STEP_OF: Final = {
 
 @dataclass(slots=True)
 class WatchedTransfer:
-    """A model on its way: how much of it is here, 0 to 1, and its size in bytes, 0 where its manifest was not heard."""
+    """A model transfer. `share`: received part, 0 to 1; `size`: bytes, 0 if its manifest was not received."""
 
     blob: str = ""
     size: int = 0
@@ -60,19 +60,19 @@ class WatchedTransfer:
     share: float = 0.0
 
     def begin(self, manifest: Manifest, *, here: bool) -> None:
-        """Take what is offered; `here` where it travels inside its announcement."""
+        """Begin a transfer; `here`: the model was inside the announcement."""
         if self.blob != manifest.blob:
             self.share = 0.0
         self.blob, self.size, self.chunks = manifest.blob, manifest.size, manifest.chunks
         self.share = 1.0 if here else self.share
 
-    def hear(self, ask: Ask) -> None:
-        """Take its receiver's word on what it lacks.
+    def update(self, ask: Ask) -> None:
+        """Update the received part from the receiver's ask for missing chunks.
 
-        Where the manifest was said before we listened, the bitmap's length tells the chunks, to the next eighth.
+        If the manifest is unknown, the bitmap's length gives the number of chunks, rounded up to a multiple of 8.
         """
         if self.size and ask.blob != self.blob:
-            return  # of an earlier model, or noise
+            return  # of an earlier model, or of a link calibration
         chunks = self.chunks or 8 * len(ask.lacking)
         lacking = int.from_bytes(ask.lacking, "big").bit_count()
         self.share = max(0.0, 1.0 - lacking / chunks) if chunks else 1.0
@@ -80,20 +80,21 @@ class WatchedTransfer:
 
 @dataclass(slots=True)
 class Node:
-    """One node. `says`: its state at each broker that has one, or `left` where it has cleared it.
+    """One node. `states`: its state by broker, `left` if it has cleared its presence there.
 
-    `key` is the round of its parent in which it takes part, and `wished_by` the parent's session whose wish said so, if
-    that was heard; `result` its last answer, in whatever round. `below_*`: the bytes of its children's links, as it
-    tells them. `proven`: its present session has published or sent something since the watch began, it is not only
-    retained by a broker. `preparing`: it has reported so; `waits_for`: who is absent below it, and why.
+    shown_state: the state of the last event    key: its parent's round in which it takes part
+    assigned_by: the parent's session that sent the task, "" if the task was not received
+    result: its last result, of any round    below_up, below_down: bytes of its children's links, as reported by it
+    proven: its session has sent something since the watch began, so it is not only a retained presence
+    preparing: it has reported that it prepares    waits_for: the absent nodes below it, with reasons
     """
 
     name: str
     role: str
     parent: Node | None = None
     children: dict[str, Node] = field(default_factory=dict)
-    says: dict[int, str] = field(default_factory=dict)
-    told: str = ""
+    states: dict[int, str] = field(default_factory=dict)
+    shown_state: str = ""
     reason: str = ""
     session: str = ""
     retired: deque[str] = field(default_factory=lambda: deque(maxlen=SESSIONS_KEPT))
@@ -103,7 +104,7 @@ class Node:
     declined: tuple[Key, str] | None = None
     samples: int = 0
     key: Key | None = None
-    wished_by: str = ""
+    assigned_by: str = ""
     step: NodeStep = NodeStep.IDLE
     share: float = 0.0
     epochs: int = 0
@@ -119,66 +120,66 @@ class Node:
 
     @property
     def state(self) -> str:
-        """Return its presence at the first broker that has one, `left` where it went, `absent` where none was seen."""
-        return self.says[min(self.says)] if self.says else "absent"
+        """Its presence at the first broker that has one: `left` if it has left, `absent` if none was seen."""
+        return self.states[min(self.states)] if self.states else "absent"
 
     @property
     def alive(self) -> bool:
-        """Return whether it is there."""
+        """Whether it is initialising or ready."""
         return self.state in LIVING
 
     @property
     def round_key(self) -> Key | None:
-        """Return the round that its children play, as far as one of them was heard."""
+        """Its children's current round, by the messages received so far, or None."""
         return max((child.key for child in self.children.values() if child.key is not None), default=None)
 
-    def playing(self) -> list[Node]:
-        """Return the children that take part in the present round, as far as they were heard."""
+    def participants(self) -> list[Node]:
+        """Return the children that take part in the current round, by the messages received so far."""
         key = self.round_key
         return [child for child in self.children.values() if child.key is not None and child.key == key]
 
     @property
     def done(self) -> float:
-        """Return how far it is within its step, 0 to 1."""
+        """Its progress within its step, 0 to 1."""
         if self.step is NodeStep.OFFERING:
             return self.upload.share
         return self.fetch.share if self.step is NodeStep.FETCHING else self.share
 
-    # What it, or its parent, said of its part in a round
+    # Messages from the node or from its parent
 
-    def speaks(self, session: str) -> bool:
-        """Return whether a message of this session is its own: sessions change by presences alone.
+    def is_from(self, session: str) -> bool:
+        """Return whether a message of this session is the node's own. Only presences change the session.
 
-        Where no presence was seen, the first message counts.
+        If no presence was seen, the first message sets the session.
         """
         self.session = self.session or session
         if session == self.session:
             self.proven = True
         return session == self.session
 
-    def presence(self, broker: int, session: str, presence: Presence | None, *, retained: bool = False) -> bool:
-        """Take its presence; None = cleared. Return False for the last one of a process that has a successor."""
+    def on_presence(self, broker: int, session: str, presence: Presence | None, *, retained: bool = False) -> bool:
+        """Process its presence; None = cleared. Return False for the last presence of a process that was replaced."""
         if presence is None:
-            self.says[broker] = "left"
+            self.states[broker] = "left"
             return True
         if presence.state not in LIVING and self.session not in ("", session):
             return False
         if presence.state in LIVING:
-            if session in self.retired:  # the broker's order decides who holds the name
+            if session in self.retired:  # the broker's order decides which session holds the name
                 self.retired.remove(session)
-            self._meet(session)
+            self._set_session(session)
             self.proven = self.proven or not retained
         if presence.state is not NodeState.INIT:
             self.preparing, self.waits_for = False, ""
-        self.says[broker] = str(presence.state)
+        self.states[broker] = str(presence.state)
         self.reason = presence.reason
         self.samples = presence.samples or self.samples
         return True
 
-    def wished(self, task: Task, session: str) -> bool:
-        """Take its parent's wish; return whether a round begins for it."""
-        if self.wished_by != session:
-            self.wished_by = session
+    def on_task(self, task: Task, session: str) -> bool:
+        """Process its parent's task; return whether a round begins for it."""
+        if self.assigned_by != session:
+            self.assigned_by = session
             self.key = self.key if self.key == task.key else None
         begins = self._enter(task.key)
         if self.key == task.key:
@@ -186,9 +187,9 @@ class Node:
             self.fetch.begin(task.model, here=task.inline is not None)
         return begins
 
-    def progressed(self, progress: Progress, now: float) -> bool:
-        """Take its sign of life; return whether a round begins for it, as its wish was not heard."""
-        begins = self._heard_of(progress.key)
+    def on_progress(self, progress: Progress, now: float) -> bool:
+        """Process its progress; return whether a round begins for it because its task was not received."""
+        begins = self._enter_unassigned(progress.key)
         self._count(progress.traffic, progress.below, now)
         if self.key == progress.key and self._go(STEP_OF[progress.phase]) and progress.total:
             share = min(1.0, progress.done / progress.total)
@@ -198,9 +199,9 @@ class Node:
                 self.share = share
         return begins
 
-    def offered(self, result: Result, now: float) -> tuple[bool, bool]:
-        """Take its answer; return whether a round begins for it, and whether it is said the first time."""
-        begins = self._heard_of(result.key)
+    def on_result(self, result: Result, now: float) -> tuple[bool, bool]:
+        """Process its result; return whether a round begins for it, and whether the result is new."""
+        begins = self._enter_unassigned(result.key)
         self._count(result.traffic, result.below, now)
         first = self.result is None or self.result.key != result.key
         if self.key == result.key and self._go(NodeStep.OFFERING):
@@ -211,67 +212,67 @@ class Node:
                 self.children[report.name].report = report
         return begins, first
 
-    def answered(self, receipt: Acknowledgement) -> bool:
-        """Take its parent's word on its answer; return whether it was refused just now."""
-        if receipt.key != self.key or self.step in (NodeStep.DONE, NodeStep.REFUSED):
+    def on_acknowledgement(self, message: Acknowledgement) -> bool:
+        """Process its parent's acknowledgement of its result; return whether the result was refused just now."""
+        if message.key != self.key or self.step in (NodeStep.DONE, NodeStep.REFUSED):
             return False
-        self._go(NodeStep.REFUSED if receipt.reason else NodeStep.DONE)
-        return bool(receipt.reason)
+        self._go(NodeStep.REFUSED if message.reason else NodeStep.DONE)
+        return bool(message.reason)
 
-    def prepares(self, message: Preparing) -> bool:
-        """Take its progress before it can take part; return whether it waits for somebody else than before."""
+    def on_preparing(self, message: Preparing) -> bool:
+        """Process its progress in preparation; return whether the nodes that it waits for have changed."""
         changed = message.waits_for != self.waits_for
         self.preparing, self.waits_for = True, message.waits_for
         return changed and bool(message.waits_for)
 
-    def declines(self, message: Declined) -> bool:
-        """Take its refusal of a task; return whether it is the first of its kind."""
+    def on_declined(self, message: Declined) -> bool:
+        """Process its refusal of a task; return whether the refusal is new."""
         first = self.declined != (message.key, message.reason)
         self.declined = message.key, message.reason
         return first
 
-    def asked(self, ask: Ask) -> None:
-        """Take its ask for its parent's model."""
-        if self.step in (NodeStep.TOLD, NodeStep.FETCHING):
+    def on_ask(self, ask: Ask) -> None:
+        """Process its ask for chunks of its parent's model."""
+        if self.step in (NodeStep.ASSIGNED, NodeStep.FETCHING):
             self._go(NodeStep.FETCHING)
-            self.fetch.hear(ask)
+            self.fetch.update(ask)
 
-    def fetched(self, ask: Ask) -> None:
-        """Take its parent's ask for its answer."""
+    def on_parent_ask(self, ask: Ask) -> None:
+        """Process its parent's ask for chunks of its result."""
         if self.step is NodeStep.OFFERING:
-            self.upload.hear(ask)
+            self.upload.update(ask)
 
-    def counted(self, traffic: Traffic, below: Traffic, now: float) -> None:
-        """Take the bytes that it counts at the end."""
+    def on_farewell(self, traffic: Traffic, below: Traffic, now: float) -> None:
+        """Process its final byte counts."""
         self._count(traffic, below, now)
 
-    def parent_restarted(self, session: str) -> None:
-        """Forget its round: its parent begins a new session, whose keys may be smaller."""
-        self.key, self.step, self.wished_by = None, NodeStep.IDLE, session
+    def on_parent_restart(self, session: str) -> None:
+        """Reset its round: its parent begins a new session, whose keys may be smaller."""
+        self.key, self.step, self.assigned_by = None, NodeStep.IDLE, session
 
-    def _heard_of(self, key: Key) -> bool:
-        """Take the round from its own word, unless its parent's is known: it may still speak of an older one."""
-        return not self.wished_by and self._enter(key)
+    def _enter_unassigned(self, key: Key) -> bool:
+        """Enter the round of its own message, unless its parent's task is known: the message may be older."""
+        return not self.assigned_by and self._enter(key)
 
     def _enter(self, key: Key) -> bool:
         if self.key is not None and key <= self.key:
             return False
-        self.key, self.step, self.share, self.measuring = key, NodeStep.TOLD, 0.0, False
+        self.key, self.step, self.share, self.measuring = key, NodeStep.ASSIGNED, 0.0, False
         self.fetch, self.upload = WatchedTransfer(), WatchedTransfer()
         return True
 
     def _go(self, step: NodeStep) -> bool:
-        """Go on to a step; return whether that is where it is now."""
+        """Advance to a step; return whether that is the current step."""
         if step > self.step:
             self.step, self.share = step, 0.0
         return step is self.step
 
-    def _meet(self, session: str) -> None:
+    def _set_session(self, session: str) -> None:
         if session == self.session:
             return
         if self.session:
             self.retired.append(self.session)
-            self._begin_life()
+            self._restart()
         self.session, self.proven, self.preparing, self.waits_for = session, False, False, ""
 
     def _count(self, traffic: Traffic, below: Traffic, now: float) -> None:
@@ -280,8 +281,8 @@ class Node:
         self.below_up.take(below.received, now)  # counted by the parent: what it received went up
         self.below_down.take(below.sent, now)
 
-    def _begin_life(self) -> None:
+    def _restart(self) -> None:
         if self.step not in (NodeStep.DONE, NodeStep.REFUSED, NodeStep.IDLE):
-            self.step, self.share = NodeStep.TOLD, 0.0
+            self.step, self.share = NodeStep.ASSIGNED, 0.0
         for meter in (self.up, self.down, self.below_up, self.below_down):
-            meter.turn()
+            meter.restart()

@@ -1,4 +1,4 @@
-"""Which run to watch, of those that a broker keeps announcements of."""
+"""Choice of the run to watch among the announcements that a broker retains."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from common.experiment.topology import CLOUD
 from common.protocol import serialization, topics
 from common.protocol.messages import Announcement, NodeState, Presence
 
-SETTLE_S: Final = 0.5  # what a broker has kept comes at once, but in any order
+SETTLE_S: Final = 0.5  # retained messages arrive at once, but in any order
 DEVICES_MOST: Final = 100_000
 HELD_MOST: Final = 64_000_000  # characters
 ALIVE: Final = (NodeState.INIT, NodeState.READY)
@@ -25,14 +25,14 @@ def filters(lab: str) -> tuple[str, str]:
 
 @dataclass(slots=True)
 class _Run:
-    announced: dict[str, str] = field(default_factory=dict)  # who has the experiment, and its text
+    announced: dict[str, str] = field(default_factory=dict)  # the experiment's text, by the announcing node
     alive: dict[str, str] = field(default_factory=dict)
 
 
 class Runs:
-    """The runs of one lab, as its brokers announce them; sans-IO.
+    """The runs of one lab, from the announcements on its brokers. Sans-IO.
 
-    `wanted`: one run, dead or alive, else the newest living one.
+    `wanted`: the id of a run, active or ended; None for the newest active run.
     """
 
     def __init__(self, wanted: str | None, *, lab: str = topics.DEFAULT_LAB) -> None:
@@ -44,7 +44,7 @@ class Runs:
         self.ignored = 0
 
     def receive(self, topic_text: str, body: bytes, now: float) -> None:
-        """Take a message of the topics that `filters` returns, whatever its bytes."""
+        """Process a message on a topic of `filters`. Malformed messages are counted in `ignored`."""
         try:
             self._take(topic_text, body)
         except WireError:
@@ -53,10 +53,10 @@ class Runs:
             self._settled_at = now + SETTLE_S
 
     def choose(self, now: float) -> tuple[str, Experiment] | None:
-        """Return the run to watch, None where there is none yet.
+        """Return the id and the experiment of the run to watch, or None so far.
 
-        It has an experiment that can be read, and somebody who announced it lives. The newest has the greatest name:
-        runs are named by their start.
+        The run has a valid experiment, and a node that announced it is alive. Of several runs the one with the greatest
+        id is the newest: ids begin with the start time.
         """
         if self._settled_at is None or now < self._settled_at:
             return None
@@ -72,7 +72,7 @@ class Runs:
         return None
 
     def names(self) -> list[str]:
-        """Return the runs that somebody announced, the newest first."""
+        """Return the ids of all announced runs, newest first."""
         return sorted((name for name, run in self._runs.items() if run.announced), reverse=True)
 
     def _candidates(self) -> list[str]:
@@ -86,8 +86,8 @@ class Runs:
             raise WireError("not an announcement of this lab")
         message = serialization.decode(body)[1] if body else None
         run = self._runs.setdefault(topic.run, _Run())
-        said: dict[str, str] = run.announced if isinstance(topic, topics.SpecTopic) else run.alive
-        self._held -= _cost(topic_text, said.pop(topic.node, None))
+        held: dict[str, str] = run.announced if isinstance(topic, topics.SpecTopic) else run.alive
+        self._held -= _cost(topic_text, held.pop(topic.node, None))
         if isinstance(topic, topics.SpecTopic) and isinstance(message, Announcement):
             text = message.experiment
         elif isinstance(topic, topics.StateTopic) and isinstance(message, Presence) and message.state in ALIVE:
@@ -97,18 +97,18 @@ class Runs:
                 del self._runs[topic.run]
             return
         if self._held + _cost(topic_text, text) > HELD_MOST:
-            raise WireError("more announcements than can be")
+            raise WireError(f"announcements of more than {HELD_MOST} characters")
         self._held += _cost(topic_text, text)
-        said[topic.node] = text
+        held[topic.node] = text
 
 
 def _read(text: str) -> Experiment:
-    """Return the experiment. Raises InvalidExperiment, also where a node for each name would fill the memory."""
+    """Return the experiment. Raises InvalidExperiment, also for more than DEVICES_MOST devices."""
     experiment = parse(text)
     devices = experiment.topology.devices
     count = devices if isinstance(devices, int) else len(devices)
     if count > DEVICES_MOST:
-        raise InvalidExperiment("topology.devices", count, "too many to watch", f"Have at most {DEVICES_MOST}.")
+        raise InvalidExperiment("topology.devices", count, "too many to watch", f"Use at most {DEVICES_MOST}.")
     return experiment
 
 

@@ -1,4 +1,4 @@
-"""Where a watch is shown: live on a terminal, a line for each change elsewhere, JSON lines on demand."""
+"""Output of a watch: a live view on a terminal, log lines elsewhere, or JSON lines."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rich.live import Live
 from rich.text import Text
 
 from deploy.console import logs
-from deploy.watching import words
-from deploy.watching.follower import UNHEARD, Screen
+from deploy.watching import formatting
+from deploy.watching.follower import NOTHING_ANNOUNCED, Screen
 from deploy.watching.lab import WatchedLab
 from deploy.watching.runs import Runs
 from deploy.watching.view import View
@@ -24,7 +24,7 @@ NOTED: Final = ("restarted", "refused", "declined", "waiting", "warning")
 
 @contextmanager
 def screen_for(*, json_lines: bool, devices: bool | None) -> Iterator[Screen]:
-    """Yield the screen that standard output asks for."""
+    """Yield the screen that suits standard output."""
     console = Console()
     if json_lines or not console.is_terminal:
         yield Lines(json_lines=json_lines)
@@ -34,9 +34,9 @@ def screen_for(*, json_lines: bool, devices: bool | None) -> Iterator[Screen]:
 
 
 def look(lab: WatchedLab, now: float, *, json_lines: bool, devices: bool | None) -> None:
-    """Print the present state, each device unless it is to be left out."""
+    """Print the current state. Devices are listed one by one off a terminal, or if `devices` is true."""
     if json_lines:
-        print(json.dumps(words.tree(lab, now)), flush=True)
+        print(json.dumps(formatting.tree(lab, now)), flush=True)
         return
     console = Console()
     shown = True if devices is None and not console.is_terminal else devices
@@ -44,14 +44,14 @@ def look(lab: WatchedLab, now: float, *, json_lines: bool, devices: bool | None)
 
 
 class Lines:
-    """A log: a line for each global round and each state, or a JSON line for each event."""
+    """Log output: a line for each global round and each change of state, or a JSON line for each event."""
 
     def __init__(self, *, json_lines: bool) -> None:
         self._json_lines = json_lines
         self._waits = False
 
     def waiting(self, runs: Runs, brokers: str) -> None:
-        """Say once that there is no run yet."""
+        """Log once that there is no run yet."""
         if not self._waits:
             logs.write_line(f"waiting for a run of lab {runs.lab} on broker {brokers}")
             self._waits = True
@@ -59,16 +59,16 @@ class Lines:
     def event(self, lab: WatchedLab, event: str, facts: dict[str, object], now: float) -> None:
         """Print an event."""
         if self._json_lines:
-            print(json.dumps(words.facts_of(lab, event, facts, now)), flush=True)
-        elif (line := words.line(lab, event, facts, now)) is not None:
+            print(json.dumps(formatting.facts_of(lab, event, facts, now)), flush=True)
+        elif (line := formatting.line(lab, event, facts, now)) is not None:
             print(line, flush=True)
 
     def draw(self, lab: WatchedLab, now: float) -> None:
-        """Print nothing: the state is in the events."""
+        """Do nothing: the events contain the state."""
 
 
 class Terminal:
-    """A picture that is drawn anew twice a second."""
+    """Live view, redrawn twice a second."""
 
     def __init__(self, live: Live, *, devices: bool | None) -> None:
         self._live = live
@@ -76,19 +76,19 @@ class Terminal:
         self._notes: deque[str] = deque(maxlen=3)
 
     def waiting(self, runs: Runs, brokers: str) -> None:
-        """Show that there is no run yet, and which ones are over."""
-        dead = ", ".join(runs.names()[:3])
-        there = f"nobody lives of {dead}" if dead else UNHEARD
-        self._live.update(Text(f"waiting for a run of lab {runs.lab} on broker {brokers}; {there}"), refresh=True)
+        """Show that there is no active run yet, and list runs that have ended."""
+        ended = ", ".join(runs.names()[:3])
+        hint = f"no active nodes: {ended}" if ended else NOTHING_ANNOUNCED
+        self._live.update(Text(f"waiting for a run of lab {runs.lab} on broker {brokers}; {hint}"), refresh=True)
 
     def event(self, lab: WatchedLab, event: str, facts: dict[str, object], now: float) -> None:
-        """Note what is worth a look."""
-        gone = event == "state" and facts["state"] in words.GONE
-        if (gone or event in NOTED) and (line := words.line(lab, event, facts, now)) is not None:
+        """Add a note for failures and restarts."""
+        gone = event == "state" and facts["state"] in formatting.GONE
+        if (gone or event in NOTED) and (line := formatting.line(lab, event, facts, now)) is not None:
             self._notes.append(line)
 
     def draw(self, lab: WatchedLab, now: float) -> None:
-        """Draw the present state."""
+        """Draw the current state."""
         lines = _view(self._live.console, self._devices).picture(lab, now, list(self._notes))
         self._live.update(Group(*lines), refresh=True)
 

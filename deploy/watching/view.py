@@ -1,4 +1,4 @@
-"""A watched lab on a terminal: lines laid out by hand, as a table of 200 rows takes long to lay out."""
+"""Terminal view of a watched lab. Lines are laid out by hand: a rich table of 200 rows takes too long."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rich.text import Text
 
 from common.protocol.messages import NodeState
 from deploy.console.tabular import size
+from deploy.watching.formatting import GONE, activity, counts, seconds, step
 from deploy.watching.lab import Flow, WatchedLab
 from deploy.watching.node import Node, NodeStep
-from deploy.watching.words import GONE, counts, seconds, step, word
 
-# Okabe and Ito's colours, which nearly everybody can tell apart; whatever they say stands there in words too.
+# Okabe and Ito's colours, safe for colour-blind readers. All information is in the text, too.
 GREEN, ORANGE, SKY, RED = "#009e73", "#e69f00", "#56b4e9", "#d55e00"
 STYLES: Final[Mapping[str, str]] = {
     **dict.fromkeys(GONE, f"bold {RED}"), "refused": f"bold {RED}", "done": GREEN, NodeState.FINISHED: GREEN,
@@ -27,7 +27,7 @@ WIDE: Final = 90
 
 @dataclass(frozen=True, slots=True)
 class ViewColumn:
-    """A column: its width on a narrow terminal and on a wide one, and from which width on it is shown."""
+    """A column: its width on narrow and on wide terminals, and the terminal width from which it is shown."""
 
     title: str
     narrow: int
@@ -47,7 +47,7 @@ COLUMNS: Final = (NAME, STATE, ROUND, UP, DOWN, LOSS, EPOCHS)
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """How to draw: `devices` one by one, as counts, or (None) as there is room; `plain`: in ASCII alone."""
+    """View settings. `devices`: true = one by one, false = counts, None = by the room there is; `plain`: ASCII only."""
 
     width: int
     height: int
@@ -55,9 +55,9 @@ class View:
     plain: bool = False
 
     def picture(self, lab: WatchedLab, now: float, notes: list[str]) -> list[Text]:
-        """Return the lines of the present state; `notes`: what has happened, of which the last ones are shown."""
+        """Return the lines of the current state, with the last of the notes below."""
         head = self._head(lab, now)
-        told = [Text(note, style=RED) for note in notes[-NOTES:]]
+        shown_notes = [Text(note, style=RED) for note in notes[-NOTES:]]
         each = self.devices
         if each is None:
             each = len(head) + 2 + len(lab.nodes) + NOTES < self.height
@@ -70,7 +70,7 @@ class View:
                 rows.append(Text(f"    {counts(institution)}", style="dim"))
         titles = Text(style="dim")
         self._cells(titles, {column: column.title for column in COLUMNS})
-        lines = [*head, Text(), titles, *rows, *told]
+        lines = [*head, Text(), titles, *rows, *shown_notes]
         for line in lines:
             line.truncate(self.width, overflow="crop" if self.plain else "ellipsis")
             line.no_wrap = True
@@ -85,7 +85,8 @@ class View:
         lines = [title, Text(lab.run, style="dim")]
         for broker in lab.brokers:
             if not broker.up:
-                lines.append(Text(f"broker {broker.address} away for {now - broker.since:.0f} s", f"bold {RED}"))
+                text = f"broker {broker.address} disconnected for {now - broker.since:.0f} s"
+                lines.append(Text(text, f"bold {RED}"))
         flows = lab.flows(now)
         for tier in ("wan", "lan"):
             up, down = flows[f"{tier}_up"], flows[f"{tier}_down"]
@@ -93,9 +94,9 @@ class View:
         return lines
 
     def _row(self, lab: WatchedLab, node: Node, now: float, depth: int) -> Text:
-        state = node.state if node.proven or not node.alive else f"{node.state}?"  # known from a broker's store alone
+        state = node.state if node.proven or not node.alive else f"{node.state}?"  # ?: only a retained presence
         cells = {NAME: "  " * depth + node.name, STATE: state, ROUND: _round(lab, node)}
-        if node.up.told:
+        if node.up.known:
             cells |= {UP: f"{size(node.up.rate(now))}/s", DOWN: f"{size(node.down.rate(now))}/s"}
         last = node.result or node.report
         if last is not None and last.epochs:
@@ -118,27 +119,27 @@ class View:
                 line.append(f"{text[:width]:>{width}} ")
 
     def _part(self, line: Text, lab: WatchedLab, node: Node) -> None:
-        """Add what the node does now: a bar where there is a measure of it, and words."""
+        """Add the node's activity: a progress bar if there is a measure of it, and text."""
         children = list(node.children.values())
-        playing = [child for child in node.playing() if child.state not in GONE]
-        done = sum(child.step >= NodeStep.DONE for child in playing)
-        if node is lab.cloud and playing:
-            self._bar(line, done / len(playing), "done" if done == len(playing) else "training")
-            line.append(f"{done}/{len(playing)} answers")
+        working = [child for child in node.participants() if child.state not in GONE]
+        done = sum(child.step >= NodeStep.DONE for child in working)
+        if node is lab.cloud and working:
+            self._bar(line, done / len(working), "done" if done == len(working) else "training")
+            line.append(f"{done}/{len(working)} results")
         elif children and node.key is None:
             waits_for = f", waits for {node.waits_for}" if node.waits_for else ""
-            line.append(f"{sum(child.alive for child in children)}/{len(children)} there{waits_for}")
+            line.append(f"{sum(child.alive for child in children)}/{len(children)} present{waits_for}")
         elif node.preparing:
             line.append(f"waits for {node.waits_for}" if node.waits_for else "prepares", style="dim")
-        elif node.step is NodeStep.TRAINING and playing and word(node) == "training":
+        elif node.step is NodeStep.TRAINING and working and activity(node) == "training":
             rounds = lab.experiment.institution.rounds
-            share = (_local_round(node) + done / len(playing)) / rounds
+            share = (_local_round(node) + done / len(working)) / rounds
             self._bar(line, share, "training")
-            line.append(f"{done}/{len(playing)} devices")
+            line.append(f"{done}/{len(working)} devices")
         elif node.key is None and node.report is not None and node.report.rounds:
             line.append(f"{seconds(node.report):.1f} s in its last global round", style="dim")
         elif node.key is not None or node.measuring:
-            name = word(node)
+            name = activity(node)
             if (
                 node.step in (NodeStep.FETCHING, NodeStep.TRAINING, NodeStep.OFFERING)
                 and name == node.step.name.lower()
@@ -148,9 +149,9 @@ class View:
             self._size(line, node)
 
     def _size(self, line: Text, node: Node) -> None:
-        """Add how much of a model is here, where its manifest was heard and there is room."""
+        """Add the received bytes of a model, if its manifest is known and the line has room."""
         transfer = {NodeStep.FETCHING: node.fetch, NodeStep.OFFERING: node.upload}.get(node.step)
-        if transfer is None or not transfer.size or word(node) != node.step.name.lower():
+        if transfer is None or not transfer.size or activity(node) != node.step.name.lower():
             return
         text = f"  {size(transfer.share * transfer.size)} of {size(transfer.size)}"
         if line.cell_len + len(text) <= self.width:
@@ -167,12 +168,12 @@ def _round(lab: WatchedLab, node: Node) -> str:
     if node is lab.cloud:
         return f"{lab.global_round}/{lab.experiment.rounds}"
     if node.role == "institution":
-        return f"{_local_round(node) + 1}/{lab.experiment.institution.rounds}" if node.playing() else ""
+        return f"{_local_round(node) + 1}/{lab.experiment.institution.rounds}" if node.participants() else ""
     return f"{node.key.global_round + 1}.{node.key.local_round + 1}" if node.key is not None else ""
 
 
 def _local_round(node: Node) -> int:
-    """Return the round that an institution's devices play, from 0; before the first of its global round, 0."""
+    """Return the current local round of an institution, counted from 0; 0 before the first of its global round."""
     key = node.round_key
     if key is None or (node.key is not None and key.global_round != node.key.global_round):
         return 0

@@ -1,4 +1,4 @@
-"""A watched lab in words: a log's lines, and the same as data."""
+"""Log lines and JSON of a watched lab."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ GONE: Final = (NodeState.LOST, NodeState.FAILED, NodeState.DISCONNECTED)
 
 
 def line(lab: WatchedLab, event: str, facts: Mapping[str, Any], now: float) -> str | None:
-    """Return the line of a log for an event, None where it is not worth one."""
+    """Return the log line for an event, or None if the event is not logged."""
     reason = f" ({facts['reason']})" if "reason" in facts else ""
-    told: str | None = None
+    text: str | None = None
     match event:
         case "run":
             sizes = facts["institutions"]
             nodes = f"{len(sizes)} institutions, {sum(sizes.values())} devices"
-            told = f"run {facts['run']}: {facts['experiment']}, {nodes}, {facts['global_rounds']} global rounds"
+            text = f"run {facts['run']}: {facts['experiment']}, {nodes}, {facts['global_rounds']} global rounds"
         case "global_round":
             loss = "" if lab.loss is None else f"  loss {lab.loss:.4f}"
             flows = lab.flows(now)
             sizes = {tier: flows[f"{tier}_up"].total + flows[f"{tier}_down"].total for tier in ("wan", "lan")}
             traffic = ", ".join(f"{tier} {size(total)}" for tier, total in sizes.items())
-            told = f"global round {facts['global_round']}/{lab.experiment.rounds}{loss}  {traffic}"
+            text = f"global round {facts['global_round']}/{lab.experiment.rounds}{loss}  {traffic}"
         case "state" if facts["state"] not in (NodeState.INIT, "left"):
-            told = f"{facts['node']}: {facts['state']}{reason}"
+            text = f"{facts['node']}: {facts['state']}{reason}"
         case "warning":
-            told = f"warning: {facts['reason']}"
+            text = f"warning: {facts['reason']}"
         case "waiting":
-            told = f"{facts['node']}: waits for {facts['waits_for']}"
+            text = f"{facts['node']}: waits for {facts['waits_for']}"
         case "restarted" | "refused" | "declined":
-            told = f"{facts['node']}: {event}{reason}"
+            text = f"{facts['node']}: {event}{reason}"
         case "broker":
-            told = f"broker {facts['broker']}: {facts['state']}"
+            text = f"broker {facts['broker']}: {facts['state']}"
         case "end":
-            told = f"the run has {facts['state']}{reason}"
-    return told
+            text = f"the run has {facts['state']}{reason}"
+    return text
 
 
 def facts_of(lab: WatchedLab, event: str, facts: Mapping[str, Any], now: float) -> dict[str, object]:
-    """Return an event's JSON line; `at_s` since the watch began. A global round's has the sums so far."""
-    told: dict[str, object] = {"event": event, "at_s": round(now - lab.began, 3), **facts}
-    return told | sums(lab, now) if event in ("global_round", "end") else told
+    """Return an event's JSON object; `at_s` counts from the watch's start. A global round's has the sums so far."""
+    content: dict[str, object] = {"event": event, "at_s": round(now - lab.began, 3), **facts}
+    return content | sums(lab, now) if event in ("global_round", "end") else content
 
 
 def sums(lab: WatchedLab, now: float) -> dict[str, object]:
-    """Return the training loss, and the bytes of the tiers."""
+    """Return the training loss, and the bytes of each tier and direction."""
     return {"loss": lab.loss, **{f"{name}_bytes": flow.total for name, flow in lab.flows(now).items()}}
 
 
 def tree(lab: WatchedLab, now: float) -> dict[str, object]:
-    """Return all that is known of a run, as JSON can tell it."""
+    """Return the whole state of a run as a JSON object."""
     facts = {"run": lab.run, "experiment": lab.experiment.name, "global_rounds": lab.experiment.rounds}
     brokers = {broker.address: "connected" if broker.up else "away" for broker in lab.brokers}
     nodes = {lab.cloud.name: branch(lab.cloud, now)}
@@ -65,7 +65,7 @@ def tree(lab: WatchedLab, now: float) -> dict[str, object]:
 
 
 def branch(node: Node, now: float) -> dict[str, object]:
-    """Return what is known of a node and those below it."""
+    """Return the state of a node and of the nodes below it."""
     facts: dict[str, object] = {"role": node.role, "state": node.state}
     if node.alive:
         facts["proven"] = node.proven
@@ -78,7 +78,7 @@ def branch(node: Node, now: float) -> dict[str, object]:
             "epochs": node.epochs,
         }
         facts |= {"step": node.step.name.lower(), "done": round(node.done, 4)}
-    if node.up.told:
+    if node.up.known:
         facts |= {"up_bytes": node.up.total, "down_bytes": node.down.total}
         facts |= {"up_bytes_s": round(node.up.rate(now)), "down_bytes_s": round(node.down.rate(now))}
     if node.children:
@@ -86,46 +86,48 @@ def branch(node: Node, now: float) -> dict[str, object]:
     return facts
 
 
-def word(node: Node) -> str:
-    """Return in a word what a node does, or that it is gone."""
+def activity(node: Node) -> str:
+    """Return a node's activity: its step in the current round, else its state."""
     if node.state in GONE or (node.key is None and not node.measuring):
         return "preparing" if node.preparing and node.state not in GONE else node.state
     if node.measuring:
         return "measuring"
     parent = node.parent
-    playing = parent is not None and node.key == parent.round_key
-    return node.step.name.lower() if playing else node.state
+    working = parent is not None and node.key == parent.round_key
+    return node.step.name.lower() if working else node.state
 
 
 def counts(node: Node) -> str:
-    """Return how many of a node's children do what, the gone first, and who of those at work is the slowest."""
+    """Return the number of children by activity, lost ones first, and the slowest of the working ones."""
     children = list(node.children.values())
-    found = Counter(map(word, children))
+    found = Counter(map(activity, children))
     order = [*GONE, "absent", *(step.name.lower() for step in NodeStep)]
     parts = sorted(found, key=lambda name: (order.index(name) if name in order else len(order), name))
     text = ", ".join(f"{found[name]} {name}" for name in parts)
-    working = [child for child in node.playing() if child.step < NodeStep.DONE and child.state not in GONE]
+    working = [child for child in node.participants() if child.step < NodeStep.DONE and child.state not in GONE]
     if working:
-        first, *others = sorted(working, key=_way)
-        alone = not others or _way(others[0]) > _way(first)
+        first, *others = sorted(working, key=_progress)
+        alone = not others or _progress(others[0]) > _progress(first)
         return f"{text}; slowest {first.name}, {step(first)}" if alone else text
     reports = [child.report for child in children if child.report is not None]
-    if reports and not node.playing():
+    if reports and not node.participants():
         slow = max(reports, key=seconds)
         return f"{text}; slowest {slow.name}, {seconds(slow):.1f} s in its last global round"
     return text
 
 
-def _way(child: Node) -> tuple[NodeStep, float]:
+def _progress(child: Node) -> tuple[NodeStep, float]:
     return child.step, child.done
 
 
 def seconds(report: ChildReport) -> float:
-    """Return what a device's part in a global round took, transfers left out."""
+    """Return the seconds of a device's work in a global round, without transfers."""
     return report.train_s + report.wait_s + report.pause_s
 
 
 def step(node: Node) -> str:
-    """Return a node's step, and how far it is in it."""
+    """Return a node's activity with its progress in percent."""
     measured = node.step in (NodeStep.FETCHING, NodeStep.TRAINING, NodeStep.OFFERING)
-    return word(node) + (f" {100 * node.done:.0f} %" if measured and word(node) == node.step.name.lower() else "")
+    return activity(node) + (
+        f" {100 * node.done:.0f} %" if measured and activity(node) == node.step.name.lower() else ""
+    )
