@@ -18,7 +18,16 @@ from typer.testing import CliRunner, Result
 from common.errors import InvalidExperiment
 from deploy.cli.main import app
 from deploy.console.tabular import Column, Spread, Table, show
-from deploy.report.compare import check, differences, group, notes, speed_up, target_of, tell_apart, to_target
+from deploy.report.compare import (
+    check,
+    differences,
+    distinguishing_labels,
+    group,
+    notes,
+    speed_up,
+    target_of,
+    to_target,
+)
 from deploy.runs.run import Run
 
 MakeRun = Callable[..., Path]
@@ -50,10 +59,10 @@ def test_runs_that_differ_in_the_seed_alone_are_a_group(tmp_path: Path, make_run
 
 
 def test_groups_are_named_by_what_differs_or_as_told(tmp_path: Path, make_run: MakeRun) -> None:
-    assert tell_apart([{"a": 1, "b": 2}, {"a": 1, "b": 3}, {"a": 1}]) == ["b=2", "b=3", "defaults"]
-    assert tell_apart([{"name": "x", "b": 2}, {"name": "y", "b": 3}]) == ["b=2", "b=3"]
-    assert tell_apart([{"name": "x"}, {"name": "y"}]) == ["name=x", "name=y"]
-    assert tell_apart([{"name": "x", "b": 1}]) == ["x"]
+    assert distinguishing_labels([{"a": 1, "b": 2}, {"a": 1, "b": 3}, {"a": 1}]) == ["b=2", "b=3", "defaults"]
+    assert distinguishing_labels([{"name": "x", "b": 2}, {"name": "y", "b": 3}]) == ["b=2", "b=3"]
+    assert distinguishing_labels([{"name": "x"}, {"name": "y"}]) == ["name=x", "name=y"]
+    assert distinguishing_labels([{"name": "x", "b": 1}]) == ["x"]
     found = runs(tmp_path, make_run, {}, TEMPO)
     assert [each.label for each in group(found, 0.9, ["one", "two"])] == ["one", "two"]
     with pytest.raises(InvalidExperiment, match=r"--label.*1 for 2 groups.*name=fixed, .*name=tempo"):

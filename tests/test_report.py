@@ -218,7 +218,7 @@ def test_a_run_under_way_or_killed_is_told_so_far(tmp_path: Path, make_run: Make
     text = compose([Run(killed)])[0].html("t")
     assert "was interrupted or killed: 2 of 3 global rounds are done" in text
     folder = RunFolder.reopen(killed)
-    assert "is still going: 2 of 3" in compose([Run(killed)])[0].html("t")
+    assert "is still running: 2 of 3" in compose([Run(killed)])[0].html("t")
     del folder
     failed = make_run(tmp_path, LAB, accuracies=(), last="failed")
     tree = read(compose([Run(failed)])[0].html("t"))
@@ -310,7 +310,7 @@ def test_devices_of_like_links_are_one_box() -> None:
     slow, fast = Rates((1.0, 0.5), 30.0, (0.9, None)), Rates((None, None), 0.0, (None, None))
     figure = topology("t", {"i": ["a", "b", "c"]}, {"i": fast, "a": slow, "b": fast, "c": slow})
     words = re.findall(r">([^<>]+)</text>", "".join(figure.elements))
-    assert {"2 devices", "b", "1 / 0.5 Mbit/s, 30 ms", "measured 0.9 / -", "not limited"} <= set(words)
+    assert {"2 devices", "b", "1 / 0.5 Mbit/s, 30 ms", "measured 0.9 / -", "unlimited"} <= set(words)
 
 
 def requests(log: str) -> list[str]:

@@ -50,7 +50,7 @@ class Column:
 
     @property
     def head(self) -> str:
-        """Return the name with its unit."""
+        """The name with its unit."""
         return f"{self.name}, {self.unit}" if self.unit else self.name
 
 
@@ -174,4 +174,4 @@ def _plain(column: Column) -> str:
 
 
 def _side(column: Column) -> str:
-    return ' class="words"' if column.text else ""
+    return ' class="text"' if column.text else ""

@@ -1,4 +1,4 @@
-"""Curves over axes, and bars whose parts add up."""
+"""Line charts and stacked bar charts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from deploy.console.tabular import Column, Table, show
 from deploy.report.figures import DASHES, SERIES, Figure, dot, legend, path, rect, text
 
 Point = tuple[float, float]
-DOTS_MOST = 60  # points of a curve that are told one by one
-COLUMNS_MOST = 60  # bars side by side; more are joined
+DOTS_MOST = 60  # points of a curve up to which each has a marker
+COLUMNS_MOST = 60  # bars up to which each is drawn; more are averaged
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """What an axis counts, and the factor from the points' unit to the one that is shown."""
+    """An axis: its quantity, its unit, and the factor from the unit of the points to that unit."""
 
     name: str
     unit: str = ""
@@ -24,7 +24,7 @@ class Axis:
 
     @property
     def head(self) -> str:
-        """Return the name with its unit."""
+        """The name with its unit."""
         return f"{self.name}, {self.unit}" if self.unit else self.name
 
 
@@ -37,7 +37,7 @@ def curves(
     y: Axis,
     target: float | None = None,
 ) -> Figure:
-    """Draw a line for each name, `target` as a level across."""
+    """Draw a line for each name, and `target` as a horizontal line."""
     (left, top), (width, height) = (46.0, 34.0), (372.0, 200.0)
     points = [point for line in lines.values() for point in line]
     x_ticks = ticks(0.0, x.factor * max((at for at, _ in points), default=1.0))
@@ -69,21 +69,21 @@ def curves(
         if len(line) > 1:
             elements.append(path([place(point) for point in line], stroke(i)))
         for point in line if len(line) <= DOTS_MOST else line[:0]:
-            told = f"{label}: {_tick(x.factor * point[0])} {x.unit or x.name}, {y.factor * point[1]:.4g} {y.unit}"
-            elements.append(dot(*place(point), f"fill-s{i % SERIES}", title=told))
+            level = f"{y.factor * point[1]:.4g} {y.unit}"
+            description = f"{label}: {_tick(x.factor * point[0])} {x.unit or x.name}, {level}"
+            elements.append(dot(*place(point), f"fill-s{i % SERIES}", title=description))
     bottom = top + height + 56
     names, tall = legend(left, bottom, [(stroke(i), label) for i, label in enumerate(lines)], width=width)
     if len(lines) > 1:
         elements, bottom = elements + names, bottom + tall
     rows = [(label, x.factor * at, y.factor * level) for label, line in lines.items() for at, level in line]
     columns = (Column("run", text=True), Column(x.name, x.unit, 4), Column(y.name, y.unit, 4))
-    return Figure(
-        name, title, _told(lines, x, y), (left + width + 12, bottom - 8), elements, Table(name, title, columns, rows)
-    )
+    table = Table(name, title, columns, rows)
+    return Figure(name, title, _last_points(lines, x, y), (left + width + 12, bottom - 8), elements, table)
 
 
 def stroke(i: int) -> str:
-    """Return the classes of the i-th line."""
+    """Return the CSS classes of the i-th line."""
     return f"stroke-s{i % SERIES} dash-{i // SERIES % len(DASHES)}"
 
 
@@ -95,7 +95,7 @@ def bars(
     *,
     axis: Axis,
 ) -> Figure:
-    """Draw a lying bar for each name, of parts (class, words) one after another; the sum stands at its end."""
+    """Draw a horizontal stacked bar for each name, of parts (class, label); the sum is above it."""
     (left, top), (width, step) = (8.0, 36.0), (370.0, 44.0)
     most = axis.factor * max((math.fsum(values) for values in rows.values()), default=0.0)
     marks = ticks(0.0, most)
@@ -110,20 +110,20 @@ def bars(
         y, at = top + step * i + 20, left
         whole = f"{label}: {show(axis.factor * math.fsum(values), 2)} {axis.unit}"
         elements.append(text(left + 2, y - 5, whole))
-        for (kind, words), value in zip(parts, values, strict=True):
+        for (kind, part), value in zip(parts, values, strict=True):
             wide = width * axis.factor * value / marks[-1]
             if wide > 0:
-                told = f"{label}, {words}: {show(axis.factor * value, 3)} {axis.unit}"
-                elements.append(rect(at, y, max(wide - 1, 0.4), 18, kind, title=told))
+                description = f"{label}, {part}: {show(axis.factor * value, 3)} {axis.unit}"
+                elements.append(rect(at, y, max(wide - 1, 0.4), 18, kind, title=description))
             at += wide
     bottom = top + step * len(rows) + 34
     elements.append(text(left + width / 2, bottom, axis.head, anchor="middle", kind="soft"))
-    columns = (Column("bar", text=True), *(Column(words, axis.unit, 3) for _, words in parts))
+    columns = (Column("bar", text=True), *(Column(part, axis.unit, 3) for _, part in parts))
     table = Table(name, title, columns, [(label, *(axis.factor * v for v in values)) for label, values in rows.items()])
-    told = "; ".join(
+    description = "; ".join(
         f"{label}: {show(axis.factor * math.fsum(values), 2)} {axis.unit}" for label, values in rows.items()
     )
-    return Figure(name, title, told, (left + width + 52, bottom + 10), elements, table)
+    return Figure(name, title, description, (left + width + 52, bottom + 10), elements, table)
 
 
 def columns(
@@ -135,7 +135,7 @@ def columns(
     x: str,
     axis: Axis,
 ) -> Figure:
-    """Draw a standing bar for each of `values`, [bars][parts]; more than COLUMNS_MOST are joined to their means."""
+    """Draw a vertical stacked bar for each of `values` [bars][parts]; above COLUMNS_MOST, neighbours are averaged."""
     joined = math.ceil(len(values) / COLUMNS_MOST)
     groups = [values[start : start + joined] for start in range(0, len(values), max(joined, 1))]
     means = [[math.fsum(part) / len(group) for part in zip(*group, strict=True)] for group in groups]
@@ -152,26 +152,27 @@ def columns(
     for i, bar in enumerate(means):
         first, at = 1 + i * joined, top + height
         label = f"{first}" if joined == 1 else f"{first} to {min(first + joined - 1, len(values))}"
-        for (kind, words), value in zip(parts, bar, strict=True):
+        for (kind, part), value in zip(parts, bar, strict=True):
             tall = height * axis.factor * value / marks[-1]
             at -= tall
             if tall > 0:
-                told = f"{x} {label}, {words}: {show(axis.factor * value, 3)} {axis.unit}"
-                elements.append(rect(left + wide * i + gap / 2, at, min(wide - gap, 40), tall, kind, title=told))
+                description = f"{x} {label}, {part}: {show(axis.factor * value, 3)} {axis.unit}"
+                elements.append(rect(left + wide * i + gap / 2, at, min(wide - gap, 40), tall, kind, title=description))
         if i % math.ceil(len(means) / 9) == 0:
             middle = left + wide * i + gap / 2 + min(wide - gap, 40) / 2
             elements.append(text(middle, top + height + 16, str(first), anchor="middle"))
     elements.append(text(left + width / 2, top + height + 34, x, anchor="middle", kind="soft"))
-    heads = (Column(x), *(Column(words, axis.unit, 3) for _, words in parts))
+    heads = (Column(x), *(Column(part, axis.unit, 3) for _, part in parts))
     rows = [(i + 1, *(axis.factor * value for value in bar)) for i, bar in enumerate(values)]
-    told = f"{len(values)} bars" + (f", {joined} global rounds joined to a mean in each" if joined > 1 else "")
-    return Figure(name, title, told, (left + width + 12, top + height + 44), elements, Table(name, title, heads, rows))
+    description = f"{len(values)} bars" if joined <= 1 else f"Each bar is the mean of {joined} global rounds"
+    table = Table(name, title, heads, rows)
+    return Figure(name, title, description, (left + width + 12, top + height + 44), elements, table)
 
 
 def ticks(low: float, high: float, *, wanted: int = 5) -> list[float]:
-    """Return round numbers, evenly apart, from at most `low` to at least `high`."""
+    """Return evenly spaced round numbers, from at most `low` to at least `high`."""
     span = high - low
-    if not span > 1e-9 * max(abs(low), abs(high), 1e-9):  # all points are one
+    if not span > 1e-9 * max(abs(low), abs(high), 1e-9):  # all values are equal
         span = abs(low) if abs(low) > 1e-9 else 1.0
         high = low + span
     rough = span / wanted
@@ -185,7 +186,7 @@ def _tick(value: float) -> str:
     return f"{value:.4g}" if abs(value) < 1e4 else show(round(value))
 
 
-def _told(lines: Mapping[str, Sequence[Point]], x: Axis, y: Axis) -> str:
+def _last_points(lines: Mapping[str, Sequence[Point]], x: Axis, y: Axis) -> str:
     return "; ".join(
         f"{label}: {y.factor * line[-1][1]:.4g} {y.unit} at {_tick(x.factor * line[-1][0])} {x.unit or x.name}"
         for label, line in lines.items()

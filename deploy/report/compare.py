@@ -1,7 +1,7 @@
-"""Runs against a target accuracy: what it cost to reach it, over the seeds of each experiment.
+"""Comparison of the costs of reaching a target accuracy, over the seeds of each experiment.
 
-A group is the runs whose experiments differ in nothing but the seed. A run that never had the target counts in no
-mean; how many did is told. The speed-up is paired: the first group's seconds over this group's, seed by seed.
+A group consists of runs whose experiments differ only in the seed. Means include only runs that reached the target;
+the table shows how many did. The speed-up is paired: the first group's seconds over this group's, seed by seed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from deploy.runs.records import COUNTS, TIERS
 from deploy.runs.run import Run
 
 FIGURES: Final = ("rounds", "seconds", *COUNTS, "sgd_steps", "path_steps")
-KINDS: Final = ("links", "hardware", "data")  # what runs that are compared must have in common
-_NAMING: Final = frozenset({"seed", "data.root"})  # where the files lie is no part of an experiment
+KINDS: Final = ("links", "hardware", "data")  # compared runs must agree in these
+_NAMING: Final = frozenset({"seed", "data.root"})  # these keys do not distinguish experiments
 _HOST: Final = ("host", "cpus")
 
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """A run, and what it cost until the first global round of the target accuracy; None where it never had it."""
+    """A run, and its costs up to the first global round that reached the target; None if none did."""
 
     run: Run
     costs: Mapping[str, float] | None
@@ -39,16 +39,16 @@ class Group:
 
     @property
     def reached(self) -> list[Reached]:
-        """Return the runs that had the target."""
+        """The runs that reached the target."""
         return [run for run in self.runs if run.costs is not None]
 
     def spread(self, figure: str) -> Spread | None:
-        """Return a cost's mean and deviation over the runs that reached the target."""
+        """Return the mean and the standard deviation of a cost over the runs that reached the target."""
         return Spread.of([run.costs[figure] for run in self.runs if run.costs is not None])
 
 
 def to_target(run: Run, target: float) -> Reached:
-    """Return what a run cost until it first had an accuracy."""
+    """Return a run's costs until it first reached an accuracy."""
     for i, row in enumerate(run.rounds):
         if row.accuracy is not None and row.accuracy >= target:
             done = run.rounds[: i + 1]
@@ -61,7 +61,7 @@ def to_target(run: Run, target: float) -> Reached:
 
 
 def target_of(runs: Sequence[Run], given: float | None) -> float:
-    """Return the target accuracy: as given, else the experiments' own. Raises InvalidExperiment."""
+    """Return the target accuracy: `given`, else that of the experiments. Raises InvalidExperiment."""
     if given is not None:
         return given
     own = {run.tree.get("target_accuracy") for run in runs}
@@ -76,12 +76,12 @@ def target_of(runs: Sequence[Run], given: float | None) -> float:
 
 
 def group(runs: Sequence[Run], target: float, labels: Sequence[str] = ()) -> list[Group]:
-    """Return the groups in the order of their first runs, named as given, else by what differs among them.
+    """Return the groups in the order of their first runs, named by `labels` or by the keys that differ.
 
-    Raises InvalidExperiment where the names are not as many as the groups.
+    Raises InvalidExperiment if the number of labels differs from the number of groups.
     """
     trees = [{key: value for key, value in flat(run.tree).items() if key not in _NAMING} for run in runs]
-    for run, tree in zip(runs, trees, strict=True):  # where these may differ, they are not averaged
+    for run, tree in zip(runs, trees, strict=True):  # runs that differ in these are not averaged
         tree |= {"direct": run.direct, **{key: run.manifest.get(key) for key in _HOST}}
     kinds: list[dict[str, Any]] = []
     members: list[list[Reached]] = []
@@ -90,50 +90,50 @@ def group(runs: Sequence[Run], target: float, labels: Sequence[str] = ()) -> lis
             kinds.append(tree)
             members.append([])
         members[kinds.index(tree)].append(to_target(run, target))
-    names = list(labels) or tell_apart(kinds)
+    names = list(labels) or distinguishing_labels(kinds)
     if len(names) != len(kinds):
-        remedy = f"Give one for each of: {', '.join(tell_apart(kinds))}."
+        remedy = f"Give one for each of: {', '.join(distinguishing_labels(kinds))}."
         raise InvalidExperiment("--label", names, f"{len(names)} for {len(kinds)} groups", remedy)
     return [Group(name, found) for name, found in zip(names, members, strict=True)]
 
 
-def tell_apart(trees: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a name for each tree: the keys in which they differ, and their values there."""
+def distinguishing_labels(trees: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a label for each tree: the keys in which the trees differ, with the tree's values."""
     keys = sorted({key for tree in trees for key in tree})
     apart = [key for key in keys if any(tree.get(key) != trees[0].get(key) for tree in trees)]
     apart = [key for key in apart if key != "name"] or apart
     if not apart:
         return [str(tree.get("name", "")) for tree in trees]
-    return [" ".join(f"{key}={_said(tree[key])}" for key in apart if key in tree) or "defaults" for tree in trees]
+    return [" ".join(f"{key}={_shown(tree[key])}" for key in apart if key in tree) or "defaults" for tree in trees]
 
 
 def differences(runs: Sequence[Run]) -> dict[str, str]:
-    """Return what makes runs incomparable, by kind (KINDS), each told with the two runs that show it first."""
+    """Return the differences that make runs incomparable, by kind (KINDS), each with the first two runs that differ."""
     first, found = runs[0], dict[str, str]()
     for run in runs[1:]:
         for kind in KINDS:
-            if kind not in found and (told := _differs(kind, first, run)):
-                found[kind] = f"{first.id} and {run.id} differ in {told}"
+            if kind not in found and (difference := _difference(kind, first, run)):
+                found[kind] = f"{first.id} and {run.id} differ in {difference}"
     digests: dict[object, tuple[Run, object]] = {}
     for run in runs:
         if run.partition is not None:
             key = (run.seed, tuple(sorted(flat(run.tree.get("topology", {})).items())))
             other, digest = digests.setdefault(str(key), (run, run.partition.get("digest")))
             if digest != run.partition.get("digest"):
-                found.setdefault("data", f"{other.id} and {run.id} of one seed have different splits")
+                found.setdefault("data", f"{other.id} and {run.id} have the same seed, but different splits")
     return found
 
 
 def check(runs: Sequence[Run], allowed: Sequence[str]) -> None:
-    """Raise InvalidExperiment where runs are of different links, hardware or data that are not `allowed` to be."""
-    wrong = {kind: told for kind, told in differences(runs).items() if kind not in allowed}
+    """Raise InvalidExperiment if the runs differ in links, hardware or data, except for the `allowed` kinds."""
+    wrong = {kind: text for kind, text in differences(runs).items() if kind not in allowed}
     if wrong:
-        remedy = f"Compare like with like, or --allow {','.join(wrong)}."
+        remedy = f"Compare runs that agree in these, or use --allow {','.join(wrong)}."
         raise InvalidExperiment("RUN", [run.id for run in runs], "; ".join(wrong.values()), remedy)
 
 
 def speed_up(first: Group, other: Group) -> tuple[Spread | None, int, int]:
-    """Return the first group's seconds over the other's, paired by seed, over how many seeds, and of how many."""
+    """Return the first group's seconds over the other's, the number of paired seeds, and that of common seeds."""
     seeds = [[str(each.run.seed) for each in each_group.runs] for each_group in (first, other)]
     ours, theirs = _seconds(other), _seconds(first)
     ratios = [theirs[seed] / ours[seed] for seed in theirs if ours.get(seed)]
@@ -141,10 +141,10 @@ def speed_up(first: Group, other: Group) -> tuple[Spread | None, int, int]:
 
 
 def table(groups: Sequence[Group], target: float) -> Table:
-    """Return the groups as a table: the means and deviations of those runs that reached the target."""
-    ways = (Column(f"{tier.upper()} {way}", "MB", 3) for tier in TIERS for way in ("up", "down"))
+    """Return a table of the groups: means and deviations over the runs that reached the target."""
+    byte_columns = (Column(f"{tier.upper()} {to}", "MB", 3) for tier in TIERS for to in ("up", "down"))
     columns = [Column("experiment", text=True), Column("reached", text=True), Column("global rounds"),
-               Column("time", "s"), *ways,
+               Column("time", "s"), *byte_columns,
                Column("SGD steps", digits=0), Column("critical path", digits=0), Column("speed-up", digits=2),
                Column("seeds paired", text=True)]  # fmt: skip
     rows = []
@@ -153,11 +153,11 @@ def table(groups: Sequence[Group], target: float) -> Table:
         costs = [each.spread(figure) for figure in FIGURES]
         costs = [_mega(cost) if name in COUNTS else cost for name, cost in zip(FIGURES, costs, strict=True)]
         rows.append([each.label, f"{len(each.reached)}/{len(each.runs)}", *costs, ratio, f"{paired}/{common}"])
-    return Table("compare", f"To an accuracy of {target:g}", columns, rows)
+    return Table("compare", f"Costs of reaching an accuracy of {target:g}", columns, rows)
 
 
 def to_json(groups: Sequence[Group], target: float) -> dict[str, Any]:
-    """Return all of it: each group's means and deviations, and each run's own costs."""
+    """Return the comparison as JSON: each group's means and deviations, and each run's costs."""
     return {
         "target": target,
         "groups": [
@@ -177,35 +177,36 @@ def to_json(groups: Sequence[Group], target: float) -> dict[str, Any]:
 
 
 def notes(groups: Sequence[Group]) -> list[str]:
-    """Return what a reader of the table must know of its runs."""
+    """Return notes on the table: runs that did not reach the target, and groups with a repeated seed."""
     found = []
     for each in groups:
         for left in (run for run in each.runs if run.costs is None):
             best = max((row.accuracy for row in left.run.rounds if row.accuracy is not None), default=None)
             seen = "no accuracy" if best is None else f"at best {best:.4f}"
             done = f"{len(left.run.rounds)} of {left.run.global_rounds} global rounds, {left.run.state}"
-            found.append(f"{each.label}: {left.run.id} (seed {left.run.seed}) did not reach it: {seen} in {done}")
+            name = f"{left.run.id} (seed {left.run.seed})"
+            found.append(f"{each.label}: {name} did not reach the target: {seen} in {done}")
         seeds = [run.run.seed for run in each.runs]
         if len(set(map(str, seeds))) < len(seeds):
-            found.append(f"{each.label}: several runs of one seed; the deviation is over runs")
+            found.append(f"{each.label}: several runs have the same seed; the deviation is over runs")
     return found
 
 
 def flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return a tree's leaves by their dotted keys."""
+    """Return the leaves of a tree by dotted keys."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         leaves |= flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
     return leaves
 
 
-def _differs(kind: str, one: Run, other: Run) -> str:
-    """Return in what two runs differ, empty where in nothing of this kind."""
+def _difference(kind: str, one: Run, other: Run) -> str:
+    """Return the first difference of two runs of this kind, or "" if there is none."""
     if kind == "links":
         if one.direct != other.direct:
             return "links: one of them had no network"
         mine, theirs = (_links(run) for run in (one, other))
-        shared = {key for key in mine if key in theirs}  # a lab of other size is another experiment, told by its name
+        shared = {key for key in mine if key in theirs}  # labs of different sizes are different groups anyway
         return _first(kind, *({key: links[key] for key in shared} for links in (mine, theirs)))
     if kind == "data":
         mine, theirs = ({**run.tree.get("data", {}), "root": ""} for run in (one, other))
@@ -214,13 +215,13 @@ def _differs(kind: str, one: Run, other: Run) -> str:
 
 
 def _hardware(run: Run) -> dict[str, Any]:
-    """Return the cloud's host and what machines the devices play, as declared: the draw of them is the seed's."""
-    played = {key: value for key, value in flat(run.tree.get("hardware", {})).items() if "profile" not in key}
-    return {key: run.manifest.get(key) for key in _HOST} | played
+    """Return the cloud's host and the declared hardware that devices emulate; its random spread depends on the seed."""
+    emulated = {key: value for key, value in flat(run.tree.get("hardware", {})).items() if "profile" not in key}
+    return {key: run.manifest.get(key) for key in _HOST} | emulated
 
 
 def _links(run: Run) -> dict[str, Any]:
-    """Return who keeps the rates and each node's link; not the profile's name, which changes no number."""
+    """Return how rates are enforced and each node's link, without profile names, which change no number."""
     links = flat(run.manifest.get("links", {}))
     return {key: value for key, value in links.items() if not key.endswith(".profile")}
 
@@ -228,11 +229,11 @@ def _links(run: Run) -> dict[str, Any]:
 def _first(kind: str, one: Any, other: Any) -> str:
     mine, theirs = flat({kind: one}), flat({kind: other})
     apart = next((key for key in sorted({*mine, *theirs}) if mine.get(key) != theirs.get(key)), None)
-    return "" if apart is None else f"{apart}: {_said(mine.get(apart))} and {_said(theirs.get(apart))}"
+    return "" if apart is None else f"{apart}: {_shown(mine.get(apart))} and {_shown(theirs.get(apart))}"
 
 
 def _seconds(each: Group) -> dict[str, float]:
-    """Return the mean seconds of each seed all of whose runs reached the target."""
+    """Return the mean seconds by seed, for seeds of which all runs reached the target."""
     by_seed: dict[str, list[float | None]] = {}
     for run in each.runs:
         by_seed.setdefault(str(run.run.seed), []).append(run.costs["seconds"] if run.costs else None)
@@ -247,5 +248,5 @@ def _plain(cost: Spread | None) -> dict[str, float | None] | None:
     return None if cost is None else {"mean": cost.mean, "deviation": cost.deviation}
 
 
-def _said(value: Any) -> str:
+def _shown(value: Any) -> str:
     return "none" if value is None else str(value)

@@ -1,6 +1,6 @@
-"""A figure as SVG elements that take their colours from classes, so that a page, a file and a PNG agree.
+"""Figures as SVG elements coloured by CSS classes, so that a page, an SVG file and a PNG look the same.
 
-Elements are of few kinds, which `deploy.report.raster` knows too: rect, path of M and L, circle, text.
+The elements are those that `deploy.report.raster` can draw: rect, path with M and L, circle, text.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Final
 from deploy.console.tabular import Table, html
 
 FONT: Final = "ui-sans-serif, system-ui, sans-serif"
-LETTER: Final = 7.2  # pixels of a letter of 12, in a wide font
+LETTER: Final = 7.2  # pixels: width of a letter at font size 12, in a wide font
 SERIES: Final = 7
-# Light and dark: the first series is that of docs/, the others are Okabe and Ito's, darker on white where they were
-# too pale for a line.
+# (light, dark). The first series has the colour of docs/, the others have Okabe and Ito's, darkened on white where they
+# are too pale for a line.
 COLOURS: Final[Mapping[str, tuple[str, str]]] = {
     "ink": ("#1f2328", "#e6edf3"),
     "soft": ("#59636e", "#9198a1"),
@@ -37,7 +37,7 @@ COLOURS: Final[Mapping[str, tuple[str, str]]] = {
     "aggregate": ("#cc79a7", "#cc79a7"),
     "evaluate": ("#d55e00", "#d55e00"),
 }
-DASHES: Final = ("", "6 3", "2 3")  # the series after the seventh have the same colours in another line
+DASHES: Final = ("", "6 3", "2 3")  # after seven series the colours repeat with another dash pattern
 _VARIABLES: Final = tuple("".join(f"--{name}: {pair[i]}; " for name, pair in COLOURS.items()) for i in (0, 1))
 STYLE: Final = f""":root {{ color-scheme: light dark; {_VARIABLES[0]}}}
 @media (prefers-color-scheme: dark) {{ :root {{ {_VARIABLES[1]}}} }}
@@ -53,7 +53,7 @@ svg text {{ font: 12px {FONT}; fill: var(--ink) }} svg text.soft {{ fill: var(--
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A picture: `name` is a file's, `text` says it to who does not see it, `table` has its numbers."""
+    """A picture. `name` is the file name's stem, `text` the alternative text, `table` has the numbers."""
 
     name: str
     title: str
@@ -63,11 +63,11 @@ class Figure:
     table: Table | None = None
 
     def inline(self, key: str) -> str:
-        """Return the `svg` for a page that has STYLE; `key` makes its ids the only ones there."""
+        """Return the `svg` element for a page that includes STYLE; `key` makes its ids unique on the page."""
         return self._svg(f' role="img" aria-labelledby="{key}-t {key}-d"', f' id="{key}-t"', f' id="{key}-d"', "")
 
     def file(self) -> str:
-        """Return an SVG file, which brings its style and its ground."""
+        """Return an SVG file with its own style and background."""
         own = f"<style>{STYLE}</style>\n{rect(0, 0, *self.size, 'ground')}\n"
         return self._svg(' xmlns="http://www.w3.org/2000/svg"', "", "", own) + "\n"
 
@@ -80,14 +80,14 @@ class Figure:
         )
 
 
-def text(x: float, y: float, words: str, *, anchor: str = "start", kind: str = "ink") -> str:
-    """Return words at their base line."""
+def text(x: float, y: float, content: str, *, anchor: str = "start", kind: str = "ink") -> str:
+    """Return a text element; x, y is a point of its base line."""
     soft = ' class="soft"' if kind == "soft" else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{soft}>{html(words)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{soft}>{html(content)}</text>'
 
 
 def rect(x: float, y: float, width: float, height: float, kind: str, *, title: str = "", opacity: float = 1) -> str:
-    """Return a rectangle of a class; its title is told where it is pointed at."""
+    """Return a rectangle with a CSS class; its title is shown as a tooltip."""
     faint = f' fill-opacity="{opacity:.2f}"' if opacity < 1 else ""
     place = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
     return (
@@ -98,20 +98,20 @@ def rect(x: float, y: float, width: float, height: float, kind: str, *, title: s
 
 
 def path(points: Sequence[tuple[float, float]], kind: str) -> str:
-    """Return a line through points."""
+    """Return a polyline through points."""
     return f'<path class="{kind}" d="M{" L".join(f"{x:.1f} {y:.1f}" for x, y in points)}"/>'
 
 
 def dot(x: float, y: float, kind: str, *, title: str, radius: float = 2.5) -> str:
-    """Return a disc that tells its title."""
+    """Return a disc; its title is shown as a tooltip."""
     return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}"><title>{html(title)}</title></circle>'
 
 
 def legend(x: float, y: float, entries: Sequence[tuple[str, str]], *, width: float) -> tuple[list[str], float]:
-    """Return swatches (class, words) in as many lines as they need, and their height."""
+    """Return a legend of (class, label) entries, wrapped at `width`, and its height."""
     elements, at, line = [], x, 0
-    for kind, words in entries:
-        needed = 18 + LETTER * len(words) + 14
+    for kind, label in entries:
+        needed = 18 + LETTER * len(label) + 14
         if at > x and at + needed > x + width:
             at, line = x, line + 1
         top = y + 18 * line
@@ -119,6 +119,6 @@ def legend(x: float, y: float, entries: Sequence[tuple[str, str]], *, width: flo
             elements.append(path([(at, top - 4), (at + 13, top - 4)], kind))
         else:
             elements.append(rect(at, top - 10, 11, 11, kind))
-        elements.append(text(at + 18, top, words))
+        elements.append(text(at + 18, top, label))
         at += needed
     return elements, 18.0 * (line + 1) if entries else 0.0

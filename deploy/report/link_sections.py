@@ -1,4 +1,4 @@
-"""What a report says of links: bytes by tier and link, and who is joined to whom at which rate."""
+"""Sections of a report about links: bytes by tier and link, and the topology with its rates."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from deploy.runs.run import Run
 FOLD: Final = 60  # rows of links.csv beyond which the table is folded
 
 BYTES: Final = (
-    "Payload and MQTT packets are counted where they arrive. The TCP stream is the kernel's count for the child's own "
-    "broker connection (TCP_INFO), which has logins, acknowledgements and pings too; the noise that measured the rate "
-    "before the run is left out. It is as of the child's last word. Headers of TCP and IP are in no count."
+    "Payload and MQTT packets are counted by the receiver. The TCP stream is the kernel's count for the child's own "
+    "broker connection (TCP_INFO); it includes logins, acknowledgements and pings, but not the noise bytes of the link "
+    "calibration before the run. It is as of the child's last report. TCP and IP headers are not counted."
 )
 DIRECT: Final = (
-    "This run had no network: bytes are whole models' payload, seconds are one machine's computing time where one "
-    "device trained after another, links are declared and not kept."
+    "This run used no network: bytes are the payload of whole models, seconds are one machine's computing time with "
+    "devices trained one after another. Links were declared, but not enforced."
 )
-TOPOLOGY: Final = "Rates are declared in the experiment and were measured before the run where it says so."
+TOPOLOGY: Final = "Rates as declared in the experiment, and as measured before the run if link calibration was on."
 
 _BYTE_PARTS: Final = [
     ("fill-s0", "models"),
@@ -36,57 +36,57 @@ _THREE: Final = (Column("payload"), Column("MQTT packets"), Column("TCP stream")
 
 
 def file_name(name: str, run: Run) -> str:
-    """Return a file's name that other runs' figures do not have."""
+    """Return a file name that is unique to the run."""
     return f"{name}-{run.id.rpartition('-')[2]}"
 
 
 def bytes_axis(name: str, lines: Mapping[str, Sequence[charts.Point]]) -> Axis:
-    """Return an axis in the unit that fits the most of some points."""
+    """Return an axis in the byte unit that suits the largest x."""
     most = max((x for line in lines.values() for x, _ in line), default=0.0)
     unit, factor = next(((u, f) for u, f in (("GB", 1e-9), ("MB", 1e-6), ("kB", 1e-3)) if most * f >= 1), ("B", 1.0))
     return Axis(name, unit, factor)
 
 
 def traffic(run: Run) -> Figure:
-    """Return each tier's bytes by what they were."""
+    """Return a figure of each tier's bytes: models, control messages, MQTT overhead and TCP overhead."""
     rows = {}
-    for (tier, way), found in _ways(run).items():
+    for (tier, direction), found in _by_direction(run).items():
         models = sum(link.payload or 0 for link in found if link.kind == "model")
         control = sum(link.payload or 0 for link in found if link.kind == "control")
         whole = [link for link in found if link.kind == "all"]
         message = sum(link.message or 0 for link in whole)
         wire = _carried(whole)
         rest = 0 if wire is None else max(0, wire - message)
-        rows[f"{tier.upper()} {way}"] = [models, control, message - models - control, rest]
+        rows[f"{tier.upper()} {direction}"] = [models, control, message - models - control, rest]
     axis = bytes_axis("bytes", {"": [(sum(values), 0.0) for values in rows.values()]})
     return charts.bars(file_name("bytes", run), "Bytes of the run", _BYTE_PARTS, rows, axis=axis)
 
 
 def tiers(run: Run) -> Table:
-    """Return the three counts of each tier and direction, and what was foretold of a global round."""
-    count, told = max(len(run.rounds), 1), run.prediction
+    """Return the three byte counts of each tier and direction, and the prediction for a global round if any."""
+    count, prediction = max(len(run.rounds), 1), run.prediction
     columns = [
         Column("tier", text=True),
         Column("direction", text=True),
         *_THREE,
         Column("MQTT a global round", digits=0),
     ]
-    columns += [Column("predicted", digits=0)] * (told is not None)
+    columns += [Column("predicted", digits=0)] * (prediction is not None)
     rows: list[list[Cell]] = []
-    for (tier, way), found in _ways(run).items():
+    for (tier, direction), found in _by_direction(run).items():
         whole = [link for link in found if link.kind == "all"]
         message = sum(link.message or 0 for link in whole)
-        line: list[Cell] = [tier.upper(), way, sum(link.payload or 0 for link in whole), message, _carried(whole)]
+        line: list[Cell] = [tier.upper(), direction, sum(link.payload or 0 for link in whole), message, _carried(whole)]
         line.append(message / count)
-        if told is not None:
-            foretold = [told.bytes_[link.goes] for link in whole if link.goes in told.bytes_]
-            line.append(sum(foretold) if foretold else None)
+        if prediction is not None:
+            predicted = [prediction.bytes_[link.goes] for link in whole if link.goes in prediction.bytes_]
+            line.append(sum(predicted) if predicted else None)
         rows.append(line)
     return Table(file_name("tiers", run), "Bytes by tier and direction", columns, rows)
 
 
 def links(run: Run) -> Table:
-    """Return the rows of links.csv, exactly."""
+    """Return the rows of links.csv, with the declared rates."""
     columns = [Column("tier", text=True), Column("from", text=True), Column("to", text=True), Column("kind", text=True),
                Column("payload"), Column("MQTT"), Column("TCP, noise included"), Column("noise before the run"),
                Column("over payload", "%", 2), Column("sent again"), Column("round trip", "ms", 2),
@@ -101,7 +101,7 @@ def links(run: Run) -> Table:
 
 
 def topology(run: Run) -> Figure:
-    """Return the lab as a drawing."""
+    """Return a drawing of the lab's nodes and links."""
     measured = {link.goes: link.measured_mbit for link in run.links if link.kind == "all"}
     homes = {device: name for name, devices in run.children.items() for device in devices}
     rates = {}
@@ -113,9 +113,9 @@ def topology(run: Run) -> Figure:
     return maps.topology(file_name("topology", run), run.children, rates)
 
 
-def _ways(run: Run) -> dict[tuple[str, str], list[LinkRecord]]:
-    """Return the links' rows by tier and direction."""
-    found: dict[tuple[str, str], list[LinkRecord]] = {(tier, way): [] for tier in TIERS for way in ("down", "up")}
+def _by_direction(run: Run) -> dict[tuple[str, str], list[LinkRecord]]:
+    """Return the rows of the links by tier and direction."""
+    found: dict[tuple[str, str], list[LinkRecord]] = {(tier, to): [] for tier in TIERS for to in ("down", "up")}
     for link in run.links:
         parents = ("cloud",) if link.tier == "wan" else run.children
         if link.kind != BROKER and link.tier in TIERS:
@@ -124,7 +124,7 @@ def _ways(run: Run) -> dict[tuple[str, str], list[LinkRecord]]:
 
 
 def _carried(whole: Sequence[LinkRecord]) -> int | None:
-    """Return the TCP stream's bytes without the noise before the run, None where a child has not told."""
+    """Return the bytes of the TCP streams without link calibration, or None if a child has not reported."""
     wires = [link.wire - link.probe for link in whole if link.wire is not None]
     return sum(wires) if whole and len(wires) == len(whole) else None
 

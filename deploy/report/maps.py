@@ -1,4 +1,4 @@
-"""Pictures of a lab: epochs of each institution over the global rounds, and who is joined to whom at which rate."""
+"""Pictures of a lab: the epochs of each institution over the global rounds, and the topology with link rates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROW = 22.0  # pixels
 
 
 def epochs(key: str, rows: Mapping[str, Sequence[int | None]]) -> Figure:
-    """Draw tau_c of each institution in each global round, None where it was not in it; darker is more."""
+    """Draw the epochs (tau_c) of each institution in each global round, None if it took no part; darker is more."""
     count = max(map(len, rows.values()), default=0)
     most = max((cell for cells in rows.values() for cell in cells if cell is not None), default=1)
     left, top = 12 + LETTER * max(map(len, rows), default=0), 52.0
@@ -28,9 +28,9 @@ def epochs(key: str, rows: Mapping[str, Sequence[int | None]]) -> Figure:
         for start, end, cell in _stretches(cells):
             if cell is None:
                 continue
-            told = f"{name}, global round {start + 1}{f' to {end}' if end > start + 1 else ''}: {cell} epochs"
+            description = f"{name}, global round {start + 1}{f' to {end}' if end > start + 1 else ''}: {cell} epochs"
             place = (left + wide * start, y + 1, max(wide * (end - start) - (1 if wide > 6 else 0), 0.3), ROW - 2)
-            elements.append(rect(*place, "weight", title=told, opacity=0.12 + 0.6 * cell / most))
+            elements.append(rect(*place, "weight", title=description, opacity=0.12 + 0.6 * cell / most))
             if wide >= 16:
                 elements += [
                     text(left + wide * (i + 0.5), y + 15, str(cell), anchor="middle") for i in range(start, end)
@@ -43,7 +43,7 @@ def epochs(key: str, rows: Mapping[str, Sequence[int | None]]) -> Figure:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """A link's rates in Mbit/s, (down, up): as declared, None = not limited, and as measured, None = not measured."""
+    """A link's rates (down, up) in Mbit/s: declared, None = unlimited, and measured, None = not measured."""
 
     declared: tuple[float | None, float | None]
     delay_ms: float
@@ -51,7 +51,7 @@ class Rates:
 
 
 def topology(key: str, children: Mapping[str, Sequence[str]], rates: Mapping[str, Rates]) -> Figure:
-    """Draw the cloud, its institutions, and their devices, those of one institution and like links in one box."""
+    """Draw the cloud, its institutions, and their devices; devices of an institution with equal links share a box."""
     boxes = {name: _alike(devices, rates) for name, devices in children.items()}
     wide = 16 + LETTER * max(map(len, [*children, "999 devices", *(d for g in boxes.values() for d in _single(g))]))
     cloud_x, edge = 4.0, 250.0
@@ -75,12 +75,12 @@ def topology(key: str, children: Mapping[str, Sequence[str]], rates: Mapping[str
     for name, middle in zip(boxes, middles, strict=True):
         elements += _edge(cloud_x + 62, centre, home_x, middle, [rates[name]] if name in rates else [])
     elements += _node(cloud_x, centre, 62, "cloud")
-    told = f"A cloud, {len(children)} institutions, {sum(map(len, children.values()))} devices."
-    return Figure(key, "Topology", told, (group_x + wide + 4, y + 4), elements)
+    description = f"A cloud, {len(children)} institutions, {sum(map(len, children.values()))} devices."
+    return Figure(key, "Topology", description, (group_x + wide + 4, y + 4), elements)
 
 
 def _stretches(cells: Sequence[int | None]) -> list[tuple[int, int, int | None]]:
-    """Return (start, end, cell) of equal neighbours."""
+    """Return runs of equal neighbours as (start, end, cell)."""
     found: list[tuple[int, int, int | None]] = []
     for i, cell in enumerate(cells):
         if found and found[-1][2] == cell:
@@ -102,18 +102,18 @@ def _single(groups: Sequence[Sequence[str]]) -> list[str]:
     return [group[0] for group in groups if len(group) == 1]
 
 
-def _node(x: float, y: float, wide: float, words: str) -> list[str]:
-    return [rect(x, y - 13, wide, 26, "node", title=words), text(x + wide / 2, y + 4, words, anchor="middle")]
+def _node(x: float, y: float, wide: float, label: str) -> list[str]:
+    return [rect(x, y - 13, wide, 26, "node", title=label), text(x + wide / 2, y + 4, label, anchor="middle")]
 
 
 def _edge(x: float, y: float, to_x: float, to_y: float, rates: Sequence[Rates]) -> list[str]:
-    """Return a line that turns near its start: its words lie along its level end. `rates` are declared alike."""
+    """Return a line that bends near its start, with a label along its horizontal end. `rates` are declared equal."""
     turn = x + 14
     points = [(x, y), (turn, y), (turn, to_y), (to_x, to_y)] if y != to_y else [(x, y), (to_x, to_y)]
     elements = [path(points, "line")]
     if rates:
         late = f", {rates[0].delay_ms:g} ms" if rates[0].delay_ms else ""
-        down, up = ([link.measured[way] for link in rates] for way in (0, 1))
+        down, up = ([link.measured[index] for link in rates] for index in (0, 1))
         elements.append(text(turn + 8, to_y - 5, f"{_declared(rates[0].declared)}{late}"))
         if any(rate is not None for rate in (*down, *up)):
             elements.append(text(turn + 8, to_y + 14, f"measured {_range(down)} / {_range(up)}", kind="soft"))
@@ -122,7 +122,7 @@ def _edge(x: float, y: float, to_x: float, to_y: float, rates: Sequence[Rates]) 
 
 def _declared(rates: tuple[float | None, float | None]) -> str:
     if rates == (None, None):
-        return "not limited"
+        return "unlimited"
     return f"{' / '.join('-' if rate is None else f'{rate:.4g}' for rate in rates)} Mbit/s"
 
 

@@ -1,4 +1,4 @@
-"""A picture of a split: a row for each device, a column for each class, darker where a device has more samples."""
+"""A picture of a split: a row per device, a column per class, and squares whose areas show the samples."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ CELL, TOP, GAP = 14, 52.0, 6  # pixels
 
 
 def figure(facts: Mapping[str, Any], *, name: str = "partition") -> Figure:
-    """Return the picture of what partition.json says.
+    """Return the picture of a split, given the content of partition.json.
 
-    The area of a cell is its share of the fullest one; its title tells the number.
+    The area of a square is proportional to its samples; its title has the number.
     """
     devices = facts["devices"]
     data = facts.get("data", {})

@@ -1,7 +1,7 @@
-"""A figure as PNG, drawn by pillow from the elements of its SVG, three times as fine and then reduced.
+"""PNG rendering of figures with pillow, from the elements of their SVG, at three times the resolution and then reduced.
 
-pillow has a font of its own, so the picture is the same on a host without any; matplotlib or a browser would be a
-hundred times its size for rectangles, lines and words. Colours are those of a light page.
+pillow brings its own font, so the picture does not depend on installed fonts; matplotlib or a browser would be a
+hundred times its size. The colours are those of a light page.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from deploy.report.figures import COLOURS, DASHES, Figure
 if TYPE_CHECKING:
     from PIL import ImageDraw
 
-SCALE: Final = 2  # pixels of the file for one of the SVG
-FINE: Final = 3  # pixels that are drawn for one of the file, along each side
+SCALE: Final = 2  # pixels of the file per pixel of the SVG
+FINE: Final = 3  # drawn pixels per pixel of the file, along each axis
 _FILLS: Final = {"ground": "ground", "weight": "s0", "node": "ground"}
 _STROKES: Final = {"grid": "grid", "line": "line", "node": "line", "target": "soft"}
 
@@ -27,7 +27,7 @@ Point = tuple[float, float]
 
 
 def png(figure: Figure) -> bytes:
-    """Return a figure as a PNG file. Raises ImportError without pillow, ValueError for an element it does not know."""
+    """Return a figure as a PNG file. Raises ImportError without pillow, ValueError for an unknown element."""
     from PIL import Image, ImageDraw
 
     width, height = (math.ceil(side * SCALE) for side in figure.size)
@@ -68,7 +68,7 @@ class _Brush:
                 ink = COLOURS["soft" if "soft" in kinds else "ink"][0]
                 self._canvas.text(place, element.text or "", ink, self._font, anchor)
             case other:
-                raise ValueError(f"{other}: no element of a figure")
+                raise ValueError(f"{other}: unknown element of a figure")
 
     def _line(self, points: list[Point], kinds: list[str]) -> None:
         colour = self._stroke(kinds)
@@ -99,7 +99,7 @@ class _Brush:
 
 
 def _dashed(points: list[Point], lengths: list[float]) -> list[list[Point]]:
-    """Return the pieces of a line that a dash pattern (drawn, left out, ...) leaves."""
+    """Return the pieces of a line that a dash pattern (drawn, skipped, ...) draws."""
     pieces: list[list[Point]] = [points[:1]]
     part, left = 0, lengths[0]
     for (x, y), (to_x, to_y) in pairwise(points):

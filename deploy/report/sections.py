@@ -1,4 +1,4 @@
-"""What a report says of runs: one function for each figure and table, and the words that explain them."""
+"""Sections of a report: a function for each figure and table, and the texts that explain them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final
 from deploy.console.tabular import Column, Table
 from deploy.report import charts, maps
 from deploy.report.charts import Axis
-from deploy.report.compare import flat, tell_apart
+from deploy.report.compare import distinguishing_labels, flat
 from deploy.report.figures import Figure
 from deploy.report.link_sections import bytes_axis, file_name
 from deploy.report.partition_picture import figure as partition_figure
@@ -21,36 +21,36 @@ PERCENT: Final = Axis("test accuracy", "%", 100.0)
 SECONDS_AXIS: Final = Axis("time", "s")
 
 ACCURACY: Final = (
-    "Accuracy on the cloud's test set of the mean of the uploads, as the experiment evaluates it. Seconds are the "
-    "cloud's monotonic clock from the moment the whole lab was ready, evaluation beside the next global round not "
-    "counted; bytes are MQTT packets, both directions of all links of a tier."
+    "Accuracy on the cloud's test set, of the model that the experiment evaluates (the mean of the uploads). Seconds "
+    "are the cloud's monotonic clock since the whole lab was ready; evaluation in parallel with the next global round "
+    "is not counted. Bytes are MQTT packets, in both directions of all links of a tier."
 )
 SECONDS: Final = (
-    "A global round as the cloud sees it. record: writing what the last one left. dispatch: until every institution "
-    "has the model. train: until the first result. wait: for the last result. collect: its upload. aggregate. "
-    "evaluate: waiting for the last evaluation where it takes longer than a global round. The phases add up "
-    "to the global round."
+    "The phases of a global round, as measured at the cloud. record: writing the results of the previous round. "
+    "dispatch: until every institution has the model. train: until the first result. wait: until the last result. "
+    "collect: until that result's model is received. aggregate: mixing the models. evaluate: waiting for the last "
+    "evaluation if it takes longer than a global round. The phases add up to the global round."
 )
 EPOCHS: Final = (
-    "Epochs that each institution's devices trained in each local round, and each device's work: seconds of training "
-    "and of waiting for a slot on its host, measured there; and by how many seconds it was slowed to play a slower one."
+    "Epochs per local round of each institution, and each device's work: seconds of training and of waiting for a slot "
+    "on its host, as measured there, and the seconds of delay that emulate slower hardware."
 )
 DATA: Final = (
-    "Training samples of each device (rows) by class (columns): the area of a square is its share of the fullest one, "
-    "the number at the right the device's samples."
+    "Training samples of each device (rows) by class (columns). The area of a square is proportional to its samples. "
+    "The number on the right is the device's total."
 )
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """Return a short name for each run: what tells them apart if that is short, else their names and ids."""
-    apart = tell_apart([{k: v for k, v in flat(run.tree).items() if k != "data.root"} for run in runs])
+    """Return a short label for each run: the keys that differ if they are short, else the name and a part of the id."""
+    apart = distinguishing_labels([{k: v for k, v in flat(run.tree).items() if k != "data.root"} for run in runs])
     if len(runs) > 1 and len(set(apart)) == len(runs) and max(map(len, apart)) <= 36:
         return apart
     return [f"{run.name} {run.id.rpartition('-')[2]}" for run in runs]
 
 
 def overview(runs: Sequence[Run], names: Sequence[str]) -> Table:
-    """Return a line for each run."""
+    """Return a table with a row for each run."""
     columns = [Column("run", text=True), Column("state", text=True), Column("seed"), Column("global rounds"),
                Column("test accuracy", digits=4), Column("time", "s"), *(Column(n) for n in _BYTE_NAMES)]  # fmt: skip
     rows = [
@@ -61,7 +61,7 @@ def overview(runs: Sequence[Run], names: Sequence[str]) -> Table:
 
 
 def accuracy(runs: Sequence[Run], names: Sequence[str]) -> list[Figure]:
-    """Return the curves over global rounds, seconds, and each tier's bytes."""
+    """Return curves of the accuracy over global rounds, seconds, and each tier's bytes."""
     over: dict[str, dict[str, list[charts.Point]]] = {"rounds": {}, "seconds": {}, "wan": {}, "lan": {}}
     for run, name in zip(runs, names, strict=True):
         spent = dict.fromkeys(TIERS, 0)
@@ -88,7 +88,7 @@ def accuracy(runs: Sequence[Run], names: Sequence[str]) -> list[Figure]:
 
 
 def budget(runs: Sequence[Run], names: Sequence[str]) -> Figure:
-    """Return the mean global round of each run, and what was foretold of it."""
+    """Return a figure of the phases of each run's mean global round, and of its prediction if any."""
     rows: dict[str, list[float]] = {}
     for run, name in zip(runs, names, strict=True):
         count = max(len(run.rounds), 1)
@@ -100,16 +100,16 @@ def budget(runs: Sequence[Run], names: Sequence[str]) -> Figure:
 
 
 def budgets(run: Run) -> Figure:
-    """Return the budget of each global round."""
+    """Return a figure of the phases of each global round."""
     values = [[row.phases[phase] for phase in PHASES] for row in run.rounds]
     name, title = file_name("seconds", run), f"Seconds of each global round, {run.id.rpartition('-')[2]}"
     return charts.columns(name, title, _PHASE_PARTS, values, x="global round", axis=Axis("seconds", "s"))
 
 
 def phases(runs: Sequence[Run], names: Sequence[str]) -> Table:
-    """Return each phase's seconds in the mean global round of each run, and how well they add up to it.
+    """Return a table of each phase's seconds in the mean global round of each run, with their sum and the elapsed time.
 
-    A single run has the totals and shares too.
+    For a single run it has totals and shares, too.
     """
     columns, cells = [Column("phase", text=True)], list[Mapping[str, float]]()
     for run, name in zip(runs, names, strict=True):
@@ -121,22 +121,22 @@ def phases(runs: Sequence[Run], names: Sequence[str]) -> Table:
         columns.append(Column(name if len(runs) > 1 else "a global round", "s", 4))
         cells.append({phase: total / max(len(run.rounds), 1) for phase, total in totals.items()})
         if run.prediction is not None:
-            told = {phase: run.prediction.seconds[phase] for phase in PHASES if phase in run.prediction.seconds}
+            predicted = {phase: run.prediction.seconds[phase] for phase in PHASES if phase in run.prediction.seconds}
             columns.append(Column(f"{name}, predicted" if len(runs) > 1 else "predicted", "s", 4))
-            cells.append(told | {_SUM: sum(told.values())})
+            cells.append(predicted | {_SUM: sum(predicted.values())})
     rows = [[phase, *(found.get(phase) for found in cells)] for phase in (*PHASES, _SUM, _ELAPSED)]
     return Table("phases", "Seconds by phase" if len(runs) == 1 else "Seconds of a global round, mean", columns, rows)
 
 
 def epochs(run: Run) -> Figure:
-    """Return tau_c of each institution in each global round."""
+    """Return a figure of the epochs (tau_c) of each institution in each global round."""
     return maps.epochs(
         file_name("epochs", run), {name: [row.epochs.get(name) for row in run.rounds] for name in run.children}
     )
 
 
 def work(run: Run) -> Table:
-    """Return what each device did in the run."""
+    """Return a table of each device's total work in the run."""
     columns = [Column("institution", text=True), Column("device", text=True), Column("samples"),
                Column("global rounds"), Column("epochs"), Column("SGD steps"), Column("training", "s", 3),
                Column("waiting for a slot", "s", 3)]  # fmt: skip
@@ -154,20 +154,20 @@ def work(run: Run) -> Table:
 
 
 def partition(run: Run) -> Figure | None:
-    """Return samples by device and class, if the run kept its split."""
+    """Return a figure of the samples by device and class, or None if the run has no partition.json."""
     return None if run.partition is None else partition_figure(run.partition, name=file_name("partition", run))
 
 
 def events(run: Run) -> tuple[Table, int]:
-    """Return what happened but for plans and global rounds, the last EVENTS_MOST, and how many were before them."""
-    told = [event for event in run.events if _worth_telling(event)]
-    rows = [(event.time[:19].replace("T", " "), event.name, _words(event)) for event in told[-EVENTS_MOST:]]
+    """Return a table of the last EVENTS_MOST events without plans and global rounds, and the number of omitted ones."""
+    shown = [event for event in run.events if _is_shown(event)]
+    rows = [(event.time[:19].replace("T", " "), event.name, _event_text(event)) for event in shown[-EVENTS_MOST:]]
     columns = [Column("time (UTC)", text=True), Column("event", text=True), Column("what", text=True)]
-    return Table(file_name("events", run), "What happened", columns, rows), max(0, len(told) - EVENTS_MOST)
+    return Table(file_name("events", run), "Events", columns, rows), max(0, len(shown) - EVENTS_MOST)
 
 
 def plans(run: Run) -> Table:
-    """Return, for each node and fact, how its rule's decisions began and ended."""
+    """Return a table of the first and the last decision of each node's aggregation rule, by fact."""
     found: dict[tuple[str, str], list[object]] = {}
     for event in run.events:
         if event.name == "plan":
@@ -179,11 +179,11 @@ def plans(run: Run) -> Table:
     columns = [Column("node", text=True), Column("fact", text=True), Column("plans"), Column("first", text=True),
                Column("last", text=True)]  # fmt: skip
     rows = [(*names, len(facts), _brief(facts[0]), _brief(facts[-1])) for names, facts in found.items()]
-    return Table(file_name("plans", run), "What the rules decided", columns, rows)
+    return Table(file_name("plans", run), "Decisions of the aggregation rules", columns, rows)
 
 
 def global_rounds(run: Run) -> Table:
-    """Return the rows of rounds.csv."""
+    """Return a table of the rows of rounds.csv."""
     columns = [Column("global round"), Column("time", "s", 3), Column("test accuracy", digits=4),
                Column("test loss", digits=4), Column("training loss", digits=4),
                *(Column(phase, "s", 4) for phase in PHASES), Column("SGD steps"), Column("critical path"),
@@ -197,40 +197,40 @@ def global_rounds(run: Run) -> Table:
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
-    """Return the facts of a run, those of manifest.json among them."""
-    told = {"folder": run.path.name, "state": str(run.state), "seed": str(run.seed)}
+    """Return the facts of a run, including those of manifest.json."""
+    found = {"folder": run.path.name, "state": str(run.state), "seed": str(run.seed)}
     if run.partition is not None:
-        told["split's digest"] = str(run.partition.get("digest", ""))
+        found["split's digest"] = str(run.partition.get("digest", ""))
     for key, value in run.manifest.items():
         if key != "links":
-            told[key.replace("_", " ")] = _brief(value, most=2000)
-    return list(told.items())
+            found[key.replace("_", " ")] = _brief(value, most=2000)
+    return list(found.items())
 
 
-# Of these events the facts that stand nowhere else in the report.
-_TOLD: Final = {"run": ("done", "global_rounds"), "finished": ("global_round", "elapsed_s", "accuracy", "loss")}
+# The facts of these events that the report shows nowhere else.
+_SHOWN_FACTS: Final = {"run": ("done", "global_rounds"), "finished": ("global_round", "elapsed_s", "accuracy", "loss")}
 _BYTE_NAMES: Final = ("WAN up", "WAN down", "LAN up", "LAN down")
 _SUM, _ELAPSED = "sum of the phases", "elapsed"
 _PHASE_PARTS: Final = [(f"fill-{phase}", phase) for phase in PHASES]
 
 
-def _worth_telling(event: Event) -> bool:
-    """Return whether no figure or table has it, and it is more than a child's ordinary coming and going."""
+def _is_shown(event: Event) -> bool:
+    """Return whether an event is listed: no figure or table covers it, and it is not a normal change of presence."""
     if event.name == "child":
         return event.facts.get("state") in ("lost", "failed", "disconnected")
     return event.name not in ("plan", "global_round", "evaluated", "measured")
 
 
-def _words(event: Event) -> str:
-    known = _TOLD.get(event.name)
+def _event_text(event: Event) -> str:
+    known = _SHOWN_FACTS.get(event.name)
     return "; ".join(f"{key} {_brief(fact)}" for key, fact in event.facts.items() if known is None or key in known)
 
 
 def _brief(fact: object, *, most: int = 160) -> str:
-    """Return a fact in few words, numbers rounded."""
-    words = fact if isinstance(fact, str) else json.dumps(_rounded(fact), ensure_ascii=False)
-    words = words.replace('"', "") if not isinstance(fact, str) else words
-    return words if len(words) <= most else f"{words[: most - 1]}…"
+    """Return a fact as text of at most `most` characters, numbers rounded."""
+    text = fact if isinstance(fact, str) else json.dumps(_rounded(fact), ensure_ascii=False)
+    text = text.replace('"', "") if not isinstance(fact, str) else text
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def _rounded(fact: object) -> object:
