@@ -222,7 +222,7 @@ def test_the_environment_goes_before_the_argument(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("FEDSTRATA_BROKER", "embedded")
     assert choose("auto") == choose("mosquitto") == "embedded"
     monkeypatch.setenv("FEDSTRATA_BROKER", "hivemq")
-    with pytest.raises(ConnectionFailed, match="'hivemq': auto, mosquitto or embedded"):
+    with pytest.raises(ConnectionFailed, match="'hivemq': use auto, mosquitto or embedded"):
         choose()
 
 

@@ -30,7 +30,7 @@ from common.storage.spool import Spool
 from deploy.cli.main import app
 from deploy.experiments.configurations import merged
 from deploy.local.calls import Calls, Clock
-from deploy.local.direct import play
+from deploy.local.direct import run_in_process
 
 PATIENCE_S = 90
 SMALL: dict[str, Any] = {
@@ -54,7 +54,7 @@ Tree = Mapping[str, Any]
 
 def run_direct(root: Path, *changes: Tree) -> Path:
     folder = RunFolder.create(root, parse(merged(SMALL, *changes)))
-    play(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
+    run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
     return folder.path
 
 
@@ -253,10 +253,10 @@ def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(rule: Tree, tier: s
     tree = merged(SMALL, size, {"cloud": cloud}, {tier: {"aggregation": rule}})
     folder = RunFolder.create(tmp_path, parse(tree))
     with pytest.raises(KeyboardInterrupt):
-        play(folder, resume=False, accelerator="cpu", observe=until_the_third)
+        run_in_process(folder, resume=False, accelerator="cpu", observe=until_the_third)
     assert len(table(folder.path)) == 3
     again = RunFolder.reopen(folder.path, direct=True)
-    play(again, resume=True, accelerator="cpu", observe=lambda event, facts: None)
+    run_in_process(again, resume=True, accelerator="cpu", observe=lambda event, facts: None)
     undisturbed = run_direct(tmp_path, tree)
     assert_same_bits(folder.path, undisturbed)
     for one, other in zip(table(folder.path), table(undisturbed), strict=True):

@@ -25,7 +25,7 @@ from common.protocol.messages import Announcement, NodeState, Presence
 from common.protocol.serialization import encode
 from deploy.brokers import broker
 from deploy.cli.main import app
-from deploy.local.direct import play
+from deploy.local.direct import run_in_process
 from deploy.watching.follower import Follower
 from deploy.watching.lab import WatchedLab
 from deploy.watching.runs import Runs
@@ -138,7 +138,7 @@ def test_two_labs_with_the_same_names_share_a_broker(address: BrokerAddress, tmp
     for lab, seed in LABS.items():
         assert seen[lab].runs == {folders[lab].run} and seen[lab].events[-1] == "end"
         alone = new_folder(tmp_path / "alone", seed)
-        play(alone, resume=False, accelerator="cpu", observe=lambda event, facts: None)
+        run_in_process(alone, resume=False, accelerator="cpu", observe=lambda event, facts: None)
         assert model_of(folders[lab]) == model_of(alone)
     assert model_of(folders["north"]) != model_of(folders["south"])
 

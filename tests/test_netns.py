@@ -159,9 +159,9 @@ def test_links_are_left_to_the_kernel_with_or_without_their_delays(experiment: E
 
 def test_the_kernel_and_the_network_go_together(tmp_path: Path) -> None:
     experiment = load(DEMO, SMALL)
-    with pytest.raises(InvalidExperiment, match="Run without it"):
+    with pytest.raises(InvalidExperiment, match="run without --netns"):
         namespaces(experiment, tmp_path, one_broker=False).__enter__()
-    with pytest.raises(InvalidExperiment, match="Run with --netns"):
+    with pytest.raises(InvalidExperiment, match="Use --netns"):
         one_host(by_kernel(experiment, delays=True), tmp_path).__enter__()
 
 
@@ -178,7 +178,7 @@ def test_a_rate_is_told_to_the_bit_with_a_small_bucket_and_a_larger_queue(mbit: 
     assert told["rate"] == f"{round(mbit * 1e6)}bit"
     burst, limit = int(told["burst"]), int(told["limit"])
     assert burst >= 2 * FRAME_BYTES
-    assert burst * 8 <= max(2 * FRAME_BYTES * 8, 0.02 * mbit * 1e6)
+    assert burst * 8 <= max(2 * FRAME_BYTES * 8, 0.02 * mbit * 1e6) * (1 + 1e-9)  # which floats may miss by a bit
     assert limit >= burst + 32 * FRAME_BYTES
     assert len(rest) == bool(delay_ms)
     for line in rest:
@@ -215,7 +215,7 @@ def test_devices_of_one_process_have_one_broker_or_each_its_own() -> None:
     words = command("device", *names, "--institution", "i", "--broker", "one:1", "--broker", "two:2")
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
-    assert "2 given for 3 names" in done.stderr
+    assert "2 values given for 3 names" in done.stderr
 
 
 # What the kernel does

@@ -58,7 +58,7 @@ def test_processes_wait_compute_and_meet() -> None:
         yield []
         ended.append((stage.now, -2.0))
 
-    stage.play(all_jobs())
+    stage.run(all_jobs())
     # Two cores from 1 s on: 3 and 1, then 1.5 from 2 s, 0.5 from 3.5 s.
     assert ended == [(2.0, 1.0), (3.5, 1.5), (4.0, 3.0), (4.0, 0.5), (4.0, -1.0), (4.0, -2.0)]
 
@@ -178,7 +178,7 @@ def test_ten_million_devices_on_paper() -> None:
     assert total(seconds(played, FAST)) > 10_000 * work.sizes.wan_up / 1.25e9
     assert footprint.tiers_of(played)["lan_up"] > 4_000_000 * work.sizes.lan_up
     assert time.monotonic() - start < 60  # against lists of ten million names
-    assert "alike" in work.assumed[0]
+    assert "equal" in work.assumed[0]
 
 
 def test_devices_are_told_apart_by_their_samples_and_links() -> None:
@@ -200,7 +200,7 @@ def test_devices_are_told_apart_by_their_samples_and_links() -> None:
 
 def test_what_is_not_here_is_made_up() -> None:
     work = workload.workload(parse({"data": {"dataset": "mnist", "root": "/nowhere"}, "model": {"name": "lenet5"}}))
-    assert work.samples == {"device-0": 60_000} and "mnist is not here" in work.assumed[0]
+    assert work.samples == {"device-0": 60_000} and "mnist is not available" in work.assumed[0]
     assert work.single.data.dataset == "synthetic" and work.sizes.row == 4 * 61_706
 
 

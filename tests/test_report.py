@@ -60,7 +60,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         for seed in (1, 2):
             tree = {**LAB, "seed": seed, "cloud": {"epoch_control": {"name": control}}}
             folder = RunFolder.create(root, parse(tree))
-            direct.play(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
+            direct.run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
             paths.append(folder.path)
     return paths
 

@@ -82,7 +82,7 @@ def test_the_model_does_not_depend_on_time(options: Mapping[str, Any], undisturb
 
 
 def test_real_training_gives_the_model_of_a_direct_run(tmp_path: Path) -> None:
-    from deploy.local.direct import play  # torch takes seconds, which the processes below need not
+    from deploy.local.direct import run_in_process  # torch takes seconds, which the processes below need not
 
     experiment = small(
         topology={"institutions": 1, "devices": 2},
@@ -90,7 +90,9 @@ def test_real_training_gives_the_model_of_a_direct_run(tmp_path: Path) -> None:
         model={"name": "mlp_digits"},
         training={"momentum": 0.5, "learning_rate": 0.05},
     )
-    play(RunFolder.create(tmp_path, experiment), resume=False, accelerator="cpu", observe=lambda event, facts: None)
+    run_in_process(
+        RunFolder.create(tmp_path, experiment), resume=False, accelerator="cpu", observe=lambda event, facts: None
+    )
     outcome = SimulatedLab(experiment, workload=RealWorkload(experiment)).run()
     assert outcome.ok, outcome
     assert outcome.digest == model_digest(tmp_path) != ""

@@ -72,6 +72,6 @@ def test_finished_runs_are_kept_and_parts_reported_when_all_are_there(tmp_path: 
 
 def test_a_run_is_read_from_the_folder_that_it_leaves() -> None:
     part = PARTS["two-clean-dirichlet-0.1"]
-    run = study.play(study.experiment(part, "FedCross 0.9", 1, quick=True).to_json())
+    run = study.run_experiment(study.experiment(part, "FedCross 0.9", 1, quick=True).to_json())
     assert len(run.accuracies) == 15 and run.steps == sorted(run.steps)
     assert run.nbytes[-1] == 15 * 6 * 2 * 4 * 2410  # models of 2,410 float32, each down and up

@@ -1,1 +1,1 @@
-"""MQTT brokers that fedstrata starts."""
+"""MQTT brokers started by fedstrata."""

@@ -1,7 +1,7 @@
-"""Start an MQTT broker and know that it is ready: mosquitto where it is installed, else one in Python.
+"""Start an MQTT broker and wait until it is ready: mosquitto if it is installed, else the embedded broker.
 
-The embedded broker (amqtt) needs nothing but pip and is 10 to 20 times slower: right for a first look, never for a
-measurement.
+The embedded broker (amqtt) needs only pip, but is 10 to 20 times slower: fine for first steps, unsuitable for
+measurements.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _SBIN = (Path("/usr/sbin/mosquitto"), Path("/usr/local/sbin/mosquitto"))  # on r
 _CONNECT = bytes.fromhex("10 0c 0004 4d515454 04 02 000a 0000")  # MQTT 3.1.1, clean session, no client id
 _DISCONNECT = bytes.fromhex("e000")
 
-# Nothing is dropped and no packet refused (some 2.0.x drop at `max_queued_messages 0`). Read by 2.0 and by 2.1, which
-# calls password_file deprecated; what replaces it is unknown to 2.0.
+# No message is dropped and no packet refused (some 2.0.x drop at `max_queued_messages 0`). Valid for 2.0 and for 2.1,
+# which deprecates password_file; its replacement does not exist in 2.0.
 _MOSQUITTO: Mapping[str, str | int] = {
     "persistence": "false",
     "max_queued_messages": 1_000_000,
@@ -43,17 +43,17 @@ _MOSQUITTO: Mapping[str, str | int] = {
     "set_tcp_nodelay": "true",
 }
 _LOGGED = ("log_dest stderr", "log_type error", "log_type warning", "log_type notice")
-# Keep large payloads in the heap: mapped, each message would be faulted in again.
+# Keep large payloads on the heap: with mmap, each message would cause page faults again.
 _MALLOC = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_TOP_PAD_": str(16 << 20)}
 
 
 class _PortTaken(ConnectionFailed):
-    """Somebody else listens there."""
+    """Another process listens on the port."""
 
 
 @dataclass(frozen=True, slots=True)
 class BrokerProcess:
-    """A broker that answers on `host`:`port` until `stop`."""
+    """A running broker at `host`:`port`."""
 
     host: str
     port: int
@@ -62,7 +62,7 @@ class BrokerProcess:
     log: Path
 
     def stop(self) -> None:
-        """End the broker; harmless when it has ended."""
+        """Stop the broker; harmless if it has ended."""
         stop(self.process)
 
     def __enter__(self) -> Self:
@@ -73,9 +73,9 @@ class BrokerProcess:
 
 
 def choose(kind: Literal["auto", "mosquitto", "embedded"] = "auto") -> Kind:
-    """Return the kind of broker to start; FEDSTRATA_BROKER goes before `kind`.
+    """Return the kind of broker to start; FEDSTRATA_BROKER takes precedence over `kind`.
 
-    Raises ConnectionFailed for an unknown name, and when mosquitto is asked for and not installed.
+    Raises ConnectionFailed for an unknown name, and if the chosen kind is not installed.
     """
     wanted = os.environ.get("FEDSTRATA_BROKER") or kind
     match wanted:
@@ -89,7 +89,7 @@ def choose(kind: Literal["auto", "mosquitto", "embedded"] = "auto") -> Kind:
             return "mosquitto"
         case "mosquitto":
             raise ConnectionFailed("mosquitto is not installed: apt install mosquitto, or FEDSTRATA_BROKER=embedded")
-    raise ConnectionFailed(f"there is no broker {wanted!r}: auto, mosquitto or embedded")
+    raise ConnectionFailed(f"unknown broker {wanted!r}: use auto, mosquitto or embedded")
 
 
 def start(
@@ -101,12 +101,12 @@ def start(
     password_file: Path | None = None,
     settings: Mapping[str, str | int] | None = None,
 ) -> BrokerProcess:
-    """Start a broker and return it once it answers an MQTT CONNECT; port 0 is a free one.
+    """Start a broker and return it once it answers an MQTT CONNECT; port 0 picks a free one.
 
-    Its configuration and log go into `directory`. Anybody may log in, unless there is a `password_file` (written by
-    mosquitto_passwd; `name:argon2 hash` for the embedded broker): an empty one refuses everybody. `settings` go before
-    ours in mosquitto's configuration, by their names there: so a test meets a broker that others have set up.
-    Raises ConnectionFailed, which names the port and ends with the broker's last words.
+    Its configuration and log go into `directory`. Without `password_file` anonymous clients are allowed; the file is
+    written by mosquitto_passwd (`name:argon2 hash` for the embedded broker), and an empty one refuses all clients.
+    `settings` override the default settings of mosquitto's configuration, by name, so that tests can emulate brokers
+    with other configurations. Raises ConnectionFailed, with the port and the broker's last log lines.
     """
     chosen = choose(kind)
     for attempts_left in range(0 if port else 4, -1, -1):
@@ -128,9 +128,9 @@ def run_foreground(
     kind: Literal["auto", "mosquitto", "embedded"] = "auto",
     password_file: Path | None = None,
 ) -> None:
-    """Run a broker until SIGINT or SIGTERM; one line on standard error says which one and where.
+    """Run a broker until SIGINT or SIGTERM; print its kind and address on standard error.
 
-    Call from the main thread. Raises ConnectionFailed when it cannot start or ends by itself.
+    Call from the main thread. Raises ConnectionFailed if the broker cannot start or ends by itself.
     """
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -141,7 +141,7 @@ def run_foreground(
             slow = " (slow, not for measurements: apt install mosquitto)" if broker.kind == "embedded" else ""
             write_line(f"broker: {broker.kind} listens on {host}:{broker.port}{slow}")
             code = broker.process.wait()
-            raise ConnectionFailed(f"{broker.kind} ended with code {code}:{_last_words(broker.log)}")
+            raise ConnectionFailed(f"{broker.kind} ended with code {code}:{_last_lines(broker.log)}")
     except KeyboardInterrupt:
         return
     finally:
@@ -158,7 +158,7 @@ def _start_on(
     settings: Mapping[str, str | int],
 ) -> BrokerProcess:
     try:
-        # A foreign broker on this port would answer in place of ours, so look before.
+        # Another broker on this port would answer in place of the new one, so check first.
         socket.create_server((host, port), family=_family(host)).close()
     except OSError as error:
         failure = _PortTaken if error.errno == errno.EADDRINUSE else ConnectionFailed
@@ -190,7 +190,7 @@ def _command(
     lines += _LOGGED
     lines.append("allow_anonymous true" if passwords is None else f"allow_anonymous false\npassword_file {passwords}")
     if os.geteuid() == 0:
-        lines.append("user root")  # its own user could not read our directory
+        lines.append("user root")  # the mosquitto user could not read `directory`
     config = directory / f"broker-{port}.conf"
     config.write_text("\n".join(lines) + "\n")
     return [str(_mosquitto()), "-c", str(config)], _MALLOC
@@ -200,16 +200,18 @@ def _await_ready(process: subprocess.Popen[bytes], log: Path, *, host: str, port
     deadline = time.monotonic() + _READY_S
     while not _answers(host, port):
         if process.poll() is not None:
-            words = _last_words(log)
-            failure = _PortTaken if os.strerror(errno.EADDRINUSE) in words else ConnectionFailed
-            raise failure(f"the broker on {host}:{port} ended with code {process.returncode}:{words}")
+            lines = _last_lines(log)
+            failure = _PortTaken if os.strerror(errno.EADDRINUSE) in lines else ConnectionFailed
+            raise failure(f"the broker on {host}:{port} ended with code {process.returncode}:{lines}")
         if time.monotonic() > deadline:
-            raise ConnectionFailed(f"the broker on {host}:{port} gave no answer in {_READY_S:.0f} s:{_last_words(log)}")
+            raise ConnectionFailed(
+                f"the broker on {host}:{port} did not answer within {_READY_S:.0f} s:{_last_lines(log)}"
+            )
         time.sleep(_POLL_S)
 
 
 def _answers(host: str, port: int) -> bool:
-    """Tell whether a CONNACK comes back, be it a refusal."""
+    """Return whether the broker answers with a CONNACK, even a refusal."""
     target = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
     try:
         with socket.create_connection((target, port), timeout=1.0) as connection:
@@ -221,7 +223,7 @@ def _answers(host: str, port: int) -> bool:
         return False
 
 
-def _last_words(log: Path) -> str:
+def _last_lines(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()[-5:]
     return "".join(f"\n  {line}" for line in lines)
 

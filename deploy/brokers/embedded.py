@@ -1,4 +1,4 @@
-"""The embedded broker: amqtt in a process of its own, mended where nodes that come and go would break it."""
+"""The embedded broker: amqtt in a process of its own, with fixes for clients that disconnect and reconnect."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from amqtt.contexts import BrokerConfig, ListenerConfig, ListenerType  # type: i
 
 def _repaired(passwords: Path | None) -> Any:
     class Repaired(Amqtt):  # type: ignore[misc]
-        """amqtt 0.12 without what it does wrong when nodes come and go; tests/test_broker.py shows each case."""
+        """amqtt 0.12 with fixes for clients that disconnect and reconnect; tests/test_broker.py shows each case."""
 
         async def _handle_client_session(
             self, reader: Any, writer: Any, session: Any, handler: Any, *rest: Any
         ) -> None:
-            # amqtt ignores an elapsed keep-alive: a node whose link went silent would never be said dead.
+            # amqtt ignores an elapsed keep-alive: it would never publish the will of a node whose link is silent.
             session.keep_alive += session.keep_alive // 2
             handler.handle_read_timeout = lambda: handler._reader_task.cancel()  # noqa: PLW0108 - it is made later
             await super()._handle_client_session(reader, writer, session, handler, *rest)
 
         async def _delete_session(self, client_id: str) -> None:
-            # amqtt leaves the previous connection of this client open, and sends its will whenever that breaks.
+            # amqtt leaves the client's previous connection open and publishes its will when that breaks.
             _, handler = self._sessions.get(client_id, (None, None))
             if handler is not None:
                 await handler.handle_connection_closed()
@@ -40,22 +40,23 @@ def _repaired(passwords: Path | None) -> Any:
         async def _publish_retained_messages_for_subscription(
             self, subscription: tuple[str, int], session: Any
         ) -> None:
-            # amqtt offers a new client what all others subscribed to, and drops it if one of them subscribes meanwhile.
+            # amqtt sends a new client the retained messages of all others' subscriptions, and disconnects it if another
+            # client subscribes meanwhile.
             if any(owner is session for owner, _ in self._subscriptions.get(subscription[0], ())):
                 await super()._publish_retained_messages_for_subscription(subscription, session)
 
     plugins: dict[str, dict[str, object]] = {"amqtt.plugins.authentication.AnonymousAuthPlugin": {}}
     if passwords is not None:
-        passwords.open().close()  # amqtt would only say that a plugin failed
+        passwords.open().close()  # amqtt's own error would only name a plugin
         plugins = {"amqtt.plugins.authentication.FileAuthPlugin": {"password_file": str(passwords)}}
-    listener = ListenerConfig(type=ListenerType.EXTERNAL)  # the sockets are ours
+    listener = ListenerConfig(type=ListenerType.EXTERNAL)  # `_serve` opens the sockets
     return Repaired(BrokerConfig(listeners={"default": listener}, plugins=plugins))
 
 
 async def _serve(host: str, port: int, *, passwords: Path | None) -> None:
     class Writer(StreamWriterAdapter):  # type: ignore[misc]
         async def close(self) -> None:
-            # amqtt waits for a peer to take what is still queued for it, but the peer may be gone.
+            # amqtt waits until the peer has received all queued data, but the peer may be gone.
             with contextlib.suppress(TimeoutError, OSError):
                 await asyncio.wait_for(super().close(), timeout=1.0)
             self._writer.transport.abort()
@@ -64,7 +65,7 @@ async def _serve(host: str, port: int, *, passwords: Path | None) -> None:
         try:
             await broker.external_connected(StreamReaderAdapter(reader), Writer(writer), "default")
         except Exception as error:  # noqa: BLE001
-            # Anything at all may arrive on the socket: it ends that connection and nothing else.
+            # The socket may receive arbitrary bytes: they end this connection only.
             print(f"connection ended by {error!r}", file=sys.stderr, flush=True)
         finally:
             writer.transport.abort()
@@ -89,11 +90,11 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--password-file", type=Path)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     try:
-        asyncio.run(_serve(asked.host, asked.port, passwords=asked.password_file))
+        asyncio.run(_serve(arguments.host, arguments.port, passwords=arguments.password_file))
     except OSError as error:
-        sys.exit(f"{error.filename or f'{asked.host}:{asked.port}'}: {os.strerror(error.errno or 0)}")
+        sys.exit(f"{error.filename or f'{arguments.host}:{arguments.port}'}: {os.strerror(error.errno or 0)}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Install mosquitto where that needs no password; otherwise say that the embedded broker serves. Never fails.
+# Install mosquitto if that needs no password; otherwise print that the embedded broker will be used. Never fails.
 [ "${FEDSTRATA_BROKER:-}" = embedded ] && exit 0
 PATH="$PATH:/usr/sbin:/usr/local/sbin"
 command -v mosquitto >/dev/null && exit 0
@@ -23,7 +23,7 @@ install() {
         install --no-install-recommends -y mosquitto >/dev/null 2>&1
 }
 
-# Debian starts a service that it installs. Port 1883 is not ours to take: each run starts its own broker.
+# Debian starts installed services. Keep port 1883 free: each run starts its own broker.
 policy=/usr/sbin/policy-rc.d
 if [ ! -e $policy ]; then
     trap '$as_root rm -f $policy' EXIT

@@ -1,1 +1,1 @@
-"""The command `fedstrata`: one sub-command for each role and each question."""
+"""The command `fedstrata`: sub-commands for the roles, for whole labs, and for results."""

@@ -1,4 +1,4 @@
-"""`python -m deploy.cli`: the command `fedstrata` where the package is not installed."""
+"""`python -m deploy.cli`: the command `fedstrata` without installing the package."""
 
 from deploy.cli.main import main
 

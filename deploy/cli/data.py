@@ -1,4 +1,4 @@
-"""The commands `fedstrata data ...`: what lies below a root, and who would get which samples of it."""
+"""The commands `fedstrata data ...`: check data sets, and write an experiment's split."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 COLUMNS = ("dataset", "train", "test", "shape", "classes", "tokens", "users", "digest")
 
-app = typer.Typer(help="Look at data sets and at how they are split.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="Check data sets, and show how they are split.", no_args_is_help=True, rich_markup_mode=None)
 
 Output = Annotated[Literal["table", "json"], typer.Option("--format", help="Standard output: table or JSON lines.")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set data.concentration=0.1.")]
@@ -30,12 +30,12 @@ Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a k
 @app.command()
 def check(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Which sets; without it, all whose folder is there.")
+        list[str] | None, typer.Argument(help="Names of data sets; without names, all that have a folder.")
     ] = None,
     root: Annotated[Path, typer.Option(help="The folder of data sets, data.root.")] = Path("data"),
     output: Output = "table",
 ) -> None:
-    """Read data sets whole, as a run would, and describe them. Exit code 4 if one is missing or damaged."""
+    """Read whole data sets, as a run does, and describe them. Exit code 4 if one is missing or damaged."""
     from common.experiment.reading import parse
     from common.learning import datasets
 
@@ -43,7 +43,7 @@ def check(
     with reporting():
         if not wanted:
             known = ", ".join(f"{folder} ({name})" for name, folder in FOLDERS.items())
-            raise InvalidExperiment("data.root", str(root), "no data set is here", f"Known folders: {known}.")
+            raise InvalidExperiment("data.root", str(root), "contains no data set", f"Known folders: {known}.")
         if output == "table":
             typer.echo("\t".join(COLUMNS))
         failed: InvalidExperiment | None = None
@@ -70,10 +70,10 @@ def partition(
     out: Annotated[Path, typer.Option(help="Folder for the three files.")] = Path("partition"),
     output: Output = "table",
 ) -> None:
-    """Split the data as the experiment's devices would, and write who gets which samples.
+    """Split the data as in a run, and write each device's samples.
 
-    partition.npz has each device's indices (int64), partition.json their digest and the samples by class,
-    partition.svg shows these.
+    partition.npz contains each device's indices (int64), partition.json their digest and the samples by class, and
+    partition.svg a picture of the latter.
     """
     from common.experiment.reading import load
 
@@ -90,7 +90,7 @@ def partition(
 
 
 def write_partition(experiment: Experiment, out: Path) -> dict[str, Any]:
-    """Write the three files into a folder and return what partition.json says. Raises InvalidExperiment."""
+    """Write the three files into a folder and return the content of partition.json. Raises InvalidExperiment."""
     from common.learning import splits
     from deploy.report.partition_picture import figure
 
@@ -100,7 +100,7 @@ def write_partition(experiment: Experiment, out: Path) -> dict[str, Any]:
         facts = splits.write(experiment, split, out)
         (out / "partition.svg").write_text(figure(facts).file(), encoding="utf-8")
     except OSError as error:
-        raise InvalidExperiment("--out", str(out), error.strerror or str(error), "Name a folder to write to.") from None
+        raise InvalidExperiment("--out", str(out), error.strerror or str(error), "Name a writable folder.") from None
     return facts
 
 
@@ -121,7 +121,7 @@ def _describe(name: str, dataset: Dataset) -> dict[str, Any]:
 
 
 def _digest(arrays: Iterable[Any]) -> str:
-    """Return 16 hexadecimal digits over what was read, to compare two machines' files."""
+    """Return a digest of the data, 16 hexadecimal digits, to compare the files of two machines."""
     from xxhash import xxh3_64
 
     total = xxh3_64()

@@ -1,4 +1,4 @@
-"""The commands that read what runs left: `report`, `compare`, `runs list`, `runs show`."""
+"""The commands that read folders of runs: `report`, `compare`, `runs list`, `runs show`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from deploy.report.page import Page
     from deploy.runs.run import Run
 
-Names = Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders of runs, or beginnings of their ids.")]
-Runs = Annotated[Path, typer.Option(help="Where runs leave their folders.", envvar="FEDSTRATA_RUNS")]
+Names = Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders of runs, or prefixes of their ids.")]
+Runs = Annotated[Path, typer.Option(help="The folder that contains the runs' folders.", envvar="FEDSTRATA_RUNS")]
 Output = Annotated[Literal["table", "json"], typer.Option("--format", help="Standard output: table or JSON lines.")]
 
 app = typer.Typer(help="List the runs, or show one.", no_args_is_help=True, rich_markup_mode=None)
@@ -30,15 +30,17 @@ def report(
     runs: Runs = Path("runs"),
     out: Annotated[
         Path | None,
-        typer.Option(help="The file.  [default: report.html in the first run's folder]", show_default=False),
+        typer.Option(help="The HTML file.  [default: report.html in the first run's folder]", show_default=False),
     ] = None,
     figures: Annotated[
         Path | None,
-        typer.Option(help="Also write each figure and table there: SVG, PNG, CSV, LaTeX.", show_default=False),
+        typer.Option(
+            help="Also write each figure and table into this folder: SVG, PNG, CSV, LaTeX.", show_default=False
+        ),
     ] = None,
     output: Output = "table",
 ) -> None:
-    """Write a report of a run, or of several together: one HTML file that needs nothing else."""
+    """Write a report of one or several runs as a self-contained HTML file."""
     from deploy.report.page import compose
 
     with reporting():
@@ -52,9 +54,7 @@ def report(
                 written += _export(page, figures)
         except OSError as error:
             key, where = ("--figures", figures) if written[1:] else ("--out", file)
-            raise InvalidExperiment(
-                key, str(where), error.strerror or str(error), "Name a place to write to."
-            ) from None
+            raise InvalidExperiment(key, str(where), error.strerror or str(error), "Name a writable place.") from None
         if output == "json":
             typer.echo(
                 json.dumps({"report": str(file), "runs": [run.id for run in found], "files": list(map(str, written))})
@@ -70,27 +70,28 @@ def compare(
         float | None, typer.Option(help="Accuracy to reach.  [default: the experiments' own]", show_default=False)
     ] = None,
     label: Annotated[
-        list[str] | None, typer.Option(help="A name for each group of runs, in order; else what tells them apart.")
+        list[str] | None,
+        typer.Option(help="A name for each group of runs, in order.  [default: the keys that differ]"),
     ] = None,
     allow: Annotated[
-        str, typer.Option(help="Compare although these differ: some of links,hardware,data.", show_default=False)
+        str, typer.Option(help="Allow differences in these, of links,hardware,data.", show_default=False)
     ] = "",
     output: Annotated[
-        Literal["table", "json", "csv", "latex"], typer.Option("--format", help="Standard output's form.")
+        Literal["table", "json", "csv", "latex"], typer.Option("--format", help="Format of standard output.")
     ] = "table",
 ) -> None:
-    """Compare what runs cost to reach an accuracy: global rounds, seconds, bytes, SGD steps, over their seeds.
+    """Compare the costs of reaching an accuracy: global rounds, seconds, bytes and SGD steps, over seeds.
 
-    Runs that differ in nothing but the seed are one group; speed-ups are against the first. Runs that never had the
-    accuracy count in no mean. Exit code 4 where links, hardware or data differ.
+    Runs that differ only in the seed form a group. Speed-ups are relative to the first group. Runs that did not reach
+    the accuracy are in no mean. Exit code 4 if links, hardware or data differ.
     """
     from deploy.report import compare as comparing
 
     with reporting():
         found = list(_runs(names, runs))
         allowed = [kind.strip() for kind in allow.split(",") if kind.strip()]
-        for stranger in (kind for kind in allowed if kind not in comparing.KINDS):
-            raise typer.BadParameter(f"{stranger!r}: use {', '.join(comparing.KINDS)}", param_hint="--allow")
+        for unknown in (kind for kind in allowed if kind not in comparing.KINDS):
+            raise typer.BadParameter(f"{unknown!r}: use {', '.join(comparing.KINDS)}", param_hint="--allow")
         comparing.check(found, allowed)
         goal = comparing.target_of(found, target)
         groups = comparing.group(found, goal, label or ())
@@ -105,7 +106,7 @@ def compare(
 
 @app.command("list")
 def list_runs(runs: Runs = Path("runs"), output: Output = "table") -> None:
-    """List the runs of a folder: how they stand, and what they cost so far."""
+    """List the runs of a folder, with their states and their costs so far."""
     from deploy.console.tabular import Column, Table, size
     from deploy.runs.run import Run, folders
 
@@ -131,7 +132,7 @@ def list_runs(runs: Runs = Path("runs"), output: Output = "table") -> None:
 
 @app.command("show")
 def show_run(
-    name: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or the beginning of its id.")],
+    name: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or a prefix of its id.")],
     runs: Runs = Path("runs"),
     output: Output = "table",
 ) -> None:
@@ -179,7 +180,7 @@ def _summary(run: Run) -> dict[str, Any]:
 
 
 def _export(page: Page, folder: Path) -> list[Path]:
-    """Write a page's figures and tables as files of their own, and return which."""
+    """Write a page's figures and tables as separate files; return their paths."""
     from deploy.report.raster import png
 
     files: dict[str, str | bytes] = {}
@@ -189,7 +190,8 @@ def _export(page: Page, folder: Path) -> list[Path]:
             files[f"{figure.name}.png"] = png(figure)
         except ImportError:
             remedy = "Install it: pip install 'fedstrata[report]'."
-            raise InvalidExperiment("--figures", str(folder), "PNG needs pillow, which is not here", remedy) from None
+            problem = "PNG needs pillow, which is not installed"
+            raise InvalidExperiment("--figures", str(folder), problem, remedy) from None
         if figure.table is not None:
             files[f"{figure.name}.csv"] = figure.table.csv()
     for table in page.tables:

@@ -1,9 +1,9 @@
 """The command `fedstrata`: one sub-command for each role, and `run` for a whole lab on this machine.
 
-Standard output is data, standard error is for people. Exit codes: 0 done, 1 run failed, 2 usage, 3 connection or
+Standard output has data, standard error has messages. Exit codes: 0 done, 1 run failed, 2 usage, 3 connection or
 login, 4 invalid experiment, 5 timed out without progress, 130 interrupted.
 
-What a role needs is imported when it runs: a cloud or an institution never loads torch.
+Each command imports what it needs when it runs: a cloud or an institution never loads torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-# One thread for each role's algebra: the same sums on every machine, and no idle pools on small ones.
+# One BLAS thread per role: equal sums on every machine, and no idle threads on small ones.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import typer
@@ -34,7 +34,7 @@ from deploy.watching.command import watch
 if TYPE_CHECKING:
     from common.experiment.schema import Experiment
 
-SPOOL = "/var/tmp/fedstrata"  # kept over a restart of the machine, unlike /tmp
+SPOOL = "/var/tmp/fedstrata"  # kept when the machine restarts, unlike /tmp
 
 app = typer.Typer(
     name="fedstrata",
@@ -53,17 +53,17 @@ app.command()(watch)
 
 ExperimentFile = Annotated[Path | None, typer.Argument(help="The experiment, a TOML file.", show_default=False)]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set training.epochs=2.")]
-Runs = Annotated[Path, typer.Option(help="Where runs leave their folders.", envvar="FEDSTRATA_RUNS")]
-Resume = Annotated[Path | None, typer.Option(help="Go on with the run of this folder.", show_default=False)]
+Runs = Annotated[Path, typer.Option(help="The folder that contains the runs' folders.", envvar="FEDSTRATA_RUNS")]
+Resume = Annotated[Path | None, typer.Option(help="Resume the run of this folder.", show_default=False)]
 Output = Annotated[Literal["table", "json"], typer.Option("--format", help="Standard output: table or JSON lines.")]
 BrokerOption = Annotated[str, typer.Option(help="The MQTT broker, host[:port].", envvar="FEDSTRATA_BROKER_ADDRESS")]
 SpoolFolder = Annotated[
-    str, typer.Option("--spool", help="Folder where models on their way outlive a crash; 'none' = memory.")
+    str, typer.Option("--spool", help="Folder of partly transferred models, kept after a crash; 'none' = memory.")
 ]
 METRICS = "127.0.0.1:0"
 MetricsAddress = Annotated[
     str,
-    typer.Option("--metrics", help="Where /metrics answers (the cloud's: /sd too), host:port; port 0 = a free one."),
+    typer.Option("--metrics", help="Address of /metrics (and of the cloud's /sd), host:port; port 0 = a free one."),
 ]
 
 
@@ -78,10 +78,10 @@ def _root(
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.", envvar="FEDSTRATA_LOG")] = "warning",
     log_format: Annotated[
         Literal["text", "json"],
-        typer.Option(help="Standard error: words, or a JSON object a line.", envvar="FEDSTRATA_LOG_FORMAT"),
+        typer.Option(help="Standard error: text, or one JSON object per line.", envvar="FEDSTRATA_LOG_FORMAT"),
     ] = "text",
     _: Annotated[
-        bool, typer.Option("--version", help="Print the version and end.", is_eager=True, callback=_version)
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_version)
     ] = False,
 ) -> None:
     try:
@@ -94,46 +94,48 @@ def _root(
 def run(
     experiment: ExperimentFile = None,
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option(help="Print the effective experiment and end.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Print the effective experiment and exit.")] = False,
     runs: Runs = Path("runs"),
     resume: Resume = None,
     output: Output = "table",
     direct: Annotated[
-        bool, typer.Option("--direct", help="Without a network: all roles in this process, one device after another.")
+        bool, typer.Option("--direct", help="Without a network: all roles in this process, devices one after another.")
     ] = False,
     accelerator: Annotated[
         str | None,
         typer.Option(help="With --direct: cpu, cuda, cuda:N or auto.  [default: cpu]", show_default=False),
     ] = None,
-    netns: Annotated[bool, typer.Option("--netns", help="In network namespaces, links kept by the kernel.")] = False,
+    netns: Annotated[
+        bool, typer.Option("--netns", help="In network namespaces, with links emulated by the kernel.")
+    ] = False,
     one_broker: Annotated[
-        bool, typer.Option("--one-broker", help="With --netns: one for all, at the cloud, none at institutions.")
+        bool, typer.Option("--one-broker", help="With --netns: a single broker at the cloud, none at institutions.")
     ] = False,
     no_delay: Annotated[
-        bool, typer.Option("--no-delay", help="With --netns: leave out the links' delays, which need netem.")
+        bool, typer.Option("--no-delay", help="With --netns: omit the links' delays, which need netem.")
     ] = False,
     lab: LabOption = DEFAULT_LAB,
     metrics: MetricsAddress = METRICS,
-    foretell: Annotated[
-        bool, typer.Option("--plan", help="Predict it first, as `plan --one-host`, and keep that with the run.")
+    plan_first: Annotated[
+        bool, typer.Option("--plan", help="Predict the run first (`plan --one-host`) and save the prediction with it.")
     ] = False,
 ) -> None:
-    """Run a whole lab on this machine: broker, cloud, institutions and devices as processes, or all in this one."""
+    """Run a whole lab on this machine: broker, cloud, institutions and devices, as processes or all in this one."""
     from deploy.local.lab import LocalLab
     from deploy.local.netns import by_kernel, namespaces
     from deploy.local.network import one_host
 
     for given, option in ((one_broker, "--one-broker"), (no_delay, "--no-delay")):
         if given and not netns:
-            raise typer.BadParameter("it goes with --netns", param_hint=option)
+            raise typer.BadParameter("valid only with --netns", param_hint=option)
     if metrics != METRICS and (direct or netns):
-        raise typer.BadParameter("nobody could ask there with --direct or --netns", param_hint="--metrics")
+        raise typer.BadParameter("not reachable with --direct or --netns", param_hint="--metrics")
     if direct and netns:
-        raise typer.BadParameter("there is no network: give this or --netns", param_hint="--direct")
+        raise typer.BadParameter("--direct uses no network: use it or --netns", param_hint="--direct")
     if accelerator is not None and not direct:
-        raise typer.BadParameter("it goes with --direct", param_hint="--accelerator")
-    if foretell and (direct or resume is not None):
-        raise typer.BadParameter("it goes with a new lab of processes", param_hint="--plan")
+        raise typer.BadParameter("valid only with --direct", param_hint="--accelerator")
+    if plan_first and (direct or resume is not None):
+        raise typer.BadParameter("valid only for a new lab of processes", param_hint="--plan")
     network = partial(namespaces, one_broker=one_broker) if netns else one_host
     with reporting():
         chosen = _experiment(experiment, overrides, resume)
@@ -147,7 +149,7 @@ def run(
         if direct:
             _run_direct(chosen, runs=runs, resume=resume, json_lines=output == "json", accelerator=accelerator or "cpu")
             return
-        found = predict(chosen, one_host=True) if foretell else None
+        found = predict(chosen, one_host=True) if plan_first else None
         code = LocalLab(
             chosen,
             runs=runs,
@@ -176,12 +178,12 @@ def cloud(
     metrics: MetricsAddress = METRICS,
     spool: SpoolFolder = SPOOL,
 ) -> None:
-    """Start the cloud: it announces the experiment, runs the global rounds and leaves the run's folder."""
+    """Start the cloud: it announces the experiment, runs the global rounds and writes the run's folder."""
     from cloud.agent import CloudAgent
     from cloud.results import RunFolder
     from deploy.console.progress import show
 
-    async def play() -> None:
+    async def run_cloud() -> None:
         chosen = _experiment(experiment, overrides, resume)
         where = _address(broker, username, password_file)
         registry, address = serve_metrics(metrics, broker=where)
@@ -200,7 +202,7 @@ def cloud(
             )
             await run_agent("cloud", agent.run())
 
-    _run_role(play, "cloud")
+    _run_role(run_cloud, "cloud")
 
 
 @app.command()
@@ -209,7 +211,7 @@ def institution(
     broker: BrokerOption = "localhost",
     lab: LabOption = DEFAULT_LAB,
     device_broker: Annotated[
-        str | None, typer.Option(help="The devices' broker; the cloud's without it.", show_default=False)
+        str | None, typer.Option(help="The devices' broker.  [default: the cloud's]", show_default=False)
     ] = None,
     username: Username = None,
     password_file: PasswordFile = None,
@@ -217,7 +219,7 @@ def institution(
     metrics: MetricsAddress = METRICS,
     spool: SpoolFolder = SPOOL,
 ) -> None:
-    """Start an institution: it waits for the experiment and runs its rounds with its devices."""
+    """Start an institution: it waits for an experiment and runs its local rounds with its devices."""
     from institution.agent import InstitutionAgent
 
     async def take_part() -> None:
@@ -240,24 +242,24 @@ def institution(
 
 @app.command()
 def device(
-    name: Annotated[list[str], typer.Option(help="This device's name; several make several agents in one process.")],
-    institution: Annotated[list[str], typer.Option(help="Its institution: one for all names, or one for each.")],
+    name: Annotated[list[str], typer.Option(help="This device's name. Repeat it for several devices in one process.")],
+    institution: Annotated[list[str], typer.Option(help="Its institution: one for all names, or one per name.")],
     broker: Annotated[
         list[str] | None,
         typer.Option(
-            help="The MQTT broker, host[:port]: one for all names, or one for each.  [default: localhost]",
+            help="The MQTT broker, host[:port]: one for all names, or one per name.  [default: localhost]",
             envvar="FEDSTRATA_BROKER_ADDRESS",
         ),
     ] = None,
     lab: LabOption = DEFAULT_LAB,
     accelerator: Annotated[str, typer.Option(help="cpu, cuda, cuda:N or auto.")] = "auto",
     slots: Annotated[
-        str, typer.Option(help="Trainings at once: a number, or auto = one for each GPU, or for each core.")
+        str, typer.Option(help="Concurrent trainings: a number, or auto = one per GPU, else one per core.")
     ] = "auto",
     allow_models: Annotated[
         list[str] | None,
         typer.Option(
-            help="A package whose models an experiment may name; without it only those of fedstrata.",
+            help="A package whose models an experiment may use, besides fedstrata's own.",
             envvar="FEDSTRATA_ALLOW_MODELS",
             show_default=False,
         ),
@@ -268,18 +270,18 @@ def device(
     metrics: MetricsAddress = METRICS,
     spool: SpoolFolder = "none",
     together: Annotated[
-        bool, typer.Option("--together", help="End all of them if one cannot take part, before any has trained.")
+        bool, typer.Option("--together", help="End all devices if one fails before any has trained.")
     ] = False,
 ) -> None:
-    """Start one or more devices: they wait for the experiment and train what their institution wishes."""
+    """Start one or more devices: they wait for an experiment, then train each model that the institution assigns."""
     brokers = broker or ["localhost"]
     for given, option in ((institution, "--institution"), (brokers, "--broker")):
         if len(given) not in (1, len(name)):
-            raise typer.BadParameter(f"{len(given)} given for {len(name)} names", param_hint=option)
+            raise typer.BadParameter(f"{len(given)} values given for {len(name)} names", param_hint=option)
     if slots != "auto" and not (slots.isdecimal() and int(slots) > 0):
         raise typer.BadParameter(f"{slots!r}: use auto, or a number from 1", param_hint="--slots")
     if len(set(name)) < len(name):
-        raise typer.BadParameter("the same name twice", param_hint="--name")
+        raise typer.BadParameter("duplicate name", param_hint="--name")
     homes = institution * len(name) if len(institution) == 1 else institution
     addresses = brokers * len(name) if len(brokers) == 1 else brokers
 
@@ -315,9 +317,9 @@ def device(
 def broker(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 1883,
-    kind: Annotated[Literal["auto", "mosquitto", "embedded"], typer.Option(help="Which broker.")] = "auto",
+    kind: Annotated[Literal["auto", "mosquitto", "embedded"], typer.Option(help="Kind of broker.")] = "auto",
 ) -> None:
-    """Start a broker: mosquitto where it is installed, else the embedded one."""
+    """Start a broker: mosquitto if it is installed, else the embedded one."""
     from deploy.brokers.broker import run_foreground
 
     with reporting():
@@ -334,10 +336,10 @@ def _experiment(path: Path | None, overrides: list[str] | None, resume: Path | N
 
     if resume is not None:
         if path is not None or overrides:
-            raise typer.BadParameter("a resumed run keeps its experiment: give no file and no --set")
+            raise typer.BadParameter("a resumed run keeps its experiment: omit the file and --set")
         path = resume / "experiment.toml"
     elif path is None:
-        raise typer.BadParameter("name an experiment, or --resume a run's folder", param_hint="EXPERIMENT")
+        raise typer.BadParameter("name an experiment, or resume a run with --resume FOLDER", param_hint="EXPERIMENT")
     return load(path, overrides or ())
 
 
@@ -347,19 +349,19 @@ def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lin
     from common.experiment.links import Links
     from common.host.memory import keep_large_buffers
     from deploy.console.progress import show
-    from deploy.local.direct import play
+    from deploy.local.direct import run_in_process
 
     keep_large_buffers()
     if resume is None and chosen.links != Links():
-        logs.write_line("--direct: the links' rates and delays are not kept", level=logging.WARNING)
+        logs.write_line("--direct: link rates and delays are not enforced", level=logging.WARNING)
     if resume is None and chosen.hardware != HardwareSettings():
-        logs.write_line("--direct: slower hardware is not played", level=logging.WARNING)
+        logs.write_line("--direct: slower hardware is not emulated", level=logging.WARNING)
     folder = RunFolder.reopen(resume, direct=True) if resume else RunFolder.create(runs, chosen)
     try:
         with show(json_lines=json_lines) as observe:
-            play(folder, resume=resume is not None, accelerator=accelerator, observe=observe)
+            run_in_process(folder, resume=resume is not None, accelerator=accelerator, observe=observe)
     except KeyboardInterrupt:
-        logs.write_line(f"\ngo on with: fedstrata run --direct --resume {folder.path}")
+        logs.write_line(f"\nresume with: fedstrata run --direct --resume {folder.path}")
         raise
 
 

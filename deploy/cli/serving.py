@@ -1,4 +1,4 @@
-"""How a role answers Prometheus."""
+"""The metrics endpoint of a role."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def serve_metrics(address: str, *, broker: BrokerAddress) -> tuple[Metrics, str]:
-    """Answer /metrics at an address, host:port; return the registry, and the address at which others find it.
+    """Serve /metrics at an address, host:port; return the registry, and the address to publish.
 
-    Where the host is all addresses that is the one from which the broker is reached. Raises InvalidExperiment.
+    For a wildcard host the published address is the local one that reaches the broker. Raises InvalidExperiment.
     """
     from common.host.machine import export_machine
     from common.metrics import Metrics

@@ -1,11 +1,11 @@
-"""What `study.py` compares: a part is a table, and its configurations are what differs from the part's base.
+"""Configurations of `study.py`: each part is a table, and each row has the keys that differ from the part's base.
 
-The settings are those of short runs on digits, an MLP 64-32-10, batch 10, momentum 0.5. Learning rate 0.05 and two
-epochs were found with few runs (`docs/study.md`): at 0.1 the rules of K models lag far behind, with five epochs less.
+The settings suit short runs on digits: an MLP 64-32-10, batch 10, momentum 0.5. Learning rate 0.05 and two epochs were
+chosen in a few runs (`docs/study.md`): at 0.1 the multi-model rules lag far behind, with five epochs less so.
 
-Two layers are a cloud over institutions of one device each: the rule is at the cloud, and what an institution does is
-to pass models on. (One institution that begins again with each global round would forget its K models, or recentre
-them.) Three layers do equal local work: 300 rounds of 6 devices; 30 global rounds of 4 rounds of 5 times 3 devices.
+Two layers are a cloud over institutions of one device each: the cloud applies the rule, and institutions only forward
+models. (A single institution would reset or recentre its K models in each global round.) Three layers do equal local
+work: 300 rounds of 6 devices; 30 global rounds of 4 rounds of 5 times 3 devices.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Tree = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What was seen elsewhere: a rule's accuracy at a round in percent, or, `below`, its points below FedAvg."""
+    """A reference result: a rule's accuracy at a round in percent, or if `below`, its points below FedAvg."""
 
     rule: str
     round: int
@@ -30,7 +30,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class StudyPart:
-    """One table. `rows` are configurations by name, the first of which the others are compared with."""
+    """One table. `rows` has configurations by name; the others are compared with the first."""
 
     title: str
     base: Tree
@@ -41,7 +41,7 @@ class StudyPart:
 
 
 def merged(base: Tree, *changes: Tree) -> dict[str, Any]:
-    """Return a tree with others laid over it, table by table; one that has a name replaces another."""
+    """Return a tree updated by others, table by table; a table with a `name` key replaces the existing one."""
     tree = dict(base)
     for change in changes:
         for key, value in change.items():
@@ -74,7 +74,7 @@ BY_DATA: Final = {"name": "fedavg", "weights": "data"}
 
 
 def rules(rounds: int) -> dict[str, dict[str, Any]]:
-    """Return the rules by name, for a node of so many rounds: what must be warm after a part of them."""
+    """Return the rules by name, with warm-up rounds that suit a node of `rounds` rounds."""
     return {
         "FedAvg by data": BY_DATA,
         "independent": {"name": "independent"},
@@ -95,7 +95,7 @@ def two_layers() -> dict[str, Tree]:
 
 
 def three_layers() -> dict[str, Tree]:
-    """Return each rule at the cloud, at the institutions (uniform FedAvg at the other tier) and at both."""
+    """Return each rule at the cloud, at the institutions (with uniform FedAvg at the other level) and at both."""
     found: dict[str, Tree] = {
         "FedAvg": {"cloud": {"aggregation": UNIFORM}, "institution": {"aggregation": UNIFORM}},
         "FedAvg by data": {"cloud": {"aggregation": BY_DATA}, "institution": {"aggregation": BY_DATA}},
@@ -119,7 +119,7 @@ def three_layers() -> dict[str, Tree]:
 
 
 def tempo() -> dict[str, Tree]:
-    """Return fixed epochs, Tempo, its variants and its controls, above FedAvg by data (the paper's)."""
+    """Return fixed epochs, Tempo, its variants and its controls, with data-weighted FedAvg as in the paper."""
     tempo = {"name": "tempo"}
     controls: dict[str, Tree] = {
         "fixed epochs": {"name": "fixed"},
@@ -139,13 +139,13 @@ def _data(partition: str, concentration: float, noise: float) -> Tree:
 _SPLITS: Final = {
     "dirichlet-0.1": ("Dirichlet 0.1", "dirichlet", 0.1),
     "dirichlet-0.5": ("Dirichlet 0.5", "dirichlet", 0.5),
-    "institutions-0.1": ("institutions by Dirichlet 0.1, their devices alike", "institution_dirichlet", 0.1),
+    "institutions-0.1": ("institutions by Dirichlet 0.1, their devices IID", "institution_dirichlet", 0.1),
 }
 _NOISES: Final = {"clean": ("clean images", 0.0, 0.9), "noisy": ("noise 0.4", 0.4, 0.72)}
 _KINDS: Final = {
-    "two": ("Two layers, 30 devices, 6 drawn", TWO_LAYERS, two_layers, 25),
-    "three": ("Three layers, 5 institutions of 6 devices, 3 drawn", THREE_LAYERS, three_layers, 10),
-    "tempo": ("Tempo, 5 institutions of 6 devices, 3 drawn, c = 4", TEMPO, tempo, 10),
+    "two": ("Two layers, 30 devices, 6 selected", TWO_LAYERS, two_layers, 25),
+    "three": ("Three layers, 5 institutions of 6 devices, 3 selected", THREE_LAYERS, three_layers, 10),
+    "tempo": ("Tempo, 5 institutions of 6 devices, 3 selected, c = 4", TEMPO, tempo, 10),
 }
 _SEEN: Final = {
     "two-clean-dirichlet-0.1": (
@@ -168,7 +168,7 @@ def _parts() -> dict[str, StudyPart]:
         for noisy, (images, noise, target) in _NOISES.items():
             for split, (devices, partition, concentration) in _SPLITS.items():
                 if kind == "two" and partition == "institution_dirichlet":
-                    continue  # no institution has two devices
+                    continue  # each institution has only one device
                 name = f"{kind}-{noisy}-{split}"
                 tree = merged(base, _data(partition, concentration, noise))
                 parts[name] = StudyPart(

@@ -1,17 +1,17 @@
-"""Compare the aggregation rules and Tempo on digits: five paired seeds each, told as a table per part.
+"""Compare the aggregation rules and Tempo on digits: five paired seeds each, with a table per part.
 
     python deploy/experiments/study.py [--part 'two-*' ...] [--seeds 5] [--jobs 2] [--quick] [--out runs/study]
 
-Runs of one seed share split, draws and batches, so differences are paired. Each run is a lab without a network
-(`deploy.local.direct`) in a process of a pool; what it gave is kept by its experiment's digest, so the study can be
-interrupted and goes on. `study.csv` has a row for each run, `study.md` the tables of all parts that are complete.
+Runs of one seed share the split, the selected devices and the batches, so differences are paired. Each run is a lab
+without a network (`deploy.local.direct`) in a process of a pool. Results are cached by the experiment's digest, so an
+interrupted study can be continued. `study.csv` has a row for each run, `study.md` the tables of all complete parts.
 """
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of this process and its pool, before anything loads numpy
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # for this process and its pool; before numpy is imported
 
 import argparse
 import csv
@@ -34,12 +34,12 @@ from common.experiment.schema import Experiment
 from common.host.processes import interruptible
 from deploy.experiments.configurations import PARTS, Seen, StudyPart, merged
 
-LAST = 10  # global rounds over which the final accuracy is averaged: one by itself wobbles by a point
+LAST = 10  # global rounds over which the final accuracy is averaged: a single one varies by a point
 
 
 @dataclass(frozen=True, slots=True)
 class StudyRun:
-    """What a run gave: after each global round accuracy, and since the start seconds, steps, path steps and bytes."""
+    """Results of a run: the accuracy after each global round, and cumulative seconds, steps, path steps and bytes."""
 
     accuracies: list[float]
     seconds: list[float]
@@ -50,44 +50,44 @@ class StudyRun:
 
     @property
     def final(self) -> float:
-        """Return the mean accuracy of the last global rounds, in percent."""
+        """The mean accuracy of the last global rounds, in percent."""
         return 100 * mean(self.accuracies[-LAST:])
 
     def at(self, global_round: int) -> float:
-        """Return the accuracy after so many global rounds, in percent."""
+        """Return the accuracy after a number of global rounds, in percent."""
         return 100 * self.accuracies[min(global_round, len(self.accuracies)) - 1]
 
     def reached(self, target: float) -> int | None:
-        """Return the place of the first global round of this accuracy."""
+        """Return the index of the first global round that reached the accuracy, or None."""
         return next((place for place, accuracy in enumerate(self.accuracies) if accuracy >= target), None)
 
 
 def experiment(part: StudyPart, row: str, seed: int, *, quick: bool) -> Experiment:
-    """Return the experiment of a part's row; a quick one has a twentieth of the global rounds."""
+    """Return the experiment of a part's row; if `quick`, with a twentieth of the global rounds."""
     tree = merged(part.base, part.rows[row], {"seed": seed})
     return parse(merged(tree, {"rounds": max(3, tree["rounds"] // 20)}) if quick else tree)
 
 
-def play(tree: str) -> StudyRun:
-    """Run an experiment, given as JSON, without a network; in a process of the pool."""
+def run_experiment(tree: str) -> StudyRun:
+    """Run an experiment, given as JSON, without a network. Called in a process of the pool."""
     from cloud.results import RunFolder
     from deploy.local import direct
 
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fedstrata-study-") as home:
         folder = RunFolder.create(Path(home), parse(tree))
-        direct.play(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
+        direct.run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
         with (folder.path / "rounds.csv").open(newline="") as file:
             rows = list(csv.DictReader(file))
-    # In two layers an institution is its device: what they send one another is the WAN's again.
+    # With two layers each institution has one device: the LAN's bytes only repeat the WAN's.
     flat = len(parse(tree).topology.device_names()) == len(parse(tree).topology.institution_names())
-    ways = [f"{tier}_{way}_bytes" for tier in (("wan",) if flat else ("wan", "lan")) for way in ("up", "down")]
+    columns = [f"{tier}_{to}_bytes" for tier in (("wan",) if flat else ("wan", "lan")) for to in ("up", "down")]
     return StudyRun(
         [float(row["accuracy"]) for row in rows],
         [float(row["elapsed_s"]) for row in rows],
         _sums([int(row["sgd_steps"]) for row in rows]),
         _sums([int(row["path_steps"]) for row in rows]),
-        _sums([sum(int(row[way]) for way in ways) for row in rows]),
+        _sums([sum(int(row[column]) for column in columns) for row in rows]),
         time.monotonic() - start,
     )
 
@@ -104,33 +104,33 @@ class StudyCache:
         folder.mkdir(parents=True, exist_ok=True)
 
     def get(self, wanted: Experiment) -> StudyRun | None:
-        """Return the run, if it was finished."""
+        """Return the run, or None if it is not finished."""
         path = self._folder / f"{wanted.digest}.json"
         return StudyRun(**json.loads(path.read_text())) if path.exists() else None
 
-    def put(self, played: Experiment, run: StudyRun) -> None:
-        """Keep a run."""
-        partial = self._folder / f"{played.digest}.partial"
+    def put(self, finished: Experiment, run: StudyRun) -> None:
+        """Save a run."""
+        partial = self._folder / f"{finished.digest}.partial"
         partial.write_text(json.dumps(asdict(run)))
         os.replace(partial, partial.with_suffix(".json"))
 
 
-def complete(part: StudyPart, seeds: int, shelf: StudyCache, *, quick: bool) -> dict[str, list[StudyRun]] | None:
-    """Return each row's runs, in the order of their seeds; None where one is missing."""
+def complete(part: StudyPart, seeds: int, cache: StudyCache, *, quick: bool) -> dict[str, list[StudyRun]] | None:
+    """Return each row's runs, in the order of their seeds, or None if one is missing."""
     found: dict[str, list[StudyRun]] = {}
     for row in part.rows:
-        runs = [shelf.get(experiment(part, row, seed, quick=quick)) for seed in range(1, seeds + 1)]
+        runs = [cache.get(experiment(part, row, seed, quick=quick)) for seed in range(1, seeds + 1)]
         found[row] = [run for run in runs if run is not None]
     return found if all(len(runs) == seeds for runs in found.values()) else None
 
 
 def spread(values: Sequence[float]) -> str:
-    """Return mean ± deviation over the seeds."""
+    """Return mean ± standard deviation over the seeds."""
     return f"{mean(values):.1f} ± {stdev(values):.1f}" if len(values) > 1 else f"{mean(values):.1f}"
 
 
 def table(part: StudyPart, found: Mapping[str, Sequence[StudyRun]]) -> list[str]:
-    """Return a part's table: Δ are paired differences against its first row, costs are those to the target."""
+    """Return a part's table. Δ: paired differences from the first row; costs: up to the target accuracy."""
     first = next(iter(found.values()))
     lines = [
         f"| | round {part.early} | Δ | final | Δ | {100 * part.target:g} % | global rounds | steps | path | MB | s |",
@@ -159,7 +159,7 @@ def table(part: StudyPart, found: Mapping[str, Sequence[StudyRun]]) -> list[str]
 
 
 def compared(seen: Seen, part: StudyPart, found: Mapping[str, Sequence[StudyRun]]) -> str:
-    """Return how a row compares with what was seen elsewhere: whether it is within two deviations over the seeds."""
+    """Return a line that compares a row with a reference result: whether it is within two deviations over the seeds."""
     first = next(iter(found.values()))
     at = [run.at(seen.round) for run in found[seen.rule]]
     if seen.below:
@@ -172,12 +172,12 @@ def compared(seen: Seen, part: StudyPart, found: Mapping[str, Sequence[StudyRun]
     return f"- {seen.rule}, round {seen.round}: {spread(at)} {what}; seen elsewhere {wanted}: {verdict} two deviations"
 
 
-def report(out: Path, shelf: StudyCache, seeds: int, *, quick: bool) -> None:
+def report(out: Path, cache: StudyCache, seeds: int, *, quick: bool) -> None:
     """Write study.csv and study.md of all parts that are complete."""
     lines: list[str] = []
     rows: list[dict[str, Any]] = []
     for name, part in PARTS.items():
-        found = complete(part, seeds, shelf, quick=quick)
+        found = complete(part, seeds, cache, quick=quick)
         if found is None:
             continue
         took = sum(run.wall_s for runs in found.values() for run in runs)
@@ -201,36 +201,36 @@ def report(out: Path, shelf: StudyCache, seeds: int, *, quick: bool) -> None:
 
 
 def main() -> None:
-    """Run what is missing of the chosen parts, and write the tables."""
+    """Run the missing experiments of the chosen parts, and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", action="append", help=f"which, as a pattern: {', '.join(PARTS)}")
+    parser.add_argument("--part", action="append", help=f"pattern of part names: {', '.join(PARTS)}")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--quick", action="store_true", help="a twentieth of the global rounds: does it work?")
+    parser.add_argument("--quick", action="store_true", help="a twentieth of the global rounds, as a smoke test")
     parser.add_argument("--out", type=Path, default=Path("runs/study"))
     chosen = parser.parse_args()
-    shelf = StudyCache(chosen.out / "done")
+    cache = StudyCache(chosen.out / "done")
     patterns = chosen.part or ["*"]
     parts = {name: part for name, part in PARTS.items() if any(fnmatch(name, pattern) for pattern in patterns)}
     if not parts:
-        parser.error(f"no part is called {' or '.join(patterns)}: there are {', '.join(PARTS)}")
+        parser.error(f"no part matches {' or '.join(patterns)}. The parts are {', '.join(PARTS)}.")
     wanted: dict[str, Experiment] = {}
-    for seed in range(1, chosen.seeds + 1):  # seed by seed, so that a study cut short has whole ones
+    for seed in range(1, chosen.seeds + 1):  # seed by seed, so that an interrupted study has complete seeds
         for name, part in parts.items():
             for row in part.rows:
                 one = experiment(part, row, seed, quick=chosen.quick)
-                if shelf.get(one) is None:
+                if cache.get(one) is None:
                     wanted[f"{name}: {row}, seed {seed}"] = one
     with interruptible(), ProcessPoolExecutor(chosen.jobs, mp_context=get_context("spawn")) as pool:
-        running = {pool.submit(play, one.to_json()): what for what, one in wanted.items()}
+        running = {pool.submit(run_experiment, one.to_json()): what for what, one in wanted.items()}
         try:
             for done, future in enumerate(as_completed(running), start=1):
                 what, run = running[future], future.result()
-                shelf.put(wanted[what], run)
+                cache.put(wanted[what], run)
                 print(f"{done}/{len(running)} {what}: {run.final:.1f} %, {run.wall_s:.1f} s", file=sys.stderr)
         finally:
             pool.shutdown(cancel_futures=True)
-    report(chosen.out, shelf, chosen.seeds, quick=chosen.quick)
+    report(chosen.out, cache, chosen.seeds, quick=chosen.quick)
     print((chosen.out / "study.md").read_text(), end="")
 
 

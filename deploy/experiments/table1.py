@@ -1,9 +1,9 @@
-"""Measure Tempo's Table 1 in miniature: time and cost to an accuracy, Tempo against fixed epochs, on digits.
+"""Measure a small version of Tempo's Table 1: time and costs of reaching an accuracy, Tempo against fixed epochs.
 
     python deploy/experiments/table1.py [--seeds 3] [--target 0.9] [--runs runs/table1] [--format latex]
 
-Each run is a lab of processes on this machine, over links shaped to 20 and 100 Mbit/s, which ends when it has the
-accuracy; a run that is finished already is not played again. Then `fedstrata compare` tells what they cost.
+Each run is a lab of processes on this machine, on digits, over links shaped to 20 and 100 Mbit/s. It ends when it
+reaches the accuracy. Finished runs are not repeated. At the end `fedstrata compare` prints the costs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FIXED: Final = (4, 6, 8)
 
 
 def main() -> int:
-    """Play what is missing, compare all, and return compare's exit code."""
+    """Run the missing experiments, compare all runs, and return the exit code of `compare`."""
     arguments = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     arguments.add_argument("--seeds", type=int, default=3)
     arguments.add_argument("--target", type=float, default=0.9)
@@ -45,13 +45,14 @@ def main() -> int:
                 done = _finished(given.runs, experiment.digest)
             if done is not None:
                 found.append(str(done))
-    labels = [word for epochs in FIXED for word in ("--label", f"{epochs} epochs")] + ["--label", f"Tempo, c = {C}"]
+    labels = [option for epochs in FIXED for option in ("--label", f"{epochs} epochs")]
+    labels += ["--label", f"Tempo, c = {C}"]
     compare = [sys.executable, "-m", "deploy.cli", "compare", *found, "--format", given.format, *labels]
     return subprocess.run([*compare, "--target", str(given.target)], check=False).returncode
 
 
 def _finished(root: Path, digest: str) -> Path | None:
-    """Return the finished run of an experiment, if there is one."""
+    """Return the folder of a finished run of an experiment, or None."""
     for path in folders(root) if root.is_dir() else ():
         run = Run(path)
         if run.state is State.FINISHED and run.manifest["experiment_digest"] == digest:

@@ -1,4 +1,4 @@
-"""Several agents in one process: the error of one ends that one alone."""
+"""Several agents in one process: an error ends only the agent that raised it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ async def run_agents(
 ) -> None:
     """Run agents, by their nodes' names, each to its end.
 
-    An agent's error is reported at once; the others go on, unless `shared_failure` returns the error of what they
-    share, or `together` that all must be able to work. Raises typer.Exit with the exit code of the first error.
+    An agent's error is reported at once, and the others continue. They end too if `shared_failure` returns the error of
+    a shared resource, or if `together` returns true. Raises typer.Exit with the exit code of the first error.
     """
     errors: list[Exception] = []
 
@@ -35,7 +35,7 @@ async def run_agents(
             await agent()
         except Exception as error:  # noqa: BLE001 - reported here; the other agents go on
             known = as_known(error, name)
-            if known is not None and known not in errors:  # several may end by the same failure of what they share
+            if known is not None and known not in errors:  # a shared failure may end several agents
                 alone = len(agents) == 1 or known is shared_failure()
                 report(known, node="" if alone else name)
             errors.append(known or error)

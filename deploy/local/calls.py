@@ -1,7 +1,7 @@
-"""Children in this process, called one after another, where `common.runtime.parent_endpoint` has a network.
+"""Children in this process, called one after another: the counterpart of `common.runtime.parent_endpoint`.
 
-Each child gets a copy of its model, written and read again as the tier's codecs do it, so that every number is that of
-a lab of processes; and the bytes of these blobs are counted. Nothing is late or missing here.
+Each child gets a copy of its model, encoded and decoded by the tier's codecs, so that all numbers equal those of a lab
+of processes. The bytes of these blobs are counted. No child is late or missing.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from common.storage.spool import Spool
 
 
 class Clock:
-    """Monotonic seconds that stand still while a model is evaluated: a lab of processes does that beside its work."""
+    """Monotonic clock that stops during evaluation, which a lab of processes does in parallel."""
 
     def __init__(self) -> None:
         self._off_s = 0.0
 
     def now(self) -> float:
-        """Return the seconds."""
+        """Return the time in seconds."""
         return time.monotonic() - self._off_s
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stand still."""
+        """Stop the clock inside the `with` block."""
         start = time.monotonic()
         try:
             yield
@@ -56,9 +56,9 @@ class Clock:
 
 
 class Calls:
-    """A parent's children, each of them one function.
+    """A parent's children, each as a function.
 
-    `below` returns what a child's own children's links carried, `names_below` has those children's names.
+    `below` returns the traffic of a child's own children's links, `names_below` has the names of those children.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Calls:
         closing: Closing,
         on_progress: Callable[[], None] = nothing,
     ) -> ClosedRound:
-        """Call each child with a copy of its model, and return what they made. Raises RunFailed, RefusedModel."""
+        """Call each child with a copy of its model and return the results. Raises RunFailed, RefusedModel."""
         children = list(models)
         if len(self._uploads) != len(children):
             self._uploads = self._spool.memory(
@@ -121,11 +121,11 @@ class Calls:
             row, nbytes = self._carry(self._down, await model.whole() if isinstance(model, Arriving) else model)
             self._sent[name] += nbytes
             task = Task(Key(1, global_round, local_round), epochs[name], self._manifest, None)
-            answer = await self._children[name](task, self._here(row), partial(self._moved, on_progress))
+            done = await self._children[name](task, self._arrived(row), partial(self._progressed, on_progress))
             try:
-                result = answer.announcement(task, self._manifest)
+                result = done.announcement(task, self._manifest)
                 check_report(result)
-                upload, nbytes = self._carry(self._up, answer.row, reference=row)
+                upload, nbytes = self._carry(self._up, done.row, reference=row)
                 self._account.add(name, "received", message=nbytes, model=nbytes)
                 self._layout.check_finite(upload)
                 self._uploads[place] = upload
@@ -144,7 +144,7 @@ class Calls:
         return ClosedRound(results, uploads, (), refused, timeline)
 
     def _carry(self, codec: Codec, row: Row, *, reference: Row | None = None) -> tuple[Row, int]:
-        """Return the row as it arrives, in memory of its own, and the bytes that it would take."""
+        """Return a copy of the flat model after encoding and decoding, and the bytes of the encoded model."""
         if codec.is_row:
             return row.copy(), row.nbytes
         blob = codec.encode(self._layout, row, reference=reference)
@@ -152,19 +152,19 @@ class Calls:
         codec.decode(self._layout, blob, arrived, reference=reference)
         return arrived, len(blob)
 
-    def _here(self, row: Row) -> Arriving:
-        """Return a model that has arrived."""
+    def _arrived(self, row: Row) -> Arriving:
+        """Return a completely received model."""
         model = Arriving(self._manifest, row, row.data, np.zeros(self._manifest.chunks, np.bool_))
         model.arrived()
         return model
 
     def _enter(self, child: str, result: Result) -> None:
-        """Enter what the child would have told of its bytes."""
+        """Enter the byte counts that the child would have reported into the byte ledger."""
         sent = self._sent[child]
         link = Traffic(received_model_payload=sent, received_model_message=sent)
         self.ledger.enter(child, self._session, link=link, below=self._below(child))
         self.ledger.enter_reports(child, self._session, result.children)
 
-    def _moved(self, on_progress: Callable[[], None], phase: Phase, done: int, total: int) -> None:
+    def _progressed(self, on_progress: Callable[[], None], phase: Phase, done: int, total: int) -> None:
         self.moves += 1
         on_progress()

@@ -1,8 +1,8 @@
-"""A lab without a network: all roles in this process, and one device trains after another.
+"""A lab without a network: all roles in this process; devices train one after another.
 
-The global rounds, the local rounds, the rules and the trainings are those of the agents; `deploy.local.calls` alone
-stands where their brokers would. The final model is that of a lab of processes, bit for bit; bytes are those of the
-models alone, and seconds are this machine's computing time.
+Global rounds, local rounds, aggregation rules and training are the agents' own code; `deploy.local.calls` replaces the
+brokers. The final model equals that of a lab of processes bit for bit. Bytes are those of the models only, and seconds
+are this machine's computing time.
 """
 
 from __future__ import annotations
@@ -37,38 +37,41 @@ from device.training.work import LocalWork
 from institution.rounds import LocalRounds
 
 WITHOUT_A_NETWORK: Final = {
-    "bytes": "payload of whole models; nothing was sent, and message bytes repeat it",
-    "seconds": "computing time of this machine, where one device trained after another",
-    "links": "declared, not kept",
-    "hardware": "declared, not played",
+    "bytes": "payload of whole models; nothing was sent, and message bytes equal it",
+    "seconds": "computing time of this machine, devices trained one after another",
+    "links": "declared, not enforced",
+    "hardware": "declared, not emulated",
 }
 
 
-def play(folder: RunFolder, *, resume: bool, accelerator: str, observe: Observe) -> Path:
-    """Play a run to its end and return the final model's path. Raises FedstrataError, KeyboardInterrupt."""
+def run_in_process(folder: RunFolder, *, resume: bool, accelerator: str, observe: Observe) -> Path:
+    """Run the experiment of a folder to its end; return the final model's path.
+
+    Raises FedstrataError, KeyboardInterrupt.
+    """
     with interruptible():
-        return asyncio.run(_play(folder, resume=resume, accelerator=accelerator, observe=observe))
+        return asyncio.run(_run(folder, resume=resume, accelerator=accelerator, observe=observe))
 
 
-async def _play(folder: RunFolder, *, resume: bool, accelerator: str, observe: Observe) -> Path:
+async def _run(folder: RunFolder, *, resume: bool, accelerator: str, observe: Observe) -> Path:
     asyncio.get_running_loop().set_default_executor(_AtOnce())
     experiment = folder.experiment
     folder.note(**{DIRECT: WITHOUT_A_NETWORK})
 
-    def tell(event: str, facts: dict[str, object]) -> None:
+    def record(event: str, facts: dict[str, object]) -> None:
         folder.event(event, facts)
         observe(event, facts)
 
     clock, metrics = Clock(), Metrics()
     partition = splits.keep(experiment, folder.path)
-    examiner = ModelTester(experiment)
+    tester = ModelTester(experiment)
 
     async def evaluate(global_round: int, row: Row) -> Accuracy:
         with clock.stopped():
-            found = examiner.evaluate(row)
+            found = tester.evaluate(row)
         return Accuracy(global_round, found.accuracy, found.loss)
 
-    layout = examiner.layout
+    layout = tester.layout
     calls = partial(Calls, layout=layout, resident_mb=experiment.transfer.resident_mb, clock=clock)
     below: dict[str, Calls] = {}
     institutions: dict[str, Work] = {}
@@ -91,25 +94,25 @@ async def _play(folder: RunFolder, *, resume: bool, accelerator: str, observe: O
         spool=spool,
         below=lambda name: below[name].ledger.total(),
         names_below=experiment.topology.children(),
-        observe=tell,
+        observe=record,
     )
     try:
         run = CloudRun(
             folder,
             layout=layout,
-            row=examiner.first,
+            row=tester.first,
             partition=partition,
             spool=spool,
             down=down,
             evaluate=evaluate,
             metrics=metrics,
-            observe=tell,
+            observe=record,
             resume=resume,
         )
         run.introduce()
         model = await run.run()
     except FedstrataError as error:
-        tell("failed", {"reason": str(error)})
+        record("failed", {"reason": str(error)})
         raise
     finally:
         folder.write_links(down.ledger)
@@ -142,7 +145,7 @@ def _device(trainer: Trainer, experiment: Experiment) -> Work:
 
 
 class _AtOnce(ThreadPoolExecutor):
-    """Does what it is given at once, in the caller's thread: there is no keep-alive that could lapse meanwhile."""
+    """Executor that runs each call immediately in the caller's thread: no keep-alive depends on the event loop here."""
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()

@@ -1,4 +1,4 @@
-"""A whole lab on this machine: a broker and all roles as processes, shown as one run."""
+"""A whole lab on this machine: a broker and all roles as processes, with the output of one run."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from deploy.runs.records import PREDICTION
 from device.pool.pool import cores
 
 FAREWELL_S: Final = 20.0
-REASON_S: Final = 5.0  # in which the cloud may end too, whose reason is the better one: it names what failed
+REASON_S: Final = 5.0  # time in which the cloud may end too; its error is reported first, as it names the cause
 POLL_S: Final = 0.2
 STOP_S: Final = 5.0
-SPOOL: Final = ".spool"  # beside the runs' folders: what institutions need when a run is resumed
+SPOOL: Final = ".spool"  # beside the runs' folders: files that institutions need to resume a run
 
 
 class LocalLab:
-    """One run of an experiment with every role on this machine; a prediction of it is kept in its folder."""
+    """One run of an experiment with every role on this machine. The prediction, if given, is saved in its folder."""
 
     def __init__(
         self,
@@ -61,26 +61,26 @@ class LocalLab:
         self._json_lines = json_lines
         self._prediction = prediction
         self._roles: dict[str, subprocess.Popen[bytes]] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._began = False
         self._events: queue.Queue[tuple[str, dict[str, object]] | None] = queue.Queue()
         self._folder: Path | None = None
 
     def run(self) -> int:
-        """Run to the end and return the exit code of the cloud, or of a role that cannot work before the first round.
+        """Run to the end; return the exit code of the cloud, or of a role that failed before the first round.
 
         Raises FedstrataError, KeyboardInterrupt.
         """
         with tempfile.TemporaryDirectory(prefix="fedstrata-") as name, interruptible():
             home = Path(name)
-            os.chmod(home, 0o755)  # a mosquitto that drops its privileges reads its configuration there
+            os.chmod(home, 0o755)  # mosquitto reads its configuration there, possibly as another user
             try:
                 with self._network(self._experiment, home) as network:
-                    return self._play(home, network)
+                    return self._run_roles(home, network)
             finally:
                 self._keep_logs(home)
 
-    def _play(self, home: Path, network: LabNetwork) -> int:
+    def _run_roles(self, home: Path, network: LabNetwork) -> int:
         try:
             self._start(home, network)
             with show(json_lines=self._json_lines) as observe:
@@ -88,28 +88,28 @@ class LocalLab:
             self._show_unexpected(home)
             code = self._roles[role].wait()
             if code < 0:
-                self._tell_how_to_go_on(network)
+                self._print_resume_command(network)
                 raise RunFailed(f"the cloud was killed by signal {-code}")
             if code:
-                write_line(_last_words(home / f"{role}.log"), level=logging.ERROR)
+                write_line(_last_message(home / f"{role}.log"), level=logging.ERROR)
             else:
-                self._see_off()
+                self._wait_for_roles()
             return code
         except KeyboardInterrupt:
-            self._tell_how_to_go_on(network)
+            self._print_resume_command(network)
             raise
         finally:
             stop_all(self._roles.values(), grace_s=STOP_S)
 
-    def _tell_how_to_go_on(self, network: LabNetwork) -> None:
+    def _print_resume_command(self, network: LabNetwork) -> None:
         if self._folder is not None:
-            write_line(f"\ngo on with: fedstrata run --resume {self._folder}{network.flags}")
+            write_line(f"\nresume with: fedstrata run --resume {self._folder}{network.flags}")
 
     def _start(self, home: Path, network: LabNetwork) -> None:
         file = home / "experiment.toml"
         file.write_text(to_toml(self._experiment), encoding="utf-8")
         what = ["--resume", str(self._resume)] if self._resume else [str(file)]
-        memory = ["--spool", "none"]  # a lab that is killed is killed as a whole: no device would offer again
+        memory = ["--spool", "none"]  # the lab is killed as a whole, so no device has to announce a result again
         runs = ["--broker", network.upward[CLOUD], "--runs", str(self._runs), "--format", "json"]
         self._spawn(home, network, CLOUD, ["cloud", *what, *runs, *memory, "--metrics", self._metrics])
         keeps = remembers(self._experiment.institution.aggregation)
@@ -121,17 +121,17 @@ class LocalLab:
             brokers = ["--broker", network.upward[name], "--device-broker", network.downward[name]]
             self._spawn(home, network, name, ["institution", "--name", name, *brokers, *states])
         model = self._experiment.model.name
-        own = ["--allow-models", model] if ":" in model else []  # whoever starts the lab named it
+        own = ["--allow-models", model] if ":" in model else []  # the user who starts the lab chose the model
         slots = shares(cores(), len(network.groups))
         for (process, devices), count in zip(network.groups.items(), slots, strict=True):
-            who = [
-                word
+            names = [
+                option
                 for device in devices
-                for word in ("--name", device, "--institution", homes[device], "--broker", network.upward[device])
+                for option in ("--name", device, "--institution", homes[device], "--broker", network.upward[device])
             ]
-            # One process finds its cores or GPUs itself; several must not each take all of them.
+            # A single process detects its cores or GPUs itself; several processes share the cores.
             several = ["--slots", str(count)] if len(slots) > 1 else []
-            self._spawn(home, network, process, ["device", *who, *own, *several, "--together"])
+            self._spawn(home, network, process, ["device", *names, *own, *several, "--together"])
         threading.Thread(target=self._read_events, daemon=True).start()
 
     def _spawn(self, home: Path, network: LabNetwork, process: str, arguments: list[str]) -> None:
@@ -145,12 +145,12 @@ class LocalLab:
             try:
                 event: dict[str, Any] = json.loads(line)
             except ValueError:
-                continue  # cut short: the cloud was killed
+                continue  # a truncated line: the cloud was killed
             self._events.put((str(event.pop("event")), event))
         self._events.put(None)
 
     def _follow(self, observe: Observe, home: Path) -> str:
-        """Show the cloud's events until it ends, or another role that cannot work; return the role that ended."""
+        """Show the cloud's events until the cloud ends or another role fails; return the role that ended."""
         while True:
             try:
                 item = self._events.get(timeout=POLL_S)
@@ -169,17 +169,17 @@ class LocalLab:
             observe(event, facts)
 
     def _failed_role(self, home: Path) -> str | None:
-        """Return a role that ended before the first round as it cannot work; the cloud waits for another one.
+        """Return a role that failed before the first round, while the cloud waits for it, or None.
 
-        Raises RunFailed for one that ended later.
+        Raises RunFailed if a role failed later.
         """
         for role, process in self._roles.items():
             code = process.poll()
-            if code is None or code == 0 or role == CLOUD or role in self._told:
+            if code is None or code == 0 or role == CLOUD or role in self._reported:
                 continue
-            self._told.add(role)
+            self._reported.add(role)
             if code < 0:
-                write_line(f"{role} was killed by signal {-code}; the run goes on without it", level=logging.WARNING)
+                write_line(f"{role} was killed by signal {-code}; the run continues without it", level=logging.WARNING)
                 continue
             deadline = time.monotonic() + REASON_S
             while self._roles[CLOUD].poll() is None:
@@ -187,19 +187,19 @@ class LocalLab:
                     if not self._began:
                         return role
                     self._show_unexpected(home)
-                    raise RunFailed(f"{role} ended with code {code}: {_last_words(home / f'{role}.log')}")
+                    raise RunFailed(f"{role} ended with code {code}: {_last_message(home / f'{role}.log')}")
                 time.sleep(POLL_S)
         return None
 
     def _show_unexpected(self, home: Path) -> None:
-        """Pass on what roles logged of unexpected errors, with their tracebacks."""
+        """Print the unexpected errors that roles logged, with their tracebacks."""
         for role in self._roles:
             lines = (home / f"{role}.log").read_text(encoding="utf-8", errors="replace").splitlines()
             first = next((place for place, line in enumerate(lines) if UNEXPECTED in line), len(lines))
             for line in lines[first:]:
                 print(line, file=sys.stderr)
 
-    def _see_off(self) -> None:
+    def _wait_for_roles(self) -> None:
         deadline = time.monotonic() + FAREWELL_S
         for process in self._roles.values():
             try:
@@ -215,6 +215,6 @@ class LocalLab:
                 shutil.copy(log, logs / log.name)
 
 
-def _last_words(log: Path) -> str:
+def _last_message(log: Path) -> str:
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return message_of(lines[-1]) if lines else "it said nothing"
+    return message_of(lines[-1]) if lines else "no output"

@@ -1,10 +1,10 @@
-"""Network namespaces joined by shaped pairs of interfaces: hosts and links on one machine, kept by the Linux kernel.
+"""Network namespaces connected by shaped veth pairs: hosts and links on one machine, emulated by the Linux kernel.
 
-A namespace here has no name. It lives as long as a process, a socket or a descriptor of ours holds it, and its
-interfaces with it; so nothing is left behind, however its owner ends, and nothing needs cleaning. A thread enters it
-for a while and a child process is born where its parent's thread is: nothing stands between a role and its signals.
+The namespaces have no names. A namespace and its interfaces exist as long as a process, a socket or a descriptor holds
+it, so they vanish with their owner and need no cleanup. A thread enters the namespace and starts child processes there,
+so signals reach each role's process directly.
 
-Rates count Ethernet frames without preamble and checksum: a full frame has 1514 bytes, 1448 of them payload of TCP.
+Rates count Ethernet frames without preamble and checksum: a full frame has 1514 bytes, 1448 of them TCP payload.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ QUEUE_S: Final = 0.1
 QUEUE_FRAMES_LEAST: Final = 32
 SINGLE_FRAMES_MOST_MBIT: Final = 200.0
 NETEM_PACKETS_LEAST: Final = 1000
-NETEM_MBIT: Final = 1000.0  # what may be under way where no rate bounds it
+NETEM_MBIT: Final = 1000.0  # rate by which netem's queue is sized if the link is unlimited
 
 _CLONE_NEWNET: Final = 0x40000000
 _PRESENT: Final = "/proc/thread-self/ns/net"
@@ -39,10 +39,10 @@ _FORWARDING: Final = Path("/proc/sys/net/ipv4/ip_forward")
 
 
 class Namespace:
-    """One network namespace, with its loopback up and IPv6 off; it is gone when `close` and its last process are."""
+    """One network namespace, with loopback up and IPv6 off. It vanishes after `close` and its last process's end."""
 
     def __init__(self) -> None:
-        """Make it. Raises InvalidExperiment where this machine or this user cannot."""
+        """Create the namespace. Raises InvalidExperiment if this machine or this user cannot."""
         if sys.platform != "linux":
             raise _impossible(f"{sys.platform} has no network namespaces", "Run without it, or on Linux.")
         _program("tc")
@@ -55,19 +55,19 @@ class Namespace:
                 _call("setns", present, _CLONE_NEWNET)
         except OSError as error:
             raise _impossible(
-                f"the kernel made no network namespace: {error.strerror}",
+                f"the kernel refused to create a network namespace: {error.strerror}",
                 "Run as root, or under `unshare --map-root-user --net` where that is allowed.",
             ) from None
         finally:
             os.close(present)
         self.batch("ip", ["link set lo up"])
-        # IPv6 would announce itself on every link; where it cannot be turned off, that costs some hundred bytes.
+        # IPv6 would send router solicitations on every link, some hundred bytes, if it cannot be turned off.
         with self.entered(), suppress(OSError):
             _IPV6.write_text("1")
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Let this thread make its sockets, and bear its processes, in the namespace."""
+        """Enter the namespace with this thread: its new sockets and child processes belong to it."""
         present = os.open(_PRESENT, os.O_RDONLY)
         try:
             _call("setns", self._descriptor, _CLONE_NEWNET)
@@ -77,17 +77,17 @@ class Namespace:
             os.close(present)
 
     def forward(self) -> None:
-        """Let it pass on packets between its interfaces."""
+        """Enable forwarding between its interfaces."""
         with self.entered():
             _FORWARDING.write_text("1")
 
     @property
     def path(self) -> str:
-        """Its name to `ip`, as long as this process holds it."""
+        """The path by which `ip` finds the namespace while this process holds it."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def batch(self, program: str, lines: Iterable[str]) -> None:
-        """Run `ip` or `tc` over lines of commands inside. Raises InvalidExperiment with what the kernel said."""
+        """Run `ip` or `tc` commands inside the namespace. Raises InvalidExperiment with the program's message."""
         command = [_program(program), "-batch", "-"]
         with self.entered():
             done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, check=False)
@@ -97,7 +97,7 @@ class Namespace:
             )
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release the namespace."""
         os.close(self._descriptor)
 
     def __enter__(self) -> Self:
@@ -109,7 +109,7 @@ class Namespace:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """One interface of a wire: what leaves by it goes at `mbit` Mbit/s, None = as fast as can be, after `delay_ms`."""
+    """One interface of a veth pair: it sends at `mbit` Mbit/s, None = unlimited, and delays by `delay_ms`."""
 
     interface: str
     address: str
@@ -122,8 +122,8 @@ class End:
 class VethPair:
     """A link between two hosts: interface `down<number>` at the parent's end, `up<number>` at the child's.
 
-    Each end sends with its direction's rate, Mbit/s, None = as fast as the machine can, and keeps what it sends for
-    `delay_ms`. `child` is the node whose link it is; `parent_host` and `child_host` are where the ends are.
+    Each end sends at its direction's rate in Mbit/s, None = unlimited, and delays what it sends by `delay_ms`. `child`
+    is the node whose link it is; `parent_host` and `child_host` are the hosts of the two ends.
     """
 
     number: int
@@ -136,7 +136,7 @@ class VethPair:
 
     @property
     def parent_address(self) -> str:
-        """IPv4 address of the parent's end; no other wire of the lab has it."""
+        """IPv4 address of the parent's end, unique in the lab."""
         return str(_ADDRESSES[2 * self.number])
 
     @property
@@ -146,15 +146,15 @@ class VethPair:
 
     @property
     def far_address(self) -> str:
-        """IPv4 address of a broker further up, reached by this wire alone."""
+        """IPv4 address of a broker further up that is reached only over this link."""
         return str(_ADDRESSES[_ADDRESSES.num_addresses // 2 + self.number])
 
     def pair(self, child_namespace: str) -> str:
-        """Return the command of `ip` that, at the parent's host, makes both interfaces."""
+        """Return the `ip` command that creates both interfaces, to be run at the parent's host."""
         return f"link add down{self.number} type veth peer name up{self.number} netns {child_namespace}"
 
     def ends(self, host: str) -> list[End]:
-        """Return the ends that are on a host."""
+        """Return the ends on a host."""
         both = {
             self.parent_host: End(f"down{self.number}", self.parent_address, self.child, self.down_mbit, self.delay_ms),
             self.child_host: End(f"up{self.number}", self.child_address, self.child, self.up_mbit, self.delay_ms),
@@ -164,7 +164,7 @@ class VethPair:
 
 @contextmanager
 def joined(hosts: Iterable[str], wires: Sequence[VethPair]) -> Iterator[Mapping[str, Namespace]]:
-    """Make a namespace for each host and join them by shaped wires. Raises InvalidExperiment."""
+    """Create a namespace for each host and connect them by shaped veth pairs. Raises InvalidExperiment."""
     with ExitStack() as stack:
         spaces = {host: stack.enter_context(Namespace()) for host in hosts}
         if any(wire.delay_ms for wire in wires):
@@ -179,11 +179,12 @@ def joined(hosts: Iterable[str], wires: Sequence[VethPair]) -> Iterator[Mapping[
 
 
 def addressing(end: End) -> list[str]:
-    """Return the commands of `ip` that bring up one end of a wire.
+    """Return the `ip` commands that bring up one end of a veth pair.
 
-    A sender on a shaped end gives the kernel frame by frame, as a slow wire has them. Of its usual packets of 64 KB
-    the shaper would take a part and drop the rest, to be sent again; the counters of the interface would miss their
-    headers, and the bucket would have to hold them whole. On fast links frame by frame would need more than a core.
+    A sender on a slow shaped end passes single frames to the kernel (gso_max_segs 1). With segmentation offload it
+    would pass packets of 64 KB, of which the shaper drops a part, to be sent again; the interface's counters would miss
+    their headers, and the bucket would have to hold whole packets. On fast links single frames would need more than a
+    core.
     """
     device = f"dev {end.interface}"
     lines = [f"addr add {end.address}/31 {device}", f"link set {device} alias {end.child}"]
@@ -193,10 +194,10 @@ def addressing(end: End) -> list[str]:
 
 
 def shaping(end: End) -> list[str]:
-    """Return the commands of `tc` that shape what leaves by an end: tbf for the rate, netem for the delay.
+    """Return the `tc` commands that shape an end's outgoing traffic: tbf for the rate, netem for the delay.
 
-    The bucket holds 20 ms of the rate, which makes up for the late timers of a busy machine, and two frames at least;
-    the queue a tenth of a second, and 32 frames at least, as a home router has.
+    The bucket holds 20 ms of the rate, which compensates for late timers on a busy machine, and at least two frames.
+    The queue holds 0.1 s, and at least 32 frames, like that of a home router.
     """
     lines = []
     device = f"dev {end.interface}"
@@ -206,29 +207,29 @@ def shaping(end: End) -> list[str]:
         limit = burst + int(max(QUEUE_FRAMES_LEAST * FRAME_BYTES, rate * QUEUE_S))
         lines.append(f"qdisc add {device} root handle 1: tbf rate {round(8 * rate)}bit burst {burst} limit {limit}")
     if end.delay_ms:
-        under_way = (end.mbit or NETEM_MBIT) * 1e3 * end.delay_ms / 8 / FRAME_BYTES
+        in_flight = (end.mbit or NETEM_MBIT) * 1e3 * end.delay_ms / 8 / FRAME_BYTES
         place = "root" if end.mbit is None else "parent 1:1"
-        packets = NETEM_PACKETS_LEAST + int(under_way)
+        packets = NETEM_PACKETS_LEAST + int(in_flight)
         lines.append(f"qdisc add {device} {place} netem delay {end.delay_ms:g}ms limit {packets}")
     return lines
 
 
 def _check_delays(space: Namespace, wires: Sequence[VethPair]) -> None:
-    """Refuse delays that the kernel cannot keep. Raises InvalidExperiment."""
+    """Check that the kernel can emulate delays. Raises InvalidExperiment."""
     try:
         space.batch("tc", shaping(End("lo", "", "", mbit=None, delay_ms=1.0)))
     except InvalidExperiment as error:
         wire = next(wire for wire in wires if wire.delay_ms)
         raise InvalidExperiment(
             f"links: delay_ms of {wire.child}", wire.delay_ms,
-            f"with --netns the kernel keeps the links, and this one has no netem to delay them ({error.parts[2]})",
-            "Load it (modprobe sch_netem), leave out the delays (--no-delay), or run without --netns.",
+            f"with --netns the kernel emulates the links, and this kernel has no netem for delays ({error.parts[2]})",
+            "Load it (modprobe sch_netem), omit the delays (--no-delay), or run without --netns.",
         ) from None  # fmt: skip
     space.batch("tc", ["qdisc del dev lo root"])
 
 
 def _call(name: str, *arguments: int) -> None:
-    """Call a function of the C library that Python 3.11 does not know. Raises OSError."""
+    """Call a function of the C library that Python 3.11 does not wrap. Raises OSError."""
     library = ctypes.CDLL(None, use_errno=True)
     if getattr(library, name)(*arguments):
         number = ctypes.get_errno()
@@ -238,7 +239,7 @@ def _call(name: str, *arguments: int) -> None:
 def _program(name: str) -> str:
     found = shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
     if found is None:
-        raise _impossible(f"there is no program {name!r}", "Install iproute2 (apt install iproute2).")
+        raise _impossible(f"the program {name!r} was not found", "Install iproute2 (apt install iproute2).")
     return found
 
 

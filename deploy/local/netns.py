@@ -1,14 +1,14 @@
-"""`fedstrata run --netns`: a lab in network namespaces, its links kept by the kernel.
+"""`fedstrata run --netns`: a lab in network namespaces, with links emulated by the kernel.
 
     cloud, its broker ===== WAN =====> institution, its broker ===== LAN =====> devices
 
-Each arrow is a pair of interfaces, shaped at both ends. A namespace holds what would run on one machine: the cloud,
-an institution, or a process of devices of one institution. A broker stands at the parent's end of the links that
-meet there, so a message crosses a link once. A device has a link of its own even where it shares its process: each
-reaches its broker by another address, and so by another interface.
+Each arrow is a veth pair, shaped at both ends. A namespace stands for one machine: the cloud, an institution, or a
+process of devices of one institution. Each broker runs at the parent's end of its links, so a message crosses a link
+once. Devices in one process still have links of their own: each uses another address of the broker, and so another
+interface.
 
-With one broker for all, at the cloud, institutions pass on what their devices send and get: a device's model crosses
-the WAN up and down again, and what an institution sends its N devices crosses it once up and N times down.
+With one broker for all, at the cloud, institutions forward their devices' packets: a device's model crosses the WAN up
+and down again, and a model for N devices crosses it once up and N times down.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PORT: Final = 1883
 
 @dataclass(frozen=True, slots=True)
 class NetworkPlan:
-    """A lab's hosts, named as the processes there; the devices of each process of devices; each child's wire."""
+    """A lab's hosts, named after their processes; the devices of each device process; each child's veth pair."""
 
     hosts: tuple[str, ...]
     groups: Mapping[str, tuple[str, ...]]
@@ -40,7 +40,7 @@ class NetworkPlan:
 
 
 def by_kernel(experiment: Experiment, *, delays: bool) -> Experiment:
-    """Return the experiment with its links left to the kernel, and without their delays where they are not wanted."""
+    """Return the experiment with links enforced by the kernel; without their delays if `delays` is false."""
     links = experiment.links.model_copy(update={"enforce": "kernel"})
     if not delays:
         prompt = {"delay_ms": 0.0}
@@ -51,7 +51,7 @@ def by_kernel(experiment: Experiment, *, delays: bool) -> Experiment:
 
 
 def lay_out(experiment: Experiment) -> NetworkPlan:
-    """Return a lab's plan, with one process of devices for each institution."""
+    """Return a lab's plan, with one device process for each institution."""
     children = experiment.topology.children()
     wires: dict[str, VethPair] = {}
     groups: dict[str, tuple[str, ...]] = {}
@@ -65,9 +65,9 @@ def lay_out(experiment: Experiment) -> NetworkPlan:
 
 
 def routing(plan: NetworkPlan) -> dict[str, list[str]]:
-    """Return, by host, the commands of `ip` that lead each device past its institution to the cloud's broker.
+    """Return, by host, the `ip` commands that route each device through its institution to the cloud's broker.
 
-    There the broker has an address for each device, so that a device's way there goes by its own wire.
+    The broker has an address for each device, so that each device's packets use the device's own link.
     """
     lines: dict[str, list[str]] = {host: [] for host in plan.hosts}
     for wire in plan.wires.values():
@@ -86,16 +86,21 @@ def routing(plan: NetworkPlan) -> dict[str, list[str]]:
 def namespaces(experiment: Experiment, home: Path, *, one_broker: bool) -> Iterator[LabNetwork]:
     """Open the network of a lab in namespaces; logs go into `home`.
 
-    Raises InvalidExperiment where this machine or user cannot, or where the links are not the kernel's to keep;
-    ConnectionFailed where a broker does not start.
+    Raises InvalidExperiment if this machine or user cannot, or if links.enforce is not kernel; ConnectionFailed if a
+    broker does not start.
     """
     if (enforce := experiment.links.enforce) != "kernel":
-        raise InvalidExperiment("links.enforce", enforce, "with --netns the kernel keeps the links", "Run without it.")
+        raise InvalidExperiment(
+            "links.enforce",
+            enforce,
+            "with --netns the kernel enforces the links",
+            "Use kernel, or run without --netns.",
+        )
     plan = lay_out(experiment)
     institutions = list(experiment.topology.children())
     with joined(plan.hosts, tuple(plan.wires.values())) as spaces, ExitStack() as stack:
         ports = {}
-        for port, host in enumerate([CLOUD] if one_broker else [CLOUD, *institutions], PORT):  # each names its log
+        for port, host in enumerate([CLOUD] if one_broker else [CLOUD, *institutions], PORT):  # log names need the port
             with spaces[host].entered():
                 served = stack.enter_context(broker.start(directory=home, host="0.0.0.0", port=port))
             ports[host] = port

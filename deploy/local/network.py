@@ -1,4 +1,4 @@
-"""Where the processes of a lab run, and through which brokers its nodes meet."""
+"""Network of a lab on this machine: its brokers, and the processes of its nodes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from device.pool.pool import cores
 
 @dataclass(frozen=True, slots=True)
 class LabNetwork:
-    """A lab's brokers, which answer, and the places of its processes.
+    """A lab's running brokers, and its processes.
 
-    `upward`: each node's broker, host:port, at which it meets its parent, and the cloud its children. `downward`: each
-    institution's broker for its devices. `groups`: the devices of each process of devices, all in one place.
-    `inside(process)` is entered while that process is started; `flags` of `fedstrata run` open such a network again.
+    upward: the broker (host:port) between each node and its parent; for the cloud, the one of its children
+    downward: each institution's broker for its devices    groups: the devices of each device process
+    inside(process): context in which that process is started    flags: options of `fedstrata run` for such a network
     """
 
     upward: Mapping[str, str]
@@ -32,25 +32,25 @@ class LabNetwork:
     flags: str = ""
 
 
-DEVICES_MOST: Final = 64  # in one process, where there are cores for more: a round of 250 kB takes it 0.12 s of CPU
+DEVICES_MOST: Final = 64  # in one process, if there are cores for more processes: a 250 kB round takes 0.12 s of CPU
 
 Open: TypeAlias = Callable[[Experiment, Path], AbstractContextManager[LabNetwork]]
 
 
 def shares(cores: int, processes: int) -> list[int]:
-    """Return each process's part of the cores: they add up, unless there are fewer cores than processes."""
+    """Return each process's number of cores, at least 1; the sum is `cores` unless there are more processes."""
     return [max(1, (cores + index) // processes) for index in range(processes)]
 
 
 @contextmanager
 def one_host(experiment: Experiment, home: Path) -> Iterator[LabNetwork]:
-    """Open the network of a lab around one broker on this machine.
+    """Open the network of a lab with one broker on this machine; logs go into `home`.
 
-    Logs go into `home`. Raises ConnectionFailed, and InvalidExperiment where the kernel would have to keep the links.
+    Raises ConnectionFailed, and InvalidExperiment if links.enforce is kernel.
     """
     if experiment.links.enforce == "kernel":
         raise InvalidExperiment(
-            "links.enforce", "kernel", "on one host there are no links for it to keep", "Run with --netns."
+            "links.enforce", "kernel", "without --netns there are no links that the kernel could shape", "Use --netns."
         )
     children = experiment.topology.children()
     devices = [device for members in children.values() for device in members]

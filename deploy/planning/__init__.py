@@ -1,1 +1,1 @@
-"""What a run will cost, before it: seconds, bytes and memory."""
+"""Predictions of a run's costs: seconds, bytes and memory."""

@@ -1,7 +1,8 @@
-"""How fast this machine trains, evaluates, mixes and passes models on: measured in a few seconds, before a run.
+"""Measurement of this machine's speed of training, evaluation, mixing and message handling, in a few seconds.
 
-Training and evaluation are the experiment's own. What a round costs besides was measured once (`REFERENCE`); two small
-loops that do likewise, packing messages, and copying and hashing a model, tell how this machine compares.
+Training and evaluation use the experiment's own model and data. The other costs of a round were measured once on a
+reference machine (`REFERENCE`); two small loops, packing messages and copying and hashing a model, scale them to this
+machine.
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ from deploy.planning.prediction import MachineSpeeds
 
 TRAINING_S: Final = 2.0
 EVALUATED: Final = 400
-MIXED: Final = 3.0  # passes over the uploads at a copy's speed that a rule takes (tests/bench/aggregation.py)
+MIXED: Final = 3.0  # cost of mixing, in copies of the uploads (tests/bench/aggregation.py)
 NOISE_BYTES: Final = 8_000_000
 REPEATS: Final = 20
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceModel:
-    """Seconds of one core of a two-core virtual machine: of a round with a child, and of the two loops."""
+    """Seconds of one core of the reference machine, a two-core virtual machine.
+
+    message_s, byte_s: of a round with one child    packing_s, copying_s: of the two loops, the latter per byte
+    """
 
     message_s: float = 4e-3
     byte_s: float = 1.4e-9
@@ -48,7 +52,7 @@ REFERENCE: Final = ReferenceModel()
 
 @dataclass(frozen=True, slots=True)
 class TrainingSpeed:
-    """Seconds of one core: a step of SGD, a training besides its steps, and the whole test set."""
+    """Seconds of one core: per SGD step, per training without its steps, and per evaluation of the test set."""
 
     step_s: float
     training_s: float
@@ -56,9 +60,9 @@ class TrainingSpeed:
 
 
 def measure(experiment: Experiment, *, cores: int, together: bool, row_bytes: int) -> MachineSpeeds:
-    """Measure this machine with an experiment of one device, whose data are here.
+    """Measure this machine with an experiment of one device whose data are available.
 
-    `together`: all cores train at once, as they will where all roles share this host.
+    `together`: all cores train at the same time, as in a lab on this host.
     """
     jobs = cores if together else 1
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
@@ -77,7 +81,7 @@ def measure(experiment: Experiment, *, cores: int, together: bool, row_bytes: in
 
 
 def train(experiment_json: str) -> TrainingSpeed:
-    """Train the device of an experiment for some seconds on one core, and evaluate its first model."""
+    """Train the device of an experiment for some seconds on one core, and evaluate the first model."""
     from common.learning import datasets, models
     from common.learning.evaluation import evaluate
     from device.jobs import Cancelled
@@ -105,7 +109,7 @@ def train(experiment_json: str) -> TrainingSpeed:
             trainer.train(row, out, epochs=epochs, local_round=0, progress=progress, cancelled=enough)
         except Cancelled:
             break
-        epochs *= 2  # the first trainings warm up; the last one counts
+        epochs *= 2  # the first trainings are warm-up; only the last one counts
     nothing = threading.Event()
     overhead = [
         trainer.train(row, out, epochs=0, local_round=0, progress=lambda *_: None, cancelled=nothing).train_s
@@ -144,7 +148,7 @@ def _copying() -> Callable[[], None]:
 
 
 def _writing(nbytes: int) -> float:
-    """Return what writing a checkpoint of so many bytes takes, and the tables beside it."""
+    """Return the seconds of writing a checkpoint of `nbytes` bytes, with the tables."""
     with tempfile.TemporaryDirectory(prefix="fedstrata-") as home:
         start = time.perf_counter()
         (Path(home) / "model").write_bytes(bytes(nbytes))

@@ -1,4 +1,4 @@
-"""The command `fedstrata plan`: what a run will cost, before it."""
+"""The command `fedstrata plan`: predict a run's costs."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def plan(
     experiment: Annotated[Path, typer.Argument(help="The experiment, a TOML file.")],
     overrides: Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set rounds=5.")] = None,
     one_host: Annotated[
-        bool, typer.Option("--one-host", help="All roles on this machine, as `fedstrata run` has them.")
+        bool, typer.Option("--one-host", help="Predict a lab on this machine, as started by `fedstrata run`.")
     ] = False,
     interface: Annotated[
-        float, typer.Option(min=0.001, help="What the network interface of each host carries, Mbit/s.")
+        float, typer.Option(min=0.001, help="Rate of each host's network interface, Mbit/s.")
     ] = INTERFACE_MBIT,
     out: Annotated[
-        Path | None, typer.Option(help="Write the prediction there too, as JSON.", show_default=False)
+        Path | None, typer.Option(help="Also write the prediction to this file, as JSON.", show_default=False)
     ] = None,
     output: Annotated[
         Literal["table", "json"], typer.Option("--format", help="Standard output: table or JSON.")
     ] = "table",
 ) -> None:
-    """Predict seconds, bytes and memory of a run from its experiment, and from how fast this machine trains.
+    """Predict seconds, bytes and memory of a run from its experiment and from this machine's measured speed.
 
-    Without --one-host each node has a machine of its own, as fast as this one.
+    Without --one-host each node is assumed to have its own machine, as fast as this one.
     """
     from common.errors import InvalidExperiment
     from common.experiment.reading import load
@@ -51,10 +51,10 @@ def plan(
 
 
 def predict(experiment: Experiment, *, one_host: bool, interface_mbit: float = INTERFACE_MBIT) -> dict[str, Any]:
-    """Return what prediction.json holds. Raises InvalidExperiment.
+    """Return the content of prediction.json. Raises InvalidExperiment.
 
-    Of one global round `seconds` by phase, MQTT bytes of each link by `FROM TO` and of the `tiers`; `memory`, bytes by
-    role; what was `assumed`, in words; and the `speeds` of this machine.
+    For one global round: `seconds` by phase, `bytes` of MQTT by link (`FROM TO`), and `tiers`, MQTT bytes by tier.
+    Also `memory`, bytes by role; `assumed`, the assumptions as text; and `speeds`, the measured speeds of this machine.
     """
     import os
     from dataclasses import asdict
@@ -82,7 +82,7 @@ def predict(experiment: Experiment, *, one_host: bool, interface_mbit: float = I
         "tiers": footprint.tiers_of(lab),
         "memory": footprint.memory_of(lab, data_bytes=work.data_bytes, devices=devices),
         "epochs": dict(work.epochs),
-        "assumed": [*work.assumed, *([] if one_host else [f"each host's interface carries {interface_mbit:g} Mbit/s"])],
+        "assumed": [*work.assumed, *([] if one_host else [f"each host has a {interface_mbit:g} Mbit/s interface"])],
         "speeds": asdict(speeds),
     }
 

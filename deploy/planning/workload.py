@@ -1,7 +1,6 @@
-"""What an experiment asks of its nodes: samples and steps of each device, bytes of each model, epochs.
+"""Workload of an experiment: samples and steps of each device, bytes of each model, epochs.
 
-Where the data are not here, made-up images of their shape stand for them; where the devices are more than can be
-listed, they are all alike.
+If the data set is missing, synthetic images of its shape replace it. Above MOST_LISTED devices, all are assumed equal.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from common.model.layout import ModelLayout, Row
 from deploy.planning.prediction import Branch, MachineSpeeds, PlannedDevice, PlannedLab, Sizes
 from deploy.runs.run import Run
 
-MOST_LISTED: Final = 20_000  # devices; beyond them all are alike
-REHEARSED: Final = 3  # global rounds: by then Tempo's epochs have found their way
+MOST_LISTED: Final = 20_000  # devices; above, all are assumed equal
+REHEARSED: Final = 3  # global rounds after which Tempo's epochs have settled
 REHEARSAL_S: Final = 60.0
 
 
 class Shape(NamedTuple):
-    """A data set's training and test samples, the shape of an image, and its classes."""
+    """The size of a data set: training and test samples, the shape of an image, and the number of classes."""
 
     samples: int
     test_samples: int
@@ -58,9 +57,10 @@ KNOWN: Final = MappingProxyType(
 
 @dataclass(slots=True)
 class PlannedWorkload:
-    """An experiment's work. `single` is it with one device, to calibrate with; `epochs` are each institution's.
+    """The work of an experiment.
 
-    `samples`: each device's, or one number for all; `here`: the data are. `assumed` says in words what was not known.
+    single: the same experiment with one device, for calibration    samples: by device, or one number for all devices
+    here: whether the data set is available    epochs: by institution    assumed: the assumptions, as text
     """
 
     experiment: Experiment
@@ -74,30 +74,30 @@ class PlannedWorkload:
 
     @property
     def listed(self) -> bool:
-        """Return whether devices are told apart."""
+        """Whether each device has its own entry."""
         return isinstance(self.samples, Mapping)
 
     def steps(self, samples: int, epochs: int) -> int:
-        """Return the steps of SGD of one training."""
+        """Return the SGD steps of one training."""
         return epochs * -(-samples // self.experiment.training.batch_size)
 
 
 def workload(experiment: Experiment) -> PlannedWorkload:
-    """Load the data, or what stands for them, and split them. Raises InvalidExperiment."""
+    """Load the data set, or synthetic images in its place, and split it. Raises InvalidExperiment."""
     assumed: list[str] = []
     try:
         dataset = datasets.load(experiment.data)
         here = experiment
     except InvalidExperiment as error:
-        here = _made_up(experiment, error)
+        here = _synthetic(experiment, error)
         dataset = datasets.load(here.data)
-        assumed.append(f"{experiment.data.dataset} is not here: made-up images of its shape")
-    examiner = ModelTester(here)
+        assumed.append(f"{experiment.data.dataset} is not available: synthetic images of its shape are used")
+    tester = ModelTester(here)
     count = sum(experiment.topology.sizes())
     mean = _mean_samples(experiment, dataset, count)
     samples: int | dict[str, int] = mean
     if count > MOST_LISTED:
-        assumed.append(f"all {count} devices alike, {mean} samples each; links.of and hardware.of are left out")
+        assumed.append(f"all {count} devices are equal, {mean} samples each; links.of and hardware.of are ignored")
     elif here is experiment and experiment.data.dataset != "folder":
         parts = splits.split_of(experiment).parts
         samples = dict(zip(experiment.topology.device_names(), map(len, parts), strict=True))
@@ -107,12 +107,12 @@ def workload(experiment: Experiment) -> PlannedWorkload:
     alone = {"topology": {"institutions": 1, "devices": 1}, "cloud": {}, "institution": {}, "links": {}}
     single = parse(here.model_dump(mode="json") | alone)
     nbytes = dataset.train_images.nbytes + dataset.test_images.nbytes
-    sizes = _sizes(experiment, examiner.layout, examiner.first)
+    sizes = _sizes(experiment, tester.layout, tester.first)
     return PlannedWorkload(experiment, single, sizes, samples, nbytes, here=here is experiment, assumed=assumed)
 
 
 def rehearse(work: PlannedWorkload, speeds: MachineSpeeds) -> None:
-    """Fill in the epochs: `training.epochs`, or where Tempo decides, those of some rounds on this machine."""
+    """Set the epochs: `training.epochs`, or with Tempo those of a few global rounds run on this machine."""
     experiment = work.experiment
     names = experiment.topology.institution_names() if work.listed else []
     work.epochs = dict.fromkeys(names, experiment.training.epochs)
@@ -122,14 +122,14 @@ def rehearse(work: PlannedWorkload, speeds: MachineSpeeds) -> None:
         steps = sum(work.steps(samples, experiment.training.epochs) for samples in work.samples.values())
         cost_s = REHEARSED * (experiment.institution.rounds * steps * speeds.step_s * 1.5 + speeds.evaluation_s)
         if cost_s <= REHEARSAL_S:
-            work.epochs = _play(experiment)
-            work.assumed.append(f"epochs as Tempo has them after {REHEARSED - 1} global rounds, which were played here")
+            work.epochs = _rehearsed_epochs(experiment)
+            work.assumed.append(f"the epochs that Tempo sets after {REHEARSED - 1} global rounds, which were run here")
             return
-    work.assumed.append(f"{experiment.training.epochs} epochs everywhere: what Tempo will decide is not known")
+    work.assumed.append(f"{experiment.training.epochs} epochs everywhere: Tempo's decisions are not predicted")
 
 
 def lab(work: PlannedWorkload, speeds: MachineSpeeds, *, one_host: bool, interface_mbit: float) -> PlannedLab:
-    """Return what the simulation plays: devices and institutions, like ones together."""
+    """Return the lab to simulate, with equal devices and equal institutions grouped."""
     experiment, training = work.experiment, work.experiment.training
     institutions: Counter[tuple[Any, ...]] = Counter()
     share = experiment.institution.participation
@@ -162,8 +162,8 @@ def _counted(devices: Counter[PlannedDevice]) -> list[PlannedDevice]:
     return [PlannedDevice(count, kind.down, kind.up, kind.train_s, kind.pause_s) for kind, count in devices.items()]
 
 
-def _made_up(experiment: Experiment, missing: InvalidExperiment) -> Experiment:
-    """Return the experiment with images of the shape that its data set has. Raises `missing` where that is unknown."""
+def _synthetic(experiment: Experiment, missing: InvalidExperiment) -> Experiment:
+    """Return the experiment with synthetic images of its data set's shape. Raises `missing` if the shape is unknown."""
     data = experiment.data
     shape = KNOWN.get(data.dataset)
     if data.dataset == "folder" and isinstance(data.classes, list):
@@ -184,7 +184,7 @@ def _mean_samples(experiment: Experiment, dataset: Dataset, devices: int) -> int
 
 
 def _sizes(experiment: Experiment, layout: ModelLayout, row: Row) -> Sizes:
-    """Return the bytes of the first model as each tier's codecs write it; a delta is of a hundredth of the weights."""
+    """Return the bytes of the first model, encoded by each tier's codecs; deltas are of about 1 % of each weight."""
     floats = np.random.default_rng(0).standard_normal(layout.columns).astype(np.float32)
     after = row.copy()
     layout.floats(after)[...] *= 1 + floats / 100
@@ -196,14 +196,14 @@ def _sizes(experiment: Experiment, layout: ModelLayout, row: Row) -> Sizes:
     return Sizes(layout.row_bytes, size(wan.up), size(wan.down), size(lan.up), size(lan.down))
 
 
-def _play(experiment: Experiment) -> dict[str, int]:
-    """Return the institutions' epochs after some global rounds without a network."""
+def _rehearsed_epochs(experiment: Experiment) -> dict[str, int]:
+    """Return the institutions' epochs after REHEARSED global rounds without a network."""
     from cloud.results import RunFolder
     from deploy.local import direct
 
     with tempfile.TemporaryDirectory(prefix="fedstrata-") as home:
         short = parse(experiment.model_dump(mode="json") | {"rounds": REHEARSED, "target_accuracy": None})
         folder = RunFolder.create(Path(home), short)
-        direct.play(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
+        direct.run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
         epochs = Run(folder.path).rounds[-1].epochs
     return {name: epochs.get(name, experiment.training.epochs) for name in experiment.topology.institution_names()}
