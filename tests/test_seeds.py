@@ -10,8 +10,8 @@ from deploy.simulation.drawn import draw_lab
 from deploy.simulation.faults import Fault, FaultKind, longest_s
 from deploy.simulation.kills import kill_at
 from deploy.simulation.report import describe, summary
-from deploy.simulation.search import play_seeds
-from deploy.simulation.seeds import SeedReport, play_seed
+from deploy.simulation.search import run_seeds
+from deploy.simulation.seeds import SeedReport, run_seed
 
 SEEDS = range(30)
 MANY = range(10_000, 12_000)
@@ -30,7 +30,7 @@ FOUND = (
 
 
 def violations(seeds: list[int]) -> list[str]:
-    reports = list(play_seeds(seeds, jobs=min(2, os.cpu_count() or 1)))
+    reports = list(run_seeds(seeds, jobs=min(2, os.cpu_count() or 1)))
     print(summary(reports, real_s=sum(report.real_s for report in reports)))
     return [f"seed {report.seed}: {name}: {wrong}" for report in reports for name, wrong in report.violations]
 
@@ -47,14 +47,14 @@ def test_many_drawn_labs_hold_what_is_promised() -> None:
 
 def test_a_seed_draws_the_same_lab_and_gives_the_same_report() -> None:
     assert draw_lab(3) == draw_lab(3) != draw_lab(4)
-    first, second = play_seed(3), play_seed(3)
+    first, second = run_seed(3), run_seed(3)
     assert (first.virtual_s, first.gap_s, first.violations) == (second.virtual_s, second.gap_s, ())
     assert "devices" in describe(3)
 
 
 def test_a_reduced_seed_plays_fewer_faults() -> None:
     seed = next(seed for seed in range(100) if len(draw_lab(seed).faults) > 2)
-    report = play_seed(seed, only={0, 2})
+    report = run_seed(seed, only={0, 2})
     assert report.faults == (draw_lab(seed).faults[0], draw_lab(seed).faults[2])
 
 

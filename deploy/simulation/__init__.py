@@ -1,1 +1,1 @@
-"""A lab in virtual time: the real agents in one process on a simulated network, everything drawn from one seed."""
+"""Labs in virtual time: the real agents in one process on a simulated network, all randomness from one seed."""

@@ -1,9 +1,9 @@
-"""`python -m deploy.simulation`: play labs in virtual time.
+"""`python -m deploy.simulation`: run labs in virtual time.
 
---seeds N [--from K]     N drawn labs with faults, each beside its undisturbed twin, judged by invariants
---seed K [--trace]       one of them alone
---kill-each K --seed S   one small lab, a kill after every K-th message, of each role in turn
-EXPERIMENT [--set ...]   an undisturbed lab; its outcome as JSON
+--seeds N [--from K]     N random labs with faults, each with its undisturbed twin, checked against invariants
+--seed K [--trace]       one of them
+--kill-each K --seed S   one small lab, with a kill after every K-th message, of each role in turn
+EXPERIMENT [--set ...]   an undisturbed lab; prints its outcome as JSON
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from common.experiment.reading import load
 from deploy.simulation.kills import kill_each
 from deploy.simulation.lab import SimulatedLab
 from deploy.simulation.report import describe, print_report, summary
-from deploy.simulation.search import play_seeds, reduce_faults
-from deploy.simulation.seeds import play_seed
+from deploy.simulation.search import reduce_faults, run_seeds
+from deploy.simulation.seeds import run_seed
 from deploy.simulation.tracing import print_trace
 
 
 def main() -> None:
-    """Play what was asked for; the exit code is 1 if something did not end as it should."""
+    """Run the chosen labs; the exit code is 1 if an invariant is violated or a lab fails."""
     chosen = _parser().parse_args()
     if chosen.experiment is not None:
-        raise SystemExit(_play_experiment(chosen))
+        raise SystemExit(_run_experiment(chosen))
     if chosen.kill_each:
         raise SystemExit(kill_each(chosen.kill_each, seed=chosen.seed or 0, jobs=chosen.jobs))
     if chosen.seed is not None:
-        raise SystemExit(_play_one(chosen))
-    raise SystemExit(_play_many(chosen))
+        raise SystemExit(_run_one(chosen))
+    raise SystemExit(_run_many(chosen))
 
 
-def _play_many(chosen: argparse.Namespace) -> int:
+def _run_many(chosen: argparse.Namespace) -> int:
     begun, reports = time.perf_counter(), []
-    for report in play_seeds(range(chosen.first, chosen.first + chosen.seeds), jobs=chosen.jobs):
+    for report in run_seeds(range(chosen.first, chosen.first + chosen.seeds), jobs=chosen.jobs):
         reports.append(report)
         if report.violations:
             print_report(report)
@@ -46,18 +46,18 @@ def _play_many(chosen: argparse.Namespace) -> int:
     return int(any(report.violations for report in reports))
 
 
-def _play_one(chosen: argparse.Namespace) -> int:
+def _run_one(chosen: argparse.Namespace) -> int:
     only = None if chosen.only is None else frozenset(int(place) for place in chosen.only.split(",") if place)
     print(describe(chosen.seed))
     if chosen.reduce:
         only = reduce_faults(chosen.seed)
-        print(f"enough faults: --only {','.join(map(str, sorted(only)))}")
-    report = play_seed(chosen.seed, only=only, watch=print_trace if chosen.trace else None)
+        print(f"sufficient faults: --only {','.join(map(str, sorted(only)))}")
+    report = run_seed(chosen.seed, only=only, watch=print_trace if chosen.trace else None)
     print_report(report)
     return int(bool(report.violations))
 
 
-def _play_experiment(chosen: argparse.Namespace) -> int:
+def _run_experiment(chosen: argparse.Namespace) -> int:
     experiment = load(chosen.experiment, chosen.set)
     begun = time.perf_counter()
     outcome = SimulatedLab(experiment, seed=chosen.seed or 0, model_bytes=chosen.model_bytes).run()
@@ -69,16 +69,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m deploy.simulation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("experiment", nargs="?", type=Path, help="a TOML file, played undisturbed")
+    parser.add_argument("experiment", nargs="?", type=Path, help="a TOML file, run undisturbed")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override the experiment")
-    parser.add_argument("--model-bytes", type=int, default=10_000, help="of its simulated model (default: 10000)")
-    parser.add_argument("--seeds", type=int, default=100, metavar="N", help="how many seeds to play (default: 100)")
+    parser.add_argument("--model-bytes", type=int, default=10_000, help="size of the model (default: 10000)")
+    parser.add_argument("--seeds", type=int, default=100, metavar="N", help="number of seeds to run (default: 100)")
     parser.add_argument("--from", dest="first", type=int, default=0, metavar="K", help="the first seed (default: 0)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one for each core)")
-    parser.add_argument("--seed", type=int, metavar="K", help="play this seed alone")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
+    parser.add_argument("--seed", type=int, metavar="K", help="run only this seed")
     parser.add_argument("--trace", action="store_true", help="print the messages of its faulty lab")
-    parser.add_argument("--only", metavar="I,J", help="play only these of its faults, by number")
-    parser.add_argument("--reduce", action="store_true", help="look for the fewest of its faults that violate the same")
+    parser.add_argument("--only", metavar="I,J", help="inject only these of its faults, by number")
+    parser.add_argument("--reduce", action="store_true", help="search the fewest faults with the same violation")
     parser.add_argument("--kill-each", type=int, metavar="K", help="kill after every K-th message of a small lab")
     return parser
 

@@ -1,4 +1,4 @@
-"""Whether both ends of every link counted the same bytes."""
+"""Checks that both ends of every link counted the same bytes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from deploy.simulation.faults import FaultKind
 from deploy.simulation.monitor import Evidence, LinkCount
 
 INVENTED: Final = (FaultKind.DUPLICATION, FaultKind.STRANGER, FaultKind.FLOOD, FaultKind.SEEKERS, FaultKind.SECOND)
-LAST_BYTES: Final = 400  # an answer to a question, a goodbye: the other end has left
+LAST_BYTES: Final = 400  # messages that may be sent after the other end has left: an answer, a goodbye
 KINDS: Final = ("model", "control", "probe")
 
 
 def exact_accounts(drawn: DrawnLab, evidence: Evidence) -> str:
-    """Return where the ends of an undisturbed lab's links differ by more than the last messages of a run."""
-    slow = drawn.unequal or drawn.conditions.up_rate is not None  # repeats may be on their way as a round closes
-    if drawn.timed or slow:  # and who is late when the run ends is cut off
+    """Return the differences between the ends of an undisturbed lab's links, beyond the last messages of a run."""
+    slow = drawn.unequal or drawn.conditions.up_rate is not None  # repeats may be in flight when a round closes
+    if drawn.timed or slow:  # late children are cut off at the end of the run
         return plausible_accounts(replace(drawn, faults=()), evidence)
     wrong = []
     for (parent, child), link in evidence.up.items():
@@ -29,11 +29,11 @@ def exact_accounts(drawn: DrawnLab, evidence: Evidence) -> str:
     for (parent, child), link in evidence.down.items():
         if child == ALL:
             continue
-        control = link.sent["control"] - evidence.unheard[parent, child]
+        control = link.sent["control"] - evidence.before_join[parent, child]
         if not 0 <= control - link.received["control"] <= LAST_BYTES:
             wrong.append(f"{parent} sent {control} control bytes, {child} received {link.received['control']}")
         for kind in ("model", "probe"):
-            # A chunk published to all may replace the child's own one, whose topic is longer.
+            # A broadcast chunk may replace a unicast one, whose topic is longer.
             whole = link.sent[f"{kind} payload"] <= link.received[f"{kind} payload"]
             if not (whole and link.received[kind] <= _sent(evidence, parent, kind)):
                 wrong.append(f"{parent} sent {link.sent[kind]} {kind} bytes, {child} received {link.received[kind]}")
@@ -41,7 +41,7 @@ def exact_accounts(drawn: DrawnLab, evidence: Evidence) -> str:
 
 
 def plausible_accounts(drawn: DrawnLab, evidence: Evidence) -> str:
-    """Return where an end counted more than the other sent, over all processes of both."""
+    """Return the links of which an end counted more than the other sent, over all processes of both."""
     if any(fault.kind in INVENTED for fault in drawn.faults):
         return ""
     wrong = []
@@ -66,5 +66,5 @@ def plausible_accounts(drawn: DrawnLab, evidence: Evidence) -> str:
 
 
 def _sent(evidence: Evidence, parent: str, kind: str) -> int:
-    """Return the bytes that a parent sent to all children: a chunk for one on the common stream reaches others too."""
+    """Return the bytes that a parent sent to all children: a broadcast chunk for one child reaches others, too."""
     return sum(link.sent[kind] for (name, _), link in evidence.down.items() if name == parent)

@@ -1,4 +1,4 @@
-"""The agents of a simulated lab, made as the command line makes them."""
+"""The agents of a simulated lab, configured as by the command line."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ CONNECT_TIMEOUT_S: Final = 120.0
 
 
 def ignore(event: str, facts: dict[str, object]) -> None:
-    """Take an event of the cloud and do nothing."""
+    """Ignore an event of the cloud."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentFactory:
-    """Makes agents. `broker_each`: an institution's devices have a broker of their own, named like the institution."""
+    """Factory of agents. `broker_each`: each institution's devices have a broker of their own, with its name."""
 
     experiment: Experiment
     hardware: SimulatedHardware
@@ -42,27 +42,27 @@ class AgentFactory:
 
     @property
     def runs(self) -> Path:
-        """Where run folders lie."""
+        """The folder that contains the runs' folders."""
         return self.path / "runs"
 
     def upper_broker(self, node: str) -> str:
-        """Return the name of the broker where a node meets its parent."""
+        """Return the name of the broker between a node and its parent."""
         return self.homes[node] if self.broker_each and node in self.homes else BROKER
 
     def lower_broker(self, node: str) -> str:
-        """Return the name of the broker where an institution meets its devices."""
+        """Return the name of the broker between an institution and its devices."""
         return node if self.broker_each else BROKER
 
     def forget_files(self, node: str) -> None:
-        """Remove what a node keeps for a restart."""
+        """Remove the files that a node keeps for a restart."""
         shutil.rmtree(self._files(node), ignore_errors=True)
 
     def new(
         self, node: str, world: SimulatedWorld, *, resume: bool, parent: str | None = None, files: str = ""
     ) -> CloudAgent | InstitutionAgent | DeviceAgent:
-        """Return an agent; `resume`: a cloud goes on with the run that is there. `parent`: a device's.
+        """Return an agent. `resume`: a cloud continues the existing run, if any.
 
-        `files`: the name under which it keeps files, its own by default.
+        `parent`: a device's institution, by default its own    `files`: name of its spool folder, by default the node's
         """
         common: dict[str, Any] = {"connect_timeout_s": CONNECT_TIMEOUT_S, "metrics": self.metrics, "world": world}
         if self.spool:

@@ -1,7 +1,7 @@
 """An MQTT 3.1.1 broker without sockets; `tests/test_simulated_broker.py` compares it with mosquitto.
 
-Retained messages, wills, wildcards, take-over by client id, QoS 0 and 1, bounded queues, clean sessions only. What a
-client and the broker send each other takes its time on a link: `deploy.simulation.network`.
+It has retained messages, wills, wildcards, take-over by client id, QoS 0 and 1, and bounded queues; sessions are always
+clean. Packets between clients and the broker cross simulated links: `deploy.simulation.network`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 from common.accounting.counters import packet_bytes
 from deploy.simulation.subscriptions import SubscriptionTree, matches
 
-QUEUE_MOST = 1_000_000  # what `deploy.brokers.broker` sets for mosquitto; mosquitto's own default is 1000
+QUEUE_MOST = 1_000_000  # as `deploy.brokers.broker` configures mosquitto, whose default is 1000
 REFUSED = 0x80
 
 
@@ -28,14 +28,14 @@ class Routed(NamedTuple):
 
 
 class RetainedMessage(NamedTuple):
-    """What a broker keeps under a topic."""
+    """The retained message of a topic."""
 
     body: bytes
     qos: int
 
 
 class SessionWill(NamedTuple):
-    """The message that a broker publishes for a client that ended without a DISCONNECT."""
+    """The message that a broker publishes for a client that left without a DISCONNECT."""
 
     topic: str
     body: bytes
@@ -44,10 +44,10 @@ class SessionWill(NamedTuple):
 
 
 class Subscriber(Protocol):
-    """The broker's way to a client."""
+    """The broker's end of a connection to a client."""
 
     def pending(self) -> int:
-        """Return how many messages for the client have not arrived."""
+        """Return the number of messages for the client that have not arrived."""
 
     def deliver(self, topic: str, body: bytes, *, qos: int, retain: bool) -> None:
         """Send a message to the client."""
@@ -58,7 +58,7 @@ class Subscriber(Protocol):
 
 @dataclass(slots=True, eq=False)
 class BrokerSession:
-    """A connected client; `filters` are its subscriptions with their QoS."""
+    """A connected client; `filters` has the QoS of each of its subscriptions."""
 
     client_id: str
     subscriber: Subscriber
@@ -71,11 +71,12 @@ Store = Literal["empty", "current"] | Mapping[str, RetainedMessage]
 
 
 class SimulatedBroker:
-    """One broker. `accepts` may refuse a message by returning False; `routed` follows each that is routed.
+    """One broker. A message is dropped if `accepts` returns False; `routed` is called after each routed message.
 
-    `queue_most`: messages that may wait for one client, those above are dropped. `packet_limit`: a client that sends a
-    larger packet is disconnected. `denied`: topic filters whose messages are discarded, as by an access control list;
-    `refused`: filters that may not be subscribed to.
+    queue_most: most messages queued for one client; further ones are dropped
+    packet_limit: bytes; a client that sends a larger packet is disconnected
+    denied: topic filters whose messages are discarded, as by an access control list
+    refused: topic filters that may not be subscribed to
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class SimulatedBroker:
     # A client's packets
 
     def connect(self, client_id: str, subscriber: Subscriber, *, will: SessionWill | None = None) -> BrokerSession:
-        """Accept a client; one that is connected under this id is disconnected, and its will is published."""
+        """Accept a client. A client connected with the same id is disconnected, and its will is published."""
         session = BrokerSession(client_id, subscriber, will)
         earlier = self.sessions.get(client_id)
         if earlier is not None:
@@ -111,7 +112,7 @@ class SimulatedBroker:
         return session
 
     def publish(self, session: BrokerSession, topic: str, body: bytes, *, qos: int, retain: bool) -> bool:
-        """Accept a message; return whether it is to be acknowledged."""
+        """Accept a message; return whether it must be acknowledged."""
         if not session.alive:
             return False
         if self.packet_limit is not None and packet_bytes(topic, len(body), qos=qos) > self.packet_limit:
@@ -121,7 +122,7 @@ class SimulatedBroker:
         return session.alive and qos > 0
 
     def subscribe(self, session: BrokerSession, topic_filters: list[str], *, qos: int) -> list[int]:
-        """Add subscriptions, send what is retained under them, and return the codes of the SUBACK."""
+        """Add subscriptions, send their retained messages, and return the codes of the SUBACK."""
         codes = []
         for topic_filter in topic_filters if session.alive else ():
             if topic_filter in self.refused:
@@ -142,11 +143,11 @@ class SimulatedBroker:
                 self._tree.remove(topic_filter, session)
 
     def disconnect(self, session: BrokerSession) -> None:
-        """End a session whose client sent DISCONNECT; there is no will."""
+        """End a session after a DISCONNECT, without its will."""
         self._end(session)
 
     def abort(self, session: BrokerSession) -> None:
-        """End a session whose client is gone, or is to go, and publish its will."""
+        """End a session without a DISCONNECT, and publish its will."""
         if session.alive:
             self._end(session)
             self._publish_will(session)
@@ -154,7 +155,7 @@ class SimulatedBroker:
     # The broker itself
 
     def route(self, topic: str, body: bytes, *, qos: int, retain: bool) -> None:
-        """Keep and pass on a message, as if a client had sent it."""
+        """Retain and forward a message as if a client had sent it."""
         message = Routed(self.name, topic, body, qos, retain)
         if not self.up or self._is_denied(topic) or not self._accepts(message):
             return
@@ -169,24 +170,24 @@ class SimulatedBroker:
         self._routed(message)
 
     def snapshot(self) -> Mapping[str, RetainedMessage]:
-        """Return the retained messages of now, for a later `start`."""
+        """Return the current retained messages, for a later `start`."""
         return dict(self.retained)
 
     def kill(self) -> None:
-        """End at once: no will is published, every connection breaks."""
+        """End at once: every connection breaks, and no will is published."""
         self.up = False
         for session in list(self.sessions.values()):
             self._end(session)
 
     def terminate(self) -> None:
-        """End as mosquitto does on SIGTERM: it publishes every client's will, and a persistent store keeps them."""
+        """End like mosquitto on SIGTERM: it publishes every client's will, and a persistent store retains them."""
         for session in list(self.sessions.values()):
             if session.alive:
                 self._publish_will(session)
         self.kill()
 
     def start(self, store: Store = "empty") -> None:
-        """Start again, with no retained messages, those of the end, or those of a snapshot."""
+        """Start again with no retained messages ("empty"), those at the end ("current"), or those of a snapshot."""
         if isinstance(store, Mapping):
             self.retained = dict(store)
         elif store == "empty":

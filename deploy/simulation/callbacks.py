@@ -1,4 +1,4 @@
-"""Callbacks, futures and tasks of the simulation: each belongs to a process, and none is ordered by its address."""
+"""Callbacks, futures and tasks of the simulation: each belongs to a process, and their order is deterministic."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OWNER: ContextVar[CallbackOwner | None] = ContextVar("owner", default=None)
 
 
 class CountingLoop(asyncio.BaseEventLoop):
-    """An event loop that numbers what is made for it."""
+    """An event loop that numbers its objects."""
 
     def number(self) -> int:
         """Return the next number."""
@@ -28,7 +28,7 @@ class CountingLoop(asyncio.BaseEventLoop):
 
 
 class OwnedHandle(asyncio.Handle):
-    """A callback that runs only while its process does."""
+    """A callback that runs only while its process runs."""
 
     __slots__ = ("owner",)
     owner: CallbackOwner | None
@@ -40,7 +40,7 @@ class OwnedHandle(asyncio.Handle):
 
 
 class OwnedTimer(asyncio.TimerHandle):
-    """The same at a time; timers of one instant are ordered by their numbers."""
+    """A timer that fires only while its process runs; timers of one instant are ordered by number."""
 
     __slots__ = ("number", "owner")
     owner: CallbackOwner | None
@@ -59,7 +59,7 @@ class OwnedTimer(asyncio.TimerHandle):
 
 
 class NumberedFuture(asyncio.Future[Any]):
-    """A future that sets order by its number: by its address, no two runs would be alike."""
+    """A future that is hashed by a number: hashes of addresses would make the order in sets differ between runs."""
 
     def __init__(self, *, loop: CountingLoop) -> None:
         self._number = loop.number()
@@ -70,7 +70,7 @@ class NumberedFuture(asyncio.Future[Any]):
 
 
 class NumberedTask(asyncio.Task[Any]):
-    """A task that sets order by its number."""
+    """A task that is hashed by a number."""
 
     def __init__(self, coroutine: Any, *, loop: CountingLoop, **options: Any) -> None:
         self._number = loop.number()
@@ -81,7 +81,7 @@ class NumberedTask(asyncio.Task[Any]):
 
 
 def _may_run(owner: CallbackOwner | None, handle: asyncio.Handle) -> bool:
-    """Return whether a callback may run; keep it where its process is stopped."""
+    """Return whether a callback may run; if its process is stopped, keep it for later."""
     if owner is None or not (owner.killed or owner.stopped):
         return True
     if not owner.killed:

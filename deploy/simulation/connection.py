@@ -1,4 +1,4 @@
-"""A client's connection to a simulated broker: the interface of `common.runtime.world.Connection`."""
+"""A client's connection to a simulated broker: implements `common.runtime.world.Connection`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROUND_TRIPS: Final = 2  # TCP's and MQTT's
 
 
 class SimulatedConnection:
-    """One MQTT connection that comes back by itself, as `common.net.connection.BrokerConnection` does."""
+    """One MQTT connection that reconnects by itself, like `common.net.connection.BrokerConnection`."""
 
     def __init__(
         self,
@@ -65,16 +65,16 @@ class SimulatedConnection:
 
     @property
     def user(self) -> object:
-        """Return what receives the messages: an endpoint, or a node's search for its run."""
+        """The receiver of the messages: an endpoint, or a node's search for its run."""
         return getattr(self._received, "__self__", None)
 
     @property
     def up(self) -> bool:
-        """Return whether the broker is connected."""
+        """Whether the connection is open."""
         return self.stream is not None
 
     async def run(self, *, connect_timeout_s: float) -> None:
-        """Keep the connection until cancelled. Raises ConnectionFailed, and what the callbacks raise."""
+        """Keep the connection open until cancelled. Raises ConnectionFailed, and errors of the callbacks."""
         loop = asyncio.get_running_loop()
         give_up, attempt = loop.time() + connect_timeout_s, 0
         while True:
@@ -99,19 +99,19 @@ class SimulatedConnection:
                         f"broker {self.address}: {error}. Is it running there, and are the login and --broker right?"
                     ) from None
             self.reconnects += 1
-            pause = pause_s(attempt, self.link.draw.uniform)
+            pause = pause_s(attempt, self.link.rng.uniform)
             await asyncio.sleep(min(pause, max(0.0, give_up - loop.time())))
             attempt += 1
 
     def publish(self, topic: str, body: bytes, *, qos: int, retain: bool = False) -> None:
-        """Send a message, or drop it if there is no connection."""
+        """Send a message, or drop it without a connection."""
         if self.stream is not None:
             size = packet_bytes(topic, len(body), qos=qos)
             key = self._expect_acknowledgement(lambda codes: None) if qos else None
             self.stream.send(PacketKind.PUBLISH, size, topic=topic, body=body, qos=qos, retain=retain, content=key)
 
     def publish_body(self, topic: str, body: Body, *, done: Callable[[], None]) -> None:
-        """Send a large message; `done` is called, not at once, when it has left or the connection broke."""
+        """Send a large message; `done` is called later, when it was sent or the connection broke."""
         if self.stream is None:
             done()
             return
@@ -153,14 +153,14 @@ class SimulatedConnection:
             self.stream.send(PacketKind.UNSUBSCRIBE, size, body=list(topics), content=key)
 
     async def flush(self) -> None:
-        """Wait until everything is acknowledged, or the connection broke."""
+        """Wait until everything is acknowledged or the connection breaks."""
         while self._unacknowledged:
             if self._flushed is None:
                 self._flushed = asyncio.get_running_loop().create_future()
             await asyncio.shield(self._flushed)
 
     def arrived(self, packet: Packet) -> None:
-        """Take a packet from the broker."""
+        """Process a packet from the broker."""
         if packet.kind is PacketKind.ACKNOWLEDGEMENT:
             answered = self._unacknowledged.pop(packet.content, None)
             if answered is not None:
@@ -176,7 +176,7 @@ class SimulatedConnection:
             self._early.append(packet)  # aiomqtt queues them until `connected` has returned
 
     def detach_bodies(self) -> None:
-        """Copy what was not sent yet: its memory may be written from now on."""
+        """Copy bodies that are not sent yet: the owner may overwrite their memory from now on."""
         for packet in self._leaving:
             packet.body.detach()
 
@@ -196,7 +196,7 @@ class SimulatedConnection:
         self._received(packet.topic, packet.body, packet.retain)
 
     def _left(self, packet: Packet) -> None:
-        """Copy a large body as it leaves: from now on its memory is its owner's."""
+        """Copy a large body as it leaves: its owner may overwrite the memory from now on."""
         packet.body = bytes(packet.body.view)
         done = self._leaving.pop(packet, None)
         if done is not None:
@@ -227,22 +227,22 @@ class SimulatedConnection:
 
 
 class SimulatedMeter:
-    """The bytes of a simulated connection; see `common.accounting.tcp.WireMeter`."""
+    """Byte counts of a simulated connection; see `common.accounting.tcp.WireMeter`."""
 
     def __init__(self, connection: SimulatedConnection) -> None:
         self._connection = connection
         self._before = TcpStats()
 
     def add(self, stream: ClientStream) -> None:
-        """Count a stream that ends."""
+        """Add the bytes of a stream that ends."""
         self._before += stream.carried()
 
     def sample(self) -> TcpStats:
-        """Return what was carried so far."""
+        """Return the bytes of all connections so far."""
         stream = self._connection.stream
         return self._before if stream is None else self._before + stream.carried()
 
     def received(self) -> int:
-        """Return the bytes received on the present connection, a packet that is under way included."""
+        """Return the bytes received on the current connection, including those of an incomplete packet."""
         stream: Any = self._connection.stream
         return -1 if stream is None else stream.received_bytes()

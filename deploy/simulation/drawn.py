@@ -1,4 +1,4 @@
-"""What one seed plays: a drawn experiment, its machines and links, and the faults that disturb it."""
+"""The random lab of a seed: its experiment, its machines and links, and its faults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deploy.simulation.faults import Fault
 from deploy.simulation.hardware import Durations
 from deploy.simulation.network import LinkConditions
 
-TRAININGS_MOST: Final = 72  # of a lab: more would only be slower
+TRAININGS_MOST: Final = 72  # per lab; more would only take longer
 MBIT: Final = (1.0, 2.0, 8.0, 20.0, 100.0)
 MODEL_BYTES: Final = (2_000, 10_000, 10_000, 40_000, 150_000, 400_000)
 TRIES: Final = 100
@@ -25,7 +25,7 @@ TRIES: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class DrawnLab:
-    """A lab of one seed. `unequal`: the links of single nodes. `expected_s`: a guess at how long it takes."""
+    """The random lab of one seed. `unequal`: conditions of single nodes' links; `expected_s`: estimated duration."""
 
     seed: int
     experiment: Experiment
@@ -41,28 +41,28 @@ class DrawnLab:
 
     @property
     def timed(self) -> bool:
-        """Return whether what is aggregated depends on time."""
+        """Whether the aggregated models depend on time."""
         return "quorum" in (self.experiment.cloud.closing.rule, self.experiment.institution.closing.rule)
 
 
 def draw_lab(seed: int) -> DrawnLab:
     """Return the lab of a seed."""
-    draw = random.Random(f"{seed} experiment")
+    rng = random.Random(f"{seed} experiment")
     for _ in range(TRIES):
-        durations = _durations(draw)
-        tree = _tree(draw, durations)
+        durations = _durations(rng)
+        tree = _tree(rng, durations)
         try:
             experiment = parse(tree)
         except InvalidExperiment:
             continue
-        return _around(seed, draw, experiment, durations)
-    raise AssertionError(f"seed {seed} draws no experiment that can be")
+        return _around(seed, rng, experiment, durations)
+    raise AssertionError(f"seed {seed} gives no valid experiment")
 
 
-def _around(seed: int, draw: random.Random, experiment: Experiment, durations: Durations) -> DrawnLab:
-    model_bytes = draw.choice(MODEL_BYTES)
-    conditions, unequal = _conditions(draw, experiment)
-    broker_each = draw.random() < 0.3
+def _around(seed: int, rng: random.Random, experiment: Experiment, durations: Durations) -> DrawnLab:
+    model_bytes = rng.choice(MODEL_BYTES)
+    conditions, unequal = _conditions(rng, experiment)
+    broker_each = rng.random() < 0.3
     expected_s = _expected_s(experiment, durations, model_bytes, conditions)
     return DrawnLab(
         seed=seed,
@@ -72,37 +72,37 @@ def _around(seed: int, draw: random.Random, experiment: Experiment, durations: D
         conditions=conditions,
         unequal=unequal,
         broker_each=broker_each,
-        spool=draw.random() < 0.8,
-        executor_delay_s=draw.choice([0.0, 0.0, 0.05, 0.5]),
+        spool=rng.random() < 0.8,
+        executor_delay_s=rng.choice([0.0, 0.0, 0.05, 0.5]),
         expected_s=expected_s,
         faults=draw_faults(random.Random(f"{seed} faults"), experiment, expected_s, broker_each=broker_each),
     )
 
 
-def _durations(draw: random.Random) -> Durations:
+def _durations(rng: random.Random) -> Durations:
     return Durations(
-        boot_s=draw.choice([0.1, 0.3, 2.0]),
-        train_s=draw.choice([0.1, 0.5, 1.0, 1.0, 4.0]),
-        spread=draw.choice([0.0, 0.5, 2.0]),
-        evaluate_s=draw.choice([0.05, 0.2, 2.0]),
+        boot_s=rng.choice([0.1, 0.3, 2.0]),
+        train_s=rng.choice([0.1, 0.5, 1.0, 1.0, 4.0]),
+        spread=rng.choice([0.0, 0.5, 2.0]),
+        evaluate_s=rng.choice([0.05, 0.2, 2.0]),
     )
 
 
-def _tree(draw: random.Random, durations: Durations) -> dict[str, Any]:
-    sizes = [draw.choice([1, 1, 2, 2, 3, 4, 8]) for _ in range(draw.choice([1, 1, 2, 2, 3, 4]))]
-    rounds = draw.choice([1, 1, 2, 2, 3, 4])
+def _tree(rng: random.Random, durations: Durations) -> dict[str, Any]:
+    sizes = [rng.choice([1, 1, 2, 2, 3, 4, 8]) for _ in range(rng.choice([1, 1, 2, 2, 3, 4]))]
+    rounds = rng.choice([1, 1, 2, 2, 3, 4])
     while sum(sizes) * rounds > TRAININGS_MOST:
         sizes[sizes.index(max(sizes))] -= 1
     most = TRAININGS_MOST // (sum(sizes) * rounds)
     devices = [f"device-{number}" for number in range(sum(sizes))]
     ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
-    shares = [draw.choice([1.0, 1.0, 1.0, 0.5, 0.75]) for _ in range(2)]
+    shares = [rng.choice([1.0, 1.0, 1.0, 0.5, 0.75]) for _ in range(2)]
     drawn = participants(len(sizes), shares[0]), min(participants(size, shares[1]) for size in sizes)
-    keepalive_s = draw.choice([5, 10, 10, 30])
+    keepalive_s = rng.choice([5, 10, 10, 30])
     return {
         "name": "drawn",
-        "seed": draw.randrange(1000),
-        "rounds": min(draw.randint(1, 5), max(1, most)),
+        "seed": rng.randrange(1000),
+        "rounds": min(rng.randint(1, 5), max(1, most)),
         "topology": {
             "institutions": len(sizes),
             "devices": devices,
@@ -111,85 +111,85 @@ def _tree(draw: random.Random, durations: Durations) -> dict[str, Any]:
                 for place, (end, size) in enumerate(zip(ends, sizes, strict=True))
             },
         },
-        "training": {"epochs": draw.choice([1, 1, 2, 3])},
+        "training": {"epochs": rng.choice([1, 1, 2, 3])},
         "cloud": {
             "participation": shares[0],
-            "aggregation": _rule(draw, cloud=True),
-            "closing": _closing(draw, drawn[0], 8 * durations.train_s * rounds),
-            "epoch_control": draw.choice([{}, {"name": "tempo"}, {"name": "tempo", "variant": "plato"}]),
-            "checkpoint_every": draw.choice([1, 1, 2]),
+            "aggregation": _rule(rng, cloud=True),
+            "closing": _closing(rng, drawn[0], 8 * durations.train_s * rounds),
+            "epoch_control": rng.choice([{}, {"name": "tempo"}, {"name": "tempo", "variant": "plato"}]),
+            "checkpoint_every": rng.choice([1, 1, 2]),
         },
         "institution": {
             "rounds": rounds,
             "participation": shares[1],
-            "aggregation": _rule(draw, cloud=False),
-            "closing": _closing(draw, drawn[1], 4 * durations.train_s),
+            "aggregation": _rule(rng, cloud=False),
+            "closing": _closing(rng, drawn[1], 4 * durations.train_s),
         },
-        "links": _links(draw),
+        "links": _links(rng),
         "transfer": {
-            "inline_bytes": draw.choice([0, 0, 4096, 262_144]),
-            "chunk_bytes": draw.choice([32_768, 32_768, 65_536, 1_000_000]),
-            "window": draw.choice([2, 4, 8]),
-            "upload_slots": draw.choice([1, 2, 4]),
-            "idle_s": float(max(draw.choice([30, 60, 120]), 4 * keepalive_s)),
+            "inline_bytes": rng.choice([0, 0, 4096, 262_144]),
+            "chunk_bytes": rng.choice([32_768, 32_768, 65_536, 1_000_000]),
+            "window": rng.choice([2, 4, 8]),
+            "upload_slots": rng.choice([1, 2, 4]),
+            "idle_s": float(max(rng.choice([30, 60, 120]), 4 * keepalive_s)),
             "keepalive_s": keepalive_s,
-            "resident_mb": draw.choice([512.0, 0.001]),
-            "wan": _codecs(draw),
-            "lan": _codecs(draw),
+            "resident_mb": rng.choice([512.0, 0.001]),
+            "wan": _codecs(rng),
+            "lan": _codecs(rng),
         },
     }
 
 
-def _rule(draw: random.Random, *, cloud: bool) -> dict[str, Any]:
-    name = draw.choice(["fedavg", "fedavg", "fedcross", "fedmr", "fedcda", "independent", "fedadp"])
+def _rule(rng: random.Random, *, cloud: bool) -> dict[str, Any]:
+    name = rng.choice(["fedavg", "fedavg", "fedcross", "fedmr", "fedcda", "independent", "fedadp"])
     rule: dict[str, Any] = {"name": name}
     if name in ("fedcross", "fedmr", "independent") and not cloud:
-        rule["on_new_model"] = draw.choice(["reset", "recentre"])
+        rule["on_new_model"] = rng.choice(["reset", "recentre"])
     if name == "fedcross":
-        rule |= {"strategy": draw.choice(["in_order", "lowest"]), "first_stage_rounds": draw.choice([0, 1])}
+        rule |= {"strategy": rng.choice(["in_order", "lowest"]), "first_stage_rounds": rng.choice([0, 1])}
     elif name == "fedmr":
-        rule |= {"granularity": draw.choice(["module", "key", "block", "model"])}
+        rule |= {"granularity": rng.choice(["module", "key", "block", "model"])}
     elif name == "fedcda":
-        rule |= {"depth": draw.choice([1, 2]), "warmup_rounds": draw.choice([0, 1]), "groups": 4}
-        rule |= {"history": draw.choice(["clear", "keep"])}
+        rule |= {"depth": rng.choice([1, 2]), "warmup_rounds": rng.choice([0, 1]), "groups": 4}
+        rule |= {"history": rng.choice(["clear", "keep"])}
     return rule
 
 
-def _closing(draw: random.Random, children: int, seconds: float) -> dict[str, Any]:
-    if draw.random() < 0.75:
+def _closing(rng: random.Random, children: int, seconds: float) -> dict[str, Any]:
+    if rng.random() < 0.75:
         return {}
-    return {"rule": "quorum", "quorum": draw.randint(1, children), "deadline_s": draw.uniform(0.3, 1.5) * seconds}
+    return {"rule": "quorum", "quorum": rng.randint(1, children), "deadline_s": rng.uniform(0.3, 1.5) * seconds}
 
 
-def _codecs(draw: random.Random) -> dict[str, str]:
-    if draw.random() < 0.6:
+def _codecs(rng: random.Random) -> dict[str, str]:
+    if rng.random() < 0.6:
         return {}
-    return {"up": draw.choice(UP), "down": draw.choice(DOWN)}
+    return {"up": rng.choice(UP), "down": rng.choice(DOWN)}
 
 
-def _links(draw: random.Random) -> dict[str, Any]:
+def _links(rng: random.Random) -> dict[str, Any]:
     links: dict[str, Any] = {
-        "check": draw.choice(["off", "off", "warn"]),
-        "enforce": draw.choice(["bucket", "bucket", "none"]),
+        "check": rng.choice(["off", "off", "warn"]),
+        "enforce": rng.choice(["bucket", "bucket", "none"]),
     }
-    if draw.random() < 0.4:
-        place = draw.randrange(len(MBIT))
-        links["wan"] = {"up_mbit": MBIT[place], "down_mbit": MBIT[min(place + 1, 4)], "delay_ms": draw.choice([0, 50])}
-        links["lan"] = draw.choice([{}, {"up_mbit": 20, "down_mbit": 100}])
-        if draw.random() < 0.3:
+    if rng.random() < 0.4:
+        place = rng.randrange(len(MBIT))
+        links["wan"] = {"up_mbit": MBIT[place], "down_mbit": MBIT[min(place + 1, 4)], "delay_ms": rng.choice([0, 50])}
+        links["lan"] = rng.choice([{}, {"up_mbit": 20, "down_mbit": 100}])
+        if rng.random() < 0.3:
             links["of"] = {"device-0": {"up_mbit": 1, "down_mbit": 2, "delay_ms": 20}}
     return links
 
 
-def _conditions(draw: random.Random, experiment: Experiment) -> tuple[LinkConditions, dict[str, LinkConditions]]:
-    conditions = LinkConditions(delay_s=draw.choice([0.0005, 0.0005, 0.02]))
-    if draw.random() < 0.2:
+def _conditions(rng: random.Random, experiment: Experiment) -> tuple[LinkConditions, dict[str, LinkConditions]]:
+    conditions = LinkConditions(delay_s=rng.choice([0.0005, 0.0005, 0.02]))
+    if rng.random() < 0.2:
         conditions = LinkConditions(up_rate=1e6, down_rate=2e6, delay_s=0.01)
     nodes = [*experiment.topology.institution_names(), *experiment.topology.device_names()]
     unequal = {}
-    if draw.random() < 0.3:
-        slow = LinkConditions(up_rate=draw.choice([5e4, 3e5]), down_rate=draw.choice([1e5, 1e6]), delay_s=0.05)
-        unequal[draw.choice(nodes)] = slow
+    if rng.random() < 0.3:
+        slow = LinkConditions(up_rate=rng.choice([5e4, 3e5]), down_rate=rng.choice([1e5, 1e6]), delay_s=0.05)
+        unequal[rng.choice(nodes)] = slow
     return conditions, unequal
 
 

@@ -1,4 +1,4 @@
-"""Which faults a seed draws."""
+"""Random choice of a seed's faults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONTROL: Final = (
     "Presence", "Task", "Progress", "Result", "Acknowledgement", "Ask", "Gone", "WhoIsThere", "Alive", "Preparing",
     "Farewell", "Goodbye", "Reports", "Announcement", "chunk",
 )  # fmt: skip
-LETHAL: Final = 0.06  # of the faults last longer than the lab's patience
+LETHAL: Final = 0.06  # share of the faults that last about as long as `idle_s` or longer
 KINDS: Final = (
     *(FaultKind.KILL,) * 5, *(FaultKind.TERMINATE,) * 3, *(FaultKind.STOP,) * 3, *(FaultKind.BROKER,) * 3,
     *(FaultKind.PARTITION,) * 2, *(FaultKind.MUTE,) * 4, FaultKind.LOSS, FaultKind.DUPLICATION, FaultKind.REORDERING,
@@ -40,21 +40,21 @@ DETAILS: Final[Mapping[FaultKind, Sequence[str]]] = {
 
 
 def draw_faults(
-    draw: random.Random, experiment: Experiment, expected_s: float, *, broker_each: bool
+    rng: random.Random, experiment: Experiment, expected_s: float, *, broker_each: bool
 ) -> tuple[Fault, ...]:
     """Return the faults of a seed, in the order of their times."""
     institutions, devices = experiment.topology.institution_names(), experiment.topology.device_names()
     brokers = [BROKER, *(institutions if broker_each else ())]
     faults = []
-    for _ in range(draw.choice([1, 1, 2, 2, 3, 3, 4, 5, 6, 10])):
-        kind = draw.choice(KINDS)
-        node = draw.choice([draw.choice(devices), draw.choice(institutions), draw.choice([*devices, CLOUD])])
-        faults.append(_fault(draw, kind, node, experiment, expected_s, devices, brokers))
+    for _ in range(rng.choice([1, 1, 2, 2, 3, 3, 4, 5, 6, 10])):
+        kind = rng.choice(KINDS)
+        node = rng.choice([rng.choice(devices), rng.choice(institutions), rng.choice([*devices, CLOUD])])
+        faults.append(_fault(rng, kind, node, experiment, expected_s, devices, brokers))
     return tuple(sorted(faults, key=lambda fault: (fault.at_s, fault.kind)))
 
 
 def _fault(
-    draw: random.Random,
+    rng: random.Random,
     kind: FaultKind,
     node: str,
     experiment: Experiment,
@@ -63,22 +63,22 @@ def _fault(
     brokers: list[str],
 ) -> Fault:
     keepalive_s, idle_s = experiment.transfer.keepalive_s, experiment.transfer.idle_s
-    at_s = 0.0 if kind in AT_START else draw.uniform(0, 1.1 * expected_s)
-    for_s = draw.choice([draw.uniform(0, 0.5), draw.uniform(0, 3), draw.uniform(0, 8)])
-    keep, clean = draw.random() < 0.7, draw.random() < 0.5
+    at_s = 0.0 if kind in AT_START else rng.uniform(0, 1.1 * expected_s)
+    for_s = rng.choice([rng.uniform(0, 0.5), rng.uniform(0, 3), rng.uniform(0, 8)])
+    keep, clean = rng.random() < 0.7, rng.random() < 0.5
     if kind in (FaultKind.WRONG, FaultKind.HANG, FaultKind.SECOND) and node not in devices:
-        node = draw.choice(devices) if kind is not FaultKind.SECOND or node == CLOUD else node
+        node = rng.choice(devices) if kind is not FaultKind.SECOND or node == CLOUD else node
     if kind in (*CHAOS, FaultKind.MUTE):
-        node = draw.choice([node, ""])
+        node = rng.choice([node, ""])
     elif kind is FaultKind.BROKER:
-        node = draw.choice(brokers)
+        node = rng.choice(brokers)
     if kind in CHAOS:
         for_s *= 3
-    elif kind is FaultKind.STOP and draw.random() < 0.4:
-        for_s = draw.uniform(1.2, 2.2) * keepalive_s
-    elif kind is FaultKind.PARTITION and draw.random() < 0.5:
-        for_s = draw.uniform(0.5, 2.5) * keepalive_s
-    if kind not in (*AT_START, FaultKind.SECOND) and draw.random() < LETHAL:
-        for_s = idle_s * draw.uniform(0.9, 1.6)
-    amount, detail = draw.choice(AMOUNTS.get(kind, (0.0,))), draw.choice(DETAILS.get(kind, ("",)))
+    elif kind is FaultKind.STOP and rng.random() < 0.4:
+        for_s = rng.uniform(1.2, 2.2) * keepalive_s
+    elif kind is FaultKind.PARTITION and rng.random() < 0.5:
+        for_s = rng.uniform(0.5, 2.5) * keepalive_s
+    if kind not in (*AT_START, FaultKind.SECOND) and rng.random() < LETHAL:
+        for_s = idle_s * rng.uniform(0.9, 1.6)
+    amount, detail = rng.choice(AMOUNTS.get(kind, (0.0,))), rng.choice(DETAILS.get(kind, ("",)))
     return Fault(kind, round(at_s, 3), round(for_s, 3), node, amount, detail, keep, clean)

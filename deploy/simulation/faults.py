@@ -1,4 +1,4 @@
-"""The faults of a drawn lab, as data: what, when, for how long, to whom."""
+"""The faults of a random lab as data: kind, time, duration, node."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 
 class FaultKind(StrEnum):
-    """What happens."""
+    """The kinds of faults."""
 
     KILL = "kill"
     TERMINATE = "terminate"
@@ -37,11 +37,11 @@ CUTS: Final = (FaultKind.STOP, FaultKind.PARTITION, FaultKind.BLACK_HOLE, FaultK
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault. `node` may be a broker's name, or empty where everybody is meant.
+    """One fault. `node`: a node's or a broker's name, or "" for all nodes.
 
-    amount: a share, bytes, bytes per second, or a clock's offset in seconds, as the kind has it
+    amount: a share, bytes, bytes per second, or a clock offset in seconds, by kind
     detail: the kind of message that is lost, or the store of a restarted broker
-    keep: whether the files of a restarted node are there; `clean`: SIGTERM in place of SIGKILL
+    keep: whether a restarted node keeps its files    clean: SIGTERM instead of SIGKILL
     """
 
     kind: FaultKind
@@ -55,24 +55,24 @@ class Fault:
 
     @property
     def end_s(self) -> float:
-        """Return when it is over."""
+        """The time at which it ends, seconds."""
         return self.at_s + self.for_s
 
     @property
     def restarts(self) -> bool:
-        """Return whether a process of `node` begins anew."""
+        """Whether a process of `node` restarts."""
         return self.kind in RESTARTS
 
     def __str__(self) -> str:
-        words = [f"{self.at_s:.2f}+{self.for_s:.2f}s", self.kind.value, self.node, self.detail]
-        words += [f"{self.amount:g}"] if self.amount else []
-        words += [] if self.keep else ["without files"]
-        words += ["clean"] if self.clean else []
-        return " ".join(word for word in words if word)
+        parts = [f"{self.at_s:.2f}+{self.for_s:.2f}s", self.kind.value, self.node, self.detail]
+        parts += [f"{self.amount:g}"] if self.amount else []
+        parts += [] if self.keep else ["without files"]
+        parts += ["clean"] if self.clean else []
+        return " ".join(part for part in parts if part)
 
 
 def longest_s(faults: tuple[Fault, ...], *, keepalive_s: float) -> float:
-    """Return the longest time without an undisturbed moment, each fault's recovery included."""
+    """Return the longest time without an undisturbed moment, including each fault's recovery, seconds."""
     longest = end = begin = 0.0
     for fault in sorted(faults, key=lambda fault: fault.at_s):
         over = fault.end_s + recovery_s(fault, keepalive_s=keepalive_s)
@@ -84,7 +84,7 @@ def longest_s(faults: tuple[Fault, ...], *, keepalive_s: float) -> float:
 
 
 def recovery_s(fault: Fault, *, keepalive_s: float) -> float:
-    """Return how long it may take after a fault until everything moves again: connections, repeats, asks."""
+    """Return the time within which progress resumes after a fault (reconnects, repeats, asks), seconds."""
     return RECOVERY_S + (2 * keepalive_s if fault.kind in CUTS else 0.0)
 
 

@@ -1,4 +1,4 @@
-"""What computes in a simulated lab: training and evaluation, which take drawn seconds of virtual time."""
+"""Computation in a simulated lab: training and evaluation take random seconds of virtual time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROGRESS_S: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """Seconds of virtual time. A training of one epoch takes `train_s` times up to 1 + `spread`, as drawn."""
+    """Seconds of virtual time. One epoch takes `train_s` times a random factor from 1 to 1 + `spread`."""
 
     boot_s: float = 0.3
     train_s: float = 1.0
@@ -29,9 +29,9 @@ class Durations:
 
 @dataclass(slots=True)
 class SimulatedHardware:
-    """The machines of a lab: a workload, how long it takes, and how often devices trained.
+    """The machines of a lab: the workload, its durations, and counts of trainings.
 
-    A device in `hanging` never gets ready.
+    Devices in `hanging` never become ready.
     """
 
     workload: Workload
@@ -43,7 +43,7 @@ class SimulatedHardware:
 
 
 class SimulatedPool:
-    """Stands for `device.pool.pool.Pool` in one process; any number of trainings run at once."""
+    """Replacement of `device.pool.pool.Pool` in one process, with any number of concurrent trainings."""
 
     def __init__(self, hardware: SimulatedHardware) -> None:
         self.hardware = hardware
@@ -64,11 +64,11 @@ class SimulatedMember:
 
     @property
     def moves(self) -> int:
-        """Return what grows while any training of the pool does."""
+        """A counter that grows while any training of the pool progresses."""
         return self._pool.moves
 
     async def prepare(self, experiment: Experiment) -> Prepared:
-        """Return this device's facts."""
+        """Return this device's layout, samples and partition digest, after `boot_s`."""
         hardware = self._hardware
         if self._node in hardware.hanging:
             await asyncio.get_running_loop().create_future()
@@ -77,10 +77,10 @@ class SimulatedMember:
         return Prepared(workload.layout, workload.samples(self._node), workload.partition)
 
     async def train(self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress) -> LocalResult:
-        """Train after the drawn seconds have passed, with progress in between."""
+        """Train after random seconds, with progress in between."""
         hardware, durations = self._hardware, self._hardware.durations
-        draw = random.Random(f"{hardware.seed} training {self._node} {local_round}")
-        seconds = durations.train_s * epochs * (1 + durations.spread * draw.random())
+        rng = random.Random(f"{hardware.seed} training {self._node} {local_round}")
+        seconds = durations.train_s * epochs * (1 + durations.spread * rng.random())
         parts = max(1, min(STEPS_MOST, int(seconds / PROGRESS_S)))
         for part in range(1, parts + 1):
             await asyncio.sleep(seconds / parts)
@@ -93,7 +93,7 @@ class SimulatedMember:
 
 
 class SimulatedEvaluator:
-    """Stands for `cloud.evaluator.Evaluator`."""
+    """Replacement of `cloud.evaluator.Evaluator`."""
 
     def __init__(self, hardware: SimulatedHardware) -> None:
         self._hardware = hardware
@@ -110,4 +110,4 @@ class SimulatedEvaluator:
         return Accuracy(global_round, *self._hardware.workload.evaluate(row))
 
     def close(self) -> None:
-        """There is nothing to release."""
+        """Do nothing: there are no resources to release."""

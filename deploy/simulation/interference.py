@@ -1,4 +1,4 @@
-"""What can happen to messages: some kinds are lost, some are damaged, strangers and floods come on top."""
+"""Interference with messages: lost kinds, flipped bits, messages of unknown sessions, and floods."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DEAD_SESSION: Final = "0123456789abcdef"
 
 
 def kind_of(message: Routed) -> str:
-    """Return the kind of a message: its record's name, `chunk`, "" for an empty one or one that is none."""
+    """Return the kind of a message: its record's name, `chunk`, or "" if it is empty or malformed."""
     if "/blob/" in message.topic:
         return CHUNK
     unpacker = msgpack.Unpacker()
@@ -59,7 +59,7 @@ def kind_of(message: Routed) -> str:
 
 
 def sender_of(topic: str) -> str:
-    """Return who sent a message, by its topic; "" where it is no topic of fedstrata."""
+    """Return the sender of a message, by its topic; "" for a topic that is not fedstrata's."""
     try:
         parsed = topics.parse(topic)
     except WireError:
@@ -70,33 +70,33 @@ def sender_of(topic: str) -> str:
 
 
 class MuteFilter:
-    """Loses one kind of message, of one sender or of all."""
+    """Filter that drops one kind of message, of one sender or of all."""
 
     def __init__(self, lab: SimulatedLab, fault: Fault) -> None:
         self._fault = fault
 
     def __call__(self, message: Routed) -> bool:
-        """Return whether a message is passed on."""
+        """Return whether a message is forwarded."""
         fault = self._fault
         return kind_of(message) != fault.detail or fault.node not in ("", sender_of(message.topic))
 
 
 class Flipper:
-    """Flips one bit in a share of one sender's messages."""
+    """Filter that flips one bit in a share of one sender's messages."""
 
     def __init__(self, lab: SimulatedLab, fault: Fault) -> None:
         self._lab, self._fault = lab, fault
-        self._draw = random.Random(f"{lab.seed} flip {fault}")
+        self._rng = random.Random(f"{lab.seed} flip {fault}")
         self._flipping = False
 
     def __call__(self, message: Routed) -> bool:
-        """Return whether a message is passed on as it is."""
+        """Return whether a message is forwarded unchanged."""
         if self._flipping or not message.body or sender_of(message.topic) != self._fault.node:
             return True
-        if self._draw.random() >= self._fault.amount:
+        if self._rng.random() >= self._fault.amount:
             return True
         body = bytearray(message.body)
-        place = self._draw.randrange(8 * len(body))
+        place = self._rng.randrange(8 * len(body))
         body[place // 8] ^= 1 << place % 8
         self._flipping = True
         self._lab.broker(message.broker).route(message.topic, bytes(body), qos=message.qos, retain=message.retain)
@@ -106,24 +106,24 @@ class Flipper:
 
 def send_as_stranger(lab: SimulatedLab, fault: Fault, number: int) -> None:
     """Publish a message of an unknown session under a node's name."""
-    node, draw = fault.node, random.Random(f"{lab.seed} stranger {fault} {number}")
+    node, rng = fault.node, random.Random(f"{lab.seed} stranger {fault} {number}")
     for endpoint in _endpoints(lab, node):
         identity = endpoint.identity
-        session = draw.randbytes(8).hex()
-        peer = draw.choice(endpoint.session.peers)
-        body = serialization.encode(draw.choice(_messages(node == CLOUD)), session)
+        session = rng.randbytes(8).hex()
+        peer = rng.choice(endpoint.session.peers)
+        body = serialization.encode(rng.choice(_messages(node == CLOUD)), session)
         broker = endpoint.connection.address.host
-        if draw.random() < 0.2:
-            state = draw.choice([NodeState.INIT, NodeState.READY, NodeState.LOST])
+        if rng.random() < 0.2:
+            state = rng.choice([NodeState.INIT, NodeState.READY, NodeState.LOST])
             body = serialization.encode(Presence(state, identity.role, samples=7), session)
-            lab.inject(topics.state(identity.lab, identity.run, node), body, retain=draw.random() < 0.5, broker=broker)
+            lab.inject(topics.state(identity.lab, identity.run, node), body, retain=rng.random() < 0.5, broker=broker)
         else:
             lab.inject(topics.inbox(identity.lab, identity.run, peer, node), body, broker=broker)
 
 
 def flood(lab: SimulatedLab, fault: Fault, number: int) -> None:
-    """Publish one message of a flood: asks of a node's own session, or unknown nodes that seek it."""
-    draw = random.Random(f"{lab.seed} flood {fault} {number}")
+    """Publish one message of a flood: asks of a node's own session, or searches of unknown nodes for it."""
+    rng = random.Random(f"{lab.seed} flood {fault} {number}")
     for endpoint in _endpoints(lab, fault.node):
         identity, broker = endpoint.identity, endpoint.connection.address.host
         if fault.kind is FaultKind.SEEKERS:
@@ -131,14 +131,14 @@ def flood(lab: SimulatedLab, fault: Fault, number: int) -> None:
             body = serialization.encode(question, f"{number:016x}")
             lab.inject(topics.seek(identity.lab, fault.node, f"stranger-{number}"), body, qos=0, broker=broker)
         else:
-            ask = Ask(draw.randbytes(8).hex(), b"\xff" * 8, 0, 0, 64, True)
+            ask = Ask(rng.randbytes(8).hex(), b"\xff" * 8, 0, 0, 64, True)
             for peer in endpoint.session.peers:
                 topic = topics.inbox(identity.lab, identity.run, peer, fault.node)
                 lab.inject(topic, serialization.encode(ask, identity.session), qos=0, broker=broker)
 
 
 def leave_remains(lab: SimulatedLab, fault: Fault) -> None:
-    """Publish what a dead run left on a broker: presences that say READY, and an experiment."""
+    """Publish the remains of a dead run on a broker: retained READY presences, and an experiment."""
     presence = Presence(NodeState.READY, "device", samples=10, ledger=DEAD_SESSION)
     for node in {fault.node, lab.homes.get(fault.node, CLOUD), CLOUD}:
         for broker in lab.network.brokers:

@@ -1,4 +1,4 @@
-"""What must hold of every lab that a seed plays, each by a name. An invariant returns what is wrong, or ""."""
+"""Named invariants of the simulated labs. Each returns a description of the violation, or ""."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from deploy.simulation.outcome import LabOutcome
 
 DOCUMENTED: Final = re.compile(r"NoProgress|RunFailed|InvalidBelow|ConnectionFailed")
 GONE_STATE: Final = re.compile(r"RunFailed: .*(rule before global round|gave up)")
-STALL_S: Final = 45.0  # beyond two undisturbed rounds and two keep-alives: back-off, repeats, proof of life
-TASKS_MOST: Final = {"cloud": (16, 2), "institution": (24, 2), "device": (16, 0)}  # and so many for each child
+STALL_S: Final = 45.0  # added to two undisturbed rounds and two keep-alives: back-off, repeats, proof of life
+TASKS_MOST: Final = {"cloud": (16, 2), "institution": (24, 2), "device": (16, 0)}  # (base, per child)
 SIZE_MOST: Final = 48
-SIZE_EACH: Final = 14  # for each child: the cells of its account are twelve
-FLOOD_MOST: Final = 300  # `SEEKERS_KEPT`, and some
-KEPT_MOST: Final = 3  # retained topics of a run that go with a node that was away: presence, experiment
+SIZE_EACH: Final = 14  # entries per child: its byte account has twelve cells
+FLOOD_MOST: Final = 300  # `SEEKERS_KEPT`, with a margin
+KEPT_MOST: Final = 3  # retained topics per node that was absent at the end: presence, experiment
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
-    """A lab that was played."""
+class LabRun:
+    """A completed lab: its outcome, and the evidence that the monitor collected."""
 
     outcome: LabOutcome
     evidence: Evidence
 
 
-def ends_as_documented(drawn: DrawnLab, faulty: Played, twin: Played) -> str:
-    """Return how a lab ended that could go on, or that ended otherwise than documented."""
+def ends_as_documented(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
+    """Check that a lab finishes if it can, and else ends with a documented error."""
     outcome = faulty.outcome
     if outcome.result == "ok":
         return ""
@@ -49,17 +49,17 @@ def ends_as_documented(drawn: DrawnLab, faulty: Played, twin: Played) -> str:
         return ""
     if forgets(drawn) and any(GONE_STATE.match(error) for error in errors.values()):
         return ""
-    return f"could go on: {outcome.result}"
+    return f"could continue: {outcome.result}"
 
 
-def does_not_stall(drawn: DrawnLab, faulty: Played, twin: Played) -> str:
-    """Return how long no global round closed after the last fault, if that is too long."""
+def does_not_stall(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
+    """Check that a global round closes soon enough after the last fault."""
     gap, bound = gap_and_bound(drawn, faulty, twin)
     return f"no global round closed for {gap:.1f} s after the last fault (bound {bound:.1f} s)" if gap > bound else ""
 
 
-def gap_and_bound(drawn: DrawnLab, faulty: Played, twin: Played) -> tuple[float, float]:
-    """Return the seconds from the end of the last fault to the next closing, and how many they may be."""
+def gap_and_bound(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> tuple[float, float]:
+    """Return the seconds from the end of the last fault to the next closing, and their bound."""
     outcome, closed = faulty.outcome, faulty.evidence.closed_s
     last = max((fault.end_s for fault in drawn.faults), default=0.0)
     following = [at for at in closed if at > last] or [outcome.virtual_s if outcome.ok and not closed else last]
@@ -70,15 +70,15 @@ def gap_and_bound(drawn: DrawnLab, faulty: Played, twin: Played) -> tuple[float,
     return following[0] - last, 2 * spread * longest + 2 * transfer.keepalive_s + STALL_S + waits
 
 
-def gives_the_same_model(drawn: DrawnLab, faulty: Played, twin: Played) -> str:
-    """Return what differs where nothing depends on time."""
+def gives_the_same_model(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
+    """Check that the final model equals the undisturbed one, unless the lab depends on time."""
     if drawn.timed or not faulty.outcome.ok or faulty.outcome.digest == twin.outcome.digest:
         return ""
     return f"model {faulty.outcome.digest or 'none'}, undisturbed {twin.outcome.digest}"
 
 
-def stays_bounded(drawn: DrawnLab, faulty: Played, twin: Played | None = None) -> str:
-    """Return the containers and the tasks that grew beyond their bounds."""
+def stays_bounded(drawn: DrawnLab, faulty: LabRun, twin: LabRun | None = None) -> str:
+    """Check that containers and tasks stay within their bounds."""
     evidence = faulty.evidence
     children = max(len(drawn.experiment.topology.institution_names()), *drawn.experiment.topology.sizes())
     flooded = any(fault.kind in (FaultKind.SEEKERS, FaultKind.FLOOD) for fault in drawn.faults)
@@ -91,8 +91,8 @@ def stays_bounded(drawn: DrawnLab, faulty: Played, twin: Played | None = None) -
     return "; ".join(wrong)
 
 
-def leaves_clean_brokers(drawn: DrawnLab, faulty: Played, twin: Played) -> str:
-    """Return what brokers retain besides presences and experiments of nodes that were away or killed."""
+def leaves_clean_brokers(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
+    """Check that brokers retain only presences and experiments of nodes that were absent or killed."""
     if not faulty.outcome.ok:
         return ""
     wrong = [topic for topic in faulty.evidence.retained if not topic.endswith(("/state", "/spec"))]
@@ -102,36 +102,36 @@ def leaves_clean_brokers(drawn: DrawnLab, faulty: Played, twin: Played) -> str:
     return " ".join(wrong)
 
 
-def has_agreeing_ledgers(drawn: DrawnLab, faulty: Played, twin: Played) -> str:
-    """Return where a receiver counted more than was sent to it."""
+def has_agreeing_ledgers(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
+    """Check that no receiver counted more than was sent to it."""
     return plausible_accounts(drawn, faulty.evidence)
 
 
-def accounts_for_trainings(drawn: DrawnLab, faulty: Played, twin: Played) -> str:
-    """Return what was trained more often than restarts explain, or never although it was used."""
+def accounts_for_trainings(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
+    """Check that restarts explain repeated trainings, and that no training is missing or superfluous."""
     evidence, homes = faulty.evidence, _homes(drawn)
     wrong = []
     for (device, local_round), times in faulty.evidence.trained.items():
         again = sum(evidence.starts[node] - 1 for node in (device, homes[device], "cloud"))
         if times > 1 + again:
-            wrong.append(f"{device} trained round {local_round} {times} times in {1 + again} lives")
+            wrong.append(f"{device} trained round {local_round} {times} times with {again} restarts")
     if faulty.outcome.ok and not drawn.timed:
         lacking = twin.evidence.trained.keys() - evidence.trained.keys()
         if lacking:
             wrong.append(f"never trained: {sorted(lacking)}")
         extra = evidence.trained.keys() - twin.evidence.trained.keys()
         if extra:
-            wrong.append(f"trained in vain: {sorted(extra)}")
+            wrong.append(f"superfluous trainings: {sorted(extra)}")
     return "; ".join(wrong)
 
 
-def has_no_unhandled_errors(drawn: DrawnLab, faulty: Played, twin: Played | None = None) -> str:
-    """Return the errors that nobody handled."""
+def has_no_unhandled_errors(drawn: DrawnLab, faulty: LabRun, twin: LabRun | None = None) -> str:
+    """Check that there are no unhandled errors."""
     return "; ".join(faulty.outcome.errors)
 
 
-def warns_of_no_bug(drawn: DrawnLab, faulty: Played, twin: Played) -> str:
-    """Return the warnings that no fault explains."""
+def warns_of_no_bug(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
+    """Check that faults explain all warnings."""
     kinds = {fault.kind for fault in drawn.faults}
     strange = []
     for warning in faulty.outcome.warnings:
@@ -143,8 +143,8 @@ def warns_of_no_bug(drawn: DrawnLab, faulty: Played, twin: Played) -> str:
     return "; ".join(strange[:5])
 
 
-def is_exact(drawn: DrawnLab, twin: Played) -> str:
-    """Return what is wrong with an undisturbed lab: its end, its warnings, its ledgers, its trainings."""
+def is_exact(drawn: DrawnLab, twin: LabRun) -> str:
+    """Check an undisturbed lab: its end, its warnings, its ledgers, its trainings."""
     outcome, evidence = twin.outcome, twin.evidence
     slow = bool(drawn.unequal) or drawn.conditions.up_rate is not None
     expected = _EXPECTED if slow else _UNDISTURBED
@@ -160,7 +160,7 @@ def is_exact(drawn: DrawnLab, twin: Played) -> str:
     return "; ".join(filter(None, wrongs))
 
 
-def _trainings(drawn: DrawnLab, twin: Played) -> str:
+def _trainings(drawn: DrawnLab, twin: LabRun) -> str:
     most = max(twin.evidence.trained.values(), default=0)
     if most > 1:
         return f"a round was trained {most} times"
@@ -179,14 +179,14 @@ def may_fail(drawn: DrawnLab) -> bool:
 
 
 def forgets(drawn: DrawnLab) -> bool:
-    """Return whether a restart may lose what an institution's rule remembers."""
+    """Return whether a restart may lose the state of an institution's rule."""
     if not remembers(drawn.experiment.institution.aggregation):
         return False
     return any(fault.restarts and (not fault.keep or not drawn.spool) for fault in drawn.faults)
 
 
 def _is_orphan(drawn: DrawnLab, outcome: LabOutcome, node: str) -> bool:
-    """Return whether a device's institution was gone, for good, when the run ended well."""
+    """Return whether the run ended well, but without the device's institution."""
     home = _homes(drawn).get(node)
     return home is not None and outcome.ended.get("cloud") == "" and outcome.ended.get(home) != ""
 
@@ -218,7 +218,7 @@ _EXPLAINED: Final = [
     (re.compile(r"\(does not fit\)"), {FaultKind.STRANGER, *RESTARTS}),
 ]
 
-DISTURBED: Final[Mapping[str, Callable[[DrawnLab, Played, Played], str]]] = {
+DISTURBED: Final[Mapping[str, Callable[[DrawnLab, LabRun, LabRun], str]]] = {
     check.__name__: check
     for check in (
         ends_as_documented,
@@ -232,7 +232,7 @@ DISTURBED: Final[Mapping[str, Callable[[DrawnLab, Played, Played], str]]] = {
         warns_of_no_bug,
     )
 }
-UNDISTURBED: Final[Mapping[str, Callable[[DrawnLab, Played], str]]] = {
+UNDISTURBED: Final[Mapping[str, Callable[[DrawnLab, LabRun], str]]] = {
     "undisturbed lab is exact": is_exact,
     "undisturbed lab has no unhandled errors": has_no_unhandled_errors,
 }

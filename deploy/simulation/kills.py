@@ -1,4 +1,4 @@
-"""A kill at every k-th message of one small lab, of each role in turn."""
+"""Kills at every k-th message of one small lab, for each role in turn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deploy.simulation.drawn import DrawnLab, draw_lab
 from deploy.simulation.faults import Fault, FaultKind
 from deploy.simulation.invariants import DISTURBED
 from deploy.simulation.lab import SimulatedLab
-from deploy.simulation.seeds import play_lab
+from deploy.simulation.seeds import run_lab
 
 VICTIMS: Final = (CLOUD, "institution-0", "device-0", "device-1")
 DOWN_S: Final = 0.4
@@ -32,9 +32,9 @@ SMALL: Final = {
 
 
 def kill_each(step: int, *, seed: int, jobs: int) -> int:
-    """Play one lab for every `step`-th message and role; return 1 if an invariant was violated."""
+    """Run one lab for every `step`-th message and each role; return 1 if an invariant is violated."""
     drawn = small_lab(seed)
-    messages = play_lab(drawn, seed=seed, faults=()).outcome.messages
+    messages = run_lab(drawn, seed=seed, faults=()).outcome.messages
     cases = [(victim, number) for victim in VICTIMS for number in range(1, messages, step)]
     context = multiprocessing.get_context("forkserver")
     violated = 0
@@ -48,13 +48,13 @@ def kill_each(step: int, *, seed: int, jobs: int) -> int:
 
 
 def small_lab(seed: int) -> DrawnLab:
-    """Return a small lab without faults, of the durations and links that a seed draws."""
+    """Return a small lab without faults, with the random durations and links of a seed."""
     drawn = draw_lab(seed)
     return replace(drawn, experiment=parse(SMALL), unequal={}, faults=(), model_bytes=80_000, broker_each=False)
 
 
 def kill_at(seed: int, case: tuple[str, int]) -> str:
-    """Play a lab in which a node is killed as a message is routed; return what it violates."""
+    """Run a lab in which a node is killed when a message is routed; return the violations."""
     victim, number = case
     drawn = small_lab(seed)
     fault = Fault(FaultKind.KILL, 0.0, DOWN_S, victim)
@@ -77,8 +77,8 @@ def kill_at(seed: int, case: tuple[str, int]) -> str:
             if not lab.over and not lab.alive(victim) and victim not in lab.ended:
                 lab.start(victim)
 
-    twin = play_lab(drawn, seed=seed, faults=())
-    killed = play_lab(drawn, seed=seed, faults=(), scenario=scenario)
+    twin = run_lab(drawn, seed=seed, faults=())
+    killed = run_lab(drawn, seed=seed, faults=(), scenario=scenario)
     at_s = killed.outcome.faults[0][0] if killed.outcome.faults else 0.0
     judged = replace(drawn, faults=(replace(fault, at_s=at_s),))
     return "; ".join(f"{name}: {wrong}" for name, check in DISTURBED.items() if (wrong := check(judged, killed, twin)))

@@ -1,9 +1,9 @@
-"""A lab in virtual time: the agents as they are, on a simulated network, with everything drawn from one seed.
+"""A lab in virtual time: the real agents on a simulated network, with all randomness from one seed.
 
     outcome = SimulatedLab(experiment, seed=7, scenario=scenario).run()
 
 A scenario is a coroutine that gets the lab and disturbs it: it kills, stops and starts nodes and brokers, changes
-links, injects messages. It begins before the first node does.
+links, and injects messages. It starts before the first node.
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ Scenario = Callable[["SimulatedLab"], Awaitable[None]]
 
 
 class SimulatedLab:
-    """One lab, which `run` may be called once.
+    """One lab; `run` may be called once.
 
-    `workload`: what devices train, a `NullWorkload` of `model_bytes` without it. `conditions` hold for every link until
-    a scenario changes some. `broker_each`: every institution has a broker of its own for its devices, named like the
-    institution. `autostart`: the nodes that start at once, all by default. `spool`: whether nodes keep files for a
-    restart. `time_limit_s`: virtual seconds until the lab is given up; `grace_s`: those that the other nodes have when
-    the cloud has ended. `observe` gets the cloud's events, `at_end` the lab before it is torn down.
+    workload: models and training, by default a `NullWorkload` of `model_bytes`
+    conditions: of every link, until the scenario changes them
+    broker_each: each institution's devices have their own broker, named like the institution
+    autostart: the nodes that start at once, by default all    spool: whether nodes keep files for a restart
+    time_limit_s: virtual seconds until the lab is aborted
+    grace_s: virtual seconds for the other nodes to end after the cloud
+    observe: called with the cloud's events    at_end: called with the lab before it is torn down
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class SimulatedLab:
             spool=spool,
             observe=observe,
         )
-        self.usual: dict[str, LinkConditions] = {}  # of the nodes whose links are not like the others'
+        self.usual: dict[str, LinkConditions] = {}  # of nodes whose links differ from `conditions`
         self.worlds: dict[str, list[SimulatedWorld]] = {name: [] for name in self.names}
         self._scenario = scenario
         self._autostart = self.names if autostart is None else tuple(autostart)
@@ -102,7 +104,7 @@ class SimulatedLab:
         self._changed = asyncio.Event()
 
     def run(self) -> LabOutcome:
-        """Run the lab to its end, whatever that is. Raises what the scenario raised."""
+        """Run the lab to its end and return the outcome. Raises the scenario's errors."""
         trace = TraceDigest(self.loop)
         self.network.hooks.insert(0, trace)
         try:
@@ -145,7 +147,7 @@ class SimulatedLab:
         return self.loop.time() - START_S
 
     def random(self, purpose: str) -> random.Random:
-        """Return a source of random numbers that belongs to the seed and this purpose."""
+        """Return a random generator for the seed and this purpose."""
         return random.Random(f"{self.seed} scenario {purpose}")
 
     def record(self, fault: str) -> None:
@@ -157,23 +159,23 @@ class SimulatedLab:
         return self.network.brokers[name]
 
     def link(self, node: str, broker: str | None = None) -> SimulatedLink:
-        """Return a node's link to a broker, by default to the one where it meets its parent."""
+        """Return a node's link to a broker, by default to the one between the node and its parent."""
         return self.network.link(node, broker or self.agents.upper_broker(node))
 
     def inject(self, topic: str, body: bytes, *, qos: int = 1, retain: bool = False, broker: str = BROKER) -> None:
-        """Publish a message as a stranger would."""
+        """Publish a message as an unknown client."""
         self.network.brokers[broker].route(topic, body, qos=qos, retain=retain)
 
     def alive(self, node: str) -> bool:
-        """Return whether a node's process is there."""
+        """Return whether a node's process exists and has not ended."""
         return node in self.processes and self.processes[node].alive
 
     def start(
         self, node: str, *, parent: str | None = None, keep_files: bool = True, clock_offset_s: float = 0.0
     ) -> SimulatedProcess:
-        """Start a node, or start it again; a cloud that ran before resumes its run.
+        """Start or restart a node; a restarted cloud resumes its run.
 
-        `parent`: the institution that a device is configured with, its own by default. Raises ValueError if it runs.
+        `parent`: the institution in a device's configuration, by default its own. Raises ValueError if the node runs.
         """
         if self.alive(node):
             raise ValueError(f"{node} is running")
@@ -185,9 +187,9 @@ class SimulatedLab:
         return process
 
     def start_second(self, node: str) -> SimulatedProcess:
-        """Start another node under the name of a device or an institution, with a link and files of its own.
+        """Start a second node with the name of a device or an institution, with its own link and files.
 
-        Where the first one ends by it, the second takes its place.
+        If the first one ends because of the duplicate name, the second one replaces it.
         """
         self.record(f"second {node}")
         return self._process(node, second=True)
@@ -209,7 +211,7 @@ class SimulatedLab:
         self.processes[node].continue_()
 
     def terminate(self, node: str) -> None:
-        """Send SIGTERM to a node; await `processes[node].ended.wait()` before it is started again."""
+        """Send SIGTERM to a node; await `processes[node].ended.wait()` before restarting it."""
         self.record(f"terminate {node}")
         self.processes[node].terminate()
 
@@ -218,7 +220,7 @@ class SimulatedLab:
     async def _run_nodes(self) -> str:
         disturbing = asyncio.create_task(self._disturb(), name="scenario")
         disturbing.add_done_callback(lambda task: self._changed.set())
-        await asyncio.sleep(0)  # the scenario begins
+        await asyncio.sleep(0)  # the scenario starts first
         for node in self._autostart:
             if node not in self.processes:
                 self.start(node)
@@ -265,7 +267,7 @@ class SimulatedLab:
         async def main() -> None:
             try:
                 await self.agents.new(node, world, resume=resume, parent=parent, files=files).run()
-            except Exception as error:  # noqa: BLE001 - it is in the outcome
+            except Exception as error:  # noqa: BLE001 - reported in the outcome
                 self._ended(node, world.process, f"{type(error).__name__}: {error}")
             else:
                 self._ended(node, world.process, "")

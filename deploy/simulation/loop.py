@@ -1,7 +1,7 @@
-"""An event loop whose clock jumps to the next timer, so that a lab of an hour takes as long as its computing.
+"""An event loop whose clock jumps to the next timer, so that an hour of a lab takes only its computing time.
 
-Time is a number, nothing sleeps, and there are no sockets. A callback belongs to the simulated process in whose
-context it was scheduled: a killed process's callbacks are dropped, a stopped one's are kept until it continues.
+There is no sleeping, and there are no sockets. A callback belongs to the simulated process in whose context it was
+scheduled: the callbacks of a killed process are dropped, those of a stopped one are kept until it continues.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 from deploy.simulation.callbacks import OWNER, CountingLoop, NumberedFuture, NumberedTask, OwnedHandle, OwnedTimer
 
 START_S: Final = 1000.0
-TURNS_BEFORE_CREEP: Final = 200  # at one instant; an undisturbed lab needs some dozens
+TURNS_BEFORE_CREEP: Final = 200  # loop turns at one instant; an undisturbed lab needs a few dozen
 CREEP_S: Final = 1e-7
 TURNS_MOST: Final = 100_000
 
@@ -27,27 +27,27 @@ _T = TypeVar("_T")
 
 
 class SimulationError(Exception):
-    """The simulation cannot go on."""
+    """The simulation cannot continue."""
 
 
 class Deadlock(SimulationError):
-    """Nothing will ever happen again: there is neither a callback nor a timer."""
+    """There is neither a callback nor a timer left."""
 
 
 class Livelock(SimulationError):
-    """Callbacks schedule one another for ever while time stands still."""
+    """Callbacks schedule one another without end at one instant."""
 
 
 class TimeLimit(SimulationError):
-    """The virtual time that was allowed has passed."""
+    """The limit of virtual time was reached."""
 
 
 class VirtualLoop(CountingLoop):
-    """An event loop in virtual time. `errors` holds what its exception handler was called with.
+    """An event loop in virtual time. `errors` has the contexts passed to its exception handler.
 
-    Work for executors runs in the caller's thread and ends after up to `executor_delay_s`, or begins late, as drawn:
-    so what races with a thread is simulated too. `crept_s`: the time added because many turns took place at one
-    instant, where comparisons of times may differ in their last bit for ever.
+    Work for executors runs in the caller's thread. To simulate races with threads, it randomly starts or ends up to
+    `executor_delay_s` late. `crept_s`: the time added after many turns at one instant, because comparisons of times may
+    differ in their last bit for ever.
     """
 
     _ready: deque[asyncio.Handle]
@@ -72,7 +72,7 @@ class VirtualLoop(CountingLoop):
         return self._now
 
     def number(self) -> int:
-        """Return the next number of a count: what would be ordered by its address is ordered by this."""
+        """Return the next number of a counter. It orders objects that would else be ordered by their addresses."""
         return next(self._numbers)
 
     def call_soon(  # type: ignore[override]
@@ -100,7 +100,7 @@ class VirtualLoop(CountingLoop):
         return NumberedFuture(loop=self)
 
     def run_in_executor(self, executor: Any, func: Callable[..., _T], *args: Any) -> asyncio.Future[_T]:  # type: ignore[override]
-        """Run a function in the caller's thread; its end may be seen later."""
+        """Run a function in the caller's thread; the future may complete later."""
         future: asyncio.Future[_T] = self.create_future()
         outcome: list[tuple[_T | None, Exception | None]] = []
 
@@ -132,12 +132,12 @@ class VirtualLoop(CountingLoop):
             self.call_later(self._random.random() * self.executor_delay_s, end)
         return future
 
-    def let_continue(self, handles: list[asyncio.Handle]) -> None:
-        """Run callbacks that were kept while their process was stopped."""
+    def resume(self, handles: list[asyncio.Handle]) -> None:
+        """Schedule callbacks that were kept while their process was stopped."""
         self._ready.extend(handles)
 
     def discard(self) -> None:
-        """Forget all callbacks and close the loop."""
+        """Drop all callbacks and close the loop."""
         for task in asyncio.all_tasks(self):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
         self._ready.clear()
@@ -159,7 +159,7 @@ class VirtualLoop(CountingLoop):
         pass
 
     def _advance(self, timeout: float | None) -> None:
-        """Jump to the next timer, unless callbacks are waiting."""
+        """Jump to the next timer unless callbacks are waiting."""
         if timeout is None:
             raise Deadlock(f"nothing is scheduled after t = {self._now - START_S:.3f} s")
         when = self._scheduled[0].when() if timeout > 0 else self._now
@@ -177,7 +177,7 @@ class VirtualLoop(CountingLoop):
 
 
 class _Selector:
-    """What BaseEventLoop asks to sleep."""
+    """Selector of BaseEventLoop: it advances the clock instead of sleeping."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop

@@ -1,4 +1,4 @@
-"""What is read of a lab while it plays and when it ends: sizes of containers, tasks, bytes, retained messages."""
+"""Observation of a running lab and its end: sizes of containers, tasks, bytes, retained messages."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from deploy.simulation.lab import SimulatedLab
 
 SAMPLE_S: Final = 3.3
 SAMPLE_GROWTH: Final = 1.9
-ANNOUNCEMENT_LEAST: Final = 1000  # bytes of an experiment
+ANNOUNCEMENT_LEAST: Final = 1000  # bytes; a message with an experiment is larger
 CONTAINERS: Final = (dict, list, set, deque, frozenset)
-ROOMS: Final = ("common.protocol", "common.runtime")
+PACKAGES: Final = ("common.protocol", "common.runtime")
 
 
 @dataclass(slots=True)
 class LinkCount:
-    """MQTT bytes of one parent and child over all their processes, as each end counted its own."""
+    """MQTT bytes between a parent and a child, over all their processes, as counted by each end."""
 
     sent: Counter[str] = field(default_factory=Counter)
     received: Counter[str] = field(default_factory=Counter)
@@ -37,13 +37,13 @@ class LinkCount:
 
 @dataclass(slots=True)
 class Evidence:
-    """What a lab showed.
+    """Observations of one lab.
 
     sizes: the largest size of each container, by its path    tasks: the most asyncio tasks of each role
-    closed_s: when each global round closed    retained: what the brokers kept at the end
-    up, down: each child's link to its parent, by (parent, child)    ledger: what the cloud's ledger ended with
+    closed_s: when each global round closed    retained: topics retained by the brokers at the end
+    up, down: each child's link to its parent, by (parent, child)    ledgers: each parent's byte ledger at the end
     trained: how often each device completed each round    starts: processes of each node    late: late results
-    unheard: bytes of a parent's messages to a child that had not joined the run, by (parent, child)
+    before_join: bytes of a parent's messages to a child that had not joined the run, by (parent, child)
     """
 
     sizes: Counter[str] = field(default_factory=Counter)
@@ -55,12 +55,12 @@ class Evidence:
     ledgers: dict[str, Mapping[str, Traffic]] = field(default_factory=dict)
     trained: Counter[tuple[str, int]] = field(default_factory=Counter)
     starts: Counter[str] = field(default_factory=Counter)
-    unheard: Counter[tuple[str, str]] = field(default_factory=Counter)
+    before_join: Counter[tuple[str, str]] = field(default_factory=Counter)
     late: int = 0
 
 
 class Monitor:
-    """Collects the evidence of one lab."""
+    """Collector of one lab's evidence."""
 
     def __init__(self) -> None:
         self.evidence = Evidence()
@@ -68,12 +68,12 @@ class Monitor:
         self.lab: SimulatedLab
 
     def observe(self, event: str, facts: dict[str, object]) -> None:
-        """Take an event of the cloud."""
+        """Record an event of the cloud."""
         if event == "global_round":
             self.evidence.closed_s.append(self.lab.now())
 
     def routed(self, message: Routed) -> None:
-        """Count what is sent to a node that has not joined the run: questions, and the answers to its search."""
+        """Count messages to a node that has not joined the run: questions, and answers to its search."""
         topic = topics.parse(message.topic)
         if isinstance(topic, topics.StateTopic):
             self._joined.add(topic.node)
@@ -81,10 +81,10 @@ class Monitor:
             late = len(message.body) > ANNOUNCEMENT_LEAST and kind_of(message) == "Alive"
             if late or topic.node not in self._joined:
                 size = packet_bytes(message.topic, len(message.body), qos=message.qos)
-                self.evidence.unheard[topic.sender, topic.node] += size
+                self.evidence.before_join[topic.sender, topic.node] += size
 
     async def sample(self) -> None:
-        """Look at all sessions now and then, less and less often, until cancelled."""
+        """Sample all sessions at growing intervals until cancelled."""
         pause_s = SAMPLE_S
         while True:
             await asyncio.sleep(pause_s)
@@ -92,7 +92,7 @@ class Monitor:
             pause_s *= SAMPLE_GROWTH
 
     def look(self) -> None:
-        """Note the sizes of now."""
+        """Record the current sizes."""
         lab, evidence = self.lab, self.evidence
         for node, process in lab.processes.items():
             if not process.alive:
@@ -104,7 +104,7 @@ class Monitor:
                     evidence.sizes[f"{role} {path}"] = max(evidence.sizes[f"{role} {path}"], size)
 
     def end(self, lab: SimulatedLab) -> None:
-        """Take what the lab shows at its end."""
+        """Record the state of the lab at its end."""
         self.look()
         evidence = self.evidence
         evidence.trained = lab.hardware.trained
@@ -141,7 +141,7 @@ def endpoints(lab: SimulatedLab, node: str, *, last: bool = False) -> Iterator[E
 
 
 def sizes(thing: Any, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, int]]:
-    """Yield the path and the size of every container that belongs to an object of fedstrata's."""
+    """Yield the path and the size of every container in an object of PACKAGES."""
     seen = set() if seen is None else seen
     if id(thing) in seen:
         return
@@ -149,17 +149,17 @@ def sizes(thing: Any, path: str = "", seen: set[int] | None = None) -> Iterator[
     if isinstance(thing, CONTAINERS):
         yield path, len(thing)
         for item in list(thing.values() if isinstance(thing, dict) else thing):
-            if _is_ours(item) or isinstance(item, CONTAINERS):
+            if _is_internal(item) or isinstance(item, CONTAINERS):
                 yield from sizes(item, f"{path}[]", seen)
-    elif _is_ours(thing):
+    elif _is_internal(thing):
         for name in _fields(thing):
             value = getattr(thing, name, None)
-            if isinstance(value, CONTAINERS) or _is_ours(value):
+            if isinstance(value, CONTAINERS) or _is_internal(value):
                 yield from sizes(value, f"{path}.{name}" if path else name, seen)
 
 
-def _is_ours(thing: Any) -> bool:
-    return type(thing).__module__.startswith(ROOMS) and not isinstance(thing, type)
+def _is_internal(thing: Any) -> bool:
+    return type(thing).__module__.startswith(PACKAGES) and not isinstance(thing, type)
 
 
 def _fields(thing: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""The links between simulated processes and brokers, and what can happen on them."""
+"""The links between simulated processes and brokers, and their disturbances."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from deploy.simulation.packets import Packet, PacketKind, RateQueue
 
 @dataclass(frozen=True, slots=True)
 class LinkConditions:
-    """How a link between a process and a broker is. Rates in bytes per second of MQTT, None without a limit.
+    """Conditions of a link between a process and a broker.
 
-    `loss` is the share of QoS 0 messages that vanish, each way; `duplication` that of messages which arrive twice;
-    `reordering` that of QoS 0 messages which arrive up to `reorder_s` late. Packets of more than `mtu_bytes` never
-    arrive, nor does what follows them. `cut`: nothing arrives, as in a partition; TCP sends it again afterwards.
+    up_rate, down_rate: bytes per second of MQTT, None = unlimited    delay_s: one-way delay
+    loss: share of QoS 0 messages that are lost, in each direction    duplication: share of messages that arrive twice
+    reordering: share of QoS 0 messages that arrive up to `reorder_s` late
+    mtu_bytes: larger packets never arrive, nor do packets after them
+    cut: nothing arrives, as in a partition; TCP retransmits afterwards
     """
 
     up_rate: float | None = None
@@ -40,18 +42,18 @@ class LinkEnd(Protocol):
 
 
 class SimulatedLink:
-    """One process's link to one broker, shared by its connections, over restarts of both."""
+    """One process's link to one broker, shared by its connections; it survives restarts of both."""
 
-    def __init__(self, loop: VirtualLoop, *, conditions: LinkConditions, draw: random.Random) -> None:
+    def __init__(self, loop: VirtualLoop, *, conditions: LinkConditions, rng: random.Random) -> None:
         self.conditions = conditions
         self.connections: dict[LinkEnd, None] = {}
-        self.draw = draw
+        self.rng = rng
         self.up = RateQueue(loop, self._depart)
         self.down = RateQueue(loop, self._depart)
         self._rates()
 
     def change(self, **changes: Any) -> LinkConditions:
-        """Change fields of the conditions, from now on, and return what they were."""
+        """Change fields of the conditions from now on; return the earlier conditions."""
         before, self.conditions = self.conditions, replace(self.conditions, **changes)
         self._rates()
         for connection in list(self.connections):
@@ -59,7 +61,7 @@ class SimulatedLink:
         return before
 
     def restore(self, conditions: LinkConditions) -> None:
-        """Change all conditions."""
+        """Replace all conditions."""
         self.change(**{name: getattr(conditions, name) for name in LinkConditions.__slots__})
 
     def _rates(self) -> None:
@@ -68,12 +70,12 @@ class SimulatedLink:
         self.down.change(rate=conditions.down_rate, paused=conditions.cut)
 
     def _depart(self, packet: Packet) -> None:
-        conditions, draw, flight = self.conditions, self.draw, packet.flight
+        conditions, rng, flight = self.conditions, self.rng, packet.flight
         if packet.left is not None:
             packet.left(packet)
         is_message = packet.kind is PacketKind.PUBLISH
         may_fail = is_message and packet.qos == 0
-        if may_fail and conditions.loss and draw.random() < conditions.loss:
+        if may_fail and conditions.loss and rng.random() < conditions.loss:
             return
         if conditions.mtu_bytes is not None and packet.size > conditions.mtu_bytes and flight.stuck is None:
             flight.stuck = packet
@@ -81,10 +83,10 @@ class SimulatedLink:
             for connection in list(self.connections):
                 connection.link_changed(conditions, conditions)
             return
-        times = 2 if is_message and conditions.duplication and draw.random() < conditions.duplication else 1
+        times = 2 if is_message and conditions.duplication and rng.random() < conditions.duplication else 1
         for _ in range(times):
-            if may_fail and conditions.reordering and draw.random() < conditions.reordering:
-                flight.add_late(packet, delay_s=conditions.delay_s + draw.random() * conditions.reorder_s)
+            if may_fail and conditions.reordering and rng.random() < conditions.reordering:
+                flight.add_late(packet, delay_s=conditions.delay_s + rng.random() * conditions.reorder_s)
             else:
                 flight.add(packet, delay_s=conditions.delay_s)
 
@@ -93,7 +95,7 @@ class SimulatedLink:
 class SimulatedNetwork:
     """The brokers by name, and the links by process and broker.
 
-    `filters` may each refuse a message of any broker by returning False; `hooks` are called with each that is routed.
+    filters: called with each message; False drops it    hooks: called with each routed message
     """
 
     loop: VirtualLoop
@@ -111,11 +113,11 @@ class SimulatedNetwork:
         return broker
 
     def link(self, process: str, broker: str) -> SimulatedLink:
-        """Return a process's link to a broker; its random numbers are its own."""
+        """Return a process's link to a broker, with its own random generator."""
         found = self.links.get((process, broker))
         if found is None:
-            draw = random.Random(f"{self.seed} link {process} {broker}")
-            found = self.links[process, broker] = SimulatedLink(self.loop, conditions=self.conditions, draw=draw)
+            rng = random.Random(f"{self.seed} link {process} {broker}")
+            found = self.links[process, broker] = SimulatedLink(self.loop, conditions=self.conditions, rng=rng)
         return found
 
     def _accepts(self, message: Routed) -> bool:

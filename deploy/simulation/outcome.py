@@ -1,4 +1,4 @@
-"""How a simulated lab ended, and what it left."""
+"""The outcome of a simulated lab: its result, its digests and its records."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ OK = "ok"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabOutcome:
-    """How a lab ended. Equal experiments, seeds and scenarios give equal outcomes.
+    """Outcome of a lab. Equal experiments, seeds and scenarios give equal outcomes.
 
-    result: "ok", or what went wrong    ended: each node that ended, with its error or ""
+    result: "ok", or the problem    ended: each node that ended, with its error or ""
     digest: of the final model, or ""    rounds: the rows of rounds.csv
-    virtual_s: seconds of virtual time    messages: how many the brokers routed
-    trace: digest of all routed messages and their times    trainings: how many were done
-    errors: what nobody handled    warnings: what the agents logged
-    faults: what the scenario did, with its time
+    virtual_s: seconds of virtual time    messages: number of messages routed by the brokers
+    trace: digest of all routed messages and their times    trainings: number of completed trainings
+    errors: unhandled errors    warnings: the agents' logged warnings
+    faults: the scenario's faults, with their times
     """
 
     result: str
@@ -42,13 +42,13 @@ class LabOutcome:
 
     @property
     def ok(self) -> bool:
-        """Whether the run ended, and every node with it, and nothing was left unhandled."""
+        """Whether the run and every node ended without an unhandled error."""
         return self.result == OK and not self.errors
 
 
 @dataclass(slots=True)
 class TraceDigest:
-    """A digest of all messages that brokers route, with their virtual times."""
+    """Digest of all routed messages, with their virtual times."""
 
     loop: VirtualLoop
     messages: int = 0
@@ -62,12 +62,12 @@ class TraceDigest:
         self._digest.update(message.body)
 
     def hexadecimal(self) -> str:
-        """Return 16 digits."""
+        """Return 16 hexadecimal digits."""
         return self._digest.hexdigest()[:16]
 
 
 def model_digest(runs: Path) -> str:
-    """Return 16 digits of the final model of the run in a folder, "" if there is none."""
+    """Return a digest of the final model of the run in a folder, 16 hexadecimal digits, or "" if there is none."""
     from safetensors.numpy import load_file
 
     path = next(runs.glob("*/model.safetensors"), None)
@@ -90,7 +90,7 @@ def round_rows(runs: Path) -> tuple[Mapping[str, str], ...]:
 
 @contextmanager
 def collected_warnings() -> Iterator[list[str]]:
-    """Collect what the agents log at WARNING and above, in place of their usual handlers."""
+    """Collect the agents' log messages of level WARNING and above, in place of the usual handlers."""
     found: list[str] = []
     handler = _Collector(found)
     logger = logging.getLogger("fedstrata")

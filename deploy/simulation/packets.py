@@ -1,4 +1,4 @@
-"""What travels between a client and a broker, and the two stages of its way: a rate, then a delay."""
+"""Packets between a client and a broker, and the two stages of a link: a rate, then a delay."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deploy.simulation.loop import VirtualLoop
 
 
 class PacketKind(Enum):
-    """What a packet is, as far as the simulation distinguishes them."""
+    """The kinds of packets that the simulation distinguishes."""
 
     PUBLISH = auto()
     ACKNOWLEDGEMENT = auto()
@@ -26,7 +26,7 @@ class PacketKind(Enum):
 
 @dataclass(slots=True, eq=False)
 class Packet:
-    """One MQTT packet of `size` bytes. `content` belongs to its kind; `left` is called when the sender has sent it."""
+    """One MQTT packet of `size` bytes. `content` depends on the kind; `left` is called when the packet was sent."""
 
     kind: PacketKind
     size: int
@@ -40,7 +40,7 @@ class Packet:
 
 
 class RateQueue:
-    """Sends packets one after another, each `size / rate` seconds; a new rate holds from the present byte on."""
+    """Queue that sends packets one after another, each in `size / rate` seconds; a new rate applies at once."""
 
     def __init__(self, loop: VirtualLoop, depart: Callable[[Packet], None]) -> None:
         self._loop = loop
@@ -53,7 +53,7 @@ class RateQueue:
         self._timer: asyncio.TimerHandle | None = None
 
     def put(self, packet: Packet) -> None:
-        """Send a packet after those that wait."""
+        """Append a packet to the queue."""
         if not self._waiting:
             self._since, self._sent = self._loop.time(), 0.0
             if self._rate is None and not self._paused:
@@ -65,7 +65,7 @@ class RateQueue:
             self._plan()
 
     def change(self, *, rate: float | None, paused: bool) -> None:
-        """Go on at another rate, bytes per second, None for no limit; or pause."""
+        """Change the rate, bytes per second, None = unlimited; or pause."""
         now = self._loop.time()
         if self._waiting:
             self._sent, self._since = self._sent_by(now), now
@@ -73,13 +73,13 @@ class RateQueue:
         self._plan()
 
     def sent_of(self, flight: Flight) -> int:
-        """Return how many bytes of this direction's present packet have been sent."""
+        """Return the sent bytes of this direction's current packet."""
         if not self._waiting or self._waiting[0].flight is not flight:
             return 0
         return int(self._sent_by(self._loop.time()))
 
     def truncate(self, flight: Flight, *, keep_bytes: int) -> None:
-        """Drop the packets of one direction beyond its first bytes: those that no kernel has taken yet."""
+        """Drop the packets of one direction beyond its first `keep_bytes`, which the kernel has already accepted."""
         kept: deque[Packet] = deque()
         room = keep_bytes
         for packet in self._waiting:
@@ -110,7 +110,7 @@ class RateQueue:
         self._timer = None
         self._since, self._sent = due, 0.0
         self._depart_first()
-        if self._timer is None:  # else what departed caused a change, which planned anew
+        if self._timer is None:  # else the departure changed the queue and set a new timer
             self._plan()
 
     def _depart_first(self) -> None:
@@ -120,10 +120,10 @@ class RateQueue:
 
 
 class Flight:
-    """One direction of a connection behind the rate: packets arrive after a delay, in the order in which they left.
+    """One direction of a connection after the rate stage: packets arrive after a delay, in the order of departure.
 
-    `held`: nothing arrives for now, as in a partition. `stuck`: a packet that is too large for the path: neither it
-    nor what follows arrives. `waiting` counts its packets that wait for the rate.
+    held: nothing arrives for now, as in a partition    waiting: number of its packets in the rate queue
+    stuck: a packet too large for the path; neither it nor later ones arrive
     """
 
     def __init__(self, loop: VirtualLoop, arrive: Callable[[Packet], None], *, context: Context) -> None:
@@ -138,21 +138,21 @@ class Flight:
         self.waiting = 0
 
     def pending(self) -> int:
-        """Return how many packets have not arrived."""
+        """Return the number of packets that have not arrived."""
         return self.waiting + len(self._flying)
 
     def add(self, packet: Packet, *, delay_s: float) -> None:
-        """Let a packet arrive `delay_s` from now, or when the one before it does."""
+        """Schedule the arrival of a packet `delay_s` from now, but not before the previous one."""
         self._last = max(self._last, self._loop.time() + delay_s)
         self._flying.append((self._last, packet))
         self._plan()
 
     def add_late(self, packet: Packet, *, delay_s: float) -> None:
-        """Let a packet arrive out of order."""
+        """Schedule the arrival of a packet out of order."""
         self._loop.call_later(delay_s, self._arrive_late, packet, context=self._context)
 
     def release(self, *, delay_s: float) -> None:
-        """Let what was held or stuck, and is no more, arrive `delay_s` from now."""
+        """Schedule the arrival of packets that are no longer held or stuck, `delay_s` from now."""
         earliest = self._loop.time() + delay_s
         self._flying = deque((max(at, earliest), packet) for at, packet in self._flying)
         self._last = max(self._last, earliest) if self._flying else 0.0

@@ -1,4 +1,4 @@
-"""A simulated process of the operating system: what a signal does to a node and its sockets."""
+"""A simulated process of the operating system: the effects of signals on a node and its sockets."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class Socket(Protocol):
     """A process's end of a connection, as the kernel sees it."""
 
     def process_killed(self) -> None:
-        """Close it: the process was killed."""
+        """Close the socket: the process was killed."""
 
     def process_paused(self) -> None:
-        """Note that the process was stopped, or continues."""
+        """React to the process being stopped or continued."""
 
 
 class SimulatedProcess:
-    """`main` and all that it starts. `ended` is set once it returned or raised, or the process was killed.
+    """`main` and the tasks that it starts. `ended` is set when it returns or raises, or the process is killed.
 
-    A task that was killed stays referenced until `discard`: collected earlier, its `finally` blocks would run.
+    A killed task stays referenced until `discard`: if it were collected earlier, its `finally` blocks would run.
     """
 
     def __init__(self, loop: VirtualLoop, name: str, main: Callable[[], Awaitable[None]]) -> None:
@@ -45,16 +45,16 @@ class SimulatedProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs or is stopped."""
+        """Whether it is running or stopped."""
         return not self.killed and not self._running.done()
 
     @property
     def seeks(self) -> bool:
-        """Whether it looks for a run: a node that has none waits for the next one."""
+        """Whether it is searching for a run: a node without one waits for the next."""
         return any(task.get_name() == DISCOVERY for task in self.tasks)
 
     def kill(self) -> None:
-        """Send SIGKILL: nothing of it runs again, and the kernel closes its sockets."""
+        """Send SIGKILL: none of its callbacks run again, and the kernel closes its sockets."""
         if not self.alive:
             return
         self.killed = True
@@ -64,35 +64,35 @@ class SimulatedProcess:
         self.ended.set()
 
     def stop(self) -> None:
-        """Send SIGSTOP: its callbacks and timers wait, its sockets are silent."""
+        """Send SIGSTOP: its callbacks and timers wait, and its sockets are silent."""
         if self.alive and not self.stopped:
             self.stopped = True
             self._notify_sockets()
 
     def continue_(self) -> None:
-        """Send SIGCONT: what became due meanwhile runs now."""
+        """Send SIGCONT: callbacks that became due meanwhile run now."""
         if self.stopped:
             self.stopped = False
-            self._loop.let_continue(self.kept)
+            self._loop.resume(self.kept)
             self.kept = []
             self._notify_sockets()
 
     def terminate(self) -> None:
-        """Send SIGTERM: the agent is cancelled and publishes how it ended."""
+        """Send SIGTERM: the agent is cancelled and publishes its final state."""
         if self.alive:
             self._running.cancel()
 
     def discard(self) -> None:
-        """Close what a killed process left, after the simulation; the loop runs no callback of it any more."""
+        """Close the tasks of a killed process, after the simulation; the loop runs none of its callbacks any more."""
         self.killed = True
         for task in sorted(self.tasks, key=hash):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             coroutine: Any = task.get_coro()
-            for _ in range(20):  # a finally block that awaits refuses to end, once for each await
+            for _ in range(20):  # `close` fails once for each await in a finally block
                 try:
                     coroutine.close()
                     break
-                except Exception:  # noqa: BLE001 - whatever its handlers raise without their loop
+                except Exception:  # noqa: BLE001 - handlers may raise anything without their loop
                     continue
         self.tasks.clear()
         self.sockets.clear()
@@ -100,7 +100,7 @@ class SimulatedProcess:
     async def _run(self) -> None:
         try:
             await self._main()
-        finally:  # as asyncio.run does
+        finally:  # like asyncio.run
             rest = self.tasks - {asyncio.current_task()}
             for task in rest:
                 task.cancel()

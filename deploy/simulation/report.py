@@ -1,4 +1,4 @@
-"""What a person reads of played seeds."""
+"""Text output about simulated seeds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEXT_MOST = 600
 
 
 def print_report(report: SeedReport) -> None:
-    """Print a seed's violations, its faults and how to play it alone."""
+    """Print a seed's violations, its faults and the command that repeats it."""
     print(f"seed {report.seed}: {'VIOLATED' if report.violations else 'holds'}")
     for name, wrong in report.violations:
         print(f"  {name}: {wrong[:TEXT_MOST]}")
@@ -24,7 +24,7 @@ def print_report(report: SeedReport) -> None:
 
 
 def describe(seed: int) -> str:
-    """Return a seed's lab and its faults in a few lines."""
+    """Return a description of a seed's lab and its faults."""
     drawn = draw_lab(seed)
     experiment = drawn.experiment
     cloud, institution, transfer = experiment.cloud, experiment.institution, experiment.transfer
@@ -47,7 +47,7 @@ def _closing(closing: Closing) -> str:
 
 
 def summary(reports: Sequence[SeedReport], *, real_s: float) -> str:
-    """Return the counts of many seeds."""
+    """Return a summary of many seeds."""
     labs, virtual_s = sum(report.labs for report in reports), sum(report.virtual_s for report in reports)
     busy_s = sum(report.real_s for report in reports)
     drawn = Counter(fault.kind for report in reports for fault in report.faults)

@@ -1,4 +1,4 @@
-"""Many seeds, on all cores, and the fewest faults of one that violate an invariant."""
+"""Parallel runs of many seeds, and the search for the fewest faults that violate an invariant."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 
 from deploy.simulation.drawn import draw_lab
-from deploy.simulation.seeds import SeedReport, play_seed
+from deploy.simulation.seeds import SeedReport, run_seed
 
 
-def play_seeds(seeds: Sequence[int], *, jobs: int) -> Iterator[SeedReport]:
-    """Play seeds in processes of their own and yield each report, in the seeds' order."""
+def run_seeds(seeds: Sequence[int], *, jobs: int) -> Iterator[SeedReport]:
+    """Run seeds in `jobs` processes and yield their reports in the order of the seeds."""
     if jobs <= 1:
-        yield from map(_play, seeds)
+        yield from map(_run, seeds)
         return
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        yield from pool.map(_play, seeds, chunksize=4)
+        yield from pool.map(_run, seeds, chunksize=4)
 
 
 def reduce_faults(seed: int) -> frozenset[int]:
-    """Return the numbers of the fewest faults found that violate what all of them do."""
+    """Return the numbers of a small set of faults that violates an invariant which all faults together violate."""
     needed = set(range(len(draw_lab(seed).faults)))
     violated = _violated(seed, needed)
     for place in sorted(needed, reverse=True):
@@ -32,12 +32,12 @@ def reduce_faults(seed: int) -> frozenset[int]:
 
 
 def _violated(seed: int, only: set[int]) -> set[str]:
-    return {name for name, _ in play_seed(seed, only=only).violations}
+    return {name for name, _ in run_seed(seed, only=only).violations}
 
 
-def _play(seed: int) -> SeedReport:
+def _run(seed: int) -> SeedReport:
     try:
-        return play_seed(seed)
-    except Exception:  # noqa: BLE001 - the report says it
+        return run_seed(seed)
+    except Exception:  # noqa: BLE001 - reported as a violation
         last = "".join(traceback.format_exc().splitlines(keepends=True)[-6:])
         return SeedReport(seed, (("simulator works", last),), (), 0, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""One seed: a drawn lab with its faults, and its undisturbed twin, judged by the invariants."""
+"""One seed: a random lab with faults and its undisturbed twin, checked against the invariants."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from deploy.simulation.drawn import DrawnLab, draw_lab
+from deploy.simulation.fault_injection import inject_faults, set_links, supervise
 from deploy.simulation.faults import Fault
-from deploy.simulation.invariants import DISTURBED, UNDISTURBED, Played, gap_and_bound
+from deploy.simulation.invariants import DISTURBED, UNDISTURBED, LabRun, gap_and_bound
 from deploy.simulation.lab import Scenario, SimulatedLab
 from deploy.simulation.monitor import Monitor
-from deploy.simulation.playing import play_faults, set_links, supervise
 
 TWIN_SEED: Final = 1_000_000_007
-TIME_FACTOR: Final = 30.0  # of the expected time, until a lab is given up
+TIME_FACTOR: Final = 30.0  # a lab's time limit, in multiples of the expected time
 TIME_SPARE_S: Final = 1500.0
-GRACE_S: Final = 60.0  # beside twice `idle_s` and the longest fault, for those whose parent is gone when the run ends
+GRACE_S: Final = 60.0  # added to twice `idle_s` and the longest fault: time for nodes whose parent is gone at the end
 
 Watch = Callable[[SimulatedLab], None]
 
 
 @dataclass(frozen=True, slots=True)
 class SeedReport:
-    """How a seed went. `violations` are (invariant, what is wrong); `gap_s`: from the last fault to the next close."""
+    """Result of a seed. `violations`: (invariant, problem); `gap_s`: time from the last fault to the next closing."""
 
     seed: int
     violations: tuple[tuple[str, str], ...]
@@ -39,15 +39,15 @@ class SeedReport:
     notes: tuple[str, ...] = field(default=())
 
 
-def play_seed(seed: int, *, only: Collection[int] | None = None, watch: Watch | None = None) -> SeedReport:
-    """Play one seed. `only`: the faults, by their numbers, that take place; `watch` gets the faulty lab first."""
+def run_seed(seed: int, *, only: Collection[int] | None = None, watch: Watch | None = None) -> SeedReport:
+    """Run one seed. `only`: the numbers of the faults to inject; `watch` is called with the faulty lab at its start."""
     begun = time.perf_counter()
     drawn = draw_lab(seed)
     if only is not None:
         drawn = replace(drawn, faults=tuple(fault for place, fault in enumerate(drawn.faults) if place in only))
-    twin = play_lab(drawn, seed=seed + TWIN_SEED, faults=())
+    twin = run_lab(drawn, seed=seed + TWIN_SEED, faults=())
     violations = [(name, wrong) for name, check in UNDISTURBED.items() if (wrong := check(drawn, twin))]
-    faulty = play_lab(drawn, seed=seed, faults=drawn.faults, watch=watch)
+    faulty = run_lab(drawn, seed=seed, faults=drawn.faults, watch=watch)
     gap_s, bound_s = gap_and_bound(drawn, faulty, twin)
     if not violations:
         for name, check in DISTURBED.items():
@@ -66,15 +66,15 @@ def play_seed(seed: int, *, only: Collection[int] | None = None, watch: Watch | 
     )
 
 
-def play_lab(
+def run_lab(
     drawn: DrawnLab,
     *,
     seed: int,
     faults: tuple[Fault, ...],
     watch: Watch | None = None,
     scenario: Scenario | None = None,
-) -> Played:
-    """Play a drawn lab once."""
+) -> LabRun:
+    """Run a random lab once."""
     monitor = Monitor()
 
     async def disturb(lab: SimulatedLab) -> None:
@@ -86,7 +86,7 @@ def play_lab(
             watch(lab)
         beside = [asyncio.create_task(supervise(lab)), *([asyncio.create_task(monitor.sample())] if faults else ())]
         try:
-            await play_faults(lab, faults)
+            await inject_faults(lab, faults)
             if scenario is not None:
                 await scenario(lab)
             await asyncio.get_running_loop().create_future()
@@ -110,4 +110,4 @@ def play_lab(
         observe=monitor.observe,
         at_end=monitor.end,
     )
-    return Played(lab.run(), monitor.evidence)
+    return LabRun(lab.run(), monitor.evidence)

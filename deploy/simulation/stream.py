@@ -1,4 +1,4 @@
-"""One TCP connection between a client and a simulated broker, as both ends see it, keep-alive included."""
+"""One TCP connection between a client and a simulated broker, with both ends and keep-alive."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from deploy.simulation.packets import Flight, Packet, PacketKind
 if TYPE_CHECKING:
     from deploy.simulation.connection import SimulatedConnection
 
-SOCKET_BYTES: Final = 262_144  # what the kernel sends for a process that has ended
+SOCKET_BYTES: Final = 262_144  # the kernel still sends this much for a process that has ended
 ACKNOWLEDGEMENT_BYTES: Final = 4
 BROKER_PATIENCE: Final = 1.5  # keep-alive intervals without a packet (MQTT 3.1.1, section 3.1.2.10)
 
 
 class BrokenConnection(Exception):
-    """The connection could not be made, or broke."""
+    """The connection failed to open, or broke."""
 
 
 class ClientStream:
-    """A connection that stands until `ended` raises BrokenConnection, or what a callback of the client raised.
+    """A connection that lasts until `ended` raises BrokenConnection or an error of a client's callback.
 
-    The broker receives nothing from a client that is stopped or cut off, and drops it after 1.5 keep-alive intervals.
-    The client misses the answer to its ping one to two intervals after the broker's last packet could arrive.
+    The broker receives nothing from a stopped or cut-off client, and disconnects it after 1.5 keep-alive intervals. The
+    client times out one to two intervals after the last possible packet from the broker.
     """
 
     def __init__(self, connection: SimulatedConnection, *, loop: asyncio.AbstractEventLoop) -> None:
@@ -45,7 +45,7 @@ class ClientStream:
         self.ended: asyncio.Future[None] = loop.create_future()
         self._link.connections[self] = None
         connection.process.sockets[self] = None
-        # What that causes, a will for instance, is not this process's doing.
+        # In an empty context: effects such as a will do not belong to this process.
         self._session = Context().run(self._broker.connect, connection.client_id, self, will=connection.will)
 
     # The client's end
@@ -64,21 +64,21 @@ class ClientStream:
         self.put(self.packet(kind, size, **fields))
 
     def close(self) -> None:
-        """Disconnect; what was sent before leaves first."""
+        """Disconnect after all packets sent so far."""
         if self._open:
             self._leave()
             self.send(PacketKind.DISCONNECT, 2)
 
     def carried(self) -> TcpStats:
-        """Return the bytes of this connection."""
+        """Return the byte counts of this connection."""
         return TcpStats(sent=self._sent, received=self.received_bytes(), connections=1)
 
     def received_bytes(self) -> int:
-        """Return the bytes received, of a packet that is under way its part."""
+        """Return the received bytes, including the received part of an incomplete packet."""
         return self._got + (self._link.down.sent_of(self._down) if self._open else 0)
 
     def process_killed(self) -> None:
-        """Close the socket for a process that was killed: the broker publishes its will."""
+        """Close the socket of a killed process: the broker publishes the will."""
         if self._open:
             self._connection.detach_bodies()
             self._leave()
@@ -86,7 +86,7 @@ class ClientStream:
             self._link.up.put(self.packet(PacketKind.CLOSED, 0))
 
     def process_paused(self) -> None:
-        """Note that the process was stopped, or continues."""
+        """React to the process being stopped or continued."""
         self._watch()
 
     def link_changed(self, before: LinkConditions, now: LinkConditions) -> None:
@@ -102,7 +102,7 @@ class ClientStream:
     # The broker's end
 
     def pending(self) -> int:
-        """Return how many messages for the client have not arrived."""
+        """Return the number of messages for the client that have not arrived."""
         return self._down.pending()
 
     def deliver(self, topic: str, body: bytes, *, qos: int, retain: bool) -> None:
@@ -111,7 +111,7 @@ class ClientStream:
         self._link.down.put(Packet(PacketKind.PUBLISH, size, self._down, topic, body, qos, retain))
 
     def closed_by_broker(self) -> None:
-        """Close the connection; the client notices when that arrives."""
+        """Close the connection; the client notices when the FIN arrives."""
         self._stop_checks(client=False)
         self._link.down.truncate(self._down, keep_bytes=SOCKET_BYTES)
         self._link.down.put(Packet(PacketKind.CLOSED, 0, self._down))
@@ -150,26 +150,26 @@ class ClientStream:
             return
         try:
             self._connection.arrived(packet)
-        except Exception as error:  # noqa: BLE001 - aiomqtt's message loop would raise it
+        except Exception as error:  # noqa: BLE001 - raised by `ended`, as by aiomqtt's message loop
             self._end(error)
 
     # Keep-alive
 
     def _watch(self) -> None:
-        """Begin or end to count the silence at both ends."""
+        """Start or stop the keep-alive timers of both ends."""
         if not self._open and not self._session.alive:
             return
-        keepalive_s, draw, now = self._connection.keepalive_s, self._link.draw, self._loop.time()
+        keepalive_s, rng, now = self._connection.keepalive_s, self._link.rng, self._loop.time()
         cut, up_stuck = self._link.conditions.cut, self._up.stuck is not None
         mute = self._session.alive and (cut or up_stuck or self._connection.process.stopped)
         deaf = self._open and (cut or up_stuck or self._down.stuck is not None)
         if mute and self._broker_check is None:
-            self._last_packet_at = max(self._last_packet_at, now - draw.random() * keepalive_s)  # its last ping
+            self._last_packet_at = max(self._last_packet_at, now - rng.random() * keepalive_s)  # its last ping
             self._check_broker()
         elif not mute:
             self._stop_checks(client=False)
         if deaf and self._client_check is None:
-            due = now + keepalive_s * (1 + draw.random())
+            due = now + keepalive_s * (1 + rng.random())
             self._client_check = self._loop.call_at(
                 due, self._break, "Keep alive timeout", context=self._connection.context
             )
@@ -200,10 +200,10 @@ class ClientStream:
     def _end(self, error: Exception) -> None:
         if not self.ended.done():
             self.ended.set_exception(error)
-            self.ended.exception()  # the client may be cancelled before it looks
+            self.ended.exception()  # mark as retrieved: the client may be cancelled before
 
     def _leave(self) -> None:
-        """End the client's half."""
+        """Close the client's end."""
         self._open = False
         self._stop_checks(broker=False)
         self._connection.process.sockets.pop(self, None)

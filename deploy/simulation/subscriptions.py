@@ -1,4 +1,4 @@
-"""The topic filters of an MQTT broker: a tree by levels, so that a message costs one step a level."""
+"""The topic filters of an MQTT broker as a tree of topic levels: a lookup takes one step per level."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ class _Level(Generic[_S]):
 
 
 class SubscriptionTree(Generic[_S]):
-    """Who subscribed to what, with which QoS. Answers come in the order of the subscriptions."""
+    """Subscribers by topic filter, with their QoS. Lookups return them in the order of subscription."""
 
     def __init__(self) -> None:
         self._root: _Level[_S] = _Level()
 
     def add(self, topic_filter: str, subscriber: _S, qos: int) -> None:
-        """Add a subscription, in place of an equal one."""
+        """Add a subscription; it replaces an equal one."""
         level = self._root
         for part in topic_filter.split("/"):
             level = level.below.setdefault(part, _Level())
         level.subscribers[subscriber] = qos
 
     def remove(self, topic_filter: str, subscriber: _S) -> None:
-        """Remove a subscription that is there."""
+        """Remove an existing subscription."""
         passed: list[tuple[_Level[_S], str]] = []
         level = self._root
         for part in topic_filter.split("/"):

@@ -1,4 +1,4 @@
-"""A lab's messages as it plays, one line each, and what changes at its nodes."""
+"""Trace of a simulated lab: a line for each message, each fault, and each node that ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TEXT_MOST = 90
 
 
 def print_trace(lab: SimulatedLab) -> None:
-    """Print every message that is routed, every fault, and every node that ends."""
+    """Print every routed message, every fault, and every node that ends."""
     seen = {"faults": 0}
     ended: dict[str, str] = {}
 
@@ -30,7 +30,7 @@ def print_trace(lab: SimulatedLab) -> None:
 
 
 def line(message: Routed) -> str:
-    """Return a message in one line."""
+    """Return one line for a message."""
     try:
         topic = topics.parse(message.topic)
         session, content = serialization.decode(message.body) if not _is_chunk(topic) and message.body else ("", None)

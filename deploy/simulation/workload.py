@@ -1,4 +1,4 @@
-"""The models of a simulated lab, and what training makes of them: next to nothing, or what the product does."""
+"""Models and training of a simulated lab: a trivial workload, or the real one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NULL_CHANGE: Final = 0.01
 
 
 class Workload(Protocol):
-    """Models, and what training makes of them."""
+    """Models, their training and their evaluation."""
 
     layout: ModelLayout
     first: Row
@@ -29,14 +29,14 @@ class Workload(Protocol):
         """Return the number of a device's training samples."""
 
     def train(self, node: str, row: Row, out: Row, *, epochs: int, local_round: int) -> tuple[float, int]:
-        """Train the model in `row`, write it into `out`, and return the loss and the number of steps."""
+        """Train the flat model `row` into `out`; return the loss and the number of steps."""
 
     def evaluate(self, row: Row) -> tuple[float, float]:
         """Return accuracy and loss."""
 
 
 class NullWorkload:
-    """Adds small noise that depends on node, round and epochs alone; torch is not needed."""
+    """Workload that adds small noise, determined by node, round and epochs. It does not need torch."""
 
     partition = "simulated"
 
@@ -49,13 +49,13 @@ class NullWorkload:
         self.layout.floats(self.first)[:] = np.random.default_rng(1).standard_normal(columns, np.float32)
 
     def samples(self, node: str) -> int:
-        """Return 50 to 149 samples, by the name."""
+        """Return 50 to 149 samples, depending on the name."""
         return 50 + zlib.crc32(node.encode()) % 100
 
     def train(self, node: str, row: Row, out: Row, *, epochs: int, local_round: int) -> tuple[float, int]:
         """Add noise, float32 [D]."""
-        draw = np.random.Generator(np.random.PCG64([zlib.crc32(node.encode()), local_round, epochs]))
-        noise = draw.standard_normal(self.layout.columns, np.float32)
+        rng = np.random.Generator(np.random.PCG64([zlib.crc32(node.encode()), local_round, epochs]))
+        noise = rng.standard_normal(self.layout.columns, np.float32)
         self.layout.floats(out)[:] = self.layout.floats(row) + NULL_CHANGE * noise
         return 1.0, epochs * STEPS_MOST
 
@@ -65,14 +65,14 @@ class NullWorkload:
 
 
 class RealWorkload:
-    """Trains and evaluates as the product does, on the CPU; needs torch."""
+    """Workload that trains and evaluates real models on the CPU; it needs torch."""
 
     def __init__(self, experiment: Experiment) -> None:
         from common.learning import splits
         from common.learning.evaluation import ModelTester
 
-        self._evaluator = ModelTester(experiment)
-        self.layout, self.first = self._evaluator.layout, self._evaluator.first
+        self._tester = ModelTester(experiment)
+        self.layout, self.first = self._tester.layout, self._tester.first
         self.partition = splits.split_of(experiment).digest
         self._trainers: dict[str, Trainer] = {}
         self._experiment = experiment
@@ -92,7 +92,7 @@ class RealWorkload:
 
     def evaluate(self, row: Row) -> tuple[float, float]:
         """Return accuracy and loss on the test set."""
-        found = self._evaluator.evaluate(row)
+        found = self._tester.evaluate(row)
         return found.accuracy, found.loss
 
     def _trainer(self, node: str) -> Trainer:

@@ -1,4 +1,4 @@
-"""The surroundings of one simulated process: `common.runtime.world.World`."""
+"""The environment of one simulated process: implements `common.runtime.world.World`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from deploy.simulation.connection import SimulatedConnection
 from deploy.simulation.network import SimulatedNetwork
 from deploy.simulation.process import SimulatedProcess
 
-NOISE_DRAWN: Final = 1021  # a prime: no two chunks begin alike
+NOISE_DRAWN: Final = 1021  # a prime, so that chunks begin at different offsets of the pattern
 EPOCH_S: Final = 1_700_000_000.0  # Unix seconds where the virtual time is 0
 
 
 class SimulatedWorld:
-    """Gives a process the simulated network, tokens drawn from the seed, and a clock that is `clock_offset_s` off.
+    """A process's simulated network, tokens drawn from the seed, and a wall clock with an offset of `clock_offset_s`.
 
-    A broker's name stands in its address as the host. The process is set once it exists.
+    The host of a broker's address is the broker's name. `process` is set once it exists.
     """
 
     process: SimulatedProcess
@@ -33,7 +33,7 @@ class SimulatedWorld:
         self._name = name
         self._clock_offset_s = clock_offset_s
         self.connections: list[SimulatedConnection] = []
-        self._draw = random.Random(f"{network.seed} process {name} {generation}")
+        self._rng = random.Random(f"{network.seed} process {name} {generation}")
 
     def connection(
         self,
@@ -67,18 +67,18 @@ class SimulatedWorld:
         return connection
 
     async def packet_limit(self, address: BrokerAddress) -> int | None:
-        """Return the broker's limit."""
+        """Return the broker's packet limit in bytes, or None."""
         return self._network.brokers[address.host].packet_limit
 
     def token(self, nbytes: int) -> str:
-        """Return drawn bytes as hexadecimal digits."""
-        return self._draw.randbytes(nbytes).hex()
+        """Return random bytes as hexadecimal digits."""
+        return self._rng.randbytes(nbytes).hex()
 
     def wall(self) -> float:
         """Return Unix seconds by this process's clock."""
         return EPOCH_S + self._clock_offset_s + asyncio.get_running_loop().time()
 
     def noise(self, nbytes: int) -> bytes:
-        """Return bytes of which few are drawn: more would cost more than all that is done with them."""
-        drawn = self._draw.randbytes(NOISE_DRAWN)
+        """Return a repeated pattern of random bytes: fully random ones would take most of the simulation's time."""
+        drawn = self._rng.randbytes(NOISE_DRAWN)
         return (drawn * (nbytes // NOISE_DRAWN + 1))[:nbytes]

@@ -1,4 +1,4 @@
-"""How the faults of a drawn lab are played: each by a task that does it, waits, and undoes it."""
+"""Fault injection: for each fault of a random lab a task that causes it, waits, and undoes it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from deploy.simulation.faults import Fault, FaultKind
 from deploy.simulation.lab import SimulatedLab
 from deploy.simulation.network import LinkConditions, SimulatedLink
 
-LEAVING_S: Final = 30.0  # a node that was terminated may take to say how it ended
+LEAVING_S: Final = 30.0  # a terminated node has this long to publish its final state
 STRANGERS: Final = 5
 FLOOD: Final = 200
 SUPERVISE_S: Final = 5.0
-OLD_S: Final = 1.0  # an old store is of so long before the broker stops
+OLD_S: Final = 1.0  # age of an "old" store when the broker stops
 
 
-async def play_faults(lab: SimulatedLab, faults: tuple[Fault, ...]) -> None:
-    """Play all faults. Their draws depend on nothing but the seed and the fault."""
+async def inject_faults(lab: SimulatedLab, faults: tuple[Fault, ...]) -> None:
+    """Inject all faults. Their randomness depends only on the seed and the fault."""
     async with asyncio.TaskGroup() as group:
         for fault in faults:
-            group.create_task(_play(lab, fault), name=str(fault))
+            group.create_task(_inject(lab, fault), name=str(fault))
 
 
 async def supervise(lab: SimulatedLab) -> None:
-    """Start nodes again that ended with an error while the run goes on, as a service manager does."""
+    """Restart nodes that ended with an error during the run, like a service manager."""
     while True:
         await asyncio.sleep(SUPERVISE_S)
         for node in [node for node, error in lab.ended.items() if error and node != CLOUD]:
@@ -36,11 +36,11 @@ async def supervise(lab: SimulatedLab) -> None:
                 lab.start(node)
 
 
-async def _play(lab: SimulatedLab, fault: Fault) -> None:
+async def _inject(lab: SimulatedLab, fault: Fault) -> None:
     await asyncio.sleep(fault.at_s)
     if not lab.over:
         lab.record(str(fault))
-        await _PLAYED[fault.kind](lab, fault)
+        await _HANDLERS[fault.kind](lab, fault)
 
 
 async def _kill(lab: SimulatedLab, fault: Fault) -> None:
@@ -62,7 +62,7 @@ async def _kill(lab: SimulatedLab, fault: Fault) -> None:
 
 
 def _start(lab: SimulatedLab, fault: Fault) -> None:
-    """Start a node that was ended, unless its part in the run is over."""
+    """Start a stopped node again unless it has finished its part in the run."""
     node = fault.node
     if not (lab.over or lab.alive(node) or node in lab.ended):
         lab.start(node, keep_files=fault.keep or node == CLOUD, clock_offset_s=fault.amount)
@@ -96,15 +96,15 @@ async def _link(lab: SimulatedLab, fault: Fault) -> None:
     for link in links:
         link.change(**changes)
     await asyncio.sleep(fault.for_s)
-    for link, were in before:
-        _undo(lab, link, were)
+    for link, earlier in before:
+        _undo(lab, link, earlier)
 
 
-def _undo(lab: SimulatedLab, link: SimulatedLink, were: Mapping[str, Any]) -> None:
-    """Return to what the link was at the start, whatever other faults made of it meanwhile."""
+def _undo(lab: SimulatedLab, link: SimulatedLink, earlier: Mapping[str, Any]) -> None:
+    """Restore the link's initial conditions, regardless of other faults' changes meanwhile."""
     name = next(key for key, value in lab.network.links.items() if value is link)[0]
     usual = lab.usual.get(name, lab.network.conditions)
-    link.change(**{field: getattr(usual, field) for field in were})
+    link.change(**{field: getattr(usual, field) for field in earlier})
 
 
 async def _hang(lab: SimulatedLab, fault: Fault) -> None:
@@ -160,7 +160,7 @@ async def _remains(lab: SimulatedLab, fault: Fault) -> None:
     interference.leave_remains(lab, fault)
 
 
-_PLAYED: Final[Mapping[FaultKind, Callable[[SimulatedLab, Fault], Awaitable[None]]]] = {
+_HANDLERS: Final[Mapping[FaultKind, Callable[[SimulatedLab, Fault], Awaitable[None]]]] = {
     FaultKind.KILL: _kill,
     FaultKind.TERMINATE: _kill,
     FaultKind.STOP: _stop,
@@ -192,7 +192,7 @@ _CONDITIONS: Final[Mapping[FaultKind, Callable[[Fault], dict[str, Any]]]] = {
 
 
 def set_links(lab: SimulatedLab, unequal: Mapping[str, LinkConditions]) -> None:
-    """Give single nodes links of their own, to every broker."""
+    """Set the conditions of single nodes' links to every broker."""
     lab.usual.update(unequal)
     for name, conditions in unequal.items():
         for broker in lab.network.brokers:
