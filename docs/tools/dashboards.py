@@ -1,7 +1,7 @@
-"""The Grafana dashboards: `python -m docs.tools.dashboards deploy/grafana/dashboards` writes them anew.
+"""Generator of the Grafana dashboards: `python -m docs.tools.dashboards deploy/grafana/dashboards` rewrites them.
 
-Each is a few rows of panels over the metrics of `common.metrics` and the recording rules of `deploy/prometheus`, in
-JSON by Grafana's dashboard schema 36, which Grafana 10 and later read.
+A dashboard has rows of panels that show the metrics of `common.metrics` and the recording rules of `deploy/prometheus`.
+The JSON follows Grafana's dashboard schema 36, which Grafana 10 and later read.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ INSTITUTION: Final = 'run="$run", role="institution", institution="$institution"
 DEVICE: Final = 'run="$run", role="device", institution="$institution", device="$device"'
 BOTH: Final = 'run=~"$run_a|$run_b"'
 
-Query = tuple[str, str]  # an expression and how its series are called
+Query = tuple[str, str]  # an expression and the legend of its series
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One panel; `kind` is Grafana's, `width` of 24 columns."""
+    """One panel. `kind`: Grafana's panel type; `width`: in 24ths of the dashboard."""
 
     title: str
     queries: Sequence[Query]
@@ -37,7 +37,7 @@ class Panel:
     most: float | None = None
 
     def json(self, number: int, *, x: int, y: int) -> dict[str, Any]:
-        """Return it as Grafana reads it."""
+        """Return the panel as Grafana's JSON."""
         defaults: dict[str, Any] = {"unit": self.unit, "min": 0}
         options: dict[str, Any] = {"reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False}}
         if self.most is not None:
@@ -62,17 +62,17 @@ class Panel:
 
     @property
     def height(self) -> int:
-        """Return its height in Grafana's units."""
+        """The height in Grafana's units."""
         return 4 if self.kind == "stat" else 8
 
 
 def one(title: str, expr: str, *, unit: str = "short") -> Panel:
-    """Return a panel of one number."""
+    """Return a panel with one number."""
     return Panel(title, [(expr, "")], unit, "stat", width=4)
 
 
 def machine(of: str) -> list[Panel]:
-    """Return panels of the process in which a node is, which may be others' too, and of its host."""
+    """Return panels of a node's process, which it may share with other nodes, and of its host."""
     here = f"and on (run, instance) fedstrata_run_info{{{of}}}"
     return [
         Panel(
@@ -85,7 +85,7 @@ def machine(of: str) -> list[Panel]:
 
 
 def traffic(of: str) -> list[Panel]:
-    """Return panels of what a node receives and sends."""
+    """Return panels of a node's received and sent bytes."""
     return [
         Panel(
             f"Bytes {direction}, MQTT packets",
@@ -99,7 +99,7 @@ def traffic(of: str) -> list[Panel]:
 
 
 def phases(of: str) -> list[Panel]:
-    """Return panels of a node's seconds."""
+    """Return panels of a node's time by phase."""
     return [
         Panel("Seconds by phase, so far", [(f"fedstrata_phase_seconds_total{{{of}}}", "{{phase}}")], "s", stacked=True),
         Panel(
@@ -115,8 +115,8 @@ LAB: Final = [
     one("Global round", f"fedstrata_round{{{CLOUD}}}"),
     one("Test accuracy", f"fedstrata_accuracy_ratio{{{CLOUD}}}", unit="percentunit"),
     one("Training time", 'run:fedstrata_training_seconds:sum{run="$run"}', unit="s"),
-    one("WAN, both ways", 'run:fedstrata_wan_received_bytes:sum{run="$run"}', unit="bytes"),
-    one("LAN, both ways", 'run:fedstrata_lan_received_bytes:sum{run="$run"}', unit="bytes"),
+    one("WAN, both directions", 'run:fedstrata_wan_received_bytes:sum{run="$run"}', unit="bytes"),
+    one("LAN, both directions", 'run:fedstrata_lan_received_bytes:sum{run="$run"}', unit="bytes"),
     one("Alerts", 'count(ALERTS{alertstate="firing"}) or vector(0)'),
     Panel("Test accuracy", [(f"fedstrata_accuracy_ratio{{{CLOUD}}}", "accuracy")], "percentunit", most=1),
     Panel(
@@ -142,7 +142,7 @@ LAB: Final = [
         width=8,
     ),
     Panel(
-        "Devices that train",
+        "Training devices",
         [('sum by (institution) (rate(fedstrata_phase_seconds_total{run="$run", role="device", phase="train"}'
           f"{RATE}))", "{{institution}}")],
         stacked=True,
@@ -150,9 +150,9 @@ LAB: Final = [
     ),
     Panel("Epochs by institution", [(f"fedstrata_epochs{{{CLOUD}}}", "{{institution}}")], width=8),
     Panel(
-        "No progress for", [('max by (peer) (fedstrata_idle_seconds{run="$run"})', "{{peer}}")], "s", width=8
+        "Time without progress", [('max by (peer) (fedstrata_idle_seconds{run="$run"})', "{{peer}}")], "s", width=8
     ),
-    Panel("Roles that answer", [('sum by (role) (up{run="$run"})', "{{role}}")], stacked=True, width=8),
+    Panel("Reachable roles", [('sum by (role) (up{run="$run"})', "{{role}}")], stacked=True, width=8),
     Panel(
         "Broker's memory",
         [
@@ -185,19 +185,19 @@ LINKS: Final = [
         "Bps",
     ),
     Panel(
-        "Measured, of what is declared",
+        "Measured rate, relative to the declared rate",
         [('fedstrata:link_measured:ratio{run="$run"}', "{{peer}}, {{direction}} by its parent")],
         "percentunit",
         "bargauge",
     ),
     Panel(
-        "Declared",
+        "Declared rate",
         [('fedstrata_link_declared_bytes_per_second{run="$run"}', "{{peer}}, {{direction}} by its parent")],
         "Bps",
         "bargauge",
     ),
     Panel(
-        "Three counts, both ways, all links",
+        "Three byte counts, both directions, all links",
         [
             (f'sum (fedstrata_{count}_bytes_total{{run="$run", role="device"}})'
              f' + sum (fedstrata_{count}_bytes_total{{run="$run", role="institution", peer="cloud"}})', count)
@@ -206,19 +206,19 @@ LINKS: Final = [
         "bytes",
     ),
     Panel(
-        "Sent again by TCP",
+        "TCP retransmissions",
         [('fedstrata:retransmitted:ratio_rate1m{run="$run"}', "{{role}} {{institution}} {{device}}")],
         "percentunit",
     ),
     Panel(
-        "Round trip to the broker",
+        "Round-trip time to the broker",
         [('fedstrata_rtt_seconds{run="$run"}', "{{role}} {{institution}} {{device}} ({{peer}})")],
         "s",
     ),
     Panel(
-        "Chunks published again, messages dropped by brokers",
+        "Repeated chunks, and messages dropped by brokers",
         [
-            (f'sum by (role) (rate(fedstrata_chunks_repeated_total{{run="$run"}}{RATE}))', "again, {{role}}"),
+            (f'sum by (role) (rate(fedstrata_chunks_repeated_total{{run="$run"}}{RATE}))', "repeated, {{role}}"),
             (f'max by (broker) (rate(fedstrata_broker_dropped_messages_total{{run="$run"}}{RATE}))',
              "dropped, {{broker}}"),
         ],
@@ -229,7 +229,7 @@ ONE_INSTITUTION: Final = [
     one("Rounds", f"fedstrata_round{{{INSTITUTION}}}"),
     one("Epochs", f"fedstrata_epochs{{{INSTITUTION}}}"),
     one("Training loss", f"fedstrata_train_loss{{{INSTITUTION}}}"),
-    one("Devices there", f"sum (fedstrata_child_up{{{INSTITUTION}}})"),
+    one("Devices present", f"sum (fedstrata_child_up{{{INSTITUTION}}})"),
     one("Refused models", f"fedstrata_refused_models_total{{{INSTITUTION}}}"),
     one("Late results", f"fedstrata_late_results_total{{{INSTITUTION}}}"),
     *phases(INSTITUTION),
@@ -238,9 +238,9 @@ ONE_INSTITUTION: Final = [
         (f"fedstrata_train_loss{{{INSTITUTION}}}", "mean"),
         ('fedstrata_train_loss{run="$run", role="device", institution="$institution"}', "{{device}}"),
     ]),
-    Panel("Devices there", [(f"fedstrata_child_up{{{INSTITUTION}}}", "{{peer}}")], stacked=True),
-    Panel("No progress for", [(f"fedstrata_idle_seconds{{{INSTITUTION}}}", "{{peer}}")], "s"),
-    Panel("Links of its devices, measured of declared",
+    Panel("Devices present", [(f"fedstrata_child_up{{{INSTITUTION}}}", "{{peer}}")], stacked=True),
+    Panel("Time without progress", [(f"fedstrata_idle_seconds{{{INSTITUTION}}}", "{{peer}}")], "s"),
+    Panel("Links of its devices: measured rate, relative to the declared rate",
           [(f"fedstrata:link_measured:ratio{{{INSTITUTION}}}", "{{peer}} {{direction}}")], "percentunit", "bargauge"),
     *machine(INSTITUTION),
 ]  # fmt: skip
@@ -250,7 +250,7 @@ ONE_DEVICE: Final = [
     one("SGD steps", f"fedstrata_sgd_steps_total{{{DEVICE}}}"),
     one("Training loss", f"fedstrata_train_loss{{{DEVICE}}}"),
     one("Epochs", f"fedstrata_epochs{{{DEVICE}}}"),
-    one("Round trip", f"fedstrata_rtt_seconds{{{DEVICE}}}", unit="s"),
+    one("Round-trip time", f"fedstrata_rtt_seconds{{{DEVICE}}}", unit="s"),
     one("Reconnects", f"fedstrata_reconnects_total{{{DEVICE}}}"),
     *phases(DEVICE),
     *traffic(DEVICE),
@@ -269,13 +269,13 @@ COMPARE: Final = [
             ("Training time", f"run:fedstrata_training_seconds:sum{{{BOTH}}}", "", "{{run}}", "s"),
             ("Seconds by phase", f'fedstrata_phase_seconds_total{{{BOTH}, role="cloud"}}', ", phase",
              "{{run}} {{phase}}", "s"),
-            ("WAN, both ways", f"run:fedstrata_wan_received_bytes:sum{{{BOTH}}}", "", "{{run}}", "bytes"),
-            ("LAN, both ways", f"run:fedstrata_lan_received_bytes:sum{{{BOTH}}}", "", "{{run}}", "bytes"),
+            ("WAN, both directions", f"run:fedstrata_wan_received_bytes:sum{{{BOTH}}}", "", "{{run}}", "bytes"),
+            ("LAN, both directions", f"run:fedstrata_lan_received_bytes:sum{{{BOTH}}}", "", "{{run}}", "bytes"),
             ("SGD steps", f'fedstrata_sgd_steps_total{{{BOTH}, role="cloud"}}', "", "{{run}}", "short"),
         )
     ),
     Panel(
-        "What they are",
+        "Experiments",
         [(f'max by (run, experiment, algorithm, digest) (fedstrata_run_info{{{BOTH}, role="cloud"}})',
           "{{run}}: {{experiment}}, {{algorithm}}, {{digest}}")],
         kind="stat",
@@ -298,7 +298,7 @@ DASHBOARDS: Final[Mapping[str, tuple[str, Mapping[str, str], Sequence[Panel]]]] 
 
 
 def dashboard(name: str) -> str:
-    """Return a dashboard's JSON."""
+    """Return the JSON of a dashboard."""
     title, variables, panels = DASHBOARDS[name]
     run = 'run="$run"' if "run" in variables else BOTH
     made = {
@@ -320,7 +320,7 @@ def main() -> None:
 
 
 def _placed(panels: Sequence[Panel]) -> Iterator[dict[str, Any]]:
-    """Yield the panels from left to right, in rows as high as the highest."""
+    """Yield the panels from left to right, in rows as high as their highest panel."""
     x = y = height = 0
     for number, panel in enumerate(panels, 1):
         if x + panel.width > WIDTH:
@@ -337,14 +337,14 @@ def _variable(name: str, query: str) -> dict[str, Any]:
 
 
 def _annotations(run: str) -> Iterator[dict[str, Any]]:
-    """Yield what is marked in all panels.
+    """Yield the annotations of all panels.
 
-    Grafana marks values above 0 only, and joins marks that are no more than a step apart; a global round stands where
-    the clock of the cloud's host had it.
+    Grafana marks only values above 0, and joins marks that are at most a step apart. The time of a global round is that
+    of the clock of the cloud's host.
     """
     global_rounds = f'fedstrata_round_timestamp_seconds{{{run}, role="cloud"}} * 1000'
     for name, expr, text, colour, more in (
-        ("Deaths", f"1 - fedstrata_child_up{{{run}}} > 0", "{{peer}} is gone", "red", {"step": "5s"}),
+        ("Lost nodes", f"1 - fedstrata_child_up{{{run}}} > 0", "{{peer}} is lost", "red", {"step": "5s"}),
         (
             "Global rounds",
             global_rounds,

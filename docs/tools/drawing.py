@@ -1,7 +1,7 @@
 """Draw the pictures of `docs/algorithms/` by running the rules: `python -m docs.tools.drawing docs/algorithms`.
 
-Upload k carries a one in a buffer column of its own. Buffers are mixed with the weights of the parameters and no plan
-looks at them, so the models that a rule hands out next carry its mixing matrix: W @ I = W.
+Upload k has a one in a buffer column of its own. Buffers are mixed with the parameters' weights and do not affect the
+rules' decisions, so the buffers of the next models are the rule's mixing matrix: W @ I = W.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from common.experiment.aggregation import FedAdp, FedAvg, FedCDA, FedCross, FedM
 from common.model.layout import ModelLayout, Section
 from docs.tools.svg import SvgPanel, curve, matrices
 
-SEED: Final = 5  # FedMR's permutations differ from layer to layer; at some seeds two happen to be alike
-ANGLES: Final = (0, 20, 60, 130)  # degrees: no two pairs of models are equally similar
+SEED: Final = 5  # with this seed FedMR's permutations differ in all layers
+ANGLES: Final = (0, 20, 60, 130)  # degrees, chosen so that all pairs of models differ in similarity
 
 Point = tuple[float, float]
 
@@ -37,14 +37,14 @@ def at(angle: float) -> Point:
 
 @dataclass
 class Report:
-    """What a child reports of its training."""
+    """A child's report of its training."""
 
     samples: int
     loss: float = 0.5
 
 
 class MixingProbe:
-    """A rule over models that are one point of the plane in each layer, and as many marks as there are uploads."""
+    """A rule over models with a point of the plane and a buffer of `marks` values in each layer."""
 
     def __init__(self, rule: Rule, *, marks: int, layers: Sequence[str] = ("layer",)) -> None:
         kinds = [("weight", 2, Section.PARAMETER), ("mark", marks, Section.BUFFER)]
@@ -56,19 +56,26 @@ class MixingProbe:
         self._rule.begin(self._rows("start", 1)[0])
         self.facts: Mapping[str, object] = {}
 
-    def play(
-        self, r: int, children: Sequence[str], points: Sequence[Point], *, samples: Sequence[int], marks: Sequence[int]
+    def run_round(
+        self,
+        global_round: int,
+        children: Sequence[str],
+        points: Sequence[Point],
+        *,
+        samples: Sequence[int],
+        marks: Sequence[int],
     ) -> dict[str, Doubles]:
-        """Play round r, and return each layer's W [K, marks]: what the models that go out next are made of."""
+        """Run a round; return W [K, marks] of each layer: the composition of the next models."""
         uploads = self._rows("uploads", len(children))
         for row, point, mark in zip(uploads, points, marks, strict=True):
             views = self._layout.views(row)
             for layer in self._layers:
                 views[f"{layer}.weight"][:] = point
                 views[f"{layer}.mark"][mark] = 1
-        order = tuple(self._rule.dispatch(r, children))
-        self.facts = self._rule.aggregate(r, Uploads(order, uploads, tuple(map(Report, samples)), lambda: None)).facts
-        following = [self._layout.views(row) for row in self._rule.dispatch(r + 1, children).values()]
+        order = tuple(self._rule.dispatch(global_round, children))
+        received = Uploads(order, uploads, tuple(map(Report, samples)), lambda: None)
+        self.facts = self._rule.aggregate(global_round, received).facts
+        following = [self._layout.views(row) for row in self._rule.dispatch(global_round + 1, children).values()]
         return {layer: np.array([views[f"{layer}.mark"] for views in following], float) for layer in self._layers}
 
     def _rows(self, name: str, count: int) -> npt.NDArray[np.uint8]:
@@ -76,15 +83,15 @@ class MixingProbe:
 
 
 def mix(
-    rule: Rule, r: int = 0, *, samples: Sequence[int] = (100,) * 4, layers: Sequence[str] = ("layer",)
+    rule: Rule, global_round: int = 0, *, samples: Sequence[int] = (100,) * 4, layers: Sequence[str] = ("layer",)
 ) -> dict[str, Doubles]:
-    """Return each layer's W [4, 4] after round r of a rule."""
+    """Return W [4, 4] of each layer after a round of a rule."""
     probe = MixingProbe(rule, marks=4, layers=layers)
-    return probe.play(r, "abcd", [at(angle) for angle in ANGLES], samples=samples, marks=range(4))
+    return probe.run_round(global_round, "abcd", [at(angle) for angle in ANGLES], samples=samples, marks=range(4))
 
 
 def square(title: str, weights_KK: Doubles) -> SvgPanel:
-    """Return the panel of W from the uploads v to the next models w."""
+    """Return a panel of W, from the uploads v to the next models w."""
     return SvgPanel(title, weights_KK, [f"w{k}" for k in range(4)], [f"v{k}" for k in range(4)])
 
 
@@ -130,7 +137,7 @@ def fedmr() -> str:
 
 
 def fedcda() -> str:
-    """Draw which uploads FedCDA's mean is made of: in its warm-up's last round, and in the one after."""
+    """Draw the uploads in FedCDA's mean, in the last round of the warm-up and in the one after."""
     children, rule = "abcd", FedCDA(depth=3, warmup_rounds=3)
     points = {
         "a": [(3.0, 0.0), (0.0, 2.0), (0.2, 0.1), (2.0, 2.0)],
@@ -140,18 +147,18 @@ def fedcda() -> str:
     }
     probe, panels = MixingProbe(rule, marks=16), []
     kept: dict[str, list[int]] = {child: [] for child in children}
-    for r, drawn in enumerate(("abcd", "abcd", "abcd", "ab")):
-        places = [children.index(child) for child in drawn]
-        found = probe.play(
+    for r, selected in enumerate(("abcd", "abcd", "abcd", "ab")):
+        places = [children.index(child) for child in selected]
+        found = probe.run_round(
             r,
-            drawn,
-            [points[child][r] for child in drawn],
+            selected,
+            [points[child][r] for child in selected],
             samples=[100 * (1 + place) for place in places],
             marks=[4 * place + r for place in places],
         )
         weights = np.full((4, 4), np.nan)
         for place, child in enumerate(children):
-            kept[child] = [*kept[child], *([r] if child in drawn else [])][-rule.depth :]
+            kept[child] = [*kept[child], *([r] if child in selected else [])][-rule.depth :]
             weights[place, kept[child]] = found["layer"][0, 4 * place :][kept[child]]
         title = f"r = {r}: {'the warm-up ends' if r < rule.warmup_rounds else 'a and b take part'}"
         panels.append(SvgPanel(title, weights, list(children), [f"r = {past}" for past in range(4)]))
@@ -159,11 +166,11 @@ def fedcda() -> str:
 
 
 def fedadp() -> str:
-    """Draw FedAdp's weights beside FedAvg's, for steps of which three are close and one is not."""
+    """Draw FedAdp's weights beside FedAvg's, for three similar steps and a different one."""
     steps, weights, columns = [at(angle) for angle in (0, 40, -30, 110)], [], []
     for rule in (FedAvg(), FedAdp()):
         probe = MixingProbe(rule, marks=4)
-        weights.append(probe.play(0, "abcd", steps, samples=(100,) * 4, marks=range(4))["layer"][0])
+        weights.append(probe.run_round(0, "abcd", steps, samples=(100,) * 4, marks=range(4))["layer"][0])
         angles = probe.facts.get("angles")
         columns = [f"{angle:.2f}" for angle in angles.values()] if isinstance(angles, dict) else []
     panel = SvgPanel("angle to the mean step, rad", np.array(weights), ["FedAvg", "FedAdp"], columns)
@@ -171,7 +178,7 @@ def fedadp() -> str:
 
 
 def fedadp_gain() -> str:
-    """Draw what its angle does to a child's weight under FedAdp."""
+    """Draw a child's weight over its angle under FedAdp."""
     points = [(s, exp(gompertz(s, 5.0) - 5.0)) for s in np.linspace(0, pi, 201).tolist()]
     x_ticks = {"0": 0.0, "0.5": 0.5, "1": 1.0, "π/2": pi / 2, "2": 2.0, "2.5": 2.5, "π": pi}
     title = "exp(f) at a = 5, as a part of exp(a)"
@@ -179,9 +186,9 @@ def fedadp_gain() -> str:
 
 
 def epochs() -> str:
-    """Draw Tempo's epochs over an institution's distance at c = 6, where the farthest is 100 times the nearest."""
+    """Draw Tempo's epochs over an institution's distance at c = 6, with the farthest at 100 times the nearest."""
     points: list[Point] = []
-    for exponent in (i / 200 for i in range(401)):  # exact: a logarithm's last bit depends on the processor
+    for exponent in (i / 200 for i in range(401)):  # exact; the last bit of a logarithm depends on the processor
         tau = tempo.next_epochs({"near": 1.0, "m": 10.0**exponent, "far": 100.0}, 6)["m"]
         points += [(exponent, points[-1][1] if points else tau), (exponent, tau)]
     return curve(

@@ -1,7 +1,4 @@
-"""docs/commands.md, made from the commands themselves.
-
-python -m docs.tools.manual > docs/commands.md
-"""
+"""Generator of docs/commands.md from the commands: `python -m docs.tools.manual > docs/commands.md`."""
 
 from __future__ import annotations
 
@@ -45,12 +42,12 @@ EXAMPLES: Final[Mapping[str, str]] = {
     "data check": "fedstrata data check --root data",
     "data partition": "fedstrata data partition deploy/experiments/demo.toml --out partition",
 }
-TYPERS: Final = ("help", "install_completion", "show_completion")  # whose texts change with its releases
+TYPERS: Final = ("help", "install_completion", "show_completion")  # typer's own; their texts change with its releases
 
 
 def manual() -> str:
     """Return the page."""
-    lines = [INTRO, "## fedstrata\n\nBefore the command's name:\n", *_options(typer.main.get_command(app))]
+    lines = [INTRO, "## fedstrata\n\nOptions before the command's name:\n", *_options(typer.main.get_command(app))]
     for name, command in commands():
         lines += [f"## fedstrata {name}\n", f"{inspect.cleandoc(command.help)}\n", f"```sh\n{EXAMPLES[name]}\n```\n"]
         lines += _options(command)
@@ -58,7 +55,7 @@ def manual() -> str:
 
 
 def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Return each command that does something, by its words after `fedstrata`; typer brings a click of its own."""
+    """Yield each command with its full name after `fedstrata`. Untyped: typer bundles its own click."""
     group = typer.main.get_command(app) if group is None else group
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
@@ -76,14 +73,14 @@ def _options(command: Any) -> Iterator[str]:
 
 
 def _row(parameter: Any) -> str:
-    words = " ".join((parameter.help or "", *(f"`{name}`" for name in [parameter.envvar] if name)))
+    text = " ".join((parameter.help or "", *(f"`{name}`" for name in [parameter.envvar] if name)))
     named = parameter.param_type_name == "option"
     name = (
         " / ".join(f"`{o}`" for o in (*parameter.opts, *parameter.secondary_opts)) if named else parameter.name.upper()
     )
     default = parameter.default
     shown = default not in (None, "", [], ()) and not isinstance(default, bool)
-    return f"| {name} | {'required' if parameter.required else f'`{default}`' if shown else ''} | {words} |"
+    return f"| {name} | {'required' if parameter.required else f'`{default}`' if shown else ''} | {text} |"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The table of all metrics, for docs/metrics.md: `python -m docs.tools.metrics_table` prints it."""
+"""Generator of the table of all metrics in docs/metrics.md: `python -m docs.tools.metrics_table` prints it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from common.metrics import FAMILIES
 
 
 def table() -> str:
-    """Return a row for each metric: its name, its kind, its labels and what it is."""
+    """Return a table with the name, the kind, the labels and the meaning of each metric."""
     rows = ["| metric | kind | labels | what it is |", "|---|---|---|---|"]
     for name, family in FAMILIES.items():
         of = ["node"] if family.of else []

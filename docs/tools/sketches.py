@@ -1,4 +1,4 @@
-"""The pictures of docs/concepts.md: the three layers, and the messages and phases of a round.
+"""Draw the pictures of docs/concepts.md: the three layers, and the messages and phases of a global round.
 
 python -m docs.tools.sketches docs
 """
@@ -16,7 +16,7 @@ BOX: Final = (104.0, 34.0)
 
 
 def layers() -> str:
-    """Draw a cloud over two institutions over their devices, and what passes between them."""
+    """Draw a cloud, two institutions and their devices, and the exchanges between the layers."""
     places = {"cloud": (280.0, 16.0), "institution 0": (120.0, 116.0), "institution 1": (440.0, 116.0)}
     devices = [(40.0 + 80.0 * i + (80.0 if i > 2 else 0.0), 216.0) for i in range(6)]
     elements: list[str] = []
@@ -31,19 +31,19 @@ def layers() -> str:
         elements += _box(place, f"device {i}", width=68.0)
     notes = (
         (576.0, 28.0, "global rounds: a rule over the institutions;"),
-        (576.0, 44.0, "Tempo: how many epochs in the next one"),
+        (576.0, 44.0, "Tempo: number of epochs in the next one"),
         (576.0, 76.0, "WAN: a model down, a model up, once"),
         (576.0, 128.0, "tau_i local rounds: a rule over the devices"),
         (576.0, 176.0, "LAN: a model down, a model up, tau_i times"),
         (576.0, 228.0, "tau_c epochs of SGD on the device's own data"),
     )
-    elements += [text(x, y, words, kind="soft") for x, y, words in notes]
-    said = "A cloud, two institutions, three devices each, and what passes between the layers."
-    return Figure("concepts-layers", "The three layers", said, (880, 260), elements).file()
+    elements += [text(x, y, note, kind="soft") for x, y, note in notes]
+    description = "A cloud, two institutions with three devices each, and the exchanges between the layers."
+    return Figure("concepts-layers", "The three layers", description, (880, 260), elements).file()
 
 
-def a_round() -> str:
-    """Draw one global round with one local round as lines of time, and its phases as the cloud sees them."""
+def global_round() -> str:
+    """Draw the time lines of one global round with one local round, and its phases as measured at the cloud."""
     left, right = 130.0, 850.0
     rows = {"cloud": 60.0, "institution 0": 110.0, "device 0": 160.0, "institution 1": 230.0, "device 3": 280.0}
     elements: list[str] = []
@@ -69,11 +69,11 @@ def a_round() -> str:
         elements += _arrow((announced, rows[home]), (there, rows["cloud"]), "result, model")
     elements.append(rect(740, rows["cloud"] - 8, 60, 16, "fill-aggregate"))
     elements.append(text(4, 342, "phases"))
-    said = (
-        "The cloud's model reaches the institutions, which pass its chunks on to their devices as they come; the"
-        " devices train; each institution mixes and announces its result, and the cloud fetches it."
+    description = (
+        "The cloud sends its model to the institutions, which forward the chunks to their devices as they arrive. The"
+        " devices train. Each institution mixes their models and announces its result, and the cloud fetches it."
     )
-    return Figure("concepts-round", "A global round", said, (right + 10, 376), elements).file()
+    return Figure("concepts-round", "A global round", description, (right + 10, 376), elements).file()
 
 
 def _box(place: tuple[float, float], name: str, *, width: float) -> list[str]:
@@ -85,19 +85,19 @@ def _under(place: tuple[float, float]) -> tuple[float, float]:
     return place[0], place[1] + BOX[1]
 
 
-def _arrow(start: tuple[float, float], end: tuple[float, float], words: str) -> list[str]:
-    """Draw a line with a small head, and words at its middle."""
+def _arrow(start: tuple[float, float], end: tuple[float, float], label: str) -> list[str]:
+    """Draw an arrow with a label at its middle."""
     (x0, y0), (x1, y1) = start, end
     length = ((x1 - x0) ** 2 + (y1 - y0) ** 2) ** 0.5
     dx, dy = (x1 - x0) / length, (y1 - y0) / length
     head = [(x1 - 8 * dx - 4 * dy, y1 - 8 * dy + 4 * dx), (x1, y1), (x1 - 8 * dx + 4 * dy, y1 - 8 * dy - 4 * dx)]
     drawn = [path([start, end], "line"), path(head, "line")]
-    if words:
-        drawn.append(text((x0 + x1) / 2 + 6, (y0 + y1) / 2 - 2, words, kind="soft"))
+    if label:
+        drawn.append(text((x0 + x1) / 2 + 6, (y0 + y1) / 2 - 2, label, kind="soft"))
     return drawn
 
 
-PICTURES: Final[Mapping[str, Callable[[], str]]] = {"concepts-layers.svg": layers, "concepts-round.svg": a_round}
+PICTURES: Final[Mapping[str, Callable[[], str]]] = {"concepts-layers.svg": layers, "concepts-round.svg": global_round}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():

@@ -1,4 +1,4 @@
-"""Small SVG files: matrices as shaded cells, and curves, readable on light and on dark pages."""
+"""Small SVG files: matrices as shaded cells, and curves, readable on light and dark pages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from deploy.report.figures import Figure, path, rect, text
 CELL: Final = (54, 24)  # pixels
 GAP: Final = 28
 HEAD: Final = 40  # above the cells
-LETTER: Final = 7  # pixels of a letter, about
+LETTER: Final = 7  # pixels: approximate width of a letter
 
 
 @dataclass(frozen=True, slots=True)
 class SvgPanel:
-    """A matrix [rows, columns] with its labels: 0 is an empty cell, NaN is no cell."""
+    """A matrix [rows, columns] with labels. 0 is drawn as an empty cell, NaN is not drawn."""
 
     title: str
     weights: npt.NDArray[np.float64]
@@ -28,12 +28,12 @@ class SvgPanel:
 
     @property
     def width(self) -> int:
-        """Return pixels."""
+        """The width in pixels."""
         return max(self._margin + CELL[0] * len(self.columns), LETTER * len(self.title))
 
     @property
     def height(self) -> int:
-        """Return pixels."""
+        """The height in pixels."""
         return HEAD + CELL[1] * len(self.rows)
 
     @property
@@ -41,7 +41,7 @@ class SvgPanel:
         return 8 + LETTER * max(map(len, self.rows))
 
     def draw(self, x: int, y: int) -> Iterator[str]:
-        """Return the elements, the upper left corner at x, y."""
+        """Yield the elements, with the upper left corner at x, y."""
         left, top, (width, height) = x + self._margin, y + HEAD, CELL
         yield text(x, y + 12, self.title)
         for j, label in enumerate(self.columns):
@@ -59,7 +59,7 @@ class SvgPanel:
 
 
 def matrices(title: str, rows: Sequence[Sequence[SvgPanel]]) -> str:
-    """Draw matrices in rows."""
+    """Draw rows of matrices."""
     heights = [GAP + max(panel.height for panel in row) for row in rows]
     elements: list[str] = []
     for i, row in enumerate(rows):
@@ -68,7 +68,7 @@ def matrices(title: str, rows: Sequence[Sequence[SvgPanel]]) -> str:
             elements += panel.draw(x, y)
             x += panel.width + GAP
     width = max(sum(GAP + panel.width for panel in row) for row in rows)
-    return Figure("matrices", title, "W: rows are the models that go out next.", (width, sum(heights)), elements).file()
+    return Figure("matrices", title, "W: rows are the next models.", (width, sum(heights)), elements).file()
 
 
 def curve(
@@ -79,7 +79,7 @@ def curve(
     y_ticks: Mapping[str, float],
     axis: str,
 ) -> str:
-    """Draw y over x, between the outer ticks of both; `axis` names x."""
+    """Draw y over x, in the range of the ticks; `axis` is the name of x."""
     (left, top), (width, height) = (48, HEAD), (420, 180)
     (x_low, x_high), (y_low, y_high) = ((min(ticks.values()), max(ticks.values())) for ticks in (x_ticks, y_ticks))
 
