@@ -1,1 +1,1 @@
-"""The command, the lab on one machine, the broker, and the files of a deployment."""
+"""The command line, labs on one machine, brokers, predictions, simulation, reports, and the files of a deployment."""

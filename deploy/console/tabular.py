@@ -113,7 +113,8 @@ class Table:
         body = "\n".join(lines)
         return (
             f'<div class="scroll" tabindex="0" role="region" aria-label="{html(self.title)}"><table>'
-            f"<caption>{html(self.title)}</caption>\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"
+            f"<caption>{html(self.title)}</caption>\n<thead><tr>{heads}</tr></thead>\n"
+            f"<tbody>\n{body}\n</tbody></table></div>"
         )
 
     def _shown(

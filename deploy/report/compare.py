@@ -135,8 +135,8 @@ def check(runs: Sequence[Run], allowed: Sequence[str]) -> None:
 def speed_up(first: Group, other: Group) -> tuple[Spread | None, int, int]:
     """Return the first group's seconds over the other's, the number of paired seeds, and that of common seeds."""
     seeds = [[str(each.run.seed) for each in each_group.runs] for each_group in (first, other)]
-    ours, theirs = _seconds(other), _seconds(first)
-    ratios = [theirs[seed] / ours[seed] for seed in theirs if ours.get(seed)]
+    seconds, baseline = _seconds(other), _seconds(first)
+    ratios = [baseline[seed] / seconds[seed] for seed in baseline if seconds.get(seed)]
     return Spread.of(ratios), len(ratios), len({*seeds[0]} & {*seeds[1]})
 
 

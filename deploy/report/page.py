@@ -76,9 +76,8 @@ class Page:
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
             f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            f"<title>{html(title)}</title>\n<style>\n{STYLE}\n{PAGE.read_text(encoding='utf-8')}</style>\n</head>\n<body>\n<main>\n"
-            + "\n".join(self.parts)
-            + "\n</main>\n</body>\n</html>\n"
+            f"<title>{html(title)}</title>\n<style>\n{STYLE}\n{PAGE.read_text(encoding='utf-8')}</style>\n</head>\n"
+            "<body>\n<main>\n" + "\n".join(self.parts) + "\n</main>\n</body>\n</html>\n"
         )
 
 

@@ -99,7 +99,9 @@ class VirtualLoop(CountingLoop):
         """Return a future whose hash does not depend on its address."""
         return NumberedFuture(loop=self)
 
-    def run_in_executor(self, executor: Any, func: Callable[..., _T], *args: Any) -> asyncio.Future[_T]:  # type: ignore[override]
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Callable[..., _T], *args: Any
+    ) -> asyncio.Future[_T]:
         """Run a function in the caller's thread; the future may complete later."""
         future: asyncio.Future[_T] = self.create_future()
         outcome: list[tuple[_T | None, Exception | None]] = []
