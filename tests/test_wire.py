@@ -224,27 +224,27 @@ def test_deep_nesting_is_a_wire_error(depth: int) -> None:
         assert survives(sealed(b"\x95" + b"".join(parts))) is None
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, -1, True, 2.0, "2", b"\x02", None, [2]], ids=repr)
+@pytest.mark.parametrize("version", [0, 1, 2, 4, -1, True, 3.0, "3", b"\x03", None, [3]], ids=repr)
 def test_another_version_is_refused_by_its_name(version: Any) -> None:
     text = refusal(pack([version, SESSION, 7, "0" * 16]))
-    assert "protocol version" in text and "uses 2" in text
+    assert "protocol version" in text and "uses 3" in text
 
 
 @pytest.mark.parametrize("session", ["", "x" * 33, 7, None, b"abc", ["a"]], ids=repr)
 def test_a_lie_about_the_session_is_refused(session: Any) -> None:
-    assert "session" in refusal(pack([2, session, 7, "0" * 16]))
+    assert "session" in refusal(pack([serialization.VERSION, session, 7, "0" * 16]))
 
 
 @pytest.mark.parametrize("kind", [-1, len(serialization.KINDS), 255, True, False, 0.0, "0", None, [0]], ids=repr)
 def test_an_unknown_kind_is_refused(kind: Any) -> None:
-    assert "kind" in refusal(pack([2, SESSION, kind, "0" * 16]))
+    assert "kind" in refusal(pack([serialization.VERSION, SESSION, kind, "0" * 16]))
 
 
 def test_an_error_names_the_field() -> None:
-    assert refusal(pack([2, SESSION, 5, [0, 0, -1], ""])).startswith(
+    assert refusal(pack([serialization.VERSION, SESSION, 5, [0, 0, -1], ""])).startswith(
         "Acknowledgement.key: Key.local_round: -1 is no count"
     )
-    assert refusal(pack([2, SESSION, 0, "dozing", "device", "", 0, "", "", "", False, []])) == (
+    assert refusal(pack([serialization.VERSION, SESSION, 0, "dozing", "device", "", 0, "", "", "", False, []])) == (
         "Presence.state: 'dozing' is no NodeState"
     )
 
@@ -252,7 +252,7 @@ def test_an_error_names_the_field() -> None:
 def test_an_error_is_short_whatever_it_quotes() -> None:
     for value in ("x" * 100_000, b"x" * 100_000, [[0] * 1000] * 100, 2**64 - 1):
         for place in range(5):
-            tree: list[Any] = [2, SESSION, 5, [0, 0, 0], ""]
+            tree: list[Any] = [serialization.VERSION, SESSION, 5, [0, 0, 0], ""]
             tree[place] = value
             if place == 4 and isinstance(value, str):
                 continue  # a long reason is a reason
@@ -263,12 +263,15 @@ def test_numbers_at_the_caps_pass_and_above_are_refused() -> None:
     key = Key(serialization.MAX_INT, 0, serialization.MAX_INT)
     most = messages.Acknowledgement(key, "")
     assert survives(serialization.encode(most, SESSION)) == most
-    assert survives(pack([2, SESSION, 5, [serialization.MAX_INT + 1, 0, 0], ""])) is None
+    assert survives(pack([serialization.VERSION, SESSION, 5, [serialization.MAX_INT + 1, 0, 0], ""])) is None
 
 
 def test_long_lists_and_texts_are_refused() -> None:
-    assert survives(pack([2, SESSION, 8, [0] * 8, [0] * 8, [None] * (serialization.MAX_ITEMS + 1)])) is None
-    assert survives(pack([2, SESSION, 5, [0, 0, 0], "x" * (serialization.MAX_TEXT + 1)])) is None
+    assert (
+        survives(pack([serialization.VERSION, SESSION, 8, [0] * 8, [0] * 8, [None] * (serialization.MAX_ITEMS + 1)]))
+        is None
+    )
+    assert survives(pack([serialization.VERSION, SESSION, 5, [0, 0, 0], "x" * (serialization.MAX_TEXT + 1)])) is None
 
 
 def test_a_diverged_loss_is_heard() -> None:
@@ -347,7 +350,7 @@ def test_a_manifest_beyond_its_caps_is_refused(lie: dict[str, Any], says: str) -
     with pytest.raises(WireError, match=says):
         replace(GOOD, **lie)
     values = {**{f.name: getattr(GOOD, f.name) for f in fields(GOOD)}, **lie}
-    assert says in refusal(pack([2, SESSION, 2, [0, 0, 0], 1, list(values.values()), None]))
+    assert says in refusal(pack([serialization.VERSION, SESSION, 2, [0, 0, 0], 1, list(values.values()), None]))
 
 
 @given(manifest=manifests())
@@ -361,18 +364,18 @@ def test_the_chunks_of_a_manifest_tile_the_blob(manifest: Manifest) -> None:
 def test_a_presence_task_and_progress_by_hand() -> None:
     """The bytes that another release must still read."""
     assert serialization.encode(Presence(NodeState.READY, "device", samples=7), "s") == (
-        bytes.fromhex("3705f812c16c2365") + b"\x9c\x02\xa1s\x00\xa5ready\xa6device\xa0\x07\xa0\xa0\xa0\xa0\x90"
+        bytes.fromhex("4306e7c75a6cb8d6") + b"\x9c\x03\xa1s\x00\xa5ready\xa6device\xa0\x07\xa0\xa0\xa0\xa0\x90"
     )
     task = Task(Key(1, 2, 3), 4, replace(GOOD, size=1, digests=b"d" * 8), None)
     assert serialization.encode(task, "s") == (
-        bytes.fromhex("b0349da608e60b2a")
-        + b"\x97\x02\xa1s\x02\x93\x01\x02\x03\x04\x97\xb00123456789abcdef\x01\xcd\x04\x00\xc4\x08ddddddddd"[:-1]
+        bytes.fromhex("c77cbd008b37fe94")
+        + b"\x97\x03\xa1s\x02\x93\x01\x02\x03\x04\x97\xb00123456789abcdef\x01\xcd\x04\x00\xc4\x08ddddddddd"[:-1]
         + b"\xa4fp32\xa6layout\xa0\xc0"
     )
     progress = Progress(Key(0, 0, 0), Phase.TRAINING, 1, 2, Traffic(), Traffic())
     assert serialization.encode(progress, "s") == (
-        bytes.fromhex("6ee5f70e4f1a2f96")
-        + b"\x99\x02\xa1s\x03\x93\x00\x00\x00\xa8training\x01\x02"
+        bytes.fromhex("6b85fda654fb8741")
+        + b"\x99\x03\xa1s\x03\x93\x00\x00\x00\xa8training\x01\x02"
         + 2 * (b"\x99" + bytes(8) + b"\x9b" + bytes(11))
     )
 

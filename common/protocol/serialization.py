@@ -42,7 +42,7 @@ from common.protocol.messages import (
     WhoIsThere,
 )
 
-VERSION: Final = 2
+VERSION: Final = 3
 MAX_TEXT: Final = 4_000_000
 MAX_INT: Final = 2**63 - 1
 MAX_ITEMS: Final = 100_000
