@@ -67,5 +67,7 @@ def load(path: Path, *, layout: ModelLayout, row: Row, rule: Aggregator) -> RunS
         layout.flatten(tensors, row)
         rule_states.read(path.with_suffix(""), rule.restore)
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, RefusedModel) as error:
-        raise InvalidExperiment("--resume", str(path), f"no checkpoint of this run: {error}", "Use another.") from None
+        raise InvalidExperiment(
+            "--resume", str(path), f"not a checkpoint of this run: {error}", "Use another."
+        ) from None
     return state

@@ -242,7 +242,7 @@ def test_a_user_in_two_files_is_left_from_another_split(tmp_path: Path) -> None:
 def test_text_of_another_length(tmp_path: Path, x: list[Any], y: list[Any]) -> None:
     shakespeare(tmp_path)
     write(tmp_path, "shakespeare", "train", "1", {"ZOE": (x, y)})
-    with pytest.raises(InvalidExperiment, match="a sample of 'ZOE' that is none of shakespeare"):
+    with pytest.raises(InvalidExperiment, match="a sample of 'ZOE' that does not fit shakespeare"):
         load("shakespeare", tmp_path)
 
 

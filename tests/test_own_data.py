@@ -78,7 +78,7 @@ def test_a_damaged_image_is_named(tmp_path: Path, raw: bytes | None) -> None:
     path = tmp_path / "train" / "cat" / "a.png"
     picture(path, (1, 2, 3), size=(200, 200))
     path.write_bytes(path.read_bytes()[:-60] if raw is None else raw)
-    with pytest.raises(InvalidExperiment, match=r"a\.png.*this file is no image"):
+    with pytest.raises(InvalidExperiment, match=r"a\.png.*this file is not an image"):
         datasets.load(own(tmp_path), node="device-0")
 
 

@@ -781,7 +781,7 @@ def test_an_override_of_another_form(tmp_path: Path, override: str) -> None:
 def test_an_override_below_a_value(tmp_path: Path, override: str) -> None:
     with pytest.raises(InvalidExperiment) as caught:
         load_text(tmp_path, "seed = 1\n[training]\nepochs = 2\n", override)
-    check_refusal(caught.value, key="--set", value=repr(override), problem="is no table", remedy="Check the key.")
+    check_refusal(caught.value, key="--set", value=repr(override), problem="is not a table", remedy="Check the key.")
 
 
 @pytest.mark.parametrize(

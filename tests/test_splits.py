@@ -55,7 +55,7 @@ def test_nodes_that_share_their_files_share_the_split() -> None:
 def test_a_node_with_other_labels_is_told_though_its_places_are_the_same(tmp_path: Path) -> None:
     lab = copies(tmp_path, other="device-1")
     mine, clouds = splits.split_of(lab, node="device-1"), splits.split_of(lab)
-    assert all(np.array_equal(one, other) for one, other in zip(mine.parts, clouds.parts, strict=True))
+    assert all(np.array_equal(one, other) for one, other in zip(mine.partitions, clouds.partitions, strict=True))
     trainers = [Trainer(lab, node=f"device-{i}", accelerator="cpu") for i in range(2)]
     for trainer in trainers:
         trainer.prepare()
@@ -72,7 +72,7 @@ def test_a_runs_split_is_kept_and_a_resumed_run_must_have_the_same(tmp_path: Pat
     assert digest == splits.split_of(lab).digest == splits.keep(lab, tmp_path)
     with np.load(tmp_path / "partition.npz") as arrays:
         assert arrays["file"].dtype == np.int64
-        for name, part in zip(("file", "device.1"), splits.split_of(lab).parts, strict=True):
+        for name, part in zip(("file", "device.1"), splits.split_of(lab).partitions, strict=True):
             assert np.array_equal(arrays[name], part)
     facts = json.loads((tmp_path / "partition.json").read_text())
     assert facts["digest"] == digest and set(facts["devices"]) == {"file", "device.1"}

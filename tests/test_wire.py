@@ -15,6 +15,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.accounting.child_report import ChildReport, TrainingPath
 from common.accounting.traffic import TcpStats, Traffic
 from common.errors import WireError
 from common.model.codecs import CODECS, codec_of
@@ -242,10 +243,10 @@ def test_an_unknown_kind_is_refused(kind: Any) -> None:
 
 def test_an_error_names_the_field() -> None:
     assert refusal(pack([serialization.VERSION, SESSION, 5, [0, 0, -1], ""])).startswith(
-        "Acknowledgement.key: Key.local_round: -1 is no count"
+        "Acknowledgement.key: Key.local_round: -1 is not a count"
     )
     assert refusal(pack([serialization.VERSION, SESSION, 0, "dozing", "device", "", 0, "", "", "", False, []])) == (
-        "Presence.state: 'dozing' is no NodeState"
+        "Presence.state: 'dozing' is not a NodeState"
     )
 
 
@@ -488,3 +489,19 @@ def test_an_unknown_codec_is_a_wire_error() -> None:
     with pytest.raises(WireError, match="unknown codec 'zip'; known: fp32"):
         codec_of("zip")
     assert all(codec_of(name) is codec for name, codec in CODECS.items())
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        (TrainingPath.IN_PROCESS, "lean"),
+        (TrainingPath.WORKERS, "workers"),
+        (TrainingPath.VMAPPED, "stacked"),
+        (TrainingPath.NONE, ""),
+    ],
+)
+def test_training_paths_keep_their_first_names_on_the_wire(path: TrainingPath, name: str) -> None:
+    message = messages.Reports((ChildReport("device-0", path=path),))
+    body = serialization.encode(message, "session")
+    (fields_,) = msgpack.unpackb(body[8:])[3]
+    assert fields_[9] == name and serialization.decode(body) == ("session", message)

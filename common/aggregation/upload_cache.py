@@ -96,7 +96,7 @@ class UploadCache:
         """Restore a saved upload. Raises OSError, or ValueError if its size differs."""
         path = folder / f"{child}@{r}"
         if path.stat().st_size != self._row_bytes:
-            raise ValueError(f"{path} is no model of {self._row_bytes} bytes")
+            raise ValueError(f"{path} is not a model of {self._row_bytes} bytes")
         if (own := self._folder_beyond_memory()) is None:
             return self.keep(child, r, np.fromfile(path, np.uint8), loss=loss)
         _link(path, own / path.name)

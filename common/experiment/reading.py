@@ -131,7 +131,7 @@ def _override(tree: dict[str, Any], text: str) -> None:
     for depth, parent in enumerate(parents):
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):
-            raise InvalidExperiment("--set", text, f"{'.'.join(parents[: depth + 1])} is no table", "Check the key.")
+            raise InvalidExperiment("--set", text, f"{'.'.join(parents[: depth + 1])} is not a table", "Check the key.")
     try:
         read = tomllib.loads(f"value = {value}")
     except tomllib.TOMLDecodeError:

@@ -24,14 +24,14 @@ FACTS: Final = "partition.json"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Split:
-    """The devices' partitions of the training samples (`parts`), in order; `labels` int64 [N] are below `classes`.
+    """The devices' `partitions` of the training samples, in order; `labels` int64 [N] are below `classes`.
 
     `digest` identifies partitions and labels: other files, or the random numbers of another release, change it.
     """
 
     labels: Indices
     classes: int
-    parts: list[Indices]
+    partitions: list[Indices]
     digest: str
 
 
@@ -79,13 +79,13 @@ def write(experiment: schema.Experiment, split: Split, folder: Path) -> dict[str
                 "samples": len(part),
                 "by_class": np.bincount(split.labels[part], minlength=split.classes).tolist(),
             }
-            for name, part in zip(names, split.parts, strict=True)
+            for name, part in zip(names, split.partitions, strict=True)
         },
     }
     with zipfile.ZipFile(
         folder / ARRAYS, "w", zipfile.ZIP_DEFLATED
     ) as archive:  # numpy's savez rejects the name `file`
-        for name, part in zip(names, split.parts, strict=True):
+        for name, part in zip(names, split.partitions, strict=True):
             with archive.open(f"{name}.npy", "w") as file:
                 np.lib.format.write_array(file, part)
     (folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

@@ -172,7 +172,7 @@ class Packed:
 
     def _required(self, reference: Row | None) -> Row:
         if reference is None:
-            raise AssertionError(f"{self.name} wants a reference")
+            raise AssertionError(f"{self.name} needs a reference")
         return reference
 
 
@@ -220,7 +220,7 @@ class _Frame:
         try:
             return self._reader.readinto(target.data)
         except (zstandard.ZstdError, MemoryError) as error:
-            raise WireError(f"no zstd frame: {error}") from None
+            raise WireError(f"not a zstd frame: {error}") from None
 
 
 def _compress(parts: Iterator[Bytes], blob: Bytes, size: int) -> memoryview:

@@ -39,7 +39,7 @@ def plans_of(result: Result) -> list[dict[str, object]]:
     except (ValueError, RecursionError):
         plans = None
     if not isinstance(plans, list) or not all(isinstance(plan, dict) for plan in plans):
-        raise RefusedModel("the report on its own aggregation is no list of JSON objects")
+        raise RefusedModel("the report on its own aggregation is not a list of JSON objects")
     if any(not isinstance(plan.get("spread", 0.0), float | int) for plan in plans):
-        raise RefusedModel("the spread of its models is no number")
+        raise RefusedModel("the spread of its models is not a number")
     return plans

@@ -139,37 +139,37 @@ def _brief(value: Any) -> str:
 
 def _integer(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= MAX_INT:
-        raise WireError(f"{_brief(value)} is no count")
+        raise WireError(f"{_brief(value)} is not a count")
     return value
 
 
 def _real(value: Any) -> float:
     if type(value) is not float:  # NaN is allowed: a diverged child's result must arrive to be refused
-        raise WireError(f"{_brief(value)} is no number")
+        raise WireError(f"{_brief(value)} is not a number")
     return value
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str) or len(value) > MAX_TEXT:
-        raise WireError(f"{_brief(value)} is no text")
+        raise WireError(f"{_brief(value)} is not a text")
     return value
 
 
 def _bytes(value: Any) -> bytes:
     if not isinstance(value, bytes):
-        raise WireError(f"{_brief(value)} is no byte string")
+        raise WireError(f"{_brief(value)} is not a byte string")
     return value
 
 
 def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
-        raise WireError(f"{_brief(value)} is no flag")
+        raise WireError(f"{_brief(value)} is not a flag")
     return value
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:
     if not isinstance(value, tuple):
-        raise WireError(f"{_brief(value)} is no list")
+        raise WireError(f"{_brief(value)} is not a list")
     return value
 
 
@@ -177,7 +177,7 @@ def _enum(kind: type[StrEnum], value: Any) -> StrEnum:
     try:
         return kind(value)
     except ValueError:
-        raise WireError(f"{_brief(value)} is no {kind.__name__}") from None
+        raise WireError(f"{_brief(value)} is not a {kind.__name__}") from None
 
 
 _SCALARS: Final[dict[Any, Callable[[Any], Any]]] = {

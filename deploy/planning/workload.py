@@ -99,7 +99,7 @@ def workload(experiment: Experiment) -> PlannedWorkload:
     if count > MOST_LISTED:
         assumed.append(f"all {count} devices are equal, {mean} samples each; links.of and hardware.of are ignored")
     elif here is experiment and experiment.data.dataset != "folder":
-        parts = splits.split_of(experiment).parts
+        parts = splits.split_of(experiment).partitions
         samples = dict(zip(experiment.topology.device_names(), map(len, parts), strict=True))
     else:
         assumed.append(f"each device has {mean} samples")

@@ -40,7 +40,7 @@ def load_local_dataset(experiment: schema.Experiment, node: str, *, accelerator:
     if experiment.data.dataset != "folder":  # there all images are the device's own
         split = splits.split_of(experiment, node=node)
         place = experiment.topology.device_names().index(node)
-        samples, partition = torch.from_numpy(split.parts[place]), split.digest
+        samples, partition = torch.from_numpy(split.partitions[place]), split.digest
     images, labels = dataset.train_images, dataset.train_labels
     if accelerator.type != "cpu":
         images, labels = images[samples].to(accelerator), labels[samples].to(accelerator)

@@ -45,7 +45,7 @@ def _batch(path: Path, key: str) -> tuple[npt.NDArray[np.uint8], Labels]:
             batch = _ArraysOnly(file, encoding="latin1").load()
         images, labels = np.asarray(batch["data"]), np.asarray(batch[key])
     except Exception as error:  # noqa: BLE001 - a damaged pickle may raise anything
-        raise damaged(path, f"is no CIFAR batch ({type(error).__name__}: {error})") from None
+        raise damaged(path, f"is not a CIFAR batch ({type(error).__name__}: {error})") from None
     if images.dtype != np.uint8 or images.shape != (len(labels), prod(SHAPE)) or labels.dtype.kind != "i":
         raise damaged(path, f"holds data {images.dtype} {images.shape} and {key} {labels.dtype} {labels.shape}")
     return images.reshape(-1, *SHAPE), labels.astype(np.int64)

@@ -54,7 +54,7 @@ def _image(path: Path, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
         with Image.open(path) as file:
             image = file.convert("L" if channels == 1 else "RGB")
     except Exception as error:  # noqa: BLE001 - Pillow's decoders raise many types on damaged files
-        raise damaged(path, f"is no image ({error})") from None
+        raise damaged(path, f"is not an image ({error})") from None
     if image.size != (width, height):
         image = image.resize((width, height), Image.Resampling.BILINEAR)
     pixels = np.asarray(image, np.uint8).reshape(height, width, channels)

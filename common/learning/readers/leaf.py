@@ -89,7 +89,7 @@ def _merge(root: Path, name: str, part: str, *, encode: Encode, labels: Encode) 
             try:
                 samples, wanted = encode(x), labels(y).astype(np.int64)
             except (ValueError, TypeError, IndexError, KeyError, OverflowError) as error:
-                raise damaged(path, f"has a sample of {user!r} that is none of {name} ({error})") from None
+                raise damaged(path, f"has a sample of {user!r} that does not fit {name} ({error})") from None
             if len(x):
                 merged[user] = (samples, wanted)
     if not merged:
@@ -104,7 +104,7 @@ def _users(path: Path) -> dict[str, tuple[list[Any], list[Any]]]:
         users = {user: (own["x"], own["y"]) for user, own in tree["user_data"].items()}
         listed = set(tree["users"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise damaged(path, f"is none of LEAF's ({type(error).__name__}: {error})") from None
+        raise damaged(path, f"is not one of LEAF's files ({type(error).__name__}: {error})") from None
     if listed != set(users):
         raise damaged(path, f"lists {len(listed)} users and holds the data of {len(users)}")
     for user, (x, y) in users.items():
@@ -123,7 +123,7 @@ def _pixels(x: list[Any]) -> Samples:
 def _numbers(y: list[Any]) -> Samples:
     labels = np.asarray(y, dtype=None if y else np.int64)
     if labels.dtype.kind != "i" or labels.ndim != 1:
-        raise ValueError("a label is no whole number")
+        raise ValueError("a label is not a whole number")
     return labels.astype(np.int64)
 
 
