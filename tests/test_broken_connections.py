@@ -298,7 +298,7 @@ async def test_a_parent_that_is_restarted_finds_its_child_with_what_it_had(site:
 
 @virtual
 async def test_a_broker_that_is_away_is_named_even_where_the_parent_was_lost_with_it(site: SimulatedSite) -> None:
-    """A broker that ends in order publishes every will; that the parent is gone says nothing then."""
+    """A broker that ends in order publishes every will; that the parent is gone reports nothing then."""
     layout, transfer = layout_of(4000), TransferSettings(idle_s=20.0)
     parent = parent_of(site, ["device-0"], layout=layout, transfer=transfer)
     child = child_of(site, "device-0", transfer=transfer)

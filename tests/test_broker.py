@@ -51,7 +51,7 @@ def client(broker: BrokerProcess, name: str | None = None) -> aiomqtt.Client:
     return aiomqtt.Client(broker.host, broker.port, identifier=name, protocol=aiomqtt.ProtocolVersion.V311)
 
 
-async def heard(client: aiomqtt.Client, count: int = 1) -> list[tuple[str, bytes, bool]]:
+async def received(client: aiomqtt.Client, count: int = 1) -> list[tuple[str, bytes, bool]]:
     """Return the next `count` messages: topic, payload, retain flag."""
     async with asyncio.timeout(PATIENCE_S):
         messages = [await anext(client.messages) for _ in range(count)]
@@ -83,28 +83,28 @@ def test_retained_messages_reach_those_who_subscribe_and_can_be_cleared(broker: 
             await early.subscribe("state/+", qos=1)
             await sender.publish("state/a", b"1", qos=1, retain=True)
             await sender.publish("state/b", b"2", qos=1, retain=True)
-            assert await heard(early, 2) == [("state/a", b"1", False), ("state/b", b"2", False)]
+            assert await received(early, 2) == [("state/a", b"1", False), ("state/b", b"2", False)]
             await sender.publish("state/a", b"", qos=1, retain=True)
-            assert await heard(early) == [("state/a", b"", False)]
+            assert await received(early) == [("state/a", b"", False)]
             async with client(broker) as late:
                 await late.subscribe("state/#", qos=1)
-                assert await heard(late) == [("state/b", b"2", True)]
+                assert await received(late) == [("state/b", b"2", True)]
                 await sender.publish("state/end", b"", qos=1)
-                assert await heard(late) == [("state/end", b"", False)]
+                assert await received(late) == [("state/end", b"", False)]
 
     asyncio.run(scenario())
 
 
-def test_a_newcomer_hears_only_what_it_subscribes_to(broker: BrokerProcess) -> None:
+def test_a_newcomer_receives_only_what_it_subscribes_to(broker: BrokerProcess) -> None:
     async def scenario() -> None:
         async with client(broker) as other:
             await other.subscribe("state/+")
             await other.publish("state/a", b"1", qos=1, retain=True)
-            await heard(other)
+            await received(other)
             async with client(broker) as newcomer:
                 await newcomer.subscribe("mine")
                 await newcomer.publish("mine", b"", qos=1)
-                assert await heard(newcomer) == [("mine", b"", False)]
+                assert await received(newcomer) == [("mine", b"", False)]
 
     asyncio.run(scenario())
 
@@ -120,7 +120,7 @@ def test_forty_nodes_join_at_once_and_all_meet(broker: BrokerProcess) -> None:
             met: set[str] = set()
             async with asyncio.timeout(PATIENCE_S):
                 while len(met) < 40:
-                    ((topic, payload, _),) = await heard(me)
+                    ((topic, payload, _),) = await received(me)
                     met |= {topic} if payload else set()
                 await all_met.wait()
 
@@ -139,10 +139,10 @@ def test_a_will_is_delivered_and_retained_when_the_link_breaks(broker: BrokerPro
             await watcher.subscribe("will/#", qos=1)
             with connect_with_will(broker, b"node", will=b"dead\xff"):
                 pass
-            assert await heard(watcher) == [("will/node", b"dead\xff", False)]
+            assert await received(watcher) == [("will/node", b"dead\xff", False)]
             async with client(broker) as late:
                 await late.subscribe("will/#", qos=1)
-                assert await heard(late) == [("will/node", b"dead\xff", True)]
+                assert await received(late) == [("will/node", b"dead\xff", True)]
 
     asyncio.run(scenario())
 
@@ -153,7 +153,7 @@ def test_a_silent_client_is_said_dead(broker: BrokerProcess) -> None:
         async with client(broker) as watcher:
             await watcher.subscribe("will/#")
             with connect_with_will(broker, b"node", will=b"silent", keep_alive_s=1):
-                assert await heard(watcher) == [("will/node", b"silent", False)]
+                assert await received(watcher) == [("will/node", b"silent", False)]
 
     asyncio.run(scenario())
 
@@ -165,8 +165,8 @@ def test_a_second_login_ends_the_first(broker: BrokerProcess) -> None:
             with connect_with_will(broker, b"node", will=b"first") as first:
                 with connect_with_will(broker, b"node", will=b"second"):
                     assert first.recv(1) == b""
-                    assert await heard(watcher) == [("will/node", b"first", False)]
-                assert await heard(watcher) == [("will/node", b"second", False)]
+                    assert await received(watcher) == [("will/node", b"first", False)]
+                assert await received(watcher) == [("will/node", b"second", False)]
 
     asyncio.run(scenario())
 
@@ -179,7 +179,7 @@ def test_a_chunk_of_two_megabytes_passes(broker: BrokerProcess) -> None:
             await receiver.subscribe("blob/#")
             for index in range(3):
                 await sender.publish(f"blob/{index}", chunk)
-            assert await heard(receiver, 3) == [(f"blob/{index}", chunk, False) for index in range(3)]
+            assert await received(receiver, 3) == [(f"blob/{index}", chunk, False) for index in range(3)]
 
     asyncio.run(scenario())
 

@@ -97,7 +97,7 @@ def measure(links: Links, **answers: Measured | Exception) -> dict[str, Measured
     return asyncio.run(measure_all(known, WAYS, links, answers))
 
 
-def test_a_link_that_is_off_its_declaration_is_an_error_that_says_by_how_much() -> None:
+def test_a_link_that_is_off_its_declaration_is_an_error_with_the_difference() -> None:
     with pytest.raises(InvalidExperiment, match=r"a\.down_mbit.*8\.0.*carries 4 Mbit/s, -50 %.*links\.tolerance"):
         measure(Links(), a=Measured(5e5, 5e5), b=Measured(1.0, 1.0))
     with pytest.raises(InvalidExperiment, match=r"a\.up_mbit.*\+20 %"):

@@ -185,7 +185,7 @@ def test_fp32_is_the_row_itself() -> None:
 
 @settings(deadline=None)
 @given(model=models(ANY_FLOAT))
-def test_fp16_rounds_as_ieee_says(model: tuple[ModelLayout, Row]) -> None:
+def test_fp16_rounds_as_ieee_defines(model: tuple[ModelLayout, Row]) -> None:
     layout, row = model
     x = trainable(layout, row)
     got = trainable(layout, travel(codec_of("fp16"), layout, row))

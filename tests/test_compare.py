@@ -58,7 +58,7 @@ def test_runs_that_differ_in_the_seed_alone_are_a_group(tmp_path: Path, make_run
     assert [[each.run.seed for each in found_group.runs] for found_group in found] == [[1, 2], [1, 2]]
 
 
-def test_groups_are_named_by_what_differs_or_as_told(tmp_path: Path, make_run: MakeRun) -> None:
+def test_groups_are_named_by_what_differs_or_as_given(tmp_path: Path, make_run: MakeRun) -> None:
     assert distinguishing_labels([{"a": 1, "b": 2}, {"a": 1, "b": 3}, {"a": 1}]) == ["b=2", "b=3", "defaults"]
     assert distinguishing_labels([{"name": "x", "b": 2}, {"name": "y", "b": 3}]) == ["b=2", "b=3"]
     assert distinguishing_labels([{"name": "x"}, {"name": "y"}]) == ["name=x", "name=y"]
@@ -82,7 +82,7 @@ def test_mean_and_deviation_against_a_plain_twin(values: list[float]) -> None:
         assert spread.deviation == pytest.approx(variance**0.5, rel=1e-6, abs=1e-6 * mean)
 
 
-def test_means_are_over_the_runs_that_reached_it_and_the_others_are_told(tmp_path: Path, make_run: MakeRun) -> None:
+def test_means_are_over_the_runs_that_reached_it_and_the_others_are_reported(tmp_path: Path, make_run: MakeRun) -> None:
     found = runs(tmp_path, make_run, {"seed": 1}) + runs(tmp_path, make_run, {"seed": 2}, accuracies=(0.9,))
     found += runs(tmp_path, make_run, {"seed": 3}, accuracies=(0.25, None), last="")
     (each,) = group(found, 0.9)
@@ -91,9 +91,9 @@ def test_means_are_over_the_runs_that_reached_it_and_the_others_are_told(tmp_pat
     (note,) = notes([each])
     assert "seed 3" in note and "at best 0.2500 in 2 of 10 global rounds, interrupted" in note
     done = fedstrata("compare", *(run.path for run in found), "--target", "0.9", "--format", "json")
-    told = json.loads(done.stdout)["groups"][0]
-    assert (told["reached"], told["of"], told["rounds"]["mean"]) == (2, 3, 2)
-    assert [run["costs"] and run["costs"]["rounds"] for run in told["runs"]] == [3, 1, None]
+    reported = json.loads(done.stdout)["groups"][0]
+    assert (reported["reached"], reported["of"], reported["rounds"]["mean"]) == (2, 3, 2)
+    assert [run["costs"] and run["costs"]["rounds"] for run in reported["runs"]] == [3, 1, None]
     assert note in done.stderr
     none = fedstrata("compare", *(run.path for run in found), "--target", "0.95", "--format", "csv")
     (row,) = csv.DictReader(io.StringIO(none.stdout))

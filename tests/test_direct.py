@@ -107,11 +107,11 @@ def test_the_model_is_that_of_processes_and_a_broker_bit_for_bit(change: Tree, t
     tree = merged(SMALL, change)
     network, direct = command_run(tmp_path, tree), command_run(tmp_path, tree, "--direct")
     assert_same_bits(network, direct)
-    told = [f"{name}_bytes" for name in ("wan_up", "wan_down", "lan_up", "lan_down")]
+    reported = [f"{name}_bytes" for name in ("wan_up", "wan_down", "lan_up", "lan_down")]
     for one, other in zip(table(network), table(direct), strict=True):
-        kept = [key for key in one if not key.endswith("_s") and key not in told]
+        kept = [key for key in one if not key.endswith("_s") and key not in reported]
         assert {key: one[key] for key in kept} == {key: other[key] for key in kept}
-        assert all(0 < int(other[key]) < int(one[key]) for key in told)  # messages have topics besides
+        assert all(0 < int(other[key]) < int(one[key]) for key in reported)  # messages have topics besides
     payloads = [
         {(row["from"], row["to"]): row["payload_bytes"] for row in table(folder, "links") if row["kind"] == "model"}
         for folder in (network, direct)
@@ -220,7 +220,7 @@ RULES = [
 
 
 def test_tempos_controls_spend_the_same_epochs_on_other_institutions(tmp_path: Path) -> None:
-    """The first global round is the same for all; what follows from it is told beside it, and played next."""
+    """The first global round is the same for all; what follows from it is reported beside it, and played next."""
 
     def second(name: str, **control: object) -> list[int]:
         tempo = {"cloud": {"epoch_control": {"name": "tempo", **control}}}
@@ -228,8 +228,8 @@ def test_tempos_controls_spend_the_same_epochs_on_other_institutions(tmp_path: P
         folder = run_direct(tmp_path / name, lab, tempo)
         played = [int(table(folder)[1][f"epochs_institution-{m}"]) for m in range(5)]
         plans = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines() if '"plan"' in line]
-        told = next(plan for plan in plans if plan["node"] == "cloud" and plan["global_round"] == 1)
-        assert list(told["next_epochs"].values()) == played and len(told["omegas"]) == 5
+        reported = next(plan for plan in plans if plan["node"] == "cloud" and plan["global_round"] == 1)
+        assert list(reported["next_epochs"].values()) == played and len(reported["omegas"]) == 5
         return played
 
     paper = second("paper")

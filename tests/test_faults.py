@@ -107,7 +107,7 @@ def folder_in(output: str) -> Path:
 
 
 def tensors(folder: Path) -> bytes:
-    """Return the bytes of the model that a run left, without the header, which tells the run's id."""
+    """Return the bytes of the model that a run left, without the header, which reports the run's id."""
     data = (folder / "model.safetensors").read_bytes()
     return data[8 + int.from_bytes(data[:8], "little") :]
 
@@ -176,7 +176,7 @@ class Overheard:
     """All control messages of a broker, in order."""
 
     def __init__(self, served: BrokerProcess) -> None:
-        self._heard: list[tuple[topics.Topic, Message]] = []
+        self._received: list[tuple[topics.Topic, Message]] = []
         self._changed = threading.Condition()
         self._client = mqtt.Client(mqtt.CallbackAPIVersion.VERSION2)
         self._client.on_message = self._on_message
@@ -189,10 +189,10 @@ class Overheard:
         self._client.loop_stop()
 
     def wait_for(self, what: Callable[[topics.Topic, Message], object]) -> None:
-        """Wait until a message is heard, from now on, for which `what` is true."""
+        """Wait until a message is received, from now on, for which `what` is true."""
         with self._changed:
-            start = len(self._heard)
-            assert self._changed.wait_for(lambda: any(what(*one) for one in self._heard[start:]), PATIENCE_S)
+            start = len(self._received)
+            assert self._changed.wait_for(lambda: any(what(*one) for one in self._received[start:]), PATIENCE_S)
 
     def _on_message(self, _client: object, _data: object, message: mqtt.MQTTMessage) -> None:
         try:
@@ -200,7 +200,7 @@ class Overheard:
         except WireError:
             return
         with self._changed:
-            self._heard.append(said)
+            self._received.append(said)
             self._changed.notify_all()
 
 
@@ -234,7 +234,7 @@ def present(node: str) -> Callable[[topics.Topic, Message], bool]:
 
 
 def assert_bytes_of_one_run(folder: Path, *, lives: int) -> None:
-    """Check that restarts lost no model but what a killed process had not told, and counted none twice."""
+    """Check that restarts lost no model but what a killed process had not reported, and counted none twice."""
     size = len(tensors(folder))
     with (folder / "links.csv").open(newline="") as file:
         links = list(csv.DictReader(file))
@@ -248,8 +248,8 @@ def assert_bytes_of_one_run(folder: Path, *, lives: int) -> None:
             assert 0 <= int(row[column]) < lives * 1.2 * size * 8, column
 
 
-def wish(sender: str, global_round: int, local_round: int) -> Callable[[topics.Topic, Message], bool]:
-    """Tell a parent's wish in one round."""
+def task(sender: str, global_round: int, local_round: int) -> Callable[[topics.Topic, Message], bool]:
+    """Tell a parent's task in one round."""
     return lambda topic, said: (
         isinstance(topic, topics.InboxTopic)
         and topic.sender == sender
@@ -272,11 +272,11 @@ def test_every_role_killed_once_and_started_again_gives_the_same_model(
         some.kill()
         some = lab.devices(0, 2)
 
-        overheard.wait_for(wish("institution-0", 1, 1))
+        overheard.wait_for(task("institution-0", 1, 1))
         one.kill()
         one = lab.institution("institution-0")
 
-        overheard.wait_for(wish("cloud", 2, 0))
+        overheard.wait_for(task("cloud", 2, 0))
         cloud.kill()
         (folder,) = lab.runs.iterdir()
         assert not (folder / "model.safetensors").exists()
@@ -427,7 +427,7 @@ def test_a_killed_lab_leaves_no_process_behind(experiment: Path, tmp_path: Path)
     assert_gone(role, processes)
 
 
-def test_a_lab_whose_cloud_is_killed_ends_and_says_so(experiment: Path, tmp_path: Path) -> None:
+def test_a_lab_whose_cloud_is_killed_ends_and_reports_it(experiment: Path, tmp_path: Path) -> None:
     role = lab_of(tmp_path / "lab.log", experiment, "--runs", tmp_path / "runs")
     try:
         until(lambda: any(name.startswith("cloud ") for name in family(role)), "the cloud")
@@ -482,7 +482,7 @@ def test_a_resumed_run_evaluates_what_its_end_cut_off(tmp_path: Path) -> None:
     assert evaluated == [3]
 
 
-# One role, told the wrong thing
+# One role, reported the wrong thing
 
 
 @asynccontextmanager
@@ -524,7 +524,7 @@ def scenario(play: Coroutine[Any, Any, None]) -> None:
 
 async def true(condition: Callable[[], object]) -> None:
     """Wait until something has come true."""
-    while not condition():  # noqa: ASYNC110 - nothing tells us
+    while not condition():  # noqa: ASYNC110 - nothing reports us
         await asyncio.sleep(0.01)
 
 
@@ -554,11 +554,11 @@ def test_a_device_of_another_institution_ends_with_4_and_disturbs_nobody(
 ) -> None:
     async def run() -> None:
         async with announcing(address, "institution-0", parse(SMALL), children=["device-0"]):
-            with overhearing_states(address) as said, pytest.raises(InvalidExperiment) as told:
+            with overhearing_states(address) as said, pytest.raises(InvalidExperiment) as reported:
                 await device(address, name, "institution-0")
-        assert told.value.exit_code == 4
+        assert reported.value.exit_code == 4
         for word in ["--institution = 'institution-0'", *words]:
-            assert word in str(told.value)
+            assert word in str(reported.value)
         assert name not in said
 
     scenario(run())
@@ -579,7 +579,7 @@ def overhearing_states(address: BrokerAddress) -> Iterator[set[str]]:
     client.loop_start()
     try:
         yield said
-        # What was said before this is heard before this.
+        # What was said before this is received before this.
         client.publish("fs1/lab/end-1/end/state", b"", qos=1)
         until(lambda: "end" in said, "the end")
     finally:
@@ -592,15 +592,17 @@ def test_an_institution_that_the_experiment_does_not_know_ends_with_4(address: B
         agent = InstitutionAgent(
             "institution-9", cloud_broker=address, device_broker=address, connect_timeout_s=10.0, metrics=Metrics()
         )
-        with pytest.raises(InvalidExperiment, match=r"--name = 'institution-9'.*institution-0, institution-1") as told:
+        with pytest.raises(
+            InvalidExperiment, match=r"--name = 'institution-9'.*institution-0, institution-1"
+        ) as reported:
             async with announcing(address, "cloud", parse(SMALL), children=["institution-0"]):
                 await agent.run()
-        assert told.value.exit_code == 4
+        assert reported.value.exit_code == 4
 
     scenario(run())
 
 
-def test_a_device_that_waits_in_vain_says_for_whom_and_who_is_there(
+def test_a_device_that_waits_in_vain_names_for_whom_and_who_is_there(
     address: BrokerAddress, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run() -> None:

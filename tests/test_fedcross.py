@@ -303,7 +303,7 @@ def test_lowest_and_highest_need_not_keep_the_mean() -> None:
     assert np.abs(after - models_KF.mean(axis=0)).max() > 0.01
 
 
-def test_values_near_one_are_told_apart() -> None:
+def test_values_near_one_are_distinguished() -> None:
     """All models lie within 1e-4 of each other: in float32 every cosine would be 1."""
     base = np.random.default_rng(1).normal(size=50_000)
     offsets = np.random.default_rng(2).normal(size=(4, 50_000)) * np.array([1e-4, 2e-4, 3e-4, 4e-4])[:, None]

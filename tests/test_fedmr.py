@@ -50,7 +50,7 @@ def names(tree: dict[str, Any], layout: ModelLayout = LAYOUT) -> list[list[str]]
 
 
 def uploads(count: int) -> Rows:
-    """Return rows in which every value says from which row and column it is."""
+    """Return rows in which every value reports from which row and column it is."""
     rows_K = np.zeros((count, LAYOUT.row_bytes), np.uint8)
     LAYOUT.floats(rows_K)[:] = np.arange(count * LAYOUT.columns).reshape(count, -1)
     for k, row in enumerate(rows_K):

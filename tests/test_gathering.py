@@ -168,11 +168,15 @@ def test_a_pools_devices_meet_in_a_stack(lane: Callable[[], Executor]) -> None:
             assert prepared[0].layout.digest == work.layout.digest
 
             async def train(k: int) -> LocalResult:
-                order, told = work.orders[k], []
+                order, reported = work.orders[k], []
                 result = await members[k].train(
-                    order.row, order.out, epochs=order.epochs, local_round=2, progress=lambda *args: told.append(args)
+                    order.row,
+                    order.out,
+                    epochs=order.epochs,
+                    local_round=2,
+                    progress=lambda *args: reported.append(args),
                 )
-                assert told[-1] == (result.steps, result.steps)
+                assert reported[-1] == (result.steps, result.steps)
                 return result
 
             return await asyncio.gather(*(train(k) for k in range(4)))

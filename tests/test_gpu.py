@@ -1,6 +1,6 @@
 """Training on a CUDA device: the kinds of layers that differ there, LSTM and dropout. Run by `pytest -m gpu`.
 
-Warnings are errors here as everywhere: an LSTM whose weights are not one piece of the device's memory tells so.
+Warnings are errors here as everywhere: an LSTM whose weights are not one piece of the device's memory reports so.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Devices that play slower machines: what the experiment says of them, and answers that leave no sooner than theirs."""
+"""Devices that emulate slower machines: what the experiment defines, and results that leave no sooner than theirs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from common.protocol.messages import Phase
 from common.runtime.work import WorkResult
 from device import emulation
 
-# What the experiment says
+# What the experiment reports
 
 
 def test_a_device_has_the_machine_that_is_said_for_it(tmp_path: Path) -> None:
@@ -136,15 +136,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 def at_a_pace(
     machine: Pace, *, train_s: float, since: float, cancel_after_s: float | None = None
 ) -> tuple[WorkResult | None, float, list[tuple[Phase, int, int]]]:
-    """Return the answer, when it left after its training had ended, and what was told meanwhile."""
-    told: list[tuple[Phase, int, int]] = []
+    """Return the answer, when it left after its training had ended, and what was reported meanwhile."""
+    reported: list[tuple[Phase, int, int]] = []
     answer = WorkResult(np.empty(0, np.uint8), 1, 0.0, 1, 1, train_s, 0.0)
 
     async def play() -> tuple[WorkResult | None, float]:
         loop = asyncio.get_running_loop()
         start = loop.time()
         keeping = asyncio.create_task(
-            emulation.emulate(machine, answer, since=start + since, report=lambda *words: told.append(words))
+            emulation.emulate(machine, answer, since=start + since, report=lambda *words: reported.append(words))
         )
         if cancel_after_s is not None:
             await asyncio.sleep(cancel_after_s)
@@ -155,7 +155,7 @@ def at_a_pace(
 
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         kept, left_s = runner.run(play())
-    return kept, left_s, told
+    return kept, left_s, reported
 
 
 @given(slowdown=st.floats(1, 50), overhead_s=st.floats(0, 20), train_s=st.floats(0, 30), queued_s=st.floats(0, 100))
@@ -165,21 +165,21 @@ def test_an_answer_leaves_no_sooner_than_the_slower_machines(
     # The model came, waited in the queue for a slot, and was trained until now.
     machine = Pace(slowdown=slowdown, overhead_s=overhead_s)
     since = -(queued_s + train_s)
-    answer, left_s, told = at_a_pace(machine, train_s=train_s, since=since)
+    answer, left_s, reported = at_a_pace(machine, train_s=train_s, since=since)
     wanted = max(0.0, slowdown * train_s + overhead_s + since)
     assert answer is not None and left_s == pytest.approx(wanted, abs=1e-6)
     assert answer.pause_s == pytest.approx(left_s, abs=1e-6) and answer.train_s == train_s
     # A growing count, at least once a second, so that nobody gives the device up.
-    assert [phase for phase, _, _ in told] == [Phase.WAITING] * len(told)
-    assert [done for _, done, _ in told] == list(range(1, len(told) + 1))
-    assert len(told) >= int(wanted - 1e-6)
+    assert [phase for phase, _, _ in reported] == [Phase.WAITING] * len(reported)
+    assert [done for _, done, _ in reported] == list(range(1, len(reported) + 1))
+    assert len(reported) >= int(wanted - 1e-6)
 
 
-def test_a_device_of_this_hosts_pace_tells_nothing_and_waits_for_nothing() -> None:
-    answer, left_s, told = at_a_pace(Machine(), train_s=3.0, since=-3.0)
-    assert answer is not None and (answer.pause_s, left_s, told) == (0.0, 0.0, [])
+def test_a_device_of_this_hosts_pace_reports_nothing_and_waits_for_nothing() -> None:
+    answer, left_s, reported = at_a_pace(Machine(), train_s=3.0, since=-3.0)
+    assert answer is not None and (answer.pause_s, left_s, reported) == (0.0, 0.0, [])
 
 
-def test_a_pause_ends_at_once_with_its_wish() -> None:
+def test_a_pause_ends_at_once_with_its_task() -> None:
     answer, left_s, _ = at_a_pace(Pace(overhead_s=3600.0), train_s=1.0, since=-1.0, cancel_after_s=0.25)
     assert answer is None and left_s == 0.25

@@ -93,7 +93,7 @@ def test_a_connection_counts_what_the_other_end_got_and_gave() -> None:
 
 
 @linux
-def test_a_connection_that_the_peer_ended_still_tells_until_we_close_it() -> None:
+def test_a_connection_that_the_peer_ended_still_reports_until_we_close_it() -> None:
     ours, theirs = connection()
     ours.sendall(b"x" * 10)
     theirs.sendall(b"y" * 20)
@@ -107,7 +107,7 @@ def test_a_connection_that_the_peer_ended_still_tells_until_we_close_it() -> Non
 
 
 @linux
-def test_a_reset_connection_still_tells() -> None:
+def test_a_reset_connection_still_reports() -> None:
     ours, theirs = connection()
     with ours:
         ours.sendall(b"x" * 10)
@@ -180,7 +180,7 @@ def test_the_offsets_are_those_of_linux(size: int) -> None:
 
 @linux
 @pytest.mark.parametrize("size", [215, 192, 152])
-def test_a_kernel_before_4_19_tells_no_retransmitted_bytes(size: int) -> None:
+def test_a_kernel_before_4_19_reports_no_retransmitted_bytes(size: int) -> None:
     kernel: Any = Kernel(size)
     assert tcp_info(kernel) == TcpStats(1000, 77, 0, 12, 11, 3, 1, 0, 1, 2500, 0)
 
@@ -371,8 +371,8 @@ def test_the_wire_bytes_are_those_that_a_relay_counts_over_reconnections_too(ser
                     relay.end_connections()
                     await until(lambda: end.connection.reconnects == global_round + 1 and end.connection.up)  # noqa: B023
             assert relay.connections == 3 and min(relay.counts) > 3 * LAYOUT.row_bytes
-            told = pair.parent.ledger.links()[CHILD].wire
-            assert 0 < told.sent <= relay.counts[0] and 0 < told.received <= relay.counts[1]
+            reported = pair.parent.ledger.links()[CHILD].wire
+            assert 0 < reported.sent <= relay.counts[0] and 0 < reported.received <= relay.counts[1]
             pair.over.set()
             await asyncio.gather(parent, child)
             await until(lambda: relay.up.endswith(b"\xe0\x00"))  # DISCONNECT
@@ -380,8 +380,8 @@ def test_the_wire_bytes_are_those_that_a_relay_counts_over_reconnections_too(ser
             assert counted[0] - 16 <= wire.sent <= counted[0]  # what left with the end is not known to have arrived
             assert counted[1] == wire.received
             assert wire.connections == 3 and wire.measured
-            told = pair.parent.ledger.links()[CHILD].wire
-            assert counted[0] - 400 < told.sent < counted[0] and counted[1] - 500 < told.received <= counted[1]
+            reported = pair.parent.ledger.links()[CHILD].wire
+            assert counted[0] - 400 < reported.sent < counted[0] and counted[1] - 500 < reported.received <= counted[1]
 
     real(run())
 
@@ -421,13 +421,13 @@ def test_what_the_wire_has_more_than_the_messages_are_mqtts_own_packets(served: 
                 await pair.play(global_round)
             wire = pair.child.connection.meter.sample()
             link = pair.parent.ledger.links()[CHILD]
-            told = pair.child.session.counters.traffic(PARENT)
-            assert (link.received, told.received) == (told.sent, told.received)
+            reported = pair.child.session.counters.traffic(PARENT)
+            assert (link.received, reported.received) == (reported.sent, reported.received)
             qos_1 = {}
             more: dict[str, Counter[int]] = {}
             for name, stream, carried_bytes, message_bytes in (
-                ("up", pair.relay.up, wire.sent, told.sent),
-                ("down", pair.relay.down, wire.received, told.received),
+                ("up", pair.relay.up, wire.sent, reported.sent),
+                ("down", pair.relay.down, wire.received, reported.received),
             ):
                 found = list(packets(bytes(stream)))
                 ours = [size for _, topic, size in found if "/inbox/" in topic or "/blob/" in topic]
@@ -476,7 +476,7 @@ def test_refused_logins_are_counted_too() -> None:
     real(run())
 
 
-def test_a_child_is_heard_though_its_acknowledgements_wait_behind_a_chunk(served: BrokerProcess) -> None:
+def test_a_child_is_received_though_its_acknowledgements_wait_behind_a_chunk(served: BrokerProcess) -> None:
     async def run() -> None:
         async with pair_of(served) as (pair, _):
             await pair.play(0)
@@ -503,7 +503,7 @@ def links_of(folder: RunFolder) -> dict[tuple[str, str, str], dict[str, str]]:
         return {(row["from"], row["to"], row["kind"]): row for row in csv.DictReader(file)}
 
 
-def told(folder: RunFolder) -> object:
+def reported(folder: RunFolder) -> object:
     return json.loads((folder.path / "manifest.json").read_text()).get("wire_bytes")
 
 
@@ -516,14 +516,14 @@ def test_links_csv_shows_the_three_counts_side_by_side(tmp_path: Path) -> None:
     account = Account()
     ledger = Ledger([PARENT], account, wire=lambda: MEASURED, below=BELOW)
     folder.write_links(ledger)
-    assert told(folder) is None and links_of(folder)["cloud", PARENT, "all"]["wire_bytes"] == ""
+    assert reported(folder) is None and links_of(folder)["cloud", PARENT, "all"]["wire_bytes"] == ""
     account.add(PARENT, "received", message=20_600, model=20_000, control=400)
     down = Traffic(received_model_payload=10_000, received_model_message=10_200, wire=MEASURED)
     ledger.enter(PARENT, "s", link=down, below=Traffic(wire=MEASURED))
     ledger.enter_reports(PARENT, "s", [ChildReport(CHILD, traffic=a_link(MEASURED))])
     ledger.measured[PARENT] = Measured(down=2e6, down_bytes=1000)
     folder.write_links(ledger)
-    assert told(folder) == links.MEASURED
+    assert reported(folder) == links.MEASURED
     table = links_of(folder)
     assert len(table) == 2 * (3 + 3 + 1 + 1)
     down_line, up_line = (",".join(table[link].values()) for link in (("cloud", PARENT, "all"), (CHILD, PARENT, "all")))
@@ -539,16 +539,18 @@ def test_links_csv_shows_the_three_counts_side_by_side(tmp_path: Path) -> None:
     assert table["broker", "cloud", "broker"]["tier"] == "wan" and table["broker", PARENT, "broker"]["tier"] == "lan"
 
 
-@pytest.mark.parametrize(("lan", "says"), [(MEASURED, "not available on this platform: institution-0"),
+@pytest.mark.parametrize(("lan", "reports"), [(MEASURED, "not available on this platform: institution-0"),
                                            (BLIND, "not available on this platform")])  # fmt: skip
-def test_what_no_kernel_told_stays_empty_and_the_manifest_says_so(lan: TcpStats, says: str, tmp_path: Path) -> None:
+def test_what_no_kernel_reported_stays_empty_and_the_manifest_reports_it(
+    lan: TcpStats, reports: str, tmp_path: Path
+) -> None:
     folder = RunFolder.create(tmp_path, Experiment())
     ledger = Ledger([PARENT], Account(), wire=lambda: BLIND, below=BELOW)
     ledger.enter(PARENT, "s", link=a_link(BLIND), below=Traffic(wire=BLIND))
     ledger.enter(PARENT, "later", link=a_link(MEASURED), below=Traffic(wire=MEASURED))  # half a count is none
     ledger.enter_reports(PARENT, "later", [ChildReport(CHILD, traffic=a_link(lan))])
     folder.write_links(ledger)
-    assert told(folder) == says
+    assert reported(folder) == reports
     for (source, target, _), row in links_of(folder).items():
         known = CHILD in (source, target) and lan is MEASURED and row["kind"] == "all"
         assert all(bool(row[name]) is known for name in ("wire_bytes", "segments", "overhead_percent", "rtt_ms")), row

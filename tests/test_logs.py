@@ -1,4 +1,4 @@
-"""What roles say on standard error, as JSON: an object a line, whoever says it."""
+"""What roles say on standard error, as JSON: an object a line, whoever reports it."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def test_a_record_is_one_line_of_json() -> None:
     assert facts["time"].endswith("+00:00") and "node" not in facts and "exception" not in facts
 
 
-def test_an_exception_is_told() -> None:
+def test_an_exception_is_reported() -> None:
     try:
         raise ValueError("why")
     except ValueError:
-        told = logging.LogRecord("x", logging.ERROR, "", 0, "oh", (), sys.exc_info())
-    assert "ValueError: why" in json.loads(logs.JsonLines().format(told))["exception"]
+        reported = logging.LogRecord("x", logging.ERROR, "", 0, "oh", (), sys.exc_info())
+    assert "ValueError: why" in json.loads(logs.JsonLines().format(reported))["exception"]
 
 
 def test_each_task_has_its_node() -> None:

@@ -1,4 +1,4 @@
-"""What a role's /metrics says, and who may wait for it."""
+"""What a role's /metrics reports, and who may wait for it."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_process_is_counted_with_those_it_started_and_never_goes_back(tmp_path
 
 
 class Driver:
-    """NVML with one GPU that tells its memory and its use, and no temperature."""
+    """NVML with one GPU that reports its memory and its use, and no temperature."""
 
     def nvmlInit_v2(self) -> int:
         return 0

@@ -1,4 +1,4 @@
-"""Labs in network namespaces: who is where, what the kernel is told, that it keeps to it, and that nothing stays."""
+"""Labs in network namespaces: who is where, what the kernel gets, that it keeps to it, and that nothing stays."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def run_lab(runs: Path, *flags: str) -> Path:
 
 
 def tensors(folder: Path) -> bytes:
-    """Return the bytes of the model that a run left, without the header, which tells the run's id."""
+    """Return the bytes of the model that a run left, without the header, which reports the run's id."""
     data = (folder / "model.safetensors").read_bytes()
     return data[8 + int.from_bytes(data[:8], "little") :]
 
@@ -165,18 +165,18 @@ def test_the_kernel_and_the_network_go_together(tmp_path: Path) -> None:
         one_host(by_kernel(experiment, delays=True), tmp_path).__enter__()
 
 
-# What the kernel is told
+# What the kernel gets
 
 
 @given(st.floats(0.05, 1e4), st.floats(0.0, 500.0))
-def test_a_rate_is_told_to_the_bit_with_a_small_bucket_and_a_larger_queue(mbit: float, delay_ms: float) -> None:
+def test_a_rate_is_reported_to_the_bit_with_a_small_bucket_and_a_larger_queue(mbit: float, delay_ms: float) -> None:
     first, *rest = shaping(End("up0", "10.0.0.1", "device-0", mbit, delay_ms))
     words = first.split()
-    told = dict(pairwise(words))
+    reported = dict(pairwise(words))
     assert words[:3] == ["qdisc", "add", "dev"]
-    assert told["dev"] == "up0"
-    assert told["rate"] == f"{round(mbit * 1e6)}bit"
-    burst, limit = int(told["burst"]), int(told["limit"])
+    assert reported["dev"] == "up0"
+    assert reported["rate"] == f"{round(mbit * 1e6)}bit"
+    burst, limit = int(reported["burst"]), int(reported["limit"])
     assert burst >= 2 * FRAME_BYTES
     assert burst * 8 <= max(2 * FRAME_BYTES * 8, 0.02 * mbit * 1e6) * (1 + 1e-9)  # which floats may miss by a bit
     assert limit >= burst + 32 * FRAME_BYTES
@@ -187,7 +187,7 @@ def test_a_rate_is_told_to_the_bit_with_a_small_bucket_and_a_larger_queue(mbit: 
         assert packets * FRAME_BYTES * 8 > mbit * 1e6 * delay_ms / 1e3  # what is under way is not dropped
 
 
-def test_what_is_not_wanted_is_not_told() -> None:
+def test_what_is_not_wanted_is_not_reported() -> None:
     free = End("up0", "10.0.0.1", "device-0", None, 0.0)
     assert shaping(free) == []
     assert addressing(free) == [
@@ -222,10 +222,10 @@ def test_devices_of_one_process_have_one_broker_or_each_its_own() -> None:
 
 
 def qdiscs(space: Namespace) -> dict[str, dict[str, Any]]:
-    """Return the shapers of a namespace by interface, as tc tells them; rates in bytes per second."""
+    """Return the shapers of a namespace by interface, as tc reports them; rates in bytes per second."""
     with space.entered():
-        told = subprocess.run(["tc", "-json", "qdisc", "show"], capture_output=True, check=True).stdout
-    return {each["dev"]: each["options"] for each in json.loads(told) if each["kind"] == "tbf"}
+        reported = subprocess.run(["tc", "-json", "qdisc", "show"], capture_output=True, check=True).stdout
+    return {each["dev"]: each["options"] for each in json.loads(reported) if each["kind"] == "tbf"}
 
 
 @in_namespaces
@@ -346,7 +346,7 @@ def test_a_lab_that_is_killed_leaves_no_process_no_namespace_and_no_interface(
 @in_namespaces
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="setpriv (util-linux) takes away a right")
 @pytest.mark.parametrize("right", ["sys_admin", "net_admin"])
-def test_a_user_without_the_right_is_told_what_to_do(right: str, tmp_path: Path) -> None:
+def test_a_user_without_the_right_learns_what_to_do(right: str, tmp_path: Path) -> None:
     done = subprocess.run(
         ["setpriv", f"--bounding-set=-{right}", *command("run", DEMO, "--netns", "--runs", tmp_path)],
         capture_output=True, text=True, timeout=60, check=False,
@@ -358,7 +358,7 @@ def test_a_user_without_the_right_is_told_what_to_do(right: str, tmp_path: Path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is refused before")
-def test_a_machine_without_iproute2_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_iproute2_learns_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
     with pytest.raises(InvalidExperiment, match="apt install iproute2"):
         Namespace()

@@ -119,7 +119,7 @@ def test_made_up_images_have_the_size_that_is_asked_for_and_are_always_alike() -
         datasets.load(synthetic(samples=10_000_000, image_shape=[3, 64, 64]))
 
 
-def test_made_up_images_can_be_told_apart() -> None:
+def test_made_up_images_can_be_distinguished() -> None:
     data = datasets.load(synthetic(samples=400, test_samples=100))
     module = models.build("mlp_digits", 1, inputs=data.inputs)
     optimiser = torch.optim.SGD(module.parameters(), 0.1)

@@ -72,7 +72,7 @@ def test_it_is_built_from_the_seed_alone_and_leaves_the_global_generator() -> No
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
 
 
-def test_text_models_are_told_the_number_of_tokens() -> None:
+def test_text_models_know_the_number_of_tokens() -> None:
     module = models.build("mynets.small:words", 1, inputs=TEXT)
     assert module(torch.full((4, 5), 6)).shape == (4, 3)
 
@@ -118,9 +118,9 @@ def test_a_device_builds_only_what_its_host_allows(allowed: list[str], may: bool
     if may:
         permit(Model(name="mynets.small:build"), allowed)
         return
-    with pytest.raises(InvalidExperiment, match="--allow-models mynets,") as told:
+    with pytest.raises(InvalidExperiment, match="--allow-models mynets,") as reported:
         permit(Model(name="mynets.small:build"), allowed)
-    assert told.value.exit_code == 4
+    assert reported.value.exit_code == 4
 
 
 @pytest.mark.parametrize("name", ["a:", ":b", "a:b:c", "a b:c", "a.b:c()", "../a:b"])

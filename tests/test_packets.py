@@ -25,7 +25,7 @@ class Spot:
 
 
 @dataclass
-class Heard:
+class Received:
     """What a reader handed on; topics that begin with `large` get a place."""
 
     taken: list[tuple[int, bytes]] = field(default_factory=list)
@@ -88,7 +88,7 @@ PACKETS = st.one_of(
 
 @given(st.lists(PACKETS, max_size=8), st.lists(st.integers(1, 5000), min_size=1, max_size=6))
 def test_any_cut_of_the_stream_gives_the_same_packets(packets: list[tuple], sizes: list[int]) -> None:
-    heard = Heard()
+    delivered = Received()
     stream, landed, taken = b"", [], []
     for kind, name, payload in packets:
         if kind == "other":
@@ -101,39 +101,39 @@ def test_any_cut_of_the_stream_gives_the_same_packets(packets: list[tuple], size
                 landed.append((name, payload))
             else:
                 taken.append((PUBLISH_QOS0, len(name).to_bytes(2, "big") + name.encode() + payload))
-    pour(heard.reader(), stream, sizes)
-    assert heard.landed == landed
-    assert heard.taken == taken
+    pour(delivered.reader(), stream, sizes)
+    assert delivered.landed == landed
+    assert delivered.taken == taken
 
 
 @given(st.integers(1, 70_000), st.integers(1, 20_000))
 def test_a_place_taken_away_is_not_written_and_the_stream_goes_on(size: int, piece: int) -> None:
-    heard = Heard()
-    reader = heard.reader()
+    delivered = Received()
+    reader = delivered.reader()
     stream = publish("large", b"\x01" * size)
     first = min(len(stream) - 1, piece)
     pour(reader, stream[:first], [piece])
     kept = None
-    if heard.spots and heard.spots[0].view is not None:
-        kept = heard.spots[0].view
+    if delivered.spots and delivered.spots[0].view is not None:
+        kept = delivered.spots[0].view
         before = bytes(kept)
-        heard.spots[0].view = None
+        delivered.spots[0].view = None
     pour(reader, stream[first:] + packet(0xD0, b""), [piece])
-    assert heard.taken == [(0xD0, b"")]
-    assert len(heard.landed) == 1
+    assert delivered.taken == [(0xD0, b"")]
+    assert len(delivered.landed) == 1
     if kept is not None:
         assert bytes(kept) == before
-        assert heard.landed == [("large", None)]
+        assert delivered.landed == [("large", None)]
 
 
 @given(st.binary(max_size=300), st.lists(st.integers(1, 64), min_size=1, max_size=4))
 def test_rubbish_is_packets_or_no_mqtt_and_never_hangs(stream: bytes, sizes: list[int]) -> None:
-    heard = Heard()
+    delivered = Received()
     try:
-        pour(heard.reader(), stream, sizes)
+        pour(delivered.reader(), stream, sizes)
     except NotMqtt:
         assert b"\xff" in stream or any(byte & 128 for byte in stream)
-    assert sum(len(body) for _, body in heard.taken) <= len(stream)
+    assert sum(len(body) for _, body in delivered.taken) <= len(stream)
 
 
 def test_this_release_of_paho_is_served_fast() -> None:
@@ -178,7 +178,7 @@ def test_a_detached_body_leaves_as_it_was() -> None:
 
 
 def test_what_is_said_after_a_subscription_does_not_overtake_it() -> None:
-    """An ask brings chunks: whoever says it must be subscribed by then, or the first of them is lost."""
+    """An ask brings chunks: whoever reports it must be subscribed by then, or the first of them is lost."""
 
     async def run() -> list[bytes]:
         ours, theirs = socket.socketpair()

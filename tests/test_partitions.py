@@ -290,7 +290,7 @@ def test_too_many_devices() -> None:
 
 
 @pytest.mark.parametrize(("least", "problem"), [(30, "100 samples cannot give"), (25, "none of 10000 draws")])
-def test_impossible_min_samples_says_what_to_change(monkeypatch: pytest.MonkeyPatch, least: int, problem: str) -> None:
+def test_impossible_min_samples_names_what_to_change(monkeypatch: pytest.MonkeyPatch, least: int, problem: str) -> None:
     if least == 25:
         monkeypatch.setattr(partitions, "ATTEMPTS", 20)
         problem = "none of 20 draws"

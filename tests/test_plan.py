@@ -181,7 +181,7 @@ def test_ten_million_devices_on_paper() -> None:
     assert "equal" in work.assumed[0]
 
 
-def test_devices_are_told_apart_by_their_samples_and_links() -> None:
+def test_devices_are_distinguished_by_their_samples_and_links() -> None:
     tree = {
         "topology": {"institutions": 2, "devices": 6},
         "data": {"partition": "dirichlet", "concentration": 0.3},
@@ -204,7 +204,7 @@ def test_what_is_not_here_is_made_up() -> None:
     assert work.single.data.dataset == "synthetic" and work.sizes.row == 4 * 61_706
 
 
-def test_the_command_tells_seconds_bytes_and_memory(tmp_path: Path) -> None:
+def test_the_command_reports_seconds_bytes_and_memory(tmp_path: Path) -> None:
     file = tmp_path / "lab.toml"
     file.write_text('[topology]\ninstitutions = 2\ndevices = 4\n[cloud]\nepoch_control = { name = "tempo" }\n')
     out = tmp_path / "prediction.json"

@@ -366,7 +366,7 @@ def test_one_slot_is_a_thread_and_gives_the_same_bits() -> None:
     assert np.array_equal(out, alone(what, "device-1", row, epochs=1, local_round=2)[0]) and result.path == "in-process"
 
 
-def test_progress_is_told_and_a_running_training_is_called_off(lab: Lab) -> None:
+def test_progress_is_reported_and_a_running_training_is_called_off(lab: Lab) -> None:
     what = experiment()
     row = initial(what)
     seen: list[tuple[int, int]] = []
@@ -440,14 +440,14 @@ def test_exhausted_memory_fails_the_training_and_spares_the_worker(lab: Lab, moo
     assert lab.pids() == before
 
 
-def test_a_worker_that_fails_is_told_with_its_code(lab: Lab, moody: schema.Experiment) -> None:
+def test_a_worker_that_fails_is_reported_with_its_code(lab: Lab, moody: schema.Experiment) -> None:
     lab.order("fail")
     with pytest.raises(RunFailed, match="trains device-0 ended with code 1; its message is above"):
         lab.do(train_moody(lab, moody, initial(moody)))
     lab.do(train_moody(lab, moody, initial(moody)))
 
 
-def test_what_is_wrong_with_an_experiment_is_told_whole(lab: Lab) -> None:
+def test_what_is_wrong_with_an_experiment_is_reported_whole(lab: Lab) -> None:
     with pytest.raises(InvalidExperiment, match=r"model\.name = 'lenet5'.*Use") as caught:
         lab.do(lab.member("device-0").prepare(experiment("lenet5")))
     assert caught.value.exit_code == 4 and len(caught.value.parts) == 4

@@ -40,7 +40,7 @@ def proofs_of(*peers: str, persistent: bool = False) -> PeerProofs:
 
 
 def asked(proofs: PeerProofs, *, until_s: float) -> list[tuple[float, str]]:
-    """Return when each peer is asked, looking only when the deadline says so."""
+    """Return when each peer is asked, looking only when the deadline reports so."""
     found, now = [], 0.0
     while (due := proofs.next_deadline()) < until_s:
         assert due >= now
@@ -74,7 +74,7 @@ def apply(proofs: PeerProofs, cause: ProofCause) -> None:
 
 
 @pytest.mark.parametrize(("proof", "cause"), list(itertools.product(Proof, ProofCause)))
-def test_a_proof_changes_as_the_table_says_and_in_no_other_way(proof: Proof, cause: ProofCause) -> None:
+def test_a_proof_changes_as_the_table_defines_and_in_no_other_way(proof: Proof, cause: ProofCause) -> None:
     proofs = brought_to(proof)
     session = proofs.session("a")
     apply(proofs, cause)

@@ -167,7 +167,7 @@ def start_prometheus(stack: ExitStack, folder: Path, *, port: int, cloud: int) -
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     """Play a lab of 1 + 1 + 3; one device comes late, is killed in the midst, and comes again."""
-    home, told = tmp_path_factory.mktemp("story"), Story()
+    home, reported = tmp_path_factory.mktemp("story"), Story()
     with ExitStack() as stack:
         served = stack.enter_context(broker.start(directory=home))
         port, cloud_port = free_port(), free_port()
@@ -191,22 +191,22 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         until(prometheus.answers, *lab)
         shared = {("cloud", "", ""), ("institution", HOME, ""), ("device", HOME, "")}
         until(lambda: prometheus.healthy() == shared, *lab)
-        told.found.append(prometheus.healthy())
+        reported.found.append(prometheus.healthy())
         late = device("device-2")
         everybody = shared | {("device", HOME, "device-2")}
         until(lambda: prometheus.healthy() == everybody, *lab)
-        (told.folder,) = (home / "runs").iterdir()
-        rounds = told.folder / "rounds.csv"
+        (reported.folder,) = (home / "runs").iterdir()
+        rounds = reported.folder / "rounds.csv"
         until(lambda: rounds.exists() and len(rounds.read_text().splitlines()) > 2, *lab)  # the first is evaluated
         late.kill()
         until(lambda: prometheus.healthy() == shared, *lab)
-        run = json.loads((told.folder / "manifest.json").read_text())["run"]
+        run = json.loads((reported.folder / "manifest.json").read_text())["run"]
         shipped = expressions()
 
         def everything() -> bool:
             for where, expr in shipped.items():
-                told.data[where] = told.data.get(where) or prometheus.query(filled(expr, run))
-            return all(told.data[w] for w, expr in shipped.items() if not any(name in expr for name in ABSENT))
+                reported.data[where] = reported.data.get(where) or prometheus.query(filled(expr, run))
+            return all(reported.data[w] for w, expr in shipped.items() if not any(name in expr for name in ABSENT))
 
         deadline = time.monotonic() + 10
         while not everything() and time.monotonic() < deadline:
@@ -216,8 +216,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         for process in lab:
             _, errors = process.communicate(timeout=PATIENCE_S)
             assert process.returncode == 0, errors.decode()
-        told.last = prometheus.last()
-        yield told
+        reported.last = prometheus.last()
+        yield reported
 
 
 @needs_prometheus

@@ -63,11 +63,11 @@ class HereEvaluator:
 
     async def start(self) -> Beginning:
         partition = splits.keep(self._experiment, self._folder)
-        self._examiner = ModelTester(self._experiment)
-        return Beginning(self._examiner.layout, self._examiner.first, partition)
+        self._tester = ModelTester(self._experiment)
+        return Beginning(self._tester.layout, self._tester.first, partition)
 
     async def evaluate(self, global_round: int, row: Row) -> Accuracy:
-        found = self._examiner.evaluate(row)
+        found = self._tester.evaluate(row)
         return Accuracy(global_round, found.accuracy, found.loss)
 
     def close(self) -> None:

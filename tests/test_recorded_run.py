@@ -46,7 +46,7 @@ RECORDING = Path(__file__).parent / "recordings" / "run.msgpack"
 
 
 class NoMeter:
-    """A connection whose kernel tells nothing."""
+    """A connection whose kernel reports nothing."""
 
     def sample(self) -> TcpStats:
         return TcpStats()

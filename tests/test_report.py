@@ -1,4 +1,4 @@
-"""The report: what it says is what the files say, nothing in it runs or asks a network, and it can be read."""
+"""The report: what it reports is what the files say, nothing in it runs or asks a network, and it can be read."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_any_text_is_safe_in_html_and_xml(words: str) -> None:
     safe.encode()
 
 
-def test_a_run_under_way_or_killed_is_told_so_far(tmp_path: Path, make_run: MakeRun) -> None:
+def test_a_run_under_way_or_killed_learns_it_far(tmp_path: Path, make_run: MakeRun) -> None:
     killed = make_run(tmp_path, LAB, accuracies=(0.5, None), last="")
     text = compose([Run(killed)])[0].html("t")
     assert "was interrupted or killed: 2 of 3 global rounds are done" in text
@@ -230,8 +230,8 @@ def test_a_run_under_way_or_killed_is_told_so_far(tmp_path: Path, make_run: Make
 def test_predictions_stand_beside_what_was_measured(played: list[Path], tmp_path: Path) -> None:
     path = tmp_path / "run"
     shutil.copytree(played[0], path)
-    told = {"seconds": {"train": 2.0, "wait": 0.5}, "bytes": {f"cloud institution-{i}": 5000 for i in range(2)}}
-    (path / "prediction.json").write_text(json.dumps(told))
+    reported = {"seconds": {"train": 2.0, "wait": 0.5}, "bytes": {f"cloud institution-{i}": 5000 for i in range(2)}}
+    (path / "prediction.json").write_text(json.dumps(reported))
     tree = read(compose([Run(path)])[0].html("t"))
     rows = {row[0]: row[-1] for row in tree.tables["Seconds by phase"]}
     assert (rows["phase"], rows["train"], rows["collect"]) == ("predicted, s", "2.0000", "-")
@@ -300,7 +300,7 @@ def test_many_global_rounds_are_joined_to_means() -> None:
     assert figure.table is not None and len(figure.table.rows) == 150 and "3 global rounds" in figure.text
 
 
-def test_epochs_of_a_long_run_are_told_in_stretches() -> None:
+def test_epochs_of_a_long_run_are_reported_in_stretches() -> None:
     figure = epochs("epochs", {"i": [2] * 400 + [None] + [4] * 100})
     titles = [title for e in figure.elements for title in re.findall("<title>(.*?)</title>", e)]
     assert titles == ["i, global round 1 to 400: 2 epochs", "i, global round 402 to 501: 4 epochs"]

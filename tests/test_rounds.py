@@ -226,7 +226,9 @@ def test_going_back_in_one_process_is_a_new_attempt() -> None:
 
 
 @pytest.mark.parametrize(("state", "cause"), list(itertools.product(ChildState, ChildCause)))
-def test_a_child_in_a_round_moves_as_the_table_says_and_in_no_other_way(state: ChildState, cause: ChildCause) -> None:
+def test_a_child_in_a_round_moves_as_the_table_defines_and_in_no_other_way(
+    state: ChildState, cause: ChildCause
+) -> None:
     child = ChildInRound(state=state)
     after = TRANSITIONS[cause].get(state)
     assert child.go(cause) is (after is not None)
@@ -269,7 +271,7 @@ def parent_with_child_in(state: ChildState) -> tuple[Coordinator, Key]:
 
 
 @pytest.mark.parametrize(("state", "cause"), list(itertools.product(ChildState, ChildCause)))
-def test_a_coordinator_moves_a_child_as_the_table_says(state: ChildState, cause: ChildCause) -> None:
+def test_a_coordinator_moves_a_child_as_the_table_defines(state: ChildState, cause: ChildCause) -> None:
     parent, key = parent_with_child_in(state)
     if cause is ChildCause.MESSAGE:
         parent.receive("a", progress_of(key, done=7), now=2.0)
@@ -291,7 +293,7 @@ def test_a_coordinator_moves_a_child_as_the_table_says(state: ChildState, cause:
 
 
 @pytest.mark.parametrize(("state", "cause"), list(itertools.product(ParticipantState, ParticipantCause)))
-def test_a_participant_moves_as_the_table_says_and_in_no_other_way(
+def test_a_participant_moves_as_the_table_defines_and_in_no_other_way(
     state: ParticipantState, cause: ParticipantCause
 ) -> None:
     one, task = OneChild(), task_of(OLD)
@@ -813,7 +815,7 @@ def test_a_person_can_read_how_it_goes() -> None:
 
 
 @pytest.mark.parametrize("rule", ["all", "quorum"])
-def test_a_verdict_is_what_its_description_says(rule: str) -> None:
+def test_a_verdict_is_what_its_description_states(rule: str) -> None:
     for accepted, refused, idle, waiting, absent in itertools.product(range(3), repeat=5):
         standing = Standing(accepted, refused, idle, waiting, absent)
         total = accepted + refused + idle + waiting + absent

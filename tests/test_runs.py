@@ -172,7 +172,7 @@ def test_runs_are_listed(tmp_path: Path, make_run: MakeRun) -> None:
     assert {"failed", "1/9", "0.2500"} <= set(next(line for line in lines if "second" in line).split())
 
 
-def test_a_damaged_run_is_told_and_the_others_are_listed(tmp_path: Path, make_run: MakeRun) -> None:
+def test_a_damaged_run_is_reported_and_the_others_are_listed(tmp_path: Path, make_run: MakeRun) -> None:
     bad, good = (make_run(tmp_path, {"name": name}) for name in ("bad", "good"))
     (bad / "manifest.json").write_text("{")
     done = fedstrata("runs", "list", "--runs", tmp_path)

@@ -443,7 +443,7 @@ def presences(sim: SimulatedLab, node: str) -> list[tuple[float, str, str]]:
 
 
 @pytest.mark.parametrize("broker_each", [False, True], ids=["one broker", "a broker of its own"])
-def test_an_institution_without_any_device_says_so_until_some_come_back(
+def test_an_institution_without_any_device_reports_it_until_some_come_back(
     broker_each: bool, undisturbed: LabOutcome
 ) -> None:
     async def losing(sim: SimulatedLab) -> None:
@@ -466,7 +466,7 @@ def test_an_institution_without_any_device_says_so_until_some_come_back(
     warned(outcome, "institution-0: no device is present")
 
 
-def test_an_institution_whose_devices_never_came_says_so() -> None:
+def test_an_institution_whose_devices_never_came_reports_it() -> None:
     async def late(sim: SimulatedLab) -> None:
         found.append(presences(sim, "institution-0"))
         await asyncio.sleep(200.0)

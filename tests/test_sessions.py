@@ -229,7 +229,7 @@ def test_a_retained_ready_of_a_dead_child_captures_no_parent() -> None:
 
 
 @pytest.mark.parametrize("state", [NodeState.FAILED, NodeState.LOST, NodeState.DISCONNECTED, NodeState.FINISHED])
-def test_a_retained_end_of_a_dead_child_says_nothing_of_its_successor(state: NodeState) -> None:
+def test_a_retained_end_of_a_dead_child_reports_nothing_of_its_successor(state: NodeState) -> None:
     lab = Lab(names_of(1))
     lab.rest(1.0)
     leave_remains(lab, "device-0", state)
@@ -351,7 +351,7 @@ def test_a_task_that_does_not_fit_changes_nothing_at_the_child() -> None:
     assert child.session.refusals.of(Refusal.MISFIT) == len(lies)
 
 
-def test_a_round_whose_task_fits_nobody_stalls_and_says_why() -> None:
+def test_a_round_whose_task_fits_nobody_stalls_with_the_reason() -> None:
     lab = Lab(names_of(2))
     lab.rest(1.0)
     for child in lab.children.values():
@@ -1206,7 +1206,7 @@ def test_any_bytes_on_any_topic_raise_nothing(seed: int, moment: float) -> None:
         lab.rest(0.02)
     for refusals in (node.session.refusals for node in lab.nodes()):
         assert refusals.of(Refusal.MALFORMED) > 0 and len(refusals._counts) <= 6 * 3
-    for node in lab.nodes():  # it is what it was: whoever speaks next is heard
+    for node in lab.nodes():  # it is what it was: whoever speaks next is received
         node.session.tick(lab.now)
 
 

@@ -223,7 +223,7 @@ class OneOutbox:
         self.outbox = Outbox(identity, sender=self.sender, counters=self.counters, ways=all_ways)
 
     def send(self, peer: str, number: int, now: float) -> None:
-        """Send a message that can be told from others by its number."""
+        """Send a message that can be reported from others by its number."""
         self.outbox.send(peer, Acknowledgement(Key(0, 0, number), ""), now)
 
     def left(self, now: float) -> list[int]:

@@ -1,4 +1,4 @@
-"""The experiment file: what it says is what is run, and what cannot work is said in a way that can be mended."""
+"""The experiment file: what it states is what is run, and what cannot work is refused with a remedy."""
 
 from __future__ import annotations
 
@@ -605,7 +605,7 @@ def test_a_tier_or_a_node_has_the_link_that_is_said_for_it(tmp_path: Path) -> No
     assert experiment.link("device-2") == LinkSettings(down_mbit=7.0, profile="dsl")
     assert experiment.link("device-3") == LinkSettings(
         down_mbit=5.0
-    )  # its table says all; the tier's link is another's
+    )  # its table states all; the tier's link is another's
     assert load_text(tmp_path, to_toml(experiment)) == experiment == parse(experiment.to_json())
 
 
@@ -785,7 +785,7 @@ def test_an_override_below_a_value(tmp_path: Path, override: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "key", "says"),
+    ("override", "key", "states"),
     [
         ("sed=1", "sed", "Did you mean 'seed'?"),
         ("training.epoch=1", "training.epoch", "Did you mean 'epochs'?"),
@@ -797,10 +797,10 @@ def test_an_override_below_a_value(tmp_path: Path, override: str) -> None:
         ("seed=1\niterations = 2", "seed", "integer"),
     ],
 )
-def test_an_override_that_is_wrong_is_named_like_the_file(tmp_path: Path, override: str, key: str, says: str) -> None:
+def test_an_override_that_is_wrong_is_named_like_the_file(tmp_path: Path, override: str, key: str, states: str) -> None:
     with pytest.raises(InvalidExperiment) as caught:
         load_text(tmp_path, "", override)
-    assert str(caught.value).startswith(f"{key} = ") and says in str(caught.value)
+    assert str(caught.value).startswith(f"{key} = ") and states in str(caught.value)
 
 
 def test_a_key_of_an_earlier_release_is_read_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -52,7 +52,7 @@ def test_nodes_that_share_their_files_share_the_split() -> None:
     assert splits.split_of(lab).digest != splits.split_of(parse({"seed": 2, "topology": {"devices": 2}})).digest
 
 
-def test_a_node_with_other_labels_is_told_though_its_places_are_the_same(tmp_path: Path) -> None:
+def test_a_node_with_other_labels_is_reported_though_its_places_are_the_same(tmp_path: Path) -> None:
     lab = copies(tmp_path, other="device-1")
     mine, clouds = splits.split_of(lab, node="device-1"), splits.split_of(lab)
     assert all(np.array_equal(one, other) for one, other in zip(mine.partitions, clouds.partitions, strict=True))
@@ -60,10 +60,10 @@ def test_a_node_with_other_labels_is_told_though_its_places_are_the_same(tmp_pat
     for trainer in trainers:
         trainer.prepare()
     check_alike(lab.data, "device-0", partition=trainers[0].partition, clouds=clouds.digest)
-    with pytest.raises(InvalidExperiment) as told:
+    with pytest.raises(InvalidExperiment) as reported:
         check_alike(lab.data, "device-1", partition=trainers[1].partition, clouds=clouds.digest)
     for word in ("data.root", "device-1", mine.digest, clouds.digest, "the same files", "the same release"):
-        assert word in str(told.value)
+        assert word in str(reported.value)
 
 
 def test_a_runs_split_is_kept_and_a_resumed_run_must_have_the_same(tmp_path: Path) -> None:
@@ -77,9 +77,9 @@ def test_a_runs_split_is_kept_and_a_resumed_run_must_have_the_same(tmp_path: Pat
     facts = json.loads((tmp_path / "partition.json").read_text())
     assert facts["digest"] == digest and set(facts["devices"]) == {"file", "device.1"}
     other = parse({"seed": 2, "topology": {"devices": ["file", "device.1"]}})
-    with pytest.raises(InvalidExperiment, match=rf"--resume.*{digest}.*Restore") as told:
+    with pytest.raises(InvalidExperiment, match=rf"--resume.*{digest}.*Restore") as reported:
         splits.keep(other, tmp_path)
-    assert told.value.exit_code == 4
+    assert reported.value.exit_code == 4
 
 
 def test_folders_have_no_split_and_nothing_to_compare(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def begin(lab: Experiment, folder: Path) -> Beginning:
         evaluator.close()
 
 
-def test_the_evaluator_leaves_the_split_and_tells_its_digest(tmp_path: Path) -> None:
+def test_the_evaluator_leaves_the_split_and_reports_its_digest(tmp_path: Path) -> None:
     assert begin(experiment(), tmp_path).partition == splits.split_of(experiment()).digest
     assert {path.name for path in tmp_path.iterdir()} == {"partition.npz", "partition.json"}
 

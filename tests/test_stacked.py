@@ -113,11 +113,11 @@ class Case:
     @property
     def turns(self) -> list[Turn]:
         return [
-            Turn(row, load, visits, self._told(k), self.cancelled[k], self._done(k))
+            Turn(row, load, visits, self._reported(k), self.cancelled[k], self._done(k))
             for k, (row, load, visits) in enumerate(zip(self.rows, self.loads, self.visits, strict=True))
         ]
 
-    def _told(self, k: int) -> Callable[[int, int], None]:
+    def _reported(self, k: int) -> Callable[[int, int], None]:
         return lambda done, total: self.progress[k].append((done, total))
 
     def _done(self, k: int) -> Callable[[VmappedResult | Exception], None]:
@@ -246,7 +246,7 @@ def rows_of(case: Case) -> list[bytes | None]:
     return [how.row.tobytes() if isinstance(how, VmappedResult) else None for how in case.ended]
 
 
-def test_each_tells_its_own_progress_and_ends_with_its_own_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_reports_its_own_progress_and_ends_with_its_own_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "LOOK_S", 0.0)
     case = quick()
     ends: list[int] = []
@@ -394,7 +394,7 @@ def test_layers_that_draw_are_no_layers_for_a_stack() -> None:
 
 
 class _Centred(nn.Module):
-    """Depends on the others of its batch in a way that no layer's type tells."""
+    """Depends on the others of its batch in a way that no layer's type reports."""
 
     def __init__(self) -> None:
         super().__init__()

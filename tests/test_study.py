@@ -57,15 +57,15 @@ def test_what_was_seen_elsewhere_is_compared(percent: tuple[float, float], verdi
 
 
 def test_finished_runs_are_kept_and_parts_reported_when_all_are_there(tmp_path: Path) -> None:
-    shelf, (name, part) = StudyCache(tmp_path / "done"), next(iter(PARTS.items()))
+    cache, (name, part) = StudyCache(tmp_path / "done"), next(iter(PARTS.items()))
     *most, last = [study.experiment(part, row, 1, quick=True) for row in part.rows]
     for one in most:
-        shelf.put(one, made(0.5))
-    study.report(tmp_path, shelf, 1, quick=True)
+        cache.put(one, made(0.5))
+    study.report(tmp_path, cache, 1, quick=True)
     assert (tmp_path / "study.md").read_text() == ""
-    shelf.put(last, made(0.5))
-    assert shelf.get(last) == made(0.5)
-    study.report(tmp_path, shelf, 1, quick=True)
+    cache.put(last, made(0.5))
+    assert cache.get(last) == made(0.5)
+    study.report(tmp_path, cache, 1, quick=True)
     assert name in (tmp_path / "study.md").read_text()
     assert len((tmp_path / "study.csv").read_text().splitlines()) == 1 + len(part.rows)
 

@@ -442,7 +442,7 @@ def test_compiled_it_is_nearly_the_same() -> None:
     np.testing.assert_allclose(trainer.layout.floats(out), trainer.layout.floats(wanted), rtol=0, atol=1e-4)
 
 
-def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
     def compiled(module: nn.Module, *, dynamic: bool) -> Any:

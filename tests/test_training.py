@@ -127,7 +127,7 @@ def small_net() -> nn.Sequential:
     clip_norm=st.sampled_from([None, 0.3, 1e6]),
     rate=st.floats(1e-3, 0.5),
 )
-def test_a_descent_is_that_of_torchs_optimiser(
+def test_a_sgd_is_that_of_torchs_optimiser(
     momentum: float, nesterov: bool, weight_decay: float, clip_norm: float | None, rate: float
 ) -> None:
     ours, theirs = small_net(), small_net()

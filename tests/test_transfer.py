@@ -449,7 +449,7 @@ def test_a_model_on_its_way_reaches_the_next_tier_a_chunk_later() -> None:
 
 
 def test_what_has_not_left_its_owner_is_not_published_twice() -> None:
-    """An undeclared slow way out: the receiver hears nothing for long and asks again from the start."""
+    """An undeclared slow way out: the receiver receives nothing for long and asks again from the start."""
     owner = Sender(first_number=0)
     manifest, data = blob_of(6)
     owner.offer(manifest, data, ["a"])
@@ -1105,7 +1105,7 @@ def test_an_inline_blob_is_taken_whole() -> None:
 
 
 @pytest.mark.parametrize("lie", ["short", "long", "empty", "first bit", "last bit"])
-def test_an_inline_blob_that_is_not_what_it_says_is_refused(lie: str) -> None:
+def test_an_inline_blob_that_is_not_what_it_claims_is_refused(lie: str) -> None:
     manifest, data = blob_of(3)
     body = bytes(data)
     body = {
@@ -1156,7 +1156,7 @@ def test_a_blob_is_named_by_its_content() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lie", "says"),
+    ("lie", "reports"),
     [
         ({"layout": "other"}, "wrong layout 'other', this run's is 'l'"),
         ({"codec": "zip"}, "codec 'zip' is not used here: fp32"),
@@ -1167,13 +1167,13 @@ def test_a_blob_is_named_by_its_content() -> None:
         ({"reference": "0123456789abcdef"}, "wrong reference model '0123456789abcdef', expected ''"),
     ],
 )
-def test_a_manifest_of_another_run_is_refused(lie: dict[str, object], says: str) -> None:
+def test_a_manifest_of_another_run_is_refused(lie: dict[str, object], reports: str) -> None:
     manifest, _ = blob_of(5)
     form = ModelForm("l", "fp32", 4820, exact=True, delta=False)
     form.check(manifest)
     with pytest.raises(RefusedModel) as caught:
         form.check(replace(manifest, **lie))  # type: ignore[arg-type]
-    assert says in str(caught.value) and len(str(caught.value)) < 200
+    assert reports in str(caught.value) and len(str(caught.value)) < 200
 
 
 def test_a_manifest_may_be_smaller_where_sizes_vary_and_names_its_reference_where_it_is_a_delta() -> None:

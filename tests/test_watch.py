@@ -104,7 +104,7 @@ def traffic(sent: int, received: int) -> Traffic:
 
 
 class Watched:
-    """A lab that is told of by hand, on a clock of its own."""
+    """A lab that is reported of by hand, on a clock of its own."""
 
     def __init__(self, experiment: Experiment | None = None, *, brokers: int = 1) -> None:
         self.now = 0.0
@@ -223,7 +223,7 @@ def test_a_watch_that_comes_late_learns_the_round_from_words_of_children() -> No
     ]
 
 
-def test_a_refused_answer_is_told_with_its_reason() -> None:
+def test_a_refused_answer_is_reported_with_its_reason() -> None:
     watched, key = Watched(), Key(0, 0, 0)
     watched.say("institution-0", "device-0", task(key))
     watched.say("device-0", "institution-0", result(key, loss=float("nan")))
@@ -237,7 +237,7 @@ def test_a_refused_answer_is_told_with_its_reason() -> None:
     )
 
 
-def test_a_restarted_child_begins_its_part_again_and_its_earlier_life_is_not_heard() -> None:
+def test_a_restarted_child_begins_its_part_again_and_its_earlier_life_is_not_received() -> None:
     watched, key = Watched(), Key(0, 2, 0)
     watched.all_ready()
     device = watched["device-0"]
@@ -270,14 +270,14 @@ def test_a_parent_that_begins_anew_may_go_back_whatever_its_children_still_say()
     assert watched["institution-0"].step is NodeStep.TRAINING
 
 
-def test_global_rounds_and_rounds_are_told_once_however_many_take_part() -> None:
+def test_global_rounds_and_rounds_are_reported_once_however_many_take_part() -> None:
     watched = Watched()
     for global_round in range(2):
         for m in range(2):
             watched.say("cloud", f"institution-{m}", task(Key(0, global_round, 0)))
         for i in range(2):
             for device in ("device-0", "device-1"):
-                for _ in range(2):  # wishes are repeated
+                for _ in range(2):  # tasks are repeated
                     watched.say("institution-0", device, task(Key(0, global_round, i)))
     events = watched.events()
     assert [facts["global_round"] for name, facts in events if name == "global_round"] == [1, 2]
@@ -341,7 +341,7 @@ def test_links_that_are_measured() -> None:
     assert formatting.activity(watched["device-0"]) == "ready"
 
 
-def test_an_institution_on_two_brokers_is_as_the_first_says() -> None:
+def test_an_institution_on_two_brokers_is_as_the_first_reports() -> None:
     watched = Watched(brokers=2)
     watched.state("institution-0", NodeState.READY, at=1)
     assert watched["institution-0"].state == "ready"
@@ -441,7 +441,7 @@ def test_it_ends_when_the_cloud_has_finished_and_left() -> None:
     assert watched.events()[-1] == ("end", {"state": "finished"})
 
 
-def test_it_waits_for_a_cloud_that_says_goodbye_but_not_for_ever() -> None:
+def test_it_waits_for_a_cloud_that_leaves_with_a_goodbye_but_not_for_ever() -> None:
     watched = Watched()
     watched.state("cloud", NodeState.FINISHED)
     assert not ended(watched)
@@ -485,12 +485,12 @@ def test_a_cloud_that_comes_back_is_waited_for_again() -> None:
     assert not ended(watched)
 
 
-def test_a_broker_that_restarts_is_told_of_and_forgets_what_it_kept() -> None:
+def test_a_broker_that_restarts_is_reported_of_and_forgets_what_it_kept() -> None:
     watched = Watched()
     watched.all_ready()
     watched.now = 5.0
     watched.lab.disconnected(0, watched.now)
-    watched.lab.disconnected(0, 6.0)  # each failed attempt says so
+    watched.lab.disconnected(0, 6.0)  # each failed attempt reports so
     assert watched["device-0"].state == "ready"
     watched.lab.connected(0, 7.0)
     assert watched["device-0"].state == "absent"
@@ -500,20 +500,20 @@ def test_a_broker_that_restarts_is_told_of_and_forgets_what_it_kept() -> None:
     assert states == ["away", "connected"]  # and nothing of nodes that are as they were
 
 
-def test_a_lab_at_work_that_is_not_heard_is_warned_of_once() -> None:
+def test_a_lab_at_work_that_is_not_received_is_warned_of_once() -> None:
     watched = Watched()
     watched.all_ready()
     for now in (0.0, SILENT_S - 1, SILENT_S, 2 * SILENT_S):
         watched.now = now
         assert not ended(watched)
     assert [name for name, _ in watched.events()] == ["warning"]
-    heard = Watched()
-    heard.all_ready()
-    heard.say("cloud", "institution-0", Gone("0" * 16))
+    delivered = Watched()
+    delivered.all_ready()
+    delivered.say("cloud", "institution-0", Gone("0" * 16))
     for now in (0.0, SILENT_S, 2 * SILENT_S):
-        heard.now = now
-        assert not ended(heard)
-    assert not heard.events()
+        delivered.now = now
+        assert not ended(delivered)
+    assert not delivered.events()
 
 
 def test_a_site_alone_ends_with_its_institution() -> None:
@@ -655,7 +655,7 @@ def test_a_run_whose_experiment_cannot_be_read_is_passed_over() -> None:
     assert chosen is not None and chosen[0] == "r-1" and runs.ignored == 3
 
 
-def test_an_institutions_announcement_serves_where_the_cloud_is_not_heard() -> None:
+def test_an_institutions_announcement_serves_where_the_cloud_is_not_received() -> None:
     runs = Runs(None)
     announce(runs, "r-1", node="institution-0")
     assert runs.choose(99.0) is None
@@ -743,7 +743,7 @@ def test_a_count_that_falls_has_begun_anew() -> None:
 
 
 def scene() -> Watched:
-    """Return two institutions of two devices in the third global round: one trains, one has been told."""
+    """Return two institutions of two devices in the third global round: one trains, one has been reported."""
     watched = Watched()
     watched.all_ready()
     for global_round in (1, 2):
@@ -878,7 +878,7 @@ class Seen:
         pass
 
     async def sees(self, event: str, **facts: object) -> None:
-        while not any(name == event and facts.items() <= told.items() for name, told in self.events):
+        while not any(name == event and facts.items() <= reported.items() for name, reported in self.events):
             self.changed.clear()
             await self.changed.wait()
 
@@ -924,7 +924,9 @@ def test_a_watch_survives_its_brokers_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("light", [False, True])
-def test_a_light_watch_does_not_hear_devices_and_no_watch_hears_chunks(address: BrokerAddress, *, light: bool) -> None:
+def test_a_light_watch_does_not_hear_devices_and_no_watch_receives_chunks(
+    address: BrokerAddress, *, light: bool
+) -> None:
     async def run() -> None:
         seen, key = Seen(), Key(0, 0, 0)
         await keep(address, "spec", Announcement(experiment_of().to_json(), "[]"))
@@ -953,7 +955,7 @@ def test_a_light_watch_does_not_hear_devices_and_no_watch_hears_chunks(address: 
     scenario(run())
 
 
-def test_a_login_that_may_not_read_is_told_so() -> None:
+def test_a_login_that_may_not_read_learns_it() -> None:
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while (head := await reader.read(1)) and head[0] >> 4 != 14:
             (length,) = await reader.readexactly(1)
@@ -1032,16 +1034,16 @@ def test_a_lab_of_processes_is_watched_to_its_end(address: BrokerAddress, tmp_pa
         start("cloud", DEMO, "--runs", tmp_path, *overrides)
         start("institution", "--name", "institution-0", "--spool", "none")
         devices = start_devices()
-        told: list[dict[str, Any]] = []
+        reported: list[dict[str, Any]] = []
         assert watch.stdout is not None
         for line in watch.stdout:
-            told.append(json.loads(line))
-            if told[-1]["event"] == "global_round" and told[-1]["global_round"] == 2:
+            reported.append(json.loads(line))
+            if reported[-1]["event"] == "global_round" and reported[-1]["global_round"] == 2:
                 devices.kill()
                 start_devices()
         assert watch.wait(PATIENCE_S) == 0
     states = {
-        name: [line["state"] for line in told if line["event"] == "state" and line["node"] == name]
+        name: [line["state"] for line in reported if line["event"] == "state" and line["node"] == name]
         for name in ("cloud", "institution-0", *names)
     }
     for name in names:  # which may have been ready before the watch found the run, and may leave after its end
@@ -1053,11 +1055,11 @@ def test_a_lab_of_processes_is_watched_to_its_end(address: BrokerAddress, tmp_pa
             "finished",
         ]
     assert states["cloud"] == ["ready", "finished", "left"]
-    assert [line["node"] for line in told if line["event"] == "restarted"] in ([*names], [*reversed(names)])
-    assert [line["global_round"] for line in told if line["event"] == "global_round"] == [1, 2, 3]
-    results = [line["global_round"] for line in told if line["event"] == "result" and line["node"] == "device-0"]
+    assert [line["node"] for line in reported if line["event"] == "restarted"] in ([*names], [*reversed(names)])
+    assert [line["global_round"] for line in reported if line["event"] == "global_round"] == [1, 2, 3]
+    results = [line["global_round"] for line in reported if line["event"] == "result" and line["node"] == "device-0"]
     assert results == [1, 2, 3]
-    last = told[-1]
+    last = reported[-1]
     assert (last["event"], last["state"]) == ("end", "finished")
     assert last["loss"] > 0
     assert min(last[f"{tier}_{way}_bytes"] for tier in ("wan", "lan") for way in ("up", "down")) > 3 * 39_720

@@ -275,7 +275,7 @@ def test_long_lists_and_texts_are_refused() -> None:
     assert survives(pack([serialization.VERSION, SESSION, 5, [0, 0, 0], "x" * (serialization.MAX_TEXT + 1)])) is None
 
 
-def test_a_diverged_loss_is_heard() -> None:
+def test_a_diverged_loss_is_received() -> None:
     manifest = Manifest("0" * 16, 1, 1024, b"d" * 8, "fp32", "l")
     result = messages.Result(Key(0, 0, 0), manifest, None, 1, math.nan, 1, 1, 1, math.inf, 0.0, 0.0, (), "")
     decoded = survives(serialization.encode(result, SESSION))
@@ -309,7 +309,7 @@ def test_what_was_carried_since_is_no_more_and_no_less(before: TcpStats, since: 
     assert (found.sent, found.received) == (since.sent, since.received)
     assert (found.retransmitted, found.retransmitted_segments) == (since.retransmitted, since.retransmitted_segments)
     assert (found.sent_segments, found.received_segments) == (since.sent_segments, since.received_segments)
-    backward = before - (before + since)  # a kernel that no longer tells: a message has no negative count
+    backward = before - (before + since)  # a kernel that no longer reports: a message has no negative count
     assert (backward.sent, backward.received, backward.retransmitted) == (0, 0, 0)
 
 
@@ -329,7 +329,7 @@ GOOD = Manifest("0123456789abcdef", 2500, 1024, b"d" * 24, "fp32", "layout")
 
 
 @pytest.mark.parametrize(
-    ("lie", "says"),
+    ("lie", "reports"),
     [
         ({"blob": "0123456789ABCDEF"}, "hexadecimal"),
         ({"blob": "0123456789abcde"}, "hexadecimal"),
@@ -347,11 +347,11 @@ GOOD = Manifest("0123456789abcdef", 2500, 1024, b"d" * 24, "fp32", "layout")
         ({"size": serialization.MAX_INT, "chunk_bytes": messages.MAX_CHUNK_BYTES}, "digest bytes for"),
     ],
 )
-def test_a_manifest_beyond_its_caps_is_refused(lie: dict[str, Any], says: str) -> None:
-    with pytest.raises(WireError, match=says):
+def test_a_manifest_beyond_its_caps_is_refused(lie: dict[str, Any], reports: str) -> None:
+    with pytest.raises(WireError, match=reports):
         replace(GOOD, **lie)
     values = {**{f.name: getattr(GOOD, f.name) for f in fields(GOOD)}, **lie}
-    assert says in refusal(pack([serialization.VERSION, SESSION, 2, [0, 0, 0], 1, list(values.values()), None]))
+    assert reports in refusal(pack([serialization.VERSION, SESSION, 2, [0, 0, 0], 1, list(values.values()), None]))
 
 
 @given(manifest=manifests())

@@ -122,7 +122,7 @@ class Lab:
         self.meter: Any = self._context.RawValue(Meter)
         self._broker = broker.start(directory=home, kind="mosquitto")
         self._processes: dict[str, SpawnProcess] = {}
-        self._told: dict[str, list[Connection]] = {SENDER: [], RECEIVER: []}
+        self._reported: dict[str, list[Connection]] = {SENDER: [], RECEIVER: []}
         self._start(SENDER)
         self._start(RECEIVER)
 
@@ -139,14 +139,14 @@ class Lab:
             self._start(victim)
 
     def hear(self, role: str, deadline: float) -> tuple[float, str] | None:
-        """Return when (monotonic seconds) and with which digest a role was done, None where it says nothing in time."""
+        """Return when (monotonic seconds) and with which digest a role was done, None if it did not report in time."""
         while (left_s := deadline - time.monotonic()) > 0:
-            for told in wait(self._told[role], left_s):
-                assert isinstance(told, Connection)
+            for reported in wait(self._reported[role], left_s):
+                assert isinstance(reported, Connection)
                 try:
-                    moment, digest = told.recv()
+                    moment, digest = reported.recv()
                 except EOFError:  # a life that ended before it was done
-                    self._told[role].remove(told)
+                    self._reported[role].remove(reported)
                 else:
                     return moment, digest
         return None
@@ -160,16 +160,16 @@ class Lab:
 
     def _start(self, role: str) -> None:
         ours, theirs = self._context.Pipe(duplex=False)
-        told = self.meter, theirs
+        reported = self.meter, theirs
         process = self._context.Process(
             target=_sender if role == SENDER else _receiver,
-            args=(self._broker.port, self._model_bytes, self._mbit if role == SENDER else self._spool, *told),
+            args=(self._broker.port, self._model_bytes, self._mbit if role == SENDER else self._spool, *reported),
             daemon=True,
         )
         process.start()
         theirs.close()
         self._processes[role] = process
-        self._told[role].append(ours)
+        self._reported[role].append(ours)
 
 
 def play(kill: Kill, *, model_bytes: int, mbit: float, spooled: bool) -> Outcome:
@@ -229,7 +229,7 @@ async def _introduced(endpoint: Endpoint, meter: Any) -> None:
     meter.back = time.monotonic()
 
 
-def _sender(port: int, model_bytes: int, mbit: float, meter: Any, told: Connection) -> None:
+def _sender(port: int, model_bytes: int, mbit: float, meter: Any, reported: Connection) -> None:
     keep_large_buffers()
 
     async def run() -> None:
@@ -259,7 +259,7 @@ def _sender(port: int, model_bytes: int, mbit: float, meter: Any, told: Connecti
             played = await endpoint.round(
                 global_round=0, local_round=0, models={RECEIVER: row}, epochs={RECEIVER: 1}, closing=Closing()
             )
-            told.send((time.monotonic(), _digest(played.uploads.rows_K[0])))
+            reported.send((time.monotonic(), _digest(played.uploads.rows_K[0])))
             await asyncio.Event().wait()
 
         await live((endpoint,), work(), connect_timeout_s=PATIENCE_S, goodbye=_nothing)
@@ -267,7 +267,7 @@ def _sender(port: int, model_bytes: int, mbit: float, meter: Any, told: Connecti
     asyncio.run(run())
 
 
-def _receiver(port: int, model_bytes: int, spool: Path | None, meter: Any, told: Connection) -> None:
+def _receiver(port: int, model_bytes: int, spool: Path | None, meter: Any, reported: Connection) -> None:
     keep_large_buffers()
 
     async def run() -> None:
@@ -294,7 +294,7 @@ def _receiver(port: int, model_bytes: int, spool: Path | None, meter: Any, told:
             row = await model.whole()
             moment = time.monotonic()
             np.copyto(out, row)
-            told.send((moment, _digest(row)))
+            reported.send((moment, _digest(row)))
             return WorkResult(out, 1, 0.0, 1, 1, 0.0, 0.0)
 
         async def serve() -> None:

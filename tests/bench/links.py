@@ -87,7 +87,7 @@ SETTINGS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Reported:
     """What one end counted: chunks published, and those again; connections lost; bytes of MQTT packets that came in.
 
     `wire` is the kernel's count on its connection to the broker.
@@ -100,7 +100,7 @@ class Told:
     wire: TcpStats
 
     @classmethod
-    def of(cls, endpoint: Endpoint) -> Told:
+    def of(cls, endpoint: Endpoint) -> Reported:
         """Read an endpoint's counts."""
         out = endpoint.session.sender
         received = message_bytes(endpoint.session.counters, "received")
@@ -110,15 +110,15 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds of each round's way down and way up, what both ends told, and the bytes that crossed the wire.
+    """Seconds of each round's way down and way up, what both ends reported, and the bytes that crossed the wire.
 
     `down_bytes`, `up_bytes`: as the interfaces counted, without 66 bytes of headers for each frame.
     """
 
     down_s: Sequence[float]
     up_s: Sequence[float]
-    parent: Told
-    child: Told
+    parent: Reported
+    child: Reported
     down_bytes: int
     up_bytes: int
 
@@ -168,7 +168,7 @@ def payload_bytes(space: Namespace) -> tuple[int, int]:
     return received - HEADER_BYTES * frames_in, sent - HEADER_BYTES * frames_out
 
 
-async def run_parent(setting: Setting) -> tuple[Told, list[float], list[float]]:
+async def run_parent(setting: Setting) -> tuple[Reported, list[float], list[float]]:
     """Play the rounds as their parent; return its counts, and the seconds of each round's two ways."""
     layout = layout_of(setting.model_bytes)
     identity = Identity(RUN, PARENT, "institution", SESSION)
@@ -196,10 +196,10 @@ async def run_parent(setting: Setting) -> tuple[Told, list[float], list[float]]:
         await endpoint.farewells(timeout_s=20)
 
     await live((endpoint,), rounds(), connect_timeout_s=10, goodbye=goodbye)
-    return Told.of(endpoint), down_s, up_s
+    return Reported.of(endpoint), down_s, up_s
 
 
-def run_child(host: str, setting: Setting, told: Connection) -> None:
+def run_child(host: str, setting: Setting, reported: Connection) -> None:
     """Answer each model with its negative, to the end of the run; then tell the counts."""
 
     async def run() -> Endpoint:
@@ -228,7 +228,7 @@ def run_child(host: str, setting: Setting, told: Connection) -> None:
         await live((endpoint,), endpoint.serve(layout, work), connect_timeout_s=10, goodbye=goodbye)
         return endpoint
 
-    told.send(Told.of(asyncio.run(run())))
+    reported.send(Reported.of(asyncio.run(run())))
 
 
 def main(settings: Sequence[Setting]) -> None:

@@ -1,6 +1,6 @@
 """One model, one way: tensors in one process to tensors in another, through mosquitto; encode and decode included.
 
-The parent's announcement carries the wish; the child pulls, checks, and has named arrays over the row it assembled.
+The parent's announcement carries the task; the child pulls, checks, and has named arrays over the row it assembled.
 Beside it, in turn, the same bytes by plain TCP between two processes and through a bare relay process.
 """
 

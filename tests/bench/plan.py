@@ -1,4 +1,4 @@
-"""What `fedstrata plan` foretells beside what is measured: `make bench-plan`.
+"""What `fedstrata plan` predicts beside what is measured: `make bench-plan`.
 
 Each lab is predicted and then run on this machine by `fedstrata run --plan`; the first global round, in which caches
 fill and Tempo has not yet decided, is left out of the measured mean.
@@ -57,7 +57,7 @@ device-17 = {{ up_mbit = 10, down_mbit = 10, delay_ms = 5 }}
 
 def main() -> None:
     """Play each lab and print a table."""
-    table = Table("lab", "foretold", "measured", "ratio", "phases foretold / measured")
+    table = Table("lab", "predicted", "measured", "ratio", "phases predicted / measured")
     for name, text in LABS.items():
         with tempfile.TemporaryDirectory() as home:
             file = Path(home) / "lab.toml"
@@ -66,16 +66,16 @@ def main() -> None:
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             (folder,) = folders(Path(home) / "runs")
             run = Run(folder)
-            told = run.prediction
+            reported = run.prediction
             rounds = run.rounds[1:]
-        assert told is not None
-        foretold, measured = sum(told.seconds.values()), mean(sum(r.phases.values()) for r in rounds)
+        assert reported is not None
+        predicted, measured = sum(reported.seconds.values()), mean(sum(r.phases.values()) for r in rounds)
         phases = ", ".join(
             f"{phase} {seconds:.2f}/{mean(r.phases[phase] for r in rounds):.2f}"
-            for phase, seconds in told.seconds.items()
+            for phase, seconds in reported.seconds.items()
             if seconds > 0.005
         )
-        table.add_row(name, f"{foretold:.2f} s", f"{measured:.2f} s", f"{foretold / measured:.2f}", phases)
+        table.add_row(name, f"{predicted:.2f} s", f"{measured:.2f} s", f"{predicted / measured:.2f}", phases)
     Console(width=150).print(table)
 
 

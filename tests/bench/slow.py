@@ -3,8 +3,8 @@
     sender (ParentEndpoint) --model--> mosquitto --model--> fast receivers (one process), slow ones (a process each)
 
 A slow receiver needs so many milliseconds for each message, in which it reads nothing: its link is as fast as the
-others', and nobody was told. The fast are timed alone and beside the slow, in turn, in one lab. Then one slow receiver
-beside a fast one meets brokers that drop what they queue for it.
+others', and nobody declared it. The fast are timed alone and beside the slow, in turn, in one lab. Then one slow
+receiver beside a fast one meets brokers that drop what they queue for it.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ def lab(
     slow_s: float,
     settings: Mapping[str, int],
 ) -> Cost:
-    """Start a broker and receivers, `play` with a function that broadcasts a new model and tells who had it when.
+    """Start a broker and receivers, `play` with a function that broadcasts a new model and reports who had it when.
 
-    Seconds are counted from the wish; `slow_s` is what a slow receiver needs for a message.
+    Seconds are counted from the task; `slow_s` is what a slow receiver needs for a message.
     """
     keep_large_buffers()
     context = multiprocessing.get_context("spawn")

@@ -25,7 +25,7 @@ _PATIENCE_S = 30.0
 class Baseline:
     """Two processes and one connection, or a relay between; `seconds` times `down` models there and `up` back.
 
-    With none back, one byte says that all has arrived. `pids` are the processes beside the caller's own.
+    With none back, one byte reports that all has arrived. `pids` are the processes beside the caller's own.
     """
 
     def __init__(self, nbytes: int, *, down: int, up: int, relayed: bool) -> None:

@@ -2,7 +2,7 @@
 
     cloud --WAN--> institution --LAN--> 10 devices        links kept by the token bucket
 
-Timed from the cloud's wish until the last device has the whole model; all processes share one machine's clock.
+Timed from the cloud's task until the last device has the whole model; all processes share one machine's clock.
 """
 
 from __future__ import annotations
