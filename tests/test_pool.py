@@ -412,6 +412,7 @@ async def train_moody(lab: Lab, what: schema.Experiment, row: Row) -> Row:
 
 def test_a_worker_that_is_killed_once_costs_the_training_nothing(lab: Lab, moody: schema.Experiment) -> None:
     row = initial(moody)
+    lab.do(train_moody(lab, moody, row))
     before = lab.pids()
     lab.order("kill")
     assert np.array_equal(

@@ -155,7 +155,7 @@ def test_chunks_that_the_broker_drops_end_the_run_for_lack_of_progress(
 ) -> None:
     """The device sends its chunks again and again; that is no progress, as none of them arrives."""
     monkeypatch.setattr(receiver, "REPAIR_S", 0.2)  # several times in idle_s, as in a lab whose idle_s is minutes
-    monkeypatch.setattr(participant, "OFFER_MOST_S", 0.5)
+    monkeypatch.setattr(participant, "ANNOUNCE_MOST_S", 0.5)
     (tmp_path / "acl").write_text("topic readwrite #\ntopic read $SYS/#\ntopic deny fs1/+/+/device-0/blob/#\n")
     experiment = parse(SMALL | {"model": {"name": "cnn_digits"}, "transfer": {"inline_bytes": 0, "idle_s": 2.0}})
     began: list[float] = []
