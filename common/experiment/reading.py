@@ -44,8 +44,6 @@ def load(path: Path, overrides: Iterable[str] = ()) -> Experiment:
         log.warning("%s: the key %s is deprecated. Write %s.", path, old, new)
     for override in overrides:
         _override(tree, override)
-        for old, new in rename_keys(tree):
-            log.warning("--set %s: the key %s is deprecated. Write %s.", override, old, new)
     return parse(tree)
 
 
@@ -109,32 +107,25 @@ def _with_present_keys(text: str | bytes) -> str | bytes:
     return json.dumps(tree) if isinstance(tree, dict) and rename_keys(tree) else text
 
 
-def _present_key(key: str) -> str:
-    """Return the present name of a key of an earlier release, given as a path; any other key unchanged."""
-    parts = key.split(".")
-    for pattern, present in RENAMED.items():
-        names = pattern.split(".")
-        if len(names) == len(parts) and all(name in (ANY, part) for name, part in zip(names, parts, strict=True)):
-            return ".".join([*parts[:-1], present.rpartition(".")[2]])
-    return key
-
-
 def _override(tree: dict[str, Any], text: str) -> None:
-    given, equals, value = text.partition("=")
-    given = given.strip()
-    if not equals or not given:
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    if not equals or not key:
         raise InvalidExperiment("--set", text, "not of the form key=value", "Write for instance seed=3.")
-    key = _present_key(given)
-    if key != given:
-        log.warning("--set %s: the key is deprecated. Write %s.", text, key)
-    *parents, last = key.split(".")
-    for depth, parent in enumerate(parents):
-        tree = tree.setdefault(parent, {})
-        if not isinstance(tree, dict):
-            raise InvalidExperiment("--set", text, f"{'.'.join(parents[: depth + 1])} is not a table", "Check the key.")
     try:
         read = tomllib.loads(f"value = {value}")
     except tomllib.TOMLDecodeError:
         read = {}
     # A bare word is a string, as in a shell. So is a value that would add further lines.
-    tree[last] = read["value"] if read.keys() == {"value"} else value.strip()
+    *parents, last = key.split(".")
+    branch: dict[str, Any] = {last: read["value"] if read.keys() == {"value"} else value.strip()}
+    for parent in reversed(parents):
+        branch = {parent: branch}
+    for old, new in rename_keys(branch):
+        log.warning("--set %s: the key%s is deprecated. Write %s.", text, "" if old == key else f" {old}", new)
+    for depth in range(1, len(parents) + 1):
+        ((parent, branch),) = branch.items()
+        tree = tree.setdefault(parent, {})
+        if not isinstance(tree, dict):
+            raise InvalidExperiment("--set", text, f"{'.'.join(parents[:depth])} is not a table", "Check the key.")
+    tree.update(branch)
