@@ -39,7 +39,7 @@ from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
 from common.protocol import serialization, topics
 from common.protocol.child_events import ModelFailed, ParentGone, ParentMoved, ResultRefused, RunEnded, TaskReceived
-from common.protocol.child_session import FAREWELL_S
+from common.protocol.child_session import FAREWELL_S, QUIET_S
 from common.protocol.manifest import ModelForm
 from common.protocol.messages import (
     DIGEST_BYTES,
@@ -69,7 +69,7 @@ from common.protocol.outbox import Publish, Subscribe
 from common.protocol.parent_events import GoodbyeReceived, PeerChanged, TargetsChanged, UploadAnnounced, UploadRefused
 from common.protocol.participant import ParticipantState
 from common.protocol.pending import ANSWER_S, ANSWERS_MOST, ASKS_KEPT, SEEKERS_KEPT
-from common.protocol.presence import ASK_S, Proof
+from common.protocol.presence import ASK_MOST_S, ASK_S, Proof
 from common.protocol.refusals import MessageRefused, Refusal
 from common.protocol.round_state import Closed, Stalled
 from common.protocol.session_events import BrokerAway, NameTaken, ProbeReceived
@@ -184,6 +184,19 @@ def test_a_lost_presence_leaves_nobody_deaf() -> None:
     lab.loop.after(5.0, lambda: setattr(lab.broker, "drop", lambda topic: False))
     assert set(lab.round().results) == set(lab.names)
     lab.check()
+
+
+def test_a_child_whose_first_messages_are_all_lost_is_found_by_its_questions() -> None:
+    """Its presences are lost, and its answers to the few questions of a parent that does not know it."""
+    lab = Lab(names_of(1), start=False)
+    lab.broker.drop = lambda topic: topic.endswith(("/device-0/state", f"/{PARENT}/inbox/device-0"))
+    lab.rest(1.0)
+    lab.start("device-0")
+    lab.rest(20.0)
+    assert lab.parent.session.readiness(lab.now).missing == {"device-0": "never came"}
+    lab.broker.drop = lambda topic: topic.endswith("/device-0/state")
+    lab.until(lambda: bool(lab.parent.session.readiness(lab.now).ready), within_s=QUIET_S + ASK_MOST_S + 1.0)
+    assert set(lab.round().results) == {"device-0"}
 
 
 # The remains of the dead

@@ -171,15 +171,20 @@ class PeerProofs:
     def speaks(self, peer: str, session: str, now: float) -> bool:
         """Return whether this session represents the peer; any message of it proves that it is alive.
 
-        Another session is asked for its presence, which may be lost or delayed, at most once per ASK_S.
+        Another session is asked for its presence, which may be lost or delayed.
         """
         known = self._of[peer]
         if session == known.session:
             self._live(known)
             return True
-        if known.ask_at == inf:
-            self._ask(known, now + known.ask_s)
+        self.sought(peer, session, now)
         return False
+
+    def sought(self, peer: str, session: str, now: float) -> None:
+        """Ask an unknown session under a peer's name for its presence, at most once per ASK_S."""
+        known = self._of[peer]
+        if session != known.session and known.ask_at == inf:
+            self._ask(known, now + known.ask_s)
 
     def receive(self, peer: str, session: str, presence: Presence, *, retained: bool, now: float) -> bool:
         """Handle a presence; return whether it counts, because it was published during this connection."""

@@ -335,11 +335,14 @@ class Session(Side):
             self._state_of_the_dead(topic.node, message)
 
     def _sought(self, topic: topics.SeekTopic, body: bytes, now: float) -> None:
-        _, message = serialization.decode(body)
+        session, message = serialization.decode(body)
         if not isinstance(message, WhoIsThere):
             raise WireError(f"a seeker does not send a {type(message).__name__}")
-        if topic.parent == self.identity.name:
-            self._ask_for_proof(topic.child, message, now)
+        if topic.parent != self.identity.name:
+            return
+        if topic.child in self._known and message.run == self.identity.run:
+            self.proofs.sought(topic.child, session, now)
+        self._ask_for_proof(topic.child, message, now)
 
     def _ask_for_proof(self, asker: str, question: WhoIsThere, now: float) -> None:
         if not self._answers.receive(asker, question, now=now):
