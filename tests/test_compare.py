@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import invoke
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner, Result
 
 from common.errors import InvalidExperiment
-from deploy.cli.main import app
 from deploy.console.tabular import Column, Spread, Table, show
 from deploy.report.compare import (
     check,
@@ -32,10 +31,6 @@ from deploy.runs.run import Run
 
 MakeRun = Callable[..., Path]
 TEMPO = {"cloud": {"epoch_control": {"name": "tempo"}}}
-
-
-def fedstrata(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, [*map(str, arguments)])
 
 
 def runs(root: Path, make_run: MakeRun, *trees: dict[str, Any], **settings: Any) -> list[Run]:
@@ -90,12 +85,12 @@ def test_means_are_over_the_runs_that_reached_it_and_the_others_are_reported(tmp
     assert each.spread("wan_up_bytes") == Spread(2_000_006, pytest.approx(2**0.5 * 1_000_003))
     (note,) = notes([each])
     assert "seed 3" in note and "at best 0.2500 in 2 of 10 global rounds, interrupted" in note
-    done = fedstrata("compare", *(run.path for run in found), "--target", "0.9", "--format", "json")
+    done = invoke("compare", *(run.path for run in found), "--target", "0.9", "--format", "json")
     reported = json.loads(done.stdout)["groups"][0]
     assert (reported["reached"], reported["of"], reported["rounds"]["mean"]) == (2, 3, 2)
     assert [run["costs"] and run["costs"]["rounds"] for run in reported["runs"]] == [3, 1, None]
     assert note in done.stderr
-    none = fedstrata("compare", *(run.path for run in found), "--target", "0.95", "--format", "csv")
+    none = invoke("compare", *(run.path for run in found), "--target", "0.95", "--format", "csv")
     (row,) = csv.DictReader(io.StringIO(none.stdout))
     assert row["reached"] == "0/3" and row["global_rounds"] == row["time_s"] == ""
 
@@ -125,7 +120,7 @@ def test_the_target_is_the_experiments_unless_given(tmp_path: Path, make_run: Ma
     for found, words in (([own, other], "different ones"), ([none], "have none")):
         with pytest.raises(InvalidExperiment, match=words):
             target_of(found, None)
-    assert fedstrata("compare", none.path).exit_code == 4
+    assert invoke("compare", none.path).exit_code == 4
 
 
 @pytest.mark.parametrize(
@@ -140,10 +135,10 @@ def test_unlike_runs_are_refused_by_what_differs(
     tmp_path: Path, make_run: MakeRun, kind: str, tree: dict[str, Any], words: str
 ) -> None:
     found = runs(tmp_path, make_run, {}, tree)
-    done = fedstrata("compare", *(run.path for run in found), "--target", "0.9")
+    done = invoke("compare", *(run.path for run in found), "--target", "0.9")
     assert done.exit_code == 4 and words in done.stderr and f"--allow {kind}" in done.stderr and not done.stdout
     check(found, [kind])
-    assert fedstrata("compare", *(run.path for run in found), "--target", "0.9", "--allow", kind).exit_code == 0
+    assert invoke("compare", *(run.path for run in found), "--target", "0.9", "--allow", kind).exit_code == 0
 
 
 def test_another_machine_and_a_run_without_a_network_are_refused(tmp_path: Path, make_run: MakeRun) -> None:
@@ -177,12 +172,12 @@ def test_one_seed_with_two_splits_is_refused(tmp_path: Path, make_run: MakeRun) 
 def test_forms_of_the_table(tmp_path: Path, make_run: MakeRun) -> None:
     found = runs(tmp_path, make_run, {"seed": 1}, {"seed": 2}, {"seed": 1, **TEMPO})
     paths = [*(run.path for run in found), "--target", "0.75"]
-    lines = fedstrata("compare", *paths).stdout.splitlines()
+    lines = invoke("compare", *paths).stdout.splitlines()
     assert len(lines) == 3 and "3.2 ± 0.0" in lines[1] and "2/2" in lines[1]
-    rows = list(csv.DictReader(io.StringIO(fedstrata("compare", *paths, "--format", "csv").stdout)))
+    rows = list(csv.DictReader(io.StringIO(invoke("compare", *paths, "--format", "csv").stdout)))
     assert float(rows[0]["time_s"]) == pytest.approx(3.16) and float(rows[0]["wan_up_mb"]) == pytest.approx(2.000006)
     assert rows[0]["time_s_sd"] == "0.0" and rows[1]["time_s_sd"] == ""
-    latex = fedstrata("compare", *paths, "--format", "latex").stdout
+    latex = invoke("compare", *paths, "--format", "latex").stdout
     assert latex.startswith("\\begin{tabular}{llrr") and r"cloud.epoch\_control.name=tempo & 1/1 & $2" in latex
     assert r"$3.2 \pm 0.0$" in latex and latex.count(r"\\") == 3 and "\\toprule" in latex
 
@@ -197,5 +192,5 @@ def test_latex_and_text_escape_what_names_may_hold() -> None:
 
 def test_wrong_usage_ends_with_2(tmp_path: Path, make_run: MakeRun) -> None:
     path = make_run(tmp_path, {})
-    assert fedstrata("compare").exit_code == 2
-    assert fedstrata("compare", path, "--allow", "colours").exit_code == 2
+    assert invoke("compare").exit_code == 2
+    assert invoke("compare", path, "--allow", "colours").exit_code == 2

@@ -9,11 +9,10 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner, Result
+from commands import invoke
 
 from common.experiment.reading import load
 from common.learning import datasets, partitions
-from deploy.cli.main import app
 from deploy.report.partition_picture import figure
 
 EXPERIMENT = """
@@ -29,10 +28,6 @@ min_samples = 5
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def fedstrata(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, [*map(str, arguments)])
-
-
 def mnist(root: Path) -> Path:
     raw = root / "MNIST" / "raw"
     raw.mkdir(parents=True)
@@ -46,14 +41,14 @@ def mnist(root: Path) -> Path:
 
 def test_a_root_is_described(tmp_path: Path) -> None:
     mnist(tmp_path)
-    done = fedstrata("data", "check", "--root", tmp_path, "--format", "json")
+    done = invoke("data", "check", "--root", tmp_path, "--format", "json")
     assert done.exit_code == 0, done.stderr
     facts = json.loads(done.stdout)
     assert len(facts.pop("digest")) == 16
     assert facts == {
         "dataset": "mnist", "train": 20, "test": 5, "shape": [1, 28, 28], "classes": 10, "tokens": 0, "users": 0,
     }  # fmt: skip
-    table = fedstrata("data", "check", "mnist", "--root", tmp_path).stdout.splitlines()
+    table = invoke("data", "check", "mnist", "--root", tmp_path).stdout.splitlines()
     assert [line.split("\t")[:3] for line in table] == [["dataset", "train", "test"], ["mnist", "20", "5"]]
 
 
@@ -63,18 +58,18 @@ def test_what_is_damaged_or_missing_ends_with_4_and_the_rest_is_described(tmp_pa
         raw = mnist(root)
         (root / "cifar-10-batches-py").mkdir()
     (raw / "t10k-labels-idx1-ubyte").write_bytes(b"")
-    done = fedstrata("data", "check", "--root", good)
+    done = invoke("data", "check", "--root", good)
     assert done.exit_code == 4 and "mnist\t20" in done.stdout and "data_batch_1" in done.stderr
-    done = fedstrata("data", "check", "--root", bad)
+    done = invoke("data", "check", "--root", bad)
     assert done.exit_code == 4 and "t10k-labels-idx1-ubyte" in done.stderr and "data_batch_1" in done.stderr
-    assert fedstrata("data", "check", "--root", tmp_path / "absent").exit_code == 4
-    assert "not read from a root" in fedstrata("data", "check", "digits", "--root", tmp_path).stderr
+    assert invoke("data", "check", "--root", tmp_path / "absent").exit_code == 4
+    assert "not read from a root" in invoke("data", "check", "digits", "--root", tmp_path).stderr
 
 
 def test_a_split_is_written_as_the_devices_would_have_it(tmp_path: Path) -> None:
     file, out = tmp_path / "lab.toml", tmp_path / "out"
     file.write_text(EXPERIMENT)
-    done = fedstrata("data", "partition", file, "--out", out, "--set", "seed=4", "--format", "json")
+    done = invoke("data", "partition", file, "--out", out, "--set", "seed=4", "--format", "json")
     assert done.exit_code == 0, done.stderr
     experiment = load(file, ["seed=4"])
     labels = datasets.load(experiment.data).train_labels.numpy()
@@ -91,7 +86,7 @@ def test_a_split_is_written_as_the_devices_would_have_it(tmp_path: Path) -> None
     assert [device["institution"] for device in facts["devices"].values()] == ["institution-0"] * 3 + [
         "institution-1"
     ] * 3
-    table = fedstrata("data", "partition", file, "--out", out).stdout.splitlines()
+    table = invoke("data", "partition", file, "--out", out).stdout.splitlines()
     assert len(table) == 7 and table[1].startswith("device-0\tinstitution-0\t")
 
 
@@ -110,12 +105,12 @@ def test_the_picture_has_a_cell_for_each_class_that_a_device_has() -> None:
 def test_folders_are_not_split(tmp_path: Path) -> None:
     file = tmp_path / "lab.toml"
     file.write_text('[data]\ndataset = "folder"\nclasses = ["a"]\npartition = "natural"\n')
-    done = fedstrata("data", "partition", file, "--out", tmp_path / "out")
+    done = invoke("data", "partition", file, "--out", tmp_path / "out")
     assert done.exit_code == 4 and "nothing is split" in done.stderr and not (tmp_path / "out").exists()
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     file = tmp_path / "lab.toml"
     file.write_text(EXPERIMENT)
-    done = fedstrata("data", "partition", file, "--out", file)
+    done = invoke("data", "partition", file, "--out", file)
     assert done.exit_code == 4 and "--out" in done.stderr

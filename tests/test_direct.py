@@ -1,33 +1,32 @@
-"""Labs without a network: the same models as over one, and what two and three layers must have in common."""
+"""Labs without a network: what two and three layers must have in common, and runs that are resumed.
+
+`test_lab` compares them with labs over a network.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import csv
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import commands
 import numpy as np
 import numpy.typing as npt
 import pytest
 from safetensors.numpy import load_file
-from typer.testing import CliRunner
 
 from cloud.results import RunFolder
 from common.errors import InvalidExperiment, RunFailed
 from common.experiment.codecs import Codecs
-from common.experiment.reading import parse, to_toml
+from common.experiment.reading import parse
 from common.experiment.rounds import Closing
 from common.model.layout import ModelLayout, Section
 from common.protocol.messages import Task
 from common.runtime.arriving import Arriving
 from common.runtime.work import Report, Work, WorkResult
 from common.storage.spool import Spool
-from deploy.cli.main import app
 from deploy.experiments.configurations import merged
 from deploy.local.calls import Calls, Clock
 from deploy.local.direct import run_in_process
@@ -63,8 +62,7 @@ def model_of(folder: Path) -> Model:
 
 
 def table(folder: Path, name: str = "rounds") -> list[dict[str, str]]:
-    with (folder / f"{name}.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+    return commands.table(folder / f"{name}.csv")
 
 
 def assert_same_bits(one: Path, other: Path) -> None:
@@ -78,45 +76,6 @@ def assert_close(one: Path, other: Path) -> None:
     first, second = model_of(one), model_of(other)
     for name in first:
         np.testing.assert_allclose(first[name], second[name], rtol=0, atol=1e-6)
-
-
-# As over a network
-
-
-def command_run(root: Path, tree: Tree, *flags: str) -> Path:
-    file = root / "experiment.toml"
-    file.write_text(to_toml(parse(tree)))
-    words = [sys.executable, "-m", "deploy.cli", "run", str(file), "--runs", str(root / "runs"), "--format", "json"]
-    done = subprocess.run([*words, *flags], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    assert done.returncode == 0, done.stderr
-    return Path(next(event["folder"] for event in map(json.loads, done.stdout.splitlines()) if event["event"] == "run"))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(
-            {"cloud": {"epoch_control": {"name": "tempo"}}, "transfer": LOSSY},
-            id="fedavg, lossy codecs",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param({"cloud": {"aggregation": CROSS}, "institution": {"aggregation": CROSS}}, id="fedcross"),
-    ],
-)
-def test_the_model_is_that_of_processes_and_a_broker_bit_for_bit(change: Tree, tmp_path: Path) -> None:
-    tree = merged(SMALL, change)
-    network, direct = command_run(tmp_path, tree), command_run(tmp_path, tree, "--direct")
-    assert_same_bits(network, direct)
-    reported = [f"{name}_bytes" for name in ("wan_up", "wan_down", "lan_up", "lan_down")]
-    for one, other in zip(table(network), table(direct), strict=True):
-        kept = [key for key in one if not key.endswith("_s") and key not in reported]
-        assert {key: one[key] for key in kept} == {key: other[key] for key in kept}
-        assert all(0 < int(other[key]) < int(one[key]) for key in reported)  # messages have topics besides
-    payloads = [
-        {(row["from"], row["to"]): row["payload_bytes"] for row in table(folder, "links") if row["kind"] == "model"}
-        for folder in (network, direct)
-    ]
-    assert payloads[0] == payloads[1]
 
 
 def test_a_run_leaves_its_folder(tmp_path: Path) -> None:
@@ -279,7 +238,7 @@ def test_a_run_is_resumed_in_the_way_it_was_begun(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flags", [["--direct", "--netns"], ["--accelerator", "cpu"]])
 def test_flags_that_contradict_are_refused(flags: list[str]) -> None:
-    assert CliRunner().invoke(app, ["run", "nothing.toml", *flags]).exit_code == 2
+    assert commands.invoke("run", "nothing.toml", *flags).exit_code == 2
 
 
 LAYOUT = ModelLayout.build([("weight", (3,), Section.PARAMETER)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import csv
 import json
 import logging
 import secrets
@@ -13,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from commands import PATIENCE_S, command, folder_in, run_lab, table, tensors
 from paho.mqtt import client as mqtt
 
 from cloud.checkpoint import RunState
@@ -53,7 +53,6 @@ from device.pool.pool import Pool
 from device.training.trainer import Trainer
 from institution.agent import InstitutionAgent
 
-PATIENCE_S = 90
 SMALL: dict[str, Any] = {
     "name": "faults",
     "seed": 5,
@@ -88,42 +87,16 @@ def experiment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(experiment: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """Return the final model's tensors of a run that nothing happened to."""
-    done = subprocess.run(
-        command("run", experiment, "--runs", tmp_path_factory.mktemp("runs"), "--format", "json"),
-        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return tensors(folder_in(done.stdout))
-
-
-def command(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-m", "deploy.cli", *map(str, arguments)]
-
-
-def folder_in(output: str) -> Path:
-    """Return the run's folder from what `--format json` printed."""
-    events = [json.loads(line) for line in output.splitlines()]
-    return Path(next(event["folder"] for event in events if event["event"] == "run"))
-
-
-def tensors(folder: Path) -> bytes:
-    """Return the bytes of the model that a run left, without the header, which reports the run's id."""
-    data = (folder / "model.safetensors").read_bytes()
-    return data[8 + int.from_bytes(data[:8], "little") :]
-
-
-def rounds(folder: Path) -> list[dict[str, str]]:
-    with (folder / "rounds.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+    return tensors(run_lab(experiment, tmp_path_factory.mktemp("runs"), null=True))
 
 
 class Role:
-    """One process and what it printed."""
+    """One process, which computes nothing unless `null` is false, and what it printed."""
 
-    def __init__(self, log: Path, *arguments: str | Path, cwd: Path | None = None) -> None:
+    def __init__(self, log: Path, *arguments: str | Path, null: bool = True) -> None:
         self.log = log
         with log.open("wb") as errors, log.with_suffix(".out").open("wb") as output:
-            self.process = subprocess.Popen(command(*arguments), stdout=output, stderr=errors, cwd=cwd)
+            self.process = subprocess.Popen(command(*arguments, null=null), stdout=output, stderr=errors)
 
     def ends(self, code: int, patience_s: float = PATIENCE_S) -> str:
         """Wait for the end, check the exit code, and return what it said on standard error."""
@@ -167,9 +140,9 @@ class Lab:
     def institution(self, name: str) -> Role:
         return self.start("institution", "--name", name)
 
-    def devices(self, *places: int, options: Sequence[str] = ()) -> Role:
+    def devices(self, *places: int) -> Role:
         words = [word for i in places for word in ("--name", DEVICES[i][0], "--institution", DEVICES[i][1])]
-        return self.start("device", *words, *options)
+        return self.start("device", *words)
 
 
 class Overheard:
@@ -236,14 +209,13 @@ def present(node: str) -> Callable[[topics.Topic, Message], bool]:
 def assert_bytes_of_one_run(folder: Path, *, lives: int) -> None:
     """Check that restarts lost no model but what a killed process had not reported, and counted none twice."""
     size = len(tensors(folder))
-    with (folder / "links.csv").open(newline="") as file:
-        links = list(csv.DictReader(file))
+    links = table(folder / "links.csv")
     models = {(row["from"], row["to"]): int(row["payload_bytes"]) / size for row in links if row["kind"] == "model"}
     assert len(models) == 2 * (2 + 4)
     for (source, target), count in models.items():
         global_rounds = 3 if "cloud" in (source, target) else 3 * 2
         assert global_rounds - 1 <= count <= global_rounds * lives, (source, target)
-    for row in rounds(folder):
+    for row in table(folder / "rounds.csv"):
         for column in ("wan_up_bytes", "wan_down_bytes", "lan_up_bytes", "lan_down_bytes"):
             assert 0 <= int(row[column]) < lives * 1.2 * size * 8, column
 
@@ -287,8 +259,8 @@ def test_every_role_killed_once_and_started_again_gives_the_same_model(
             role.ends(0)
         assert folder_in(cloud.output()) == folder
         assert tensors(folder) == undisturbed
-        assert [row["global_round"] for row in rounds(folder)] == ["1", "2", "3"]
-        assert all(0.5 < float(row["accuracy"]) <= 1 for row in rounds(folder))
+        assert [row["global_round"] for row in table(folder / "rounds.csv")] == ["1", "2", "3"]
+        assert all(0.5 <= float(row["accuracy"]) <= 1 for row in table(folder / "rounds.csv"))
         assert_bytes_of_one_run(folder, lives=3)
 
 
@@ -301,11 +273,9 @@ def test_a_name_that_is_taken_ends_one_of_a_process_and_the_other_completes_the_
         overheard = stack.enter_context(overhearing(served))
         lab = Lab(short, served, tmp_path, stack)
         cloud = lab.cloud()
-        one_slot = ["--slots", "1"]  # no worker processes
-        roles = [lab.institution("institution-0"), lab.institution("institution-1")]
-        roles.append(lab.devices(0, 2, 3, options=one_slot))
+        roles = [lab.institution("institution-0"), lab.institution("institution-1"), lab.devices(0, 2, 3)]
         overheard.wait_for(present("device-0"))
-        both = lab.devices(0, 1, options=one_slot)
+        both = lab.devices(0, 1)
         until(lambda: "device-0" in both.log.read_text(), "the report of the error")
         assert both.process.poll() is None
 
@@ -313,15 +283,15 @@ def test_a_name_that_is_taken_ends_one_of_a_process_and_the_other_completes_the_
             role.ends(0)
         (line,) = both.ends(3).splitlines()
         assert line.startswith("fedstrata: device-0: device-0 is already alive on broker")
-        (row,) = rounds(folder_in(cloud.output()))
+        (row,) = table(folder_in(cloud.output()) / "rounds.csv")
         assert not row["missing"]
 
 
 # A whole lab
 
 
-def lab_of(log: Path, *arguments: str | Path) -> Role:
-    return Role(log, "run", *arguments, "--format", "json")
+def lab_of(log: Path, *arguments: str | Path, null: bool = True) -> Role:
+    return Role(log, "run", *arguments, "--format", "json", null=null)
 
 
 def until(condition: Callable[[], object], what: str) -> None:
@@ -337,6 +307,9 @@ def happened(role: Role, event: str) -> bool:
     return any(json.loads(line)["event"] == event for line in whole.splitlines())
 
 
+ROLES = ("cloud", "institution", "device", "cloud.evaluator_process", "device.pool.worker")
+
+
 def family(role: Role) -> dict[str, psutil.Process]:
     """Return a lab's processes by what they are."""
     found = {}
@@ -345,7 +318,7 @@ def family(role: Role) -> dict[str, psutil.Process]:
             words = process.cmdline()
         except psutil.NoSuchProcess:
             continue
-        roles = [word for word in ("cloud", "institution", "device", "cloud.evaluator_process") if word in words]
+        roles = [word for word in ROLES if word in words]
         brokers = [
             word
             for word in words
@@ -380,7 +353,7 @@ def test_an_interrupted_lab_leaves_nothing_behind_and_can_be_resumed(
         stack.callback(early.kill)
         until(lambda: happened(early, "run"), "the run")
         processes = family(early)
-        assert kinds(processes) == {"cloud", "cloud.evaluator_process", "institution", "device", "broker"}
+        assert kinds(processes) == {"cloud", "institution", "device", "broker"}
         early.process.send_signal(signal.SIGTERM)
         said = early.ends(130, patience_s=20)
         assert_gone(early, processes)
@@ -409,8 +382,8 @@ def test_an_interrupted_lab_leaves_nothing_behind_and_can_be_resumed(
         stack.callback(last.kill)
         last.ends(0)
         assert tensors(folder) == undisturbed
-        assert [row["global_round"] for row in rounds(folder)] == ["1", "2", "3"]
-        assert all(row["accuracy"] for row in rounds(folder))
+        assert [row["global_round"] for row in table(folder / "rounds.csv")] == ["1", "2", "3"]
+        assert all(row["accuracy"] for row in table(folder / "rounds.csv"))
         assert_bytes_of_one_run(folder, lives=3)
         assert {path.name for path in (tmp_path / "runs").iterdir()} == {folder.name, ".spool"}
         assert not list((tmp_path / "runs" / ".spool").iterdir())
@@ -418,9 +391,10 @@ def test_an_interrupted_lab_leaves_nothing_behind_and_can_be_resumed(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills children with their parent")
 def test_a_killed_lab_leaves_no_process_behind(experiment: Path, tmp_path: Path) -> None:
-    role = lab_of(tmp_path / "lab.log", experiment, "--runs", tmp_path / "runs")
+    role = lab_of(tmp_path / "lab.log", experiment, "--runs", tmp_path / "runs", null=False)
+    all_kinds = {"cloud", "cloud.evaluator_process", "institution", "device", "device.pool.worker", "broker"}
     try:
-        until(lambda: kinds(family(role)) >= {"cloud", "institution", "device", "broker"}, "all roles")
+        until(lambda: kinds(family(role)) == all_kinds, "all roles")
         processes = family(role)
     finally:
         role.kill()
@@ -472,13 +446,13 @@ def resumed(root: Path, *accuracies: str) -> tuple[RunFolder, list[int]]:
 
 def test_a_resumed_run_that_had_reached_its_target_trains_no_more(tmp_path: Path) -> None:
     folder, evaluated = resumed(tmp_path, "0.7", "0.9")
-    assert [row["accuracy"] for row in rounds(folder.path)] == ["0.7", "0.9"]
+    assert [row["accuracy"] for row in table(folder.path / "rounds.csv")] == ["0.7", "0.9"]
     assert evaluated == []
 
 
 def test_a_resumed_run_evaluates_what_its_end_cut_off(tmp_path: Path) -> None:
     folder, evaluated = resumed(tmp_path, "0.7", "0.75", "")
-    assert [row["accuracy"] for row in rounds(folder.path)] == ["0.7", "0.75", "0.5"]
+    assert [row["accuracy"] for row in table(folder.path / "rounds.csv")] == ["0.7", "0.75", "0.5"]
     assert evaluated == [3]
 
 
@@ -689,11 +663,11 @@ def test_a_lab_without_its_data_ends_soon_and_not_by_patience(tmp_path: Path) ->
     )
     path = tmp_path / "mnist.toml"
     path.write_text(to_toml(slow))
-    said = lab_of(tmp_path / "lab.log", path, "--runs", tmp_path / "runs").ends(4)
+    said = lab_of(tmp_path / "lab.log", path, "--runs", tmp_path / "runs", null=False).ends(4)
     complaints = [line for line in said.splitlines() if "data.root" in line]
     assert len(complaints) == 1
     assert str(missing) in complaints[0]
-    assert "download" in complaints[0]
+    assert "MNIST" in complaints[0] and "download=True" in complaints[0]
 
 
 def test_a_refused_login_ends_every_role_with_3_and_names_the_address(tmp_path: Path) -> None:
@@ -715,10 +689,9 @@ def test_a_refused_login_ends_every_role_with_3_and_names_the_address(tmp_path: 
             )
         ]
         for role in roles:
-            said = role.ends(3)
-            assert address in said
-            assert "login" in said
-            assert len(said.splitlines()) == 1
+            (error,) = (line for line in role.ends(3).splitlines() if line.startswith("fedstrata: "))
+            assert address in error
+            assert "login" in error
 
 
 def test_a_broker_that_stays_away_ends_a_role_with_5_and_is_named(tmp_path: Path) -> None:

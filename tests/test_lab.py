@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -15,19 +13,25 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
+from commands import DEMO, PATIENCE_S, command, run_lab, sets, table, tensors
+from null_lab import MODEL_BYTES
 from safetensors.numpy import load_file
 
+from cloud.results import RunFolder
 from common.experiment.reading import load
 from common.experiment.schema import Experiment
 from common.learning import models
 from common.learning.inputs import Inputs
 from common.model.codecs import codec_of
 from deploy.brokers import broker
+from deploy.local.direct import run_in_process
+from deploy.simulation.workload import NullWorkload
 from device.training.trainer import Trainer
 
-DEMO = Path(__file__).parents[1] / "deploy" / "experiments" / "demo.toml"
-SMALL = ("topology.institutions=2", "topology.devices=4", "rounds=2", "institution.rounds=2")
-PATIENCE_S = 90
+SMALL = (
+    "topology.institutions=2", "topology.devices=4", "rounds=2", "institution.rounds=2", "training.batch_size=50",
+)  # fmt: skip
+BOTH_TIERS = ('cloud.aggregation={name="fedcross", on_new_model="recentre"}', 'institution.aggregation={name="fedmr"}')
 
 
 def coding(*, up: str, down: str) -> tuple[str, ...]:
@@ -42,64 +46,56 @@ LOSSLESS = coding(up="delta+fp32+zstd", down="fp32+zstd")
 Model = Mapping[str, npt.NDArray[np.float32]]
 
 
-def command(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-m", "deploy.cli", *map(str, arguments)]
-
-
-def overrides(*pairs: str) -> list[str]:
-    return [word for pair in pairs for word in ("--set", pair)]
-
-
-def run_lab(runs: Path, *pairs: str, env: Mapping[str, str] | None = None) -> Path:
-    """Run the demo with overrides by `fedstrata run` and return its folder."""
-    done = subprocess.run(
-        command("run", DEMO, "--runs", runs, "--format", "json", *overrides(*pairs)),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-        env={**os.environ, **(env or {})},
-    )
-    assert done.returncode == 0, done.stderr
-    events = [json.loads(line) for line in done.stdout.splitlines()]
-    return Path(next(event["folder"] for event in events if event["event"] == "run"))
-
-
-def run_roles(runs: Path, address: str, *pairs: str, devices: list[list[tuple[str, str]]]) -> Path:
+def run_roles(runs: Path, address: str, *pairs: str, devices: list[list[str]], null: bool = False) -> Path:
     """Run the demo as separate processes, devices grouped into processes as given, and return its folder."""
     with ExitStack() as stack:
 
         def start(*arguments: str | Path) -> subprocess.Popen[bytes]:
-            process = subprocess.Popen(command(*arguments), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+            process = subprocess.Popen(
+                command(*arguments, "--broker", address, null=null), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+            )
             stack.enter_context(process)
             stack.callback(process.kill)
             return process
 
-        cloud = start("cloud", DEMO, "--runs", runs, "--broker", address, *overrides(*pairs))
-        others = [start("institution", "--name", f"institution-{i}", "--broker", address) for i in (1, 0)]
+        processes = [start("cloud", DEMO, "--runs", runs, *sets(*pairs))]
+        processes += [start("institution", "--name", f"institution-{i}") for i in (1, 0)]
         for group in devices:
-            words = [word for name, home in group for word in ("--name", name, "--institution", home)]
-            others.append(start("device", *words, "--broker", address, "--slots", "1"))
-        for process in (cloud, *others):
+            homes = [(name, f"institution-{int(name.rpartition('-')[2]) // 2}") for name in group]
+            words = [word for name, home in homes for word in ("--name", name, "--institution", home)]
+            processes.append(start("device", *words, "--slots", "1"))
+        for process in processes:
             _, errors = process.communicate(timeout=PATIENCE_S)
             assert process.returncode == 0, errors.decode()
     (folder,) = runs.iterdir()
     return folder
 
 
+def run_direct(root: Path, *pairs: str) -> Path:
+    folder = RunFolder.create(root, load(DEMO, pairs))
+    run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
+    return folder.path
+
+
 def model_of(folder: Path) -> Model:
     return load_file(folder / "model.safetensors")
 
 
-def assert_same_bits(one: Model, other: Model) -> None:
-    assert one.keys() == other.keys()
-    for name in one:
-        assert one[name].tobytes() == other[name].tobytes(), name
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a real lab by `fedstrata run`."""
+    return run_lab(DEMO, tmp_path_factory.mktemp("runs"), *SMALL, *BOTH_TIERS)
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_lab(tmp_path_factory.mktemp("runs"), *SMALL)
+def null_reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a lab that computes nothing."""
+    return run_lab(DEMO, tmp_path_factory.mktemp("runs"), *SMALL, null=True)
+
+
+@pytest.fixture(scope="module")
+def coded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_lab(DEMO, tmp_path_factory.mktemp("runs"), *SMALL, *LOSSY, null=True)
 
 
 @pytest.fixture(scope="module")
@@ -109,35 +105,57 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_separate_processes_give_the_same_model_bit_for_bit(reference: Path, address: str, tmp_path: Path) -> None:
-    devices = [[(f"device-{i}", f"institution-{i // 2}")] for i in range(4)]
-    assert_same_bits(model_of(run_roles(tmp_path, address, *SMALL, devices=devices)), model_of(reference))
+    # `fedstrata run` has worker processes where there are several cores; with one slot a device trains in its own.
+    devices = [["device-0"], ["device-3", "device-2", "device-1"]]
+    folder = run_roles(tmp_path, address, *SMALL, *BOTH_TIERS, devices=devices)
+    assert tensors(folder) == tensors(reference)
 
 
-def test_another_order_of_arrival_gives_the_same_model(reference: Path, address: str, tmp_path: Path) -> None:
-    # One process with one slot trains its devices one after another, last first, and in its own thread; `fedstrata run`
-    # has worker processes where there are several cores.
-    devices = [[(f"device-{i}", f"institution-{i // 2}") for i in (3, 2, 1, 0)]]
-    assert_same_bits(model_of(run_roles(tmp_path, address, *SMALL, devices=devices)), model_of(reference))
+def test_a_lab_without_a_network_gives_the_same_model_bit_for_bit(reference: Path, tmp_path: Path) -> None:
+    assert_direct_equals(reference, run_direct(tmp_path, *SMALL, *BOTH_TIERS))
 
 
-@pytest.fixture(scope="module")
-def coded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_lab(tmp_path_factory.mktemp("runs"), *SMALL, *LOSSY)
+@pytest.mark.slow
+def test_lossy_codecs_without_a_network_give_the_same_model_bit_for_bit(tmp_path: Path) -> None:
+    pairs = (*SMALL, *LOSSY)
+    assert_direct_equals(run_lab(DEMO, tmp_path / "network", *pairs), run_direct(tmp_path / "direct", *pairs))
+
+
+def assert_direct_equals(network: Path, direct: Path) -> None:
+    assert tensors(direct) == tensors(network)
+    reported = [f"{name}_bytes" for name in ("wan_up", "wan_down", "lan_up", "lan_down")]
+    for one, other in zip(table(network / "rounds.csv"), table(direct / "rounds.csv"), strict=True):
+        kept = [key for key in one if not key.endswith("_s") and key not in reported]
+        assert {key: one[key] for key in kept} == {key: other[key] for key in kept}
+        assert all(0 < int(other[key]) < int(one[key]) for key in reported)  # messages have topics besides
+    payloads = [
+        {
+            (row["from"], row["to"]): row["payload_bytes"]
+            for row in table(folder / "links.csv")
+            if row["kind"] == "model"
+        }
+        for folder in (network, direct)
+    ]
+    assert payloads[0] == payloads[1]
+
+
+def test_another_order_of_arrival_gives_the_same_model(null_reference: Path, address: str, tmp_path: Path) -> None:
+    devices = [["device-3", "device-2", "device-1", "device-0"]]
+    folder = run_roles(tmp_path, address, *SMALL, devices=devices, null=True)
+    assert tensors(folder) == tensors(null_reference)
 
 
 def test_lossy_codecs_give_the_same_model_wherever_the_roles_run(coded: Path, address: str, tmp_path: Path) -> None:
     # In chunks, which the institutions pass on as they come; in the lab the models travel inside the messages.
     pairs = (*SMALL, *LOSSY, "transfer.inline_bytes=0", "transfer.chunk_bytes=32768")
-    devices = [[(f"device-{i}", f"institution-{i // 2}")] for i in range(4)]
-    assert_same_bits(model_of(run_roles(tmp_path, address, *pairs, devices=devices)), model_of(coded))
+    devices = [[f"device-{i}"] for i in range(4)]
+    assert tensors(run_roles(tmp_path, address, *pairs, devices=devices, null=True)) == tensors(coded)
 
 
-def test_links_csv_counts_models_as_they_travel(coded: Path, reference: Path) -> None:
-    module = models.build(load(coded / "experiment.toml").model.name, 1, inputs=Inputs((1, 8, 8), 10))
-    layout = models.layout_of(module)
+def test_links_csv_counts_models_as_they_travel(coded: Path, null_reference: Path) -> None:
+    layout = NullWorkload(MODEL_BYTES).layout
     up, down = codec_of("delta+int8").size(layout), codec_of("fp16").size(layout)
-    with (coded / "links.csv").open(newline="") as file:
-        links = [row for row in csv.DictReader(file) if row["kind"] == "model"]
+    links = [row for row in table(coded / "links.csv") if row["kind"] == "model"]
     assert len(links) == 2 * (2 + 4)
     for row in links:
         upward = row["to"] == "cloud" or row["from"].startswith("device")
@@ -146,16 +164,16 @@ def test_links_csv_counts_models_as_they_travel(coded: Path, reference: Path) ->
     manifest = json.loads((coded / "manifest.json").read_text())
     assert manifest["model_bytes"] == layout.row_bytes
     assert manifest["codecs"] == {tier: {"up": "delta+int8", "down": "fp16"} for tier in ("wan", "lan")}
-    moved = [model_of(folder).items() for folder in (coded, reference)]
-    assert any(one.tobytes() != other.tobytes() for (_, one), (_, other) in zip(*moved, strict=True))
+    assert tensors(coded) != tensors(null_reference)
 
 
-def test_lossless_codecs_change_no_bit(reference: Path, tmp_path: Path) -> None:
-    assert_same_bits(model_of(run_lab(tmp_path, *SMALL, *LOSSLESS)), model_of(reference))
+def test_lossless_codecs_change_no_bit(null_reference: Path, tmp_path: Path) -> None:
+    assert tensors(run_lab(DEMO, tmp_path, *SMALL, *LOSSLESS, null=True)) == tensors(null_reference)
 
 
-def test_embedded_broker_gives_the_same_model(reference: Path, tmp_path: Path) -> None:
-    assert_same_bits(model_of(run_lab(tmp_path, *SMALL, env={"FEDSTRATA_BROKER": "embedded"})), model_of(reference))
+def test_embedded_broker_gives_the_same_model(null_reference: Path, tmp_path: Path) -> None:
+    folder = run_lab(DEMO, tmp_path, *SMALL, null=True, env={"FEDSTRATA_BROKER": "embedded"})
+    assert tensors(folder) == tensors(null_reference)
 
 
 def two_layer_fedavg(experiment: Experiment) -> npt.NDArray[np.float64]:
@@ -185,7 +203,7 @@ def test_three_layers_with_one_local_round_equal_two_layer_fedavg(size: str, tmp
     # Many small steps of SGD enlarge the rounding of the institutions' means a hundredfold within three
     # global rounds; so either one global round of small steps, or several of one large step.
     pairs = (*SMALL, "institution.rounds=1", 'cloud.epoch_control={name="fixed"}', *size.split())
-    model = model_of(run_lab(tmp_path, *pairs))
+    model = model_of(run_direct(tmp_path, *pairs))
     experiment = load(DEMO, pairs)
     layout = models.layout_of(models.build(experiment.model.name, experiment.seed, inputs=Inputs((1, 8, 8), 10)))
     row = layout.empty()
@@ -200,7 +218,7 @@ def test_a_run_leaves_its_folder(reference: Path) -> None:
         "model.safetensors", "logs", "partition.npz", "partition.json",
     }  # fmt: skip
     experiment = load(reference / "experiment.toml")
-    assert experiment == load(DEMO, SMALL)
+    assert experiment == load(DEMO, (*SMALL, *BOTH_TIERS))
     manifest = json.loads((reference / "manifest.json").read_text())
     assert manifest["experiment_digest"] == experiment.digest
     assert manifest["packages"]["aiomqtt"]
@@ -208,8 +226,7 @@ def test_a_run_leaves_its_folder(reference: Path) -> None:
     assert manifest["partition"] == json.loads((reference / "partition.json").read_text())["digest"]
     nodes = ["institution-0", "institution-1", *(f"device-{i}" for i in range(4))]
     assert manifest["links"]["of"] == {name: experiment.link(name).model_dump() for name in nodes}
-    with (reference / "rounds.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = table(reference / "rounds.csv")
     assert [int(row["global_round"]) for row in rows] == [1, 2]
     for row in rows:
         assert 0 <= float(row["accuracy"]) <= 1
@@ -219,15 +236,13 @@ def test_a_run_leaves_its_folder(reference: Path) -> None:
     for row in rows:
         for column, models_moved in (("wan_up", 2), ("wan_down", 2), ("lan_up", 8), ("lan_down", 8)):
             assert models_moved * size <= int(row[f"{column}_bytes"]) < models_moved * size * 1.1
-    with (reference / "devices.csv").open(newline="") as file:
-        devices = list(csv.DictReader(file))
+    devices = table(reference / "devices.csv")
     assert len(devices) == 2 * 4
     assert sum(int(d["sgd_steps"]) for d in devices) == sum(int(row["sgd_steps"]) for row in rows)
 
 
 def test_the_seconds_of_the_phases_add_up(reference: Path) -> None:
-    with (reference / "rounds.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = table(reference / "rounds.csv")
     phases = ("record_s", "dispatch_s", "train_s", "wait_s", "collect_s", "aggregate_s", "evaluate_s")
     total = sum(float(row[phase]) for row in rows for phase in phases)
     assert total == pytest.approx(float(rows[-1]["elapsed_s"]), rel=0.01)
@@ -235,8 +250,7 @@ def test_the_seconds_of_the_phases_add_up(reference: Path) -> None:
 
 def test_links_csv_counts_whole_models(reference: Path) -> None:
     size = sum(entry.nbytes for entry in model_of(reference).values())
-    with (reference / "links.csv").open(newline="") as file:
-        links = list(csv.DictReader(file))
+    links = table(reference / "links.csv")
     moved = {(row["from"], row["to"]): int(row["payload_bytes"]) for row in links if row["kind"] == "model"}
     assert len(moved) == 2 * (2 + 4)
     for (source, target), payload in moved.items():
@@ -246,16 +260,15 @@ def test_links_csv_counts_whole_models(reference: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO is Linux's")
 def test_links_csv_shows_what_the_kernels_carried(reference: Path) -> None:
-    with (reference / "links.csv").open(newline="") as file:
-        table = list(csv.DictReader(file))
-    links = [row for row in table if row["kind"] == "all"]
+    lines = table(reference / "links.csv")
+    links = [row for row in lines if row["kind"] == "all"]
     assert len(links) == 2 * (2 + 4)
     for row in links:
         # What MQTT needs besides: login, subscriptions, presences, an acknowledgement for each control message.
         assert 0 <= int(row["wire_bytes"]) - int(row["probe_bytes"]) - int(row["message_bytes"]) < 4000, row
         assert float(row["measured_mbit"]) > 0
         assert 0 < float(row["overhead_percent"]) < 10 and float(row["rtt_ms"]) >= float(row["rtt_min_ms"]) > 0, row
-    brokers = {(row["from"], row["to"]): int(row["wire_bytes"]) for row in table if row["kind"] == "broker"}
+    brokers = {(row["from"], row["to"]): int(row["wire_bytes"]) for row in lines if row["kind"] == "broker"}
     parents = ("cloud", "institution-0", "institution-1")
     assert set(brokers) == {pair for name in parents for pair in ((name, "broker"), ("broker", name))}
     for name in parents:  # downward a model that all get crosses the parent's connection once
@@ -271,13 +284,11 @@ def _tier(parent: str) -> str:
 
 def test_a_device_that_plays_a_slower_machine_pauses(tmp_path: Path) -> None:
     small = ("topology.institutions=1", "topology.devices=2", "rounds=1", "institution.rounds=2")
-    folder = run_lab(tmp_path, *small, "hardware.of.device-1={ slowdown = 2.0, overhead_s = 0.4 }")
-    with (folder / "devices.csv").open(newline="") as file:
-        quick, slow = csv.DictReader(file)
+    folder = run_lab(DEMO, tmp_path, *small, "hardware.of.device-1={ slowdown = 2.0, overhead_s = 0.4 }", null=True)
+    quick, slow = table(folder / "devices.csv")
     assert float(quick["pause_s"]) == 0.0
     # Two rounds; a wait for the process's one slot is part of the slower machine's time.
     least = 2 * 0.4 + float(slow["train_s"]) - float(slow["wait_s"])
     assert float(slow["pause_s"]) >= least - 0.2
-    with (folder / "rounds.csv").open(newline="") as file:
-        (row,) = csv.DictReader(file)
+    (row,) = table(folder / "rounds.csv")
     assert float(row["elapsed_s"]) >= 2 * (0.4 + float(slow["train_s"]))

@@ -12,13 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from commands import DEMO, fedstrata
 
 from common.errors import RunFailed
 from common.host.processes import free_port
 from deploy.console import logs
 from deploy.console.connecting import run_agent
-
-DEMO = Path(__file__).parents[1] / "deploy" / "experiments" / "demo.toml"
 
 
 @pytest.fixture
@@ -85,10 +84,9 @@ def test_the_message_of_a_line_in_either_format() -> None:
     ids=lambda role: role[0],
 )
 def test_every_role_logs_as_json(role: list[str], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "deploy.cli", "--log-level", "debug", "--log-format", "json", *role]
-    runs = ["--runs", str(tmp_path)] if role[0] == "cloud" else []
+    runs = ["--runs", tmp_path] if role[0] == "cloud" else []
     where = ["--broker", f"127.0.0.1:{free_port()}", "--connect-timeout", "0.3"]
-    done = subprocess.run([*command, *where, *runs], capture_output=True, text=True, timeout=60, check=False)
+    done = fedstrata("--log-level", "debug", "--log-format", "json", *role, *where, *runs, null=True)
     lines = [json.loads(line) for line in done.stderr.splitlines()]
     assert done.returncode == 3 and lines[-1]["level"] == "error" and "127.0.0.1" in lines[-1]["message"]
     assert any(line["logger"] == "fedstrata.connection" for line in lines)

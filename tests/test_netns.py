@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
+from commands import DEMO, PATIENCE_S, command, run_lab, tensors
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,9 +31,7 @@ from deploy.local.namespaces import FRAME_BYTES, End, Namespace, VethPair, addre
 from deploy.local.netns import by_kernel, lay_out, namespaces, routing
 from deploy.local.network import LabNetwork, one_host, shares
 
-DEMO = Path(__file__).parents[1] / "deploy" / "experiments" / "demo.toml"
 SMALL = ("topology.institutions=2", "topology.devices=4", "rounds=2", "institution.rounds=2")
-PATIENCE_S = 90.0
 
 
 def unable() -> str:
@@ -61,27 +60,6 @@ def until(true: Callable[[], bool], what: str) -> None:
     while not true():
         assert time.monotonic() < give_up, f"not within {PATIENCE_S:g} s: {what}"
         time.sleep(0.02)
-
-
-def command(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-m", "deploy.cli", *map(str, arguments)]
-
-
-def run_lab(runs: Path, *flags: str) -> Path:
-    overrides = [word for pair in SMALL for word in ("--set", pair)]
-    done = subprocess.run(
-        command("run", DEMO, "--runs", runs, "--format", "json", *overrides, *flags),
-        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    events = [json.loads(line) for line in done.stdout.splitlines()]
-    return Path(next(event["folder"] for event in events if event["event"] == "run"))
-
-
-def tensors(folder: Path) -> bytes:
-    """Return the bytes of the model that a run left, without the header, which reports the run's id."""
-    data = (folder / "model.safetensors").read_bytes()
-    return data[8 + int.from_bytes(data[:8], "little") :]
 
 
 # The plan
@@ -304,8 +282,8 @@ def test_each_device_reaches_its_broker_by_its_own_wire(network: tuple[LabNetwor
 @in_namespaces
 @pytest.mark.timeout(2 * PATIENCE_S)
 def test_a_lab_in_namespaces_ends_with_the_same_model(tmp_path: Path) -> None:
-    folder = run_lab(tmp_path, "--netns", "--no-delay")
-    assert tensors(folder) == tensors(run_lab(tmp_path))
+    folder = run_lab(DEMO, tmp_path, *SMALL, flags=["--netns", "--no-delay"], null=True)
+    assert tensors(folder) == tensors(run_lab(DEMO, tmp_path, *SMALL, null=True))
     assert load(folder / "experiment.toml") == by_kernel(load(DEMO, SMALL), delays=False)
 
 
@@ -315,9 +293,8 @@ def test_a_lab_that_is_killed_leaves_no_process_no_namespace_and_no_interface(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     with ExitStack() as stack, (tmp_path / "lab.log").open("wb") as log:
-        lab = subprocess.Popen(
-            command("run", DEMO, "--runs", tmp_path, "--netns", "--no-delay"), stdout=subprocess.DEVNULL, stderr=log
-        )
+        words = command("run", DEMO, "--runs", tmp_path, "--netns", "--no-delay", null=True)
+        lab = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=log)
         stack.callback(lab.wait)
         stack.callback(lab.kill)
         processes: list[psutil.Process] = []

@@ -8,14 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from commands import invoke
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from common.experiment.links import LinkDirection
 from common.experiment.reading import parse
 from common.experiment.schema import TransferSettings
-from deploy.cli.main import app
 from deploy.planning import command, footprint, workload
 from deploy.planning.prediction import Branch, MachineSpeeds, PlannedDevice, PlannedLab, Sizes, seconds
 from deploy.planning.virtual_time import Host, Process, VirtualTime
@@ -208,13 +207,13 @@ def test_the_command_reports_seconds_bytes_and_memory(tmp_path: Path) -> None:
     file = tmp_path / "lab.toml"
     file.write_text('[topology]\ninstitutions = 2\ndevices = 4\n[cloud]\nepoch_control = { name = "tempo" }\n')
     out = tmp_path / "prediction.json"
-    result = CliRunner().invoke(app, ["plan", str(file), "--one-host", "--format", "json", "--out", str(out)])
+    result = invoke("plan", file, "--one-host", "--format", "json", "--out", out)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found == json.loads(out.read_text()) and found["one_host"] is True
     assert found["global_round_s"] == pytest.approx(sum(found["seconds"].values())) and found["speeds"]["step_s"] > 0
     assert set(found["epochs"]) == {"institution-0", "institution-1"} and "Tempo" in found["assumed"][0]
-    refused = CliRunner().invoke(app, ["plan", str(file), "--set", "topology.devices=1"])
+    refused = invoke("plan", file, "--set", "topology.devices=1")
     assert refused.exit_code == 4 and "no device" in refused.output
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import shutil
 import subprocess
-import sys
 import time
 import urllib.parse
 import urllib.request
@@ -20,6 +18,7 @@ from typing import Any, Final
 
 import pytest
 import yaml
+from commands import DEMO, PATIENCE_S, command, sets, table
 
 from common.host.processes import free_port
 from common.metrics import FAMILIES
@@ -27,10 +26,8 @@ from deploy.brokers import broker
 from docs.tools.dashboards import DASHBOARDS, dashboard
 
 ROOT: Final = Path(__file__).parents[1]
-DEMO: Final = ROOT / "deploy" / "experiments" / "demo.toml"
 SHIPPED: Final = ROOT / "deploy" / "prometheus"
 GRAFANA: Final = ROOT / "deploy" / "grafana"
-PATIENCE_S: Final = 90
 INTERVAL_S: Final = 2
 GLOBAL_ROUNDS: Final = 12  # half of them after a device came back, which takes it four seconds to be found again
 HOME: Final = "institution-0"
@@ -173,7 +170,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         port, cloud_port = free_port(), free_port()
 
         def role(*words: str | Path) -> subprocess.Popen[bytes]:
-            return start(stack, sys.executable, "-m", "deploy.cli", *words, "--broker", f"{served.host}:{served.port}")
+            return start(stack, *command(*words, "--broker", f"{served.host}:{served.port}", null=True))
 
         def device(*names: str) -> subprocess.Popen[bytes]:
             return role("device", "--institution", HOME, *(word for name in names for word in ("--name", name)))
@@ -183,7 +180,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
                  "links.wan.up_mbit=0.64", "links.wan.down_mbit=0.64")  # fmt: skip
         lab = [
             role("cloud", DEMO, "--runs", home / "runs", "--metrics", f"127.0.0.1:{cloud_port}",
-                 "--spool", "none", *(word for size in sizes for word in ("--set", size))),
+                 "--spool", "none", *sets(*sizes)),
             role("institution", "--name", HOME, "--spool", "none"),
             device("device-0", "device-1"),
         ]  # fmt: skip
@@ -235,8 +232,7 @@ def test_what_is_shipped_has_data(story: Story) -> None:
 
 def assert_same_seconds(folder: Path, seen: list[Row]) -> None:
     """Compare the cloud's seconds by phase with rounds.csv, bit for bit."""
-    with (folder / "rounds.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = table(folder / "rounds.csv")
     found = {labels["phase"]: value for labels, value in seen if labels["role"] == "cloud"}
     written: dict[str, float] = defaultdict(float)
     for row in rows:
@@ -248,8 +244,7 @@ def assert_same_seconds(folder: Path, seen: list[Row]) -> None:
 
 def assert_same_bytes(folder: Path, seen: Mapping[str, list[Row]], *, but: str = "") -> int:
     """Compare both counts of bytes with links.csv, each where it arrived; return how many were compared."""
-    with (folder / "links.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["kind"] in ("model", "control") and row["to"] != but]
+    rows = [row for row in table(folder / "links.csv") if row["kind"] in ("model", "control") and row["to"] != but]
     for count in ("payload_bytes", "message_bytes"):
         found = {
             (labels["peer"], labels.get("device") or labels.get("institution") or "cloud", labels["kind"]): value
@@ -274,10 +269,9 @@ def test_the_demo_is_found_whole_and_agrees_with_its_files(tmp_path: Path) -> No
     port, cloud = free_port(), free_port()
     sizes = ("rounds=20", "links.wan.up_mbit=0.64", "links.wan.down_mbit=0.64")
     with ExitStack() as stack:
-        words = ["run", DEMO, "--runs", tmp_path / "runs", "--metrics", f"127.0.0.1:{cloud}"]
-        words += [word for size in sizes for word in ("--set", size)]
+        words = ["run", DEMO, "--runs", tmp_path / "runs", "--metrics", f"127.0.0.1:{cloud}", *sets(*sizes)]
         prometheus = Prometheus(start_prometheus(stack, tmp_path, port=port, cloud=cloud))
-        lab = start(stack, sys.executable, "-m", "deploy.cli", *words)
+        lab = start(stack, *command(*words))
         until(prometheus.answers, lab)
         until(lambda: len(prometheus.query('count by (device) (fedstrata_round{role="device"})')) == 12, lab)
         homes = {("institution", f"institution-{i}", "") for i in range(3)}

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import csv
 import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
@@ -17,6 +15,7 @@ from typing import Any, Final
 
 import aiomqtt
 import pytest
+from commands import DEMO, PATIENCE_S, command, fedstrata, sets, table
 from PIL import Image
 from safetensors.numpy import load_file
 
@@ -42,8 +41,6 @@ from device.agent import DeviceAgent
 from device.pool.pool import Pool
 from institution.agent import InstitutionAgent
 
-DEMO: Final = Path(__file__).parents[1] / "deploy" / "experiments" / "demo.toml"
-PATIENCE_S: Final = 90.0
 SMALL: Final[dict[str, Any]] = {
     "name": "faults",
     "seed": 5,
@@ -291,16 +288,6 @@ def test_a_device_that_is_wrong_in_three_ways_holds_up_the_lab_until_it_is_right
 # Real processes
 
 
-def command(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-m", "deploy.cli", *map(str, arguments)]
-
-
-def fedstrata(*arguments: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(*arguments), capture_output=True, text=True, timeout=PATIENCE_S, check=False, env={**os.environ, **env}
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(2 * PATIENCE_S)
 def test_a_lab_of_one_host_in_which_one_device_has_no_data_ends_with_4(tmp_path: Path) -> None:
@@ -310,7 +297,7 @@ def test_a_lab_of_one_host_in_which_one_device_has_no_data_ends_with_4(tmp_path:
     file = tmp_path / "own.toml"
     file.write_text(to_toml(of_own_images(tmp_path)))
     path = os.pathsep.join([str(tmp_path), str(DEMO.parents[2])])
-    done = fedstrata("run", file, "--runs", tmp_path / "runs", PYTHONPATH=path)
+    done = fedstrata("run", file, "--runs", tmp_path / "runs", env={"PYTHONPATH": path})
     assert done.returncode == 4
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("fedstrata: device-0: data.root = ") and f"{tmp_path}/device-0" in last
@@ -324,8 +311,7 @@ def test_a_wan_that_is_slower_than_the_lan_ends_no_run(tmp_path: Path) -> None:
         "rounds=2", "topology.institutions=1", "topology.devices=2", "data.dataset=synthetic", "data.classes=10",
         "data.samples=200", "model.name=resnet20", "links.wan={up_mbit=2,down_mbit=2}",
     )  # fmt: skip
-    overrides = [word for pair in pairs for word in ("--set", pair)]
-    done = fedstrata("run", DEMO, "--runs", tmp_path, "--format", "json", *overrides)
+    done = fedstrata("run", DEMO, "--runs", tmp_path, "--format", "json", *sets(*pairs))
     assert done.returncode == 0, done.stderr
     assert [json.loads(line)["event"] for line in done.stdout.splitlines()].count("evaluated") == 2
 
@@ -476,7 +462,6 @@ def test_a_device_whose_large_packets_vanish_costs_a_quorum_its_deadlines(tmp_pa
     with spaces["below"].entered():
         ending.append(lab.devices("device-0"))
     lab.ends(*ending)
-    (table,) = lab.runs.glob("*/devices.csv")
-    with table.open(newline="") as file:
-        did = [(row["device"], row["local_rounds"]) for row in csv.DictReader(file)]
+    (path,) = lab.runs.glob("*/devices.csv")
+    did = [(row["device"], row["local_rounds"]) for row in table(path)]
     assert sorted(did) == [("device-0", "0")] * 3 + [("device-1", "1")] * 3

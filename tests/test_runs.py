@@ -11,21 +11,16 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from typer.testing import CliRunner, Result
+from commands import invoke
 
 from cloud.results import DEVICE_FIELDS, RunFolder, held
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse
-from deploy.cli.main import app
 from deploy.runs.records import COUNTS, PHASES
 from deploy.runs.run import Run, State, find, folders
 
 MakeRun = Callable[..., Path]
 EARLIER: Final = Path(__file__).parent / "recordings" / "run-format-1"  # before global rounds had their name
-
-
-def fedstrata(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, [*map(str, arguments)])
 
 
 def test_a_run_is_read_as_it_was_written(tmp_path: Path, make_run: MakeRun) -> None:
@@ -140,7 +135,7 @@ def test_what_is_damaged_is_named(tmp_path: Path, make_run: MakeRun, name: str, 
     with pytest.raises(InvalidExperiment, match=words) as raised:
         everything()
     assert name in str(raised.value)
-    done = fedstrata("report", path)
+    done = invoke("report", path)
     assert done.exit_code == 4 and name in done.stderr and not (path / "report.html").exists()
 
 
@@ -162,12 +157,12 @@ def test_a_run_is_found_by_its_folder_or_the_beginning_of_its_id(tmp_path: Path,
 def test_runs_are_listed(tmp_path: Path, make_run: MakeRun) -> None:
     first = make_run(tmp_path, {"name": "first", "rounds": 3})
     make_run(tmp_path, {"name": "second", "rounds": 9}, accuracies=(0.25,), last="failed")
-    done = fedstrata("runs", "list", "--runs", tmp_path, "--format", "json")
+    done = invoke("runs", "list", "--runs", tmp_path, "--format", "json")
     rows = {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
     assert rows["first"]["state"] == "finished" and rows["first"]["global_rounds_done"] == 3
     assert (rows["second"]["state"], rows["second"]["global_rounds"], rows["second"]["accuracy"]) == ("failed", 9, 0.25)
     assert rows["first"]["bytes"] == Run(first).totals and rows["first"]["seconds"] == pytest.approx(3 * 1.58)
-    lines = fedstrata("runs", "list", "--runs", tmp_path).stdout.splitlines()
+    lines = invoke("runs", "list", "--runs", tmp_path).stdout.splitlines()
     assert lines[0].split()[:4] == ["run", "name", "started", "state"] and len(lines) == 3
     assert {"failed", "1/9", "0.2500"} <= set(next(line for line in lines if "second" in line).split())
 
@@ -175,16 +170,16 @@ def test_runs_are_listed(tmp_path: Path, make_run: MakeRun) -> None:
 def test_a_damaged_run_is_reported_and_the_others_are_listed(tmp_path: Path, make_run: MakeRun) -> None:
     bad, good = (make_run(tmp_path, {"name": name}) for name in ("bad", "good"))
     (bad / "manifest.json").write_text("{")
-    done = fedstrata("runs", "list", "--runs", tmp_path)
+    done = invoke("runs", "list", "--runs", tmp_path)
     assert done.exit_code == 0 and "good" in done.stdout and str(bad) in done.stderr and good.name[:8] in done.stdout
 
 
 def test_a_run_is_shown(tmp_path: Path, make_run: MakeRun) -> None:
     path = make_run(tmp_path, {"name": "lab", "seed": 5})
-    shown = json.loads(fedstrata("runs", "show", path, "--format", "json").stdout)
+    shown = json.loads(invoke("runs", "show", path, "--format", "json").stdout)
     assert shown["seed"] == 5 and shown["files"]["rounds.csv"] == (path / "rounds.csv").stat().st_size
     assert parse(shown["experiment"]) == parse({"name": "lab", "seed": 5}) and "host" in shown["manifest"]
-    assert "rounds.csv" in fedstrata("runs", "show", path).stdout
+    assert "rounds.csv" in invoke("runs", "show", path).stdout
 
 
 def test_a_run_of_an_earlier_release_is_read() -> None:
@@ -201,7 +196,7 @@ def test_a_run_of_an_earlier_release_is_read() -> None:
 @pytest.mark.parametrize("command", [["report"], ["compare", "--target", "0.7"], ["runs", "show"]])
 def test_the_commands_read_a_run_of_an_earlier_release(command: list[str], tmp_path: Path) -> None:
     words = [*command, EARLIER, *(["--out", tmp_path / "page.html"] if command == ["report"] else [])]
-    result = fedstrata(*words)
+    result = invoke(*words)
     assert result.exit_code == 0, result.output
 
 

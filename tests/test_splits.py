@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from commands import fedstrata
 
 from cloud.evaluator import Beginning, Evaluator
 from common.errors import InvalidExperiment
@@ -20,8 +19,6 @@ from common.experiment.reading import parse, to_toml
 from common.experiment.schema import Experiment
 from common.learning import splits
 from device.training.trainer import Trainer
-
-PATIENCE_S = 90
 
 
 def experiment(*devices: str, **data: Any) -> Experiment:
@@ -110,8 +107,7 @@ def test_a_lab_with_a_device_of_other_data_ends_with_4_and_names_it(tmp_path: Pa
     file = tmp_path / "lab.toml"
     lab = copies(tmp_path / "data", other="device-1")
     file.write_text(to_toml(lab))
-    words = [sys.executable, "-m", "deploy.cli", "run", str(file), "--runs", str(tmp_path / "runs")]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    done = fedstrata("run", file, "--runs", tmp_path / "runs")
     assert done.returncode == 4, done.stderr
     mine, clouds = (splits.split_of(lab, node=node).digest for node in ("device-1", "cloud"))
     said = done.stderr.strip().splitlines()[-1]

@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,8 +17,10 @@ from typing import Any
 
 import aiomqtt
 import pytest
+from commands import DEMO, PATIENCE_S, command, sets
 from hypothesis import given
 from hypothesis import strategies as st
+from null_lab import MODEL_BYTES
 from rich.console import Console
 
 from common.accounting.child_report import ChildReport
@@ -65,10 +66,8 @@ from deploy.watching.runs import HELD_MOST, SETTLE_S, Runs
 from deploy.watching.screens import look
 from deploy.watching.view import View
 
-DEMO = Path(__file__).parents[1] / "deploy" / "experiments" / "demo.toml"
 LAB = "lab"
 RUN = "20260101T000000Z-abcdef"
-PATIENCE_S = 60.0
 MANY = 2**63 - 1
 ALL_MANY = Traffic(*[MANY] * 8, TcpStats(*[MANY] * 11))
 
@@ -995,12 +994,8 @@ def test_a_look_shows_the_present_state(
     assert json.loads(tree)["nodes"]["cloud"]["children"]["institution-1"]["children"]["device-3"]["state"] == "absent"
 
 
-def fedstrata(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-m", "deploy.cli", *map(str, arguments)]
-
-
 def test_where_no_run_is_there_a_look_ends_with_5_and_an_interrupted_watch_with_130(address: BrokerAddress) -> None:
-    watch = fedstrata("watch", "--broker", address)
+    watch = command("watch", "--broker", address)
     done = subprocess.run(
         [*watch, "--once", "--timeout", "0.5"], capture_output=True, text=True, check=False, timeout=60
     )
@@ -1016,13 +1011,12 @@ def test_where_no_run_is_there_a_look_ends_with_5_and_an_interrupted_watch_with_
 def test_a_lab_of_processes_is_watched_to_its_end(address: BrokerAddress, tmp_path: Path) -> None:
     """Its devices are killed in the second global round, and started again."""
     pairs = ("topology.institutions=1", "topology.devices=2", "rounds=3", "institution.rounds=1")
-    overrides = [word for pair in pairs for word in ("--set", pair)]
     names = ("device-0", "device-1")
     with ExitStack() as stack:
 
         def start(*arguments: str | Path, output: int = subprocess.DEVNULL) -> subprocess.Popen[str]:
-            command = fedstrata(*arguments, "--broker", address)
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.DEVNULL, text=True)
+            words = command(*arguments, "--broker", address, null=True)
+            process = subprocess.Popen(words, stdout=output, stderr=subprocess.DEVNULL, text=True)
             stack.enter_context(process)
             stack.callback(process.kill)
             return process
@@ -1031,7 +1025,7 @@ def test_a_lab_of_processes_is_watched_to_its_end(address: BrokerAddress, tmp_pa
             return start("device", "--institution", "institution-0", *(w for name in names for w in ("--name", name)))
 
         watch = start("watch", "--format", "json", output=subprocess.PIPE)
-        start("cloud", DEMO, "--runs", tmp_path, *overrides)
+        start("cloud", DEMO, "--runs", tmp_path, *sets(*pairs))
         start("institution", "--name", "institution-0", "--spool", "none")
         devices = start_devices()
         reported: list[dict[str, Any]] = []
@@ -1062,4 +1056,4 @@ def test_a_lab_of_processes_is_watched_to_its_end(address: BrokerAddress, tmp_pa
     last = reported[-1]
     assert (last["event"], last["state"]) == ("end", "finished")
     assert last["loss"] > 0
-    assert min(last[f"{tier}_{way}_bytes"] for tier in ("wan", "lan") for way in ("up", "down")) > 3 * 39_720
+    assert min(last[f"{tier}_{way}_bytes"] for tier in ("wan", "lan") for way in ("up", "down")) > 3 * MODEL_BYTES

@@ -30,6 +30,7 @@ from deploy.local.network import LabNetwork, Open, one_host, shares
 from deploy.runs.records import PREDICTION
 from device.pool.pool import cores
 
+ROLE: Final = (sys.executable, "-m", "deploy.cli")  # the command of a role's process
 FAREWELL_S: Final = 20.0
 REASON_S: Final = 5.0  # time in which the cloud may end too; its error is reported first, as it names the cause
 POLL_S: Final = 0.2
@@ -135,7 +136,7 @@ class LocalLab:
         threading.Thread(target=self._read_events, daemon=True).start()
 
     def _spawn(self, home: Path, network: LabNetwork, process: str, arguments: list[str]) -> None:
-        command = [sys.executable, "-m", "deploy.cli", *options(), *arguments, "--lab", self._lab]
+        command = [*ROLE, *options(), *arguments, "--lab", self._lab]
         with network.inside(process):
             self._roles[process] = spawn(command, log=home / f"{process}.log", read_output=process == CLOUD)
 

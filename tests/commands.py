@@ -1,0 +1,84 @@
+"""The command `fedstrata` as tests use it, and what its runs leave."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from click.testing import Result
+from typer.testing import CliRunner
+
+from deploy.cli.main import app
+
+EXPERIMENTS: Final = Path(__file__).parents[1] / "deploy" / "experiments"
+DEMO: Final = EXPERIMENTS / "demo.toml"
+NULL_LAB: Final = Path(__file__).with_name("null_lab.py")
+PATIENCE_S: Final = 90
+
+
+def invoke(*arguments: str | Path, env: Mapping[str, str] | None = None) -> Result:
+    """Run a command in this process, for one that starts no role."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env=env)
+
+
+def command(*arguments: str | Path, null: bool = False) -> list[str]:
+    """Return a command for a process of its own; with `null`, one whose roles compute nothing (`null_lab`)."""
+    return [sys.executable, *([str(NULL_LAB)] if null else ["-m", "deploy.cli"]), *map(str, arguments)]
+
+
+def fedstrata(
+    *arguments: str | Path, null: bool = False, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process of its own to its end."""
+    return subprocess.run(
+        command(*arguments, null=null),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+        env={**os.environ, **(env or {})},
+    )
+
+
+def sets(*pairs: str) -> list[str]:
+    """Return the options that override these keys."""
+    return [word for pair in pairs for word in ("--set", pair)]
+
+
+def run_lab(
+    experiment: Path,
+    runs: Path,
+    *pairs: str,
+    flags: Sequence[str] = (),
+    null: bool = False,
+    env: Mapping[str, str] | None = None,
+) -> Path:
+    """Run a whole lab by `fedstrata run`, `pairs` overriding keys, and return the run's folder."""
+    words = ["--runs", runs, "--format", "json", *sets(*pairs), *flags]
+    done = fedstrata("run", experiment, *words, null=null, env=env)
+    assert done.returncode == 0, done.stderr
+    return folder_in(done.stdout)
+
+
+def folder_in(output: str) -> Path:
+    """Return the run's folder from the output of `--format json`."""
+    events = [json.loads(line) for line in output.splitlines()]
+    return Path(next(event["folder"] for event in events if event["event"] == "run"))
+
+
+def tensors(folder: Path) -> bytes:
+    """Return the bytes of the model that a run left, without the header, which has the run's id."""
+    data = (folder / "model.safetensors").read_bytes()
+    return data[8 + int.from_bytes(data[:8], "little") :]
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    """Return the lines of a CSV file."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))

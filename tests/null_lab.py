@@ -1,0 +1,56 @@
+"""The command `fedstrata` with roles that compute nothing, for labs whose subject is not training.
+
+`python tests/null_lab.py run ...` is a whole lab, and so on for each role. Processes, brokers, spools and checkpoints
+are real; devices add noise that is determined by node, round and epochs, so final models can be compared bit for bit.
+No process imports torch, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import cloud.agent
+import device.pool.pool
+from deploy.cli.main import main
+from deploy.local import lab
+from deploy.simulation.hardware import Durations, SimulatedEvaluator, SimulatedHardware, SimulatedPool
+from deploy.simulation.workload import NullWorkload
+
+COMMAND = (sys.executable, str(Path(__file__).resolve()))
+MODEL_BYTES = 40_000
+
+
+class NullPool(SimulatedPool):
+    """The pool of one process of devices."""
+
+    failure = None
+
+    def __init__(self, hardware: SimulatedHardware, **_: object) -> None:
+        super().__init__(hardware)
+
+    async def __aenter__(self) -> NullPool:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+
+def simulate() -> None:
+    """Replace training and evaluation in this process, and the command of the roles that it starts."""
+    durations = Durations(boot_s=0.05, train_s=0.01, evaluate_s=0.01)
+    hardware = SimulatedHardware(NullWorkload(MODEL_BYTES), durations, seed=1)
+    agent = cloud.agent.CloudAgent
+    setattr(cloud.agent, "CloudAgent", partial(agent, evaluator=lambda *_: SimulatedEvaluator(hardware)))  # noqa: B010
+    setattr(device.pool.pool, "Pool", partial(NullPool, hardware))  # noqa: B010
+    setattr(lab, "ROLE", COMMAND)  # noqa: B010
+
+
+if __name__ == "__main__":
+    simulate()
+    main()
