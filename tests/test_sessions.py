@@ -814,6 +814,22 @@ def test_a_farewell_is_repeated_until_it_is_answered() -> None:
     assert link.sent_model_payload == link.received_model_payload == manifest_of(model_of(0)).size
 
 
+def test_a_reply_to_the_last_report_is_not_counted() -> None:
+    """The report cannot include it, and links.csv is made of reports."""
+    lab = Lab(names_of(1))
+    lab.round()
+    child, session = lab.children["device-0"], lab.parent.session.identity.session
+
+    def counted() -> int:
+        return child.session.counters.traffic(PARENT).received_control_message
+
+    before = counted()
+    inject(child, PARENT, session, Goodbye())
+    assert counted() == before
+    inject(child, PARENT, session, Acknowledgement(Key(0, 0, 0), ""))
+    assert counted() > before
+
+
 def test_a_farewell_outlives_a_broker_that_restarts() -> None:
     lab = Lab(names_of(1))
     lab.rest(1.0)

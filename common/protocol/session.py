@@ -29,6 +29,8 @@ from common.protocol.messages import (
     Ask,
     Failure,
     Gone,
+    Goodbye,
+    Message,
     NodeState,
     Presence,
     Probe,
@@ -294,8 +296,7 @@ class Session(Side):
             return
         else:
             self._lives(sender, session, now)
-        size, model = packet_bytes(text, len(body), qos=qos_of(message)), inline_bytes(message)
-        self.counters.add(sender, "received", message=size, model=model, control=len(body) - model)
+        self._count_message(sender, text, body, message)
         self.receiver.note_arrival(now)
         if isinstance(message, Ask):
             if not self._asks.receive(sender, message):
@@ -306,6 +307,12 @@ class Session(Side):
             self._events.append(ProbeReceived(sender, message))
         elif not isinstance(message, WhoIsThere | Alive):
             self._message(sender, session, message, now)
+
+    def _count_message(self, sender: str, text: str, body: bytes, message: Message) -> None:
+        """Count a message, but for a Goodbye: it answers the last count of this end, which cannot include it."""
+        if not isinstance(message, Goodbye):
+            size, model = packet_bytes(text, len(body), qos=qos_of(message)), inline_bytes(message)
+            self.counters.add(sender, "received", message=size, model=model, control=len(body) - model)
 
     def _take_answer(self, sender: str, session: str, answer: Alive, now: float) -> bool:
         """Handle a proof of life; return whether it was asked for."""
