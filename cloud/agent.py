@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from cloud.evaluator import Accuracy, Beginning, Evaluator
-from cloud.global_rounds import LABELS, PHASES, Observe
+from cloud.global_rounds import LABELS
 from cloud.results import RunFolder
 from cloud.run import CloudRun, tier_bytes
 from common.errors import FedstrataError
@@ -20,7 +20,9 @@ from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
 from common.protocol.messages import Announcement, NodeState
 from common.protocol.targets import ADDRESS
+from common.protocol.timeline import GLOBAL_PHASES
 from common.protocol.topics import DEFAULT_LAB, check_lab
+from common.runtime.children import Observe
 from common.runtime.exports import export_parent
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
@@ -100,7 +102,7 @@ class CloudAgent:
         export_parent(self._metrics, down, LABELS)
         facts = {"run": self._folder.run, "experiment": experiment.name, "digest": experiment.digest}
         facts["algorithm"] = experiment.cloud.aggregation.name
-        self._metrics.introduce(LABELS, facts, phases=PHASES)
+        self._metrics.introduce(LABELS, facts, phases=GLOBAL_PHASES)
         devices = experiment.topology.children()
 
         def targets(asked: str) -> list[dict[str, object]]:

@@ -21,18 +21,15 @@ from common.experiment.topology import CLOUD
 from common.host.offload import offload
 from common.metrics import Metrics
 from common.model.layout import ModelLayout, Row
-from common.protocol import timeline
 from common.protocol.reports import plans_of
 from common.randomness import Purpose, generator
-from common.runtime.children import Children
+from common.runtime.children import Children, Observe
 from common.runtime.round import ClosedRound
 
 LABELS: Final = ("cloud", "", "")
-PHASES: Final = ("record", *timeline.PHASES, "aggregate", "evaluate")
 LINKS_S: Final = 5.0  # between two writes of links.csv without a checkpoint
 SPREAD_MOST: Final = 0.37  # measured on digits; up to 0.15 was healthy
 
-Observe = Callable[[str, dict[str, object]], None]
 Evaluate = Callable[[int, Row], Awaitable[Accuracy]]
 
 

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from cloud import checkpoint
-from cloud.global_rounds import Evaluate, GlobalRounds, Observe
+from cloud.global_rounds import Evaluate, GlobalRounds
 from cloud.results import RunFolder
 from common.accounting.ledger import Ledger
 from common.aggregation import aggregator
@@ -15,7 +15,7 @@ from common.experiment import lint
 from common.experiment.topology import CLOUD
 from common.metrics import Metrics
 from common.model.layout import ModelLayout, Row
-from common.runtime.children import Children
+from common.runtime.children import Children, Observe
 from common.storage.spool import Spool
 
 

@@ -21,7 +21,8 @@ from common.experiment.rounds import EpochControl
 from common.protocol.messages import Announcement, Presence
 from common.protocol.outbox import QOS_0
 from common.protocol.serialization import KINDS, VERSION
-from deploy.runs.records import COUNTS, PHASES
+from common.protocol.timeline import GLOBAL_PHASES
+from deploy.runs.records import COUNTS
 from docs.tools import experiment, metrics_table, sketches
 from docs.tools.drawing import PICTURES
 from docs.tools.manual import manual
@@ -122,7 +123,7 @@ def test_the_messages_of_the_protocol_are_the_codes() -> None:
 
 def test_each_column_of_a_runs_tables_is_described() -> None:
     page = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
-    columns = {*links.FIELDS, *DEVICE_FIELDS, *(f"{phase}_s" for phase in PHASES), *COUNTS}
+    columns = {*links.FIELDS, *DEVICE_FIELDS, *(f"{phase}_s" for phase in GLOBAL_PHASES), *COUNTS}
     assert [column for column in columns if f"`{column}`" not in page] == []
 
 

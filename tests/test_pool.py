@@ -22,7 +22,7 @@ from common.experiment import reading, schema
 from common.learning import datasets, models
 from common.model.layout import ModelLayout, Row, Section
 from device.accelerators import choose, may_have_gpu
-from device.jobs import Cancelled, HostedDevice, Job, LocalResult, Prepared
+from device.jobs import Cancelled, HostedDevice, Job, LocalResult, Order, Prepared
 from device.pool.executors import Thread
 from device.pool.pool import Member, Pool
 from device.pool.worker_process import Worker
@@ -452,6 +452,25 @@ def test_what_is_wrong_with_an_experiment_is_reported_whole(lab: Lab) -> None:
     with pytest.raises(InvalidExperiment, match=r"model\.name = 'lenet5'.*Use") as caught:
         lab.do(lab.member("device-0").prepare(experiment("lenet5")))
     assert caught.value.exit_code == 4 and len(caught.value.parts) == 4
+
+
+def test_what_cannot_be_trained_fails_with_its_parts_and_spares_the_worker(lab: Lab) -> None:
+    what = experiment()
+    before = lab.pids()
+
+    async def play(node: str) -> None:
+        job = Job(
+            device=HostedDevice(what, what.digest, node),
+            place=0,
+            order=Order(initial(what), initial(what), 1, 0, lambda *_: None, threading.Event()),
+        )
+        await lab.pool.submit(job)
+
+    with pytest.raises(InvalidExperiment, match="device-9") as caught:
+        lab.do(play("device-9"))
+    assert len(caught.value.parts) == 4
+    lab.do(play("device-1"))
+    assert lab.pids() == before
 
 
 def test_workers_hear_no_interrupt_of_the_terminal(lab: Lab) -> None:

@@ -21,7 +21,6 @@ from safetensors.numpy import load_file
 
 from cloud.agent import CloudAgent
 from cloud.evaluator import Accuracy, Beginning
-from cloud.global_rounds import Observe
 from cloud.results import RunFolder
 from common.accounting.traffic import Traffic
 from common.errors import InvalidExperiment, NoProgress, WireError
@@ -34,6 +33,7 @@ from common.model.layout import Row
 from common.net.address import BrokerAddress
 from common.protocol import participant, receiver, serialization, topics
 from common.protocol.messages import Acknowledgement, Key, Message, NodeState, Phase, Presence, Progress, Task
+from common.runtime.children import Observe
 from deploy.brokers import broker
 from deploy.brokers.broker import BrokerProcess
 from deploy.local.namespaces import Namespace, VethPair, joined

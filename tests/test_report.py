@@ -22,6 +22,7 @@ from typer.testing import CliRunner, Result
 
 from cloud.results import RunFolder
 from common.experiment.reading import parse
+from common.protocol.timeline import GLOBAL_PHASES
 from deploy.cli.main import app
 from deploy.console.tabular import THIN, html
 from deploy.local import direct
@@ -30,7 +31,7 @@ from deploy.report.figures import COLOURS
 from deploy.report.maps import Rates, epochs, topology
 from deploy.report.page import compose
 from deploy.report.raster import png
-from deploy.runs.records import COUNTS, PHASES
+from deploy.runs.records import COUNTS
 from deploy.runs.run import Run
 
 MakeRun = Callable[..., Path]
@@ -157,7 +158,7 @@ def test_phases_add_up_to_the_global_rounds(played: list[Path]) -> None:
             assert row.seconds == pytest.approx(passed, rel=0.01)
         rows = {row[0]: row for row in read(compose([run])[0].html("t")).tables["Seconds by phase"][1:]}
         total = number(rows["sum of the phases"][1])
-        assert total == pytest.approx(sum(number(rows[phase][1]) for phase in PHASES), abs=0.004)
+        assert total == pytest.approx(sum(number(rows[phase][1]) for phase in GLOBAL_PHASES), abs=0.004)
         assert total == pytest.approx(number(rows["elapsed"][1]), rel=0.01)
 
 

@@ -16,7 +16,8 @@ from commands import invoke
 from cloud.results import DEVICE_FIELDS, RunFolder, held
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse
-from deploy.runs.records import COUNTS, PHASES
+from common.protocol.timeline import GLOBAL_PHASES
+from deploy.runs.records import COUNTS
 from deploy.runs.run import Run, State, find, folders
 
 MakeRun = Callable[..., Path]
@@ -29,7 +30,7 @@ def test_a_run_is_read_as_it_was_written(tmp_path: Path, make_run: MakeRun) -> N
     assert [row.accuracy for row in run.rounds] == [0.5, 0.75, 0.9] and run.accuracy == 0.9
     assert run.totals == dict(zip(COUNTS, (3_000_009, 6_000_015, 90_000_021, 120_000_027), strict=True))
     assert [row.epochs for row in run.rounds] == [{"institution-0": n} for n in (1, 2, 3)]
-    assert set(run.rounds[0].phases) == set(PHASES) and run.rounds[0].seconds == pytest.approx(1.58)
+    assert set(run.rounds[0].phases) == set(GLOBAL_PHASES) and run.rounds[0].seconds == pytest.approx(1.58)
     assert run.children == {"institution-0": ["device-0"]}
     assert run.links == [] and run.devices == [] and run.partition is None and run.prediction is None
 

@@ -86,11 +86,14 @@ def test_folders_have_no_split_and_nothing_to_compare(tmp_path: Path) -> None:
 
 
 def begin(lab: Experiment, folder: Path) -> Beginning:
-    evaluator = Evaluator(lab, folder)
-    try:
-        return asyncio.run(evaluator.start())
-    finally:
-        evaluator.close()
+    async def play() -> Beginning:
+        evaluator = Evaluator(lab, folder)
+        try:
+            return await evaluator.start()
+        finally:
+            evaluator.close()
+
+    return asyncio.run(play())
 
 
 def test_the_evaluator_leaves_the_split_and_reports_its_digest(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 import zstandard
 
 from common.errors import RefusedModel, WireError
-from common.experiment.codecs import DELTA, FORMS, UP, ZSTD
+from common.experiment.codecs import DELTA, UP, ZSTD
 from common.model.layout import ModelLayout, Row
 from common.model.quantizers import PIECE_BYTES, PIECE_COLUMNS, Brain, Bytes, Form, Half, Piece, Planes, Scaled
 
@@ -30,7 +30,7 @@ ZSTD_LEVEL: Final = 1  # level 3 takes twice the time for the same bytes: after 
 ZSTD_PIECE_BYTES: Final = 131_072
 ZSTD_WINDOW_BYTES: Final = 8_388_608  # limit of a receiver's memory; level 1 uses 512 kB
 
-_FORMS: Final[dict[str, Form]] = dict(zip(FORMS, (Planes(), Half(), Brain(), Scaled()), strict=True))
+_FORMS: Final[dict[str, Form]] = {"fp32": Planes(), "fp16": Half(), "bf16": Brain(), "int8": Scaled()}
 
 
 class Codec(Protocol):
@@ -255,7 +255,7 @@ def _entry_at(layout: ModelLayout, piece: Piece) -> str:
 
 
 def _build(name: str) -> Codec:
-    form = next(part for part in name.split("+") if part in FORMS)
+    form = next(part for part in name.split("+") if part in _FORMS)
     return Packed(form, delta=name.startswith(DELTA), zstd=name.endswith(ZSTD))
 
 

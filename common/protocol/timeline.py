@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 PHASES: Final = ("dispatch", "train", "wait", "collect")
+GLOBAL_PHASES: Final = ("record", *PHASES, "aggregate", "evaluate")  # in order; they add up to a global round
 
 
 @dataclass(slots=True)

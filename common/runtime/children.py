@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from common.accounting.ledger import Ledger
 from common.experiment.rounds import Closing
@@ -11,6 +11,8 @@ from common.model.layout import Row
 from common.runtime.arriving import Arriving
 from common.runtime.round import ClosedRound
 from common.runtime.world import nothing
+
+Observe: TypeAlias = Callable[[str, dict[str, object]], None]  # takes an event: its name, and facts that JSON can hold
 
 
 class Children(Protocol):

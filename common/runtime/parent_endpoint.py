@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from common.accounting.ledger import Ledger
 from common.aggregation.uploads import Uploads
@@ -36,6 +36,7 @@ from common.protocol.session_events import NoiseFetched, ProbeReceived
 from common.runtime.arriving import Arriving
 from common.runtime.broker_statistics import BrokerStatistics
 from common.runtime.calibration import Probes, measure_all
+from common.runtime.children import Observe
 from common.runtime.endpoint import Endpoint
 from common.runtime.models import Models
 from common.runtime.round import ClosedRound
@@ -48,8 +49,6 @@ REMIND_FIRST_S: Final = 5.0  # before the first log line about missing children 
 REMIND_S: Final = 60.0
 LOOK_S: Final = 1.0
 REPEAT_END_S: Final = 2.0  # before the end of the run is sent again to children that have not sent their farewell
-
-Observe: TypeAlias = Callable[[str, dict[str, object]], None]
 
 
 class ParentEndpoint(Endpoint):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -16,7 +16,9 @@ from rich.text import Text
 from deploy.console.logs import as_json, write_line
 from deploy.console.tabular import size
 
-Observe = Callable[[str, dict[str, object]], None]
+if TYPE_CHECKING:
+    from common.runtime.children import Observe
+
 TIERS = ("wan", "lan")
 
 

@@ -28,7 +28,7 @@ from common.protocol.messages import Key, Phase, Result, Task
 from common.protocol.reports import check_report
 from common.protocol.timeline import Timeline
 from common.runtime.arriving import Arriving
-from common.runtime.parent_endpoint import Observe
+from common.runtime.children import Observe
 from common.runtime.round import ClosedRound
 from common.runtime.work import Work
 from common.runtime.world import new_session, nothing

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from cloud.evaluator import Accuracy
-from cloud.global_rounds import Observe
 from cloud.results import DIRECT, RunFolder
 from cloud.run import CloudRun
 from common.errors import FedstrataError
@@ -29,6 +28,7 @@ from common.metrics import Metrics
 from common.model.layout import Row
 from common.protocol.messages import Phase, Task
 from common.runtime.arriving import Arriving
+from common.runtime.children import Observe
 from common.runtime.work import Report, Work, WorkResult
 from common.storage.spool import Spool
 from deploy.local.calls import Calls, Clock

@@ -23,9 +23,10 @@ from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.host.processes import interruptible, spawn, stop_all
 from common.protocol.topics import DEFAULT_LAB
+from common.runtime.children import Observe
 from common.runtime.lifecycle import UNEXPECTED
 from deploy.console.logs import message_of, options, write_line
-from deploy.console.progress import Observe, show
+from deploy.console.progress import show
 from deploy.local.network import LabNetwork, Open, one_host, shares
 from deploy.runs.records import PREDICTION
 from device.pool.pool import cores

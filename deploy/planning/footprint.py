@@ -63,7 +63,7 @@ def memory_of(lab: PlannedLab, *, data_bytes: int, devices: int) -> dict[str, in
     institutions = sum(branch.count for branch in lab.branches)
     return {
         "cloud": AGENT_BYTES + _parent(institutions, row, transfer),
-        "evaluator": TORCH_BYTES + data_bytes + 3 * row,
+        "evaluator": TORCH_BYTES + data_bytes + 4 * row,  # in shared memory, initial, weights, one tensor's copy
         "institution": AGENT_BYTES + _parent(selected, row, transfer),
         "device": TORCH_BYTES + data_bytes + devices * 5 * row,  # received, result, weights, gradients, momentum
         "cloud_broker": _broker(institutions, row, transfer),

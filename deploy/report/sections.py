@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from common.protocol.timeline import GLOBAL_PHASES
 from deploy.console.tabular import Column, Table
 from deploy.report import charts, maps
 from deploy.report.charts import Axis
@@ -13,7 +14,7 @@ from deploy.report.compare import distinguishing_labels, flat
 from deploy.report.figures import Figure
 from deploy.report.link_sections import bytes_axis, file_name
 from deploy.report.partition_picture import figure as partition_figure
-from deploy.runs.records import PHASES, TIERS, Event
+from deploy.runs.records import TIERS, Event
 from deploy.runs.run import Run
 
 EVENTS_MOST: Final = 200
@@ -92,16 +93,16 @@ def budget(runs: Sequence[Run], names: Sequence[str]) -> Figure:
     rows: dict[str, list[float]] = {}
     for run, name in zip(runs, names, strict=True):
         count = max(len(run.rounds), 1)
-        rows[name] = [sum(row.phases[phase] for row in run.rounds) / count for phase in PHASES]
+        rows[name] = [sum(row.phases[phase] for row in run.rounds) / count for phase in GLOBAL_PHASES]
         if run.prediction is not None:
-            rows[f"{name}, predicted"] = [run.prediction.seconds.get(phase, 0.0) for phase in PHASES]
+            rows[f"{name}, predicted"] = [run.prediction.seconds.get(phase, 0.0) for phase in GLOBAL_PHASES]
     title = "Seconds of a global round, mean"
     return charts.bars("budget", title, _PHASE_PARTS, rows, axis=Axis("seconds of a global round", "s"))
 
 
 def budgets(run: Run) -> Figure:
     """Return a figure of the phases of each global round."""
-    values = [[row.phases[phase] for phase in PHASES] for row in run.rounds]
+    values = [[row.phases[phase] for phase in GLOBAL_PHASES] for row in run.rounds]
     name, title = file_name("seconds", run), f"Seconds of each global round, {run.id.rpartition('-')[2]}"
     return charts.columns(name, title, _PHASE_PARTS, values, x="global round", axis=Axis("seconds", "s"))
 
@@ -113,7 +114,7 @@ def phases(runs: Sequence[Run], names: Sequence[str]) -> Table:
     """
     columns, cells = [Column("phase", text=True)], list[Mapping[str, float]]()
     for run, name in zip(runs, names, strict=True):
-        totals: dict[str, float] = {phase: sum(row.phases[phase] for row in run.rounds) for phase in PHASES}
+        totals: dict[str, float] = {phase: sum(row.phases[phase] for row in run.rounds) for phase in GLOBAL_PHASES}
         totals |= {_SUM: sum(totals.values()), _ELAPSED: run.seconds}
         if len(runs) == 1:
             columns += [Column("total", "s", 3), Column("share", "%")]
@@ -121,10 +122,12 @@ def phases(runs: Sequence[Run], names: Sequence[str]) -> Table:
         columns.append(Column(name if len(runs) > 1 else "a global round", "s", 4))
         cells.append({phase: total / max(len(run.rounds), 1) for phase, total in totals.items()})
         if run.prediction is not None:
-            predicted = {phase: run.prediction.seconds[phase] for phase in PHASES if phase in run.prediction.seconds}
+            predicted = {
+                phase: run.prediction.seconds[phase] for phase in GLOBAL_PHASES if phase in run.prediction.seconds
+            }
             columns.append(Column(f"{name}, predicted" if len(runs) > 1 else "predicted", "s", 4))
             cells.append(predicted | {_SUM: sum(predicted.values())})
-    rows = [[phase, *(found.get(phase) for found in cells)] for phase in (*PHASES, _SUM, _ELAPSED)]
+    rows = [[phase, *(found.get(phase) for found in cells)] for phase in (*GLOBAL_PHASES, _SUM, _ELAPSED)]
     return Table("phases", "Seconds by phase" if len(runs) == 1 else "Seconds of a global round, mean", columns, rows)
 
 
@@ -186,7 +189,7 @@ def global_rounds(run: Run) -> Table:
     """Return a table of the rows of rounds.csv."""
     columns = [Column("global round"), Column("time", "s", 3), Column("test accuracy", digits=4),
                Column("test loss", digits=4), Column("training loss", digits=4),
-               *(Column(phase, "s", 4) for phase in PHASES), Column("SGD steps"), Column("critical path"),
+               *(Column(phase, "s", 4) for phase in GLOBAL_PHASES), Column("SGD steps"), Column("critical path"),
                *(Column(name) for name in _BYTE_NAMES), Column("missing", text=True)]  # fmt: skip
     rows = [
         (r.number, r.elapsed_s, r.accuracy, r.loss, r.train_loss, *r.phases.values(), r.sgd_steps, r.path_steps,
@@ -211,7 +214,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
 _SHOWN_FACTS: Final = {"run": ("done", "global_rounds"), "finished": ("global_round", "elapsed_s", "accuracy", "loss")}
 _BYTE_NAMES: Final = ("WAN up", "WAN down", "LAN up", "LAN down")
 _SUM, _ELAPSED = "sum of the phases", "elapsed"
-_PHASE_PARTS: Final = [(f"fill-{phase}", phase) for phase in PHASES]
+_PHASE_PARTS: Final = [(f"fill-{phase}", phase) for phase in GLOBAL_PHASES]
 
 
 def _is_shown(event: Event) -> bool:

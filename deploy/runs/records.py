@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from common.accounting.child_report import EARLIER_PATHS
-from common.protocol.timeline import PHASES as ROUND_PHASES
+from common.protocol.timeline import GLOBAL_PHASES
 
 _T = TypeVar("_T")
 
 PREDICTION: Final = "prediction.json"  # in a run's folder, if a prediction was made
-PHASES: Final = ("record", *ROUND_PHASES, "aggregate", "evaluate")  # in order; they add up to a global round
 TIERS: Final = ("wan", "lan")
 COUNTS: Final = tuple(f"{tier}_{way}_bytes" for tier in TIERS for way in ("up", "down"))
 RENAMED: Final = {"round": "global_round", "iteration": "global_round", "iterations": "global_rounds"}  # format 1
@@ -114,7 +113,7 @@ def read_round(row: Mapping[str, str]) -> GlobalRoundRecord:
         accuracy=_maybe(row["accuracy"]),
         loss=_maybe(row["loss"]),
         train_loss=_maybe(row["train_loss"]),
-        phases={phase: number(row[f"{phase}_s"]) for phase in PHASES},
+        phases={phase: number(row[f"{phase}_s"]) for phase in GLOBAL_PHASES},
         sgd_steps=int(row["sgd_steps"]),
         path_steps=int(row["path_steps"]),
         bytes_={name: int(row[name]) for name in COUNTS},

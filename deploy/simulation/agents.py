@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from cloud.agent import CloudAgent
-from cloud.global_rounds import Observe
 from cloud.results import RunFolder
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.metrics import Metrics
 from common.net.address import BrokerAddress
+from common.runtime.children import Observe
 from deploy.simulation.hardware import SimulatedEvaluator, SimulatedHardware, SimulatedPool
 from deploy.simulation.world import SimulatedWorld
 from device.agent import DeviceAgent

@@ -17,10 +17,10 @@ from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Final
 
-from cloud.global_rounds import Observe
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.metrics import Metrics
+from common.runtime.children import Observe
 from deploy.simulation.agents import BROKER, AgentFactory, ignore
 from deploy.simulation.broker import SimulatedBroker
 from deploy.simulation.hardware import Durations, SimulatedHardware
