@@ -84,7 +84,7 @@ def curves(
 
 def stroke(i: int) -> str:
     """Return the CSS classes of the i-th line."""
-    return f"stroke-s{i % SERIES} dash-{i // SERIES % len(DASHES)}"
+    return f"stroke-s{i % SERIES} dash-{i % len(DASHES)}"
 
 
 def bars(

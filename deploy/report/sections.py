@@ -96,14 +96,14 @@ def budget(runs: Sequence[Run], names: Sequence[str]) -> Figure:
         if run.prediction is not None:
             rows[f"{name}, predicted"] = [run.prediction.seconds.get(phase, 0.0) for phase in PHASES]
     title = "Seconds of a global round, mean"
-    return charts.bars("budget", title, _PHASE_PARTS, rows, axis=Axis("seconds of a global round", "s"))
+    return charts.bars("budget", title, _PHASE_PARTS, rows, axis=Axis("time of a global round", "s"))
 
 
 def budgets(run: Run) -> Figure:
     """Return a figure of the phases of each global round."""
     values = [[row.phases[phase] for phase in PHASES] for row in run.rounds]
     name, title = file_name("seconds", run), f"Seconds of each global round, {run.id.rpartition('-')[2]}"
-    return charts.columns(name, title, _PHASE_PARTS, values, x="global round", axis=Axis("seconds", "s"))
+    return charts.columns(name, title, _PHASE_PARTS, values, x="global round", axis=SECONDS_AXIS)
 
 
 def phases(runs: Sequence[Run], names: Sequence[str]) -> Table:
