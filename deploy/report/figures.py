@@ -1,7 +1,4 @@
-"""Figures as SVG elements coloured by CSS classes, so that a page, an SVG file and a PNG look the same.
-
-The elements are those that `deploy.report.raster` can draw: rect, path with M and L, circle, text.
-"""
+"""Figures as SVG elements coloured by CSS classes, so that they follow a page's light or dark colours."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from deploy.runs.run import Run
 
 EVENTS_MOST: Final = 200
 PERCENT: Final = Axis("test accuracy", "%", 100.0)
+GLOBAL_ROUND: Final = Axis("global round")
 SECONDS_AXIS: Final = Axis("time", "s")
 
 ACCURACY: Final = (
@@ -77,7 +78,7 @@ def accuracy(runs: Sequence[Run], names: Sequence[str]) -> list[Figure]:
             over[key][name] = line
     targets = {run.tree.get("target_accuracy") for run in runs}
     target = targets.pop() if len(targets) == 1 else None
-    axes = {"rounds": Axis("global round"), "seconds": SECONDS_AXIS}
+    axes = {"rounds": GLOBAL_ROUND, "seconds": SECONDS_AXIS}
     axes |= {tier: bytes_axis(f"{tier.upper()} bytes", over[tier]) for tier in TIERS}
     titles = {"rounds": "Accuracy over global rounds", "seconds": "Accuracy over time"}
     titles |= {tier: f"Accuracy over {tier.upper()} bytes" for tier in TIERS}
@@ -103,7 +104,7 @@ def budgets(run: Run) -> Figure:
     """Return a figure of the phases of each global round."""
     values = [[row.phases[phase] for phase in PHASES] for row in run.rounds]
     name, title = file_name("seconds", run), f"Seconds of each global round, {run.id.rpartition('-')[2]}"
-    return charts.columns(name, title, _PHASE_PARTS, values, x="global round", axis=SECONDS_AXIS)
+    return charts.columns(name, title, _PHASE_PARTS, values, x=GLOBAL_ROUND, axis=SECONDS_AXIS)
 
 
 def phases(runs: Sequence[Run], names: Sequence[str]) -> Table:
