@@ -298,6 +298,14 @@ def test_without_matplotlib_there_is_a_page_and_one_line(
     assert fedstrata("report", path, "--figure-formats", "gif").exit_code == 2
 
 
+def test_the_option_that_names_no_writable_place_is_reported(tmp_path: Path, make_run: MakeRun) -> None:
+    path, file = make_run(tmp_path, LAB), tmp_path / "file"
+    file.touch()
+    for option, place in (("--figures", file), ("--out", tmp_path / "no" / "r.html")):
+        done = fedstrata("report", path, option, place)
+        assert done.exit_code == 4 and f"{option} = '{place}': " in done.stderr
+
+
 AXIS = charts.Axis("x")
 
 

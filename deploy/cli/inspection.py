@@ -49,14 +49,14 @@ def report(
         found = list(_runs(names, runs))
         page, title = compose(found)
         file = out or found[0].path / "report.html"
-        written = [file]
+        key, place, written = "--out", file, [file]
         try:
             file.write_text(page.html(title), encoding="utf-8")
             if figures is not None:
+                key, place = "--figures", figures
                 written += _export(page, figures, kinds)
         except OSError as error:
-            key, where = ("--figures", figures) if written[1:] else ("--out", file)
-            raise InvalidExperiment(key, str(where), error.strerror or str(error), "Name a writable place.") from None
+            raise InvalidExperiment(key, str(place), error.strerror or str(error), "Name a writable place.") from None
         if output == "json":
             typer.echo(
                 json.dumps({"report": str(file), "runs": [run.id for run in found], "files": list(map(str, written))})
