@@ -7,30 +7,32 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from commands import invoke
 from hypothesis import example, given
 from hypothesis import strategies as st
-from typer.testing import CliRunner, Result
+from PIL import Image, ImageColor
 
 from cloud.results import RunFolder
 from common.experiment.reading import parse
 from common.protocol.timeline import GLOBAL_PHASES
-from deploy.cli.main import app
 from deploy.console.tabular import THIN, html
 from deploy.local import direct
 from deploy.report import charts
-from deploy.report.figures import COLOURS
+from deploy.report.figures import COLOURS, Figure
 from deploy.report.maps import Rates, epochs, topology
 from deploy.report.page import compose
-from deploy.report.raster import png
+from deploy.report.paper import render
 from deploy.runs.records import COUNTS
 from deploy.runs.run import Run
 
@@ -43,13 +45,9 @@ LAB: dict[str, Any] = {
     "model": {"name": "mlp_digits"},
     "links": {"wan": {"up_mbit": 10.0, "down_mbit": 20.0}, "lan": "lan-100mbit"},
 }  # fmt: skip
-HOSTILE = "</style><script>alert(1)</script><img src=x onerror=alert(1)>\x00\u202e]]>&amp;'\""
+HOSTILE = "</style><script>alert(1)</script><img src=x onerror=alert(1)>\x00\u202e]]>&amp;'\"$_{$"
 VOID = {"meta"}
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-
-
-def fedstrata(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, [*map(str, arguments)])
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +194,7 @@ def hostile(path: Path) -> Path:
 def test_what_files_say_is_text_never_markup(tmp_path: Path, make_run: MakeRun) -> None:
     path = hostile(make_run(tmp_path, LAB, last=""))
     (path / "experiment.toml").write_text(f"{(path / 'experiment.toml').read_text()}# {HOSTILE}\n".replace("\x00", ""))
-    done = fedstrata("report", path, "--figures", tmp_path / "figures")
+    done = invoke("report", path, "--figures", tmp_path / "figures")
     assert done.exit_code == 0, done.output
     text = (path / "report.html").read_text(encoding="utf-8")
     tree = read(text)
@@ -242,46 +240,100 @@ def test_predictions_stand_beside_what_was_measured(played: list[Path], tmp_path
 
 
 def test_several_runs_are_laid_over_each_other_and_compared(played: list[Path], tmp_path: Path) -> None:
-    done = fedstrata("report", *played, "--out", tmp_path / "all.html", "--figures", tmp_path, "--format", "json")
+    done = invoke("report", *played, "--out", tmp_path / "all.html", "--figures", tmp_path, "--format", "json")
     facts = json.loads(done.stdout)
     assert facts["report"] == str(tmp_path / "all.html") and all(Path(file).is_file() for file in facts["files"])
     assert len(set(facts["files"])) == len(facts["files"])
     with (tmp_path / "accuracy-rounds.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len({row["run"] for row in rows}) == 4 and len(rows) == 12
-    table = fedstrata("compare", *played, "--target", "0.05").stdout.splitlines()
+    table = invoke("compare", *played, "--target", "0.05").stdout.splitlines()
     assert table[0].split()[:2] == ["experiment", "reached"]
     assert [line.split()[0] for line in table[1:]] == [
         f"cloud.epoch_control.name={name}" for name in ("fixed", "tempo")
     ]
     assert all("2/2" in line for line in table[1:])
-    never = fedstrata("compare", *played)  # the experiments' own target
+    never = invoke("compare", *played)  # the experiments' own target
     assert never.exit_code == 0
 
 
 def test_figures_are_files_too(played: list[Path], tmp_path: Path) -> None:
-    from PIL import Image
-
-    assert fedstrata("report", played[0], "--figures", tmp_path, "--out", tmp_path / "r.html").exit_code == 0
-    for file in tmp_path.glob("*.svg"):
-        svg = ElementTree.fromstring(file.read_text(encoding="utf-8"))
-        with Image.open(file.with_suffix(".png")) as picture:
-            assert picture.size == tuple(-(-2 * float(svg.attrib[side]) // 1) for side in ("width", "height"))
-            assert picture.getpixel((0, 0)) == (255, 255, 255) and len(picture.getcolors(1 << 20) or ()) > 5
-    latex = (tmp_path / "phases.tex").read_text()
+    for folder in ("one", "again"):
+        options = ("--figures", tmp_path / folder, "--figure-formats", "pdf, png,svg", "--out", tmp_path / "r.html")
+        assert invoke("report", played[0], *options).exit_code == 0
+    files = {file.name: file.read_bytes() for file in (tmp_path / "one").iterdir()}
+    assert files == {file.name: file.read_bytes() for file in (tmp_path / "again").iterdir()}
+    names = {name.partition(".")[0] for name in files if name.endswith(".png")}
+    assert {name.partition("-")[0] for name in names} == {
+        "accuracy", "budget", "bytes", "epochs", "partition", "seconds", "topology"
+    }  # fmt: skip
+    for name in names:
+        assert ElementTree.fromstring(files[f"{name}.svg"].decode()).tag.endswith("svg")
+        pdf = files[f"{name}.pdf"]
+        assert pdf.startswith(b"%PDF") and b"/FontFile2" in pdf and b"/Type3" not in pdf and b"CreationDate" not in pdf
+        with Image.open(BytesIO(files[f"{name}.png"])) as picture:
+            assert name.partition("-")[0] in ("epochs", "partition", "topology") or picture.width == 3.5 * 300
+            assert len(picture.getcolors(1 << 20) or ()) > 5
+    latex = (tmp_path / "one" / "phases.tex").read_text()
     assert latex.startswith("\\begin{tabular}") and "train & $" in latex
 
 
+def test_without_matplotlib_there_is_a_page_and_one_line(
+    tmp_path: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_run(tmp_path, LAB)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "deploy.report.paper")
+    assert invoke("report", path).exit_code == 0
+    done = invoke("report", path, "--figures", tmp_path / "figures")
+    assert done.exit_code == 4 and not (tmp_path / "figures").exists()
+    assert done.stderr.splitlines() == [
+        f"fedstrata: --figures = '{tmp_path / 'figures'}': needs matplotlib, which is missing."
+        " Install it: pip install 'fedstrata[report]'."
+    ]
+    assert invoke("report", path, "--figure-formats", "gif").exit_code == 2
+
+
+def test_the_option_that_names_no_writable_place_is_reported(tmp_path: Path, make_run: MakeRun) -> None:
+    path, file = make_run(tmp_path, LAB), tmp_path / "file"
+    file.touch()
+    for option, place in (("--figures", file), ("--out", tmp_path / "no" / "r.html")):
+        done = invoke("report", path, option, place)
+        assert done.exit_code == 4 and f"{option} = '{place}': " in done.stderr
+
+
+AXIS = charts.Axis("x")
+
+
 def test_a_figures_png_has_its_colours() -> None:
-    from io import BytesIO
-
-    from PIL import Image, ImageColor
-
     lines = {"a": [(0.0, 0.0), (1.0, 1.0)], **{f"r{i}": [(0.0, i / 9), (1.0, i / 9)] for i in range(9)}}
-    axis = charts.Axis("x")
-    with Image.open(BytesIO(png(charts.curves("n", "t", lines, x=axis, y=axis, target=0.5)))) as picture:
-        colours = {colour for _, colour in picture.getcolors(1 << 20) or ()}
+    file = render(charts.curves("n", "t", lines, x=AXIS, y=AXIS, target=0.5), ["png"])["png"]
+    with Image.open(BytesIO(file)) as picture:
+        colours = {colour[:3] for _, colour in picture.getcolors(1 << 20) or ()}
     assert {ImageColor.getrgb(COLOURS[f"s{i}"][0]) for i in range(7)} <= colours
+
+
+LONG = [f"cloud.aggregation.alpha={i} {'institution_' * 9}" for i in range(9)]
+PARTS = [("fill-train", "train"), ("fill-wait", "wait")]
+
+
+@pytest.mark.parametrize(
+    "figure",
+    [
+        charts.curves("n", "t", {name: [(1.0, i), (9.0, 2 * i)] for i, name in enumerate(LONG)}, x=AXIS, y=AXIS),
+        charts.curves("n", "t", {"_a": [(1.0, 0.5)], "b": []}, x=AXIS, y=AXIS),
+        charts.bars("n", "t", PARTS, dict.fromkeys(LONG, (1.0, 2e6)), axis=AXIS),
+        charts.columns("n", "t", PARTS, [], x=AXIS, axis=AXIS),
+        topology("t", {LONG[0]: LONG[1:]}, {}),
+    ],
+    ids=["curves", "points", "bars", "columns", "drawing"],
+)
+def test_no_label_is_cut_off(figure: Figure) -> None:
+    with Image.open(BytesIO(render(figure, ["png"])["png"])) as picture:
+        width, height = picture.size
+        dark = picture.convert("L").point(lambda level: 255 * (level < 250))
+        left, top, right, bottom = dark.getbbox() or (0, 0, 0, 0)
+    assert left > 0 and top > 0 and right < width and bottom < height
 
 
 @example(low=5e-324, span=0.0)
@@ -295,8 +347,8 @@ def test_ticks_are_few_round_and_hold_the_range(low: float, span: float) -> None
 
 
 def test_many_global_rounds_are_joined_to_means() -> None:
-    parts = [("fill-train", "train"), ("fill-wait", "wait")]
-    figure = charts.columns("n", "t", parts, [[1.0, 2.0]] * 150, x="global_round", axis=charts.Axis("s", "s"))
+    axis = charts.Axis("global_round")
+    figure = charts.columns("n", "t", PARTS, [[1.0, 2.0]] * 150, x=axis, axis=charts.Axis("s", "s"))
     assert sum("<rect" in e and "global_round" in e for e in figure.elements) == 2 * 50
     assert figure.table is not None and len(figure.table.rows) == 150 and "3 global rounds" in figure.text
 
@@ -335,7 +387,7 @@ def browse(page: Path, home: Path) -> tuple[str, str, list[str]]:
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 def test_a_browser_shows_it_without_an_error_or_a_request(tmp_path: Path, make_run: MakeRun) -> None:
     path = hostile(make_run(tmp_path, LAB))
-    assert fedstrata("report", path).exit_code == 0
+    assert invoke("report", path).exit_code == 0
     document, said, asked = browse(path / "report.html", tmp_path)
     assert "CONSOLE" not in said and asked == []
     assert document.count("<svg") == document.count("</svg>") > 5 and "<script" not in document

@@ -167,7 +167,7 @@ class AgentChannel:
                     self._records.put(record)
         except OSError:
             pass  # the agent is gone
-        except BaseException:
+        except Exception:  # noqa: BLE001 - the process cannot go on without its requests
             traceback.print_exc()
             os._exit(1)
         os._exit(0)

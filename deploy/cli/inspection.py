@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -34,27 +34,29 @@ def report(
     ] = None,
     figures: Annotated[
         Path | None,
-        typer.Option(
-            help="Also write each figure and table into this folder: SVG, PNG, CSV, LaTeX.", show_default=False
-        ),
+        typer.Option(help="Also write each figure and table into this folder, with CSV and LaTeX.", show_default=False),
     ] = None,
+    formats: Annotated[
+        str, typer.Option("--figure-formats", help="Formats of the figures, of pdf,png,svg.")
+    ] = "svg,png",
     output: Output = "table",
 ) -> None:
     """Write a report of one or several runs as a self-contained HTML file."""
     from deploy.report.page import compose
 
     with reporting():
+        kinds = _listed(formats, ("pdf", "png", "svg"), "--figure-formats")
         found = list(_runs(names, runs))
         page, title = compose(found)
         file = out or found[0].path / "report.html"
-        written = [file]
+        key, place, written = "--out", file, [file]
         try:
             file.write_text(page.html(title), encoding="utf-8")
             if figures is not None:
-                written += _export(page, figures)
+                key, place = "--figures", figures
+                written += _export(page, figures, kinds)
         except OSError as error:
-            key, where = ("--figures", figures) if written[1:] else ("--out", file)
-            raise InvalidExperiment(key, str(where), error.strerror or str(error), "Name a writable place.") from None
+            raise InvalidExperiment(key, str(place), error.strerror or str(error), "Name a writable place.") from None
         if output == "json":
             typer.echo(
                 json.dumps({"report": str(file), "runs": [run.id for run in found], "files": list(map(str, written))})
@@ -89,10 +91,7 @@ def compare(
 
     with reporting():
         found = list(_runs(names, runs))
-        allowed = [kind.strip() for kind in allow.split(",") if kind.strip()]
-        for unknown in (kind for kind in allowed if kind not in comparing.KINDS):
-            raise typer.BadParameter(f"{unknown!r}: use {', '.join(comparing.KINDS)}", param_hint="--allow")
-        comparing.check(found, allowed)
+        comparing.check(found, _listed(allow, comparing.KINDS, "--allow"))
         goal = comparing.target_of(found, target)
         groups = comparing.group(found, goal, label or ())
         for note in comparing.notes(groups):
@@ -163,6 +162,14 @@ def _runs(names: list[str], root: Path) -> Iterator[Run]:
         yield Run(find(name, root))
 
 
+def _listed(given: str, known: Sequence[str], option: str) -> list[str]:
+    """Return the words of a list with commas. Raises BadParameter for an unknown one."""
+    words = [word.strip() for word in given.split(",") if word.strip()]
+    for unknown in (word for word in words if word not in known):
+        raise typer.BadParameter(f"{unknown!r}: use {', '.join(known)}", param_hint=option)
+    return words
+
+
 def _summary(run: Run) -> dict[str, Any]:
     return {
         "run": run.id,
@@ -179,19 +186,16 @@ def _summary(run: Run) -> dict[str, Any]:
     }
 
 
-def _export(page: Page, folder: Path) -> list[Path]:
+def _export(page: Page, folder: Path, kinds: Sequence[str]) -> list[Path]:
     """Write a page's figures and tables as separate files; return their paths."""
-    from deploy.report.raster import png
-
+    try:
+        from deploy.report.paper import render
+    except ImportError:
+        remedy = "Install it: pip install 'fedstrata[report]'."
+        raise InvalidExperiment("--figures", str(folder), "needs matplotlib, which is missing", remedy) from None
     files: dict[str, str | bytes] = {}
     for figure in page.figures:
-        files[f"{figure.name}.svg"] = figure.file()
-        try:
-            files[f"{figure.name}.png"] = png(figure)
-        except ImportError:
-            remedy = "Install it: pip install 'fedstrata[report]'."
-            problem = "PNG needs pillow, which is not installed"
-            raise InvalidExperiment("--figures", str(folder), problem, remedy) from None
+        files |= {f"{figure.name}.{kind}": content for kind, content in render(figure, kinds).items()}
         if figure.table is not None:
             files[f"{figure.name}.csv"] = figure.table.csv()
     for table in page.tables:

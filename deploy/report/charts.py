@@ -28,6 +28,35 @@ class Axis:
         return f"{self.name}, {self.unit}" if self.unit else self.name
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurvesFigure(Figure):
+    """A chart of lines by label, and of a horizontal one at `target`; points are not yet in the axes' units."""
+
+    lines: Mapping[str, Sequence[Point]]
+    x: Axis
+    y: Axis
+    target: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BarsFigure(Figure):
+    """A chart of horizontal stacked bars by label, of parts (CSS class, label)."""
+
+    parts: Sequence[tuple[str, str]]
+    rows: Mapping[str, Sequence[float]]
+    axis: Axis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnsFigure(Figure):
+    """A chart of vertical stacked bars [bars][parts], of parts (CSS class, label)."""
+
+    parts: Sequence[tuple[str, str]]
+    values: Sequence[Sequence[float]]
+    x: Axis
+    axis: Axis
+
+
 def curves(
     name: str,
     title: str,
@@ -36,7 +65,7 @@ def curves(
     x: Axis,
     y: Axis,
     target: float | None = None,
-) -> Figure:
+) -> CurvesFigure:
     """Draw a line for each name, and `target` as a horizontal line."""
     (left, top), (width, height) = (46.0, 34.0), (372.0, 200.0)
     points = [point for line in lines.values() for point in line]
@@ -79,12 +108,13 @@ def curves(
     rows = [(label, x.factor * at, y.factor * level) for label, line in lines.items() for at, level in line]
     columns = (Column("run", text=True), Column(x.name, x.unit, 4), Column(y.name, y.unit, 4))
     table = Table(name, title, columns, rows)
-    return Figure(name, title, _last_points(lines, x, y), (left + width + 12, bottom - 8), elements, table)
+    size, description = (left + width + 12, bottom - 8), _last_points(lines, x, y)
+    return CurvesFigure(name, title, description, size, elements, table, lines=lines, x=x, y=y, target=target)
 
 
 def stroke(i: int) -> str:
     """Return the CSS classes of the i-th line."""
-    return f"stroke-s{i % SERIES} dash-{i // SERIES % len(DASHES)}"
+    return f"stroke-s{i % SERIES} dash-{i % len(DASHES)}"
 
 
 def bars(
@@ -94,7 +124,7 @@ def bars(
     rows: Mapping[str, Sequence[float]],
     *,
     axis: Axis,
-) -> Figure:
+) -> BarsFigure:
     """Draw a horizontal stacked bar for each name, of parts (class, label); the sum is above it."""
     (left, top), (width, step) = (8.0, 36.0), (370.0, 44.0)
     most = axis.factor * max((math.fsum(values) for values in rows.values()), default=0.0)
@@ -123,7 +153,8 @@ def bars(
     description = "; ".join(
         f"{label}: {show(axis.factor * math.fsum(values), 2)} {axis.unit}" for label, values in rows.items()
     )
-    return Figure(name, title, description, (left + width + 52, bottom + 10), elements, table)
+    size = (left + width + 52, bottom + 10)
+    return BarsFigure(name, title, description, size, elements, table, parts=parts, rows=rows, axis=axis)
 
 
 def columns(
@@ -132,9 +163,9 @@ def columns(
     parts: Sequence[tuple[str, str]],
     values: Sequence[Sequence[float]],
     *,
-    x: str,
+    x: Axis,
     axis: Axis,
-) -> Figure:
+) -> ColumnsFigure:
     """Draw a vertical stacked bar for each of `values` [bars][parts]; above COLUMNS_MOST, neighbours are averaged."""
     joined = math.ceil(len(values) / COLUMNS_MOST)
     groups = [values[start : start + joined] for start in range(0, len(values), max(joined, 1))]
@@ -156,17 +187,18 @@ def columns(
             tall = height * axis.factor * value / marks[-1]
             at -= tall
             if tall > 0:
-                description = f"{x} {label}, {part}: {show(axis.factor * value, 3)} {axis.unit}"
+                description = f"{x.name} {label}, {part}: {show(axis.factor * value, 3)} {axis.unit}"
                 elements.append(rect(left + wide * i + gap / 2, at, min(wide - gap, 40), tall, kind, title=description))
         if i % math.ceil(len(means) / 9) == 0:
             middle = left + wide * i + gap / 2 + min(wide - gap, 40) / 2
             elements.append(text(middle, top + height + 16, str(first), anchor="middle"))
-    elements.append(text(left + width / 2, top + height + 34, x, anchor="middle", kind="soft"))
-    heads = (Column(x), *(Column(part, axis.unit, 3) for _, part in parts))
+    elements.append(text(left + width / 2, top + height + 34, x.head, anchor="middle", kind="soft"))
+    heads = (Column(x.name), *(Column(part, axis.unit, 3) for _, part in parts))
     rows = [(i + 1, *(axis.factor * value for value in bar)) for i, bar in enumerate(values)]
     description = f"{len(values)} bars" if joined <= 1 else f"Each bar is the mean of {joined} global rounds"
     table = Table(name, title, heads, rows)
-    return Figure(name, title, description, (left + width + 12, top + height + 44), elements, table)
+    size = (left + width + 12, top + height + 44)
+    return ColumnsFigure(name, title, description, size, elements, table, parts=parts, values=values, x=x, axis=axis)
 
 
 def ticks(low: float, high: float, *, wanted: int = 5) -> list[float]:

@@ -1,7 +1,4 @@
-"""Figures as SVG elements coloured by CSS classes, so that a page, an SVG file and a PNG look the same.
-
-The elements are those that `deploy.report.raster` can draw: rect, path with M and L, circle, text.
-"""
+"""Figures as SVG elements coloured by CSS classes, so that they follow a page's light or dark colours."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ COLOURS: Final[Mapping[str, tuple[str, str]]] = {
     "aggregate": ("#cc79a7", "#cc79a7"),
     "evaluate": ("#d55e00", "#d55e00"),
 }
-DASHES: Final = ("", "6 3", "2 3")  # after seven series the colours repeat with another dash pattern
+DASHES: Final = ("", "6 3", "2 3", "8 3 2 3")  # a series has the next colour and the next dash pattern
 _VARIABLES: Final = tuple("".join(f"--{name}: {pair[i]}; " for name, pair in COLOURS.items()) for i in (0, 1))
 STYLE: Final = f""":root {{ color-scheme: light dark; {_VARIABLES[0]}}}
 @media (prefers-color-scheme: dark) {{ :root {{ {_VARIABLES[1]}}} }}
@@ -111,14 +108,15 @@ def legend(x: float, y: float, entries: Sequence[tuple[str, str]], *, width: flo
     """Return a legend of (class, label) entries, wrapped at `width`, and its height."""
     elements, at, line = [], x, 0
     for kind, label in entries:
-        needed = 18 + LETTER * len(label) + 14
+        swatch = 24 if kind.startswith("stroke") else 11
+        needed = swatch + 7 + LETTER * len(label) + 14
         if at > x and at + needed > x + width:
             at, line = x, line + 1
         top = y + 18 * line
         if kind.startswith("stroke"):
-            elements.append(path([(at, top - 4), (at + 13, top - 4)], kind))
+            elements.append(path([(at, top - 4), (at + swatch, top - 4)], kind))
         else:
-            elements.append(rect(at, top - 10, 11, 11, kind))
-        elements.append(text(at + 18, top, label))
+            elements.append(rect(at, top - 10, swatch, 11, kind))
+        elements.append(text(at + swatch + 7, top, label))
         at += needed
     return elements, 18.0 * (line + 1) if entries else 0.0

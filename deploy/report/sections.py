@@ -19,6 +19,7 @@ from deploy.runs.run import Run
 
 EVENTS_MOST: Final = 200
 PERCENT: Final = Axis("test accuracy", "%", 100.0)
+GLOBAL_ROUND: Final = Axis("global round")
 SECONDS_AXIS: Final = Axis("time", "s")
 
 ACCURACY: Final = (
@@ -78,7 +79,7 @@ def accuracy(runs: Sequence[Run], names: Sequence[str]) -> list[Figure]:
             over[key][name] = line
     targets = {run.tree.get("target_accuracy") for run in runs}
     target = targets.pop() if len(targets) == 1 else None
-    axes = {"rounds": Axis("global round"), "seconds": SECONDS_AXIS}
+    axes = {"rounds": GLOBAL_ROUND, "seconds": SECONDS_AXIS}
     axes |= {tier: bytes_axis(f"{tier.upper()} bytes", over[tier]) for tier in TIERS}
     titles = {"rounds": "Accuracy over global rounds", "seconds": "Accuracy over time"}
     titles |= {tier: f"Accuracy over {tier.upper()} bytes" for tier in TIERS}
@@ -97,14 +98,14 @@ def budget(runs: Sequence[Run], names: Sequence[str]) -> Figure:
         if run.prediction is not None:
             rows[f"{name}, predicted"] = [run.prediction.seconds.get(phase, 0.0) for phase in GLOBAL_PHASES]
     title = "Seconds of a global round, mean"
-    return charts.bars("budget", title, _PHASE_PARTS, rows, axis=Axis("seconds of a global round", "s"))
+    return charts.bars("budget", title, _PHASE_PARTS, rows, axis=Axis("time of a global round", "s"))
 
 
 def budgets(run: Run) -> Figure:
     """Return a figure of the phases of each global round."""
     values = [[row.phases[phase] for phase in GLOBAL_PHASES] for row in run.rounds]
     name, title = file_name("seconds", run), f"Seconds of each global round, {run.id.rpartition('-')[2]}"
-    return charts.columns(name, title, _PHASE_PARTS, values, x="global round", axis=Axis("seconds", "s"))
+    return charts.columns(name, title, _PHASE_PARTS, values, x=GLOBAL_ROUND, axis=SECONDS_AXIS)
 
 
 def phases(runs: Sequence[Run], names: Sequence[str]) -> Table:

@@ -22,7 +22,8 @@ from common.aggregation.fedadp import gompertz
 from common.aggregation.statistics import Doubles
 from common.experiment.aggregation import FedAdp, FedAvg, FedCDA, FedCross, FedMR, Independent, Rule
 from common.model.layout import ModelLayout, Section
-from docs.tools.svg import SvgPanel, curve, matrices
+from deploy.report.charts import Axis, curves
+from docs.tools.svg import SvgPanel, matrices
 
 SEED: Final = 5  # with this seed FedMR's permutations differ in all layers
 ANGLES: Final = (0, 20, 60, 130)  # degrees, chosen so that all pairs of models differ in similarity
@@ -180,9 +181,8 @@ def fedadp() -> str:
 def fedadp_gain() -> str:
     """Draw a child's weight over its angle under FedAdp."""
     points = [(s, exp(gompertz(s, 5.0) - 5.0)) for s in np.linspace(0, pi, 201).tolist()]
-    x_ticks = {"0": 0.0, "0.5": 0.5, "1": 1.0, "π/2": pi / 2, "2": 2.0, "2.5": 2.5, "π": pi}
-    title = "exp(f) at a = 5, as a part of exp(a)"
-    return curve(title, points, x_ticks=x_ticks, y_ticks={"0": 0, "0.5": 0.5, "1": 1}, axis="smoothed angle s, rad")
+    title = "exp(f) over the smoothed angle s at a = 5, as a part of exp(a)"
+    return curves("fedadp-gain", title, {"exp(f)": points}, x=Axis("s", "rad"), y=Axis("exp(f)")).file()
 
 
 def epochs() -> str:
@@ -191,13 +191,9 @@ def epochs() -> str:
     for exponent in (i / 200 for i in range(401)):  # exact; the last bit of a logarithm depends on the processor
         tau = tempo.next_epochs({"near": 1.0, "m": 10.0**exponent, "far": 100.0}, 6)["m"]
         points += [(exponent, points[-1][1] if points else tau), (exponent, tau)]
-    return curve(
-        "tau_c of institution m in the next global round, c = 6",
-        points,
-        x_ticks={"1": 0.0, "3.16": 0.5, "10": 1.0, "31.6": 1.5, "100": 2.0},
-        y_ticks={"3": 3, "6": 6, "9": 9, "12": 12},
-        axis="omega of m; the nearest has 1, the farthest 100",
-    )
+    title = "tau_c of institution m in the next global round, c = 6"
+    across = Axis("log10 of omega of m; 0 is the nearest, 2 the farthest")
+    return curves("tempo", title, {"m": points}, x=across, y=Axis("tau_c")).file()
 
 
 PICTURES: Final[Mapping[str, Callable[[], str]]] = {

@@ -1,15 +1,15 @@
-"""Small SVG files: matrices as shaded cells, and curves, readable on light and dark pages."""
+"""Matrices as shaded cells in an SVG file that is readable on light and dark pages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from deploy.report.figures import Figure, path, rect, text
+from deploy.report.figures import Figure, rect, text
 
 CELL: Final = (54, 24)  # pixels
 GAP: Final = 28
@@ -69,33 +69,3 @@ def matrices(title: str, rows: Sequence[Sequence[SvgPanel]]) -> str:
             x += panel.width + GAP
     width = max(sum(GAP + panel.width for panel in row) for row in rows)
     return Figure("matrices", title, "W: rows are the next models.", (width, sum(heights)), elements).file()
-
-
-def curve(
-    title: str,
-    points: Sequence[tuple[float, float]],
-    *,
-    x_ticks: Mapping[str, float],
-    y_ticks: Mapping[str, float],
-    axis: str,
-) -> str:
-    """Draw y over x, in the range of the ticks; `axis` is the name of x."""
-    (left, top), (width, height) = (48, HEAD), (420, 180)
-    (x_low, x_high), (y_low, y_high) = ((min(ticks.values()), max(ticks.values())) for ticks in (x_ticks, y_ticks))
-
-    def at_x(x: float) -> float:
-        return left + width * (x - x_low) / (x_high - x_low)
-
-    def at_y(y: float) -> float:
-        return top + height * (y_high - y) / (y_high - y_low)
-
-    elements = [text(left, 22, title)]
-    for label, x in x_ticks.items():
-        elements.append(path([(at_x(x), top), (at_x(x), top + height)], "line"))
-        elements.append(text(at_x(x), top + height + 18, label, anchor="middle"))
-    for label, y in y_ticks.items():
-        elements.append(path([(left, at_y(y)), (left + width, at_y(y))], "line"))
-        elements.append(text(left - 8, at_y(y) + 4, label, anchor="end"))
-    elements.append(path([(at_x(x), at_y(y)) for x, y in points], "stroke-s0"))
-    elements.append(text(left + width // 2, top + height + 38, axis, anchor="middle"))
-    return Figure("curve", title, axis, (left + width + GAP, top + height + 52), elements).file()
