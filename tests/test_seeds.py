@@ -26,6 +26,7 @@ FOUND = (
     1488,  # the broker was away when the run ended, and came back empty
     2255,  # the cloud supersedes a task: an upload came for the round that was cancelled, and the institution crashed
     10243,  # a device's first messages were all damaged: its institution never learned of it
+    11801,  # a device is stopped until the run is over, and a second one takes its place
     2102,  # links that nobody declared are slow: their measurement had too little patience
 )
 

@@ -186,9 +186,10 @@ def forgets(drawn: DrawnLab) -> bool:
 
 
 def _is_orphan(drawn: DrawnLab, outcome: LabOutcome, node: str) -> bool:
-    """Return whether the run ended well, but without the device's institution."""
+    """Return whether the run ended well without the node: a second one took its place, or its institution failed."""
     home = _homes(drawn).get(node)
-    return home is not None and outcome.ended.get("cloud") == "" and outcome.ended.get(home) != ""
+    replaced = any(fault.kind is FaultKind.SECOND and fault.node == node for fault in drawn.faults)
+    return outcome.ended.get("cloud") == "" and (replaced or (home is not None and outcome.ended.get(home) != ""))
 
 
 def _homes(drawn: DrawnLab) -> dict[str, str]:
