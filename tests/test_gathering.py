@@ -1,4 +1,4 @@
-"""Devices of one process whose trainings meet in a stack: through the pool, in a thread and in a process."""
+"""Devices of one process that are trained vmapped: through the pool, in a thread and in a process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from device.pool.worker_process import Worker
 from device.training.trainer import Trainer
 from device.vmapped import gathering, trainer
 from device.vmapped.calibration import StepTimes
-from device.vmapped.gathering import VARIABLE, Stacking, gather, most_together, stacking
+from device.vmapped.gathering import VARIABLE, VmappedMode, gather, most_together, vmapped_mode
 from device.vmapped.loop import train as train_together
 
 QUICK = {"batch_size": 50, "learning_rate": 0.05}
@@ -100,11 +100,11 @@ class Work:
 @pytest.mark.parametrize(
     "training", [{}, {"augmentation": {"flip": True, "crop": 1}}, {"nesterov": True, "clip_norm": 0.5}]
 )
-def test_orders_are_trained_in_a_stack_as_alone(training: dict[str, Any]) -> None:
+def test_orders_are_trained_vmapped_as_alone(training: dict[str, Any]) -> None:
     assert Work(experiment(**training)).train() == [TrainingPath.VMAPPED] * 4
 
 
-def test_each_learning_rate_has_a_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_learning_rate_has_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     monkeypatch.setattr(
         trainer,
@@ -117,19 +117,19 @@ def test_each_learning_rate_has_a_stack(monkeypatch: pytest.MonkeyPatch) -> None
     assert sizes == [2, 2]
 
 
-def test_a_deterministic_run_has_no_stack() -> None:
+def test_a_deterministic_run_is_not_vmapped() -> None:
     assert Work(experiment(deterministic=True)).train() == [TrainingPath.IN_PROCESS] * 4
 
 
-@pytest.mark.parametrize(("stacked_s", "path"), [(2.0, TrainingPath.VMAPPED), (5.0, TrainingPath.IN_PROCESS)])
-def test_the_quicker_path_is_taken(monkeypatch: pytest.MonkeyPatch, stacked_s: float, path: TrainingPath) -> None:
+@pytest.mark.parametrize(("vmapped_s", "path"), [(2.0, TrainingPath.VMAPPED), (5.0, TrainingPath.IN_PROCESS)])
+def test_the_quicker_path_is_taken(monkeypatch: pytest.MonkeyPatch, vmapped_s: float, path: TrainingPath) -> None:
     monkeypatch.setenv(VARIABLE, "auto")
     monkeypatch.setattr("device.pool.trainers.most_together", lambda _: 4)
     measured: list[int] = []
 
     def measure(_: object, turns: Any) -> StepTimes:
         measured.append(len(turns))
-        return StepTimes(alone_s=1.0, single_s=stacked_s, stacked_s=stacked_s, size=4)
+        return StepTimes(alone_s=1.0, single_s=vmapped_s, vmapped_s=vmapped_s, size=4)
 
     monkeypatch.setattr(trainer, "measure", measure)
     trainers, work = Trainers(), Work(experiment())
@@ -158,7 +158,7 @@ def test_who_is_called_off_does_not_keep_the_others(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("lane", [Thread, Worker])
-def test_a_pools_devices_meet_in_a_stack(lane: Callable[[], Executor]) -> None:
+def test_a_pools_devices_are_trained_vmapped(lane: Callable[[], Executor]) -> None:
     work = Work(experiment())
 
     async def play() -> list[LocalResult]:
@@ -188,14 +188,28 @@ def test_a_pools_devices_meet_in_a_stack(lane: Callable[[], Executor]) -> None:
 
 
 def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stacking() is Stacking.ALWAYS and most_together("cpu") == gathering.STACK_DEVICES_MOST
+    assert vmapped_mode() is VmappedMode.ALWAYS and most_together("cpu") == gathering.VMAPPED_DEVICES_MOST
     monkeypatch.setenv(VARIABLE, "never")
     assert most_together("cuda:0") == 1
     monkeypatch.delenv(VARIABLE)
-    assert (most_together("cpu"), most_together("cuda:0")) == (1, gathering.STACK_DEVICES_MOST)
+    assert (most_together("cpu"), most_together("cuda:0")) == (1, gathering.VMAPPED_DEVICES_MOST)
     monkeypatch.setenv(VARIABLE, "sometimes")
-    with pytest.raises(InvalidExperiment, match=r"sometimes.*auto, never, always"):
-        stacking()
+    with pytest.raises(InvalidExperiment, match=r"^FEDSTRATA_VMAPPED = 'sometimes'.*auto, never, always"):
+        vmapped_mode()
+
+
+def test_the_old_variable_is_read_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gathering._warn_of_old_variable.cache_clear()
+    monkeypatch.setenv("FEDSTRATA_STACKING", "never")
+    assert vmapped_mode() is VmappedMode.ALWAYS and not caplog.messages  # the new variable takes precedence
+    monkeypatch.delenv(VARIABLE)
+    assert vmapped_mode() is vmapped_mode() is VmappedMode.NEVER
+    assert caplog.messages == ["FEDSTRATA_STACKING: the variable is deprecated. Write FEDSTRATA_VMAPPED."]
+    monkeypatch.setenv("FEDSTRATA_STACKING", "sometimes")
+    with pytest.raises(InvalidExperiment, match=r"^FEDSTRATA_STACKING = 'sometimes'"):
+        vmapped_mode()
 
 
 class _Lane:

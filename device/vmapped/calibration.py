@@ -1,7 +1,7 @@
-"""Calibration of vmapped training: step times with and without stacking, and the number of devices that fit in memory.
+"""Calibration of vmapped training: step times of both ways, and the number of devices that fit in memory.
 
-A stack is tested before it is used. A model whose layers vmap cannot batch, or whose samples depend on the others of
-their batch in an unsupported way, is trained one device after another.
+Vmapped training is tested before it is used. A model whose layers vmap cannot batch, or whose samples depend on the
+others of their batch in an unsupported way, is trained one device after another.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from common.learning import models
 from common.model.layout import Row
 from device.training.sgd import forward_of, run_sgd
 from device.vmapped.loop import Batches, Turn, Visits, VmappedResult, train
-from device.vmapped.schedule import Load, StackSchedule, plan
-from device.vmapped.stack import Recipe, Stack
+from device.vmapped.models import Recipe, VmappedModels
+from device.vmapped.schedule import Load, VmappedSchedule, plan
 
 WARMUP_STEPS = 2
 TIMED_STEPS = 5
@@ -33,25 +33,25 @@ STEP_ERROR_MOST = 0.01  # relative to a step's length: models are float32, so a 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of one step: of a single device without a stack, and of stacks of 1 and of `size` devices."""
+    """Seconds of one step: in-process, of a single device, and vmapped, of 1 and of `size` devices."""
 
     alone_s: float
     single_s: float
-    stacked_s: float
+    vmapped_s: float
     size: int
 
-    def one_by_one_s(self, made: StackSchedule) -> float:
+    def one_by_one_s(self, made: VmappedSchedule) -> float:
         """Return the time of a schedule's work, one device after another."""
         return self.alone_s * sum(len(step.places) for step in made.steps)
 
-    def together_s(self, made: StackSchedule) -> float:
-        """Return the time of the schedule's stacked steps, interpolated linearly in the number of devices."""
-        more_s = (self.stacked_s - self.single_s) / max(1, self.size - 1)
+    def together_s(self, made: VmappedSchedule) -> float:
+        """Return the time of the schedule's vmapped steps, interpolated linearly in the number of devices."""
+        more_s = (self.vmapped_s - self.single_s) / max(1, self.size - 1)
         return sum(self.single_s + more_s * (len(step.places) - 1) for step in made.steps)
 
 
 def problem_of(recipe: Recipe, turns: Sequence[Turn]) -> str:
-    """Return why two devices' first step differs from their own if it is stacked and padded, or "".
+    """Return why two devices' first step differs from their own if it is vmapped and padded, or "".
 
     It is computed in float64, where only a different computation makes a difference.
     """
@@ -72,20 +72,20 @@ def problem_of(recipe: Recipe, turns: Sequence[Turn]) -> str:
         start, mine, its = (recipe.layout.floats(row) for row in (turn.row, how.row, _alone(recipe, turn, 1)))
         apart, length = np.linalg.norm(mine - its), np.linalg.norm(its - start)
         if not apart <= STEP_ERROR_MOST * length:
-            return f"a stacked step differs from a device's own by {apart / length:.2g} of its length"
+            return f"a vmapped step differs from a device's own by {apart / length:.2g} of its length"
     return ""
 
 
 def measure(recipe: Recipe, turns: Sequence[Turn]) -> StepTimes:
-    """Time some steps of these turns in a stack, of one in a stack, and of one in its trainer; discard the results."""
+    """Time some steps of these turns vmapped, of one vmapped, and of one in-process; discard the results."""
 
     def alone(count: int) -> None:
         _alone(recipe, turns[0], count)
 
-    alone_s, single_s, stacked_s = (
-        _seconds(recipe, steps) for steps in (alone, _stacked(recipe, turns[:1]), _stacked(recipe, turns))
+    alone_s, single_s, vmapped_s = (
+        _seconds(recipe, steps) for steps in (alone, _vmapped(recipe, turns[:1]), _vmapped(recipe, turns))
     )
-    return StepTimes(alone_s, single_s, stacked_s, len(turns))
+    return StepTimes(alone_s, single_s, vmapped_s, len(turns))
 
 
 def most_in_memory(recipe: Recipe, turns: Sequence[Turn]) -> int:
@@ -114,21 +114,21 @@ def _exact(recipe: Recipe) -> Recipe:
 def _peak_bytes(recipe: Recipe, turns: Sequence[Turn]) -> int:
     before = torch.cuda.memory_allocated(recipe.accelerator)
     torch.cuda.reset_peak_memory_stats(recipe.accelerator)
-    _stacked(recipe, turns)(WARMUP_STEPS)
+    _vmapped(recipe, turns)(WARMUP_STEPS)
     return torch.cuda.max_memory_allocated(recipe.accelerator) - before
 
 
-def _stacked(recipe: Recipe, turns: Sequence[Turn]) -> Callable[[int], None]:
+def _vmapped(recipe: Recipe, turns: Sequence[Turn]) -> Callable[[int], None]:
     """Return a function that takes the fullest step of these turns' schedule a given number of times."""
     made = plan([turn.load for turn in turns], batch_size=recipe.training.batch_size, pad=recipe.pads)
     ordered = [turns[k] for k in made.order]
     fullest = max(range(len(made.steps)), key=lambda i: int(made.steps[i].counts.sum()))
-    stack = Stack(recipe, [turn.row for turn in ordered])
+    state = VmappedModels(recipe, [turn.row for turn in ordered])
     places, batch = Batches(recipe, made, ordered).of(fullest)
 
     def steps(count: int) -> None:
         for _ in range(count):
-            stack.step(places, batch)
+            state.step(places, batch)
 
     return steps
 

@@ -17,18 +17,18 @@ from common.errors import RunFailed
 from common.model.layout import Row
 from device.jobs import Cancelled, Progress
 from device.training.augmentation import Changes
-from device.vmapped.schedule import Integers, Load, StackSchedule, plan
-from device.vmapped.stack import Batch, Recipe, Stack
+from device.vmapped.models import Batch, Recipe, VmappedModels
+from device.vmapped.schedule import Integers, Load, VmappedSchedule, plan
 
 LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VmappedResult:
-    """The result of a device's training in a stack: a model, uint8 [row_bytes], and the mean loss of its last epoch.
+    """The result of a device's vmapped training: a model, uint8 [row_bytes], and the mean loss of its last epoch.
 
     `train_s` is its share of the steps it took part in: a step's seconds divided by the number of its devices. `wall_s`
-    are the seconds from the stack's start to this outcome.
+    are the seconds from its group's start to this outcome.
     """
 
     row: Row
@@ -48,7 +48,7 @@ class Visits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """One device's training in a stack; `row`, uint8 [row_bytes], is read-only.
+    """One device's vmapped training; `row`, uint8 [row_bytes], is read-only.
 
     `progress(steps_done, steps_total)` and, once, `done` are called from the training thread.
     """
@@ -62,11 +62,11 @@ class Turn:
 
 
 def train(recipe: Recipe, turns: Sequence[Turn], *, most: int) -> None:
-    """Train all turns in stacks of equal size, at most `most` in one stack.
+    """Train all turns in groups of equal size, at most `most` in one group.
 
-    If memory runs out, a stack is halved and continues with the failed step. Each turn ends with a call of its `done`:
+    If memory runs out, a group is halved and continues with the failed step. Each turn ends with a call of its `done`:
     with RunFailed if the memory does not suffice for it alone. A cancelled turn ends before the next step. Its place is
-    still computed, because the sums of the others depend, by rounding, on the stack's shape. So their results do not
+    still computed, because the sums of the others depend, by rounding, on the group's shape. So their results do not
     change, bit for bit.
     """
     made = plan([turn.load for turn in turns], batch_size=recipe.training.batch_size, pad=recipe.pads)
@@ -105,13 +105,13 @@ class _Member:
 
 
 class _Group:
-    """The members of one stack, in the order of their places."""
+    """The members trained in the same steps, in the order of their places."""
 
-    def __init__(self, recipe: Recipe, members: Sequence[_Member], made: StackSchedule) -> None:
+    def __init__(self, recipe: Recipe, members: Sequence[_Member], made: VmappedSchedule) -> None:
         self._recipe = recipe
         self._members = members
         self._plan = made
-        self._stack: Stack | None = None
+        self._state: VmappedModels | None = None
         self._began: float | None = None
         self._taken = 0  # steps of the schedule
         # Since the last report: the steps taken, each member's share of them and the number it took part in.
@@ -122,23 +122,23 @@ class _Group:
         """Train until every member is done. Raises torch.OutOfMemoryError, after which `halves` can continue."""
         self._looked = time.monotonic()
         self._began = self._began or self._looked
-        if self._stack is None:
-            self._stack = Stack(self._recipe, [member.turn.row for member in self._members])
-        self._stack.move_to(self._recipe.accelerator)
+        if self._state is None:
+            self._state = VmappedModels(self._recipe, [member.turn.row for member in self._members])
+        self._state.move_to(self._recipe.accelerator)
         batches = Batches(self._recipe, self._plan, [member.turn for member in self._members])
-        self._look(self._stack)
+        self._look(self._state)
         while self._taken < len(self._plan.steps) and self._drop_cancelled():
             step = self._plan.steps[self._taken]
             taking = np.array([not self._members[place].over for place in step.places])
             if taking.any():
-                self._stack.step(*batches.of(self._taken))
+                self._state.step(*batches.of(self._taken))
                 self._since += 1
                 self._shares[step.places] += taking / taking.sum()
                 self._steps[step.places] += 1
             self._taken += 1
             if time.monotonic() - self._looked >= LOOK_S:
-                self._look(self._stack)
-        self._look(self._stack)
+                self._look(self._state)
+        self._look(self._state)
 
     def halves(self) -> list[_Group]:
         """Return two groups that continue, each with half the places; a single member has failed."""
@@ -151,7 +151,7 @@ class _Group:
         else:
             for place in left:
                 self._members[place].end(_exhausted(self._recipe))
-        self._stack = None
+        self._state = None
         if self._recipe.accelerator.type == "cuda":
             torch.cuda.empty_cache()
         return parts
@@ -160,8 +160,8 @@ class _Group:
         """Return the places from start to stop as a separate group in their present state."""
         part = _Group(self._recipe, self._members[start:stop], self._plan.after(self._taken, np.arange(start, stop)))
         part._began = self._began
-        if self._stack is not None:
-            part._stack = self._stack.part(start, stop)
+        if self._state is not None:
+            part._state = self._state.part(start, stop)
         return part
 
     def _drop_cancelled(self) -> bool:
@@ -172,7 +172,7 @@ class _Group:
                 member.end(Cancelled())
         return not all(member.over for member in left)
 
-    def _look(self, stack: Stack) -> None:
+    def _look(self, state: VmappedModels) -> None:
         """Account the time, report progress, and end the members that have taken all their steps."""
         self._account()
         left = [(place, member) for place, member in enumerate(self._members) if not member.over]
@@ -180,7 +180,7 @@ class _Group:
             member.turn.progress(member.steps, member.total)
         finished = [(place, member) for place, member in left if member.steps == member.total]
         if finished:
-            rows, losses = stack.read([place for place, _ in finished])
+            rows, losses = state.read([place for place, _ in finished])
             wall_s = time.monotonic() - (self._began or 0.0)
             for (_, member), row, loss in zip(finished, rows, losses, strict=True):
                 member.end(VmappedResult(row, loss / member.turn.load.samples, member.steps, member.train_s, wall_s))
@@ -201,7 +201,7 @@ class _Group:
 class Batches:
     """The batches of all steps of a schedule, on the accelerator from the start, so that no step waits for a copy."""
 
-    def __init__(self, recipe: Recipe, made: StackSchedule, turns: Sequence[Turn]) -> None:
+    def __init__(self, recipe: Recipe, made: VmappedSchedule, turns: Sequence[Turn]) -> None:
         self._steps = made.steps
         self._dtype = next(recipe.module.parameters()).dtype
         lengths = np.array([len(turn.visits.places) for turn in turns], np.int64)

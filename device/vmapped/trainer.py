@@ -1,4 +1,4 @@
-"""The trainings of several devices of one process, as stacks if these are faster."""
+"""The trainings of several devices of one process, vmapped if that is faster."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from device.training.augmentation import Changes
 from device.training.batches import LocalDataset, load_local_dataset, orders
 from device.training.computing import set_up, use_one_thread
 from device.vmapped.calibration import StepTimes, measure, most_in_memory, problem_of
-from device.vmapped.gathering import Stacking
+from device.vmapped.gathering import VmappedMode
 from device.vmapped.loop import Turn, Visits, VmappedResult, train
+from device.vmapped.models import Recipe
 from device.vmapped.schedule import Load, plan
-from device.vmapped.stack import Recipe
 
 CPU: Final = torch.device("cpu")
 
-log = logging.getLogger("fedstrata.stacks")
+log = logging.getLogger("fedstrata.vmapped")
 
 Done = Callable[[int, Ending], None]
 Work = tuple[HostedDevice, Order]
 
 
-class Stacks:
+class VmappedTrainer:
     """Trains devices of one experiment together on one accelerator; another experiment replaces the last one."""
 
-    def __init__(self, accelerator: torch.device, wanted: Stacking) -> None:
+    def __init__(self, accelerator: torch.device, wanted: VmappedMode) -> None:
         self._accelerator = accelerator
         self._wanted = wanted
         self._digest = ""
@@ -46,7 +46,7 @@ class Stacks:
     def train(self, work: Sequence[Work], done: Done) -> list[int]:
         """Train those that are faster together; `done` gets each one's number and outcome. Return the others' numbers.
 
-        In a deterministic run none are stacked: a stack's results depend, by rounding, on its devices.
+        In a deterministic run none are vmapped: a vmapped result depends, by rounding, on the other devices.
         """
         first, _ = work[0]
         training = first.experiment.training
@@ -77,11 +77,11 @@ class Stacks:
         return left
 
     def _most(self, shared: _Shared, recipe: Recipe, turns: Sequence[Turn]) -> int:
-        """Return how many to train in one stack, 0 if they are faster one after another."""
+        """Return how many to train in one group, 0 if they are faster one after another."""
         if len(turns) == 1:
             return 0
         try:
-            most, speeds = shared.trial(recipe, turns, timed=self._wanted is Stacking.AUTO)
+            most, speeds = shared.trial(recipe, turns, timed=self._wanted is VmappedMode.AUTO)
         except torch.OutOfMemoryError:
             return 0
         if most and speeds is not None:
@@ -99,7 +99,7 @@ class _Shared:
         self._accelerator = accelerator
         self._local: dict[str, LocalDataset] = {}
         self._problem: str | None = None
-        self._trials: dict[int, tuple[int, StepTimes | None]] = {}  # by the binary logarithm of the stack's size
+        self._trials: dict[int, tuple[int, StepTimes | None]] = {}  # by the binary logarithm of the group's size
 
     def know(self, nodes: Sequence[str]) -> None:
         """Load the data of new devices and copy the samples of all devices to the accelerator."""
@@ -133,12 +133,12 @@ class _Shared:
         )
 
     def recipe(self, rate: float) -> Recipe:
-        """Return the shared part of a stack at this learning rate."""
+        """Return what the devices share at this learning rate."""
         shared = (self._module, self._layout, self._images, self._labels, self._normalise)
         return Recipe(*shared, self._experiment.training, rate)
 
     def turn(self, device: HostedDevice, order: Order, done: Callable[[Ending], None]) -> Turn:
-        """Return a device's order as a turn in a stack."""
+        """Return a device's order as a turn of vmapped training."""
         local = self._local[device.node]
         begin, samples = self._held[local.images.data_ptr()]
         visited = list(
@@ -160,7 +160,7 @@ class _Shared:
         return Turn(order.row, load, visits, order.progress, order.cancelled, end)
 
     def trial(self, recipe: Recipe, turns: Sequence[Turn], *, timed: bool) -> tuple[int, StepTimes | None]:
-        """Return how many can be stacked, 0 for none, and their step times if `timed`; measured once per size.
+        """Return how many can be vmapped together, 0 for none, and their step times if `timed`; measured once per size.
 
         Raises torch.OutOfMemoryError.
         """

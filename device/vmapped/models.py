@@ -1,6 +1,6 @@
-"""The models of several devices in one stack, and their common steps.
+"""The models of several devices as one, and their common steps.
 
-Suffixes: S devices of the stack, A of them in one step, W samples of each. Every tensor of the state has a leading
+Suffixes: S devices, A of them in one step, W samples of each. Every tensor of the state has a leading
 dimension S. vmap turns the layers' kernels into batched ones. A device's result differs from that of its own training
 only by rounding, but it may depend on the other devices in the step.
 """
@@ -29,7 +29,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recipe:
-    """The shared part of a stack's trainings. Module, `images` [N, ...], `labels` int64 [N] are on one accelerator."""
+    """What vmapped trainings share. Module, `images` [N, ...], `labels` int64 [N] are on one accelerator."""
 
     module: nn.Module
     layout: ModelLayout
@@ -71,7 +71,7 @@ class Batch:
     counted: Tensor
 
 
-class Stack:
+class VmappedModels:
     """The state of S trainings: weights, momenta, buffers, and the sums of their last epochs' losses."""
 
     def __init__(self, recipe: Recipe, rows: Sequence[Row]) -> None:
@@ -105,7 +105,7 @@ class Stack:
                 training=recipe.training,
                 learning_rate=recipe.learning_rate,
             )
-            if isinstance(places, int):  # weights and momenta are views of the stack's
+            if isinstance(places, int):  # weights and momenta are views of the state's
                 self._losses[:places] += counted
                 for name, buffer in moved.items():
                     buffers[name].copy_(buffer)
@@ -125,9 +125,9 @@ class Stack:
         rows = torch.cat([part.view(torch.uint8) for part in parts], 1)
         return list(rows.cpu().numpy()), self._losses[index].tolist()
 
-    def part(self, start: int, stop: int) -> Stack:
-        """Return a stack of the places from start to stop, on the CPU until it is moved."""
-        made = object.__new__(Stack)
+    def part(self, start: int, stop: int) -> VmappedModels:
+        """Return the places from start to stop as a separate state, on the CPU until it is moved."""
+        made = object.__new__(VmappedModels)
         made._recipe = self._recipe
         made._weights, made._momenta, made._buffers = (
             {name: tensor[start:stop].cpu() for name, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""Devices trained in one stack: equal to each one's own training, whoever leaves, and whatever memory there is."""
+"""Devices trained vmapped: equal to each one's own training, whoever leaves, and whatever memory there is."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from device.training.sgd import forward_of, run_sgd
 from device.vmapped import calibration, loop
 from device.vmapped.calibration import StepTimes, measure, most_in_memory, problem_of
 from device.vmapped.loop import Turn, Visits, VmappedResult
+from device.vmapped.models import Recipe, VmappedModels
 from device.vmapped.schedule import Load, plan
-from device.vmapped.stack import Recipe, Stack
 
 CPU = torch.device("cpu")
 BATCHES_OF_4 = TrainingSettings(batch_size=4, learning_rate=0.05, momentum=0.9, weight_decay=0.01)
@@ -160,15 +160,15 @@ class Case:
                 yield epoch, self.normalise(images), self.labels[visits.places[some]]
 
     def states(self, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
-        """Train the stack and return each device's state in full precision."""
+        """Train vmapped and return each device's state in full precision."""
         kept: list[dict[str, Tensor]] = []
-        read = Stack.read
+        read = VmappedModels.read
 
-        def spy(stack: Stack, places: list[int]) -> Any:
-            kept.append({**stack._weights, **stack._buffers})
-            return read(stack, places)
+        def spy(state: VmappedModels, places: list[int]) -> Any:
+            kept.append({**state._weights, **state._buffers})
+            return read(state, places)
 
-        monkeypatch.setattr(Stack, "read", spy)
+        monkeypatch.setattr(VmappedModels, "read", spy)
         self.train()
         made = loop.plan(list(self.loads), batch_size=self.training.batch_size, pad=self.recipe.pads)
         places = {int(k): place for place, k in enumerate(made.order)}
@@ -201,7 +201,7 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_stack_gives_what_each_gives_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vmapped_training_gives_what_each_gives_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]()
     states = case.states(monkeypatch)
     for k, (state, how) in enumerate(zip(states, case.ended, strict=True)):
@@ -228,7 +228,7 @@ def test_one_step_in_float32(name: str) -> None:
 
 
 def test_bf16_is_near_its_own_training() -> None:
-    # In smaller batches a CPU's linear layers compute in fp32 (`device.training.sgd`), but not in a stack.
+    # In smaller batches a CPU's linear layers compute in fp32 (`device.training.sgd`), but not vmapped.
     training = TrainingSettings(batch_size=32, learning_rate=0.05, precision="bf16")
     case = Case(mlp(Inputs((1, 8, 8), 10)), (1, 8, 8), training=training, dtype=torch.float32)
     for k, how in enumerate(case.train()):
@@ -266,13 +266,13 @@ class _Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        step = Stack.step
+        step = VmappedModels.step
 
         def slow(*args: Any) -> None:
             self.now += 1.0
             step(*args)
 
-        monkeypatch.setattr(Stack, "step", slow)
+        monkeypatch.setattr(VmappedModels, "step", slow)
         monkeypatch.setattr(loop.time, "monotonic", lambda: self.now)
 
 
@@ -298,7 +298,7 @@ def test_who_is_called_off_leaves_at_the_next_step_and_the_others_never_see_it(
     undisturbed = quick()
     undisturbed.train()
     case, steps = quick(), 0
-    step = Stack.step
+    step = VmappedModels.step
 
     def counted(*args: Any) -> None:
         nonlocal steps
@@ -308,7 +308,7 @@ def test_who_is_called_off_leaves_at_the_next_step_and_the_others_never_see_it(
             for k in leaving:
                 case.cancelled[k].set()
 
-    monkeypatch.setattr(Stack, "step", counted)
+    monkeypatch.setattr(VmappedModels, "step", counted)
     case.train()
     for k, (mine, its) in enumerate(zip(rows_of(case), rows_of(undisturbed), strict=True)):
         assert mine == (None if k in leaving else its)
@@ -327,21 +327,21 @@ def test_the_leavers_time_goes_to_those_who_stay(monkeypatch: pytest.MonkeyPatch
 def short_of_memory(monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
     """Let steps of more than `most` places run out of memory; return the sizes of those that did not."""
     sizes: list[int] = []
-    losses_of = Stack._losses_of
+    losses_of = VmappedModels._losses_of
 
-    def tight(stack: Stack, weights: Any, buffers: Any, batch: Any) -> Any:
-        made = losses_of(stack, weights, buffers, batch)
+    def tight(state: VmappedModels, weights: Any, buffers: Any, batch: Any) -> Any:
+        made = losses_of(state, weights, buffers, batch)
         if len(batch.samples) > most:
             raise torch.OutOfMemoryError("CUDA out of memory")
         sizes.append(len(batch.samples))
         return made
 
-    monkeypatch.setattr(Stack, "_losses_of", tight)
+    monkeypatch.setattr(VmappedModels, "_losses_of", tight)
     return sizes
 
 
 @pytest.mark.parametrize(("name", "most"), [("mlp", 1), ("mlp", 2), ("mlp", 3), ("mlp", 4), ("resnet20", 2)])
-def test_a_stack_without_memory_is_halved(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_without_memory_is_halved(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]()
     plenty = CASES[name]()
     plenty.train()
@@ -357,17 +357,17 @@ def test_a_stack_without_memory_is_halved(name: str, most: int, monkeypatch: pyt
 
 def test_no_step_is_taken_again_where_memory_runs_out_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
     case = quick()
-    losses_of, calls, samples = Stack._losses_of, 0, 0
+    losses_of, calls, samples = VmappedModels._losses_of, 0, 0
 
-    def tight(stack: Stack, weights: Any, buffers: Any, batch: Any) -> Any:
+    def tight(state: VmappedModels, weights: Any, buffers: Any, batch: Any) -> Any:
         nonlocal calls, samples
         calls += 1
         if calls == 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
         samples += len(batch.samples)
-        return losses_of(stack, weights, buffers, batch)
+        return losses_of(state, weights, buffers, batch)
 
-    monkeypatch.setattr(Stack, "_losses_of", tight)
+    monkeypatch.setattr(VmappedModels, "_losses_of", tight)
     assert [how.steps for how in case.train()] == [4, 3, 3, 5, 4]
     assert samples == 4 + 3 + 3 + 5 + 4
 
@@ -380,14 +380,14 @@ def test_memory_for_none_fails_each_with_a_remedy(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])
-def test_a_cap_makes_several_stacks(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cap_makes_several_groups(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = short_of_memory(monkeypatch, most)
     case = quick()
     case.train(most)
     assert max(sizes) == most and all(isinstance(how, VmappedResult) for how in case.ended)
 
 
-def test_layers_that_draw_are_no_layers_for_a_stack() -> None:
+def test_layers_that_draw_cannot_be_vmapped() -> None:
     module = nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(64, 10))
     with pytest.raises(RuntimeError, match="random"):
         Case(module, (1, 8, 8), dtype=torch.float32).train()
@@ -417,14 +417,14 @@ class _Centred(nn.Module):
         (_Centred(), "differs"),
     ],
 )
-def test_a_model_that_a_stack_would_train_otherwise_is_found_out(module: nn.Module, problem: str) -> None:
+def test_a_model_that_would_be_vmapped_wrongly_is_found_out(module: nn.Module, problem: str) -> None:
     case = Case(module, (1, 8, 8), dtype=torch.float32)
     found = problem_of(case.recipe, case.turns)
     assert problem in found and bool(problem) == bool(found)
     assert case.ended == [None] * 5 and not any(case.progress)
 
 
-def test_recurrent_layers_are_no_layers_for_a_stack() -> None:
+def test_recurrent_layers_cannot_be_vmapped() -> None:
     layout_of = models.build("char_lstm", 1, inputs=Inputs((6,), 20, 20))
     case = quick(RAGGED[:2])
     texts = torch.randint(0, 20, (100, 6))
@@ -438,7 +438,7 @@ def test_recurrent_layers_are_no_layers_for_a_stack() -> None:
 def test_trying_and_timing_leave_the_turns_as_they_were() -> None:
     case = quick()
     speeds = measure(case.recipe, case.turns)
-    assert speeds.size == 5 and min(speeds.alone_s, speeds.single_s, speeds.stacked_s) > 0
+    assert speeds.size == 5 and min(speeds.alone_s, speeds.single_s, speeds.vmapped_s) > 0
     assert problem_of(case.recipe, case.turns) == ""
     for k, how in enumerate(case.train()):
         wanted = case.alone(k)[0]
@@ -447,7 +447,7 @@ def test_trying_and_timing_leave_the_turns_as_they_were() -> None:
 
 
 def test_the_quicker_path_depends_on_the_plan() -> None:
-    speeds = StepTimes(alone_s=1.0, single_s=3.0, stacked_s=4.0, size=11)
+    speeds = StepTimes(alone_s=1.0, single_s=3.0, vmapped_s=4.0, size=11)
     together_, ragged = plan([Load(8, 1)] * 11, batch_size=4, pad=True), plan([Load(40, 1)], batch_size=4, pad=True)
     assert speeds.one_by_one_s(together_) == 22 and speeds.together_s(together_) == pytest.approx(8)
     assert speeds.one_by_one_s(ragged) == 10 and speeds.together_s(ragged) == pytest.approx(30)
@@ -485,7 +485,7 @@ def test_on_a_gpu_as_alone_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_gpu_is_left_as_it_was_and_takes_stacks_of_lenet(precision: str) -> None:
+def test_a_gpu_is_left_as_it_was_and_trains_lenet_vmapped(precision: str) -> None:
     training = TrainingSettings.model_validate({"batch_size": 10, "precision": precision})
     module, where = of("lenet5", (1, 28, 28)), torch.device("cuda", 0)
     case = Case(module, (1, 28, 28), (Load(40, 2),) * 40, training, torch.float32, where)
@@ -493,7 +493,7 @@ def test_a_gpu_is_left_as_it_was_and_takes_stacks_of_lenet(precision: str) -> No
     assert problem_of(recipe, turns) == ""
     assert most_in_memory(recipe, turns) >= 40
     speeds = measure(recipe, turns)
-    assert speeds.stacked_s < 40 * speeds.alone_s
+    assert speeds.vmapped_s < 40 * speeds.alone_s
     before = torch.cuda.memory_allocated()
     loop.train(recipe, turns, most=40)
     assert all(isinstance(how, VmappedResult) for how in case.ended)
@@ -502,7 +502,7 @@ def test_a_gpu_is_left_as_it_was_and_takes_stacks_of_lenet(precision: str) -> No
 
 @pytest.mark.gpu
 @needs_cuda
-def test_a_gpu_that_runs_out_of_memory_halves_the_stack() -> None:
+def test_a_gpu_that_runs_out_of_memory_halves_the_group() -> None:
     """The process may have some 400 MB, of which 64 models of 2.3 MB, three times each, are too much."""
     training, where = TrainingSettings(batch_size=4), torch.device("cuda", 0)
     case = Case(of("cnn_fedavg", (1, 28, 28)), (1, 28, 28), (Load(8, 1),) * 64, training, torch.float32, where)
