@@ -327,16 +327,16 @@ def test_the_leavers_time_goes_to_those_who_stay(monkeypatch: pytest.MonkeyPatch
 def short_of_memory(monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
     """Let steps of more than `most` places run out of memory; return the sizes of those that did not."""
     sizes: list[int] = []
-    losses_of = VmappedModels._losses_of
+    logits_of = VmappedModels._logits
 
     def tight(state: VmappedModels, weights: Any, buffers: Any, batch: Any) -> Any:
-        made = losses_of(state, weights, buffers, batch)
+        made = logits_of(state, weights, buffers, batch)
         if len(batch.samples) > most:
             raise torch.OutOfMemoryError("CUDA out of memory")
         sizes.append(len(batch.samples))
         return made
 
-    monkeypatch.setattr(VmappedModels, "_losses_of", tight)
+    monkeypatch.setattr(VmappedModels, "_logits", tight)
     return sizes
 
 
@@ -357,7 +357,7 @@ def test_a_group_without_memory_is_halved(name: str, most: int, monkeypatch: pyt
 
 def test_no_step_is_taken_again_where_memory_runs_out_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
     case = quick()
-    losses_of, calls, samples = VmappedModels._losses_of, 0, 0
+    logits_of, calls, samples = VmappedModels._logits, 0, 0
 
     def tight(state: VmappedModels, weights: Any, buffers: Any, batch: Any) -> Any:
         nonlocal calls, samples
@@ -365,9 +365,9 @@ def test_no_step_is_taken_again_where_memory_runs_out_half_way(monkeypatch: pyte
         if calls == 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
         samples += len(batch.samples)
-        return losses_of(state, weights, buffers, batch)
+        return logits_of(state, weights, buffers, batch)
 
-    monkeypatch.setattr(VmappedModels, "_losses_of", tight)
+    monkeypatch.setattr(VmappedModels, "_logits", tight)
     assert [how.steps for how in case.train()] == [4, 3, 3, 5, 4]
     assert samples == 4 + 3 + 3 + 5 + 4
 
