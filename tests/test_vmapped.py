@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -324,15 +325,23 @@ def test_the_leavers_time_goes_to_those_who_stay(monkeypatch: pytest.MonkeyPatch
     assert isinstance(case.ended[0], Cancelled) and not case.progress[0][1:]
 
 
+EXHAUSTED = (
+    torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+)
+
+
 def short_of_memory(monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
     """Let steps of more than `most` places run out of memory; return the sizes of those that did not."""
+    errors = itertools.cycle(EXHAUSTED)
     sizes: list[int] = []
     logits_of = VmappedModels._logits
 
     def tight(state: VmappedModels, weights: Any, buffers: Any, batch: Any) -> Any:
         made = logits_of(state, weights, buffers, batch)
         if len(batch.samples) > most:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise next(errors)
         sizes.append(len(batch.samples))
         return made
 

@@ -23,7 +23,7 @@ from common.model.layout import ModelLayout, Row
 from common.randomness import Purpose, torch_seed
 from device.jobs import Cancelled, LocalResult, Progress
 from device.training.batches import LocalDataset, batches, load_local_dataset
-from device.training.computing import resolve_accelerator, set_up, use_one_thread
+from device.training.computing import out_of_memory, resolve_accelerator, set_up, set_up_thread
 from device.training.sgd import Forward, forward_of, run_sgd
 
 __all__ = ["Cancelled", "LocalResult", "Progress", "Trainer", "resolve_accelerator"]
@@ -95,6 +95,7 @@ class Trainer:
         """
         made = self._prepared
         exhausted = False
+        set_up_thread(self._accelerator)
         start = time.monotonic()
         try:
             models.read_row(made.module, made.layout, row)
@@ -103,12 +104,12 @@ class Trainer:
             loss, steps = self._run_sgd(epochs=epochs, local_round=local_round, progress=progress, cancelled=cancelled)
             self._move_to("cpu")
             models.write_row(made.module, made.layout, out)
-        except torch.OutOfMemoryError:
-            exhausted = True  # raised below: this exception's traceback references the tensors that must be freed
         except RuntimeError as error:
             if self._experiment.training.deterministic and "deterministic" in str(error):
                 raise _undetermined(error) from None
-            raise
+            if not out_of_memory(error):
+                raise
+            exhausted = True  # raised below: this exception's traceback references the tensors that must be freed
         finally:
             self._release()
         train_s = time.monotonic() - start
@@ -129,7 +130,6 @@ class Trainer:
         self, *, epochs: int, local_round: int, progress: Progress, cancelled: threading.Event
     ) -> tuple[float, int]:
         """Return the last epoch's mean loss and the number of steps."""
-        use_one_thread(self._accelerator)
         made, experiment = self._prepared, self._experiment
         total = epochs * -(-self.samples // experiment.training.batch_size)
         reported = time.monotonic()
@@ -171,9 +171,9 @@ class Trainer:
                 inputs = made.local.normalise(made.local.images.index_select(0, some))
                 loss = functional.cross_entropy(made.forward(inputs), made.local.labels.index_select(0, some))
                 torch.autograd.backward(loss)
-        except torch.OutOfMemoryError:
-            raise self._exhausted() from None
         except RuntimeError as error:  # base of the compiler's errors
+            if out_of_memory(error):
+                raise self._exhausted() from None
             reason = str(error).strip().partition("\n")[0]
             remedy = "Install a C++ compiler (apt install g++), on a GPU Triton too, or set it to false."
             raise InvalidExperiment("training.compile", True, f"torch.compile fails: {reason}", remedy) from None

@@ -17,6 +17,7 @@ from common.errors import RunFailed
 from common.model.layout import Row
 from device.jobs import Cancelled, Progress
 from device.training.augmentation import Changes
+from device.training.computing import out_of_memory
 from device.vmapped.models import Batch, Recipe, VmappedModels
 from device.vmapped.schedule import Integers, Load, VmappedSchedule, plan
 
@@ -84,7 +85,9 @@ def _trained(group: _Group) -> bool:
     """Return False if memory ran out, without the exception, whose traceback references the step's tensors."""
     try:
         group.run()
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
         return False
     return True
 
@@ -119,7 +122,7 @@ class _Group:
         self._shares, self._steps = np.zeros(len(members)), np.zeros(len(members), np.int64)
 
     def run(self) -> None:
-        """Train until every member is done. Raises torch.OutOfMemoryError, after which `halves` can continue."""
+        """Train until every member is done. After a lack of memory `halves` can continue."""
         self._looked = time.monotonic()
         self._began = self._began or self._looked
         if self._state is None:

@@ -19,7 +19,7 @@ from common.learning import datasets, models
 from device.jobs import Cancelled, Ending, HostedDevice, LocalResult, Order
 from device.training.augmentation import Changes
 from device.training.batches import LocalDataset, load_local_dataset, orders
-from device.training.computing import set_up, use_one_thread
+from device.training.computing import out_of_memory, set_up, set_up_thread
 from device.vmapped.calibration import StepTimes, measure, most_in_memory, problem_of
 from device.vmapped.gathering import VmappedMode
 from device.vmapped.loop import Turn, Visits, VmappedResult, train
@@ -58,10 +58,12 @@ class VmappedTrainer:
         by_rate: defaultdict[float, list[int]] = defaultdict(list)  # the rate may differ between global rounds
         for number, (_, order) in enumerate(work):
             by_rate[shared.rate(order)].append(number)
-        use_one_thread(self._accelerator)
+        set_up_thread(self._accelerator)
         try:
             shared.know([device.node for device, _ in work])
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
             self._shared = None
             return list(range(len(work)))
         left = []
@@ -82,7 +84,9 @@ class VmappedTrainer:
             return 0
         try:
             most, speeds = shared.trial(recipe, turns, timed=self._wanted is VmappedMode.AUTO)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
             return 0
         if most and speeds is not None:
             made = plan([turn.load for turn in turns], batch_size=recipe.training.batch_size, pad=recipe.pads)
@@ -160,10 +164,7 @@ class _Shared:
         return Turn(order.row, load, visits, order.progress, order.cancelled, end)
 
     def trial(self, recipe: Recipe, turns: Sequence[Turn], *, timed: bool) -> tuple[int, StepTimes | None]:
-        """Return how many can be vmapped together, 0 for none, and their step times if `timed`; measured once per size.
-
-        Raises torch.OutOfMemoryError.
-        """
+        """Return how many fit in one group, 0 for none, and their step times if `timed`; measured once per size."""
         name = f"{self._experiment.model.name} on {self._accelerator}"
         if self._problem is None:
             self._problem = problem_of(recipe, turns)
