@@ -104,6 +104,11 @@ def test_orders_are_trained_vmapped_as_alone(training: dict[str, Any]) -> None:
     assert Work(experiment(**training)).train() == [TrainingPath.VMAPPED] * 4
 
 
+def test_linear_layers_stay_fp32_in_small_batches_on_a_cpu_vmapped_too() -> None:
+    lab = experiment("mlp_digits", batch_size=10, precision="bf16")
+    assert Work(lab).train() == [TrainingPath.VMAPPED] * 4
+
+
 def test_each_learning_rate_has_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     monkeypatch.setattr(

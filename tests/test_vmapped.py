@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from common.learning.inputs import Inputs
 from common.learning.nets.layers import Dropout
 from common.model.layout import ModelLayout, Row
 from device.jobs import Cancelled
+from device.training import sgd
 from device.training.augmentation import Changes, change, draw
 from device.training.sgd import forward_of, run_sgd
 from device.vmapped import calibration, loop
@@ -381,11 +382,12 @@ def test_no_step_is_taken_again_where_memory_runs_out_half_way(monkeypatch: pyte
     assert samples == 4 + 3 + 3 + 5 + 4
 
 
-def test_memory_for_none_fails_each_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_for_one_device_none_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     case = quick()
     short_of_memory(monkeypatch, 0)
-    case.train()
-    assert all("smaller batch size" in str(how) for how in case.ended)
+    assert case.train() == [] and case.ended == [None] * 5
+    with pytest.raises(torch.OutOfMemoryError, match="cpu has no memory for one vmapped step"):
+        problem_of(case.recipe, case.turns)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])
@@ -415,6 +417,23 @@ class _Centred(nn.Module):
         return logits
 
 
+class _Single(nn.Module):
+    """Computes as it should in float64, and otherwise if batched in float32."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
+        self.fc = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.fc(x.flatten(1))
+        if logits.dtype == torch.float64 or not torch._C._functorch.is_batchedtensor(logits):
+            return logits
+        if self.fault == "raise":
+            raise RuntimeError("not here\nand so on")
+        return 2 * logits
+
+
 @pytest.mark.parametrize(
     ("module", "problem"),
     [
@@ -423,7 +442,9 @@ class _Centred(nn.Module):
         (nn.Sequential(nn.Flatten(), Dropout(), nn.Linear(64, 10)), "random"),
         (nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.BatchNorm1d(10, momentum=None)), "RuntimeError"),
         (nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(72, 10)), ""),
-        (_Centred(), "differs"),
+        (_Centred(), "vmapped steps in float64 that differ by"),
+        (_Single("raise"), "RuntimeError in fp32: not here"),
+        (_Single("double"), "vmapped steps in fp32 that differ by"),
     ],
 )
 def test_a_model_that_would_be_vmapped_wrongly_is_found_out(module: nn.Module, problem: str) -> None:
@@ -431,6 +452,78 @@ def test_a_model_that_would_be_vmapped_wrongly_is_found_out(module: nn.Module, p
     found = problem_of(case.recipe, case.turns)
     assert problem in found and bool(problem) == bool(found)
     assert case.ended == [None] * 5 and not any(case.progress)
+
+
+def test_the_precision_that_will_run_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits_of, seen = VmappedModels._logits, []
+
+    def noted(state: VmappedModels, *rest: Any) -> Any:
+        mixed = torch.is_autocast_enabled("cpu")
+        logits, moved = logits_of(state, *rest)
+        seen.append((logits.dtype, state._recipe.training.precision, mixed))
+        return logits, moved
+
+    monkeypatch.setattr(VmappedModels, "_logits", noted)
+    training = TrainingSettings(batch_size=32, learning_rate=0.05, precision="bf16")
+    case = Case(mlp(Inputs((1, 8, 8), 10)), (1, 8, 8), training=training, dtype=torch.float32)
+    assert problem_of(case.recipe, case.turns) == ""
+    steps = calibration.TRIAL_STEPS
+    assert seen == [(torch.float64, "fp32", False)] * steps + [(torch.float32, "bf16", False)] * steps
+
+
+def with_proximal_term(weights: Sequence[Tensor], mu: float) -> list[Any]:
+    """Add the gradient of mu / 2 |w - w0|^2 to that of each weight, w0 its present value; return the hooks."""
+
+    def add(weight: Tensor) -> Any:
+        received = weight.detach().clone()
+        return weight.register_hook(lambda gradient: gradient + mu * (weight.detach() - received))
+
+    return [add(weight) for weight in weights]
+
+
+@pytest.mark.parametrize("name", ["mlp", "lenet5", "resnet20"])
+def test_a_term_that_only_one_path_has_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FedProx's term is zero at the received parameters, so a first step does not show it."""
+    case = CASES[name]()
+    case = Case(case.module.float(), case.shape, case.loads[:2], case.training, torch.float32)
+    run = calibration.run_sgd
+
+    def proximal(forward: Any, weights: Sequence[Tensor], *rest: Any, **settings: Any) -> Any:
+        hooks = with_proximal_term(weights, 1e-3)
+        result = run(forward, weights, *rest, **settings)
+        for hook in hooks:
+            hook.remove()
+        return result
+
+    assert problem_of(case.recipe, case.turns) == ""
+    with monkeypatch.context() as patch:
+        patch.setattr(calibration, "run_sgd", proximal)
+        assert "vmapped steps in float64 that differ by" in problem_of(case.recipe, case.turns)
+        patch.setattr(calibration, "TRIAL_STEPS", 1)
+        assert problem_of(case.recipe, case.turns) == ""
+
+
+def test_momentum_that_only_one_path_has_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, run = quick(), calibration.run_sgd
+
+    def plain(*given: Any, training: TrainingSettings, **settings: Any) -> Any:
+        return run(*given, training=training.model_copy(update={"momentum": 0.0}), **settings)
+
+    monkeypatch.setattr(calibration, "run_sgd", plain)
+    assert "vmapped steps in float64 that differ by" in problem_of(case.recipe, case.turns)
+
+
+def test_both_paths_take_the_objective_of_one_step_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses_of = sgd._losses
+    case, plain = CASES["nesterov, clipped"](), CASES["nesterov, clipped"]()
+    monkeypatch.setattr(sgd, "_losses", lambda *batch: 0.1 * losses_of(*batch))
+    states = case.states(monkeypatch)
+    own = [case.alone(k)[0] for k in range(len(states))]
+    monkeypatch.setattr(sgd, "_losses", losses_of)
+    for k, state in enumerate(states):
+        for entry, tensor in state.items():
+            torch.testing.assert_close(tensor, own[k][entry], rtol=0, atol=1e-10)
+        assert not torch.allclose(state["1.weight"], plain.alone(k)[0]["1.weight"], rtol=0, atol=1e-3)
 
 
 def test_recurrent_layers_cannot_be_vmapped() -> None:
@@ -482,7 +575,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu_as_alone_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]()
-    case = Case(case.module, case.shape, case.loads, case.training, device=torch.device("cuda", 0))
+    case = Case(case.module.float(), case.shape, case.loads, case.training, device=torch.device("cuda", 0))
     for k, state in enumerate(case.states(monkeypatch)):
         wanted, loss, _ = case.alone(k)
         for entry, tensor in state.items():

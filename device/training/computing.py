@@ -36,6 +36,11 @@ def out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or _ALLOCATION_FAILED.search(str(error)) is not None
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, which has many with torch, or the name of its type without a text."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 def set_up_thread(accelerator: torch.device) -> None:
     """Make this thread compute alone on a CPU, or by default on this GPU.
 

@@ -23,8 +23,8 @@ from common.model.layout import ModelLayout, Row
 from common.randomness import Purpose, torch_seed
 from device.jobs import Cancelled, LocalResult, Progress
 from device.training.batches import LocalDataset, batches, load_local_dataset
-from device.training.computing import out_of_memory, resolve_accelerator, set_up, set_up_thread
-from device.training.sgd import Forward, forward_of, run_sgd
+from device.training.computing import first_line, out_of_memory, resolve_accelerator, set_up, set_up_thread
+from device.training.sgd import Forward, forward_of, keep_linear_fp32, run_sgd
 
 __all__ = ["Cancelled", "LocalResult", "Progress", "Trainer", "resolve_accelerator"]
 
@@ -63,6 +63,7 @@ class Trainer:
         layout = models.layout_of(module)
         if accelerator.type == "cpu":
             module = module.to(memory_format=torch.channels_last)
+        keep_linear_fp32(module, experiment.training, device=accelerator)
         forward = forward_of(module, experiment.training, device=accelerator)
         self._made = _Prepared(module, forward, layout, local)
         if experiment.training.compile:
@@ -174,9 +175,9 @@ class Trainer:
         except RuntimeError as error:  # base of the compiler's errors
             if out_of_memory(error):
                 raise self._exhausted() from None
-            reason = str(error).strip().partition("\n")[0]
+            problem = f"torch.compile fails: {first_line(error)}"
             remedy = "Install a C++ compiler (apt install g++), on a GPU Triton too, or set it to false."
-            raise InvalidExperiment("training.compile", True, f"torch.compile fails: {reason}", remedy) from None
+            raise InvalidExperiment("training.compile", True, problem, remedy) from None
         finally:
             self._release()
 

@@ -13,7 +13,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from common.errors import RunFailed
 from common.model.layout import Row
 from device.jobs import Cancelled, Progress
 from device.training.augmentation import Changes
@@ -51,7 +50,7 @@ class Visits:
 class Turn:
     """One device's vmapped training; `row`, uint8 [row_bytes], is read-only.
 
-    `progress(steps_done, steps_total)` and, once, `done` are called from the training thread.
+    `progress(steps_done, steps_total)` and, at most once, `done` are called from the training thread.
     """
 
     row: Row
@@ -59,16 +58,16 @@ class Turn:
     visits: Visits
     progress: Progress
     cancelled: threading.Event
-    done: Callable[[VmappedResult | Cancelled | RunFailed], None]
+    done: Callable[[VmappedResult | Cancelled], None]
 
 
 def train(recipe: Recipe, turns: Sequence[Turn], *, most: int) -> None:
     """Train all turns in groups of equal size, at most `most` in one group.
 
-    If memory runs out, a group is halved and continues with the failed step. Each turn ends with a call of its `done`:
-    with RunFailed if the memory does not suffice for it alone. A cancelled turn ends before the next step. Its place is
-    still computed, because the sums of the others depend, by rounding, on the group's shape. So their results do not
-    change, bit for bit.
+    If memory runs out, a group is halved and continues with the failed step. Each turn ends with a call of its `done`,
+    unless the memory does not suffice for it alone. A cancelled turn ends before the next step. Its place is still
+    computed, because the sums of the others depend, by rounding, on the group's shape. So their results do not change,
+    bit for bit. Raises RuntimeError if a step fails otherwise; the turns that have ended keep their outcomes.
     """
     made = plan([turn.load for turn in turns], batch_size=recipe.training.batch_size, pad=recipe.pads)
     members = [_Member(turns[k], int(total)) for k, total in zip(made.order, made.totals, strict=True)]
@@ -102,7 +101,7 @@ class _Member:
     train_s: float = 0.0
     over: bool = False
 
-    def end(self, how: VmappedResult | Cancelled | RunFailed) -> None:
+    def end(self, how: VmappedResult | Cancelled) -> None:
         self.over = True
         self.turn.done(how)
 
@@ -144,16 +143,13 @@ class _Group:
         self._look(self._state)
 
     def halves(self) -> list[_Group]:
-        """Return two groups that continue, each with half the places; a single member has failed."""
+        """Return two groups that continue, each with half the places, or none if a single member is left."""
         self._account()
         left = [place for place, member in enumerate(self._members) if not member.over]
         parts = []
         if len(left) > 1:
             middle, end = left[len(left) // 2], left[-1] + 1
             parts = [self.part(left[0], middle), self.part(middle, end)]
-        else:
-            for place in left:
-                self._members[place].end(_exhausted(self._recipe))
         self._state = None
         if self._recipe.accelerator.type == "cuda":
             torch.cuda.empty_cache()
@@ -247,10 +243,3 @@ class Batches:
 
 def _joined(arrays: Sequence[npt.NDArray[np.int64]]) -> Integers:
     return np.concatenate([array.ravel() for array in arrays]) if arrays else np.zeros(0, np.int64)
-
-
-def _exhausted(recipe: Recipe) -> RunFailed:
-    return RunFailed(
-        f"{recipe.accelerator} has not enough free memory to train a single device with training.batch_size = "
-        f"{recipe.training.batch_size}. Use a smaller batch size, a smaller model, or --accelerator cpu."
-    )

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from common.accounting.child_report import TrainingPath
-from common.errors import RunFailed
 from common.experiment.schema import Experiment
 from common.experiment.training import learning_rate
 from common.learning import datasets, models
@@ -20,6 +19,7 @@ from device.jobs import Cancelled, Ending, HostedDevice, LocalResult, Order
 from device.training.augmentation import Changes
 from device.training.batches import LocalDataset, load_local_dataset, orders
 from device.training.computing import out_of_memory, set_up, set_up_thread
+from device.training.sgd import keep_linear_fp32
 from device.vmapped.calibration import StepTimes, measure, most_in_memory, problem_of
 from device.vmapped.gathering import VmappedMode
 from device.vmapped.loop import Turn, Visits, VmappedResult, train
@@ -50,44 +50,45 @@ class VmappedTrainer:
         """
         first, _ = work[0]
         training = first.experiment.training
+        left = list(range(len(work)))
         if len(work) == 1 or training.deterministic or training.compile:
-            return list(range(len(work)))
+            return left
+
+        def end(number: int, how: Ending) -> None:
+            left.remove(number)
+            done(number, how)
+
+        set_up_thread(self._accelerator)
+        try:
+            self._train(work, end)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            self._shared = None  # frees its memory for those that are left
+        if self._accelerator.type == "cuda":
+            torch.cuda.empty_cache()  # other processes may train on it too
+        return left
+
+    def _train(self, work: Sequence[Work], done: Done) -> None:
+        first, _ = work[0]
         if self._shared is None or self._digest != first.digest:
             self._digest, self._shared = first.digest, _Shared(first.experiment, self._accelerator)
         shared = self._shared
         by_rate: defaultdict[float, list[int]] = defaultdict(list)  # the rate may differ between global rounds
         for number, (_, order) in enumerate(work):
             by_rate[shared.rate(order)].append(number)
-        set_up_thread(self._accelerator)
-        try:
-            shared.know([device.node for device, _ in work])
-        except RuntimeError as error:
-            if not out_of_memory(error):
-                raise
-            self._shared = None
-            return list(range(len(work)))
-        left = []
+        shared.know([device.node for device, _ in work])
         for rate, numbers in by_rate.items():
             recipe = shared.recipe(rate)
             turns = [shared.turn(*work[number], partial(done, number)) for number in numbers]
             if most := self._most(shared, recipe, turns):
                 train(recipe, turns, most=most)
-            else:
-                left += numbers
-        if self._accelerator.type == "cuda":
-            torch.cuda.empty_cache()  # other processes may train on it too
-        return left
 
     def _most(self, shared: _Shared, recipe: Recipe, turns: Sequence[Turn]) -> int:
         """Return how many to train in one group, 0 if they are faster one after another."""
         if len(turns) == 1:
             return 0
-        try:
-            most, speeds = shared.trial(recipe, turns, timed=self._wanted is VmappedMode.AUTO)
-        except RuntimeError as error:
-            if not out_of_memory(error):
-                raise
-            return 0
+        most, speeds = shared.trial(recipe, turns, timed=self._wanted is VmappedMode.AUTO)
         if most and speeds is not None:
             made = plan([turn.load for turn in turns], batch_size=recipe.training.batch_size, pad=recipe.pads)
             return most if speeds.together_s(made) < speeds.one_by_one_s(made) else 0
@@ -116,6 +117,7 @@ class _Shared:
             sources.setdefault(local.images.data_ptr(), []).append(local)
         first = next(iter(self._local.values()))
         module = models.build(self._experiment.model.name, self._experiment.seed, inputs=first.inputs)
+        keep_linear_fp32(module, self._experiment.training, device=self._accelerator)
         self._layout, self._module = models.layout_of(module), module.to(self._accelerator).train()
         data = datasets.load(self._experiment.data, node=nodes[0])
         self._normalise = data.normaliser(self._accelerator)
@@ -153,7 +155,7 @@ class _Shared:
         visits = Visits(begin + torch.searchsorted(samples, places), _joined(changes) if changes else None)
         load = Load(len(local.samples), order.epochs)
 
-        def end(how: VmappedResult | Cancelled | RunFailed) -> None:
+        def end(how: VmappedResult | Cancelled) -> None:
             if not isinstance(how, VmappedResult):
                 done(how)
                 return
