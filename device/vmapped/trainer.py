@@ -18,7 +18,7 @@ from common.learning import datasets, models
 from device.jobs import Cancelled, Ending, HostedDevice, LocalResult, Order
 from device.training.augmentation import Changes
 from device.training.batches import LocalDataset, load_local_dataset, orders
-from device.training.computing import out_of_memory, set_up, set_up_thread
+from device.training.computing import first_line, out_of_memory, set_up, set_up_thread
 from device.training.sgd import keep_linear_fp32
 from device.vmapped.calibration import StepTimes, measure, most_in_memory, problem_of
 from device.vmapped.gathering import VmappedMode
@@ -42,16 +42,18 @@ class VmappedTrainer:
         self._wanted = wanted
         self._digest = ""
         self._shared: _Shared | None = None
+        self._failed: set[str] = set()  # the digests of experiments with a failed step
 
     def train(self, work: Sequence[Work], done: Done) -> list[int]:
         """Train those that are faster together; `done` gets each one's number and outcome. Return the others' numbers.
 
-        In a deterministic run none are vmapped: a vmapped result depends, by rounding, on the other devices.
+        In a deterministic run none are vmapped: a vmapped result depends, by rounding, on the other devices. If a step
+        fails, the devices that are not done are returned, and later rounds of the experiment are not vmapped.
         """
         first, _ = work[0]
         training = first.experiment.training
         left = list(range(len(work)))
-        if len(work) == 1 or training.deterministic or training.compile:
+        if len(work) == 1 or training.deterministic or training.compile or first.digest in self._failed:
             return left
 
         def end(number: int, how: Ending) -> None:
@@ -62,9 +64,11 @@ class VmappedTrainer:
         try:
             self._train(work, end)
         except RuntimeError as error:
-            if not out_of_memory(error):
-                raise
             self._shared = None  # frees its memory for those that are left
+            if not out_of_memory(error):
+                self._failed.add(first.digest)
+                name = f"{first.experiment.model.name} on {self._accelerator}"
+                log.warning("%s: a vmapped step failed. Devices train one after another: %s", name, first_line(error))
         if self._accelerator.type == "cuda":
             torch.cuda.empty_cache()  # other processes may train on it too
         return left
