@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-aggregation bench-devices bench-kills bench-links bench-matrix bench-plan bench-slow bench-stacked bench-tiers bench-training \
+.PHONY: help demo test bench bench-aggregation bench-devices bench-kills bench-links bench-matrix bench-plan bench-slow bench-vmapped bench-tiers bench-training \
     check clean broker simulate table1 test-slow
 .DELETE_ON_ERROR:
 
@@ -44,8 +44,8 @@ bench-matrix: $(INSTALLED) broker ## stop each role and the broker at each state
 bench-slow: $(INSTALLED) broker ## measure slow receivers beside fast ones
 	.venv/bin/python tests/bench/slow.py
 
-bench-stacked: $(INSTALLED) ## measure devices trained as a stack, on a GPU if there is one
-	.venv/bin/python tests/bench/stacked.py
+bench-vmapped: $(INSTALLED) ## measure vmapped training, on a GPU if there is one
+	.venv/bin/python tests/bench/vmapped.py
 
 bench-links: $(INSTALLED) broker ## measure over links that the kernel keeps, as root
 	.venv/bin/python tests/bench/links.py

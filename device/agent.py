@@ -29,7 +29,7 @@ from device.jobs import Prepared, TrainingPool
 from device.training.work import result_of, round_of
 
 FAREWELL_S = 3.0
-PHASES = ("train", "wait", "pause", "stack")
+PHASES = ("train", "wait", "pause", "vmapped")
 WAITING_S = 1.0
 
 
@@ -189,5 +189,5 @@ class DeviceAgent:
         self._metrics.epochs.labels(*self._labels).set(task.epochs)
         self._metrics.phase_seconds.labels(*self._labels, "train").inc(result.train_s)
         self._metrics.phase_seconds.labels(*self._labels, "wait").inc(result.wait_s)
-        self._metrics.phase_seconds.labels(*self._labels, "stack").inc(trained.wall_s)
+        self._metrics.phase_seconds.labels(*self._labels, "vmapped").inc(trained.wall_s)
         return result

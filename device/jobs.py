@@ -24,8 +24,8 @@ class Cancelled(Exception):
 class LocalResult:
     """The result of one local round: `loss` is the sample-weighted mean over its last epoch.
 
-    `train_s` are the seconds of the training itself, `wait_s` all other seconds between the request and the result. In
-    a stack `train_s` is the device's share, and `wall_s` the seconds from the stack's start to this result.
+    `train_s` are the seconds of the training itself, `wait_s` all other seconds between the request and the result.
+    In vmapped training `train_s` is the device's share, and `wall_s` the seconds from its group's start to this result.
     """
 
     samples: int
@@ -112,7 +112,7 @@ class Job(PoolRequest):
             self.fail(how)
 
     def alike(self, other: PoolRequest) -> bool:
-        """Return whether the other is a training of the same model, so that one stack can have both."""
+        """Return whether the other is a training of the same model, so that one vmapped group can have both."""
         return isinstance(other, Job) and self.device.digest == other.device.digest
 
     def cancel(self) -> None:

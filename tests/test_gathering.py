@@ -1,10 +1,11 @@
-"""Devices of one process whose trainings meet in a stack: through the pool, in a thread and in a process."""
+"""Devices of one process that are trained vmapped: through the pool, in a thread and in a process."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,12 @@ from device.pool.pool import Pool
 from device.pool.trainers import Trainers
 from device.pool.worker_process import Worker
 from device.training.trainer import Trainer
-from device.vmapped import gathering, trainer
+from device.vmapped import gathering, loop, trainer
 from device.vmapped.calibration import StepTimes
-from device.vmapped.gathering import VARIABLE, Stacking, gather, most_together, stacking
+from device.vmapped.gathering import VARIABLE, VmappedMode, gather, most_together, vmapped_mode
+from device.vmapped.loop import Turn
 from device.vmapped.loop import train as train_together
+from device.vmapped.models import Recipe, VmappedModels
 
 QUICK = {"batch_size": 50, "learning_rate": 0.05}
 
@@ -66,8 +69,11 @@ def alone(lab: schema.Experiment, k: int, row: Row, *, epochs: int, local_round:
 class Work:
     """Four devices' orders, and how each ended."""
 
-    def __init__(self, lab: schema.Experiment, *, rounds: tuple[int, ...] = (2, 2, 2, 2)) -> None:
+    def __init__(
+        self, lab: schema.Experiment, *, rounds: tuple[int, ...] = (2, 2, 2, 2), digest: str = "digest"
+    ) -> None:
         self.lab = lab
+        self.digest = digest
         self.layout, self.rows = rows_of(lab)
         self.outs = [self.layout.empty() for _ in self.rows]
         self.endings: list[Ending | None] = [None] * 4
@@ -78,7 +84,7 @@ class Work:
 
     def train(self, trainers: Trainers | None = None) -> list[TrainingPath]:
         """Train and check all; return the path of each."""
-        work = [(HostedDevice(self.lab, "digest", f"device-{k}"), order) for k, order in enumerate(self.orders)]
+        work = [(HostedDevice(self.lab, self.digest, f"device-{k}"), order) for k, order in enumerate(self.orders)]
         (trainers or Trainers()).train(work, "cpu", self.endings.__setitem__)
         self.check(self.endings)
         return [how.path for how in self.endings if isinstance(how, LocalResult)]
@@ -100,11 +106,16 @@ class Work:
 @pytest.mark.parametrize(
     "training", [{}, {"augmentation": {"flip": True, "crop": 1}}, {"nesterov": True, "clip_norm": 0.5}]
 )
-def test_orders_are_trained_in_a_stack_as_alone(training: dict[str, Any]) -> None:
+def test_orders_are_trained_vmapped_as_alone(training: dict[str, Any]) -> None:
     assert Work(experiment(**training)).train() == [TrainingPath.VMAPPED] * 4
 
 
-def test_each_learning_rate_has_a_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_layers_stay_fp32_in_small_batches_on_a_cpu_vmapped_too() -> None:
+    lab = experiment("mlp_digits", batch_size=10, precision="bf16")
+    assert Work(lab).train() == [TrainingPath.VMAPPED] * 4
+
+
+def test_each_learning_rate_has_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     monkeypatch.setattr(
         trainer,
@@ -117,19 +128,19 @@ def test_each_learning_rate_has_a_stack(monkeypatch: pytest.MonkeyPatch) -> None
     assert sizes == [2, 2]
 
 
-def test_a_deterministic_run_has_no_stack() -> None:
+def test_a_deterministic_run_is_not_vmapped() -> None:
     assert Work(experiment(deterministic=True)).train() == [TrainingPath.IN_PROCESS] * 4
 
 
-@pytest.mark.parametrize(("stacked_s", "path"), [(2.0, TrainingPath.VMAPPED), (5.0, TrainingPath.IN_PROCESS)])
-def test_the_quicker_path_is_taken(monkeypatch: pytest.MonkeyPatch, stacked_s: float, path: TrainingPath) -> None:
+@pytest.mark.parametrize(("vmapped_s", "path"), [(2.0, TrainingPath.VMAPPED), (5.0, TrainingPath.IN_PROCESS)])
+def test_the_quicker_path_is_taken(monkeypatch: pytest.MonkeyPatch, vmapped_s: float, path: TrainingPath) -> None:
     monkeypatch.setenv(VARIABLE, "auto")
     monkeypatch.setattr("device.pool.trainers.most_together", lambda _: 4)
     measured: list[int] = []
 
     def measure(_: object, turns: Any) -> StepTimes:
         measured.append(len(turns))
-        return StepTimes(alone_s=1.0, single_s=stacked_s, stacked_s=stacked_s, size=4)
+        return StepTimes(alone_s=1.0, single_s=vmapped_s, vmapped_s=vmapped_s, size=4)
 
     monkeypatch.setattr(trainer, "measure", measure)
     trainers, work = Trainers(), Work(experiment())
@@ -149,6 +160,78 @@ def test_without_memory_for_the_data_each_is_trained_alone(monkeypatch: pytest.M
     assert work.train() == [TrainingPath.VMAPPED] * 4
 
 
+class Fault:
+    """Lets the vmapped training's k-th step fail, but none of the trial's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: RuntimeError, k: int = 0) -> None:
+        self.trainings = 0
+        self._left = -1
+        take = VmappedModels.step
+
+        def train(recipe: Recipe, turns: Sequence[Turn], *, most: int) -> None:
+            self.trainings += 1
+            self._left = k
+            train_together(recipe, turns, most=most)
+
+        def step(*given: Any) -> None:
+            self._left -= 1
+            if self._left == -1:
+                self._left = 0  # every further step fails, too
+                raise error
+            take(*given)
+
+        monkeypatch.setattr(trainer, "train", train)
+        monkeypatch.setattr(VmappedModels, "step", step)
+        monkeypatch.setattr(loop, "LOOK_S", 0.0)
+
+
+@pytest.mark.parametrize(("k", "done"), [(0, set()), (7, set()), (8, {0, 2}), (12, {0, 2}), (15, {0, 2})])
+def test_a_failed_step_leaves_those_that_are_not_done_to_be_trained_alone(
+    k: int, done: set[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fault = Fault(monkeypatch, RuntimeError("CUDA error: misaligned address\nand so on"), k)
+    trainers, work = Trainers(), Work(experiment())
+    progress: list[list[tuple[int, int]]] = [[] for _ in work.orders]
+    work.orders = [
+        replace(order, progress=lambda *now, seen=seen: seen.append(now))
+        for order, seen in zip(work.orders, progress, strict=True)
+    ]
+    paths = work.train(trainers)
+    assert paths == [TrainingPath.VMAPPED if i in done else TrainingPath.IN_PROCESS for i in range(4)]
+    for i, (order, how) in enumerate(zip(work.orders, work.endings, strict=True)):
+        own, result = alone(work.lab, i, work.rows[i], epochs=order.epochs, local_round=order.local_round)
+        assert isinstance(how, LocalResult) and how.steps == 8 * order.epochs and how.train_s > 0
+        assert progress[i][-1] == (how.steps, how.steps)
+        if i not in done:
+            assert np.array_equal(work.outs[i], own) and how.loss == result.loss
+            assert progress[i][:-1] == [(step, how.steps) for step in range(k + 1)]
+    assert caplog.messages == [
+        "cnn_digits on cpu: a vmapped step failed. Devices train one after another: CUDA error: misaligned address"
+    ]
+    assert work.train(trainers) == [TrainingPath.IN_PROCESS] * 4
+    assert fault.trainings == 1 and len(caplog.messages) == 1
+
+
+def test_another_experiment_is_vmapped_after_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainers, work = Trainers(), Work(experiment())
+    with monkeypatch.context() as patch:
+        Fault(patch, NotImplementedError("no such kernel"))
+        assert work.train(trainers) == [TrainingPath.IN_PROCESS] * 4
+    other = Work(experiment(), digest="another")
+    assert other.train(trainers) == [TrainingPath.VMAPPED] * 4
+    assert work.train(trainers) == [TrainingPath.IN_PROCESS] * 4
+
+
+def test_without_memory_for_a_step_each_is_trained_alone_in_this_round(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainers, work = Trainers(), Work(experiment())
+    with monkeypatch.context() as patch:
+        Fault(patch, RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"))
+        assert work.train(trainers) == [TrainingPath.IN_PROCESS] * 4
+    assert work.train(trainers) == [TrainingPath.VMAPPED] * 4 and caplog.messages == []
+
+
 def test_who_is_called_off_does_not_keep_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     work = Work(experiment())
     work.orders[1].cancelled.set()
@@ -158,7 +241,7 @@ def test_who_is_called_off_does_not_keep_the_others(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("lane", [Thread, Worker])
-def test_a_pools_devices_meet_in_a_stack(lane: Callable[[], Executor]) -> None:
+def test_a_pools_devices_are_trained_vmapped(lane: Callable[[], Executor]) -> None:
     work = Work(experiment())
 
     async def play() -> list[LocalResult]:
@@ -188,14 +271,28 @@ def test_a_pools_devices_meet_in_a_stack(lane: Callable[[], Executor]) -> None:
 
 
 def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stacking() is Stacking.ALWAYS and most_together("cpu") == gathering.STACK_DEVICES_MOST
+    assert vmapped_mode() is VmappedMode.ALWAYS and most_together("cpu") == gathering.VMAPPED_DEVICES_MOST
     monkeypatch.setenv(VARIABLE, "never")
     assert most_together("cuda:0") == 1
     monkeypatch.delenv(VARIABLE)
-    assert (most_together("cpu"), most_together("cuda:0")) == (1, gathering.STACK_DEVICES_MOST)
+    assert (most_together("cpu"), most_together("cuda:0")) == (1, gathering.VMAPPED_DEVICES_MOST)
     monkeypatch.setenv(VARIABLE, "sometimes")
-    with pytest.raises(InvalidExperiment, match=r"sometimes.*auto, never, always"):
-        stacking()
+    with pytest.raises(InvalidExperiment, match=r"^FEDSTRATA_VMAPPED = 'sometimes'.*auto, never, always"):
+        vmapped_mode()
+
+
+def test_the_old_variable_is_read_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gathering._warn_of_old_variable.cache_clear()
+    monkeypatch.setenv("FEDSTRATA_STACKING", "never")
+    assert vmapped_mode() is VmappedMode.ALWAYS and not caplog.messages  # the new variable takes precedence
+    monkeypatch.delenv(VARIABLE)
+    assert vmapped_mode() is vmapped_mode() is VmappedMode.NEVER
+    assert caplog.messages == ["FEDSTRATA_STACKING: the variable is deprecated. Write FEDSTRATA_VMAPPED."]
+    monkeypatch.setenv("FEDSTRATA_STACKING", "sometimes")
+    with pytest.raises(InvalidExperiment, match=r"^FEDSTRATA_STACKING = 'sometimes'"):
+        vmapped_mode()
 
 
 class _Lane:

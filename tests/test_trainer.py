@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from common.errors import InvalidExperiment, RunFailed
 from common.experiment import reading, schema
+from common.experiment.training import TrainingSettings
 from common.learning import datasets, models, partitions
 from common.learning.evaluation import evaluate
 from common.learning.inputs import Inputs
@@ -26,7 +27,7 @@ from common.learning.nets.layers import Dropout
 from common.model.layout import Row
 from common.randomness import Purpose, generator
 from device.jobs import Cancelled
-from device.training import sgd
+from device.training import computing, sgd
 from device.training import trainer as trainer_module
 from device.training.trainer import LocalResult, Trainer, resolve_accelerator
 
@@ -221,6 +222,55 @@ def test_compute_threads_are_one() -> None:
     assert torch.get_num_threads() == 1
 
 
+def test_each_thread_that_trains_is_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    monkeypatch.setattr(trainer_module, "set_up_thread", lambda _: threads.append(threading.get_ident()))
+    lab = experiment()
+    trainer, row = make(lab), initial(lab)
+    for _ in range(2):
+        with ThreadPoolExecutor(1) as pool:
+            threads.append(pool.submit(threading.get_ident).result())
+            pool.submit(run, trainer, row).result()
+    assert threads[0] == threads[1] and threads[2] == threads[3]
+
+
+def test_a_process_computes_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+
+    def supported(*, including_emulation: bool) -> bool:
+        calls.append("bf16")  # asked of the current GPU
+        return True
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
+    gpu = torch.device("cuda", 1)
+    computing.set_up_thread(gpu)
+    computing.set_up(gpu, TrainingSettings(precision="bf16"))
+    computing.set_up_thread(torch.device("cpu"))
+    assert calls == [gpu, gpu, "bf16"]
+
+
+@pytest.mark.parametrize(
+    ("text", "memory"),
+    [
+        ("CUDA out of memory. Tried to allocate 20.00 MiB.", True),
+        ("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported", True),
+        ("CUDA driver error: out of memory", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", True),
+        ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", True),
+        ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED", True),
+        ("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if the input is not contiguous", False),
+        ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR", False),
+        ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", False),
+        ("CUDA error: an illegal memory access was encountered", False),
+    ],
+)
+def test_failures_to_allocate_count_as_out_of_memory(text: str, memory: bool) -> None:
+    assert computing.out_of_memory(RuntimeError(text)) is memory
+    assert computing.out_of_memory(torch.OutOfMemoryError(text))
+
+
 def test_batch_norm_trains_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     def small(name: str, seed: int, *, inputs: Inputs) -> nn.Module:
         torch.manual_seed(seed)
@@ -326,12 +376,17 @@ def test_unknown_node_and_model_that_does_not_fit() -> None:
         make(experiment(model="lenet5"))
 
 
-def test_exhausted_memory_fails_the_run_and_spares_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no memory"), RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")]
+)
+def test_exhausted_memory_fails_the_run_and_spares_the_trainer(
+    monkeypatch: pytest.MonkeyPatch, error: RuntimeError
+) -> None:
     lab = experiment()
     trainer = make(lab)
 
     def exhausted(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     with monkeypatch.context() as patch:
         patch.setattr(sgd, "sgd", exhausted)

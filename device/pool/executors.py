@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Executor(Protocol):
-    """Trains jobs on its accelerator, at most `most` at once; more than one if it stacks similar jobs."""
+    """Trains jobs on its accelerator, at most `most` at once; more than one if it trains similar jobs vmapped."""
 
     path: TrainingPath
     accelerator: str

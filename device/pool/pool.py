@@ -156,7 +156,7 @@ class Pool:
                     request.fail(error)
 
     async def _take(self, executor: Executor) -> list[PoolRequest]:
-        """Wait for a request for the executor's accelerator; return it with others that can be stacked with it."""
+        """Wait for a request for the executor's accelerator; return it with others that can be vmapped with it."""
         while not self._of(executor):
             self._came.clear()
             await self._came.wait()

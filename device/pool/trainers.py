@@ -1,4 +1,4 @@
-"""The trainers of one process, which train one after another, and the stacks that train several devices together."""
+"""The trainers of one process: those that train one device after another, and those that train several vmapped."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from common.errors import FedstrataError
 from device.jobs import Cancelled, HostedDevice, Prepared
 from device.training.computing import resolve_accelerator
 from device.training.trainer import Trainer
-from device.vmapped.gathering import most_together, stacking
-from device.vmapped.trainer import Done, Stacks, Work
+from device.vmapped.gathering import most_together, vmapped_mode
+from device.vmapped.trainer import Done, VmappedTrainer, Work
 
 KEPT_BYTES: Final = 256 << 20
 
@@ -21,7 +21,7 @@ class Trainers:
 
     def __init__(self) -> None:
         self._made: OrderedDict[tuple[str, str, str], Trainer] = OrderedDict()
-        self._stacked: dict[str, Stacks] = {}
+        self._vmapped_trainers: dict[str, VmappedTrainer] = {}
 
     def prepare(self, device: HostedDevice, accelerator: str) -> Prepared:
         """Load a device's data and model, and return its facts. Raises InvalidExperiment."""
@@ -35,7 +35,7 @@ class Trainers:
         """
         left: Sequence[int] = range(len(work))
         if most_together(accelerator) > 1:
-            left = self._stacks(accelerator).train(work, done)
+            left = self._vmapped_trainer(accelerator).train(work, done)
         for number in left:
             device, order = work[number]
             trainer = self._trainer(device, accelerator)
@@ -53,10 +53,10 @@ class Trainers:
             else:
                 done(number, result)
 
-    def _stacks(self, accelerator: str) -> Stacks:
-        if accelerator not in self._stacked:
-            self._stacked[accelerator] = Stacks(resolve_accelerator(accelerator), stacking())
-        return self._stacked[accelerator]
+    def _vmapped_trainer(self, accelerator: str) -> VmappedTrainer:
+        if accelerator not in self._vmapped_trainers:
+            self._vmapped_trainers[accelerator] = VmappedTrainer(resolve_accelerator(accelerator), vmapped_mode())
+        return self._vmapped_trainers[accelerator]
 
     def _trainer(self, device: HostedDevice, accelerator: str) -> Trainer:
         key = device.digest, device.node, accelerator

@@ -116,8 +116,8 @@ class Worker:
             if "result" in reply:
                 await offload(partial(np.copyto, job.order.out, outs[reply["job"]]))
                 result = LocalResult(*reply["result"])
-                stacked = result.path == TrainingPath.VMAPPED
-                job.finish(replace(result, path=TrainingPath.VMAPPED if stacked else self.path))
+                vmapped = result.path == TrainingPath.VMAPPED
+                job.finish(replace(result, path=TrainingPath.VMAPPED if vmapped else self.path))
             else:
                 job.fail(error_in(reply["failure"]) or Cancelled())
 

@@ -19,7 +19,7 @@ class Changes:
     flips: Tensor
     shifts: Tensor
 
-    def __getitem__(self, some: slice) -> Changes:
+    def __getitem__(self, some: slice | Tensor) -> Changes:
         return Changes(self.flips[some], self.shifts[some])
 
     def to(self, device: torch.device) -> Changes:

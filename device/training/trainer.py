@@ -23,8 +23,8 @@ from common.model.layout import ModelLayout, Row
 from common.randomness import Purpose, torch_seed
 from device.jobs import Cancelled, LocalResult, Progress
 from device.training.batches import LocalDataset, batches, load_local_dataset
-from device.training.computing import resolve_accelerator, set_up, use_one_thread
-from device.training.sgd import Forward, forward_of, run_sgd
+from device.training.computing import first_line, out_of_memory, resolve_accelerator, set_up, set_up_thread
+from device.training.sgd import Forward, forward_of, keep_linear_fp32, run_sgd
 
 __all__ = ["Cancelled", "LocalResult", "Progress", "Trainer", "resolve_accelerator"]
 
@@ -63,6 +63,7 @@ class Trainer:
         layout = models.layout_of(module)
         if accelerator.type == "cpu":
             module = module.to(memory_format=torch.channels_last)
+        keep_linear_fp32(module, experiment.training, device=accelerator)
         forward = forward_of(module, experiment.training, device=accelerator)
         self._made = _Prepared(module, forward, layout, local)
         if experiment.training.compile:
@@ -95,6 +96,7 @@ class Trainer:
         """
         made = self._prepared
         exhausted = False
+        set_up_thread(self._accelerator)
         start = time.monotonic()
         try:
             models.read_row(made.module, made.layout, row)
@@ -103,12 +105,12 @@ class Trainer:
             loss, steps = self._run_sgd(epochs=epochs, local_round=local_round, progress=progress, cancelled=cancelled)
             self._move_to("cpu")
             models.write_row(made.module, made.layout, out)
-        except torch.OutOfMemoryError:
-            exhausted = True  # raised below: this exception's traceback references the tensors that must be freed
         except RuntimeError as error:
             if self._experiment.training.deterministic and "deterministic" in str(error):
                 raise _undetermined(error) from None
-            raise
+            if not out_of_memory(error):
+                raise
+            exhausted = True  # raised below: this exception's traceback references the tensors that must be freed
         finally:
             self._release()
         train_s = time.monotonic() - start
@@ -129,7 +131,6 @@ class Trainer:
         self, *, epochs: int, local_round: int, progress: Progress, cancelled: threading.Event
     ) -> tuple[float, int]:
         """Return the last epoch's mean loss and the number of steps."""
-        use_one_thread(self._accelerator)
         made, experiment = self._prepared, self._experiment
         total = epochs * -(-self.samples // experiment.training.batch_size)
         reported = time.monotonic()
@@ -171,12 +172,12 @@ class Trainer:
                 inputs = made.local.normalise(made.local.images.index_select(0, some))
                 loss = functional.cross_entropy(made.forward(inputs), made.local.labels.index_select(0, some))
                 torch.autograd.backward(loss)
-        except torch.OutOfMemoryError:
-            raise self._exhausted() from None
         except RuntimeError as error:  # base of the compiler's errors
-            reason = str(error).strip().partition("\n")[0]
+            if out_of_memory(error):
+                raise self._exhausted() from None
+            problem = f"torch.compile fails: {first_line(error)}"
             remedy = "Install a C++ compiler (apt install g++), on a GPU Triton too, or set it to false."
-            raise InvalidExperiment("training.compile", True, f"torch.compile fails: {reason}", remedy) from None
+            raise InvalidExperiment("training.compile", True, problem, remedy) from None
         finally:
             self._release()
 

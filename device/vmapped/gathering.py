@@ -1,50 +1,65 @@
-"""Gathering of training requests that can share one stack."""
+"""Gathering of training requests that can share one vmapped group."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable
 from enum import StrEnum
+from functools import cache
 from typing import Final
 
 from common.errors import InvalidExperiment
 
-VARIABLE: Final = "FEDSTRATA_STACKING"
-STACK_DEVICES_MOST: Final = 1024  # in one stack; memory sets another limit
+VARIABLE: Final = "FEDSTRATA_VMAPPED"
+OLD_VARIABLE: Final = "FEDSTRATA_STACKING"  # of earlier releases
+VMAPPED_DEVICES_MOST: Final = 1024  # in one group; memory sets another limit
 QUIET_S: Final = 0.05
 PATIENCE_S: Final = 0.5
 
+log = logging.getLogger("fedstrata.vmapped")
 
-class Stacking(StrEnum):
-    """Whether devices are trained in stacks (vmapped): if it was measured to be faster, never, or always."""
+
+class VmappedMode(StrEnum):
+    """When devices are trained vmapped: if it was measured to be faster, never, or always."""
 
     AUTO = "auto"
     NEVER = "never"
     ALWAYS = "always"
 
 
-def stacking() -> Stacking:
+def vmapped_mode() -> VmappedMode:
     """Return the setting of the environment variable. Raises InvalidExperiment."""
-    given = os.environ.get(VARIABLE, Stacking.AUTO)
+    name = VARIABLE
+    if VARIABLE not in os.environ and OLD_VARIABLE in os.environ:
+        name = OLD_VARIABLE
+        _warn_of_old_variable()
+    given = os.environ.get(name, VmappedMode.AUTO)
     try:
-        return Stacking(given)
+        return VmappedMode(given)
     except ValueError:
-        raise InvalidExperiment(VARIABLE, given, "no such choice", f"Use {', '.join(Stacking)}.") from None
+        raise InvalidExperiment(name, given, "no such choice", f"Use {', '.join(VmappedMode)}.") from None
+
+
+@cache
+def _warn_of_old_variable() -> None:
+    """Log the warning once per process: the variable is read before each training."""
+    log.warning("%s: the variable is deprecated. Write %s.", OLD_VARIABLE, VARIABLE)
 
 
 def most_together(accelerator: str) -> int:
-    """Return how many trainings may be stacked: one on a CPU, where stacks are not faster."""
-    choice = stacking()
-    alone = choice is Stacking.NEVER or (choice is Stacking.AUTO and accelerator == "cpu")
-    return 1 if alone else STACK_DEVICES_MOST
+    """Return how many trainings may be vmapped together: one on a CPU, where that is not faster."""
+    choice = vmapped_mode()
+    alone = choice is VmappedMode.NEVER or (choice is VmappedMode.AUTO and accelerator == "cpu")
+    return 1 if alone else VMAPPED_DEVICES_MOST
 
 
 async def gather(came: asyncio.Event, complete: Callable[[], bool]) -> None:
     """Wait until nothing has come for a moment, all expected requests are there, or the time limit is reached.
 
-    The devices of a host get their models at nearly the same time. A device that comes after a stack's start would have
-    to wait for a second stack.
+    The devices of a host get their models at nearly the same time. A device that comes after a group's start would have
+    to wait for a second group.
     """
     loop = asyncio.get_running_loop()
     end = loop.time() + PATIENCE_S

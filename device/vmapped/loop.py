@@ -13,22 +13,22 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from common.errors import RunFailed
 from common.model.layout import Row
 from device.jobs import Cancelled, Progress
 from device.training.augmentation import Changes
-from device.vmapped.schedule import Integers, Load, StackSchedule, plan
-from device.vmapped.stack import Batch, Recipe, Stack
+from device.training.computing import out_of_memory
+from device.vmapped.models import Batch, Recipe, VmappedModels
+from device.vmapped.schedule import Integers, Load, VmappedSchedule, plan
 
 LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VmappedResult:
-    """The result of a device's training in a stack: a model, uint8 [row_bytes], and the mean loss of its last epoch.
+    """The result of a device's vmapped training: a model, uint8 [row_bytes], and the mean loss of its last epoch.
 
     `train_s` is its share of the steps it took part in: a step's seconds divided by the number of its devices. `wall_s`
-    are the seconds from the stack's start to this outcome.
+    are the seconds from its group's start to this outcome.
     """
 
     row: Row
@@ -48,9 +48,9 @@ class Visits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """One device's training in a stack; `row`, uint8 [row_bytes], is read-only.
+    """One device's vmapped training; `row`, uint8 [row_bytes], is read-only.
 
-    `progress(steps_done, steps_total)` and, once, `done` are called from the training thread.
+    `progress(steps_done, steps_total)` and, at most once, `done` are called from the training thread.
     """
 
     row: Row
@@ -58,16 +58,16 @@ class Turn:
     visits: Visits
     progress: Progress
     cancelled: threading.Event
-    done: Callable[[VmappedResult | Cancelled | RunFailed], None]
+    done: Callable[[VmappedResult | Cancelled], None]
 
 
 def train(recipe: Recipe, turns: Sequence[Turn], *, most: int) -> None:
-    """Train all turns in stacks of equal size, at most `most` in one stack.
+    """Train all turns in groups of equal size, at most `most` in one group.
 
-    If memory runs out, a stack is halved and continues with the failed step. Each turn ends with a call of its `done`:
-    with RunFailed if the memory does not suffice for it alone. A cancelled turn ends before the next step. Its place is
-    still computed, because the sums of the others depend, by rounding, on the stack's shape. So their results do not
-    change, bit for bit.
+    If memory runs out, a group is halved and continues with the failed step. Each turn ends with a call of its `done`,
+    unless the memory does not suffice for it alone. A cancelled turn ends before the next step. Its place is still
+    computed, because the sums of the others depend, by rounding, on the group's shape. So their results do not change,
+    bit for bit. Raises RuntimeError if a step fails otherwise; the turns that have ended keep their outcomes.
     """
     made = plan([turn.load for turn in turns], batch_size=recipe.training.batch_size, pad=recipe.pads)
     members = [_Member(turns[k], int(total)) for k, total in zip(made.order, made.totals, strict=True)]
@@ -84,7 +84,9 @@ def _trained(group: _Group) -> bool:
     """Return False if memory ran out, without the exception, whose traceback references the step's tensors."""
     try:
         group.run()
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
         return False
     return True
 
@@ -99,19 +101,19 @@ class _Member:
     train_s: float = 0.0
     over: bool = False
 
-    def end(self, how: VmappedResult | Cancelled | RunFailed) -> None:
+    def end(self, how: VmappedResult | Cancelled) -> None:
         self.over = True
         self.turn.done(how)
 
 
 class _Group:
-    """The members of one stack, in the order of their places."""
+    """The members trained in the same steps, in the order of their places."""
 
-    def __init__(self, recipe: Recipe, members: Sequence[_Member], made: StackSchedule) -> None:
+    def __init__(self, recipe: Recipe, members: Sequence[_Member], made: VmappedSchedule) -> None:
         self._recipe = recipe
         self._members = members
         self._plan = made
-        self._stack: Stack | None = None
+        self._state: VmappedModels | None = None
         self._began: float | None = None
         self._taken = 0  # steps of the schedule
         # Since the last report: the steps taken, each member's share of them and the number it took part in.
@@ -119,39 +121,36 @@ class _Group:
         self._shares, self._steps = np.zeros(len(members)), np.zeros(len(members), np.int64)
 
     def run(self) -> None:
-        """Train until every member is done. Raises torch.OutOfMemoryError, after which `halves` can continue."""
+        """Train until every member is done. After a lack of memory `halves` can continue."""
         self._looked = time.monotonic()
         self._began = self._began or self._looked
-        if self._stack is None:
-            self._stack = Stack(self._recipe, [member.turn.row for member in self._members])
-        self._stack.move_to(self._recipe.accelerator)
+        if self._state is None:
+            self._state = VmappedModels(self._recipe, [member.turn.row for member in self._members])
+        self._state.move_to(self._recipe.accelerator)
         batches = Batches(self._recipe, self._plan, [member.turn for member in self._members])
-        self._look(self._stack)
+        self._look(self._state)
         while self._taken < len(self._plan.steps) and self._drop_cancelled():
             step = self._plan.steps[self._taken]
             taking = np.array([not self._members[place].over for place in step.places])
             if taking.any():
-                self._stack.step(*batches.of(self._taken))
+                self._state.step(*batches.of(self._taken))
                 self._since += 1
                 self._shares[step.places] += taking / taking.sum()
                 self._steps[step.places] += 1
             self._taken += 1
             if time.monotonic() - self._looked >= LOOK_S:
-                self._look(self._stack)
-        self._look(self._stack)
+                self._look(self._state)
+        self._look(self._state)
 
     def halves(self) -> list[_Group]:
-        """Return two groups that continue, each with half the places; a single member has failed."""
+        """Return two groups that continue, each with half the places, or none if a single member is left."""
         self._account()
         left = [place for place, member in enumerate(self._members) if not member.over]
         parts = []
         if len(left) > 1:
             middle, end = left[len(left) // 2], left[-1] + 1
             parts = [self.part(left[0], middle), self.part(middle, end)]
-        else:
-            for place in left:
-                self._members[place].end(_exhausted(self._recipe))
-        self._stack = None
+        self._state = None
         if self._recipe.accelerator.type == "cuda":
             torch.cuda.empty_cache()
         return parts
@@ -160,8 +159,8 @@ class _Group:
         """Return the places from start to stop as a separate group in their present state."""
         part = _Group(self._recipe, self._members[start:stop], self._plan.after(self._taken, np.arange(start, stop)))
         part._began = self._began
-        if self._stack is not None:
-            part._stack = self._stack.part(start, stop)
+        if self._state is not None:
+            part._state = self._state.part(start, stop)
         return part
 
     def _drop_cancelled(self) -> bool:
@@ -172,7 +171,7 @@ class _Group:
                 member.end(Cancelled())
         return not all(member.over for member in left)
 
-    def _look(self, stack: Stack) -> None:
+    def _look(self, state: VmappedModels) -> None:
         """Account the time, report progress, and end the members that have taken all their steps."""
         self._account()
         left = [(place, member) for place, member in enumerate(self._members) if not member.over]
@@ -180,7 +179,7 @@ class _Group:
             member.turn.progress(member.steps, member.total)
         finished = [(place, member) for place, member in left if member.steps == member.total]
         if finished:
-            rows, losses = stack.read([place for place, _ in finished])
+            rows, losses = state.read([place for place, _ in finished])
             wall_s = time.monotonic() - (self._began or 0.0)
             for (_, member), row, loss in zip(finished, rows, losses, strict=True):
                 member.end(VmappedResult(row, loss / member.turn.load.samples, member.steps, member.train_s, wall_s))
@@ -201,7 +200,7 @@ class _Group:
 class Batches:
     """The batches of all steps of a schedule, on the accelerator from the start, so that no step waits for a copy."""
 
-    def __init__(self, recipe: Recipe, made: StackSchedule, turns: Sequence[Turn]) -> None:
+    def __init__(self, recipe: Recipe, made: VmappedSchedule, turns: Sequence[Turn]) -> None:
         self._steps = made.steps
         self._dtype = next(recipe.module.parameters()).dtype
         lengths = np.array([len(turn.visits.places) for turn in turns], np.int64)
@@ -244,10 +243,3 @@ class Batches:
 
 def _joined(arrays: Sequence[npt.NDArray[np.int64]]) -> Integers:
     return np.concatenate([array.ravel() for array in arrays]) if arrays else np.zeros(0, np.int64)
-
-
-def _exhausted(recipe: Recipe) -> RunFailed:
-    return RunFailed(
-        f"{recipe.accelerator} has not enough free memory to train a single device with training.batch_size = "
-        f"{recipe.training.batch_size}. Use a smaller batch size, a smaller model, or --accelerator cpu."
-    )

@@ -1,7 +1,7 @@
-"""The schedule of a stack: which batches of which devices are trained together, and in which order.
+"""The schedule of vmapped training: which batches of which devices are trained together, and in which order.
 
 S devices with one model and batch size take their steps together. They are sorted by their number of steps, so the
-active ones are always the first A of S: views of the stacked state, without copies, and finished devices are not
+active ones are always the first A of S: views of the state, without copies, and finished devices are not
 changed. Suffixes: S devices, A of them in one step, W samples of each.
 """
 
@@ -61,8 +61,8 @@ class VmappedStep:
 
 
 @dataclass(frozen=True, eq=False)
-class StackSchedule:
-    """The steps of a stack; `order` int64 [S] are the loads at its places."""
+class VmappedSchedule:
+    """The steps of vmapped training; `order` int64 [S] are the loads at its places."""
 
     order: Integers
     steps: tuple[VmappedStep, ...]
@@ -81,7 +81,7 @@ class StackSchedule:
         useful = sum(int(step.counts.sum()) for step in self.steps)
         return useful / sum(len(step.places) * step.width for step in self.steps)
 
-    def after(self, done: int, places: Integers) -> StackSchedule:
+    def after(self, done: int, places: Integers) -> VmappedSchedule:
         """Return the schedule after `done` steps for some places, ascending int64 [s], which become 0, 1 .."""
         anew = np.full(len(self.order), -1, np.int64)
         anew[places] = np.arange(len(places))
@@ -90,10 +90,10 @@ class StackSchedule:
             here = anew[step.places] >= 0
             if here.any():
                 kept.append(VmappedStep(anew[step.places[here]], step.starts[here], step.counts[here]))
-        return StackSchedule(self.order[places], tuple(kept))
+        return VmappedSchedule(self.order[places], tuple(kept))
 
 
-def plan(loads: Sequence[Load], *, batch_size: int, pad: bool) -> StackSchedule:
+def plan(loads: Sequence[Load], *, batch_size: int, pad: bool) -> VmappedSchedule:
     """Return the steps in which every device visits its batches, in order, each exactly once.
 
     `pad`: partial batches are padded to the step's width, and the schedule has as many steps as the longest device. A
@@ -105,7 +105,7 @@ def plan(loads: Sequence[Load], *, batch_size: int, pad: bool) -> StackSchedule:
     batches = -(-samples // batch_size) if pad else samples // batch_size
     order = np.lexsort((np.arange(len(loads)), -samples, -batches * epochs))
     shape = _Shape(samples[order], epochs[order], batches[order], batch_size)
-    return StackSchedule(order, tuple(_padded(shape) if pad else _whole(shape)))
+    return VmappedSchedule(order, tuple(_padded(shape) if pad else _whole(shape)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""The trainings of several devices of one process, as stacks if these are faster."""
+"""The trainings of several devices of one process, vmapped if that is faster."""
 
 from __future__ import annotations
 
@@ -12,78 +12,87 @@ import torch
 from torch import Tensor
 
 from common.accounting.child_report import TrainingPath
-from common.errors import RunFailed
 from common.experiment.schema import Experiment
 from common.experiment.training import learning_rate
 from common.learning import datasets, models
 from device.jobs import Cancelled, Ending, HostedDevice, LocalResult, Order
 from device.training.augmentation import Changes
 from device.training.batches import LocalDataset, load_local_dataset, orders
-from device.training.computing import set_up, use_one_thread
+from device.training.computing import first_line, out_of_memory, set_up, set_up_thread
+from device.training.sgd import keep_linear_fp32
 from device.vmapped.calibration import StepTimes, measure, most_in_memory, problem_of
-from device.vmapped.gathering import Stacking
+from device.vmapped.gathering import VmappedMode
 from device.vmapped.loop import Turn, Visits, VmappedResult, train
+from device.vmapped.models import Recipe
 from device.vmapped.schedule import Load, plan
-from device.vmapped.stack import Recipe
 
 CPU: Final = torch.device("cpu")
 
-log = logging.getLogger("fedstrata.stacks")
+log = logging.getLogger("fedstrata.vmapped")
 
 Done = Callable[[int, Ending], None]
 Work = tuple[HostedDevice, Order]
 
 
-class Stacks:
+class VmappedTrainer:
     """Trains devices of one experiment together on one accelerator; another experiment replaces the last one."""
 
-    def __init__(self, accelerator: torch.device, wanted: Stacking) -> None:
+    def __init__(self, accelerator: torch.device, wanted: VmappedMode) -> None:
         self._accelerator = accelerator
         self._wanted = wanted
         self._digest = ""
         self._shared: _Shared | None = None
+        self._failed: set[str] = set()  # the digests of experiments with a failed step
 
     def train(self, work: Sequence[Work], done: Done) -> list[int]:
         """Train those that are faster together; `done` gets each one's number and outcome. Return the others' numbers.
 
-        In a deterministic run none are stacked: a stack's results depend, by rounding, on its devices.
+        In a deterministic run none are vmapped: a vmapped result depends, by rounding, on the other devices. If a step
+        fails, the devices that are not done are returned, and later rounds of the experiment are not vmapped.
         """
         first, _ = work[0]
         training = first.experiment.training
-        if len(work) == 1 or training.deterministic or training.compile:
-            return list(range(len(work)))
+        left = list(range(len(work)))
+        if len(work) == 1 or training.deterministic or training.compile or first.digest in self._failed:
+            return left
+
+        def end(number: int, how: Ending) -> None:
+            left.remove(number)
+            done(number, how)
+
+        set_up_thread(self._accelerator)
+        try:
+            self._train(work, end)
+        except RuntimeError as error:
+            self._shared = None  # frees its memory for those that are left
+            if not out_of_memory(error):
+                self._failed.add(first.digest)
+                name = f"{first.experiment.model.name} on {self._accelerator}"
+                log.warning("%s: a vmapped step failed. Devices train one after another: %s", name, first_line(error))
+        if self._accelerator.type == "cuda":
+            torch.cuda.empty_cache()  # other processes may train on it too
+        return left
+
+    def _train(self, work: Sequence[Work], done: Done) -> None:
+        first, _ = work[0]
         if self._shared is None or self._digest != first.digest:
             self._digest, self._shared = first.digest, _Shared(first.experiment, self._accelerator)
         shared = self._shared
         by_rate: defaultdict[float, list[int]] = defaultdict(list)  # the rate may differ between global rounds
         for number, (_, order) in enumerate(work):
             by_rate[shared.rate(order)].append(number)
-        use_one_thread(self._accelerator)
-        try:
-            shared.know([device.node for device, _ in work])
-        except torch.OutOfMemoryError:
-            self._shared = None
-            return list(range(len(work)))
-        left = []
+        shared.know([device.node for device, _ in work])
         for rate, numbers in by_rate.items():
             recipe = shared.recipe(rate)
             turns = [shared.turn(*work[number], partial(done, number)) for number in numbers]
             if most := self._most(shared, recipe, turns):
                 train(recipe, turns, most=most)
-            else:
-                left += numbers
-        if self._accelerator.type == "cuda":
-            torch.cuda.empty_cache()  # other processes may train on it too
-        return left
 
     def _most(self, shared: _Shared, recipe: Recipe, turns: Sequence[Turn]) -> int:
-        """Return how many to train in one stack, 0 if they are faster one after another."""
+        """Return how many to train in one group, 0 if they are faster one after another."""
         if len(turns) == 1:
             return 0
-        try:
-            most, speeds = shared.trial(recipe, turns, timed=self._wanted is Stacking.AUTO)
-        except torch.OutOfMemoryError:
-            return 0
+        most, speeds = shared.trial(recipe, turns, timed=self._wanted is VmappedMode.AUTO)
         if most and speeds is not None:
             made = plan([turn.load for turn in turns], batch_size=recipe.training.batch_size, pad=recipe.pads)
             return most if speeds.together_s(made) < speeds.one_by_one_s(made) else 0
@@ -99,7 +108,7 @@ class _Shared:
         self._accelerator = accelerator
         self._local: dict[str, LocalDataset] = {}
         self._problem: str | None = None
-        self._trials: dict[int, tuple[int, StepTimes | None]] = {}  # by the binary logarithm of the stack's size
+        self._trials: dict[int, tuple[int, StepTimes | None]] = {}  # by the binary logarithm of the group's size
 
     def know(self, nodes: Sequence[str]) -> None:
         """Load the data of new devices and copy the samples of all devices to the accelerator."""
@@ -112,6 +121,7 @@ class _Shared:
             sources.setdefault(local.images.data_ptr(), []).append(local)
         first = next(iter(self._local.values()))
         module = models.build(self._experiment.model.name, self._experiment.seed, inputs=first.inputs)
+        keep_linear_fp32(module, self._experiment.training, device=self._accelerator)
         self._layout, self._module = models.layout_of(module), module.to(self._accelerator).train()
         data = datasets.load(self._experiment.data, node=nodes[0])
         self._normalise = data.normaliser(self._accelerator)
@@ -133,12 +143,12 @@ class _Shared:
         )
 
     def recipe(self, rate: float) -> Recipe:
-        """Return the shared part of a stack at this learning rate."""
+        """Return what the devices share at this learning rate."""
         shared = (self._module, self._layout, self._images, self._labels, self._normalise)
         return Recipe(*shared, self._experiment.training, rate)
 
     def turn(self, device: HostedDevice, order: Order, done: Callable[[Ending], None]) -> Turn:
-        """Return a device's order as a turn in a stack."""
+        """Return a device's order as a turn of vmapped training."""
         local = self._local[device.node]
         begin, samples = self._held[local.images.data_ptr()]
         visited = list(
@@ -149,7 +159,7 @@ class _Shared:
         visits = Visits(begin + torch.searchsorted(samples, places), _joined(changes) if changes else None)
         load = Load(len(local.samples), order.epochs)
 
-        def end(how: VmappedResult | Cancelled | RunFailed) -> None:
+        def end(how: VmappedResult | Cancelled) -> None:
             if not isinstance(how, VmappedResult):
                 done(how)
                 return
@@ -160,10 +170,7 @@ class _Shared:
         return Turn(order.row, load, visits, order.progress, order.cancelled, end)
 
     def trial(self, recipe: Recipe, turns: Sequence[Turn], *, timed: bool) -> tuple[int, StepTimes | None]:
-        """Return how many can be stacked, 0 for none, and their step times if `timed`; measured once per size.
-
-        Raises torch.OutOfMemoryError.
-        """
+        """Return how many fit in one group, 0 for none, and their step times if `timed`; measured once per size."""
         name = f"{self._experiment.model.name} on {self._accelerator}"
         if self._problem is None:
             self._problem = problem_of(recipe, turns)

@@ -1,4 +1,4 @@
-"""The plan of a stack: every batch once, in order, beside as many others as possible."""
+"""The schedule of vmapped training: every batch once, in order, beside as many others as possible."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.experiment import reading
 from common.learning import partitions
-from device.vmapped.schedule import Load, StackSchedule, plan
+from device.vmapped.schedule import Load, VmappedSchedule, plan
 
 Visit = tuple[int, int]
 
@@ -30,7 +30,7 @@ def alone(load: Load, batch_size: int) -> list[Visit]:
     return visits
 
 
-def visits(made: StackSchedule, devices: int) -> list[list[Visit]]:
+def visits(made: VmappedSchedule, devices: int) -> list[list[Visit]]:
     """Return what each device visits, step by step."""
     seen: list[list[Visit]] = [[] for _ in range(devices)]
     for step in made.steps:
@@ -59,7 +59,7 @@ def test_places_ascend_and_who_has_finished_is_in_no_step(work: list[Load], batc
 
 
 @given(loads, sizes)
-def test_padded_stacks_are_views_and_take_the_longest_devices_steps(work: list[Load], batch: int) -> None:
+def test_padded_schedules_are_views_and_take_the_longest_devices_steps(work: list[Load], batch: int) -> None:
     made = plan(work, batch_size=batch, pad=True)
     assert all(step.prefix for step in made.steps)
     assert len(made.steps) == max(len(alone(load, batch)) for load in work)
@@ -90,7 +90,7 @@ def test_what_is_left_for_some_of_them(work: list[Load], batch: int, pad: bool, 
     done = data.draw(st.integers(0, len(made.steps)))
     places = sorted(data.draw(st.sets(st.integers(0, len(work) - 1), min_size=1)))
     rest = made.after(done, np.array(places))
-    before = visits(StackSchedule(made.order, made.steps[:done]), len(work))
+    before = visits(VmappedSchedule(made.order, made.steps[:done]), len(work))
     now = visits(rest, len(work))
     for place, k in enumerate(made.order):
         wanted = alone(work[k], batch)[len(before[k]) :] if place in places else []

@@ -1,9 +1,9 @@
-"""Co-located devices trained as a stack against one after another, on a GPU if there is one, as a table.
+"""Vmapped training of co-located devices against one after another, on a GPU if there is one, as a table.
 
 Each device has as many samples, one epoch, batches of 10; both ways are the ways of a run, from rows to rows. Of one
 after another at most ten devices are trained and the time is scaled up. The GPU's busy share is the time of its
 kernels, as torch's profiler has it of one training more, in the time of a training without profiler. On a CPU sizes
-are small: that shows that stacks do not pay there.
+are small: that shows that vmapped training does not pay there.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Case:
 
 
 CASES = (
-    Case("MLP 784-200-10", "stacked:mlp", (1, 28, 28)),
+    Case("MLP 784-200-10", "vmapped:mlp", (1, 28, 28)),
     Case("LeNet-5", "lenet5", (1, 28, 28)),
     Case("ResNet-20", "resnet20", (3, 32, 32)),
 )
@@ -79,13 +79,13 @@ def work_of(case: Case, count: int, *, samples: int, precision: str) -> list[Wor
     return [(HostedDevice(lab, lab.digest, f"device-{k}"), order) for k, order in enumerate(orders)]
 
 
-def seconds(trainers: Trainers, work: Sequence[Work], *, accelerator: str, stacked: bool) -> float:
-    """Train all, as a stack or not, and return the seconds."""
-    os.environ[VARIABLE] = "always" if stacked else "never"
+def seconds(trainers: Trainers, work: Sequence[Work], *, accelerator: str, vmapped: bool) -> float:
+    """Train all, vmapped or not, and return the seconds."""
+    os.environ[VARIABLE] = "always" if vmapped else "never"
     wrong: list[Ending] = []
 
     def done(_: int, how: Ending) -> None:
-        if not isinstance(how, LocalResult) or (how.path == "vmapped") != (stacked and len(work) > 1):
+        if not isinstance(how, LocalResult) or (how.path == "vmapped") != (vmapped and len(work) > 1):
             wrong.append(how)
 
     started = time.perf_counter()
@@ -111,10 +111,10 @@ def line(case: Case, count: int, options: argparse.Namespace, precision: str) ->
     trainers = Trainers()
 
     def alone() -> float:
-        return seconds(trainers, some, accelerator=accelerator, stacked=False) * count / len(some)
+        return seconds(trainers, some, accelerator=accelerator, vmapped=False) * count / len(some)
 
     def together() -> float:
-        return seconds(trainers, work, accelerator=accelerator, stacked=True)
+        return seconds(trainers, work, accelerator=accelerator, vmapped=True)
 
     alone(), together()  # loads the data, and what the accelerator needs
     if accelerator != "cpu":
@@ -142,8 +142,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    columns = ("model", "precision", "devices", "one by one, samples/s", "stacked", "factor")
-    table = Table(*columns, "GPU busy, one by one", "stacked", "memory")
+    columns = ("model", "precision", "devices", "one by one, samples/s", "vmapped", "factor")
+    table = Table(*columns, "GPU busy, one by one", "vmapped", "memory")
     for column in table.columns[2:]:
         column.justify = "right"
     for case in CASES:

@@ -1,10 +1,11 @@
-"""Devices trained in one stack: equal to each one's own training, whoever leaves, and whatever memory there is."""
+"""Devices trained vmapped: equal to each one's own training, whoever leaves, and whatever memory there is."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -20,13 +21,14 @@ from common.learning.inputs import Inputs
 from common.learning.nets.layers import Dropout
 from common.model.layout import ModelLayout, Row
 from device.jobs import Cancelled
+from device.training import sgd
 from device.training.augmentation import Changes, change, draw
 from device.training.sgd import forward_of, run_sgd
 from device.vmapped import calibration, loop
 from device.vmapped.calibration import StepTimes, measure, most_in_memory, problem_of
 from device.vmapped.loop import Turn, Visits, VmappedResult
+from device.vmapped.models import Recipe, VmappedModels
 from device.vmapped.schedule import Load, plan
-from device.vmapped.stack import Recipe, Stack
 
 CPU = torch.device("cpu")
 BATCHES_OF_4 = TrainingSettings(batch_size=4, learning_rate=0.05, momentum=0.9, weight_decay=0.01)
@@ -160,15 +162,15 @@ class Case:
                 yield epoch, self.normalise(images), self.labels[visits.places[some]]
 
     def states(self, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
-        """Train the stack and return each device's state in full precision."""
+        """Train vmapped and return each device's state in full precision."""
         kept: list[dict[str, Tensor]] = []
-        read = Stack.read
+        read = VmappedModels.read
 
-        def spy(stack: Stack, places: list[int]) -> Any:
-            kept.append({**stack._weights, **stack._buffers})
-            return read(stack, places)
+        def spy(state: VmappedModels, places: list[int]) -> Any:
+            kept.append({**state._weights, **state._buffers})
+            return read(state, places)
 
-        monkeypatch.setattr(Stack, "read", spy)
+        monkeypatch.setattr(VmappedModels, "read", spy)
         self.train()
         made = loop.plan(list(self.loads), batch_size=self.training.batch_size, pad=self.recipe.pads)
         places = {int(k): place for place, k in enumerate(made.order)}
@@ -201,7 +203,7 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_stack_gives_what_each_gives_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vmapped_training_gives_what_each_gives_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]()
     states = case.states(monkeypatch)
     for k, (state, how) in enumerate(zip(states, case.ended, strict=True)):
@@ -228,7 +230,7 @@ def test_one_step_in_float32(name: str) -> None:
 
 
 def test_bf16_is_near_its_own_training() -> None:
-    # In smaller batches a CPU's linear layers compute in fp32 (`device.training.sgd`), but not in a stack.
+    # In smaller batches a CPU's linear layers compute in fp32 (`device.training.sgd`), but not vmapped.
     training = TrainingSettings(batch_size=32, learning_rate=0.05, precision="bf16")
     case = Case(mlp(Inputs((1, 8, 8), 10)), (1, 8, 8), training=training, dtype=torch.float32)
     for k, how in enumerate(case.train()):
@@ -266,13 +268,13 @@ class _Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        step = Stack.step
+        step = VmappedModels.step
 
         def slow(*args: Any) -> None:
             self.now += 1.0
             step(*args)
 
-        monkeypatch.setattr(Stack, "step", slow)
+        monkeypatch.setattr(VmappedModels, "step", slow)
         monkeypatch.setattr(loop.time, "monotonic", lambda: self.now)
 
 
@@ -298,7 +300,7 @@ def test_who_is_called_off_leaves_at_the_next_step_and_the_others_never_see_it(
     undisturbed = quick()
     undisturbed.train()
     case, steps = quick(), 0
-    step = Stack.step
+    step = VmappedModels.step
 
     def counted(*args: Any) -> None:
         nonlocal steps
@@ -308,7 +310,7 @@ def test_who_is_called_off_leaves_at_the_next_step_and_the_others_never_see_it(
             for k in leaving:
                 case.cancelled[k].set()
 
-    monkeypatch.setattr(Stack, "step", counted)
+    monkeypatch.setattr(VmappedModels, "step", counted)
     case.train()
     for k, (mine, its) in enumerate(zip(rows_of(case), rows_of(undisturbed), strict=True)):
         assert mine == (None if k in leaving else its)
@@ -324,24 +326,32 @@ def test_the_leavers_time_goes_to_those_who_stay(monkeypatch: pytest.MonkeyPatch
     assert isinstance(case.ended[0], Cancelled) and not case.progress[0][1:]
 
 
+EXHAUSTED = (
+    torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+)
+
+
 def short_of_memory(monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
     """Let steps of more than `most` places run out of memory; return the sizes of those that did not."""
+    errors = itertools.cycle(EXHAUSTED)
     sizes: list[int] = []
-    losses_of = Stack._losses_of
+    logits_of = VmappedModels._logits
 
-    def tight(stack: Stack, weights: Any, buffers: Any, batch: Any) -> Any:
-        made = losses_of(stack, weights, buffers, batch)
+    def tight(state: VmappedModels, weights: Any, buffers: Any, batch: Any) -> Any:
+        made = logits_of(state, weights, buffers, batch)
         if len(batch.samples) > most:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise next(errors)
         sizes.append(len(batch.samples))
         return made
 
-    monkeypatch.setattr(Stack, "_losses_of", tight)
+    monkeypatch.setattr(VmappedModels, "_logits", tight)
     return sizes
 
 
 @pytest.mark.parametrize(("name", "most"), [("mlp", 1), ("mlp", 2), ("mlp", 3), ("mlp", 4), ("resnet20", 2)])
-def test_a_stack_without_memory_is_halved(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_without_memory_is_halved(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]()
     plenty = CASES[name]()
     plenty.train()
@@ -357,37 +367,38 @@ def test_a_stack_without_memory_is_halved(name: str, most: int, monkeypatch: pyt
 
 def test_no_step_is_taken_again_where_memory_runs_out_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
     case = quick()
-    losses_of, calls, samples = Stack._losses_of, 0, 0
+    logits_of, calls, samples = VmappedModels._logits, 0, 0
 
-    def tight(stack: Stack, weights: Any, buffers: Any, batch: Any) -> Any:
+    def tight(state: VmappedModels, weights: Any, buffers: Any, batch: Any) -> Any:
         nonlocal calls, samples
         calls += 1
         if calls == 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
         samples += len(batch.samples)
-        return losses_of(stack, weights, buffers, batch)
+        return logits_of(state, weights, buffers, batch)
 
-    monkeypatch.setattr(Stack, "_losses_of", tight)
+    monkeypatch.setattr(VmappedModels, "_logits", tight)
     assert [how.steps for how in case.train()] == [4, 3, 3, 5, 4]
     assert samples == 4 + 3 + 3 + 5 + 4
 
 
-def test_memory_for_none_fails_each_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_for_one_device_none_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     case = quick()
     short_of_memory(monkeypatch, 0)
-    case.train()
-    assert all("smaller batch size" in str(how) for how in case.ended)
+    assert case.train() == [] and case.ended == [None] * 5
+    with pytest.raises(torch.OutOfMemoryError, match="cpu has no memory for one vmapped step"):
+        problem_of(case.recipe, case.turns)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])
-def test_a_cap_makes_several_stacks(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cap_makes_several_groups(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = short_of_memory(monkeypatch, most)
     case = quick()
     case.train(most)
     assert max(sizes) == most and all(isinstance(how, VmappedResult) for how in case.ended)
 
 
-def test_layers_that_draw_are_no_layers_for_a_stack() -> None:
+def test_layers_that_draw_cannot_be_vmapped() -> None:
     module = nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(64, 10))
     with pytest.raises(RuntimeError, match="random"):
         Case(module, (1, 8, 8), dtype=torch.float32).train()
@@ -406,6 +417,23 @@ class _Centred(nn.Module):
         return logits
 
 
+class _Single(nn.Module):
+    """Computes as it should in float64, and otherwise if batched in float32."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
+        self.fc = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.fc(x.flatten(1))
+        if logits.dtype == torch.float64 or not torch._C._functorch.is_batchedtensor(logits):
+            return logits
+        if self.fault == "raise":
+            raise RuntimeError("not here\nand so on")
+        return 2 * logits
+
+
 @pytest.mark.parametrize(
     ("module", "problem"),
     [
@@ -414,17 +442,91 @@ class _Centred(nn.Module):
         (nn.Sequential(nn.Flatten(), Dropout(), nn.Linear(64, 10)), "random"),
         (nn.Sequential(nn.Flatten(), nn.Linear(64, 10), nn.BatchNorm1d(10, momentum=None)), "RuntimeError"),
         (nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(72, 10)), ""),
-        (_Centred(), "differs"),
+        (_Centred(), "vmapped steps in float64 that differ by"),
+        (_Single("raise"), "RuntimeError in fp32: not here"),
+        (_Single("double"), "vmapped steps in fp32 that differ by"),
     ],
 )
-def test_a_model_that_a_stack_would_train_otherwise_is_found_out(module: nn.Module, problem: str) -> None:
+def test_a_model_that_would_be_vmapped_wrongly_is_found_out(module: nn.Module, problem: str) -> None:
     case = Case(module, (1, 8, 8), dtype=torch.float32)
     found = problem_of(case.recipe, case.turns)
     assert problem in found and bool(problem) == bool(found)
     assert case.ended == [None] * 5 and not any(case.progress)
 
 
-def test_recurrent_layers_are_no_layers_for_a_stack() -> None:
+def test_the_precision_that_will_run_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits_of, seen = VmappedModels._logits, []
+
+    def noted(state: VmappedModels, *rest: Any) -> Any:
+        mixed = torch.is_autocast_enabled("cpu")
+        logits, moved = logits_of(state, *rest)
+        seen.append((logits.dtype, state._recipe.training.precision, mixed))
+        return logits, moved
+
+    monkeypatch.setattr(VmappedModels, "_logits", noted)
+    training = TrainingSettings(batch_size=32, learning_rate=0.05, precision="bf16")
+    case = Case(mlp(Inputs((1, 8, 8), 10)), (1, 8, 8), training=training, dtype=torch.float32)
+    assert problem_of(case.recipe, case.turns) == ""
+    steps = calibration.TRIAL_STEPS
+    assert seen == [(torch.float64, "fp32", False)] * steps + [(torch.float32, "bf16", False)] * steps
+
+
+def with_proximal_term(weights: Sequence[Tensor], mu: float) -> list[Any]:
+    """Add the gradient of mu / 2 |w - w0|^2 to that of each weight, w0 its present value; return the hooks."""
+
+    def add(weight: Tensor) -> Any:
+        received = weight.detach().clone()
+        return weight.register_hook(lambda gradient: gradient + mu * (weight.detach() - received))
+
+    return [add(weight) for weight in weights]
+
+
+@pytest.mark.parametrize("name", ["mlp", "lenet5", "resnet20"])
+def test_a_term_that_only_one_path_has_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FedProx's term is zero at the received parameters, so a first step does not show it."""
+    case = CASES[name]()
+    case = Case(case.module.float(), case.shape, case.loads[:2], case.training, torch.float32)
+    run = calibration.run_sgd
+
+    def proximal(forward: Any, weights: Sequence[Tensor], *rest: Any, **settings: Any) -> Any:
+        hooks = with_proximal_term(weights, 1e-3)
+        result = run(forward, weights, *rest, **settings)
+        for hook in hooks:
+            hook.remove()
+        return result
+
+    assert problem_of(case.recipe, case.turns) == ""
+    with monkeypatch.context() as patch:
+        patch.setattr(calibration, "run_sgd", proximal)
+        assert "vmapped steps in float64 that differ by" in problem_of(case.recipe, case.turns)
+        patch.setattr(calibration, "TRIAL_STEPS", 1)
+        assert problem_of(case.recipe, case.turns) == ""
+
+
+def test_momentum_that_only_one_path_has_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, run = quick(), calibration.run_sgd
+
+    def plain(*given: Any, training: TrainingSettings, **settings: Any) -> Any:
+        return run(*given, training=training.model_copy(update={"momentum": 0.0}), **settings)
+
+    monkeypatch.setattr(calibration, "run_sgd", plain)
+    assert "vmapped steps in float64 that differ by" in problem_of(case.recipe, case.turns)
+
+
+def test_both_paths_take_the_objective_of_one_step_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    losses_of = sgd._losses
+    case, plain = CASES["nesterov, clipped"](), CASES["nesterov, clipped"]()
+    monkeypatch.setattr(sgd, "_losses", lambda *batch: 0.1 * losses_of(*batch))
+    states = case.states(monkeypatch)
+    own = [case.alone(k)[0] for k in range(len(states))]
+    monkeypatch.setattr(sgd, "_losses", losses_of)
+    for k, state in enumerate(states):
+        for entry, tensor in state.items():
+            torch.testing.assert_close(tensor, own[k][entry], rtol=0, atol=1e-10)
+        assert not torch.allclose(state["1.weight"], plain.alone(k)[0]["1.weight"], rtol=0, atol=1e-3)
+
+
+def test_recurrent_layers_cannot_be_vmapped() -> None:
     layout_of = models.build("char_lstm", 1, inputs=Inputs((6,), 20, 20))
     case = quick(RAGGED[:2])
     texts = torch.randint(0, 20, (100, 6))
@@ -438,7 +540,7 @@ def test_recurrent_layers_are_no_layers_for_a_stack() -> None:
 def test_trying_and_timing_leave_the_turns_as_they_were() -> None:
     case = quick()
     speeds = measure(case.recipe, case.turns)
-    assert speeds.size == 5 and min(speeds.alone_s, speeds.single_s, speeds.stacked_s) > 0
+    assert speeds.size == 5 and min(speeds.alone_s, speeds.single_s, speeds.vmapped_s) > 0
     assert problem_of(case.recipe, case.turns) == ""
     for k, how in enumerate(case.train()):
         wanted = case.alone(k)[0]
@@ -447,7 +549,7 @@ def test_trying_and_timing_leave_the_turns_as_they_were() -> None:
 
 
 def test_the_quicker_path_depends_on_the_plan() -> None:
-    speeds = StepTimes(alone_s=1.0, single_s=3.0, stacked_s=4.0, size=11)
+    speeds = StepTimes(alone_s=1.0, single_s=3.0, vmapped_s=4.0, size=11)
     together_, ragged = plan([Load(8, 1)] * 11, batch_size=4, pad=True), plan([Load(40, 1)], batch_size=4, pad=True)
     assert speeds.one_by_one_s(together_) == 22 and speeds.together_s(together_) == pytest.approx(8)
     assert speeds.one_by_one_s(ragged) == 10 and speeds.together_s(ragged) == pytest.approx(30)
@@ -473,7 +575,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu_as_alone_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]()
-    case = Case(case.module, case.shape, case.loads, case.training, device=torch.device("cuda", 0))
+    case = Case(case.module.float(), case.shape, case.loads, case.training, device=torch.device("cuda", 0))
     for k, state in enumerate(case.states(monkeypatch)):
         wanted, loss, _ = case.alone(k)
         for entry, tensor in state.items():
@@ -485,7 +587,7 @@ def test_on_a_gpu_as_alone_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_gpu_is_left_as_it_was_and_takes_stacks_of_lenet(precision: str) -> None:
+def test_a_gpu_is_left_as_it_was_and_trains_lenet_vmapped(precision: str) -> None:
     training = TrainingSettings.model_validate({"batch_size": 10, "precision": precision})
     module, where = of("lenet5", (1, 28, 28)), torch.device("cuda", 0)
     case = Case(module, (1, 28, 28), (Load(40, 2),) * 40, training, torch.float32, where)
@@ -493,7 +595,7 @@ def test_a_gpu_is_left_as_it_was_and_takes_stacks_of_lenet(precision: str) -> No
     assert problem_of(recipe, turns) == ""
     assert most_in_memory(recipe, turns) >= 40
     speeds = measure(recipe, turns)
-    assert speeds.stacked_s < 40 * speeds.alone_s
+    assert speeds.vmapped_s < 40 * speeds.alone_s
     before = torch.cuda.memory_allocated()
     loop.train(recipe, turns, most=40)
     assert all(isinstance(how, VmappedResult) for how in case.ended)
@@ -502,7 +604,7 @@ def test_a_gpu_is_left_as_it_was_and_takes_stacks_of_lenet(precision: str) -> No
 
 @pytest.mark.gpu
 @needs_cuda
-def test_a_gpu_that_runs_out_of_memory_halves_the_stack() -> None:
+def test_a_gpu_that_runs_out_of_memory_halves_the_group() -> None:
     """The process may have some 400 MB, of which 64 models of 2.3 MB, three times each, are too much."""
     training, where = TrainingSettings(batch_size=4), torch.device("cuda", 0)
     case = Case(of("cnn_fedavg", (1, 28, 28)), (1, 28, 28), (Load(8, 1),) * 64, training, torch.float32, where)

@@ -1,6 +1,6 @@
-"""The models of several devices in one stack, and their common steps.
+"""The models of several devices as one, and their common steps.
 
-Suffixes: S devices of the stack, A of them in one step, W samples of each. Every tensor of the state has a leading
+Suffixes: S devices, A of them in one step, W samples of each. Every tensor of the state has a leading
 dimension S. vmap turns the layers' kernels into batched ones. A device's result differs from that of its own training
 only by rounding, but it may depend on the other devices in the step.
 """
@@ -15,21 +15,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
-from torch.nn import functional
 from torch.nn.modules.batchnorm import _NormBase
 
 from common.experiment.training import TrainingSettings
 from common.learning.datasets import Normalise
 from common.model.layout import ModelLayout, Row, Section
+from device.training import sgd
 from device.training.augmentation import Changes, change
-from device.training.sgd import step as sgd_step
 
 Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recipe:
-    """The shared part of a stack's trainings. Module, `images` [N, ...], `labels` int64 [N] are on one accelerator."""
+    """What vmapped trainings share. Module, `images` [N, ...], `labels` int64 [N] are on one accelerator."""
 
     module: nn.Module
     layout: ModelLayout
@@ -71,7 +70,7 @@ class Batch:
     counted: Tensor
 
 
-class Stack:
+class VmappedModels:
     """The state of S trainings: weights, momenta, buffers, and the sums of their last epochs' losses."""
 
     def __init__(self, recipe: Recipe, rows: Sequence[Row]) -> None:
@@ -85,32 +84,28 @@ class Stack:
     def step(self, places: int | Tensor, batch: Batch) -> None:
         """Take one step of SGD at the first A places, or at given ones, int64 [A].
 
-        Nothing has changed if this raises torch.OutOfMemoryError.
+        Nothing has changed if memory runs out.
         """
         recipe = self._recipe
         weights = {name: t.detach().requires_grad_() for name, t in _some(self._weights, places).items()}
         momenta, buffers = _some(self._momenta, places), _some(self._buffers, places)
-        losses, moved = self._losses_of(weights, buffers, batch)
-        torch.autograd.backward(losses.sum())  # each loss depends on its own device's weights alone
+        logits, moved = self._logits(weights, buffers, batch)
+        losses = sgd.step(
+            logits,
+            recipe.labels[batch.samples],
+            list(weights.values()),
+            [momenta.get(name) for name in weights],
+            training=recipe.training,
+            learning_rate=recipe.learning_rate,
+            sample_weights=batch.weights,
+        )
         with torch.no_grad():
-            counted = losses.detach() * batch.counted
-            # A weight without gradient, for example of a layer that is never called, does not change.
-            used = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
-            if recipe.training.clip_norm is not None:
-                _clip(list(used.values()), recipe.training.clip_norm)
-            sgd_step(
-                [weights[name].detach() for name in used],
-                list(used.values()),
-                [momenta.get(name) for name in used],
-                training=recipe.training,
-                learning_rate=recipe.learning_rate,
-            )
-            if isinstance(places, int):  # weights and momenta are views of the stack's
-                self._losses[:places] += counted
+            if isinstance(places, int):  # weights and momenta are views of the state's
+                self._losses[:places].addcmul_(losses, batch.counted)
                 for name, buffer in moved.items():
                     buffers[name].copy_(buffer)
             else:
-                self._losses.index_add_(0, places, counted)
+                self._losses.index_add_(0, places, losses * batch.counted)
                 for all_, some in ((self._weights, weights), (self._momenta, momenta), (self._buffers, moved)):
                     for name, tensor in some.items():
                         all_[name].index_copy_(0, places, tensor.detach())
@@ -125,9 +120,9 @@ class Stack:
         rows = torch.cat([part.view(torch.uint8) for part in parts], 1)
         return list(rows.cpu().numpy()), self._losses[index].tolist()
 
-    def part(self, start: int, stop: int) -> Stack:
-        """Return a stack of the places from start to stop, on the CPU until it is moved."""
-        made = object.__new__(Stack)
+    def part(self, start: int, stop: int) -> VmappedModels:
+        """Return the places from start to stop as a separate state, on the CPU until it is moved."""
+        made = object.__new__(VmappedModels)
         made._recipe = self._recipe
         made._weights, made._momenta, made._buffers = (
             {name: tensor[start:stop].cpu() for name, tensor in tensors.items()}
@@ -142,18 +137,15 @@ class Stack:
             tensors.update({name: tensor.to(device) for name, tensor in tensors.items()})
         self._losses = self._losses.to(device)
 
-    def _losses_of(self, weights: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Tensors]:
-        """Return the losses [A], differentiable, and the buffers after the batch."""
-        recipe, places = self._recipe, batch.samples.flatten()
-        inputs = recipe.inputs(places, batch.changes)
+    def _logits(self, weights: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Tensors]:
+        """Return the logits [A, W, classes], differentiable, and the buffers after the batch."""
+        recipe = self._recipe
+        inputs = recipe.inputs(batch.samples.flatten(), batch.changes)
         inputs = inputs.view(*batch.samples.shape, *inputs.shape[1:])
         bf16 = recipe.training.precision == "bf16"
         with torch.autocast(recipe.accelerator.type, torch.bfloat16, enabled=bf16):
             logits, moved = vmap(self._forward, randomness="error")(weights, buffers, inputs)
-        logits = logits.float() if bf16 else logits
-        labels = recipe.labels.index_select(0, places)
-        losses = functional.cross_entropy(logits.flatten(0, 1), labels, reduction="none").view_as(batch.samples)
-        return losses.mean(1) if batch.weights is None else (losses * batch.weights).sum(1), moved
+        return logits.float() if bf16 else logits, moved
 
     def _forward(self, weights: Tensors, buffers: Tensors, inputs: Tensor) -> tuple[Tensor, Tensors]:
         """Return one device's logits [W, classes] and its buffers after the batch."""
@@ -166,14 +158,6 @@ def _some(tensors: Mapping[str, Tensor], places: int | Tensor) -> Tensors:
     if isinstance(places, int):
         return {name: tensor[:places] for name, tensor in tensors.items()}
     return {name: tensor.index_select(0, places) for name, tensor in tensors.items()}
-
-
-def _clip(gradients: Sequence[Tensor], most: float) -> None:
-    """Scale each device's gradients together to an L2 norm of at most `most`, as nn.utils.clip_grad_norm_ does."""
-    squares = torch.stack([torch.linalg.vector_norm(grad.flatten(1), dim=1) for grad in gradients])
-    factors = (most / (torch.linalg.vector_norm(squares, dim=0) + 1e-6)).clamp(max=1.0)
-    for grad in gradients:
-        grad.mul_(factors.view(-1, *[1] * (grad.dim() - 1)))
 
 
 def _tensors(recipe: Recipe, rows: npt.NDArray[np.uint8]) -> tuple[Tensors, Tensors]:
