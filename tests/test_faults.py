@@ -307,7 +307,7 @@ def happened(role: Role, event: str) -> bool:
     return any(json.loads(line)["event"] == event for line in whole.splitlines())
 
 
-ROLES = ("cloud", "institution", "device", "cloud.evaluator_process", "device.pool.worker")
+ROLES = ("cloud", "institution", "device", "cloud.evaluator_process", "device.pool.worker_process")
 
 
 def family(role: Role) -> dict[str, psutil.Process]:
@@ -392,7 +392,7 @@ def test_an_interrupted_lab_leaves_nothing_behind_and_can_be_resumed(
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills children with their parent")
 def test_a_killed_lab_leaves_no_process_behind(experiment: Path, tmp_path: Path) -> None:
     role = lab_of(tmp_path / "lab.log", experiment, "--runs", tmp_path / "runs", null=False)
-    all_kinds = {"cloud", "cloud.evaluator_process", "institution", "device", "device.pool.worker", "broker"}
+    all_kinds = {"cloud", "cloud.evaluator_process", "institution", "device", "device.pool.worker_process", "broker"}
     try:
         until(lambda: kinds(family(role)) == all_kinds, "all roles")
         processes = family(role)

@@ -22,7 +22,7 @@ from device.jobs import Cancelled, Ending, HostedDevice, Job, LocalResult, Order
 from device.pool.executors import Executor, Thread
 from device.pool.pool import Pool
 from device.pool.trainers import Trainers
-from device.pool.worker_process import Worker
+from device.pool.worker import Worker
 from device.training.trainer import Trainer
 from device.vmapped import gathering, loop, trainer
 from device.vmapped.calibration import StepTimes

@@ -25,7 +25,7 @@ from device.accelerators import choose, may_have_gpu
 from device.jobs import Cancelled, HostedDevice, Job, LocalResult, Order, Prepared
 from device.pool.executors import Thread
 from device.pool.pool import Member, Pool
-from device.pool.worker_process import Worker
+from device.pool.worker import Worker
 from device.training.trainer import Trainer
 
 T = TypeVar("T")
@@ -322,7 +322,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         pool = runner.run(open_pool())
         yield Lab(runner, pool, folder)
         runner.run(pool.__aexit__())
-    assert [child for child in psutil.Process().children() if "device.pool.worker" in child.cmdline()] == []
+    assert [child for child in psutil.Process().children() if "device.pool.worker_process" in child.cmdline()] == []
 
 
 def test_workers_give_the_bits_of_a_trainer_alone(lab: Lab) -> None:

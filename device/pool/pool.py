@@ -21,7 +21,7 @@ from common.model.layout import Row
 from device.accelerators import choose, may_have_gpu
 from device.jobs import HostedDevice, Job, LocalResult, Order, PoolRequest, Prepared, Progress
 from device.pool.executors import Executor, Thread
-from device.pool.worker_process import Worker
+from device.pool.worker import Worker
 from device.vmapped.gathering import gather
 
 EVERYWHERE: Final = ("cpu", "auto")  # accelerators that every machine has

@@ -1,129 +1,97 @@
-"""A worker process as seen by its agent; `device.pool.worker` runs in the process and documents the records."""
+"""The worker process, which trains for the devices of another process; started by `device.pool.worker`.
+
+    {"accelerators"}                       -> {"accelerators"} of this machine
+    {"experiment": TEXT, "digest"}            a new experiment
+    {"prepare": DEVICE}                    -> {"layout", "samples", "partition"}
+    {"train": [{"job", "device", "epochs", "round"}, ...], "row_bytes"}
+                                           -> for each job {"job", "steps", "of"} ..., then {"job", "result"}
+    {"cancel": JOB}
+
+A DEVICE is [digest, name, accelerator]. The shared memory has two rows for each job, one to read and one to write.
+A job has a "failure" instead of a result, an empty one if it was cancelled. An error is the outcome of all remaining
+jobs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+import threading
+from dataclasses import astuple
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
-import numpy as np
-
-from common.accounting.child_report import TrainingPath
-from common.errors import RunFailed
-from common.host.offload import offload
-from common.host.subprocess_channel import ProcessEnded, SubprocessChannel, error_in
-from common.model.layout import ModelLayout
-from device.jobs import Cancelled, HostedDevice, Job, LocalResult, Prepared
-from device.vmapped.gathering import most_together
-
-_T = TypeVar("_T")
+from common.errors import FedstrataError
+from common.experiment.reading import parse
+from common.experiment.schema import Experiment
+from common.host.memory import keep_large_buffers
+from common.host.subprocess_channel import AgentChannel, Record, error_record
+from device.jobs import Cancelled, Ending, HostedDevice, LocalResult, Order
 
 
-class Worker:
-    """Worker process, restarted if killed; a job is retried once."""
-
-    path = TrainingPath.WORKERS
+class WorkerServer:
+    """Serves the process of one agent. It imports torch, which takes seconds."""
 
     def __init__(self) -> None:
-        self.accelerator = "cpu"
-        self._channel: SubprocessChannel | None = None
-        self._known: set[str] = set()  # digests of the experiments that were sent to the process
-        self._jobs = 0
+        self._experiments: dict[str, Experiment] = {}
+        self._cancelled: dict[int, threading.Event] = {}
+        self._channel = AgentChannel(self._cancel)
+        from device.pool.trainers import Trainers
+        from device.training.computing import accelerators
 
-    @property
-    def most(self) -> int:
-        """The number of jobs that may be trained together."""
-        return most_together(self.accelerator)
+        self._trainers, self._accelerators = Trainers(), accelerators()
 
-    @property
-    def pid(self) -> int | None:
-        """The process's id, None if none runs."""
-        return None if self._channel is None else self._channel.process.pid
-
-    async def start(self) -> Sequence[str]:
-        """Start the process, wait until it has imported torch, and return its accelerators. Raises RunFailed."""
-        reply = await self._insist(lambda channel: channel.request(accelerators=True), "devices")
-        return list(reply["accelerators"])
-
-    async def prepare(self, device: HostedDevice) -> Prepared:
-        """Return a device's facts. Raises InvalidExperiment, RunFailed."""
-        reply = await self._insist(lambda channel: channel.request(prepare=self._name(device, channel)), device.node)
-        return Prepared(ModelLayout.from_json(reply["layout"]), reply["samples"], reply["partition"])
-
-    async def train(self, jobs: Sequence[Job]) -> None:
-        """Train the jobs in the process. Raises RunFailed if it was killed twice."""
-        await self._insist(partial(self._train, jobs), ", ".join(job.device.node for job in jobs))
-
-    async def close(self) -> None:
-        """Kill the process."""
-        if self._channel is not None:
-            self._channel.process.kill()
-            await offload(self._channel.process.wait)
-            self._channel.close()
-
-    async def _insist(self, work: Callable[[SubprocessChannel], Awaitable[_T]], names: str) -> _T:
-        """Do the work in the process, and once more in a new one if a signal ends it."""
-        killed = 0
+    def serve(self) -> None:
+        """Process the agent's requests until it ends."""
         while True:
-            if self._channel is None:
-                self._channel = await SubprocessChannel.start("device.pool.worker", "the worker process")
-                self._known.clear()
+            request = self._channel.receive()
             try:
-                return await work(self._channel)
-            except ProcessEnded as ended:
-                self._channel.close()
-                self._channel = None
-                if not ended.killed:
-                    raise RunFailed(f"the process that trains {names} {ended.how}") from None
-                killed += 1
-                if killed == 2:
-                    raise RunFailed(
-                        f"the process that trained {names} {ended.how}, and so was its replacement. If memory was "
-                        "short: use fewer --slots."
-                    ) from None
+                if "experiment" in request:
+                    self._experiments[request["digest"]] = parse(request["experiment"])
+                elif "prepare" in request:
+                    prepared = self._trainers.prepare(*self._device(request["prepare"]))
+                    self._channel.send(
+                        layout=prepared.layout.to_json(), samples=prepared.samples, partition=prepared.partition
+                    )
+                elif "train" in request:
+                    self._train(request["train"], request["row_bytes"])
+                else:
+                    self._channel.send(accelerators=self._accelerators)
+            except FedstrataError as error:
+                self._channel.send(**error_record(error))
 
-    async def _train(self, jobs: Sequence[Job], channel: SubprocessChannel) -> None:
-        begun: dict[int, Job] = {}
-        for job in jobs:
-            if job.order.cancelled.is_set():
-                job.fail(Cancelled())
-            elif not job.outcome.done():  # it may have been set before the process was killed
-                self._jobs += 1
-                begun[self._jobs] = job
-        if not begun:
-            return
-        row_bytes = next(iter(begun.values())).order.row.nbytes
-        rows = channel.memory.rows(2 * len(begun), row_bytes)
-        outs = dict(zip(begun, rows[1::2], strict=True))
-        wanted = []
-        for (number, job), row in zip(begun.items(), rows[::2], strict=True):
-            await offload(partial(np.copyto, row, job.order.row))
-            device, order = self._name(job.device, channel), job.order
-            wanted.append({"job": number, "device": device, "epochs": order.epochs, "round": order.local_round})
-        channel.send(train=wanted, row_bytes=row_bytes)
-        for number, job in begun.items():
-            job.on_cancel = partial(channel.send, cancel=number)
-            if job.order.cancelled.is_set():
-                job.on_cancel()
-        while begun:
-            reply = await channel.receive()
-            job = begun[reply["job"]]
-            if "steps" in reply:
-                job.order.progress(reply["steps"], reply["of"])
-                continue
-            del begun[reply["job"]]
-            if "result" in reply:
-                await offload(partial(np.copyto, job.order.out, outs[reply["job"]]))
-                result = LocalResult(*reply["result"])
-                vmapped = result.path == TrainingPath.VMAPPED
-                job.finish(replace(result, path=TrainingPath.VMAPPED if vmapped else self.path))
+    def _train(self, orders: list[dict[str, Any]], row_bytes: int) -> None:
+        rows = self._channel.memory.rows(2 * len(orders), row_bytes)
+        work = []
+        for wanted, row, out in zip(orders, rows[::2], rows[1::2], strict=True):
+            row.flags.writeable = False
+            device, accelerator = self._device(wanted["device"])
+            report, cancelled = partial(self._report, wanted["job"]), self._cancelled[wanted["job"]]
+            work.append((device, Order(row, out, wanted["epochs"], wanted["round"], report, cancelled)))
+
+        def done(place: int, how: Ending) -> None:
+            number = orders[place]["job"]
+            if isinstance(how, LocalResult):
+                self._channel.send(job=number, result=astuple(how))
             else:
-                job.fail(error_in(reply["failure"]) or Cancelled())
+                self._channel.send(job=number, failure={} if isinstance(how, Cancelled) else error_record(how))
 
-    def _name(self, device: HostedDevice, channel: SubprocessChannel) -> list[object]:
-        """Return a device's identification in the process, after sending its experiment if necessary."""
-        if device.digest not in self._known:
-            channel.send(experiment=device.experiment.to_json(), digest=device.digest)
-            self._known.add(device.digest)
-        return [device.digest, device.node, self.accelerator]
+        self._trainers.train(work, accelerator, done)
+
+    def _device(self, sent: list[Any]) -> tuple[HostedDevice, str]:
+        digest, node, accelerator = sent
+        return HostedDevice(self._experiments[digest], digest, node), accelerator
+
+    def _report(self, job: int, steps: int, of: int) -> None:
+        self._channel.send(job=job, steps=steps, of=of)
+
+    def _cancel(self, request: Record) -> bool:
+        """Cancel a job while this process trains; return whether the request is a cancellation."""
+        if "train" in request:  # all earlier jobs have ended
+            self._cancelled = {job["job"]: threading.Event() for job in request["train"]}
+        if "cancel" in request and (event := self._cancelled.get(request["cancel"])) is not None:
+            event.set()
+        return "cancel" in request
+
+
+if __name__ == "__main__":
+    keep_large_buffers()
+    WorkerServer().serve()
