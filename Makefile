@@ -15,7 +15,8 @@ test: $(INSTALLED) broker ## run the tests
 	.venv/bin/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
 
 test-slow: $(INSTALLED) broker ## run the tests that take minutes, too
-	HYPOTHESIS_PROFILE=thorough .venv/bin/python -m pytest -q -m 'slow or (hypothesis and not gpu)'
+	HYPOTHESIS_PROFILE=thorough .venv/bin/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile \
+	    -m 'slow or (hypothesis and not gpu)'
 
 bench: $(INSTALLED) broker ## measure against plain TCP
 	.venv/bin/python tests/bench/run.py
