@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Protocol
 
 from cloud.evaluator import Accuracy, Beginning, Evaluator
-from cloud.global_rounds import LABELS, PHASES, Observe
+from cloud.global_rounds import LABELS, Observe
+from cloud.links import tier_bytes
+from cloud.records import PHASES
 from cloud.results import RunFolder
-from cloud.run import CloudRun, tier_bytes
+from cloud.run import CloudRun
 from common.errors import FedstrataError
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD

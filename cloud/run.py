@@ -7,8 +7,8 @@ from pathlib import Path
 
 from cloud import checkpoint
 from cloud.global_rounds import Evaluate, GlobalRounds, Observe
+from cloud.links import tier_bytes
 from cloud.results import RunFolder
-from common.accounting.ledger import Ledger
 from common.aggregation import aggregator
 from common.errors import InvalidExperiment
 from common.experiment import lint
@@ -112,14 +112,3 @@ class CloudRun:
             },
         )
         return path
-
-
-def tier_bytes(ledger: Ledger) -> dict[str, object]:
-    """Return the bytes of the run by tier and direction."""
-    wan, lan = ledger.total(), ledger.below()
-    return {
-        "wan_up_bytes": wan.received,
-        "wan_down_bytes": wan.sent,
-        "lan_up_bytes": lan.received,
-        "lan_down_bytes": lan.sent,
-    }

@@ -52,6 +52,7 @@ from device.agent import DeviceAgent
 from device.pool.pool import Pool
 from device.training.trainer import Trainer
 from institution.agent import InstitutionAgent
+from tests.helpers.records import a_global_round
 
 PATIENCE_S = 90
 SMALL: dict[str, Any] = {
@@ -465,7 +466,7 @@ def resumed(root: Path, *accuracies: str) -> tuple[RunFolder, list[int]]:
     )
     folder = RunFolder.create(root, parse(SMALL | {"target_accuracy": 0.8}))
     for place, accuracy in enumerate([*accuracies, ""]):  # and one whose checkpoint was not written any more
-        folder.add_round({"global_round": place + 1, "accuracy": accuracy, "loss": ""})
+        folder.add_round(a_global_round(place + 1, float(accuracy) if accuracy else None))
     asyncio.run(run())
     return folder, evaluated
 

@@ -20,6 +20,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
+from cloud.records import COUNTS, PHASES
 from cloud.results import RunFolder
 from common.experiment.reading import parse
 from deploy.cli.main import app
@@ -30,7 +31,6 @@ from deploy.report.figures import COLOURS
 from deploy.report.maps import Rates, epochs, topology
 from deploy.report.page import compose
 from deploy.report.raster import png
-from deploy.runs.records import COUNTS, PHASES
 from deploy.runs.run import Run
 
 MakeRun = Callable[..., Path]
