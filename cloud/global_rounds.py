@@ -26,7 +26,7 @@ from common.model.layout import ModelLayout, Row
 from common.protocol.reports import plans_of
 from common.randomness import Purpose, generator
 from common.runtime.children import Children
-from common.runtime.round import ClosedRound
+from common.runtime.round import ClosedRound, Dispatch
 
 LABELS: Final = ("cloud", "", "")
 LINKS_S: Final = 5.0  # between two writes of links.csv without a checkpoint
@@ -103,13 +103,9 @@ class GlobalRounds:
         started = self._down.now()
         seed, r = self._experiment.seed, state.global_round
         selected = select(self._down.peers, settings.participation, seed=seed, node=CLOUD, r=r)
-        closed_round = await self._down.round(
-            global_round=state.global_round,
-            local_round=0,
-            models=self._rule.dispatch(r, selected),
-            epochs=state.epochs,
-            closing=settings.closing,
-        )
+        models = self._rule.dispatch(r, selected)
+        dispatch = Dispatch(r, 0, models=models, epochs=state.epochs, closing=settings.closing)
+        closed_round = await self._down.round(dispatch)
         outcome = await offload(partial(self._rule.aggregate, r, closed_round.uploads))
         self._row = self._rule.model
         omegas = await offload(partial(self._omegas, closed_round, outcome))

@@ -35,6 +35,7 @@ from common.protocol.messages import Gone, Task
 from common.protocol.participant import ParticipantState
 from common.runtime.arriving import Arriving
 from common.runtime.endpoint import Endpoint
+from common.runtime.round import Dispatch
 from common.runtime.work import Report, WorkResult
 from deploy.brokers import broker
 from deploy.brokers.broker import BrokerProcess
@@ -340,7 +341,7 @@ class Pair:
         await introduced(self.child)  # else it may refuse the first task, and does not count it
         LAYOUT.floats(self._row)[:] = 1 + global_round  # all new: what the child has would not travel
         await self.parent.round(
-            global_round=global_round, local_round=0, models={CHILD: self._row}, epochs={CHILD: 1}, closing=Closing()
+            Dispatch(global_round, 0, models=[(self._row, [CHILD])], epochs={CHILD: 1}, closing=Closing())
         )
         await until(lambda: self.child.session.participant.state is ParticipantState.DONE)
         await until(lambda: carried(self.child) == self.relay.counts)
