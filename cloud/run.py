@@ -50,8 +50,8 @@ class CloudRun:
             experiment.cloud.aggregation,
             layout=layout,
             node=CLOUD,
-            tier="cloud",
             seed=experiment.seed,
+            measures=True,
             rows=partial(spool.memory, row_bytes=layout.row_bytes, resident_mb=experiment.transfer.resident_mb),
             folder=folder.path / "cache",
         )

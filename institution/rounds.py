@@ -52,8 +52,8 @@ class LocalRounds:
             experiment.institution.aggregation,
             layout=layout,
             node=name,
-            tier="institution",
             seed=experiment.seed,
+            measures=False,
             rows=partial(spool.memory, row_bytes=layout.row_bytes, resident_mb=experiment.transfer.resident_mb),
             folder=spool.folder("cache"),
         )

@@ -78,9 +78,9 @@ def aggregator(
     tree: dict[str, Any],
     *,
     layout: ModelLayout = LAYOUT,
-    tier: str = "cloud",
     node: str = "cloud",
     seed: int = 1,
+    measures: bool = True,
     folder: Path | None = None,
 ) -> Aggregator:
     rule = parse({"cloud": {"aggregation": tree}}).cloud.aggregation
@@ -90,7 +90,7 @@ def aggregator(
         wide = np.full((count, layout.row_bytes + 13), 0xFF, np.uint8)  # a file's rows begin on pages of their own
         return memory.setdefault((name, count), wide[:, : layout.row_bytes])
 
-    return build(rule, layout=layout, node=node, tier=tier, seed=seed, rows=rows, folder=folder)
+    return build(rule, layout=layout, node=node, seed=seed, measures=measures, rows=rows, folder=folder)
 
 
 def first_model(seed: int = 0, layout: ModelLayout = LAYOUT) -> Row:
@@ -238,7 +238,7 @@ def test_losses_distances_and_spread_are_brute_force(tree: dict[str, Any]) -> No
 @each_rule
 def test_an_institution_finds_the_same_spread_without_distances(tree: dict[str, Any]) -> None:
     """What only Tempo at the cloud needs is not computed below it; models and spreads are the same."""
-    cloud, site = aggregator(tree), aggregator(tree, tier="institution")
+    cloud, site = aggregator(tree), aggregator(tree, measures=False)
     for rule in (cloud, site):
         rule.begin(first_model())
     for r in range(6):
@@ -292,7 +292,7 @@ def test_a_saved_node_goes_on_bit_for_bit(tree: dict[str, Any], start: str, tmp_
 @each_rule
 def test_what_outlives_a_global_round_is_said(tree: dict[str, Any], tmp_path: Path) -> None:
     """A node that keeps nothing goes on alike after it was forgotten; one that does goes on from what it saved."""
-    rules = [aggregator(tree, node="site", tier="institution", folder=tmp_path / name) for name in ("one", "other")]
+    rules = [aggregator(tree, node="site", measures=False, folder=tmp_path / name) for name in ("one", "other")]
     rules[0].begin(first_model())
     for r in range(4):
         play(rules[0], r, CHILDREN)
@@ -306,11 +306,11 @@ def test_what_outlives_a_global_round_is_said(tree: dict[str, Any], tmp_path: Pa
         assert outcomes[0] == outcomes[1] and rules[0].model.tobytes() == rules[1].model.tobytes()
 
 
-@pytest.mark.parametrize("tier", ["cloud", "institution"])
-def test_an_institution_is_spared_distances_that_nobody_asked_for(tier: str) -> None:
-    rule = aggregator({"name": "fedavg"}, tier=tier)
+@pytest.mark.parametrize("measures", [True, False])
+def test_distances_are_computed_only_where_they_are_asked_for(measures: bool) -> None:
+    rule = aggregator({"name": "fedavg"}, measures=measures)
     rule.begin(first_model())
-    assert bool(play(rule, 0, CHILDREN)[1].distances) == (tier == "cloud")
+    assert bool(play(rule, 0, CHILDREN)[1].distances) == measures
 
 
 # One model

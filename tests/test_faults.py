@@ -462,7 +462,7 @@ def resumed(root: Path, *accuracies: str) -> tuple[RunFolder, list[int]]:
 
     layout = ModelLayout.build([("weight", (100,), Section.PARAMETER)])
     rule = aggregator.build(
-        FedAvg(), layout=layout, node="cloud", tier="cloud", seed=1, rows=lambda name, count: np.empty(0, np.uint8)
+        FedAvg(), layout=layout, node="cloud", seed=1, measures=True, rows=lambda name, count: np.empty(0, np.uint8)
     )
     folder = RunFolder.create(root, parse(SMALL | {"target_accuracy": 0.8}))
     for place, accuracy in enumerate([*accuracies, ""]):  # and one whose checkpoint was not written any more

@@ -69,17 +69,16 @@ def build(
     *,
     layout: ModelLayout,
     node: str,
-    tier: str,
     seed: int,
+    measures: bool,
     rows: Callable[[str, int], npt.NDArray[np.uint8]],
     folder: Path | None = None,
 ) -> Aggregator:
-    """Return a node's rule. `tier` is "cloud" or "institution".
+    """Return a node's rule. `measures`: compute the uploads' distances, which Tempo reads, even if no plan needs them.
 
     `rows(name, count)` allocates memory for models, uint8 [count, row_bytes]. `folder`: where FedCDA stores cached
     uploads that exceed its memory limit; None: all stay in memory.
     """
-    measures = tier == "cloud"  # Tempo's distances
     if isinstance(settings, FedAvg | FedAdp):
         return SingleModelRule(settings, layout=layout, measures=measures)
     if isinstance(settings, FedCDA):

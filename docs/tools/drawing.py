@@ -52,7 +52,7 @@ class MixingProbe:
         self._layout = ModelLayout.build(
             [(f"{layer}.{name}", (n,), kind) for layer in layers for name, n, kind in kinds]
         )
-        self._rule = build(rule, layout=self._layout, node="cloud", tier="cloud", seed=SEED, rows=self._rows)
+        self._rule = build(rule, layout=self._layout, node="cloud", seed=SEED, measures=True, rows=self._rows)
         self._rule.begin(self._rows("start", 1)[0])
         self.facts: Mapping[str, object] = {}
 

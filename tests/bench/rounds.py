@@ -124,7 +124,7 @@ async def _parent(port: int, names: list[str], model_bytes: int, pipe: Connectio
     row = layout.empty()
     layout.floats(row)[:] = np.random.default_rng(1).standard_normal(layout.columns, np.float32)
     rule = aggregator.build(
-        FedAvg(), layout=layout, node=PARENT, tier="institution", seed=1, rows=lambda name, count: np.empty(0, np.uint8)
+        FedAvg(), layout=layout, node=PARENT, seed=1, measures=False, rows=lambda name, count: np.empty(0, np.uint8)
     )
     rule.begin(row)
 
