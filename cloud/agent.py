@@ -143,8 +143,9 @@ class CloudAgent:
             evaluate=evaluator.evaluate,
             metrics=self._metrics,
             observe=self._observe,
-            resume=self._resume,
         )
+        if self._resume:
+            run.resume()
         down.announce(Announcement(experiment.to_json(), layout.to_json(), beginning.partition))
         down.set_state(NodeState.READY)
         run.introduce(metrics_address=self._metrics_address)

@@ -41,14 +41,11 @@ _R = TypeVar("_R", GlobalRoundRecord, DeviceRecord)
 class RunFolder:
     """One run's folder. `run` is its id on the brokers.
 
-    While this object lives, its process holds the folder (`held`) by a file lock, which the kernel releases if the
-    process is killed.
+    Once it is created or reopened, and while this object lives, its process holds the folder (`held`) by a file lock,
+    which the kernel releases if the process is killed.
     """
 
     def __init__(self, path: Path, run: str, experiment: Experiment, *, world: World = REAL) -> None:
-        held = os.open(path / HELD, os.O_RDONLY)
-        weakref.finalize(self, os.close, held)
-        _try_lock(held, fcntl.LOCK_SH)
         self.path = path
         self.run = run
         self.experiment = experiment
@@ -66,6 +63,7 @@ class RunFolder:
             raise InvalidExperiment("--runs", str(root), error.strerror or str(error), "Name another folder.") from None
         (path / "experiment.toml").write_text(to_toml(experiment), encoding="utf-8")
         folder = cls(path, f"{utc}-{token}", experiment, world=world)
+        folder._hold()
         folder._write_manifest(utc)
         return folder
 
@@ -84,7 +82,9 @@ class RunFolder:
         if direct is not was_direct:  # its seconds and bytes would not be comparable
             had, remedy = ("no network", "Add --direct.") if was_direct else ("a network", "Omit --direct.")
             raise InvalidExperiment("--resume", str(path), f"the run was started with {had}", remedy)
-        return cls(path, run, load(path / "experiment.toml"), world=world)
+        folder = cls(path, run, load(path / "experiment.toml"), world=world)
+        folder._hold()
+        return folder
 
     @property
     def checkpoints(self) -> Path:
@@ -150,6 +150,12 @@ class RunFolder:
                 ledger.restore(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InvalidExperiment("--resume", str(path), f"unreadable: {error!r}", "Remove it.") from None
+
+    def _hold(self) -> None:
+        """Lock the folder until this object is gone."""
+        file = os.open(self.path / HELD, os.O_RDONLY)
+        weakref.finalize(self, os.close, file)
+        _try_lock(file, fcntl.LOCK_SH)
 
     def _append(self, name: str, records: Sequence[Record]) -> None:
         with (self.path / name).open("a", newline="", encoding="utf-8") as file:
