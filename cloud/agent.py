@@ -9,8 +9,9 @@ from typing import Protocol
 
 from cloud.evaluator import Accuracy, Beginning, Evaluator
 from cloud.global_rounds import LABELS
+from cloud.links import tier_bytes
 from cloud.results import RunFolder
-from cloud.run import CloudRun, tier_bytes
+from cloud.run import CloudRun
 from common.errors import FedstrataError
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
@@ -143,8 +144,9 @@ class CloudAgent:
             evaluate=evaluator.evaluate,
             metrics=self._metrics,
             observe=self._observe,
-            resume=self._resume,
         )
+        if self._resume:
+            run.resume()
         down.announce(Announcement(experiment.to_json(), layout.to_json(), beginning.partition))
         down.set_state(NodeState.READY)
         run.introduce(metrics_address=self._metrics_address)

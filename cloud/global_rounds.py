@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
 from cloud import checkpoint, tempo
 from cloud.checkpoint import RunState
 from cloud.evaluator import Accuracy
+from cloud.links import tier_bytes
+from cloud.records import COUNTS, GlobalRoundRecord
 from cloud.results import RunFolder
-from common.accounting.traffic import Traffic
 from common.aggregation.aggregator import Aggregator
 from common.aggregation.selection import select
 from common.aggregation.statistics import tensor_distances
@@ -24,7 +26,7 @@ from common.model.layout import ModelLayout, Row
 from common.protocol.reports import plans_of
 from common.randomness import Purpose, generator
 from common.runtime.children import Children, Observe
-from common.runtime.round import ClosedRound
+from common.runtime.round import ClosedRound, Dispatch
 
 LABELS: Final = ("cloud", "", "")
 LINKS_S: Final = 5.0  # between two writes of links.csv without a checkpoint
@@ -60,10 +62,10 @@ class GlobalRounds:
         self._observe = observe
         start_epochs = dict.fromkeys(down.peers, self._experiment.training.epochs)
         self._state = RunState(folder.run, self._experiment.digest, 0, 0.0, start_epochs)
-        self._evaluating: asyncio.Task[list[Accuracy]] | None = None
+        self._evaluating: tuple[GlobalRoundRecord, asyncio.Task[list[Accuracy]]] | None = None
         self._reached = False
         self._mark = self._links_written_at = 0.0
-        self._wan, self._lan = Traffic(), Traffic()
+        self._bytes = dict.fromkeys(COUNTS, 0)  # up to the last global round
         self.last: Accuracy | None = None
 
     def resume(self, state: RunState) -> None:
@@ -72,11 +74,11 @@ class GlobalRounds:
         self._metrics.round.labels(*LABELS).set(state.global_round)
         written = self._folder.forget_after(state.global_round)
         self._folder.restore(self._down.ledger)
-        self._wan, self._lan = self._totals()
+        self._bytes = tier_bytes(self._down.ledger)
         target = self._experiment.target_accuracy
-        self._reached = target is not None and any(float(row["accuracy"] or 0) >= target for row in written)
-        if written and not written[-1]["accuracy"] and self._evaluates(state.global_round):
-            self._evaluate(self._rule.mixed)  # the run ended before this evaluation
+        self._reached = target is not None and any((row.accuracy or 0) >= target for row in written)
+        if written and written[-1].accuracy is None and self._evaluates(state.global_round):
+            self._evaluate(written[-1], self._rule.mixed)  # the run ended before this evaluation
 
     @property
     def row(self) -> Row:
@@ -100,13 +102,9 @@ class GlobalRounds:
         started = self._down.now()
         seed, r = self._experiment.seed, state.global_round
         selected = select(self._down.peers, settings.participation, seed=seed, node=CLOUD, r=r)
-        closed_round = await self._down.round(
-            global_round=state.global_round,
-            local_round=0,
-            models=self._rule.dispatch(r, selected),
-            epochs=state.epochs,
-            closing=settings.closing,
-        )
+        models = self._rule.dispatch(r, selected)
+        dispatch = Dispatch(r, 0, models=models, epochs=state.epochs, closing=settings.closing)
+        closed_round = await self._down.round(dispatch)
         outcome = await offload(partial(self._rule.aggregate, r, closed_round.uploads))
         self._row = self._rule.model
         omegas = await offload(partial(self._omegas, closed_round, outcome))
@@ -123,9 +121,9 @@ class GlobalRounds:
         elapsed_s = state.elapsed_s + ended - self._mark
         self._mark = ended
         self._state = RunState(state.run, state.digest, state.global_round + 1, elapsed_s, epochs)
-        self._record(closed_round, outcome, phases=phases, epochs=state.epochs, omegas=omegas)
+        record = self._record(closed_round, outcome, phases=phases, epochs=state.epochs, omegas=omegas)
         if self._evaluates(self._state.global_round):
-            self._evaluate(await offload(lambda: self._rule.mixed))
+            self._evaluate(record, await offload(lambda: self._rule.mixed))
         last = self._state.global_round == self._experiment.rounds
         due = last or self._state.global_round % settings.checkpoint_every == 0
         if due or self._down.now() - self._links_written_at >= LINKS_S:
@@ -161,10 +159,8 @@ class GlobalRounds:
         phases: Mapping[str, float],
         epochs: Mapping[str, int],
         omegas: Mapping[str, float],
-    ) -> None:
-        wan, lan = self._totals()
-        wan_new, lan_new = wan - self._wan, lan - self._lan
-        self._wan, self._lan = wan, lan
+    ) -> GlobalRoundRecord:
+        before, self._bytes = self._bytes, tier_bytes(self._down.ledger)
         names = self._down.peers
         results = {name: closed_round.results[name] for name in names if name in closed_round.results}
         for name, result in results.items():
@@ -173,29 +169,22 @@ class GlobalRounds:
         spreads = self._report_plans(
             {CLOUD: [outcome.plan | self._tempo(omegas)]} | {name: plans_of(r) for name, r in results.items()}
         )
-        row: dict[str, object] = {
-            "global_round": self._state.global_round,
-            "elapsed_s": round(self._state.elapsed_s, 6),
-            "accuracy": "",
-            "loss": "",
-            "mixed_accuracy": "",
-            "mixed_loss": "",
-            "train_loss": _short(outcome.loss),
-            **{f"{phase}_s": seconds for phase, seconds in phases.items()},
-            "sgd_steps": steps,
-            "path_steps": max(result.path_steps for result in results.values()),
-            "wan_up_bytes": wan_new.received,
-            "wan_down_bytes": wan_new.sent,
-            "lan_up_bytes": lan_new.received,
-            "lan_down_bytes": lan_new.sent,
-            "missing": " ".join(closed_round.missing),
-            "refused": " ".join(closed_round.refused),
-            **{f"epochs_{name}": epochs[name] if name in results else "" for name in names},
-            **{f"omega_{name}": _short(omegas.get(name)) for name in names},
-            **{f"spread_{name}": _short(spreads.get(name)) for name in (CLOUD, *names)},
-        }
-        self._folder.add_round(row)
-        self._observe("global_round", dict(row))
+        record = GlobalRoundRecord(
+            global_round=self._state.global_round,
+            elapsed_s=round(self._state.elapsed_s, 6),
+            train_loss=outcome.loss,
+            phases=phases,
+            sgd_steps=steps,
+            path_steps=max(result.path_steps for result in results.values()),
+            bytes_={name: count - before[name] for name, count in self._bytes.items()},
+            missing=closed_round.missing,
+            refused=tuple(closed_round.refused),
+            epochs={name: epochs[name] if name in results else None for name in names},
+            omega={name: omegas.get(name) for name in names},
+            spread={name: spreads.get(name) for name in (CLOUD, *names)},
+        )
+        self._folder.add_round(record)
+        self._observe("global_round", dict(record.cells()))
         metrics = self._metrics
         metrics.closed(LABELS, rounds=self._state.global_round)
         metrics.train_loss.labels(*LABELS).set(outcome.loss)
@@ -204,6 +193,7 @@ class GlobalRounds:
             metrics.phase_seconds.labels(*LABELS, phase).inc(seconds)
         for name in names:
             metrics.epochs.labels("cloud", name, "").set(epochs[name])
+        return record
 
     def _tempo(self, omegas: Mapping[str, float]) -> dict[str, object]:
         """Return the input and the result of the epoch control."""
@@ -228,39 +218,31 @@ class GlobalRounds:
                 self._observe("warning", {"global_round": global_round, "node": name, "reason": reason})
         return spreads
 
-    def _totals(self) -> tuple[Traffic, Traffic]:
-        """Return the bytes of all WAN links and of all LAN links in the run."""
-        return self._down.ledger.total(), self._down.ledger.below()
-
     def _evaluates(self, global_round: int) -> bool:
         return global_round == self._experiment.rounds or global_round % self._experiment.cloud.evaluate_every == 0
 
-    def _evaluate(self, mixed: Row | None) -> None:
-        """Start evaluating the model, and the mean after mixing if it differs."""
-        global_round = self._state.global_round
+    def _evaluate(self, record: GlobalRoundRecord, mixed: Row | None) -> None:
+        """Start evaluating the model of a global round, and the mean after mixing if it differs."""
         rows = [self._row.copy()] if mixed is None else [self._row.copy(), mixed]
 
         async def evaluate() -> list[Accuracy]:
-            return [await self._test(global_round, row) for row in rows]
+            return [await self._test(record.global_round, row) for row in rows]
 
-        self._evaluating = asyncio.create_task(evaluate(), name="evaluate")
+        self._evaluating = record, asyncio.create_task(evaluate(), name="evaluate")
 
     async def _finish_evaluation(self) -> None:
         """Wait for the running evaluation and add it to its row."""
         if self._evaluating is None:
             return
-        self.last, *mixed = await self._evaluating
+        record, evaluating = self._evaluating
+        self.last, *mixed = await evaluating
         self._evaluating = None
         target = self._experiment.target_accuracy
         self._reached = target is not None and self.last.accuracy >= target
         self._metrics.accuracy.labels(*LABELS).set(self.last.accuracy)
         self._metrics.test_loss.labels(*LABELS).set(self.last.loss)
-        facts = {"accuracy": self.last.accuracy, "loss": self.last.loss}
+        facts: dict[str, Any] = {"accuracy": self.last.accuracy, "loss": self.last.loss}
         for other in mixed:
             facts |= {"mixed_accuracy": other.accuracy, "mixed_loss": other.loss}
-        self._folder.complete_round(self.last.global_round, {name: _short(value) for name, value in facts.items()})
-        self._observe("evaluated", {"global_round": self.last.global_round, **facts})
-
-
-def _short(value: float | None) -> str:
-    return "" if value is None else f"{value:.6g}"
+        self._folder.complete_round(replace(record, **facts))
+        self._observe("evaluated", {"global_round": record.global_round, **facts})

@@ -14,32 +14,34 @@ not.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple, TypeAlias
+from dataclasses import replace
+from functools import partial
+from typing import Final, NamedTuple
 
+from cloud.records import BROKER, COUNTS, LinkRecord
 from common.accounting.ledger import Ledger
 from common.accounting.traffic import Measured, TcpStats, Traffic
 from common.experiment.topology import CLOUD
 
-FIELDS: Final = (
-    "tier", "from", "to", "kind", "payload_bytes", "message_bytes", "wire_bytes", "overhead_percent", "segments",
-    "retransmitted_bytes", "retransmitted_segments", "rtt_ms", "rtt_min_ms", "measured_mbit", "probe_bytes",
-)  # fmt: skip
-BROKER: Final = "broker"
 MEASURED: Final = "counted by the kernels (TCP_INFO)"
 UNMEASURED: Final = "not available on this platform"
 
-Row: TypeAlias = dict[str, object]
 
-
-def rows(ledger: Ledger) -> list[Row]:
+def records(ledger: Ledger) -> list[LinkRecord]:
     """Return the rows of all links in the run, WAN links first, then those of the parents' connections."""
-    table = [row for link in _links(ledger) for row in _link_rows(link)]
+    table = [record for link in _links(ledger) for record in _link_records(link)]
     brokers = [("wan", CLOUD, ledger.broker())]
     brokers += [("lan", institution, wire) for institution, wire in ledger.brokers().items()]
     for tier, parent, wire in brokers:
-        table.append({"tier": tier, "from": parent, "to": BROKER, "kind": BROKER, **_sent(wire)})
-        table.append({"tier": tier, "from": BROKER, "to": parent, "kind": BROKER, **_received(wire)})
+        table.append(_sent(LinkRecord(tier=tier, from_=parent, to=BROKER, kind=BROKER), wire))
+        table.append(_received(LinkRecord(tier=tier, from_=BROKER, to=parent, kind=BROKER), wire))
     return table
+
+
+def tier_bytes(ledger: Ledger) -> dict[str, int]:
+    """Return the MQTT bytes of all links by tier and direction, see COUNTS."""
+    wan, lan = ledger.total(), ledger.below()
+    return dict(zip(COUNTS, (wan.received, wan.sent, lan.received, lan.sent), strict=True))
 
 
 def wire_status(ledger: Ledger) -> str:
@@ -69,62 +71,56 @@ def _links(ledger: Ledger) -> list[_Link]:
     return links
 
 
-def _link_rows(link: _Link) -> list[Row]:
+def _link_records(link: _Link) -> list[LinkRecord]:
     """Return a link's six rows; `traffic.sent_*` is the downward direction, `received_*` the upward one."""
     tier, parent, child, t, before = link
-    down = _received(t.wire) | _before(before.down, before.down_bytes)
-    up = _sent(t.wire) | _before(before.up, before.up_bytes)
+    down = _calibrated(LinkRecord(tier=tier, from_=parent, to=child, kind="all"), before.down, before.down_bytes)
+    up = _calibrated(LinkRecord(tier=tier, from_=child, to=parent, kind="all"), before.up, before.up_bytes)
     return [
-        *_direction(tier, parent, child, (t.sent_model_payload, t.sent_control_payload),
-                    (t.sent_model_message, t.sent_control_message), down),
-        *_direction(tier, child, parent, (t.received_model_payload, t.received_control_payload),
-                    (t.received_model_message, t.received_control_message), up),
+        *_direction(_received(down, t.wire), (t.sent_model_payload, t.sent_control_payload),
+                    (t.sent_model_message, t.sent_control_message)),
+        *_direction(_sent(up, t.wire), (t.received_model_payload, t.received_control_payload),
+                    (t.received_model_message, t.received_control_message)),
     ]  # fmt: skip
 
 
-def _direction(
-    tier: str, source: str, target: str, payload: tuple[int, int], message: tuple[int, int], wire: Row
-) -> list[Row]:
-    """Return the three rows of one direction; `payload` and `message` are counts of models and of control messages."""
-    link: Row = {"tier": tier, "from": source, "to": target}
-    counts = zip(("model", "control", "all"), (*payload, sum(payload)), (*message, sum(message)), strict=True)
-    found = [link | {"kind": kind, "payload_bytes": body, "message_bytes": packets} for kind, body, packets in counts]
-    found[-1] |= wire | _overhead(wire, sum(payload))
-    return found
+def _direction(whole: LinkRecord, payload: tuple[int, int], message: tuple[int, int]) -> list[LinkRecord]:
+    """Return the three rows of one direction; `payload` and `message` are counts of models and of control messages.
+
+    The overhead is the excess of wire bytes over payload; it is empty where the child's report lags behind.
+    """
+    total, carried = sum(payload), (whole.wire_bytes or 0) - (whole.probe_bytes or 0)
+    overhead = 100 * (carried - total) / total if 0 < total <= carried else None
+    part = partial(LinkRecord, tier=whole.tier, from_=whole.from_, to=whole.to)
+    model = part(kind="model", payload_bytes=payload[0], message_bytes=message[0])
+    control = part(kind="control", payload_bytes=payload[1], message_bytes=message[1])
+    both = replace(whole, payload_bytes=total, message_bytes=sum(message), overhead_percent=overhead)
+    return [model, control, both]
 
 
-def _before(rate: float, probe_bytes: int) -> Row:
-    """Return the cells of the calibration before the run."""
-    return {"measured_mbit": f"{rate * 8e-6:.4g}", "probe_bytes": probe_bytes} if rate else {}
+def _calibrated(record: LinkRecord, rate: float, probe_bytes: int) -> LinkRecord:
+    """Add the calibration before the run, `rate` in bytes per second."""
+    return replace(record, measured_mbit=rate * 8e-6, probe_bytes=probe_bytes) if rate else record
 
 
-def _sent(wire: TcpStats) -> Row:
-    """Return the cells of the direction in which the node itself sends."""
+def _sent(record: LinkRecord, wire: TcpStats) -> LinkRecord:
+    """Add the counts of the direction in which the node itself sends."""
     if not wire.measured:
-        return {}
-    return {
-        "wire_bytes": wire.sent,
-        "segments": wire.sent_segments,
-        "retransmitted_bytes": "" if wire.retransmitted_unknown else wire.retransmitted,
-        "retransmitted_segments": wire.retransmitted_segments,
-        **_rtt(wire),
-    }
+        return record
+    return replace(
+        _with_rtt(record, wire),
+        wire_bytes=wire.sent,
+        segments=wire.sent_segments,
+        retransmitted_bytes=None if wire.retransmitted_unknown else wire.retransmitted,
+        retransmitted_segments=wire.retransmitted_segments,
+    )
 
 
-def _received(wire: TcpStats) -> Row:
+def _received(record: LinkRecord, wire: TcpStats) -> LinkRecord:
     if not wire.measured:
-        return {}
-    return {"wire_bytes": wire.received, "segments": wire.received_segments, **_rtt(wire)}
+        return record
+    return replace(_with_rtt(record, wire), wire_bytes=wire.received, segments=wire.received_segments)
 
 
-def _rtt(wire: TcpStats) -> Row:
-    return {"rtt_ms": wire.rtt_us / 1000 or "", "rtt_min_ms": wire.rtt_min_us / 1000 or ""}
-
-
-def _overhead(wire: Row, payload: int) -> Row:
-    """Return the excess of wire bytes over payload in percent; empty where the child's report lags behind."""
-    carried, probe = wire.get("wire_bytes"), wire.get("probe_bytes", 0)
-    if not isinstance(carried, int) or not isinstance(probe, int) or payload == 0 or carried - probe < payload:
-        return {}
-    carried -= probe
-    return {"overhead_percent": f"{100 * (carried - payload) / payload:.4g}"}
+def _with_rtt(record: LinkRecord, wire: TcpStats) -> LinkRecord:
+    return replace(record, rtt_ms=wire.rtt_us / 1000 or None, rtt_min_ms=wire.rtt_min_us / 1000 or None)

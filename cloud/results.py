@@ -9,9 +9,7 @@ partition.npz    each device's samples           partition.json     their digest
 
 from __future__ import annotations
 
-import csv
 import fcntl
-import io
 import json
 import os
 import platform
@@ -20,9 +18,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from cloud import links
+from cloud.records import DeviceRecord, GlobalRoundRecord, Record, rows_of, to_csv
 from common.accounting.child_report import ChildReport
 from common.accounting.ledger import Ledger
 from common.errors import InvalidExperiment
@@ -31,33 +30,27 @@ from common.experiment.schema import Experiment
 from common.runtime.world import REAL, World
 
 PACKAGES: Final = ("fedstrata", "aiomqtt", "paho-mqtt", "numpy", "msgpack", "torch")
-DEVICE_FIELDS: Final = (
-    "global_round", "institution", "device", "samples", "local_rounds", "epochs", "sgd_steps", "loss", "train_s",
-    "wait_s", "pause_s", "path",
-)  # fmt: skip
 LEDGER: Final = "ledger.json"
 FORMAT: Final = 2  # of a run's folder; `deploy.runs` also reads earlier formats
 HELD: Final = "experiment.toml"  # the file that is locked; it is never replaced
 DIRECT: Final = "direct"  # in manifest.json: marks a run without a network
 
+_R = TypeVar("_R", GlobalRoundRecord, DeviceRecord)
+
 
 class RunFolder:
     """One run's folder. `run` is its id on the brokers.
 
-    While this object lives, its process holds the folder (`held`) by a file lock, which the kernel releases if the
-    process is killed.
+    Once it is created or reopened, and while this object lives, its process holds the folder (`held`) by a file lock,
+    which the kernel releases if the process is killed.
     """
 
     def __init__(self, path: Path, run: str, experiment: Experiment, *, world: World = REAL) -> None:
-        held = os.open(path / HELD, os.O_RDONLY)
-        weakref.finalize(self, os.close, held)
-        _try_lock(held, fcntl.LOCK_SH)
         self.path = path
         self.run = run
         self.experiment = experiment
         self._world = world
         self._measured = ""
-        self._last_round: tuple[int, dict[str, object]] | None = None  # its offset in rounds.csv, and its cells
 
     @classmethod
     def create(cls, root: Path, experiment: Experiment, *, world: World = REAL) -> RunFolder:
@@ -70,6 +63,7 @@ class RunFolder:
             raise InvalidExperiment("--runs", str(root), error.strerror or str(error), "Name another folder.") from None
         (path / "experiment.toml").write_text(to_toml(experiment), encoding="utf-8")
         folder = cls(path, f"{utc}-{token}", experiment, world=world)
+        folder._hold()
         folder._write_manifest(utc)
         return folder
 
@@ -88,7 +82,9 @@ class RunFolder:
         if direct is not was_direct:  # its seconds and bytes would not be comparable
             had, remedy = ("no network", "Add --direct.") if was_direct else ("a network", "Omit --direct.")
             raise InvalidExperiment("--resume", str(path), f"the run was started with {had}", remedy)
-        return cls(path, run, load(path / "experiment.toml"), world=world)
+        folder = cls(path, run, load(path / "experiment.toml"), world=world)
+        folder._hold()
+        return folder
 
     @property
     def checkpoints(self) -> Path:
@@ -98,7 +94,7 @@ class RunFolder:
     def note(self, **facts: object) -> None:
         """Add facts to manifest.json that became known after the start."""
         path = self.path / "manifest.json"
-        _replace(path, json.dumps(json.loads(path.read_text(encoding="utf-8")) | facts, indent=2))
+        _replace(path, json.dumps(json.loads(path.read_text(encoding="utf-8")) | facts, indent=2) + "\n")
 
     def event(self, name: str, facts: Mapping[str, object]) -> None:
         """Append an event with its time."""
@@ -107,57 +103,44 @@ class RunFolder:
         with (self.path / "events.jsonl").open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
-    def add_round(self, row: Mapping[str, object]) -> None:
+    def add_round(self, record: GlobalRoundRecord) -> None:
         """Append a global round to rounds.csv."""
-        self._last_round = (self._append("rounds.csv", list(row), [row]), dict(row))
+        self._append("rounds.csv", [record])
 
-    def complete_round(self, global_round: int, found: Mapping[str, str]) -> None:
-        """Add cells to the row of the last global round.
+    def complete_round(self, record: GlobalRoundRecord) -> None:
+        """Replace the last row of rounds.csv by that of the same global round with its evaluation.
 
         The row only grows, so one write in place overwrites all of the old row.
         """
-        if self._last_round is None or self._last_round[1]["global_round"] != global_round:
-            raise ValueError(f"the last row is not that of global round {global_round}")
-        start, row = self._last_round
-        text = io.StringIO()
-        csv.DictWriter(text, list(row)).writerow(row | dict(found))
         with (self.path / "rounds.csv").open("r+b") as file:
-            file.seek(start)
-            file.write(text.getvalue().encode())
+            file.seek(file.read().rindex(b"\n", 0, -1) + 1)
+            file.write(to_csv([record], header=False).encode())
 
     def add_devices(self, global_round: int, institution: str, reports: Iterable[ChildReport]) -> None:
         """Append an institution's devices to devices.csv."""
-        rows = []
-        for r in reports:
-            work = (global_round, institution, r.name, r.samples, r.rounds, r.epochs, r.steps)
-            costs = (f"{value:.6g}" for value in (r.loss, r.train_s, r.wait_s, r.pause_s))
-            rows.append(dict(zip(DEVICE_FIELDS, (*work, *costs, r.path), strict=True)))
-        self._append("devices.csv", DEVICE_FIELDS, rows)
+        records = [
+            DeviceRecord(
+                global_round=global_round, institution=institution, device=r.name, samples=r.samples,
+                local_rounds=r.rounds, epochs=r.epochs, sgd_steps=r.steps, loss=r.loss, train_s=r.train_s,
+                wait_s=r.wait_s, pause_s=r.pause_s, path=r.path,
+            )
+            for r in reports
+        ]  # fmt: skip
+        self._append("devices.csv", records)
 
-    def forget_after(self, global_rounds: int) -> list[dict[str, str]]:
+    def forget_after(self, global_rounds: int) -> list[GlobalRoundRecord]:
         """Drop the rows of global rounds that a resumed run repeats, and return the remaining rows of rounds.csv."""
-        kept: dict[str, list[dict[str, str]]] = {}
-        for name in ("rounds.csv", "devices.csv"):
-            path = self.path / name
-            if path.exists():
-                fields, rows = _read(path)
-                kept[name] = [row for row in rows if int(row["global_round"]) <= global_rounds]
-                self._rewrite(path, fields, kept[name])
-        rounds = kept.get("rounds.csv", [])
-        if rounds:
-            rewritten = (self.path / "rounds.csv").read_bytes()
-            start = rewritten.rindex(b"\n", 0, -1) + 1
-            self._last_round = (start, rounds[-1] | {"global_round": int(rounds[-1]["global_round"])})
-        return rounds
+        self._forget("devices.csv", DeviceRecord, after=global_rounds)
+        return self._forget("rounds.csv", GlobalRoundRecord, after=global_rounds)
 
     def write_links(self, ledger: Ledger) -> None:
         """Write links.csv, each link's bytes in the run, and the byte ledger with which a resumed run continues."""
-        self._rewrite(self.path / "links.csv", links.FIELDS, links.rows(ledger))
+        _replace(self.path / "links.csv", to_csv(links.records(ledger), header=True))
         status = links.wire_status(ledger)
         if status and status != self._measured:
             self._measured = status
             self.note(wire_bytes=status)
-        _replace(self.path / LEDGER, ledger.to_json())
+        _replace(self.path / LEDGER, ledger.to_json() + "\n")
 
     def restore(self, ledger: Ledger) -> None:
         """Restore the byte ledger of an earlier process of the run. Raises InvalidExperiment."""
@@ -168,24 +151,26 @@ class RunFolder:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InvalidExperiment("--resume", str(path), f"unreadable: {error!r}", "Remove it.") from None
 
-    def _append(self, name: str, fields: Sequence[str], rows: Iterable[Mapping[str, object]]) -> int:
-        """Append rows and return their offset in the file."""
-        with (self.path / name).open("a", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, fields)
-            if file.tell() == 0:
-                writer.writeheader()
-            start = file.tell()
-            writer.writerows(rows)
-        return start
+    def _hold(self) -> None:
+        """Lock the folder until this object is gone."""
+        file = os.open(self.path / HELD, os.O_RDONLY)
+        weakref.finalize(self, os.close, file)
+        _try_lock(file, fcntl.LOCK_SH)
 
-    @staticmethod
-    def _rewrite(path: Path, fields: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
-        partial = path.with_suffix(".partial")
-        with partial.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, fields)
-            writer.writeheader()
-            writer.writerows(rows)
-        os.replace(partial, path)
+    def _append(self, name: str, records: Sequence[Record]) -> None:
+        with (self.path / name).open("a", newline="", encoding="utf-8") as file:
+            file.write(to_csv(records, header=file.tell() == 0))
+
+    def _forget(self, name: str, kind: type[_R], *, after: int) -> list[_R]:
+        """Cut a table after its rows of the global rounds up to `after`, and return these."""
+        path = self.path / name
+        if not path.exists():
+            return []
+        text = path.read_bytes().decode()
+        kept = [record for record in map(kind.read, rows_of(text)) if record.global_round <= after]
+        whole = text.splitlines(keepends=True)[: text.count("\n")]
+        _replace(path, "".join(whole[: 1 + len(kept)]))
+        return kept
 
     def _write_manifest(self, utc: str) -> None:
         experiment = self.experiment
@@ -203,7 +188,7 @@ class RunFolder:
             "python": platform.python_version(),
             "packages": {name: _version(name) for name in PACKAGES},
         }
-        _replace(self.path / "manifest.json", json.dumps(manifest, indent=2))
+        _replace(self.path / "manifest.json", json.dumps(manifest, indent=2) + "\n")
 
     def _links(self) -> dict[str, object]:
         """Return how rates are enforced, and the link of each node to its parent."""
@@ -238,15 +223,8 @@ def _try_lock(file: int, kind: int) -> bool:
 
 def _replace(path: Path, text: str) -> None:
     partial = path.with_suffix(".partial")
-    partial.write_text(text + "\n", encoding="utf-8")
+    partial.write_text(text, encoding="utf-8", newline="")
     os.replace(partial, path)
-
-
-def _read(path: Path) -> tuple[Sequence[str], list[dict[str, str]]]:
-    """Return a table's fields and rows, without a last row that a kill cut short."""
-    text = path.read_bytes().decode()
-    reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
-    return reader.fieldnames or (), list(reader)
 
 
 def _version(package: str) -> str | None:

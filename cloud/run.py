@@ -7,8 +7,8 @@ from pathlib import Path
 
 from cloud import checkpoint
 from cloud.global_rounds import Evaluate, GlobalRounds
+from cloud.links import tier_bytes
 from cloud.results import RunFolder
-from common.accounting.ledger import Ledger
 from common.aggregation import aggregator
 from common.errors import InvalidExperiment
 from common.experiment import lint
@@ -20,10 +20,7 @@ from common.storage.spool import Spool
 
 
 class CloudRun:
-    """One run; `row` is its initial model, `partition` the digest of its data split.
-
-    Raises InvalidExperiment if it cannot be resumed.
-    """
+    """One run; `row` is its initial model, `partition` the digest of its data split."""
 
     def __init__(
         self,
@@ -37,21 +34,19 @@ class CloudRun:
         evaluate: Evaluate,
         metrics: Metrics,
         observe: Observe,
-        resume: bool,
     ) -> None:
         self._folder = folder
         self._experiment = experiment = folder.experiment
         self._layout = layout
+        self._partition = partition
         self._down = down
         self._observe = observe
-        # The size of a model as fp32; together with links.csv it shows the savings of the codecs.
-        folder.note(model_bytes=layout.row_bytes, partition=partition)
-        rule = aggregator.build(
+        self._rule = aggregator.build(
             experiment.cloud.aggregation,
             layout=layout,
             node=CLOUD,
-            tier="cloud",
             seed=experiment.seed,
+            measures=True,
             rows=partial(spool.memory, row_bytes=layout.row_bytes, resident_mb=experiment.transfer.resident_mb),
             folder=folder.path / "cache",
         )
@@ -59,22 +54,27 @@ class CloudRun:
             folder,
             layout=layout,
             row=row,
-            rule=rule,
+            rule=self._rule,
             down=down,
             evaluate=evaluate,
             metrics=metrics,
             observe=observe,
         )
-        if resume:
-            newest = checkpoint.latest(folder.checkpoints)
-            state = checkpoint.load(newest, layout=layout, row=row, rule=rule) if newest else self._global_rounds.state
-            if state.digest != experiment.digest:
-                raise InvalidExperiment("--resume", str(folder.path), "its experiment was changed", "Restore the file.")
-            self._global_rounds.resume(state)
+
+    def resume(self) -> None:
+        """Continue from the last checkpoint. Raises InvalidExperiment if that is impossible."""
+        folder, state = self._folder, self._global_rounds.state
+        if newest := checkpoint.latest(folder.checkpoints):
+            state = checkpoint.load(newest, layout=self._layout, row=self._global_rounds.row, rule=self._rule)
+        if state.digest != self._experiment.digest:
+            raise InvalidExperiment("--resume", str(folder.path), "its experiment was changed", "Restore the file.")
+        self._global_rounds.resume(state)
 
     def introduce(self, *, metrics_address: str = "") -> None:
-        """Report the run's facts and the warnings about its experiment."""
+        """Record the run's facts, and report them and the warnings about its experiment."""
         experiment = self._experiment
+        # The size of a model as fp32; together with links.csv it shows the savings of the codecs.
+        self._folder.note(model_bytes=self._layout.row_bytes, partition=self._partition)
         self._observe(
             "run",
             {
@@ -112,14 +112,3 @@ class CloudRun:
             },
         )
         return path
-
-
-def tier_bytes(ledger: Ledger) -> dict[str, object]:
-    """Return the bytes of the run by tier and direction."""
-    wan, lan = ledger.total(), ledger.below()
-    return {
-        "wan_up_bytes": wan.received,
-        "wan_down_bytes": wan.sent,
-        "lan_up_bytes": lan.received,
-        "lan_down_bytes": lan.sent,
-    }

@@ -117,6 +117,7 @@ class InstitutionAgent:
         rounds = LocalRounds(self._name, experiment, layout=layout, spool=spool, down=down, metrics=self._metrics)
 
         presence = _OwnPresence(self._name, up, down)
+        presence.look()
 
         async def work() -> None:
             passing_on = asyncio.create_task(self._pass_targets_on(up, down), name="targets")
@@ -194,7 +195,6 @@ class _OwnPresence:
         self._endpoints = (up, down)
         self._down = down
         self._timer: asyncio.TimerHandle | None = None
-        self.look()
 
     def look(self) -> None:
         """Publish that no device is present, after `NO_DEVICE_S` without any, and that one is present again."""

@@ -6,7 +6,6 @@ uploaded. The first round starts from the cloud's model (Tempo, eqs. 4, 5 and 7 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -20,11 +19,11 @@ from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.host.offload import offload
 from common.metrics import Metrics
-from common.model.layout import ModelLayout, Row
+from common.model.layout import ModelLayout
 from common.protocol.messages import Phase, Task
 from common.runtime.arriving import Arriving
 from common.runtime.children import Children
-from common.runtime.round import ClosedRound
+from common.runtime.round import ClosedRound, Dispatch
 from common.runtime.work import Report, WorkResult
 from common.storage.spool import Spool
 from institution.memory import Memory
@@ -53,8 +52,8 @@ class LocalRounds:
             experiment.institution.aggregation,
             layout=layout,
             node=name,
-            tier="institution",
             seed=experiment.seed,
+            measures=False,
             rows=partial(spool.memory, row_bytes=layout.row_bytes, resident_mb=experiment.transfer.resident_mb),
             folder=spool.folder("cache"),
         )
@@ -98,14 +97,16 @@ class LocalRounds:
         for i in range(settings.rounds):
             r = task.key.global_round * settings.rounds + i
             selected = select(down.peers, settings.participation, seed=seed, node=self._name, r=r)
-            closed_round = await down.round(
-                global_round=task.key.global_round,
-                local_round=i,
-                models=self._models(rule.dispatch(r, selected), model),
+            dispatch = Dispatch(
+                task.key.global_round,
+                i,
+                models=rule.dispatch(r, selected),
                 epochs=dict.fromkeys(down.peers, task.epochs),
                 closing=settings.closing,
-                on_progress=lambda: report(Phase.TRAINING, down.moves, 0),
             )
+            if not model.complete:  # then the rule passes it on
+                dispatch = replace(dispatch, models=[(model, dispatch.children)])
+            closed_round = await down.round(dispatch, on_progress=lambda: report(Phase.TRAINING, down.moves, 0))
             await model.whole()  # the devices may have finished before it is decoded here
             outcome = await offload(partial(rule.aggregate, r, closed_round.uploads))
             train_s += max(result.train_s for result in closed_round.results.values())
@@ -133,11 +134,6 @@ class LocalRounds:
             )
             for name in self._down.peers
         )
-
-    @staticmethod
-    def _models(rows: Mapping[str, Row], model: Arriving) -> dict[str, Row | Arriving]:
-        """Return each device's model: the cloud's model as it arrives, if it is not complete yet."""
-        return {name: row if row is not model.row or model.complete else model for name, row in rows.items()}
 
     def _count(self, closed_round: ClosedRound, outcome: Aggregated, *, epochs: int) -> dict[str, object]:
         """Count a round's work, and return the decisions of its aggregation."""

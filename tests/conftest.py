@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from cloud.results import RunFolder
 from common.experiment.reading import parse
 from common.protocol.messages import Manifest
+from tests.helpers.records import a_global_round
 
 SAME: Final = settings(
     derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
@@ -96,8 +97,6 @@ def forge() -> type[Forge]:
 
 
 ACCURACIES = (0.5, 0.75, 0.9)
-PHASES_S = {"record": 0.01, "dispatch": 0.2, "train": 1.0, "wait": 0.3, "collect": 0.05, "aggregate": 0.02,
-            "evaluate": 0.0}  # fmt: skip
 
 
 def _make_run(
@@ -108,17 +107,7 @@ def _make_run(
     folder.event("run", {"global_rounds": folder.experiment.rounds, "done": 0})
     names = folder.experiment.topology.institution_names()
     for number, accuracy in enumerate(accuracies, 1):
-        folder.add_round(
-            {
-                "global_round": number, "elapsed_s": round(number * sum(PHASES_S.values()), 6),
-                "accuracy": "" if accuracy is None else accuracy, "loss": 1.5, "mixed_accuracy": "", "mixed_loss": "",
-                "train_loss": 0.25, **{f"{phase}_s": seconds for phase, seconds in PHASES_S.items()},
-                "sgd_steps": 100 * number, "path_steps": 10 * number, "wan_up_bytes": 1_000_003,
-                "wan_down_bytes": 2_000_005, "lan_up_bytes": 30_000_007, "lan_down_bytes": 40_000_009, "missing": "",
-                "refused": "", **{f"epochs_{name}": number for name in names},
-                **{f"omega_{name}": "" for name in names},
-            }
-        )  # fmt: skip
+        folder.add_round(a_global_round(number, accuracy, names=names))
     if last:
         folder.event(last, {"global_round": len(accuracies), "reason": "so"})
     return folder.path

@@ -16,7 +16,7 @@ from common.aggregation import fedcross, fedmr
 from common.aggregation.aggregator import Aggregator, Uploads, build
 from common.aggregation.fedadp import gompertz
 from common.aggregation.statistics import gram, gram_by_entry
-from common.aggregation.uploads import Aggregated
+from common.aggregation.uploads import Aggregated, Dispatched
 from common.experiment.aggregation import FedCross, FedMR, remembers
 from common.experiment.reading import parse
 from common.model.layout import ModelLayout, Row, Section
@@ -78,9 +78,9 @@ def aggregator(
     tree: dict[str, Any],
     *,
     layout: ModelLayout = LAYOUT,
-    tier: str = "cloud",
     node: str = "cloud",
     seed: int = 1,
+    measures: bool = True,
     folder: Path | None = None,
 ) -> Aggregator:
     rule = parse({"cloud": {"aggregation": tree}}).cloud.aggregation
@@ -90,7 +90,7 @@ def aggregator(
         wide = np.full((count, layout.row_bytes + 13), 0xFF, np.uint8)  # a file's rows begin on pages of their own
         return memory.setdefault((name, count), wide[:, : layout.row_bytes])
 
-    return build(rule, layout=layout, node=node, tier=tier, seed=seed, rows=rows, folder=folder)
+    return build(rule, layout=layout, node=node, seed=seed, measures=measures, rows=rows, folder=folder)
 
 
 def first_model(seed: int = 0, layout: ModelLayout = LAYOUT) -> Row:
@@ -124,7 +124,7 @@ def play(
     layout: ModelLayout = LAYOUT,
 ) -> tuple[Uploads, Aggregated]:
     """Play one round; return its uploads as they were, rubbish included, before they were aggregated."""
-    models = rule.dispatch(r, list(children))
+    models = by_child(rule.dispatch(r, list(children)))
     rows_K = np.full((len(models), layout.row_bytes), 0xFF, np.uint8)  # NaN
     for k, (child, row) in enumerate(models.items()):
         if child not in missing:
@@ -136,8 +136,16 @@ def play(
     return before, outcome
 
 
+def by_child(models: Dispatched) -> dict[str, Row]:
+    return {child: row for row, children in models for child in children}
+
+
+def rows_of(rule: Aggregator, r: int, children: Sequence[str]) -> list[Row]:
+    return list(by_child(rule.dispatch(r, list(children))).values())
+
+
 def dispatched(rule: Aggregator, r: int, children: Sequence[str]) -> list[bytes]:
-    return [row.tobytes() for row in rule.dispatch(r, list(children)).values()]
+    return [row.tobytes() for row in rows_of(rule, r, children)]
 
 
 def floats_of(rows: Sequence[Row]) -> Doubles:
@@ -152,8 +160,8 @@ def test_all_children_start_from_the_one_array(tree: dict[str, Any]) -> None:
     rule, model = aggregator(tree), first_model()
     assert not rule.reads_start
     rule.begin(model)
-    rows = rule.dispatch(0, CHILDREN)
-    assert sorted(rows) == sorted(CHILDREN) and all(row is model for row in rows.values())
+    ((row, children),) = rule.dispatch(0, CHILDREN)
+    assert sorted(children) == sorted(CHILDREN) and row is model
 
 
 @each_rule
@@ -162,7 +170,7 @@ def test_rubbish_of_missing_children_goes_nowhere(tree: dict[str, Any]) -> None:
     rule.begin(first_model())
     for r in range(6):
         _, outcome = play(rule, r, CHILDREN, missing=CHILDREN[r % 3 : r % 3 + 2] if r != 4 else CHILDREN[:4])
-        rows = list(rule.dispatch(r + 1, CHILDREN).values())
+        rows = rows_of(rule, r + 1, CHILDREN)
         assert all(np.isfinite(LAYOUT.floats(row)).all() for row in [rule.model, *rows])
         assert all(row.min() >= 0 and LAYOUT.integers(row).tolist()[0] < 2**20 for row in [rule.model, *rows])
         assert len(outcome.distances) == (3 if r != 4 else 1)
@@ -221,7 +229,7 @@ def test_losses_distances_and_spread_are_brute_force(tree: dict[str, Any]) -> No
         if tree in SINGLE:
             assert outcome.spread is None and rule.mixed is None
             continue
-        rows_KD = floats_of(list(rule.dispatch(r + 1, CHILDREN).values()))[:, :parameters]
+        rows_KD = floats_of(rows_of(rule, r + 1, CHILDREN))[:, :parameters]
         mean_D = rows_KD.mean(axis=0)
         spread = ((rows_KD - mean_D) ** 2).sum(axis=1).mean() / (mean_D**2).sum()
         assert outcome.spread == pytest.approx(spread, rel=1e-4, abs=1e-12)
@@ -230,7 +238,7 @@ def test_losses_distances_and_spread_are_brute_force(tree: dict[str, Any]) -> No
 @each_rule
 def test_an_institution_finds_the_same_spread_without_distances(tree: dict[str, Any]) -> None:
     """What only Tempo at the cloud needs is not computed below it; models and spreads are the same."""
-    cloud, site = aggregator(tree), aggregator(tree, tier="institution")
+    cloud, site = aggregator(tree), aggregator(tree, measures=False)
     for rule in (cloud, site):
         rule.begin(first_model())
     for r in range(6):
@@ -284,7 +292,7 @@ def test_a_saved_node_goes_on_bit_for_bit(tree: dict[str, Any], start: str, tmp_
 @each_rule
 def test_what_outlives_a_global_round_is_said(tree: dict[str, Any], tmp_path: Path) -> None:
     """A node that keeps nothing goes on alike after it was forgotten; one that does goes on from what it saved."""
-    rules = [aggregator(tree, node="site", tier="institution", folder=tmp_path / name) for name in ("one", "other")]
+    rules = [aggregator(tree, node="site", measures=False, folder=tmp_path / name) for name in ("one", "other")]
     rules[0].begin(first_model())
     for r in range(4):
         play(rules[0], r, CHILDREN)
@@ -298,11 +306,11 @@ def test_what_outlives_a_global_round_is_said(tree: dict[str, Any], tmp_path: Pa
         assert outcomes[0] == outcomes[1] and rules[0].model.tobytes() == rules[1].model.tobytes()
 
 
-@pytest.mark.parametrize("tier", ["cloud", "institution"])
-def test_an_institution_is_spared_distances_that_nobody_asked_for(tier: str) -> None:
-    rule = aggregator({"name": "fedavg"}, tier=tier)
+@pytest.mark.parametrize("measures", [True, False])
+def test_distances_are_computed_only_where_they_are_asked_for(measures: bool) -> None:
+    rule = aggregator({"name": "fedavg"}, measures=measures)
     rule.begin(first_model())
-    assert bool(play(rule, 0, CHILDREN)[1].distances) == (tier == "cloud")
+    assert bool(play(rule, 0, CHILDREN)[1].distances) == measures
 
 
 # One model
@@ -324,7 +332,7 @@ def test_fedavg_is_the_mean_of_those_who_answered(weights: str) -> None:
         np.testing.assert_allclose(LAYOUT.floats(rule.model), mean_of(uploads, weights), rtol=0, atol=1e-6)
         assert sum(outcome.facts["weights"].values()) == pytest.approx(1.0)  # type: ignore[attr-defined]
         assert uploads.children == tuple(drawn) and drawn[-1] not in outcome.facts["weights"]  # type: ignore[operator]
-        assert all(row is rule.model for row in rule.dispatch(r + 1, drawn).values())
+        assert [row is rule.model for row, _ in rule.dispatch(r + 1, drawn)] == [True]
 
 
 def trajectory(tree: dict[str, Any], draws: Sequence[Sequence[str]], **options: Any) -> list[bytes]:
@@ -365,7 +373,7 @@ def test_fedadps_angles_are_taken_from_what_was_dispatched_and_kept() -> None:
     rule.begin(first_model())
     past: dict[str, list[float]] = {}
     for r, drawn in enumerate(DRAWS):
-        start = next(iter(rule.dispatch(r, drawn).values())).copy()
+        start = rows_of(rule, r, drawn)[0].copy()
         uploads, outcome = play(rule, r, drawn, missing=drawn[-1])
         there = [k for k, report in enumerate(uploads.reports) if report is not None]
         children = [uploads.children[k] for k in there]
@@ -394,7 +402,7 @@ def test_models_are_dealt_by_a_fresh_random_order(tree: dict[str, Any]) -> None:
         rule.begin(first_model())
         for r in range(5):
             order = generator(seed, Purpose.DISPATCH, "cloud", r).permutation(5)
-            assert list(rule.dispatch(r, CHILDREN)) == [CHILDREN[place] for place in order]
+            assert list(by_child(rule.dispatch(r, CHILDREN))) == [CHILDREN[place] for place in order]
             orders.append(tuple(order))
             play(rule, r, CHILDREN)
     assert len(set(orders)) == 10
@@ -446,7 +454,7 @@ def test_rounds_of_k_models_are_the_definitions(tree: dict[str, Any]) -> None:
         assert outcome.facts["fallback_models"] == ([missing] if missing else [])
         mean = mean_of(uploads, "data") if tree.get("weights") == "data" else floats_of(rows_K).mean(axis=0)
         np.testing.assert_allclose(LAYOUT.floats(rule.model), mean, rtol=0, atol=1e-6)
-        got = list(rule.dispatch(r + 1, CHILDREN).values())
+        got = rows_of(rule, r + 1, CHILDREN)
         if r < tree.get("first_stage_rounds", 0):
             assert all(row is rule.model for row in got)
             models = [rule.model.copy()] * len(CHILDREN)
@@ -539,9 +547,9 @@ def test_reset_starts_all_models_from_what_came(tree: dict[str, Any]) -> None:
     assert not rule.reads_start
     received = first_model(5)
     rule.begin(received)
-    assert all(row is received for row in rule.dispatch(4, CHILDREN).values())
+    assert [row is received for row, _ in rule.dispatch(4, CHILDREN)] == [True]
     play(rule, 4, "abc")  # all models are one again: any number will do
-    assert len({row.tobytes() for row in rule.dispatch(5, "abc").values()}) == 3
+    assert len(set(dispatched(rule, 5, "abc"))) == 3
 
 
 @each_of_several
@@ -552,10 +560,10 @@ def test_recentre_keeps_each_models_offset(tree: dict[str, Any]) -> None:
     for r in range(4):
         play(rule, r, CHILDREN)
     assert rule.reads_start
-    before = floats_of(list(rule.dispatch(4, CHILDREN).values()))
+    before = floats_of(rows_of(rule, 4, CHILDREN))
     received = first_model(5)
     rule.begin(received)
-    rows = list(rule.dispatch(4, CHILDREN).values())
+    rows = rows_of(rule, 4, CHILDREN)
     after, start, parameters = floats_of(rows), floats_of([received]), LAYOUT.parameters
     expected = start + before - before.mean(axis=0)
     np.testing.assert_allclose(after[:, :parameters], expected[:, :parameters], rtol=0, atol=1e-6)
@@ -573,7 +581,7 @@ def test_recentre_with_equal_models_is_reset(first_stage: int) -> None:
         rule = aggregator(tree)
         rule.begin(first_model())
         for r in range(3):
-            models = rule.dispatch(r, CHILDREN)
+            models = by_child(rule.dispatch(r, CHILDREN))
             rows_K = np.repeat(first_model(10 + r)[None], len(models), axis=0)
             rule.aggregate(r, Uploads(tuple(models), rows_K, (Report(1, 1.0),) * 5, lambda: None))
         assert rule.reads_start == (start == "recentre" and first_stage == 0)
@@ -592,7 +600,7 @@ def test_recentre_to_its_own_mean_changes_nothing(tree: dict[str, Any]) -> None:
         for rule in rules:
             play(rule, r, CHILDREN, layout=PLAIN)
         rules[1].begin(rules[1].model.copy())
-        found = [PLAIN.floats(np.array(list(rule.dispatch(r + 1, CHILDREN).values()))) for rule in rules]
+        found = [PLAIN.floats(np.array(rows_of(rule, r + 1, CHILDREN))) for rule in rules]
         np.testing.assert_allclose(found[0], found[1], rtol=0, atol=1e-5)
 
 

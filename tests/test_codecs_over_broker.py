@@ -18,6 +18,7 @@ from common.model.layout import ModelLayout, Row
 from common.protocol.messages import Result
 from common.protocol.sender import Publication
 from common.runtime.child_endpoint import ChildEndpoint
+from common.runtime.round import Dispatch
 from tests.helpers.nodes import (
     FINE,
     PARENT,
@@ -155,11 +156,13 @@ async def test_children_with_models_of_their_own_answer_with_deltas_to_those(sit
             rows = [drawn(layout, 10 * global_round + seed) for seed in (1, 2)]
             models = dict(zip(names, [rows[0], rows[1], rows[0]], strict=True))
             played = await parent.round(
-                global_round=global_round,
-                local_round=0,
-                models=models,
-                epochs=dict.fromkeys(names, 1),
-                closing=Closing(),
+                Dispatch(
+                    global_round,
+                    0,
+                    models=[(rows[0], [names[0], names[2]]), (rows[1], [names[1]])],
+                    epochs=dict.fromkeys(names, 1),
+                    closing=Closing(),
+                )
             )
             for name in names:
                 alone = {name: played.models[name]}

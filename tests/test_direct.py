@@ -25,6 +25,7 @@ from common.experiment.rounds import Closing
 from common.model.layout import ModelLayout, Section
 from common.protocol.messages import Task
 from common.runtime.arriving import Arriving
+from common.runtime.round import Dispatch
 from common.runtime.work import Report, Work, WorkResult
 from common.storage.spool import Spool
 from deploy.experiments.configurations import merged
@@ -262,9 +263,8 @@ def called(children: Mapping[str, float], closing: Closing) -> tuple[dict[str, l
         row = LAYOUT.empty()
         LAYOUT.floats(row)[:] = 1
         played = await calls.round(
-            global_round=0, local_round=0, models=dict.fromkeys(children, row), epochs=dict.fromkeys(children, 1),
-            closing=closing,
-        )  # fmt: skip
+            Dispatch(0, 0, models=[(row, tuple(children))], epochs=dict.fromkeys(children, 1), closing=closing)
+        )
         assert LAYOUT.floats(row).tolist() == [1, 1, 1]
         return {name: LAYOUT.floats(upload).tolist() for name, upload in played.models.items()}, played.refused
 

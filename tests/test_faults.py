@@ -52,6 +52,7 @@ from device.agent import DeviceAgent
 from device.pool.pool import Pool
 from device.training.trainer import Trainer
 from institution.agent import InstitutionAgent
+from tests.helpers.records import a_global_round
 
 SMALL: dict[str, Any] = {
     "name": "faults",
@@ -435,11 +436,11 @@ def resumed(root: Path, *accuracies: str) -> tuple[RunFolder, list[int]]:
 
     layout = ModelLayout.build([("weight", (100,), Section.PARAMETER)])
     rule = aggregator.build(
-        FedAvg(), layout=layout, node="cloud", tier="cloud", seed=1, rows=lambda name, count: np.empty(0, np.uint8)
+        FedAvg(), layout=layout, node="cloud", seed=1, measures=True, rows=lambda name, count: np.empty(0, np.uint8)
     )
     folder = RunFolder.create(root, parse(SMALL | {"target_accuracy": 0.8}))
     for place, accuracy in enumerate([*accuracies, ""]):  # and one whose checkpoint was not written any more
-        folder.add_round({"global_round": place + 1, "accuracy": accuracy, "loss": ""})
+        folder.add_round(a_global_round(place + 1, float(accuracy) if accuracy else None))
     asyncio.run(run())
     return folder, evaluated
 

@@ -241,8 +241,8 @@ class Node:
         self.rule.begin(row)
 
     def play(self, r: int, children: str, *, missing: str = "") -> Aggregated:
-        dispatched = self.rule.dispatch(r, list(children))
-        assert len({id(row) for row in dispatched.values()}) == 1
+        ((dispatched, of),) = self.rule.dispatch(r, list(children))
+        assert list(of) == list(children)
         rows_K = np.full((len(children), LAYOUT.row_bytes), 0xFF, np.uint8)
         reports: list[Report | None] = []
         for k, child in enumerate(children):
@@ -250,7 +250,7 @@ class Node:
             reports.append(None if child in missing else Report(10 + ord(child), float(random.uniform(0.5, 1))))
             if child in missing:
                 continue
-            rows_K[k] = dispatched[child]
+            rows_K[k] = dispatched
             LAYOUT.floats(rows_K[k])[:] += random.normal(size=LAYOUT.columns).astype(np.float32)
             LAYOUT.integers(rows_K[k])[:] = 1000 * r + ord(child)
             queue = self.queues.setdefault(child, deque(maxlen=self.settings.depth))

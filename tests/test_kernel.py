@@ -35,6 +35,7 @@ from common.protocol.messages import Gone, Task
 from common.protocol.participant import ParticipantState
 from common.runtime.arriving import Arriving
 from common.runtime.endpoint import Endpoint
+from common.runtime.round import Dispatch
 from common.runtime.work import Report, WorkResult
 from deploy.brokers import broker
 from deploy.brokers.broker import BrokerProcess
@@ -340,7 +341,7 @@ class Pair:
         await introduced(self.child)  # else it may refuse the first task, and does not count it
         LAYOUT.floats(self._row)[:] = 1 + global_round  # all new: what the child has would not travel
         await self.parent.round(
-            global_round=global_round, local_round=0, models={CHILD: self._row}, epochs={CHILD: 1}, closing=Closing()
+            Dispatch(global_round, 0, models=[(self._row, [CHILD])], epochs={CHILD: 1}, closing=Closing())
         )
         await until(lambda: self.child.session.participant.state is ParticipantState.DONE)
         await until(lambda: carried(self.child) == self.relay.counts)
@@ -560,13 +561,12 @@ def test_a_kernel_without_retransmitted_bytes_leaves_that_cell_empty() -> None:
     old = TcpStats(21_000, 12_000, 0, 40, 50, 2, 1, 0, 1, 2500, 1250)
     ledger = Ledger([PARENT], Account(), below=BELOW)
     ledger.enter_reports(PARENT, "s", [ChildReport(CHILD, traffic=a_link(old))])
-    (up,) = (row for row in links.rows(ledger) if (row["from"], row["kind"]) == (CHILD, "all"))
-    assert (up["wire_bytes"], up["retransmitted_bytes"], up["retransmitted_segments"]) == (21_000, "", 2)
+    (up,) = (row for row in links.records(ledger) if (row.from_, row.kind) == (CHILD, "all"))
+    assert (up.wire_bytes, up.retransmitted_bytes, up.retransmitted_segments) == (21_000, None, 2)
 
 
 def test_a_word_that_lags_behind_gives_no_overhead() -> None:
     early = TcpStats(sent=15_000, received=9_000, connections=1)
     ledger = Ledger([PARENT], Account(), below=BELOW)
     ledger.enter_reports(PARENT, "s", [ChildReport(CHILD, traffic=a_link(early))])
-    for row in links.rows(ledger):
-        assert not row.get("overhead_percent")
+    assert not any(row.overhead_percent for row in links.records(ledger))

@@ -23,6 +23,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image, ImageColor
 
+from cloud.records import COUNTS
 from cloud.results import RunFolder
 from common.experiment.reading import parse
 from common.protocol.timeline import GLOBAL_PHASES
@@ -33,7 +34,6 @@ from deploy.report.figures import COLOURS, Figure
 from deploy.report.maps import Rates, epochs, topology
 from deploy.report.page import compose
 from deploy.report.paper import render
-from deploy.runs.records import COUNTS
 from deploy.runs.run import Run
 
 MakeRun = Callable[..., Path]

@@ -13,6 +13,7 @@ from session_lab import ALL, ChildNode, Lab, model_of, names_of
 from session_lab import manifest_of as blob_of
 
 from common.accounting.traffic import TcpStats, Traffic
+from common.errors import RefusedModel
 from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
 from common.protocol.closing import Standing, Verdict, judge
@@ -31,6 +32,7 @@ from common.protocol.messages import (
 )
 from common.protocol.participant import TRANSITIONS as CHILD_TRANSITIONS
 from common.protocol.participant import Acknowledged, Begin, Participant, ParticipantCause, ParticipantState
+from common.protocol.reports import check_report
 from common.protocol.round_state import (
     TRANSITIONS,
     Assignment,
@@ -435,6 +437,13 @@ def test_a_refused_result_leaves_the_round_to_the_others() -> None:
     (closed,) = one.events()
     assert isinstance(closed, Closed) and set(closed.results) == {"device-0", "device-2"}
     assert closed.refused == {"device-1": "holds NaN"} and closed.missing == ()
+
+
+@pytest.mark.parametrize("spread", ["NaN", "-Infinity", "1" + 400 * "0", '"0.1"'])
+def test_a_report_whose_spread_no_float_holds_is_refused(spread: str) -> None:
+    check_report(replace(result_of(Key(1, 0, 0)), plans='[{"spread": 0.1}]'))
+    with pytest.raises(RefusedModel, match="not a finite number"):
+        check_report(replace(result_of(Key(1, 0, 0)), plans=f'[{{"spread": {spread}}}]'))
 
 
 def test_when_all_are_refused_the_round_stalls_and_names_them() -> None:

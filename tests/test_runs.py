@@ -7,17 +7,18 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Final
 
 import pytest
 from commands import invoke
 
-from cloud.results import DEVICE_FIELDS, RunFolder, held
+from cloud.records import COUNTS, DeviceRecord
+from cloud.results import RunFolder, held
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse
 from common.protocol.timeline import GLOBAL_PHASES
-from deploy.runs.records import COUNTS
 from deploy.runs.run import Run, State, find, folders
 
 MakeRun = Callable[..., Path]
@@ -40,7 +41,7 @@ def test_training_paths_of_earlier_releases_have_their_present_names(tmp_path: P
     row = "1,institution-0,device-{},10,1,1,1,0.5,1,0,0,{}"
     names = ("lean", "stacked", "in-process", "vmapped", "workers", "")
     rows = [row.format(number, name) for number, name in enumerate(names)]
-    (path / "devices.csv").write_text("\n".join([",".join(DEVICE_FIELDS), *rows]) + "\n")
+    (path / "devices.csv").write_text("\n".join([",".join(field.name for field in fields(DeviceRecord)), *rows]) + "\n")
     present = ["in-process", "vmapped", "in-process", "vmapped", "workers", ""]
     assert [device.path for device in Run(path).devices] == present
 
@@ -98,7 +99,7 @@ def test_a_resumed_run_forgets_a_row_that_was_cut(tmp_path: Path, make_run: Make
     path = make_run(tmp_path, {}, last="")
     whole = (path / "rounds.csv").read_bytes()
     (path / "rounds.csv").write_bytes(whole + b"1")  # of global round 10 or more
-    assert [row["global_round"] for row in RunFolder.reopen(path).forget_after(3)] == ["1", "2", "3"]
+    assert [row.global_round for row in RunFolder.reopen(path).forget_after(3)] == [1, 2, 3]
     assert (path / "rounds.csv").read_bytes() == whole
 
 
@@ -186,7 +187,7 @@ def test_a_run_is_shown(tmp_path: Path, make_run: MakeRun) -> None:
 def test_a_run_of_an_earlier_release_is_read() -> None:
     run = Run(EARLIER)
     assert (run.name, run.global_rounds, run.state) == ("demo", 4, State.FINISHED)
-    assert [row.number for row in run.rounds] == [1, 2, 3, 4] and run.accuracy == pytest.approx(0.802228)
+    assert [row.global_round for row in run.rounds] == [1, 2, 3, 4] and run.accuracy == pytest.approx(0.802228)
     assert {work.global_round for work in run.devices} == {1, 2, 3, 4}
     names = [event.name for event in run.events]
     assert names.count("global_round") == 4 and "iteration" not in names

@@ -13,6 +13,7 @@ from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.parent_endpoint import ParentEndpoint
+from common.runtime.round import Dispatch
 from common.storage.spool import Spool
 from tests.helpers.nodes import (
     FINE,
@@ -123,9 +124,8 @@ async def test_chunks_that_a_child_has_in_its_last_model_or_in_its_result_do_not
         dealt["device-0"][: 5 * chunk] = first[: 5 * chunk]  # it has these of the last model,
         dealt["device-0"][12 * chunk :] = drawn(layout, 2)[12 * chunk :]  # these not, and the rest it made
         before = [one.chunks for one in watched]
-        played = await parent.round(
-            global_round=1, local_round=0, models=dealt, epochs=dict.fromkeys(names, 1), closing=Closing()
-        )
+        models = [(row, [name]) for name, row in dealt.items()]
+        played = await parent.round(Dispatch(1, 0, models=models, epochs=dict.fromkeys(names, 1), closing=Closing()))
         assert [one.chunks - begun for one, begun in zip(watched, before, strict=True)] == [8, 0]
         for name in names:
             np.testing.assert_array_equal(layout.floats(played.models[name]), changed(layout, dealt[name], 0))

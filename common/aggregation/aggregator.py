@@ -18,7 +18,7 @@ import numpy.typing as npt
 from common.aggregation.cached_uploads import CachedUploadRule
 from common.aggregation.multi_model import MultiModelRule
 from common.aggregation.single_model import SingleModelRule
-from common.aggregation.uploads import Aggregated, Uploads
+from common.aggregation.uploads import Aggregated, Dispatched, Uploads
 from common.experiment.aggregation import FedAdp, FedAvg, FedCDA, Rule
 from common.model.layout import ModelLayout, Row
 
@@ -43,13 +43,14 @@ class Aggregator(Protocol):
     def begin(self, model: Row) -> None:
         """Start from a model, uint8 [row_bytes], which must not change until the next `begin`.
 
-        Unless `reads_start`, it may still be arriving. It must be complete when the first uploads are aggregated.
+        Unless `reads_start`, it may still be arriving: all children receive it in the next round. It must be complete
+        when the first uploads are aggregated.
         """
 
-    def dispatch(self, r: int, children: Sequence[str]) -> dict[str, Row]:
-        """Return each child's flat model in round r; the order of the children is that of the uploads' rows.
+    def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
+        """Return the models of round r with their children, whose order is that of the uploads' rows.
 
-        Children with equal models share one array object. The arrays are valid until the next `aggregate` or `begin`.
+        Equal models are one. The arrays are valid until the next `aggregate` or `begin`.
         Raises ValueError if a multi-model rule has another number of models than there are children.
         """
 
@@ -68,17 +69,16 @@ def build(
     *,
     layout: ModelLayout,
     node: str,
-    tier: str,
     seed: int,
+    measures: bool,
     rows: Callable[[str, int], npt.NDArray[np.uint8]],
     folder: Path | None = None,
 ) -> Aggregator:
-    """Return a node's rule. `tier` is "cloud" or "institution".
+    """Return a node's rule. `measures`: compute the uploads' distances, which Tempo reads, even if no plan needs them.
 
     `rows(name, count)` allocates memory for models, uint8 [count, row_bytes]. `folder`: where FedCDA stores cached
     uploads that exceed its memory limit; None: all stay in memory.
     """
-    measures = tier == "cloud"  # Tempo's distances
     if isinstance(settings, FedAvg | FedAdp):
         return SingleModelRule(settings, layout=layout, measures=measures)
     if isinstance(settings, FedCDA):

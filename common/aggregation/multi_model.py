@@ -16,7 +16,7 @@ import numpy.typing as npt
 from common.aggregation import fedcross, fedmr, independent, mixing
 from common.aggregation.mixing import MixedColumns, Mixture, whole
 from common.aggregation.statistics import Doubles, Gram, gram, gram_by_entry, spread
-from common.aggregation.uploads import Aggregated, Uploads
+from common.aggregation.uploads import Aggregated, Dispatched, Uploads
 from common.experiment.aggregation import FedMR, Independent, MultiModel
 from common.model.layout import ModelLayout, Row
 from common.randomness import Purpose, generator
@@ -75,10 +75,13 @@ class MultiModelRule:
             self._start, self._distinct = model, False
         self._mixed = None
 
-    def dispatch(self, r: int, children: Sequence[str]) -> dict[str, Row]:
-        """Return model j for the j-th of the children in a random order."""
+    def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
+        """Return model j for the j-th of the children in a random order, or the one model while all are equal."""
         order = generator(self._seed, Purpose.DISPATCH, self._node, r).permutation(len(children))
-        return {children[place]: row for place, row in zip(order, self._models(len(children)), strict=True)}
+        dealt = [children[place] for place in order]
+        if not self._distinct:
+            return [(self._start, dealt)]
+        return [(row, [child]) for row, child in zip(self._models(len(dealt)), dealt, strict=True)]
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
         """Mix the uploads into the next models and compute their mean."""

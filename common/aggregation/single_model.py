@@ -10,7 +10,7 @@ from common.aggregation import fedadp, fedavg, mixing
 from common.aggregation.fedadp import Angle, Angles
 from common.aggregation.mixing import Mixture, whole
 from common.aggregation.statistics import Gram, gram
-from common.aggregation.uploads import Aggregated, Uploads
+from common.aggregation.uploads import Aggregated, Dispatched, Uploads
 from common.experiment.aggregation import FedAdp, FedAvg
 from common.model.layout import ModelLayout, Row
 
@@ -41,9 +41,9 @@ class OneModel:
         """Dispatch this model next."""
         self._current = model
 
-    def dispatch(self, r: int, children: Sequence[str]) -> dict[str, Row]:
-        """Return the same model for all children."""
-        return dict.fromkeys(children, self._current)
+    def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
+        """Return the one model for all children."""
+        return [(self._current, children)]
 
     def _products(self, uploads: Uploads) -> Gram:
         """Return the products of the uploads' steps relative to the dispatched model, in the order of the uploads."""

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from common.aggregation.statistics import Statistics, Trained
+from common.model.layout import Row
+
+Dispatched: TypeAlias = Sequence[tuple[Row, Sequence[str]]]
+"""A round's models, uint8 [row_bytes], each with the children that receive it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Uploads:
     """A round's uploads: row k of `rows_K`, uint8 [K, row_bytes], is the upload of `children[k]`.
 
-    The order is that of the dispatched models, so it does not depend on arrivals. The rows of missing children
-    (`reports` has None) are undefined; at least one upload is present. `release` lets the rows that were read leave
-    memory (see `mixing.apply`).
+    The order is that of the dispatched models' children, so it does not depend on arrivals. The rows of missing
+    children (`reports` has None) are undefined; at least one upload is present. `release` lets the rows that were read
+    leave memory (see `mixing.apply`).
     """
 
     children: tuple[str, ...]

@@ -10,6 +10,7 @@ from common.errors import RefusedModel
 from common.protocol.messages import Result
 
 COUNT_MOST: Final = 10**12
+FLOAT_MOST: Final = 1e300  # JSON has integers that no float holds
 
 
 def check_report(result: Result) -> None:
@@ -40,6 +41,7 @@ def plans_of(result: Result) -> list[dict[str, object]]:
         plans = None
     if not isinstance(plans, list) or not all(isinstance(plan, dict) for plan in plans):
         raise RefusedModel("the report on its own aggregation is not a list of JSON objects")
-    if any(not isinstance(plan.get("spread", 0.0), float | int) for plan in plans):
-        raise RefusedModel("the spread of its models is not a number")
+    spreads = [plan.get("spread", 0.0) for plan in plans]
+    if not all(isinstance(spread, float | int) and abs(spread) <= FLOAT_MOST for spread in spreads):
+        raise RefusedModel("the spread of its models is not a finite number")
     return plans

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 from common.accounting.ledger import Ledger
-from common.experiment.rounds import Closing
-from common.model.layout import Row
-from common.runtime.arriving import Arriving
-from common.runtime.round import ClosedRound
+from common.runtime.round import ClosedRound, Dispatch
 from common.runtime.world import nothing
 
 Observe: TypeAlias = Callable[[str, dict[str, object]], None]  # takes an event: its name, and facts that JSON can hold
@@ -37,14 +34,5 @@ class Children(Protocol):
     def now(self) -> float:
         """Return the time of the clock that measures rounds, in seconds."""
 
-    async def round(
-        self,
-        *,
-        global_round: int,
-        local_round: int,
-        models: Mapping[str, Row | Arriving],
-        epochs: Mapping[str, int],
-        closing: Closing,
-        on_progress: Callable[[], None] = nothing,
-    ) -> ClosedRound:
+    async def round(self, dispatch: Dispatch, *, on_progress: Callable[[], None] = nothing) -> ClosedRound:
         """Send each child its model and return the results, see `ParentEndpoint.round`."""

@@ -39,7 +39,7 @@ from common.runtime.calibration import Probes, measure_all
 from common.runtime.children import Observe
 from common.runtime.endpoint import Endpoint
 from common.runtime.models import Models
-from common.runtime.round import ClosedRound
+from common.runtime.round import ClosedRound, Dispatch
 from common.runtime.world import REAL, World, nothing
 from common.storage.spool import Spool
 
@@ -135,36 +135,31 @@ class ParentEndpoint(Endpoint):
         """Wait until the children's /metrics addresses change, and return them."""
         return await self._new_targets.get()
 
-    async def round(
-        self,
-        *,
-        global_round: int,
-        local_round: int,
-        models: Mapping[str, Row | Arriving],
-        epochs: Mapping[str, int],
-        closing: Closing,
-        on_progress: Callable[[], None] = nothing,
-    ) -> ClosedRound:
+    async def round(self, dispatch: Dispatch, *, on_progress: Callable[[], None] = nothing) -> ClosedRound:
         """Send each child its model, wait until the round closes, and return the results.
 
-        `models`: one flat model, uint8 [row_bytes], for each child that takes part; children may share one. The uploads
-        have the same order. A model that is still arriving is forwarded chunk by chunk. `on_progress` is called after
-        any progress below. Raises RunFailed if a required child has given up, NoProgress if the round can never close,
-        ModelUnavailable if the arriving model is not available.
+        The uploads have the order of the children. `on_progress` is called after any progress below. Raises RunFailed
+        if a required child has given up, NoProgress if the round can never close, ModelUnavailable if the arriving
+        model is not available.
         """
         layout = self._require_layout()
         now = self.now()
-        children = list(models)
-        assignments = await self._offer(children, models, epochs)
+        children = dispatch.children
+        assignments = await self._offer(dispatch)
         if self._uploads.array.shape != (len(children), layout.row_bytes):
             resident = 1e6 * self.transfer.resident_mb
             self._uploads = self._spool.rows("uploads", len(children), layout.row_bytes, resident_bytes=resident)
         self._places = {name: place for place, name in enumerate(children)}
         self._closed = asyncio.get_running_loop().create_future()
-        for model in {model for model in models.values() if isinstance(model, Arriving)}:
-            model.on_failure(partial(_break_off, self._closed))
+        for model, _ in dispatch.models:
+            if isinstance(model, Arriving):
+                model.on_failure(partial(_break_off, self._closed))
         self.session.open(
-            global_round=global_round, local_round=local_round, assignments=assignments, closing=closing, now=now
+            global_round=dispatch.global_round,
+            local_round=dispatch.local_round,
+            assignments=assignments,
+            closing=dispatch.closing,
+            now=now,
         )
         self._on_progress = on_progress
         self.wake()
@@ -179,7 +174,7 @@ class ParentEndpoint(Endpoint):
             for blob in {assignment.model.blob for assignment in assignments.values()}:
                 self.models.release(blob)
         reports = tuple(closed.results.get(name) for name in children)
-        uploads = Uploads(tuple(children), self._uploads.array, reports, self._uploads.release)
+        uploads = Uploads(children, self._uploads.array, reports, self._uploads.release)
         results = {name: closed.results[name] for name in children if name in closed.results}
         return ClosedRound(results, uploads, closed.missing, closed.refused, self.session.coordinator.timeline)
 
@@ -283,17 +278,16 @@ class ParentEndpoint(Endpoint):
 
     # Models
 
-    async def _offer(
-        self, children: list[str], models: Mapping[str, Row | Arriving], epochs: Mapping[str, int]
-    ) -> dict[str, Assignment]:
+    async def _offer(self, dispatch: Dispatch) -> dict[str, Assignment]:
         """Offer each model once per group of equal links: in a common stream the slowest link would set the pace."""
         layout, session = self._require_layout(), self.session
         groups: dict[tuple[int, LinkDirection], list[str]] = {}
-        for name in children:
-            groups.setdefault((id(models[name]), session.ways.to[name]), []).append(name)
+        for i, (_, children) in enumerate(dispatch.models):
+            for name in children:
+                groups.setdefault((i, session.ways.to[name]), []).append(name)
         assignments: dict[str, Assignment] = {}
-        for receivers in groups.values():
-            model, inline = models[receivers[0]], None
+        for (i, _), receivers in groups.items():
+            model, inline = dispatch.models[i][0], None
             if isinstance(model, Arriving) and self._forwards(model, receivers):
                 manifest = session.offers.forward(model.manifest, model.buffer, receivers, lacking=model.lacking)
                 model.on_chunk(self.wake)
@@ -305,7 +299,7 @@ class ParentEndpoint(Endpoint):
                 except RefusedModel as error:
                     raise RunFailed(f"the model cannot be sent: {error}") from None
                 inline = session.offers.offer(manifest, blob, receivers)
-            assignments |= {name: Assignment(manifest, epochs[name], inline) for name in receivers}
+            assignments |= {name: Assignment(manifest, dispatch.epochs[name], inline) for name in receivers}
         return assignments
 
     def _forwards(self, model: Arriving, receivers: Sequence[str]) -> bool:

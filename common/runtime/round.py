@@ -1,19 +1,41 @@
-"""The result of a round."""
+"""What a round sends, and its result."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from common.aggregation.uploads import Uploads
+from common.experiment.rounds import Closing
 from common.model.layout import Row
 from common.protocol.messages import Result
 from common.protocol.timeline import Timeline
+from common.runtime.arriving import Arriving
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """The tasks of a round.
+
+    `models`: each flat model, uint8 [row_bytes], with the children that receive it; a model that is still arriving is
+    forwarded chunk by chunk. `epochs`: at least those of the children that take part.
+    """
+
+    global_round: int
+    local_round: int
+    models: Sequence[tuple[Row | Arriving, Sequence[str]]]
+    epochs: Mapping[str, int]
+    closing: Closing
+
+    @property
+    def children(self) -> tuple[str, ...]:
+        """The children that take part, in the order of their models."""
+        return tuple(child for _, children in self.models for child in children)
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedRound:
-    """A closed round, its children in the order of their models.
+    """A closed round, its children in the order of `Dispatch.children`.
 
     `results`: those of the children that answered, in that order. `uploads`: their models, in rows that are valid until
     the next round opens.

@@ -19,7 +19,6 @@ from common.accounting.traffic import Traffic
 from common.aggregation.uploads import Uploads
 from common.errors import RefusedModel, RunFailed
 from common.experiment.codecs import Codecs
-from common.experiment.rounds import Closing
 from common.model.codecs import Codec, codec_of
 from common.model.layout import ModelLayout, Row
 from common.protocol.closing import Standing, Verdict, judge
@@ -29,7 +28,7 @@ from common.protocol.reports import check_report
 from common.protocol.timeline import Timeline
 from common.runtime.arriving import Arriving
 from common.runtime.children import Observe
-from common.runtime.round import ClosedRound
+from common.runtime.round import ClosedRound, Dispatch
 from common.runtime.work import Work
 from common.runtime.world import new_session, nothing
 from common.storage.spool import Spool
@@ -96,18 +95,9 @@ class Calls:
             blank.data, chunk_bytes=1_000_000, codec=self._down.name, layout=layout.digest, reference="", salt=""
         )
 
-    async def round(
-        self,
-        *,
-        global_round: int,
-        local_round: int,
-        models: Mapping[str, Row | Arriving],
-        epochs: Mapping[str, int],
-        closing: Closing,
-        on_progress: Callable[[], None] = nothing,
-    ) -> ClosedRound:
+    async def round(self, dispatch: Dispatch, *, on_progress: Callable[[], None] = nothing) -> ClosedRound:
         """Call each child with a copy of its model and return the results. Raises RunFailed, RefusedModel."""
-        children = list(models)
+        children = dispatch.children
         if len(self._uploads) != len(children):
             self._uploads = self._spool.memory(
                 "uploads", len(children), row_bytes=self._layout.row_bytes, resident_mb=self._resident_mb
@@ -116,11 +106,12 @@ class Calls:
         timeline = Timeline(opened, opened)
         results: dict[str, Result] = {}
         refused: dict[str, str] = {}
-        for place, name in enumerate(children):
-            model = models[name]
+        key = Key(1, dispatch.global_round, dispatch.local_round)
+        of = (model for model, names in dispatch.models for _ in names)
+        for place, (name, model) in enumerate(zip(children, of, strict=True)):
             row, nbytes = self._carry(self._down, await model.whole() if isinstance(model, Arriving) else model)
             self._sent[name] += nbytes
-            task = Task(Key(1, global_round, local_round), epochs[name], self._manifest, None)
+            task = Task(key, dispatch.epochs[name], self._manifest, None)
             done = await self._children[name](task, self._arrived(row), partial(self._progressed, on_progress))
             try:
                 result = done.announcement(task, self._manifest)
@@ -136,11 +127,11 @@ class Calls:
             self._enter(name, result)
             timeline.last_result = self.now()
             timeline.first_result = timeline.first_result or timeline.last_result
-        if judge(closing, Standing(len(results), len(refused), 0, 0), overdue=False) is not Verdict.CLOSE:
+        if judge(dispatch.closing, Standing(len(results), len(refused), 0, 0), overdue=False) is not Verdict.CLOSE:
             raise RunFailed("; ".join(f"{name}'s model was refused: {reason}" for name, reason in refused.items()))
         timeline.closed = self.now()
         reports = tuple(results.get(name) for name in children)
-        uploads = Uploads(tuple(children), self._uploads, reports, lambda: None)
+        uploads = Uploads(children, self._uploads, reports, lambda: None)
         return ClosedRound(results, uploads, (), refused, timeline)
 
     def _carry(self, codec: Codec, row: Row, *, reference: Row | None = None) -> tuple[Row, int]:

@@ -107,8 +107,9 @@ async def _run(folder: RunFolder, *, resume: bool, accelerator: str, observe: Ob
             evaluate=evaluate,
             metrics=metrics,
             observe=record,
-            resume=resume,
         )
+        if resume:
+            run.resume()
         run.introduce()
         model = await run.run()
     except FedstrataError as error:

@@ -206,4 +206,4 @@ def _rehearsed_epochs(experiment: Experiment) -> dict[str, int]:
         folder = RunFolder.create(Path(home), short)
         direct.run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
         epochs = Run(folder.path).rounds[-1].epochs
-    return {name: epochs.get(name, experiment.training.epochs) for name in experiment.topology.institution_names()}
+    return {name: epochs.get(name) or experiment.training.epochs for name in experiment.topology.institution_names()}

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any, Final
 
+from cloud.records import COUNTS, TIERS
 from common.errors import InvalidExperiment
 from deploy.console.tabular import Column, Spread, Table
-from deploy.runs.records import COUNTS, TIERS
 from deploy.runs.run import Run
 
 FIGURES: Final = ("rounds", "seconds", *COUNTS, "sgd_steps", "path_steps")
@@ -52,7 +52,7 @@ def to_target(run: Run, target: float) -> Reached:
     for i, row in enumerate(run.rounds):
         if row.accuracy is not None and row.accuracy >= target:
             done = run.rounds[: i + 1]
-            costs: dict[str, float] = {"rounds": row.number, "seconds": row.elapsed_s}
+            costs: dict[str, float] = {"rounds": row.global_round, "seconds": row.elapsed_s}
             costs |= {name: sum(each.bytes_[name] for each in done) for name in COUNTS}
             costs |= {"sgd_steps": sum(each.sgd_steps for each in done)}
             costs |= {"path_steps": sum(each.path_steps for each in done)}

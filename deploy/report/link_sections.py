@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from cloud.records import BROKER, TIERS, LinkRecord
 from deploy.console.tabular import Cell, Column, Table
 from deploy.report import charts, maps
 from deploy.report.charts import Axis
 from deploy.report.figures import Figure
 from deploy.report.maps import Rates
-from deploy.runs.records import BROKER, TIERS, LinkRecord
 from deploy.runs.run import Run
 
 FOLD: Final = 60  # rows of links.csv beyond which the table is folded
@@ -51,10 +51,10 @@ def traffic(run: Run) -> Figure:
     """Return a figure of each tier's bytes: models, control messages, MQTT overhead and TCP overhead."""
     rows = {}
     for (tier, direction), found in _by_direction(run).items():
-        models = sum(link.payload or 0 for link in found if link.kind == "model")
-        control = sum(link.payload or 0 for link in found if link.kind == "control")
+        models = sum(link.payload_bytes or 0 for link in found if link.kind == "model")
+        control = sum(link.payload_bytes or 0 for link in found if link.kind == "control")
         whole = [link for link in found if link.kind == "all"]
-        message = sum(link.message or 0 for link in whole)
+        message = sum(link.message_bytes or 0 for link in whole)
         wire = _carried(whole)
         rest = 0 if wire is None else max(0, wire - message)
         rows[f"{tier.upper()} {direction}"] = [models, control, message - models - control, rest]
@@ -75,9 +75,9 @@ def tiers(run: Run) -> Table:
     rows: list[list[Cell]] = []
     for (tier, direction), found in _by_direction(run).items():
         whole = [link for link in found if link.kind == "all"]
-        message = sum(link.message or 0 for link in whole)
-        line: list[Cell] = [tier.upper(), direction, sum(link.payload or 0 for link in whole), message, _carried(whole)]
-        line.append(message / count)
+        message = sum(link.message_bytes or 0 for link in whole)
+        payload = sum(link.payload_bytes or 0 for link in whole)
+        line: list[Cell] = [tier.upper(), direction, payload, message, _carried(whole), message / count]
         if prediction is not None:
             predicted = [prediction.bytes_[link.goes] for link in whole if link.goes in prediction.bytes_]
             line.append(sum(predicted) if predicted else None)
@@ -94,9 +94,9 @@ def links(run: Run) -> Table:
     rows: list[list[Cell]] = []
     for link in run.links:
         declared = _declared(run, link) if link.kind == "all" else None
-        rows.append([link.tier, link.source, link.target, link.kind, link.payload, link.message, link.wire, link.probe,
-                     link.overhead_percent, link.retransmitted, link.rtt_ms, link.rtt_min_ms, declared,
-                     link.measured_mbit])  # fmt: skip
+        rows.append([link.tier, link.from_, link.to, link.kind, link.payload_bytes, link.message_bytes, link.wire_bytes,
+                     link.probe_bytes or 0, link.overhead_percent, link.retransmitted_bytes, link.rtt_ms,
+                     link.rtt_min_ms, declared, link.measured_mbit])  # fmt: skip
     return Table(file_name("links", run), "Bytes of each link", columns, rows)
 
 
@@ -119,13 +119,13 @@ def _by_direction(run: Run) -> dict[tuple[str, str], list[LinkRecord]]:
     for link in run.links:
         parents = ("cloud",) if link.tier == "wan" else run.children
         if link.kind != BROKER and link.tier in TIERS:
-            found[link.tier, "down" if link.source in parents else "up"].append(link)
+            found[link.tier, "down" if link.from_ in parents else "up"].append(link)
     return found
 
 
 def _carried(whole: Sequence[LinkRecord]) -> int | None:
     """Return the bytes of the TCP streams without link calibration, or None if a child has not reported."""
-    wires = [link.wire - link.probe for link in whole if link.wire is not None]
+    wires = [link.wire_bytes - (link.probe_bytes or 0) for link in whole if link.wire_bytes is not None]
     return sum(wires) if whole and len(wires) == len(whole) else None
 
 
@@ -139,8 +139,8 @@ def _declared_links(run: Run) -> dict[str, Mapping[str, Any]]:
 
 def _declared(run: Run, link: LinkRecord) -> float | None:
     of = _declared_links(run)
-    up, down = of.get(link.source), of.get(link.target)
-    if link.tier == "lan" and link.source in run.children:
+    up, down = of.get(link.from_), of.get(link.to)
+    if link.tier == "lan" and link.from_ in run.children:
         up = None
     return _rate(up.get("up_mbit") if up is not None else (down or {}).get("down_mbit"))
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from cloud.records import TIERS
 from common.protocol.timeline import GLOBAL_PHASES
 from deploy.console.tabular import Column, Table
 from deploy.report import charts, maps
@@ -14,7 +15,7 @@ from deploy.report.compare import distinguishing_labels, flat
 from deploy.report.figures import Figure
 from deploy.report.link_sections import bytes_axis, file_name
 from deploy.report.partition_picture import figure as partition_figure
-from deploy.runs.records import TIERS, Event
+from deploy.runs.records import Event
 from deploy.runs.run import Run
 
 EVENTS_MOST: Final = 200
@@ -72,7 +73,7 @@ def accuracy(runs: Sequence[Run], names: Sequence[str]) -> list[Figure]:
             for tier in TIERS:
                 spent[tier] += row.bytes_[f"{tier}_up_bytes"] + row.bytes_[f"{tier}_down_bytes"]
             if row.accuracy is not None:
-                at = {"rounds": float(row.number), "seconds": row.elapsed_s, **spent}
+                at = {"rounds": float(row.global_round), "seconds": row.elapsed_s, **spent}
                 for key, line in lines.items():
                     line.append((at[key], row.accuracy))
         for key, line in lines.items():
@@ -193,7 +194,7 @@ def global_rounds(run: Run) -> Table:
                *(Column(phase, "s", 4) for phase in GLOBAL_PHASES), Column("SGD steps"), Column("critical path"),
                *(Column(name) for name in _BYTE_NAMES), Column("missing", text=True)]  # fmt: skip
     rows = [
-        (r.number, r.elapsed_s, r.accuracy, r.loss, r.train_loss, *r.phases.values(), r.sgd_steps, r.path_steps,
+        (r.global_round, r.elapsed_s, r.accuracy, r.loss, r.train_loss, *r.phases.values(), r.sgd_steps, r.path_steps,
          *r.bytes_.values(), " ".join((*r.missing, *r.refused)))
         for r in run.rounds
     ]  # fmt: skip

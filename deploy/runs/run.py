@@ -7,10 +7,9 @@ The state follows from the last event in events.jsonl and from whether a process
 from __future__ import annotations
 
 import csv
-import io
 import json
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
@@ -18,29 +17,16 @@ from typing import Any, Final, TypeVar
 
 from pydantic import ValidationError
 
+from cloud.records import COUNTS, DeviceRecord, GlobalRoundRecord, LinkRecord, Record, finite, rows_of
 from cloud.results import DIRECT, held
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse, rename_keys
 from common.experiment.topology import Topology
-from deploy.runs.records import (
-    COUNTS,
-    PREDICTION,
-    RENAMED,
-    DeviceRecord,
-    Event,
-    GlobalRoundRecord,
-    LinkRecord,
-    Prediction,
-    number,
-    read_device,
-    read_link,
-    read_round,
-    renamed,
-)
+from deploy.runs.records import PREDICTION, RENAMED, Event, Prediction, present, renamed
 
 STATE_EVENTS: Final = ("run", "finished", "failed")  # the events that change a run's state
 
-T = TypeVar("T")
+_R = TypeVar("_R", bound=Record)
 
 
 class State(StrEnum):
@@ -88,17 +74,17 @@ class Run:
     @cached_property
     def rounds(self) -> Sequence[GlobalRoundRecord]:
         """The completed global rounds."""
-        return self._rows("rounds.csv", read_round)
+        return self._rows("rounds.csv", GlobalRoundRecord)
 
     @cached_property
     def links(self) -> Sequence[LinkRecord]:
         """The rows of links.csv: each direction of each link by kind, and the parents' connections."""
-        return self._rows("links.csv", read_link)
+        return self._rows("links.csv", LinkRecord)
 
     @cached_property
     def devices(self) -> Sequence[DeviceRecord]:
         """Each device's work in each global round."""
-        return self._rows("devices.csv", read_device)
+        return self._rows("devices.csv", DeviceRecord)
 
     @cached_property
     def events(self) -> Sequence[Event]:
@@ -128,7 +114,7 @@ class Run:
         content = self._json(PREDICTION)
         try:
             seconds, bytes_ = (
-                {str(key): number(value) for key, value in content.get(name, {}).items()}
+                {str(key): finite(value) for key, value in content.get(name, {}).items()}
                 for name in ("seconds", "bytes")
             )
         except (ValueError, TypeError, AttributeError) as error:
@@ -197,19 +183,14 @@ class Run:
                 except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
                     continue
 
-    def _rows(self, name: str, read: Callable[[Mapping[str, str]], T]) -> list[T]:
+    def _rows(self, name: str, kind: type[_R]) -> list[_R]:
         """Return a table's rows. A truncated last row is skipped; any other invalid row raises InvalidExperiment."""
-        text = self._text(name)
-        lines = io.StringIO(text[: text.rfind("\n") + 1], newline="")
-        found: list[T] = []
+        found: list[_R] = []
         try:
-            for row in csv.DictReader(lines, strict=True):
-                try:
-                    found.append(read(renamed(row)))
-                except (KeyError, ValueError, TypeError) as error:
-                    raise self._damaged(name, f"row {len(found) + 1}: {error!r}") from None
-        except csv.Error as error:
-            raise self._damaged(name, f"row {len(found) + 1}: {error}") from None
+            for row in rows_of(self._text(name)):
+                found.append(kind.read(present(row)))
+        except (KeyError, ValueError, csv.Error) as error:
+            raise self._damaged(name, f"row {len(found) + 1}: {error!r}") from None
         return found
 
     def _text(self, name: str) -> str:

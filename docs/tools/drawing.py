@@ -53,7 +53,7 @@ class MixingProbe:
         self._layout = ModelLayout.build(
             [(f"{layer}.{name}", (n,), kind) for layer in layers for name, n, kind in kinds]
         )
-        self._rule = build(rule, layout=self._layout, node="cloud", tier="cloud", seed=SEED, rows=self._rows)
+        self._rule = build(rule, layout=self._layout, node="cloud", seed=SEED, measures=True, rows=self._rows)
         self._rule.begin(self._rows("start", 1)[0])
         self.facts: Mapping[str, object] = {}
 
@@ -73,10 +73,12 @@ class MixingProbe:
             for layer in self._layers:
                 views[f"{layer}.weight"][:] = point
                 views[f"{layer}.mark"][mark] = 1
-        order = tuple(self._rule.dispatch(global_round, children))
+        order = tuple(child for _, dealt in self._rule.dispatch(global_round, children) for child in dealt)
         received = Uploads(order, uploads, tuple(map(Report, samples)), lambda: None)
         self.facts = self._rule.aggregate(global_round, received).facts
-        following = [self._layout.views(row) for row in self._rule.dispatch(global_round + 1, children).values()]
+        following = [
+            self._layout.views(row) for row, dealt in self._rule.dispatch(global_round + 1, children) for _ in dealt
+        ]
         return {layer: np.array([views[f"{layer}.mark"] for views in following], float) for layer in self._layers}
 
     def _rows(self, name: str, count: int) -> npt.NDArray[np.uint8]:

@@ -173,7 +173,7 @@ def node(settings: Rule, layout: ModelLayout, folder: Path | None = None) -> Agg
     def rows(name: str, count: int) -> Rows:
         return np.zeros((count, layout.row_bytes), np.uint8)
 
-    return build(settings, layout=layout, node="cloud", tier="institution", seed=1, rows=rows, folder=folder)
+    return build(settings, layout=layout, node="cloud", seed=1, measures=False, rows=rows, folder=folder)
 
 
 def rounds(layout: ModelLayout, count: int, table: Table) -> None:

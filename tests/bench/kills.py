@@ -46,6 +46,7 @@ from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.endpoint import Endpoint
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
+from common.runtime.round import Dispatch
 from common.runtime.work import Report, WorkResult
 from common.runtime.world import new_session
 from common.storage.spool import Spool
@@ -257,7 +258,7 @@ def _sender(port: int, model_bytes: int, mbit: float, meter: Any, reported: Conn
             endpoint.set_state(NodeState.READY)
             await endpoint.gather(Closing())
             played = await endpoint.round(
-                global_round=0, local_round=0, models={RECEIVER: row}, epochs={RECEIVER: 1}, closing=Closing()
+                Dispatch(0, 0, models=[(row, [RECEIVER])], epochs={RECEIVER: 1}, closing=Closing())
             )
             reported.send((time.monotonic(), _digest(played.uploads.rows_K[0])))
             await asyncio.Event().wait()

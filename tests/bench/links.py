@@ -43,6 +43,7 @@ from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.endpoint import Endpoint
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
+from common.runtime.round import Dispatch
 from common.runtime.work import Report, WorkResult
 from common.runtime.world import new_session
 from deploy.brokers import broker
@@ -186,7 +187,7 @@ async def run_parent(setting: Setting) -> tuple[Reported, list[float], list[floa
         for global_round in range(setting.rounds):
             layout.floats(row)[:] += 1
             played = await endpoint.round(
-                global_round=global_round, local_round=0, models={CHILD: row}, epochs={CHILD: 1}, closing=Closing()
+                Dispatch(global_round, 0, models=[(row, [CHILD])], epochs={CHILD: 1}, closing=Closing())
             )
             phases = played.timeline.phases()
             down_s.append(phases["dispatch"])

@@ -38,6 +38,7 @@ from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
+from common.runtime.round import Dispatch
 from common.runtime.work import Report, WorkResult
 from common.runtime.world import new_session
 from deploy.brokers import broker
@@ -126,9 +127,7 @@ async def _parent(
         before, start = _cpu_s(processes), time.monotonic()
         layout.flatten(state, row)
         playing = asyncio.create_task(
-            endpoint.round(
-                global_round=global_round, local_round=0, models={CHILD: row}, epochs={CHILD: 1}, closing=Closing()
-            )
+            endpoint.round(Dispatch(global_round, 0, models=[(row, [CHILD])], epochs={CHILD: 1}, closing=Closing()))
         )
         arrived = await asyncio.to_thread(arrivals.get)
         seconds, cpu_s = [arrived - start], [_cpu_s(processes) - before]

@@ -35,6 +35,7 @@ from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
+from common.runtime.round import Dispatch
 from common.runtime.work import Report, WorkResult
 from common.runtime.world import new_session
 from common.storage.spool import Spool
@@ -123,16 +124,14 @@ async def _parent(port: int, names: list[str], model_bytes: int, pipe: Connectio
     row = layout.empty()
     layout.floats(row)[:] = np.random.default_rng(1).standard_normal(layout.columns, np.float32)
     rule = aggregator.build(
-        FedAvg(), layout=layout, node=PARENT, tier="institution", seed=1, rows=lambda name, count: np.empty(0, np.uint8)
+        FedAvg(), layout=layout, node=PARENT, seed=1, measures=False, rows=lambda name, count: np.empty(0, np.uint8)
     )
     rule.begin(row)
 
     async def one(global_round: int) -> float:
         start = time.perf_counter()
-        played = await endpoint.round(
-            global_round=global_round, local_round=0, models=rule.dispatch(global_round, names),
-            epochs=dict.fromkeys(names, 1), closing=Closing(),
-        )  # fmt: skip
+        models, epochs = rule.dispatch(global_round, names), dict.fromkeys(names, 1)
+        played = await endpoint.round(Dispatch(global_round, 0, models=models, epochs=epochs, closing=Closing()))
         await asyncio.to_thread(rule.aggregate, global_round, played.uploads)
         return time.perf_counter() - start
 

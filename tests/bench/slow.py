@@ -39,6 +39,7 @@ from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
+from common.runtime.round import Dispatch
 from common.runtime.work import Report, WorkResult
 from common.runtime.world import new_session
 from deploy.brokers import broker
@@ -120,9 +121,8 @@ async def _send(
         layout.floats(row)[:] = draw.standard_normal(layout.columns, np.float32)
         start = time.monotonic()
         played = await endpoint.round(
-            global_round=global_round, local_round=0, models=dict.fromkeys(to, row), epochs=dict.fromkeys(to, 1),
-            closing=Closing(),
-        )  # fmt: skip
+            Dispatch(global_round, 0, models=[(row, to)], epochs=dict.fromkeys(to, 1), closing=Closing())
+        )
         global_round += 1
         assert all(np.array_equal(upload, row) for upload in played.models.values()), "another model came back"
         return {name: moment - start for name, moment in (arrivals.get() for _ in to)}

@@ -31,6 +31,7 @@ from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
+from common.runtime.round import Dispatch
 from common.runtime.work import Report, WorkResult
 from common.runtime.world import new_session
 from deploy.brokers import broker
@@ -83,13 +84,8 @@ async def _cloud(
     async def one(global_round: int) -> float:
         layout.floats(row)[:] = np.random.default_rng(global_round).standard_normal(layout.columns, np.float32)
         start = time.monotonic()
-        await endpoint.round(
-            global_round=global_round,
-            local_round=0,
-            models={INSTITUTION: row},
-            epochs={INSTITUTION: 1},
-            closing=Closing(),
-        )
+        models = [(row, [INSTITUTION])]
+        await endpoint.round(Dispatch(global_round, 0, models=models, epochs={INSTITUTION: 1}, closing=Closing()))
         return max(arrivals.get() for _ in range(devices)) - start
 
     async def rounds() -> list[float]:
@@ -120,10 +116,10 @@ def _institution(port: int, names: list[str], model_bytes: int, wan_mbit: float,
 
         async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
             start = model if task.key.global_round % 2 == 0 else await model.whole()
+            models, epochs = [(start, names)], dict.fromkeys(names, 1)
             played = await down.round(
-                global_round=task.key.global_round, local_round=0, models=dict.fromkeys(names, start),
-                epochs=dict.fromkeys(names, 1), closing=Closing(),
-            )  # fmt: skip
+                Dispatch(task.key.global_round, 0, models=models, epochs=epochs, closing=Closing())
+            )
             return WorkResult(played.uploads.rows_K[0], 1, 0.0, 1, 1, 0.0, 0.0)
 
         async def goodbye() -> None:

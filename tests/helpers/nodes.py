@@ -32,7 +32,7 @@ from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.endpoint import Endpoint
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.round import ClosedRound
+from common.runtime.round import ClosedRound, Dispatch
 from common.runtime.work import Report, WorkResult
 from common.runtime.world import World, new_session
 from common.storage.spool import Spool
@@ -243,11 +243,13 @@ def play(
 ) -> Coroutine[Any, Any, ClosedRound]:
     """Play a round in which all children get the same model."""
     return parent.round(
-        global_round=global_round,
-        local_round=0,
-        models=dict.fromkeys(parent.peers, row),
-        epochs=dict.fromkeys(parent.peers, 1),
-        closing=closing or Closing(),
+        Dispatch(
+            global_round,
+            0,
+            models=[(row, parent.peers)],
+            epochs=dict.fromkeys(parent.peers, 1),
+            closing=closing or Closing(),
+        )
     )
 
 

@@ -1,0 +1,202 @@
+"""Rows of a run's tables (rounds.csv, links.csv, devices.csv): each class writes its cells and reads them again.
+
+A field is the column of its name (`from_`: `from`), a mapping is a column for each key. Annotations have the formats of
+cells; None is an empty cell.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Final, Self, TypeAlias, get_type_hints
+
+from common.accounting.child_report import TrainingPath
+from common.protocol.timeline import GLOBAL_PHASES
+
+TIERS: Final = ("wan", "lan")
+COUNTS: Final = tuple(f"{tier}_{way}_bytes" for tier in TIERS for way in ("up", "down"))
+BROKER: Final = "broker"  # kind of the rows in links.csv that count a parent's whole connection
+
+Cell: TypeAlias = int | float | str
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """Format of a field. `text`: how a value is written, "" = by `str`."""
+
+    parse: Callable[[str], Any]
+    text: str = ""
+
+    def write(self, field: str, value: Any) -> dict[str, Cell]:
+        return {field.removesuffix("_"): self.cell(value)}
+
+    def read(self, field: str, cells: Mapping[str, str]) -> Any:
+        return self.parse(cells[field.removesuffix("_")])
+
+    def cell(self, value: Any) -> Cell:
+        if isinstance(value, tuple):
+            return " ".join(value)
+        return "" if value is None else self.text.format(value) if self.text else value
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns(_Column):
+    """Format of a mapping. `pattern`: its columns' names; `keys`: its keys, if they are always the same."""
+
+    pattern: str = "{}"
+    keys: tuple[str, ...] = ()
+
+    def write(self, field: str, value: Mapping[str, Any]) -> dict[str, Cell]:
+        return {self.pattern.format(key): self.cell(value[key]) for key in self.keys or value}
+
+    def read(self, field: str, cells: Mapping[str, str]) -> Any:
+        prefix = self.pattern.removesuffix("{}")
+        keys = self.keys or [column.removeprefix(prefix) for column in cells if column.startswith(prefix)]
+        return {key: self.parse(cells[self.pattern.format(key)]) for key in keys}
+
+
+def finite(cell: Any) -> float:
+    """Return a finite number. Raises ValueError or TypeError."""
+    found = float(cell)
+    if not math.isfinite(found):
+        raise ValueError(f"{cell!r} is not a finite number")
+    return found
+
+
+def _maybe(cell: str) -> float | None:
+    """Return a number, or None for an empty cell or a non-finite loss."""
+    found = float(cell) if cell else math.nan
+    return found if math.isfinite(found) else None
+
+
+def _count(cell: str) -> int | None:
+    return int(cell) if cell else None
+
+
+_Int: TypeAlias = Annotated[int, _Column(int)]
+_Count: TypeAlias = Annotated[int | None, _Column(_count)]
+_Text: TypeAlias = Annotated[str, _Column(str)]
+_Names: TypeAlias = Annotated[tuple[str, ...], _Column(lambda cell: tuple(cell.split()))]
+_Short: TypeAlias = Annotated[float | None, _Column(_maybe, "{:.6g}")]
+_Rate: TypeAlias = Annotated[float | None, _Column(_maybe, "{:.4g}")]
+_Milliseconds: TypeAlias = Annotated[float | None, _Column(_maybe)]
+_Seconds: TypeAlias = Annotated[float, _Column(finite, "{:.6g}")]
+_Path: TypeAlias = Annotated[TrainingPath, _Column(TrainingPath)]
+
+
+class Record:
+    """Base of the rows."""
+
+    __slots__ = ()
+    _formats: ClassVar[Mapping[str, _Column]]  # of the fields, in order
+
+    def __init_subclass__(cls) -> None:
+        hints = get_type_hints(cls, include_extras=True).items()
+        cls._formats = {field: hint.__metadata__[0] for field, hint in hints if field != "_formats"}
+
+    def cells(self) -> dict[str, Cell]:
+        """Return the cells by column, in order."""
+        found: dict[str, Cell] = {}
+        for field, form in self._formats.items():
+            found |= form.write(field, getattr(self, field))
+        return found
+
+    @classmethod
+    def read(cls, cells: Mapping[str, str]) -> Self:
+        """Read a row. Raises KeyError, ValueError."""
+        return cls(**{field: form.read(field, cells) for field, form in cls._formats.items()})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalRoundRecord(Record):
+    """A row of rounds.csv: one global round. The accuracies and losses of a model are None until it is evaluated.
+
+    `phases`: seconds by GLOBAL_PHASES; `bytes_`: MQTT bytes by COUNTS; `missing`, `refused`: institutions without an
+    upload.
+    `epochs`, `omega`: by institution, None if it did not answer; `spread`: by node, None for a rule of one model.
+    """
+
+    global_round: _Int
+    elapsed_s: Annotated[float, _Column(finite)]
+    accuracy: _Short = None
+    loss: _Short = None
+    mixed_accuracy: _Short = None
+    mixed_loss: _Short = None
+    train_loss: _Short
+    phases: Annotated[Mapping[str, float], _Columns(finite, pattern="{}_s", keys=GLOBAL_PHASES)]
+    sgd_steps: _Int
+    path_steps: _Int
+    bytes_: Annotated[Mapping[str, int], _Columns(int, keys=COUNTS)]
+    missing: _Names
+    refused: _Names
+    epochs: Annotated[Mapping[str, int | None], _Columns(_count, pattern="epochs_{}")]
+    omega: Annotated[Mapping[str, float | None], _Columns(_maybe, "{:.6g}", pattern="omega_{}")]
+    spread: Annotated[Mapping[str, float | None], _Columns(_maybe, "{:.6g}", pattern="spread_{}")]
+
+    @property
+    def seconds(self) -> float:
+        """The sum of all phases, seconds."""
+        return math.fsum(self.phases.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkRecord(Record):
+    """A row of links.csv: one direction of a link (`cloud.links`); None = not reported."""
+
+    tier: _Text
+    from_: _Text
+    to: _Text
+    kind: _Text
+    payload_bytes: _Count = None
+    message_bytes: _Count = None
+    wire_bytes: _Count = None
+    overhead_percent: _Rate = None
+    segments: _Count = None
+    retransmitted_bytes: _Count = None
+    retransmitted_segments: _Count = None
+    rtt_ms: _Milliseconds = None
+    rtt_min_ms: _Milliseconds = None
+    measured_mbit: _Rate = None
+    probe_bytes: _Count = None
+
+    @property
+    def goes(self) -> str:
+        """`from to`, the key of a link's direction in a prediction."""
+        return f"{self.from_} {self.to}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceRecord(Record):
+    """A row of devices.csv: one device in one global round. `pause_s`: None in runs of early releases."""
+
+    global_round: _Int
+    institution: _Text
+    device: _Text
+    samples: _Int
+    local_rounds: _Int
+    epochs: _Int
+    sgd_steps: _Int
+    loss: _Short
+    train_s: _Seconds
+    wait_s: _Seconds
+    pause_s: _Short
+    path: _Path
+
+
+def to_csv(records: Sequence[Record], *, header: bool) -> str:
+    """Return the lines of rows, under a line with their columns if `header`."""
+    rows = [record.cells() for record in records]
+    text = io.StringIO()
+    csv.writer(text).writerows([*(map(list, rows[:1]) if header else ()), *(row.values() for row in rows)])
+    return text.getvalue()
+
+
+def rows_of(text: str) -> Iterator[dict[str, str]]:
+    """Yield the cells of each row of a table, without a last row that a kill cut short. Raises csv.Error."""
+    for row in csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""), strict=True):
+        if None in row or None in row.values():
+            raise csv.Error("it has not as many cells as the table has columns")
+        yield row

@@ -1,0 +1,32 @@
+"""Records of global rounds that nobody trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from cloud.records import COUNTS, GlobalRoundRecord
+
+PHASES_S: Final = {"record": 0.01, "dispatch": 0.2, "train": 1.0, "wait": 0.3, "collect": 0.05, "aggregate": 0.02,
+                   "evaluate": 0.0}  # fmt: skip
+BYTES: Final = (1_000_003, 2_000_005, 30_000_007, 40_000_009)
+
+
+def a_global_round(number: int, accuracy: float | None, *, names: Sequence[str] = ()) -> GlobalRoundRecord:
+    """Return a global round with the institutions `names`, each with `number` epochs."""
+    return GlobalRoundRecord(
+        global_round=number,
+        elapsed_s=round(number * sum(PHASES_S.values()), 6),
+        accuracy=accuracy,
+        loss=None if accuracy is None else 1.5,
+        train_loss=0.25,
+        phases=PHASES_S,
+        sgd_steps=100 * number,
+        path_steps=10 * number,
+        bytes_=dict(zip(COUNTS, BYTES, strict=True)),
+        missing=(),
+        refused=(),
+        epochs=dict.fromkeys(names, number),
+        omega=dict.fromkeys(names),
+        spread={},
+    )

@@ -1,0 +1,121 @@
+"""Rows of a run's tables: what is written is read again, and written again as it was."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cloud.records import (
+    COUNTS,
+    DeviceRecord,
+    GlobalRoundRecord,
+    LinkRecord,
+    Record,
+    rows_of,
+    to_csv,
+)
+from cloud.results import RunFolder
+from common.accounting.child_report import TrainingPath
+from common.experiment.schema import Experiment
+from common.protocol.timeline import GLOBAL_PHASES
+from deploy.runs.records import present
+from tests.helpers.records import a_global_round
+
+EARLIER: Final = Path(__file__).parent / "recordings" / "run-format-1"
+
+NAMES: Final = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,9}", fullmatch=True)
+COUNT: Final = st.integers(0, 10**15)
+SECONDS: Final = st.floats(0, 1e9)
+ROUNDED: Final = SECONDS.map(lambda seconds: round(seconds, 6))
+NUMBER: Final = st.floats(allow_nan=False, allow_infinity=False)
+MAYBE: Final = st.none() | NUMBER
+
+
+def by_name(values: st.SearchStrategy[Any], names: list[str]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries(dict.fromkeys(names, values))
+
+
+@st.composite
+def global_rounds(draw: st.DrawFn) -> GlobalRoundRecord:
+    names = draw(st.lists(NAMES, unique=True, max_size=4))
+    some = st.lists(st.sampled_from(names), unique=True).map(tuple) if names else st.just(())
+    return draw(
+        st.builds(
+            GlobalRoundRecord, global_round=COUNT, elapsed_s=ROUNDED, accuracy=MAYBE, loss=MAYBE, mixed_accuracy=MAYBE,
+            mixed_loss=MAYBE, train_loss=MAYBE, phases=by_name(ROUNDED, list(GLOBAL_PHASES)), sgd_steps=COUNT,
+            path_steps=COUNT, bytes_=by_name(COUNT, list(COUNTS)), missing=some, refused=some,
+            epochs=by_name(st.none() | COUNT, names), omega=by_name(MAYBE, names),
+            spread=by_name(MAYBE, ["cloud", *names]),
+        )
+    )  # fmt: skip
+
+
+def links() -> st.SearchStrategy[LinkRecord]:
+    counts = (
+        "payload_bytes", "message_bytes", "wire_bytes", "segments", "retransmitted_bytes", "retransmitted_segments",
+        "probe_bytes",
+    )  # fmt: skip
+    numbers = ("overhead_percent", "rtt_ms", "rtt_min_ms", "measured_mbit")
+    rest = dict.fromkeys(counts, st.none() | COUNT) | dict.fromkeys(numbers, MAYBE)
+    return st.builds(LinkRecord, **dict.fromkeys(("tier", "from_", "to", "kind"), NAMES), **rest)
+
+
+def devices() -> st.SearchStrategy[DeviceRecord]:
+    return st.builds(
+        DeviceRecord, global_round=COUNT, institution=NAMES, device=NAMES, samples=COUNT, local_rounds=COUNT,
+        epochs=COUNT, sgd_steps=COUNT, loss=MAYBE, train_s=SECONDS, wait_s=SECONDS, pause_s=st.none() | SECONDS,
+        path=st.sampled_from(TrainingPath),
+    )  # fmt: skip
+
+
+def again(record: Record) -> Record:
+    """Return a record as the text of its row is read."""
+    (cells,) = rows_of(to_csv([record], header=True))
+    return type(record).read(cells)
+
+
+def alike(written: Any, read: Any) -> bool:
+    """Return whether a value was read again, up to the four digits that the shortest format of a number has."""
+    if isinstance(written, dict):
+        return written.keys() == read.keys() and all(alike(written[key], read[key]) for key in written)
+    if isinstance(written, float):
+        return bool(read == pytest.approx(written, rel=1e-3, abs=0))
+    return bool(written == read)
+
+
+@given(global_rounds() | links() | devices())
+def test_what_is_written_is_read_again(record: Record) -> None:
+    found = again(record)
+    assert all(alike(getattr(record, name), getattr(found, name)) for name in record.__slots__)
+    assert to_csv([found], header=True) == to_csv([record], header=True)
+    assert again(found) == found
+
+
+@pytest.mark.parametrize("name", ["rounds.csv", "links.csv", "devices.csv"])
+def test_the_tables_of_an_earlier_release_are_written_as_they_were(name: str) -> None:
+    kind = {"rounds.csv": GlobalRoundRecord, "links.csv": LinkRecord, "devices.csv": DeviceRecord}[name]
+    text = (EARLIER / name).read_bytes().decode()
+    rows = [kind.read(present(row)) for row in rows_of(text)]
+    head, _, rest = text.partition("\n")
+    assert to_csv(rows, header=True) == ("global_" + head if head.startswith("round,") else head) + "\n" + rest
+
+
+@pytest.mark.parametrize("row", ["wan,cloud", "wan,cloud,a,b,c"])
+def test_a_row_of_another_length_is_refused(row: str) -> None:
+    with pytest.raises(csv.Error, match="as many cells"):
+        list(rows_of(f"tier,from,to\n{row}\n"))
+
+
+def test_a_row_is_completed_in_place(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, Experiment())
+    rows = [a_global_round(number, None, names=["institution-0"]) for number in (1, 2)]
+    for row in rows:
+        folder.add_round(row)
+    complete = [rows[0], a_global_round(2, 0.123456789, names=["institution-0"])]
+    folder.complete_round(complete[1])
+    assert (folder.path / "rounds.csv").read_bytes().decode() == to_csv(complete, header=True)
