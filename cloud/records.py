@@ -115,8 +115,8 @@ class GlobalRoundRecord(Record):
     """A row of rounds.csv: one global round. The accuracies and losses of a model are None until it is evaluated.
 
     `phases`: seconds by GLOBAL_PHASES; `bytes_`: MQTT bytes by COUNTS; `missing`, `refused`: institutions without an
-    upload.
-    `epochs`, `omega`: by institution, None if it did not answer; `spread`: by node, None for a rule of one model.
+    upload. `epochs`, `omega`: by institution, None if it did not answer; `spread`: by node, None for a rule of one
+    model.
     """
 
     global_round: _Int
