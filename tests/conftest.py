@@ -24,6 +24,8 @@ settings.register_profile("quick", SAME, max_examples=30)
 settings.register_profile("thorough", SAME, max_examples=200)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # roles are started a hundred times: compiling takes a third of that
+
 
 @dataclass(frozen=True, slots=True)
 class Forgery:

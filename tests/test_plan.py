@@ -205,7 +205,9 @@ def test_what_is_not_here_is_made_up() -> None:
 
 def test_the_command_reports_seconds_bytes_and_memory(tmp_path: Path) -> None:
     file = tmp_path / "lab.toml"
-    file.write_text('[topology]\ninstitutions = 2\ndevices = 4\n[cloud]\nepoch_control = { name = "tempo" }\n')
+    file.write_text(
+        '[topology]\ninstitutions = 2\ndevices = 4\n[model]\nname = "mlp_digits"\n[cloud]\nepoch_control = { name = "tempo" }\n'
+    )
     out = tmp_path / "prediction.json"
     result = invoke("plan", file, "--one-host", "--format", "json", "--out", out)
     assert result.exit_code == 0, result.output

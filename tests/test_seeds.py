@@ -13,7 +13,7 @@ from deploy.simulation.report import describe, summary
 from deploy.simulation.search import run_seeds
 from deploy.simulation.seeds import SeedReport, run_seed
 
-SEEDS = range(30)
+SEEDS = range(16)
 MANY = range(10_000, 12_000)
 FOUND = (
     83,  # a task and the end of the run come at once: the child began the task, and never ended
