@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.experiment.links import LinkDirection
-from common.experiment.reading import parse
+from common.experiment.reading import parse, to_toml
 from common.experiment.schema import TransferSettings
 from deploy.planning import command, footprint, workload
 from deploy.planning.prediction import Branch, MachineSpeeds, PlannedDevice, PlannedLab, Sizes, seconds
@@ -205,9 +205,8 @@ def test_what_is_not_here_is_made_up() -> None:
 
 def test_the_command_reports_seconds_bytes_and_memory(tmp_path: Path) -> None:
     file = tmp_path / "lab.toml"
-    file.write_text(
-        '[topology]\ninstitutions = 2\ndevices = 4\n[model]\nname = "mlp_digits"\n[cloud]\nepoch_control = { name = "tempo" }\n'
-    )
+    sizes = {"topology": {"institutions": 2, "devices": 4}, "model": {"name": "mlp_digits"}}
+    file.write_text(to_toml(parse({**sizes, "cloud": {"epoch_control": {"name": "tempo"}}})))
     out = tmp_path / "prediction.json"
     result = invoke("plan", file, "--one-host", "--format", "json", "--out", out)
     assert result.exit_code == 0, result.output
