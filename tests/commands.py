@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Final
 
 from click.testing import Result
+from null_lab import MODEL_BYTES
 from typer.testing import CliRunner
 
+from common.experiment.schema import Experiment
 from deploy.cli.main import app
+from deploy.simulation.lab import SimulatedLab
 
 EXPERIMENTS: Final = Path(__file__).parents[1] / "deploy" / "experiments"
 DEMO: Final = EXPERIMENTS / "demo.toml"
@@ -76,6 +79,13 @@ def tensors(folder: Path) -> bytes:
     """Return the bytes of the model that a run left, without the header, which has the run's id."""
     data = (folder / "model.safetensors").read_bytes()
     return data[8 + int.from_bytes(data[:8], "little") :]
+
+
+def null_model(experiment: Experiment) -> str:
+    """Return `model_digest` of a lab that computes nothing, from the same lab in virtual time."""
+    outcome = SimulatedLab(experiment, model_bytes=MODEL_BYTES).run()
+    assert outcome.ok, outcome.result
+    return outcome.digest
 
 
 def table(path: Path) -> list[dict[str, str]]:

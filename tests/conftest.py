@@ -20,7 +20,7 @@ from tests.helpers.records import a_global_round
 SAME: Final = settings(
     derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )  # on every run
-settings.register_profile("quick", SAME, max_examples=30)
+settings.register_profile("quick", SAME, max_examples=20)
 settings.register_profile("thorough", SAME, max_examples=200)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
