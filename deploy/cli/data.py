@@ -6,13 +6,14 @@ import json
 import logging
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from common.errors import InvalidExperiment
 from common.experiment.data import FOLDERS
 from deploy.console.logs import write_line
+from deploy.console.options import Output, Overrides
 from deploy.console.reporting import reporting
 
 if TYPE_CHECKING:
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
 COLUMNS = ("dataset", "train", "test", "shape", "classes", "tokens", "users", "digest")
 
 app = typer.Typer(help="Check data sets, and show how they are split.", no_args_is_help=True, rich_markup_mode=None)
-
-Output = Annotated[Literal["table", "json"], typer.Option("--format", help="Standard output: table or JSON lines.")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set data.concentration=0.1.")]
 
 
 @app.command()

@@ -12,6 +12,7 @@ import typer
 
 from common.errors import InvalidExperiment
 from deploy.console.logs import write_line
+from deploy.console.options import Output, Runs
 from deploy.console.reporting import reporting
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from deploy.runs.run import Run
 
 Names = Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders of runs, or prefixes of their ids.")]
-Runs = Annotated[Path, typer.Option(help="The folder that contains the runs' folders.", envvar="FEDSTRATA_RUNS")]
-Output = Annotated[Literal["table", "json"], typer.Option("--format", help="Standard output: table or JSON lines.")]
 
 app = typer.Typer(help="List the runs, or show one.", no_args_is_help=True, rich_markup_mode=None)
 

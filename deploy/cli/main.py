@@ -27,6 +27,7 @@ from deploy.cli.serving import serve_metrics
 from deploy.console import logs
 from deploy.console.connecting import ConnectTimeout, LabOption, PasswordFile, Username, run_agent, run_connected
 from deploy.console.connecting import address as _address
+from deploy.console.options import Output, Overrides, Runs
 from deploy.console.reporting import reporting
 from deploy.planning.command import plan, predict
 from deploy.watching.command import watch
@@ -52,10 +53,7 @@ app.command()(plan)
 app.command()(watch)
 
 ExperimentFile = Annotated[Path | None, typer.Argument(help="The experiment, a TOML file.", show_default=False)]
-Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set training.epochs=2.")]
-Runs = Annotated[Path, typer.Option(help="The folder that contains the runs' folders.", envvar="FEDSTRATA_RUNS")]
 Resume = Annotated[Path | None, typer.Option(help="Resume the run of this folder.", show_default=False)]
-Output = Annotated[Literal["table", "json"], typer.Option("--format", help="Standard output: table or JSON lines.")]
 BrokerOption = Annotated[str, typer.Option(help="The MQTT broker, host[:port].", envvar="FEDSTRATA_BROKER_ADDRESS")]
 SpoolFolder = Annotated[
     str, typer.Option("--spool", help="Folder of partly transferred models, kept after a crash; 'none' = memory.")

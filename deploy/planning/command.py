@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from deploy.console.options import Overrides
 from deploy.console.reporting import reporting
 from deploy.console.tabular import size
 
@@ -19,7 +20,7 @@ INTERFACE_MBIT = 1000.0
 
 def plan(
     experiment: Annotated[Path, typer.Argument(help="The experiment, a TOML file.")],
-    overrides: Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set rounds=5.")] = None,
+    overrides: Overrides = None,
     one_host: Annotated[
         bool, typer.Option("--one-host", help="Predict a lab on this machine, as started by `fedstrata run`.")
     ] = False,
