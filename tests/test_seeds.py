@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+from itertools import accumulate
+from math import inf
 
 import pytest
 
 from deploy.simulation.drawn import draw_lab
 from deploy.simulation.faults import Fault, FaultKind, longest_s
 from deploy.simulation.kills import kill_at
+from deploy.simulation.losses import ENDING_S, copes_with_a_loss, spends_few_deadlines
+from deploy.simulation.monitor import Evidence, LabRun
+from deploy.simulation.outcome import LabOutcome
+from deploy.simulation.permanent import KINDS
 from deploy.simulation.report import describe, summary
 from deploy.simulation.search import run_seeds
 from deploy.simulation.seeds import SeedReport, run_seed
 
-SEEDS = range(16)
+SEEDS = (*range(12), 19, 24)  # 4, 9, 19 and 24 have a permanent fault
 MANY = range(10_000, 12_000)
 FOUND = (
     83,  # a task and the end of the run come at once: the child began the task, and never ended
@@ -29,6 +35,7 @@ FOUND = (
     11801,  # a device is stopped until the run is over, and a second one takes its place
     2102,  # links that nobody declared are slow: their measurement had too little patience
 )
+PERMANENT = (134,)  # a broker comes back with an old store, in which a device that was killed for good is READY
 
 
 def violations(seeds: list[int]) -> list[str]:
@@ -38,7 +45,7 @@ def violations(seeds: list[int]) -> list[str]:
 
 
 def test_drawn_labs_hold_what_is_promised() -> None:
-    assert violations([*FOUND, *SEEDS]) == []
+    assert violations([*FOUND, *PERMANENT, *SEEDS]) == []
 
 
 @pytest.mark.slow
@@ -69,6 +76,60 @@ def test_the_longest_time_without_a_quiet_moment() -> None:
     assert longest_s((kill(5, 1), kill(10, 2)), keepalive_s=10) == pytest.approx(17.0)
     assert longest_s((kill(5, 1), kill(50, 2)), keepalive_s=10) == pytest.approx(12.0)
     assert longest_s((Fault(FaultKind.STOP, 0.0, 3.0, "device-0"),), keepalive_s=10) == pytest.approx(33.0)
+    assert longest_s((kill(5, 1), kill(7, inf)), keepalive_s=10) == pytest.approx(11.0)
+
+
+# Permanent faults
+
+
+def test_every_fifth_seed_has_one_permanent_fault_and_no_seed_that_once_failed() -> None:
+    lasting = {seed: [fault for fault in draw_lab(seed).faults if fault.permanent] for seed in range(200)}
+    assert [seed for seed, faults in lasting.items() if faults] == list(range(4, 200, 5))
+    assert all(len(faults) <= 1 for faults in lasting.values())
+    assert {faults[0].kind for faults in lasting.values() if faults} == set(KINDS)
+    assert all(draw_lab(seed).permanent is None for seed in FOUND)
+    assert "for ever kill device-6" in describe(PERMANENT[0])
+
+
+@pytest.mark.parametrize(("seed", "failed"), [(14, False), (24, True)], ids=["a quorum without it", "it is needed"])
+def test_a_lab_without_one_device_finishes_or_ends_in_time(seed: int, failed: bool) -> None:
+    report = run_seed(seed)
+    assert report.violations == () and report.failed is failed
+
+
+def played(seed: int, *, closed_s: list[float], failed_s: float | None = None) -> LabRun:
+    """Return a run of a seed's lab, in which the permanent fault began after 1 s."""
+    error = "NoProgress: no child is left"
+    outcome = LabOutcome(
+        result="ok" if failed_s is None else f"failed: cloud: {error}",
+        ended={"cloud": "" if failed_s is None else error}, digest="", virtual_s=500.0, messages=0, trace="",
+        trainings=0, errors=(), warnings=(), faults=((1.0, str(draw_lab(seed).permanent)),), rounds=(),
+    )  # fmt: skip
+    return LabRun(outcome, Evidence(closed_s=closed_s, failed_s=failed_s))
+
+
+def test_a_loss_excuses_no_failure_of_a_quorum_and_no_late_end() -> None:
+    def wrong(seed: int, *, failed_s: float) -> str:
+        run, twin = played(seed, closed_s=[5.0], failed_s=failed_s), played(seed, closed_s=[4.0, 8.0, 12.0])
+        return copes_with_a_loss(draw_lab(seed), run, twin)
+
+    assert wrong(14, failed_s=70.0).startswith("could continue without device")
+    idle_s = draw_lab(24).experiment.transfer.idle_s
+    assert wrong(24, failed_s=5.0 + idle_s + 20.0) == ""
+    assert "after the loss" in wrong(24, failed_s=5.0 + idle_s + ENDING_S + 100.0)
+
+
+def test_one_deadline_is_spent_on_a_known_loss() -> None:
+    def wrong(seed: int, *deadlines: int) -> str:
+        deadline_s = draw_lab(seed).experiment.institution.closing.deadline_s
+        assert deadline_s is not None
+        closed_s = list(accumulate(number * deadline_s + 4.0 for number in deadlines))
+        return spends_few_deadlines(draw_lab(seed), played(seed, closed_s=closed_s), played(seed, closed_s=[4.0, 8.0]))
+
+    assert wrong(19, 1, 0, 0) == "" != wrong(19, 1, 0, 1)
+    assert wrong(19, 0, 2, 0).startswith("[0, 2, 0] deadlines")
+    rounds = draw_lab(4).experiment.institution.rounds  # its device offers results, and serves no chunk
+    assert wrong(4, rounds, rounds, rounds) == "" != wrong(4, rounds, rounds + 1, rounds)
 
 
 @pytest.mark.parametrize("case", [("cloud", 90), ("institution-0", 60), ("device-0", 75)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from common.errors import InvalidExperiment
@@ -16,6 +16,7 @@ from deploy.simulation.fault_draws import draw_faults
 from deploy.simulation.faults import Fault
 from deploy.simulation.hardware import Durations
 from deploy.simulation.network import LinkConditions
+from deploy.simulation.permanent import MODEL_BYTES_LEAST, draw_permanent_fault, has_permanent_fault
 
 TRAININGS_MOST: Final = 72  # per lab; more would only take longer
 MBIT: Final = (1.0, 2.0, 8.0, 20.0, 100.0)
@@ -44,6 +45,11 @@ class DrawnLab:
         """Whether the aggregated models depend on time."""
         return "quorum" in (self.experiment.cloud.closing.rule, self.experiment.institution.closing.rule)
 
+    @property
+    def permanent(self) -> Fault | None:
+        """The permanent fault, if it has one."""
+        return next((fault for fault in self.faults if fault.permanent), None)
+
 
 def draw_lab(seed: int) -> DrawnLab:
     """Return the lab of a seed."""
@@ -55,7 +61,8 @@ def draw_lab(seed: int) -> DrawnLab:
             experiment = parse(tree)
         except InvalidExperiment:
             continue
-        return _around(seed, rng, experiment, durations)
+        drawn = _around(seed, rng, experiment, durations)
+        return _with_permanent_fault(drawn) if has_permanent_fault(seed) else drawn
     raise AssertionError(f"seed {seed} gives no valid experiment")
 
 
@@ -77,6 +84,15 @@ def _around(seed: int, rng: random.Random, experiment: Experiment, durations: Du
         expected_s=expected_s,
         faults=draw_faults(random.Random(f"{seed} faults"), experiment, expected_s, broker_each=broker_each),
     )
+
+
+def _with_permanent_fault(drawn: DrawnLab) -> DrawnLab:
+    """Return a lab with a permanent fault in place of its faults."""
+    rng = random.Random(f"{drawn.seed} permanent")
+    experiment, faults = draw_permanent_fault(rng, drawn.experiment, drawn.expected_s, broker_each=drawn.broker_each)
+    model_bytes = max(drawn.model_bytes, MODEL_BYTES_LEAST)
+    expected_s = _expected_s(experiment, drawn.durations, model_bytes, drawn.conditions)
+    return replace(drawn, experiment=experiment, model_bytes=model_bytes, expected_s=expected_s, faults=faults)
 
 
 def _durations(rng: random.Random) -> Durations:

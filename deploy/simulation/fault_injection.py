@@ -17,10 +17,14 @@ STRANGERS: Final = 5
 FLOOD: Final = 200
 SUPERVISE_S: Final = 5.0
 OLD_S: Final = 1.0  # age of an "old" store when the broker stops
+LOOK_S: Final = 0.1
 
 
 async def inject_faults(lab: SimulatedLab, faults: tuple[Fault, ...]) -> None:
     """Inject all faults. Their randomness depends only on the seed and the fault."""
+    for fault in faults:
+        if fault.permanent and fault.kind is not FaultKind.HANG:
+            await _until_trained(lab, lab.homes[fault.node])
     async with asyncio.TaskGroup() as group:
         for fault in faults:
             group.create_task(_inject(lab, fault), name=str(fault))
@@ -43,6 +47,19 @@ async def _inject(lab: SimulatedLab, fault: Fault) -> None:
         await _HANDLERS[fault.kind](lab, fault)
 
 
+async def _until_trained(lab: SimulatedLab, institution: str) -> None:
+    """Wait until a device of an institution has trained: before the run begins, an absent device is waited for."""
+    while not any(lab.homes[device] == institution for device, _ in lab.hardware.trained):  # noqa: ASYNC110
+        await asyncio.sleep(LOOK_S)
+
+
+async def _wait_out(fault: Fault) -> None:
+    """Wait until a fault ends: for ever if it is permanent."""
+    if fault.permanent:
+        await asyncio.get_running_loop().create_future()
+    await asyncio.sleep(fault.for_s)
+
+
 async def _kill(lab: SimulatedLab, fault: Fault) -> None:
     node = fault.node
     if not lab.alive(node):
@@ -57,7 +74,7 @@ async def _kill(lab: SimulatedLab, fault: Fault) -> None:
             lab.kill(node)
     else:
         lab.kill(node)
-    await asyncio.sleep(fault.for_s)
+    await _wait_out(fault)
     _start(lab, fault)
 
 
@@ -95,7 +112,7 @@ async def _link(lab: SimulatedLab, fault: Fault) -> None:
     before = [(link, {name: getattr(link.conditions, name) for name in changes}) for link in links]
     for link in links:
         link.change(**changes)
-    await asyncio.sleep(fault.for_s)
+    await _wait_out(fault)
     for link, earlier in before:
         _undo(lab, link, earlier)
 
@@ -113,7 +130,7 @@ async def _hang(lab: SimulatedLab, fault: Fault) -> None:
     lab.kill(fault.node)
     lab.hardware.hanging.add(fault.node)
     _start(lab, fault)
-    await asyncio.sleep(fault.for_s)
+    await _wait_out(fault)
     lab.hardware.hanging.discard(fault.node)
     if lab.alive(fault.node):
         lab.kill(fault.node)
@@ -140,7 +157,7 @@ async def _second(lab: SimulatedLab, fault: Fault) -> None:
 async def _filtered(lab: SimulatedLab, fault: Fault) -> None:
     accepts = interference.MuteFilter(lab, fault) if fault.kind is FaultKind.MUTE else interference.Flipper(lab, fault)
     lab.network.filters.append(accepts)
-    await asyncio.sleep(fault.for_s)
+    await _wait_out(fault)
     lab.network.filters.remove(accepts)
 
 

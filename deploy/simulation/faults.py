@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 from typing import Final
 
 
@@ -39,6 +40,8 @@ CUTS: Final = (FaultKind.STOP, FaultKind.PARTITION, FaultKind.BLACK_HOLE, FaultK
 class Fault:
     """One fault. `node`: a node's or a broker's name, or "" for all nodes.
 
+    at_s: since the start; with a permanent fault other than a hang, since a device of its institution has trained
+    for_s: infinite if it is permanent
     amount: a share, bytes, bytes per second, or a clock offset in seconds, by kind
     detail: the kind of message that is lost, or the store of a restarted broker
     keep: whether a restarted node keeps its files    clean: SIGTERM instead of SIGKILL
@@ -59,12 +62,18 @@ class Fault:
         return self.at_s + self.for_s
 
     @property
+    def permanent(self) -> bool:
+        """Whether it lasts until the lab is over."""
+        return self.for_s == inf
+
+    @property
     def restarts(self) -> bool:
         """Whether a process of `node` restarts."""
         return self.kind in RESTARTS
 
     def __str__(self) -> str:
-        parts = [f"{self.at_s:.2f}+{self.for_s:.2f}s", self.kind.value, self.node, self.detail]
+        when = f"{self.at_s:.2f}s for ever" if self.permanent else f"{self.at_s:.2f}+{self.for_s:.2f}s"
+        parts = [when, self.kind.value, self.node, self.detail]
         parts += [f"{self.amount:g}"] if self.amount else []
         parts += [] if self.keep else ["without files"]
         parts += ["clean"] if self.clean else []
@@ -72,9 +81,12 @@ class Fault:
 
 
 def longest_s(faults: tuple[Fault, ...], *, keepalive_s: float) -> float:
-    """Return the longest time without an undisturbed moment, including each fault's recovery, seconds."""
+    """Return the longest time without an undisturbed moment, including each fault's recovery, seconds.
+
+    Permanent faults aside, which `deploy.simulation.losses` judges.
+    """
     longest = end = begin = 0.0
-    for fault in sorted(faults, key=lambda fault: fault.at_s):
+    for fault in sorted((fault for fault in faults if not fault.permanent), key=lambda fault: fault.at_s):
         over = fault.end_s + recovery_s(fault, keepalive_s=keepalive_s)
         if fault.at_s > end:
             begin, end = fault.at_s, over

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
@@ -13,7 +12,8 @@ from common.experiment.rounds import participants
 from deploy.simulation.accounts import exact_accounts, plausible_accounts
 from deploy.simulation.drawn import DrawnLab
 from deploy.simulation.faults import RESTARTS, FaultKind, longest_s
-from deploy.simulation.monitor import Evidence
+from deploy.simulation.losses import copes_with_a_loss, spends_few_deadlines
+from deploy.simulation.monitor import LabRun
 from deploy.simulation.outcome import LabOutcome
 
 DOCUMENTED: Final = re.compile(r"NoProgress|RunFailed|InvalidBelow|ConnectionFailed")
@@ -26,16 +26,11 @@ FLOOD_MOST: Final = 300  # `SEEKERS_KEPT`, with a margin
 KEPT_MOST: Final = 3  # retained topics per node that was absent at the end: presence, experiment
 
 
-@dataclass(frozen=True, slots=True)
-class LabRun:
-    """A completed lab: its outcome, and the evidence that the monitor collected."""
-
-    outcome: LabOutcome
-    evidence: Evidence
-
-
 def ends_as_documented(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
-    """Check that a lab finishes if it can, and else ends with a documented error."""
+    """Check that a lab finishes if it can, and else ends with a documented error.
+
+    Whether it can finish despite a permanent fault is checked by `copes_with_a_loss`.
+    """
     outcome = faulty.outcome
     if outcome.result == "ok":
         return ""
@@ -45,7 +40,7 @@ def ends_as_documented(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
     strange = {node: error for node, error in errors.items() if not DOCUMENTED.match(error)}
     if strange:
         return f"undocumented: {strange}"
-    if may_fail(drawn) or all(_is_orphan(drawn, outcome, node) for node in errors):
+    if drawn.permanent is not None or may_fail(drawn) or all(_is_orphan(drawn, outcome, node) for node in errors):
         return ""
     if forgets(drawn) and any(GONE_STATE.match(error) for error in errors.values()):
         return ""
@@ -53,7 +48,12 @@ def ends_as_documented(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
 
 
 def does_not_stall(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
-    """Check that a global round closes soon enough after the last fault."""
+    """Check that a global round closes soon enough after the last fault.
+
+    With a permanent fault, `spends_few_deadlines` and `copes_with_a_loss` have the bounds.
+    """
+    if drawn.permanent is not None:
+        return ""
     gap, bound = gap_and_bound(drawn, faulty, twin)
     return f"no global round closed for {gap:.1f} s after the last fault (bound {bound:.1f} s)" if gap > bound else ""
 
@@ -61,7 +61,7 @@ def does_not_stall(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
 def gap_and_bound(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> tuple[float, float]:
     """Return the seconds from the end of the last fault to the next closing, and their bound."""
     outcome, closed = faulty.outcome, faulty.evidence.closed_s
-    last = max((fault.end_s for fault in drawn.faults), default=0.0)
+    last = max((fault.end_s for fault in drawn.faults if not fault.permanent), default=0.0)
     following = [at for at in closed if at > last] or [outcome.virtual_s if outcome.ok and not closed else last]
     longest = max((after - before for before, after in pairwise([0.0, *twin.evidence.closed_s])), default=0.0)
     transfer = drawn.experiment.transfer
@@ -223,6 +223,8 @@ DISTURBED: Final[Mapping[str, Callable[[DrawnLab, LabRun, LabRun], str]]] = {
     check.__name__: check
     for check in (
         ends_as_documented,
+        copes_with_a_loss,
+        spends_few_deadlines,
         gives_the_same_model,
         has_no_unhandled_errors,
         does_not_stall,

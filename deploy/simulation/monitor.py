@@ -19,6 +19,7 @@ from common.runtime.endpoint import Endpoint
 from deploy.simulation.broker import Routed
 from deploy.simulation.interference import kind_of
 from deploy.simulation.lab import SimulatedLab
+from deploy.simulation.outcome import LabOutcome
 
 SAMPLE_S: Final = 3.3
 SAMPLE_GROWTH: Final = 1.9
@@ -40,7 +41,8 @@ class Evidence:
     """Observations of one lab.
 
     sizes: the largest size of each container, by its path    tasks: the most asyncio tasks of each role
-    closed_s: when each global round closed    retained: topics retained by the brokers at the end
+    closed_s: when each global round closed    failed_s: when the cloud failed
+    retained: topics retained by the brokers at the end
     up, down: each child's link to its parent, by (parent, child)    ledgers: each parent's byte ledger at the end
     trained: how often each device completed each round    starts: processes of each node    late: late results
     before_join: bytes of a parent's messages to a child that had not joined the run, by (parent, child)
@@ -49,6 +51,7 @@ class Evidence:
     sizes: Counter[str] = field(default_factory=Counter)
     tasks: Counter[str] = field(default_factory=Counter)
     closed_s: list[float] = field(default_factory=list)
+    failed_s: float | None = None
     retained: list[str] = field(default_factory=list)
     up: dict[tuple[str, str], LinkCount] = field(default_factory=dict)
     down: dict[tuple[str, str], LinkCount] = field(default_factory=dict)
@@ -57,6 +60,14 @@ class Evidence:
     starts: Counter[str] = field(default_factory=Counter)
     before_join: Counter[tuple[str, str]] = field(default_factory=Counter)
     late: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LabRun:
+    """A completed lab: its outcome, and the evidence that the monitor collected."""
+
+    outcome: LabOutcome
+    evidence: Evidence
 
 
 class Monitor:
@@ -71,6 +82,8 @@ class Monitor:
         """Record an event of the cloud."""
         if event == "global_round":
             self.evidence.closed_s.append(self.lab.now())
+        elif event == "failed":
+            self.evidence.failed_s = self.lab.now()
 
     def routed(self, message: Routed) -> None:
         """Count messages to a node that has not joined the run: questions, and answers to its search."""

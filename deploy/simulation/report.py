@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from common.experiment.rounds import Closing
 from deploy.simulation.drawn import draw_lab
 from deploy.simulation.faults import FaultKind
+from deploy.simulation.permanent import KINDS
 from deploy.simulation.seeds import SeedReport
 
 TEXT_MOST = 600
@@ -50,13 +51,14 @@ def summary(reports: Sequence[SeedReport], *, real_s: float) -> str:
     """Return a summary of many seeds."""
     labs, virtual_s = sum(report.labs for report in reports), sum(report.virtual_s for report in reports)
     busy_s = sum(report.real_s for report in reports)
-    drawn = Counter(fault.kind for report in reports for fault in report.faults)
+    drawn = Counter((fault.kind, fault.permanent) for report in reports for fault in report.faults)
     violated = [report.seed for report in reports if report.violations]
     lines = [
         f"{len(reports)} seeds, {labs} labs in {real_s:.0f} s: {labs / max(real_s, 1e-9):.1f} labs a second, "
         f"{labs / max(busy_s, 1e-9):.1f} a second and process; {virtual_s / 3600:.1f} virtual hours",
         f"{sum(report.failed for report in reports)} labs ended with a documented error, {len(violated)} seeds violate "
         f"an invariant{': ' + ' '.join(map(str, violated)) if violated else ''}",
-        *(f"  {drawn[kind]:6d}  {kind.value}" for kind in FaultKind),
+        *(f"  {drawn[kind, False]:6d}  {kind.value}" for kind in FaultKind),
+        *(f"  {drawn[kind, True]:6d}  {kind.value}, permanent" for kind in KINDS),
     ]
     return "\n".join(lines)

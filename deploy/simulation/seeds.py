@@ -11,9 +11,9 @@ from typing import Final
 from deploy.simulation.drawn import DrawnLab, draw_lab
 from deploy.simulation.fault_injection import inject_faults, set_links, supervise
 from deploy.simulation.faults import Fault
-from deploy.simulation.invariants import DISTURBED, UNDISTURBED, LabRun, gap_and_bound
+from deploy.simulation.invariants import DISTURBED, UNDISTURBED, gap_and_bound
 from deploy.simulation.lab import Scenario, SimulatedLab
-from deploy.simulation.monitor import Monitor
+from deploy.simulation.monitor import LabRun, Monitor
 
 TWIN_SEED: Final = 1_000_000_007
 TIME_FACTOR: Final = 30.0  # a lab's time limit, in multiples of the expected time
@@ -106,7 +106,7 @@ def run_lab(
         spool=drawn.spool,
         executor_delay_s=drawn.executor_delay_s,
         time_limit_s=TIME_FACTOR * drawn.expected_s + TIME_SPARE_S + 4 * idle_s,
-        grace_s=2 * idle_s + GRACE_S + max((fault.for_s for fault in drawn.faults), default=0.0),
+        grace_s=2 * idle_s + GRACE_S + max((f.for_s for f in drawn.faults if not f.permanent), default=0.0),
         observe=monitor.observe,
         at_end=monitor.end,
     )
