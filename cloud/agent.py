@@ -150,8 +150,9 @@ class CloudAgent:
         down.announce(Announcement(experiment.to_json(), layout.to_json(), beginning.partition))
         down.set_state(NodeState.READY)
         run.introduce(metrics_address=self._metrics_address)
-        await down.gather(experiment.cloud.closing)
-        await down.measure(experiment.links)
+        if not run.complete:  # else the children may have left
+            await down.gather(experiment.cloud.closing)
+            await down.measure(experiment.links)
         showing = asyncio.create_task(self._show_progress(down), name="progress")
         try:
             return await run.run()

@@ -90,10 +90,15 @@ class GlobalRounds:
         """The progress of the run."""
         return self._state
 
+    @property
+    def complete(self) -> bool:
+        """Whether no global round remains."""
+        return self._state.global_round >= self._experiment.rounds or self._reached
+
     async def run(self) -> None:
         """Run the remaining global rounds, until the last one or until the target accuracy is reached."""
         self._mark = self._down.now()
-        while self._state.global_round < self._experiment.rounds and not self._reached:
+        while not self.complete:
             await self._run_round()
         await self._finish_evaluation()
 

@@ -92,6 +92,11 @@ class CloudRun:
         for reason in lint.warnings(experiment):
             self._observe("warning", {"reason": reason})
 
+    @property
+    def complete(self) -> bool:
+        """Whether no global round remains."""
+        return self._global_rounds.complete
+
     async def run(self) -> Path:
         """Run the remaining global rounds, write the final model, and return its path."""
         global_rounds, folder = self._global_rounds, self._folder

@@ -54,6 +54,10 @@ def test_many_drawn_labs_hold_what_is_promised() -> None:
     assert violations(list(MANY)) == []
 
 
+def test_a_cloud_that_is_killed_after_the_last_global_round_does_not_wait_for_children_that_left() -> None:
+    assert [wrong for number in (292, 300, 318) if (wrong := kill_at(0, ("cloud", number)))] == []
+
+
 def test_a_seed_draws_the_same_lab_and_gives_the_same_report() -> None:
     assert draw_lab(3) == draw_lab(3) != draw_lab(4)
     first, second = run_seed(3), run_seed(3)
