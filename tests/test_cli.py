@@ -16,7 +16,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from commands import DEMO, EXPERIMENTS, command, fedstrata, invoke
 from paho.mqtt import client as mqtt
 
 from common.errors import WireError
@@ -25,6 +24,7 @@ from common.host.processes import free_port
 from common.protocol import serialization
 from common.protocol.messages import NodeState, Presence
 from deploy.brokers import broker
+from tests.helpers.commands import DEMO, EXPERIMENTS, command, fedstrata, invoke
 
 MEGABYTE = 1_000_000
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import invoke
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,6 +27,7 @@ from deploy.report.compare import (
     to_target,
 )
 from deploy.runs.run import Run
+from tests.helpers.commands import invoke
 
 MakeRun = Callable[..., Path]
 TEMPO = {"cloud": {"epoch_control": {"name": "tempo"}}}

@@ -9,11 +9,11 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from commands import invoke
 
 from common.experiment.reading import load
 from common.learning import datasets, partitions
 from deploy.report.partition_picture import figure
+from tests.helpers.commands import invoke
 
 EXPERIMENT = """
 seed = 3

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import commands
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -31,6 +30,7 @@ from common.storage.spool import Spool
 from deploy.experiments.configurations import merged
 from deploy.local.calls import Calls, Clock
 from deploy.local.direct import run_in_process
+from tests.helpers import commands
 
 PATIENCE_S = 90
 SMALL: dict[str, Any] = {

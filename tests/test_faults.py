@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from commands import PATIENCE_S, command, folder_in, null_model, table, tensors
 from paho.mqtt import client as mqtt
 
 from cloud.checkpoint import RunState
@@ -53,6 +52,7 @@ from device.agent import DeviceAgent
 from device.pool.pool import Pool
 from device.training.trainer import Trainer
 from institution.agent import InstitutionAgent
+from tests.helpers.commands import PATIENCE_S, command, folder_in, null_model, table, tensors
 from tests.helpers.records import a_global_round
 
 SMALL: dict[str, Any] = {

@@ -13,8 +13,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from commands import DEMO, PATIENCE_S, command, null_model, run_lab, sets, table, tensors
-from null_lab import MODEL_BYTES
 from safetensors.numpy import load_file
 
 from cloud.results import RunFolder
@@ -28,6 +26,8 @@ from deploy.local.direct import run_in_process
 from deploy.simulation.outcome import model_digest
 from deploy.simulation.workload import NullWorkload
 from device.training.trainer import Trainer
+from tests.helpers.commands import DEMO, PATIENCE_S, command, null_model, run_lab, sets, table, tensors
+from tests.helpers.null_lab import MODEL_BYTES
 
 SMALL = (
     "topology.institutions=2", "topology.devices=4", "rounds=2", "institution.rounds=2", "training.batch_size=50",

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import DEMO, fedstrata
 
 from common.errors import RunFailed
 from common.host.processes import free_port
 from deploy.console import logs
 from deploy.console.connecting import run_agent
+from tests.helpers.commands import DEMO, fedstrata
 
 
 @pytest.fixture

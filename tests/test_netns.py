@@ -19,7 +19,6 @@ from typing import Any
 
 import psutil
 import pytest
-from commands import DEMO, PATIENCE_S, command, null_model, run_lab
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,6 +30,7 @@ from deploy.local.namespaces import FRAME_BYTES, End, Namespace, VethPair, addre
 from deploy.local.netns import by_kernel, lay_out, namespaces, routing
 from deploy.local.network import LabNetwork, one_host, shares
 from deploy.simulation.outcome import model_digest
+from tests.helpers.commands import DEMO, PATIENCE_S, command, null_model, run_lab
 
 SMALL = ("topology.institutions=2", "topology.devices=4", "rounds=2", "institution.rounds=2")
 

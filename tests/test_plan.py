@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from commands import invoke
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +17,7 @@ from common.experiment.schema import TransferSettings
 from deploy.planning import command, footprint, workload
 from deploy.planning.prediction import Branch, MachineSpeeds, PlannedDevice, PlannedLab, Sizes, seconds
 from deploy.planning.virtual_time import Host, Process, VirtualTime
+from tests.helpers.commands import invoke
 
 FREE = LinkDirection()
 MB = 1_000_000

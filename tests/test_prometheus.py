@@ -18,12 +18,12 @@ from typing import Any, Final
 
 import pytest
 import yaml
-from commands import DEMO, PATIENCE_S, command, sets, table
 
 from common.host.processes import free_port
 from common.metrics import FAMILIES
 from deploy.brokers import broker
 from docs.tools.dashboards import DASHBOARDS, dashboard
+from tests.helpers.commands import DEMO, PATIENCE_S, command, sets, table
 
 ROOT: Final = Path(__file__).parents[1]
 SHIPPED: Final = ROOT / "deploy" / "prometheus"

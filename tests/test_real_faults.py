@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import aiomqtt
 import pytest
-from commands import DEMO, PATIENCE_S, command, fedstrata, sets, table
 from PIL import Image
 from safetensors.numpy import load_file
 
@@ -40,6 +39,7 @@ from deploy.local.namespaces import Namespace, VethPair, joined
 from device.agent import DeviceAgent
 from device.pool.pool import Pool
 from institution.agent import InstitutionAgent
+from tests.helpers.commands import DEMO, PATIENCE_S, command, fedstrata, sets, table
 
 SMALL: Final[dict[str, Any]] = {
     "name": "faults",

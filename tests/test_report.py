@@ -18,7 +18,6 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from commands import invoke
 from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image, ImageColor
@@ -35,6 +34,7 @@ from deploy.report.maps import Rates, epochs, topology
 from deploy.report.page import compose
 from deploy.report.paper import render
 from deploy.runs.run import Run
+from tests.helpers.commands import invoke
 
 MakeRun = Callable[..., Path]
 LAB: dict[str, Any] = {

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from commands import invoke
 
 from cloud.records import COUNTS, DeviceRecord
 from cloud.results import RunFolder, held
@@ -20,6 +19,7 @@ from common.errors import InvalidExperiment
 from common.experiment.reading import parse
 from common.protocol.timeline import GLOBAL_PHASES
 from deploy.runs.run import Run, State, find, folders
+from tests.helpers.commands import invoke
 
 MakeRun = Callable[..., Path]
 EARLIER: Final = Path(__file__).parent / "recordings" / "run-format-1"  # before global rounds had their name

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from commands import fedstrata
 
 from cloud.evaluator import Beginning, Evaluator
 from common.errors import InvalidExperiment
@@ -19,6 +18,7 @@ from common.experiment.reading import parse, to_toml
 from common.experiment.schema import Experiment
 from common.learning import splits
 from device.training.trainer import Trainer
+from tests.helpers.commands import fedstrata
 
 
 def experiment(*devices: str, **data: Any) -> Experiment:

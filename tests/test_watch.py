@@ -17,10 +17,8 @@ from typing import Any
 
 import aiomqtt
 import pytest
-from commands import DEMO, PATIENCE_S, command, sets
 from hypothesis import given
 from hypothesis import strategies as st
-from null_lab import MODEL_BYTES
 from rich.console import Console
 
 from common.accounting.child_report import ChildReport
@@ -65,6 +63,8 @@ from deploy.watching.node import Node, NodeStep
 from deploy.watching.runs import HELD_MOST, SETTLE_S, Runs
 from deploy.watching.screens import look
 from deploy.watching.view import View
+from tests.helpers.commands import DEMO, PATIENCE_S, command, sets
+from tests.helpers.null_lab import MODEL_BYTES
 
 LAB = "lab"
 RUN = "20260101T000000Z-abcdef"

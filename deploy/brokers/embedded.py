@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from amqtt.adapters import StreamReaderAdapter, StreamWriterAdapter  # type: ignore[import-untyped]
-from amqtt.broker import Broker as Amqtt  # type: ignore[import-untyped]
-from amqtt.contexts import BrokerConfig, ListenerConfig, ListenerType  # type: ignore[import-untyped]
+from amqtt.adapters import StreamReaderAdapter, StreamWriterAdapter
+from amqtt.broker import Broker as Amqtt
+from amqtt.contexts import BrokerConfig, ListenerConfig, ListenerType
 
 
 def _repaired(passwords: Path | None) -> Any:

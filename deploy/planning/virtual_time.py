@@ -10,6 +10,7 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import TypeAlias, Union
 
 Effect: TypeAlias = Union[float, tuple["Host", float], list["Process"]]  # noqa: UP007 - the names come later
@@ -76,7 +77,7 @@ class VirtualTime:
         while host.queue and host.free > 0:
             seconds, resume = host.queue.popleft()
             host.free -= 1
-            self._after(seconds, lambda resume=resume: self._computed(host, resume))  # type: ignore[misc]
+            self._after(seconds, partial(self._computed, host, resume))
 
     def _computed(self, host: Host, resume: Callable[[], None]) -> None:
         host.free += 1

@@ -13,7 +13,7 @@ from deploy.simulation.agents import BROKER
 from deploy.simulation.faults import Fault, FaultKind
 from deploy.simulation.interference import CHUNK
 
-EVERY: Final = 5  # of so many seeds one has a permanent fault: the last, which no seed of tests/test_seeds.py is
+EVERY: Final = 5  # of so many seeds the last has a permanent fault; none of FOUND in tests/test_seeds.py is one
 KINDS: Final = (FaultKind.HANG, FaultKind.KILL, FaultKind.MUTE, FaultKind.BLACK_HOLE)
 START_S: Final = (0.05, 0.3)  # a device hangs before its institution can have gathered its devices
 HOLE_BYTES: Final = 1500  # of a packet: all messages but chunks are smaller

@@ -18,7 +18,7 @@ MAX_BYTES = 16 << 30
 
 def read_digits() -> Parts:
     """Split scikit-learn's digits by class, always in the same way: the test set must not depend on the run's seed."""
-    from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # takes a second; only digits needs it
+    from sklearn.datasets import load_digits  # takes a second; only digits needs it
 
     raw = load_digits()
     images = raw.images.astype(np.uint8)[:, None]

@@ -1,8 +1,8 @@
 """The command `fedstrata` with roles that compute nothing, for labs whose subject is not training.
 
-`python tests/null_lab.py run ...` is a whole lab, and so on for each role. Processes, brokers, spools and checkpoints
-are real; devices add noise that is determined by node, round and epochs, so final models can be compared bit for bit.
-No process imports torch, which takes seconds.
+`python tests/helpers/null_lab.py run ...` is a whole lab, and so on for each role. Processes, brokers, spools and
+checkpoints are real; devices add noise that is determined by node, round and epochs, so final models can be compared
+bit for bit. No process imports torch, which takes seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import cloud.agent
 import device.pool.pool

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Final
 
 from click.testing import Result
-from null_lab import MODEL_BYTES
 from typer.testing import CliRunner
 
 from common.experiment.schema import Experiment
 from deploy.cli.main import app
 from deploy.simulation.lab import SimulatedLab
+from tests.helpers.null_lab import MODEL_BYTES
 
-EXPERIMENTS: Final = Path(__file__).parents[1] / "deploy" / "experiments"
+EXPERIMENTS: Final = Path(__file__).parents[2] / "deploy" / "experiments"
 DEMO: Final = EXPERIMENTS / "demo.toml"
 NULL_LAB: Final = Path(__file__).with_name("null_lab.py")
 PATIENCE_S: Final = 90
