@@ -78,6 +78,21 @@ def test_no_child_is_blamed_for_our_own_absence() -> None:
     assert any(isinstance(event, Stalled) for event in iter(parent.next_event, None))
 
 
+def test_a_connection_that_breaks_again_and_again_ends_a_round_in_which_nothing_moves() -> None:
+    """A parent behind a black hole hears its children, but no chunk reaches them."""
+    one = OneParent(1, idle_s=30.0)
+    one.receive("device-0", progress_of(one.key, Phase.FETCHING), 0.0)
+    stalled_at = None
+    for number in range(1, 20):
+        one.receive("device-0", progress_of(one.key, Phase.FETCHING), 10.0 * number - 2)
+        one.coordinator.reconnected(10.0 * number)
+        one.coordinator.tick(10.0 * number)
+        if any(isinstance(event, Stalled) for event in one.events()):
+            stalled_at = 10.0 * number
+            break
+    assert stalled_at == 40.0  # 30 s besides the 2 s that it was away three times
+
+
 def test_a_child_that_gave_up_before_the_round_is_not_waited_for() -> None:
     parent = Coordinator(["a"], idle_s=10.0)
     parent.presence("a", "s", Presence(NodeState.FAILED, "device", reason="no data"), now=0.0)
@@ -592,6 +607,37 @@ def test_repeats_that_get_nowhere_are_no_progress() -> None:
         one.receive("device-0", progress_of(one.key, Phase.FETCHING, traffic=traffic), 5.0 * number)
         one.coordinator.tick(5.0 * number)
     assert any(isinstance(event, Stalled) for event in one.events())
+
+
+@pytest.mark.parametrize("phase", [Phase.FETCHING, Phase.ANNOUNCING])
+def test_a_connection_that_carries_no_more_than_the_last_one_is_no_progress(phase: Phase) -> None:
+    """Each connection ends after the same part of a chunk, far below the two chunks that count."""
+    one = OneParent(1, idle_s=30.0)
+    one.receive("device-0", progress_of(one.key, phase), 0.0)
+    for number in range(10):
+        now = 10.0 * number
+        one.receive("device-0", progress_of(one.key, phase, traffic=wire_of(received=20_000 * number)), now)
+        one.receive("device-0", progress_of(one.key, phase, traffic=wire_of(received=20_000 * (number + 1))), now + 8)
+        one.presence("device-0", NodeState.LOST, now + 9)
+        one.presence("device-0", NodeState.READY, now + 9)
+        one.coordinator.tick(now + 9)
+        if any(isinstance(event, Stalled) for event in one.events()):
+            break
+    assert now + 9 == 39
+
+
+def test_a_connection_that_carries_more_than_the_last_one_is_progress() -> None:
+    one = OneParent(1, idle_s=30.0)
+    one.receive("device-0", progress_of(one.key, Phase.FETCHING), 0.0)
+    total = 0
+    for number in range(1, 5):
+        now, total = 20.0 * number, total + 20_000 * number
+        one.receive("device-0", progress_of(one.key, Phase.FETCHING, traffic=wire_of(received=total)), now)
+        one.presence("device-0", NodeState.LOST, now + 1)
+        one.presence("device-0", NodeState.READY, now + 1)
+        one.receive("device-0", progress_of(one.key, Phase.FETCHING, traffic=wire_of(received=total)), now + 2)
+        one.coordinator.tick(now + 3)
+    assert not any(isinstance(event, Stalled) for event in one.events())
 
 
 def test_an_offer_in_the_queue_for_an_upload_slot_is_not_idle() -> None:

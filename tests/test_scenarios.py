@@ -381,6 +381,22 @@ def test_children_that_offer_and_do_not_serve_end_a_run_that_needs_them(withhold
     assert outcome.virtual_s < 2 * IDLE_S
 
 
+@pytest.mark.parametrize("node", [CLOUD, "institution-0", "device-0"])
+@pytest.mark.parametrize("loss", ["stop", "cut", "black hole"])
+def test_a_node_that_is_lost_for_good_ends_all_others(loss: str, node: str) -> None:
+    async def lose(sim: SimulatedLab) -> None:
+        await asyncio.sleep(2.0)
+        if loss == "stop":
+            sim.stop(node)
+        else:
+            sim.link(node).change(**({"cut": True} if loss == "cut" else {"mtu_bytes": 1500}))
+
+    outcome = lab(lose, grace_s=1.5 * IDLE_S)
+    others = {CLOUD, "institution-0", "institution-1", *(f"device-{i}" for i in range(4))} - {node}
+    assert all(ended_with(outcome, other) for other in others)
+    assert outcome.virtual_s < 3 * IDLE_S
+
+
 # 5. A child that hangs while it prepares
 
 

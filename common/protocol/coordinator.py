@@ -18,7 +18,6 @@ from common.protocol.closing import Standing, Verdict, judge
 from common.protocol.messages import (
     Acknowledgement,
     Key,
-    Manifest,
     NodeState,
     Phase,
     Presence,
@@ -60,6 +59,7 @@ class Coordinator:
         self._judged = -inf
         self._quiet_until = -inf  # no deadline before; most calls find nothing to do
         self._collected = -inf
+        self._heard = -inf  # last time that a child was heard
         self._events: deque[CoordinatorEvent] = deque()
         self._acknowledgements: deque[tuple[str, Acknowledgement]] = deque()
         self.timeline = Timeline(0.0)
@@ -95,6 +95,7 @@ class Coordinator:
 
     def receive(self, name: str, message: Progress | Result, *, now: float) -> None:
         """Handle a message of a child's present session; one for another round is acknowledged or ignored."""
+        self._heard = now
         child = self._children[name]
         if message.key != self._key or not self._open or child.assignment is None:
             if isinstance(message, Result):
@@ -110,7 +111,6 @@ class Coordinator:
         elif child.go(ChildCause.RESULT):
             self._received_model(child, now)
             child.result, child.moved = message, now
-            child.carried_most = child.carried + CHUNKS_CARRIED * _chunk_of(message.model)
             first = self.timeline.first_result
             self.timeline.first_result = now if first is None else first
             if all(c.result for c in self._taking_part()):
@@ -135,6 +135,7 @@ class Coordinator:
 
         Before a round is open, a child that waits for its own children is not idle: a person may be starting them.
         """
+        self._heard = now
         child = self._children[name]
         if (waits and not self._open) or done != child.prepared:
             child.prepared, child.moved = done, now
@@ -149,18 +150,22 @@ class Coordinator:
 
         Return False for the last message of a replaced process: a will may arrive a minute late.
         """
+        self._heard = now
         child = self._children[name]
         if presence is None:
             child.presence = None
             return True
         if presence.state not in LIVING and child.session not in ("", session):
             return False
+        returns = not child.present
         child.presence, child.reason, child.failure = presence.state, presence.reason, presence.failure
         self._judged = self._quiet_until = -inf
         if presence.state is NodeState.FAILED:
             child.moved = now - self._idle_s  # it has reported that it will not return
         if child.present:
             child.absent = child.absent and presence.state is not NodeState.READY
+            if returns:
+                child.carried_from = None
             self._meet(name, child, session, now)
             if presence.state is NodeState.READY and child.state is ChildState.ASSIGNED:
                 child.repeat_at = now
@@ -172,14 +177,17 @@ class Coordinator:
         child.moved = now
         if child.state is ChildState.ANNOUNCED:
             self._collected = now
-            if child.result is not None:
-                child.carried_most = child.carried + CHUNKS_CARRIED * _chunk_of(child.result.model)
+            child.carried_from, child.carried_best = None, 0
 
     def reconnected(self, now: float) -> None:
-        """Note that this node's own connection is new: without it no child could make progress."""
+        """Note that this node's own connection is new: the time since a child was last heard does not count as idle.
+
+        The time before does: a link that swallows chunks breaks one connection after the other for ever.
+        """
         for child in self._children.values():
             if child.presence is not NodeState.FAILED:
-                child.moved = now
+                child.moved = min(now, child.moved + max(0.0, now - self._heard))
+        self._heard = now
 
     def accept(self, name: str, key: Key, *, now: float) -> None:
         """Accept the result that a child announced under `key`, whose model has arrived and is valid."""
@@ -296,7 +304,6 @@ class Coordinator:
         if child.session:
             self._events.append(Restarted(name))
         child.session, child.moved, child.mark, child.prepared = session, now, None, -1
-        child.carried = child.carried_most = 0
         if self._open and child.go(ChildCause.RESTART):
             child.result = None
             self._send_task(child, now)
@@ -304,21 +311,22 @@ class Coordinator:
     def _note_progress(self, child: ChildInRound, message: Progress | Result, now: float) -> None:
         """Update a child's progress from its message.
 
-        The bytes of models that it has sent and received count as progress up to two chunks beyond the last change: on
-        a slow link a chunk takes minutes. More bytes without an arriving chunk are repeats that get nowhere.
+        The bytes of models that it has sent and received since the last change count as progress up to two chunks: on a
+        slow link a chunk takes minutes. More bytes without an arriving chunk are repeats that get nowhere, and so are
+        those of a new connection until they are more than any earlier connection has carried.
         """
         mark = (message.phase, message.done) if isinstance(message, Progress) else (Phase.ANNOUNCING, 0)
         carried = message.traffic.carried_models
         if child.mark != mark:
-            child.mark, child.carried = mark, carried
+            child.mark, child.carried_from, child.carried_best = mark, carried, 0
             if child.state is not ChildState.ANNOUNCED:
                 child.moved = now
-                if child.assignment is not None:
-                    child.carried_most = carried + CHUNKS_CARRIED * _chunk_of(child.assignment.model)
-        elif carried >= child.carried + CARRIED_BYTES:
-            if carried <= child.carried_most:
+        elif child.carried_from is None:
+            child.carried_from = carried
+        elif carried - child.carried_from >= child.carried_best + CARRIED_BYTES:
+            child.carried_best = carried - child.carried_from
+            if child.carried_best <= CHUNKS_CARRIED * _chunk_in_transfer(child):
                 child.moved = now
-            child.carried = carried
 
     def _acknowledge(self, name: str, key: Key, reason: str, now: float) -> None:
         self._children[name].acknowledged = key, reason
@@ -392,6 +400,7 @@ class Coordinator:
         return "; ".join(reasons) or "no child is left"
 
 
-def _chunk_of(model: Manifest) -> int:
-    """Return the size of a model's largest chunk in bytes."""
-    return min(model.size, model.chunk_bytes)
+def _chunk_in_transfer(child: ChildInRound) -> int:
+    """Return the size in bytes of the largest chunk of the model that a child uploads, or else receives."""
+    transferred = child.assignment if child.result is None else child.result
+    return 0 if transferred is None else min(transferred.model.size, transferred.model.chunk_bytes)

@@ -125,8 +125,8 @@ class ChildInRound:
     sent: bool = False
     absent: bool = False  # not ready since before the round opened
     mark: tuple[Phase, int] | None = None
-    carried: int = 0
-    carried_most: int = 0
+    carried_from: int | None = None  # bytes carried when the present attempt at a transfer began; None = at its report
+    carried_best: int = 0  # bytes of the longest attempt since the last progress
     prepared: int = -1
     acknowledged: tuple[Key, str] | None = None
     acknowledge_at: float = -inf  # earliest time of the next acknowledgement

@@ -18,7 +18,6 @@ from deploy.simulation.monitor import LabRun
 KNOWN: Final = (FaultKind.KILL, FaultKind.HANG)  # the parent knows that the device is not ready
 RESTART_S: Final = 15.0  # a broker is away for up to 3 s, then the nodes connect again
 ENDING_S: Final = 30.0  # added to `idle_s` and a global round: chunks sent again count as progress, for up to 20 s
-OWN_BYTES_S: Final = 120.0  # a black hole breaks each connection after a part of the two chunks that count as progress
 
 
 def copes_with_a_loss(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
@@ -45,9 +44,7 @@ def seconds_to_the_end(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> tuple[f
     ended_s = faulty.outcome.virtual_s if evidence.failed_s is None else evidence.failed_s
     hangs = drawn.permanent is not None and drawn.permanent.kind is FaultKind.HANG
     gathering_s = drawn.experiment.institution.closing.deadline_s if hangs else None  # for which a quorum waits for it
-    swallows = drawn.permanent is not None and drawn.permanent.kind is FaultKind.BLACK_HOLE
-    ending_s = ENDING_S + (OWN_BYTES_S if swallows else 0.0)
-    bound_s = drawn.experiment.transfer.idle_s + (gathering_s or 0.0) + _round_s(drawn, twin) + ending_s
+    bound_s = drawn.experiment.transfer.idle_s + (gathering_s or 0.0) + _round_s(drawn, twin) + ENDING_S
     return ended_s - begun_s, bound_s
 
 
