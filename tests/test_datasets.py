@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import pickle
 import struct
 import threading
@@ -71,6 +72,13 @@ def write_cifar(root: Path) -> tuple[npt.NDArray[np.uint8], list[int]]:
     for i, name in enumerate([*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"]):
         (folder / name).write_bytes(python2_batch(images[4 * i : 4 * i + 4], labels[4 * i : 4 * i + 4]))
     return images, labels
+
+
+def test_digits_are_always_the_same() -> None:
+    digits = datasets.load(schema.Data())
+    parts = (digits.train_images, digits.train_labels, digits.test_images, digits.test_labels)
+    digest = hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts)).hexdigest()
+    assert digest == "a817fd0f988a4cafb3ca13e6fb18c3285f382137c4dab01e84a88ccc669d5542"
 
 
 def test_digits_are_split_by_class() -> None:
