@@ -25,6 +25,7 @@ settings.register_profile("thorough", SAME, max_examples=200)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # roles are started a hundred times: compiling takes a third of that
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take the core of the other test process
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ FOUND = (
     2255,  # the cloud supersedes a task: an upload came for the round that was cancelled, and the institution crashed
     10243,  # a device's first messages were all damaged: its institution never learned of it
     11801,  # a device is stopped until the run is over, and a second one takes its place
+    21331,  # for 7 s every second message is damaged: six chunks in 5 s ended the run
     2102,  # links that nobody declared are slow: their measurement had too little patience
 )
 PERMANENT = (134,)  # a broker comes back with an old store, in which a device that was killed for good is READY

@@ -19,7 +19,7 @@ from common.experiment.links import LinkDirection
 from common.protocol.fetches import PATIENCE_S, Fetched, FetchFailed, FetchFailure, ReceiverEvent
 from common.protocol.manifest import ModelForm, chunk_bytes_for, chunk_digest, describe, window_for
 from common.protocol.messages import Ask, Gone, Manifest
-from common.protocol.receiver import PATIENCE_MOST_S, REPAIR_S, SPOILT_S, Receiver
+from common.protocol.receiver import PATIENCE_MOST_S, REPAIR_MOST_S, REPAIR_S, SPOILT_S, Receiver
 from common.protocol.sender import RESTART_S, Publication, Sender
 from common.protocol.shaping import Shaper
 from common.protocol.topics import ALL
@@ -842,19 +842,20 @@ def test_damaged_chunks_alone_fail_the_fetch() -> None:
         assert not one.chunk(5, b"x") and one.core.to_send()  # asked for at once
     for _ in range(50):
         assert not one.chunk(6, b"x") and not one.core.to_send()  # but not for ever
-    one.now += SPOILT_S - 0.1
     one.core.note_arrival(one.now)  # others keep the connection busy
-    assert not one.chunk(6, b"x") and one.core.next_event() is None
-    assert one.core.next_deadline() == 1.0 + SPOILT_S
-    one.now = 1.0 + SPOILT_S
-    one.core.tick(one.now)
-    ((_, ask),) = one.core.to_send()
-    assert ask.restart and one.core.next_event() is None  # a last chance
+    begun, asks = one.now, 0
+    while (due := one.core.next_deadline()) < begun + SPOILT_S:
+        one.now = due
+        one.core.tick(one.now)
+        asks += len(one.core.to_send())
+        assert not one.chunk(6, b"x") and one.core.next_event() is None
+    assert 2 <= asks <= 5  # less and less often
+    one.now = begun + SPOILT_S
     assert not one.chunk(5, b"x")
     event = one.core.next_event()
     assert isinstance(event, FetchFailed) and (event.owner, event.blob) == (OWNER, one.manifest.blob)
     assert event.cause is FetchFailure.DAMAGED
-    assert "wrong digests" in event.reason and "55 damaged" in event.reason
+    assert "wrong digests" in event.reason
     assert one.core.next_event() is None and not one.core.wanted() and not one.core.to_send()
 
 
@@ -876,8 +877,8 @@ def test_an_owner_whose_chunks_never_fit_its_manifest_is_left_soon_and_at_little
     begun = line.now
     line.run()
     (event,) = line.receivers["device-0"].events
-    assert isinstance(event, FetchFailed) and line.now - begun < SPOILT_S + REPAIR_S
-    assert len(line.published) <= 6 * 8
+    assert isinstance(event, FetchFailed) and line.now - begun < SPOILT_S + REPAIR_MOST_S
+    assert len(line.published) <= 7 * 8
 
 
 def test_damage_on_the_way_is_repaired() -> None:

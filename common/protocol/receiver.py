@@ -36,7 +36,7 @@ CHUNKS_OF_SILENCE: Final = 3.0
 REPAIR_MOST_S: Final = 15.0
 PATIENCE_MOST_S: Final = 60.0
 DAMAGED_MOST: Final = 3
-SPOILT_S: Final = 5.0  # a chunk of 32 KB takes 4 s at 64 kbit/s
+SPOILT_S: Final = 30.0  # a disturbance of some seconds may damage every chunk
 ASKS_PER_WINDOW: Final = 2
 SLOT_BYTES_S: Final = 31_250_000  # 250 Mbit/s: a link with a lower declared rate uses a fraction of a slot
 FLOW_BYTES_S: Final = 256  # more than the acknowledgements and pings of a connection without models, TLS included
@@ -184,9 +184,9 @@ class Receiver:
         if not sound:
             self._damaged(fetch, index, now)
         self._count(fetch, ALL if stream == ALL else "own", number, silent_s, sound=sound)
-        self.note_arrival(now)
         if not sound:
-            return False
+            return False  # damaged chunks alone are silence: they are asked for less and less often
+        self.note_arrival(now)
         fetch.waits_since, fetch.damaged = now, 0
         if fetch.lacking[index] or not self._queued:  # repeats must not block a slot that others wait for
             fetch.moved, fetch.starved = now, 0
@@ -324,8 +324,6 @@ class Receiver:
 
         Its own repeated asks do not extend its hold on a slot that others wait for.
         """
-        if fetch.damaged >= DAMAGED_MOST:
-            return fetch.waits_since + SPOILT_S
         if self._queued:
             return fetch.moved + max(PATIENCE_S, fetch.pace_s)
         return fetch.waits_since + max(fetch.patience_s, fetch.pace_s)
