@@ -79,7 +79,7 @@ def test_no_child_is_blamed_for_our_own_absence() -> None:
 
 
 def test_a_connection_that_breaks_again_and_again_ends_a_round_in_which_nothing_moves() -> None:
-    """A parent behind a black hole hears its children, but no chunk reaches them."""
+    """A parent behind a black hole receives messages of its children, but no chunk reaches them."""
     one = OneParent(1, idle_s=30.0)
     one.receive("device-0", progress_of(one.key, Phase.FETCHING), 0.0)
     stalled_at = None

@@ -59,7 +59,7 @@ class Coordinator:
         self._judged = -inf
         self._quiet_until = -inf  # no deadline before; most calls find nothing to do
         self._collected = -inf
-        self._heard = -inf  # last time that a child was heard
+        self._received_at = -inf  # time of the last message of a child
         self._events: deque[CoordinatorEvent] = deque()
         self._acknowledgements: deque[tuple[str, Acknowledgement]] = deque()
         self.timeline = Timeline(0.0)
@@ -95,7 +95,7 @@ class Coordinator:
 
     def receive(self, name: str, message: Progress | Result, *, now: float) -> None:
         """Handle a message of a child's present session; one for another round is acknowledged or ignored."""
-        self._heard = now
+        self._received_at = now
         child = self._children[name]
         if message.key != self._key or not self._open or child.assignment is None:
             if isinstance(message, Result):
@@ -135,7 +135,7 @@ class Coordinator:
 
         Before a round is open, a child that waits for its own children is not idle: a person may be starting them.
         """
-        self._heard = now
+        self._received_at = now
         child = self._children[name]
         if (waits and not self._open) or done != child.prepared:
             child.prepared, child.moved = done, now
@@ -150,7 +150,7 @@ class Coordinator:
 
         Return False for the last message of a replaced process: a will may arrive a minute late.
         """
-        self._heard = now
+        self._received_at = now
         child = self._children[name]
         if presence is None:
             child.presence = None
@@ -180,14 +180,14 @@ class Coordinator:
             child.carried_from, child.carried_best = None, 0
 
     def reconnected(self, now: float) -> None:
-        """Note that this node's own connection is new: the time since a child was last heard does not count as idle.
+        """Note that this node's own connection is new: the time since the last message of any child is not idle.
 
         The time before does: a link that swallows chunks breaks one connection after the other for ever.
         """
         for child in self._children.values():
             if child.presence is not NodeState.FAILED:
-                child.moved = min(now, child.moved + max(0.0, now - self._heard))
-        self._heard = now
+                child.moved = min(now, child.moved + max(0.0, now - self._received_at))
+        self._received_at = now
 
     def accept(self, name: str, key: Key, *, now: float) -> None:
         """Accept the result that a child announced under `key`, whose model has arrived and is valid."""
