@@ -15,13 +15,16 @@ from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
 from common.model.codecs import codec_of
 from common.model.layout import ModelLayout, Row
-from common.protocol.messages import Result
+from common.protocol import serialization, topics
+from common.protocol.messages import NodeState, Presence, Result
 from common.protocol.sender import Publication
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.round import Dispatch
 from tests.helpers.nodes import (
     FINE,
+    LAB,
     PARENT,
+    RUN,
     Middle,
     assert_models,
     changed,
@@ -36,7 +39,7 @@ from tests.helpers.nodes import (
     serving,
     together,
 )
-from tests.helpers.sites import SimulatedSite, virtual
+from tests.helpers.sites import SimulatedSite, until, virtual
 
 Change = Callable[[Result], Result]
 
@@ -143,6 +146,42 @@ async def test_models_come_as_their_codecs_make_them(site: SimulatedSite, down: 
             played = await play(parent, row, global_round=global_round)
             assert_coded(played.models, row, layout=layout, places=places, codecs=codecs)
     assert parent.session.coordinator.refused == 0
+
+
+@virtual
+async def test_an_upload_that_is_decoded_is_not_fetched_again_meanwhile(site: SimulatedSite) -> None:
+    """A stranger with the child's name makes it announce its result again while the row is unpacked in a thread."""
+    layout, codecs, places = layout_of(600_000), Codecs(up="fp16"), {"device-0": 0}
+    parent = parent_of(site, list(places), layout=layout, transfer=FINE, codecs=codecs)
+    child = serving(site, child_of(site, "device-0", transfer=FINE, codecs=codecs), layout, 0)
+    decode, decoding, go_on = parent.models.decode, asyncio.Event(), asyncio.Event()
+
+    async def slowly(*arguments: Any, **options: Any) -> None:
+        decoding.set()
+        await go_on.wait()
+        await decode(*arguments, **options)
+
+    parent.models.decode = slowly  # type: ignore[method-assign]
+    async with together(living(site, parent), child):
+        row = drawn(layout, 1)
+        playing = asyncio.create_task(play(parent, row))
+        await decoding.wait()
+        stranger = serialization.encode(Presence(NodeState.READY, "device", samples=1), "stranger")
+        site.broker.route(topics.state(LAB, RUN, "device-0"), stranger, qos=1, retain=False)
+        announced = len(offers(site))
+        await until(lambda: len(offers(site)) >= announced + 2)
+        assert parent.session.coordinator.progress()["device-0"]["state"] == "announced"
+        assert not parent.session.receiver.wanted()
+        go_on.set()
+        played = await playing
+    assert_coded(played.models, row, layout=layout, places=places, codecs=codecs)
+
+
+def offers(site: SimulatedSite) -> list[Result]:
+    """Return the result announcements that passed the broker."""
+    inboxes = (routed for routed in site.routed if "/inbox/" in routed.topic)
+    messages = (serialization.decode(routed.body)[1] for routed in inboxes)
+    return [message for message in messages if isinstance(message, Result)]
 
 
 @virtual

@@ -1072,6 +1072,23 @@ def test_a_buffer_that_was_found_too_late_is_not_written() -> None:
     assert not lab.parent.session.receiver.wanted() and not lab.parent.session._pending
 
 
+def test_an_upload_that_is_announced_twice_at_once_is_fetched_into_one_buffer() -> None:
+    """Two changes of the session come in one pass, each with an announcement; both fetches follow."""
+    lab = Lab(names_of(1))
+    lab.rest(1.0)
+    lab.open()
+    lab.parent._fetch = lambda event: None  # type: ignore[method-assign] # as a shell that is busy
+    lab.until(lambda: bool(lab.parent.of(UploadAnnounced)))
+    (upload,) = lab.parent.of(UploadAnnounced)
+    first, second = (bytearray(upload.result.model.size) for _ in range(2))
+    lab.parent.buffers["device-0", upload.result.model.blob] = first
+    assert lab.parent.session.fetch(upload, memoryview(first), lab.now)
+    assert not lab.parent.session.fetch(upload, memoryview(second), lab.now)
+    lab.parent.wake()
+    closed = lab.play()
+    assert isinstance(closed, Closed) and first == lab.parent.expected["device-0"] and not any(second)
+
+
 @pytest.mark.parametrize("why", ["the round closed", "its child restarted"])
 def test_an_upload_that_is_void_is_not_written_any_more(why: str) -> None:
     lab, child = offered_upload()

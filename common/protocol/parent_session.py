@@ -129,16 +129,19 @@ class ParentSession(Session):
 
     def fetch(
         self, upload: UploadAnnounced, buffer: memoryview, now: float, *, lacking: npt.NDArray[np.bool_] | None = None
-    ) -> None:
-        """Fetch an announced model into `buffer`, uint8 [its size]; `lacking`, bool [chunks]: chunks it lacks."""
+    ) -> bool:
+        """Fetch an announced model into `buffer`, uint8 [its size]; `lacking`, bool [chunks]: chunks it lacks.
+
+        Return False if the buffer is not used: the upload is void, or is being fetched into another one.
+        """
         child, result = upload.child, upload.result
         if not self.coordinator.is_announced(child, result.key):
-            return  # its process ended, or the round closed, while the buffer was allocated
+            return False  # its process ended, or the round closed, while the buffer was allocated
         self._pending[child, result.model.blob] = result
         if result.inline is not None:
             self.receiver.take(child, result.model, buffer, result.inline)
-        else:
-            self.receiver.fetch(child, result.model, buffer, lacking=lacking, now=now)
+            return True
+        return self.receiver.fetch(child, result.model, buffer, lacking=lacking, now=now)
 
     def accept(self, upload: UploadArrived, now: float) -> None:
         """Accept an upload that is complete and valid."""

@@ -86,14 +86,14 @@ class Receiver:
         *,
         now: float,
         lacking: npt.NDArray[np.bool_] | None = None,
-    ) -> None:
-        """Start or queue a fetch into `buffer`, uint8 [manifest.size]; a known fetch continues.
+    ) -> bool:
+        """Start or queue a fetch into `buffer`, uint8 [manifest.size]; return False if a known fetch continues.
 
         `lacking`, bool [chunks], marks the missing chunks, None: all. It is kept up to date, so that others may follow
         the fetch.
         """
         if any((f.owner, f.manifest.blob) == (owner, manifest.blob) for f in (*self._active.values(), *self._queued)):
-            return
+            return False
         lacking = np.ones(manifest.chunks, np.bool_) if lacking is None else lacking
         way = self._ways.get(owner, LinkDirection())
         window = window_for(way, manifest.chunk_bytes, self._window, self._keepalive_s)
@@ -103,6 +103,7 @@ class Receiver:
         if not lacking.any():  # complete from the start: only report that to the owner
             self._complete(self._queued[-1], now)
         self._promote(now)
+        return True
 
     def take(self, owner: str, manifest: Manifest, buffer: memoryview, data: bytes) -> None:
         """Handle a blob that was sent inside its announcement."""

@@ -95,6 +95,7 @@ class ParentEndpoint(Endpoint):
         self._buffers: dict[str, memoryview] = {}
         self._closed: asyncio.Future[Closed] | None = None
         self._checks: set[asyncio.Task[None]] = set()
+        self._checking: dict[str, asyncio.Task[None]] = {}  # the child's upload that is decoded in a thread
         self._changed = asyncio.Event()
         self._new_targets: asyncio.Queue[tuple[Target, ...]] = asyncio.Queue()
         self._observe = observe
@@ -308,19 +309,29 @@ class ParentEndpoint(Endpoint):
         return same and self.session.offers.forwards(model.manifest, receivers)
 
     def _fetch(self, upload: UploadAnnounced) -> None:
+        if not self.session.coordinator.is_announced(upload.child, upload.result.key):
+            return
+        if upload.child in self._checking:  # an announcement after a restart must not change the row meanwhile
+            self._soon(self._fetch_later(upload), name=f"fetch {upload.child}")
+            return
         layout, manifest = self._require_layout(), upload.result.model
         place = self._places[upload.child]
         buffer = self.models.received.buffer(layout, self._uploads.array[place], size=manifest.size)
-        self._buffers[upload.child] = buffer
         if upload.result.inline is None and self._uploads.take_found(place) and self.models.received.is_row:
             self._soon(self._fetch_rest(upload, buffer), name=f"scan {upload.child}")
-        else:
-            self.session.fetch(upload, buffer, self.now())
+        elif self.session.fetch(upload, buffer, self.now()):
+            self._buffers[upload.child] = buffer
+
+    async def _fetch_later(self, upload: UploadAnnounced) -> None:
+        await asyncio.wait([self._checking[upload.child]])
+        self._fetch(upload)
+        self.wake()
 
     async def _fetch_rest(self, upload: UploadAnnounced, buffer: memoryview) -> None:
         """Fetch the chunks that an earlier process of this node did not receive."""
         lacking = await offload(partial(missing, upload.result.model, buffer))
-        self.session.fetch(upload, buffer, self.now(), lacking=lacking)
+        if self.session.fetch(upload, buffer, self.now(), lacking=lacking):
+            self._buffers[upload.child] = buffer
         self.wake()
 
     def _check(self, upload: UploadArrived) -> None:
@@ -331,7 +342,9 @@ class ParentEndpoint(Endpoint):
         buffer, reference = self._buffers[upload.child], upload.result.model.reference
         decode = self.models.decoder(layout, buffer, row, reference=reference)
         if decode is None:
-            self._soon(self._check_later(upload, buffer, row), name=f"check {upload.child}")
+            checking = self._soon(self._check_later(upload, buffer, row), name=f"check {upload.child}")
+            self._checking[upload.child] = checking
+            checking.add_done_callback(lambda task: self._checking.pop(upload.child))
             return
         with self._judging(upload):
             decode()
@@ -352,10 +365,11 @@ class ParentEndpoint(Endpoint):
             self._uploads.release(self._places[upload.child])
             self.session.accept(upload, self.now())
 
-    def _soon(self, checking: Coroutine[Any, Any, None], *, name: str) -> None:
+    def _soon(self, checking: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(checking, name=name)
         self._checks.add(task)
         task.add_done_callback(self._checks.discard)
+        return task
 
     def _failure(self, stalled: Stalled) -> RunFailed:
         if Failure.INVALID in stalled.failures:
