@@ -180,13 +180,15 @@ class Coordinator:
             child.carried_from, child.carried_best = None, 0
 
     def reconnected(self, now: float) -> None:
-        """Note that this node's own connection is new: the time since the last message of any child is not idle.
+        """Note that this node's own connection is new: without it no child could make progress.
 
-        The time before does: a link that swallows chunks breaks one connection after the other for ever.
+        A child that has made none since the connection before is excused for the time since the last message alone: a
+        link that swallows chunks breaks one connection after the other for ever.
         """
         for child in self._children.values():
             if child.presence is not NodeState.FAILED:
-                child.moved = min(now, child.moved + max(0.0, now - self._received_at))
+                idle = child.moved == child.excused
+                child.excused = child.moved = min(now, child.moved + now - self._received_at) if idle else now
         self._received_at = now
 
     def accept(self, name: str, key: Key, *, now: float) -> None:

@@ -119,7 +119,8 @@ class ChildInRound:
     reason: str = ""
     failure: Failure = Failure.NONE
     declined: str = ""
-    moved: float = 0.0
+    moved: float = 0.0  # time of its last progress
+    excused: float = -inf  # `moved` when the parent's connection was new the last time
     repeat_at: float = 0.0
     repeat_s: float = REPEAT_S
     sent: bool = False
