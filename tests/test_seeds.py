@@ -34,6 +34,7 @@ FOUND = (
     10243,  # a device's first messages were all damaged: its institution never learned of it
     11801,  # a device is stopped until the run is over, and a second one takes its place
     21331,  # for 7 s every second message is damaged: six chunks in 5 s ended the run
+    23620,  # a second node ends in another way than by its name: the simulator's supervisor died of it
     25416,  # a child's session changed twice at once: its upload was read from a buffer that was never written
     2102,  # links that nobody declared are slow: their measurement had too little patience
 )

@@ -280,10 +280,11 @@ class SimulatedLab:
 
     def _ended(self, node: str, process: SimulatedProcess, error: str) -> None:
         second = self._seconds.get(node)
-        if second is not None and process in (second, self.processes[node]) and error.startswith("DuplicateName"):
+        if process is second:
             del self._seconds[node]
-            if process is not second:
-                self.processes[node] = second
+            return
+        if second is not None and error.startswith("DuplicateName"):
+            self.processes[node] = self._seconds.pop(node)
             return
         self.ended[node] = error
         self.loop.call_soon(self._changed.set)
