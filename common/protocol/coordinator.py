@@ -56,9 +56,8 @@ class Coordinator:
         self._key: Key | None = None
         self._closing = Closing()
         self._open = False
-        self._judged = -inf
+        self._judged = self._collected = -inf
         self._quiet_until = -inf  # no deadline before; most calls find nothing to do
-        self._collected = -inf
         self._received_at = -inf  # time of the last message of a child
         self._events: deque[CoordinatorEvent] = deque()
         self._acknowledgements: deque[tuple[str, Acknowledgement]] = deque()
@@ -313,9 +312,8 @@ class Coordinator:
     def _note_progress(self, child: ChildInRound, message: Progress | Result, now: float) -> None:
         """Update a child's progress from its message.
 
-        The bytes of models that it has sent and received since the last change count as progress up to two chunks: on a
-        slow link a chunk takes minutes. More bytes without an arriving chunk are repeats that get nowhere, and so are
-        those of a new connection until they are more than any earlier connection has carried.
+        Bytes of models since the last change count up to two chunks: on a slow link a chunk takes minutes. More bytes
+        without an arriving chunk are repeats, and so are those of a new connection up to what an earlier one carried.
         """
         mark = (message.phase, message.done) if isinstance(message, Progress) else (Phase.ANNOUNCING, 0)
         carried = message.traffic.carried_models
@@ -327,7 +325,7 @@ class Coordinator:
             child.carried_from = carried
         elif carried - child.carried_from >= child.carried_best + CARRIED_BYTES:
             child.carried_best = carried - child.carried_from
-            if child.carried_best <= CHUNKS_CARRIED * _chunk_in_transfer(child):
+            if child.carried_best <= CHUNKS_CARRIED * child.chunk_bytes:
                 child.moved = now
 
     def _acknowledge(self, name: str, key: Key, reason: str, now: float) -> None:
@@ -400,9 +398,3 @@ class Coordinator:
                 reasons.append(f"{name} made no progress for {self._idle_s:g} s ({state}{why})")
         reasons += [f"{n}'s model was refused: {c.refusal}" for n, c in self._children.items() if c.refusal]
         return "; ".join(reasons) or "no child is left"
-
-
-def _chunk_in_transfer(child: ChildInRound) -> int:
-    """Return the size in bytes of the largest chunk of the model that a child uploads, or else receives."""
-    transferred = child.assignment if child.result is None else child.result
-    return 0 if transferred is None else min(transferred.model.size, transferred.model.chunk_bytes)

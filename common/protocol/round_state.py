@@ -138,6 +138,12 @@ class ChildInRound:
         """Whether the child is present."""
         return self.presence in LIVING
 
+    @property
+    def chunk_bytes(self) -> int:
+        """The largest chunk of the model that it uploads, or else receives."""
+        transferred = self.assignment if self.result is None else self.result
+        return 0 if transferred is None else min(transferred.model.size, transferred.model.chunk_bytes)
+
     def go(self, cause: ChildCause) -> bool:
         """Apply a transition of the table; return whether there is one."""
         after = TRANSITIONS[cause].get(self.state)
