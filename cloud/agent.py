@@ -88,27 +88,27 @@ class CloudAgent:
         run, session = self._folder.run, new_session(self._world)
         identity = Identity(run, CLOUD, "cloud", session, self._metrics_address, ledger=run, lab=self._lab)
         spool = Spool.open(self._spool, run=identity.run, node=identity.name)
+        tree, tier = experiment.tree, experiment.every_tier[0]
         down = ParentEndpoint(
             self._broker,
             identity,
-            links={name: experiment.link(name) for name in experiment.topology.institution_names()},
+            links={name: experiment.link(name) for name in tree.children[CLOUD]},
             transfer=experiment.transfer,
             shaped=experiment.links.enforce == "bucket",
-            codecs=experiment.transfer.wan,
-            below=experiment.topology.children(),
+            codecs=tier.transfer,
+            below={name: tuple(tree.below(name)) for name in tree.children[CLOUD]},
             spool=spool,
             observe=self._observe,
             world=self._world,
         )
         export_parent(self._metrics, down, LABELS)
         facts = {"run": self._folder.run, "experiment": experiment.name, "digest": experiment.digest}
-        facts["algorithm"] = experiment.cloud.aggregation.name
+        facts["algorithm"] = tier.aggregation.name
         self._metrics.introduce(LABELS, facts, phases=GLOBAL_PHASES)
-        devices = experiment.topology.children()
 
         def targets(asked: str) -> list[dict[str, object]]:
             here = asked if ADDRESS.fullmatch(asked) else self._metrics_address  # the address that Prometheus used
-            return discovery(down.session.targets, devices, cloud=here, run=identity.run)
+            return discovery(down.session.targets, tree, cloud=here, run=identity.run)
 
         self._metrics.serve_targets(targets)
         evaluator = self._new_evaluator(experiment, self._folder.path)
@@ -151,7 +151,7 @@ class CloudAgent:
         down.set_state(NodeState.READY)
         run.introduce(metrics_address=self._metrics_address)
         if not run.complete:  # else the children may have left
-            await down.gather(experiment.cloud.closing)
+            await down.gather(experiment.every_tier[0].closing)
             await down.measure(experiment.links)
         showing = asyncio.create_task(self._show_progress(down), name="progress")
         try:
@@ -162,7 +162,8 @@ class CloudAgent:
     async def _show_progress(self, down: ParentEndpoint) -> None:
         while True:
             await asyncio.sleep(PROGRESS_S)
-            self._show("progress", {"states": down.session.coordinator.progress(), **tier_bytes(down.ledger)})
+            counts = tier_bytes(down.ledger, self._folder.experiment.tier_names)
+            self._show("progress", {"states": down.session.coordinator.progress(), **counts})
 
     def _observe(self, event: str, facts: dict[str, object]) -> None:
         self._folder.event(event, facts)

@@ -12,8 +12,9 @@ from cloud import checkpoint, tempo
 from cloud.checkpoint import RunState
 from cloud.evaluator import Accuracy
 from cloud.links import tier_bytes
-from cloud.records import COUNTS, GlobalRoundRecord
+from cloud.records import GlobalRoundRecord
 from cloud.results import RunFolder
+from common.accounting.child_report import ChildReport
 from common.aggregation.aggregator import Aggregator
 from common.aggregation.selection import select
 from common.aggregation.statistics import tensor_distances
@@ -23,7 +24,7 @@ from common.experiment.topology import CLOUD
 from common.host.offload import offload
 from common.metrics import Metrics
 from common.model.layout import ModelLayout, Row
-from common.protocol.reports import plans_of
+from common.protocol.reports import added, plans_of
 from common.randomness import Purpose, generator
 from common.runtime.children import Children, Observe
 from common.runtime.round import ClosedRound, Dispatch
@@ -65,7 +66,7 @@ class GlobalRounds:
         self._evaluating: tuple[GlobalRoundRecord, asyncio.Task[list[Accuracy]]] | None = None
         self._reached = False
         self._mark = self._links_written_at = 0.0
-        self._bytes = dict.fromkeys(COUNTS, 0)  # up to the last global round
+        self._bytes: Mapping[str, int] = self._tier_bytes()  # up to the last global round
         self.last: Accuracy | None = None
 
     def resume(self, state: RunState) -> None:
@@ -74,7 +75,7 @@ class GlobalRounds:
         self._metrics.round.labels(*LABELS).set(state.global_round)
         written = self._folder.forget_after(state.global_round)
         self._folder.restore(self._down.ledger)
-        self._bytes = tier_bytes(self._down.ledger)
+        self._bytes = self._tier_bytes()
         target = self._experiment.target_accuracy
         self._reached = target is not None and any((row.accuracy or 0) >= target for row in written)
         if written and written[-1].accuracy is None and self._evaluates(state.global_round):
@@ -103,12 +104,12 @@ class GlobalRounds:
         await self._finish_evaluation()
 
     async def _run_round(self) -> None:
-        state, settings = self._state, self._experiment.cloud
+        state, tier = self._state, self._experiment.every_tier[0]
         started = self._down.now()
         seed, r = self._experiment.seed, state.global_round
-        selected = select(self._down.peers, settings.participation, seed=seed, node=CLOUD, r=r)
+        selected = select(self._down.peers, tier.participation, seed=seed, node=CLOUD, r=r)
         models = self._rule.dispatch(r, selected)
-        dispatch = Dispatch(r, 0, models=models, epochs=state.epochs, closing=settings.closing)
+        dispatch = Dispatch(r, 0, models=models, epochs=state.epochs, closing=tier.closing)
         closed_round = await self._down.round(dispatch)
         outcome = await offload(partial(self._rule.aggregate, r, closed_round.uploads))
         self._row = self._rule.model
@@ -130,7 +131,7 @@ class GlobalRounds:
         if self._evaluates(self._state.global_round):
             self._evaluate(record, await offload(lambda: self._rule.mixed))
         last = self._state.global_round == self._experiment.rounds
-        due = last or self._state.global_round % settings.checkpoint_every == 0
+        due = last or self._state.global_round % self._experiment.cloud.checkpoint_every == 0
         if due or self._down.now() - self._links_written_at >= LINKS_S:
             self._folder.write_links(self._down.ledger)
             self._links_written_at = self._down.now()
@@ -140,7 +141,7 @@ class GlobalRounds:
             await offload(save)
 
     def _omegas(self, closed_round: ClosedRound, outcome: Aggregated) -> dict[str, float]:
-        """Return the distances of the institutions' models to the new mean, as the epoch control measures them."""
+        """Return the distances of the children's models to the new mean, as the epoch control measures them."""
         found: Mapping[str, float] = outcome.distances
         if self._experiment.cloud.epoch_control.variant == "plato":
             distances_K = tensor_distances(list(closed_round.models.values()), self._rule.model, layout=self._layout)
@@ -148,7 +149,7 @@ class GlobalRounds:
         return {name: found[name] for name in self._down.peers if name in found}
 
     def _next_epochs(self, omegas: Mapping[str, float]) -> dict[str, int]:
-        """Return the epochs of each reporting institution in the next global round."""
+        """Return the epochs of each reporting child in the next global round."""
         state, control = self._state, self._experiment.cloud.epoch_control
         if control.name == "fixed":
             return {}
@@ -165,11 +166,13 @@ class GlobalRounds:
         epochs: Mapping[str, int],
         omegas: Mapping[str, float],
     ) -> GlobalRoundRecord:
-        before, self._bytes = self._bytes, tier_bytes(self._down.ledger)
+        before, self._bytes = self._bytes, self._tier_bytes()
         names = self._down.peers
         results = {name: closed_round.results[name] for name in names if name in closed_round.results}
         for name, result in results.items():
-            self._folder.add_devices(self._state.global_round, name, result.children)
+            own = name not in self._experiment.tree.children  # a device
+            reports = [added(ChildReport(name), result)] if own else result.children
+            self._folder.add_devices(self._state.global_round, reports)
         steps = sum(result.steps for result in results.values())
         spreads = self._report_plans(
             {CLOUD: [outcome.plan | self._tempo(omegas)]} | {name: plans_of(r) for name, r in results.items()}
@@ -186,7 +189,7 @@ class GlobalRounds:
             refused=tuple(closed_round.refused),
             epochs={name: epochs[name] if name in results else None for name in names},
             omega={name: omegas.get(name) for name in names},
-            spread={name: spreads.get(name) for name in (CLOUD, *names)},
+            spread={name: spreads.get(name) for name in (CLOUD, *self._experiment.tree.aggregators)},
         )
         self._folder.add_round(record)
         self._observe("global_round", dict(record.cells()))
@@ -199,6 +202,9 @@ class GlobalRounds:
         for name in names:
             metrics.epochs.labels("cloud", name, "").set(epochs[name])
         return record
+
+    def _tier_bytes(self) -> dict[str, int]:
+        return tier_bytes(self._down.ledger, self._experiment.tier_names)
 
     def _tempo(self, omegas: Mapping[str, float]) -> dict[str, object]:
         """Return the input and the result of the epoch control."""

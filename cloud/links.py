@@ -14,11 +14,12 @@ not.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final, NamedTuple
 
-from cloud.records import BROKER, COUNTS, LinkRecord
+from cloud.records import BROKER, LinkRecord
 from common.accounting.ledger import Ledger
 from common.accounting.traffic import Measured, TcpStats, Traffic
 from common.experiment.topology import CLOUD
@@ -27,26 +28,31 @@ MEASURED: Final = "counted by the kernels (TCP_INFO)"
 UNMEASURED: Final = "not available on this platform"
 
 
-def records(ledger: Ledger) -> list[LinkRecord]:
-    """Return the rows of all links in the run, WAN links first, then those of the parents' connections."""
-    table = [record for link in _links(ledger) for record in _link_records(link)]
-    brokers = [("wan", CLOUD, ledger.broker())]
-    brokers += [("lan", institution, wire) for institution, wire in ledger.brokers().items()]
+def records(ledger: Ledger, tiers: Sequence[str]) -> list[LinkRecord]:
+    """Return the rows of all links in the run, from the cloud down, then those of the parents' connections.
+
+    `tiers`: the tiers' names from the cloud down.
+    """
+    table = [record for link in _links(ledger, tiers) for record in _link_records(link)]
+    brokers = [(tiers[0], CLOUD, ledger.broker())]
+    if len(tiers) > 1:
+        brokers += [(tiers[1], parent, wire) for parent, wire in ledger.brokers().items()]
     for tier, parent, wire in brokers:
         table.append(_sent(LinkRecord(tier=tier, from_=parent, to=BROKER, kind=BROKER), wire))
         table.append(_received(LinkRecord(tier=tier, from_=BROKER, to=parent, kind=BROKER), wire))
     return table
 
 
-def tier_bytes(ledger: Ledger) -> dict[str, int]:
-    """Return the MQTT bytes of all links by tier and direction, see COUNTS."""
-    wan, lan = ledger.total(), ledger.below()
-    return dict(zip(COUNTS, (wan.received, wan.sent, lan.received, lan.sent), strict=True))
+def tier_bytes(ledger: Ledger, tiers: Sequence[str]) -> dict[str, int]:
+    """Return the MQTT bytes of all links by tier and direction, `wan_up_bytes`, `wan_down_bytes`, and so on."""
+    sums = zip(tiers, (ledger.total(), ledger.below()), strict=False)
+    ways = [(tier, way, count) for tier, links in sums for way, count in (("up", links.received), ("down", links.sent))]
+    return {f"{tier}_{way}_bytes": count for tier, way, count in ways}
 
 
-def wire_status(ledger: Ledger) -> str:
+def wire_status(ledger: Ledger, tiers: Sequence[str]) -> str:
     """Return whether all links have wire bytes, and which have none; "" before the first report of a child."""
-    counted = {link.child: link.traffic.wire for link in _links(ledger) if link.traffic.wire.connections}
+    counted = {link.child: link.traffic.wire for link in _links(ledger, tiers) if link.traffic.wire.connections}
     missing = [child for child, wire in counted.items() if not wire.measured]
     if not missing:
         return MEASURED if counted else ""
@@ -61,13 +67,13 @@ class _Link(NamedTuple):
     measured: Measured
 
 
-def _links(ledger: Ledger) -> list[_Link]:
+def _links(ledger: Ledger, tiers: Sequence[str]) -> list[_Link]:
     links = [
-        _Link("wan", CLOUD, name, traffic, ledger.measured.get(name, Measured()))
+        _Link(tiers[0], CLOUD, name, traffic, ledger.measured.get(name, Measured()))
         for name, traffic in ledger.links().items()
     ]
     for institution, reports in ledger.reports().items():
-        links += [_Link("lan", institution, report.name, report.traffic, report.measured) for report in reports]
+        links += [_Link(tiers[1], institution, report.name, report.traffic, report.measured) for report in reports]
     return links
 
 

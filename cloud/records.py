@@ -9,15 +9,16 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final, Self, TypeAlias, get_type_hints
 
 from common.accounting.child_report import TrainingPath
+from common.experiment.tiers import TIER_NAME
 from common.protocol.timeline import GLOBAL_PHASES
 
-TIERS: Final = ("wan", "lan")
-COUNTS: Final = tuple(f"{tier}_{way}_bytes" for tier in TIERS for way in ("up", "down"))
+BYTES: Final = rf"(?!(epochs|omega|spread)_){TIER_NAME}_(up|down)_bytes"  # the other names begin columns of nodes
 BROKER: Final = "broker"  # kind of the rows in links.csv that count a parent's whole connection
 
 Cell: TypeAlias = int | float | str
@@ -44,17 +45,22 @@ class _Column:
 
 @dataclass(frozen=True, slots=True)
 class _Columns(_Column):
-    """Format of a mapping. `pattern`: its columns' names; `keys`: its keys, if they are always the same."""
+    """Format of a mapping. `pattern`: its columns' names; `keys`: its keys, if they are always the same.
+
+    `columns`: otherwise those that match this.
+    """
 
     pattern: str = "{}"
     keys: tuple[str, ...] = ()
+    columns: str = ".*"
 
     def write(self, field: str, value: Mapping[str, Any]) -> dict[str, Cell]:
         return {self.pattern.format(key): self.cell(value[key]) for key in self.keys or value}
 
     def read(self, field: str, cells: Mapping[str, str]) -> Any:
         prefix = self.pattern.removesuffix("{}")
-        keys = self.keys or [column.removeprefix(prefix) for column in cells if column.startswith(prefix)]
+        columns = (each for each in cells if each.startswith(prefix) and re.fullmatch(self.columns, each))
+        keys = self.keys or [column.removeprefix(prefix) for column in columns]
         return {key: self.parse(cells[self.pattern.format(key)]) for key in keys}
 
 
@@ -114,9 +120,9 @@ class Record:
 class GlobalRoundRecord(Record):
     """A row of rounds.csv: one global round. The accuracies and losses of a model are None until it is evaluated.
 
-    `phases`: seconds by GLOBAL_PHASES; `bytes_`: MQTT bytes by COUNTS; `missing`, `refused`: institutions without an
-    upload. `epochs`, `omega`: by institution, None if it did not answer; `spread`: by node, None for a rule of one
-    model.
+    `phases`: seconds by GLOBAL_PHASES; `bytes_`: MQTT bytes by `TIER_up_bytes`, `TIER_down_bytes`; `missing`,
+    `refused`: children of the cloud without an upload. `epochs`, `omega`: by child, None without a result; `spread`: by
+    node, None for a rule of one model.
     """
 
     global_round: _Int
@@ -129,7 +135,7 @@ class GlobalRoundRecord(Record):
     phases: Annotated[Mapping[str, float], _Columns(finite, pattern="{}_s", keys=GLOBAL_PHASES)]
     sgd_steps: _Int
     path_steps: _Int
-    bytes_: Annotated[Mapping[str, int], _Columns(int, keys=COUNTS)]
+    bytes_: Annotated[Mapping[str, int], _Columns(int, columns=BYTES)]
     missing: _Names
     refused: _Names
     epochs: Annotated[Mapping[str, int | None], _Columns(_count, pattern="epochs_{}")]
@@ -170,11 +176,13 @@ class LinkRecord(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRecord(Record):
-    """A row of devices.csv: one device in one global round. `pause_s`: None in runs of early releases."""
+    """A row of devices.csv: one device in one global round.
+
+    `node`: the device's path, `cloud/institution-0/device-3`. `pause_s`: None in runs of early releases.
+    """
 
     global_round: _Int
-    institution: _Text
-    device: _Text
+    node: _Text
     samples: _Int
     local_rounds: _Int
     epochs: _Int
@@ -184,6 +192,16 @@ class DeviceRecord(Record):
     wait_s: _Seconds
     pause_s: _Short
     path: _Path
+
+    @property
+    def device(self) -> str:
+        """The device's name."""
+        return self.node.rpartition("/")[2]
+
+    @property
+    def parent(self) -> str:
+        """The name of the device's parent."""
+        return self.node.split("/")[-2]
 
 
 def to_csv(records: Sequence[Record], *, header: bool) -> str:

@@ -31,8 +31,9 @@ from common.runtime.world import REAL, World
 
 PACKAGES: Final = ("fedstrata", "aiomqtt", "paho-mqtt", "numpy", "msgpack", "torch")
 LEDGER: Final = "ledger.json"
-FORMAT: Final = 2  # of a run's folder; `deploy.runs` also reads earlier formats
+FORMAT: Final = 3  # of a run's folder; `deploy.runs` also reads earlier formats
 HELD: Final = "experiment.toml"  # the file that is locked; it is never replaced
+TIERS_MOST: Final = 2
 DIRECT: Final = "direct"  # in manifest.json: marks a run without a network
 
 _R = TypeVar("_R", GlobalRoundRecord, DeviceRecord)
@@ -55,6 +56,9 @@ class RunFolder:
     @classmethod
     def create(cls, root: Path, experiment: Experiment, *, world: World = REAL) -> RunFolder:
         """Create `runs/<utc>-<name>-<id>/`. Raises InvalidExperiment if that fails."""
+        if len(experiment.every_tier) > TIERS_MOST:
+            problem = "labs of more than two tiers can be planned, but not run yet"
+            raise InvalidExperiment("tiers", len(experiment.every_tier), problem, "Use one or two tiers.")
         utc, token = datetime.fromtimestamp(world.wall(), UTC).strftime("%Y%m%dT%H%M%SZ"), world.token(3)
         path = root / f"{utc}-{experiment.name}-{token}"
         try:
@@ -116,13 +120,14 @@ class RunFolder:
             file.seek(file.read().rindex(b"\n", 0, -1) + 1)
             file.write(to_csv([record], header=False).encode())
 
-    def add_devices(self, global_round: int, institution: str, reports: Iterable[ChildReport]) -> None:
-        """Append an institution's devices to devices.csv."""
+    def add_devices(self, global_round: int, reports: Iterable[ChildReport]) -> None:
+        """Append devices to devices.csv."""
+        tree = self.experiment.tree
         records = [
             DeviceRecord(
-                global_round=global_round, institution=institution, device=r.name, samples=r.samples,
-                local_rounds=r.rounds, epochs=r.epochs, sgd_steps=r.steps, loss=r.loss, train_s=r.train_s,
-                wait_s=r.wait_s, pause_s=r.pause_s, path=r.path,
+                global_round=global_round, node=tree.path(r.name), samples=r.samples, local_rounds=r.rounds,
+                epochs=r.epochs, sgd_steps=r.steps, loss=r.loss, train_s=r.train_s, wait_s=r.wait_s, pause_s=r.pause_s,
+                path=r.path,
             )
             for r in reports
         ]  # fmt: skip
@@ -135,8 +140,8 @@ class RunFolder:
 
     def write_links(self, ledger: Ledger) -> None:
         """Write links.csv, each link's bytes in the run, and the byte ledger with which a resumed run continues."""
-        _replace(self.path / "links.csv", to_csv(links.records(ledger), header=True))
-        status = links.wire_status(ledger)
+        _replace(self.path / "links.csv", to_csv(links.records(ledger, self.experiment.tier_names), header=True))
+        status = links.wire_status(ledger, self.experiment.tier_names)
         if status and status != self._measured:
             self._measured = status
             self.note(wire_bytes=status)
@@ -180,8 +185,8 @@ class RunFolder:
             "started": utc,
             "experiment_digest": experiment.digest,
             "links": self._links(),
-            "hardware": {name: experiment.machine(name).model_dump() for name in experiment.topology.device_names()},
-            "codecs": {t: getattr(experiment.transfer, t).model_dump() for t in ("wan", "lan")},
+            "hardware": {name: experiment.machine(name).model_dump() for name in experiment.tree.devices},
+            "codecs": {tier.name: tier.transfer.model_dump() for tier in experiment.every_tier},
             "host": platform.node(),
             "platform": platform.platform(),
             "cpus": os.cpu_count(),
@@ -192,9 +197,8 @@ class RunFolder:
 
     def _links(self) -> dict[str, object]:
         """Return how rates are enforced, and the link of each node to its parent."""
-        experiment, topology = self.experiment, self.experiment.topology
-        nodes = [*topology.institution_names(), *topology.device_names()]
-        links = {name: experiment.link(name).model_dump() for name in nodes}
+        experiment = self.experiment
+        links = {name: experiment.link(name).model_dump() for name in experiment.tree.nodes}
         return {"enforce": experiment.links.enforce, "of": links}
 
 

@@ -42,7 +42,7 @@ class CloudRun:
         self._down = down
         self._observe = observe
         self._rule = aggregator.build(
-            experiment.cloud.aggregation,
+            experiment.every_tier[0].aggregation,
             layout=layout,
             node=CLOUD,
             seed=experiment.seed,
@@ -83,7 +83,7 @@ class CloudRun:
                 "experiment": experiment.name,
                 "global_rounds": experiment.rounds,
                 "done": self._global_rounds.state.global_round,
-                "institutions": {name: len(devices) for name, devices in experiment.topology.children().items()},
+                "nodes": experiment.count_by_kind(),
                 "model": experiment.model.name,
                 "model_bytes": self._layout.row_bytes,
                 "metrics": metrics_address,
@@ -99,10 +99,10 @@ class CloudRun:
 
     async def run(self) -> Path:
         """Run the remaining global rounds, write the final model, and return its path."""
-        global_rounds, folder = self._global_rounds, self._folder
+        global_rounds, folder, experiment = self._global_rounds, self._folder, self._experiment
         await global_rounds.run()
         path = folder.path / "model.safetensors"
-        facts = {"run": folder.run, "experiment": self._experiment.name, "digest": self._experiment.digest}
+        facts = {"run": folder.run, "experiment": experiment.name, "digest": experiment.digest}
         checkpoint.save_model(path, layout=self._layout, row=global_rounds.row, facts=facts)
         self._observe(
             "finished",
@@ -113,7 +113,7 @@ class CloudRun:
                 "loss": global_rounds.last.loss if global_rounds.last else None,
                 "model": str(path),
                 "model_bytes": self._layout.row_bytes,
-                **tier_bytes(self._down.ledger),
+                **tier_bytes(self._down.ledger, experiment.tier_names),
             },
         )
         return path

@@ -1,4 +1,4 @@
-"""The device agent: waits for an experiment, then trains each model that the institution assigns."""
+"""The device agent: waits for an experiment, then trains each model that its parent assigns."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WAITING_S = 1.0
 
 
 class DeviceAgent:
-    """One device, which initially knows only its broker, its name and its institution.
+    """One device, which initially knows only its broker, its name and its parent.
 
     `allow_models`: the packages whose models an experiment may name.
     """
@@ -43,7 +43,7 @@ class DeviceAgent:
         self,
         name: str,
         *,
-        institution: str,
+        parent: str,
         broker: BrokerAddress,
         pool: TrainingPool,
         connect_timeout_s: float,
@@ -55,7 +55,7 @@ class DeviceAgent:
         world: World = REAL,
     ) -> None:
         self._name = name
-        self._institution = institution
+        self._parent = parent
         self._broker = broker
         self._training = pool.member(name)
         self._connect_timeout_s = connect_timeout_s
@@ -65,17 +65,17 @@ class DeviceAgent:
         self._allow_models = allow_models
         self._lab = check_lab(lab)
         self._world = world
-        self._labels = ("device", institution, name)
+        self._labels = ("device", parent, name)
 
     async def run(self) -> None:
-        """Take part in one run until its end; follow the institution to another run.
+        """Take part in one run until its end; follow its parent to another run.
 
         Raises FedstrataError.
         """
         await join(
             self._broker,
             self._name,
-            self._institution,
+            self._parent,
             self._take_part,
             lab=self._lab,
             connect_timeout_s=self._connect_timeout_s,
@@ -92,12 +92,12 @@ class DeviceAgent:
         up = ChildEndpoint(
             self._broker,
             identity,
-            parent=self._institution,
+            parent=self._parent,
             parent_session=found.parent_session,
             transfer=experiment.transfer,
             link=experiment.link(self._name),
             shaped=experiment.links.enforce == "bucket",
-            codecs=experiment.transfer.lan,
+            codecs=experiment.every_tier[-1].transfer,
             spool=spool,
             world=self._world,
         )
@@ -127,7 +127,7 @@ class DeviceAgent:
                 "Use one release of fedstrata, and of the model's package, everywhere.",
             )
         up.set_state(NodeState.READY, samples=prepared.samples)
-        out, rounds = prepared.layout.empty(), experiment.institution.rounds
+        out, rounds = prepared.layout.empty(), experiment.device_rounds
         machine = experiment.machine(self._name)
 
         async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
@@ -154,16 +154,13 @@ class DeviceAgent:
             reporting.cancel()
 
     def _check_home(self, experiment: Experiment) -> None:
-        children = experiment.topology.children()
-        if self._name not in children.get(self._institution, ()):
-            home = next((name for name, devices in children.items() if self._name in devices), None)
+        tree = experiment.tree
+        home = tree.parent(self._name) if self._name in tree.devices else None
+        if home != self._parent:
             problem = f"it belongs to {home}" if home else "no device of this experiment"
-            raise InvalidExperiment(
-                "--institution",
-                self._institution,
-                f"{self._name} is not there: {problem}",
-                f"{self._institution} has {', '.join(children.get(self._institution, ['no device']))}.",
-            )
+            there = [name for name in tree.children.get(self._parent, ()) if name in tree.devices]
+            remedy = f"{self._parent} has {', '.join(there or ['no device'])}."
+            raise InvalidExperiment("--parent", self._parent, f"{self._name} is not there: {problem}", remedy)
 
     async def _train(self, task: Task, row: Row, out: Row, *, rounds: int, report: Report) -> WorkResult:
         def report_training(done: int, total: int) -> None:

@@ -78,7 +78,8 @@ class InstitutionAgent:
         run, announcement = found.run, found.announcement
         experiment = parse(announcement.experiment)
         layout = ModelLayout.from_json(announcement.layout)
-        devices = self._devices(experiment)
+        children, tiers = self._children(experiment), experiment.every_tier
+        depth = experiment.tree.depth(self._name)
         session = new_session(self._world)
         identity = Identity(run, self._name, "institution", session, self._metrics_address, lab=self._lab)
         spool = Spool.open(self._spool, run=run, node=self._name)
@@ -86,10 +87,10 @@ class InstitutionAgent:
         down = ParentEndpoint(
             self._device_broker,
             identity,
-            links={name: experiment.link(name) for name in devices},
+            links={name: experiment.link(name) for name in children},
             transfer=experiment.transfer,
             shaped=shaped,
-            codecs=experiment.transfer.lan,
+            codecs=tiers[depth].transfer,
             spool=spool,
             observe=lambda event, facts: presence.look() if event == "child" else None,
             world=self._world,
@@ -103,14 +104,14 @@ class InstitutionAgent:
             link=experiment.link(self._name),
             shaped=shaped,
             below=lambda: replace(down.ledger.total(), wire=down.ledger.broker()),
-            codecs=experiment.transfer.wan,
+            codecs=tiers[depth - 1].transfer,
             spool=spool,
             world=self._world,
         )
         down.set_layout(layout)
         down.announce(announcement)
         labels = ("institution", self._name, "")
-        facts = {"run": run, "experiment": experiment.name, "algorithm": experiment.institution.aggregation.name}
+        facts = {"run": run, "experiment": experiment.name, "algorithm": tiers[depth].aggregation.name}
         self._metrics.introduce(labels, facts, phases=PHASES)
         export_child(self._metrics, up, labels)
         export_parent(self._metrics, down, labels)
@@ -142,8 +143,7 @@ class InstitutionAgent:
         )
         spool.close()
 
-    @staticmethod
-    async def _prepare(up: ChildEndpoint, down: ParentEndpoint, experiment: Experiment) -> bool:
+    async def _prepare(self, up: ChildEndpoint, down: ParentEndpoint, experiment: Experiment) -> bool:
         """Gather the devices and calibrate their links; report the progress, and which devices it waits for."""
         waits_for = ""
 
@@ -158,7 +158,7 @@ class InstitutionAgent:
 
         reporting = asyncio.create_task(report(), name="preparing")
         try:
-            await down.gather(experiment.institution.closing, waiting=waiting)
+            await down.gather(experiment.every_tier[experiment.tree.depth(self._name)].closing, waiting=waiting)
             waits_for = ""
             await down.measure(experiment.links)
         finally:
@@ -177,13 +177,12 @@ class InstitutionAgent:
                 endpoint.session.set_targets(targets)
                 endpoint.wake()
 
-    def _devices(self, experiment: Experiment) -> list[str]:
-        children = experiment.topology.children()
-        if self._name not in children:
-            raise InvalidExperiment(
-                "--name", self._name, "this experiment has no such institution", f"It has {', '.join(children)}."
-            )
-        return children[self._name]
+    def _children(self, experiment: Experiment) -> list[str]:
+        tree = experiment.tree
+        if self._name not in tree.aggregators:
+            remedy = f"It has {', '.join(tree.aggregators)}." if tree.aggregators else "It has none."
+            raise InvalidExperiment("--name", self._name, "this experiment has no such institution", remedy)
+        return tree.children[self._name]
 
 
 class _OwnPresence:

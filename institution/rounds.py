@@ -21,6 +21,7 @@ from common.host.offload import offload
 from common.metrics import Metrics
 from common.model.layout import ModelLayout
 from common.protocol.messages import Phase, Task
+from common.protocol.reports import added
 from common.runtime.arriving import Arriving
 from common.runtime.children import Children
 from common.runtime.round import ClosedRound, Dispatch
@@ -47,9 +48,10 @@ class LocalRounds:
         self._down = down
         self._metrics = metrics
         self._labels = ("institution", name, "")
+        self._tier = experiment.every_tier[experiment.tree.depth(name)]
         build = partial(
             aggregator.build,
-            experiment.institution.aggregation,
+            self._tier.aggregation,
             layout=layout,
             node=name,
             seed=experiment.seed,
@@ -59,7 +61,7 @@ class LocalRounds:
         )
         self._memory = Memory(
             build,
-            remembers=remembers(experiment.institution.aggregation),
+            remembers=remembers(self._tier.aggregation),
             folder=spool.folder("states"),
             kept=experiment.cloud.checkpoint_every + 1,
             must_remember=self._took_part_before,
@@ -71,11 +73,11 @@ class LocalRounds:
 
         False if that is unknown: a quorum may have closed rounds without it.
         """
-        cloud, names = self._experiment.cloud, self._experiment.topology.institution_names()
-        if cloud.closing.rule != "all":
+        tier, names = self._experiment.every_tier[0], self._experiment.tree.children[CLOUD]
+        if tier.closing.rule != "all":
             return False
         selected = (
-            select(names, cloud.participation, seed=self._experiment.seed, node=CLOUD, r=r) for r in range(global_round)
+            select(names, tier.participation, seed=self._experiment.seed, node=CLOUD, r=r) for r in range(global_round)
         )
         return any(self._name in some for some in selected)
 
@@ -85,7 +87,7 @@ class LocalRounds:
         If the rule only passes the model on, the first round begins at once: the devices get its chunks as they arrive
         from the cloud. Raises RunFailed if the state of an earlier global round is needed and lost.
         """
-        settings, seed, down = self._experiment.institution, self._experiment.seed, self._down
+        settings, seed, down = self._tier, self._experiment.seed, self._down
         self._did = {}
         train_s = wait_s = pause_s = 0.0
         path_steps = 0
@@ -139,19 +141,7 @@ class LocalRounds:
         """Count a round's work, and return the decisions of its aggregation."""
         for name, result in closed_round.results.items():
             self._down.samples[name] = result.samples
-            before = self._did.get(name, ChildReport(name))
-            self._did[name] = replace(
-                before,
-                samples=result.samples,
-                rounds=before.rounds + 1,
-                epochs=before.epochs + result.epochs,
-                steps=before.steps + result.steps,
-                loss=result.loss,
-                train_s=before.train_s + result.train_s,
-                wait_s=before.wait_s + result.wait_s,
-                pause_s=before.pause_s + result.pause_s,
-                path=result.path,
-            )
+            self._did[name] = added(self._did.get(name, ChildReport(name)), result)
         metrics, labels = self._metrics, self._labels
         metrics.closed(labels)
         metrics.epochs.labels(*labels).set(epochs)

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from cloud.results import RunFolder
 from common.experiment.reading import parse
+from common.experiment.topology import CLOUD
 from common.protocol.messages import Manifest
 from tests.helpers.records import a_global_round
 
@@ -108,7 +109,7 @@ def _make_run(
     """Leave the folder of a run that nobody played, a global round for each accuracy; `last` is its last event."""
     folder = RunFolder.create(root, parse(tree))
     folder.event("run", {"global_rounds": folder.experiment.rounds, "done": 0})
-    names = folder.experiment.topology.institution_names()
+    names = folder.experiment.tree.children[CLOUD]
     for number, accuracy in enumerate(accuracies, 1):
         folder.add_round(a_global_round(number, accuracy, names=names))
     if last:

@@ -154,7 +154,7 @@ def test_the_experiments_that_ship_are_sound(path: Path) -> None:
         (
             {"cloud": {"epoch_control": {"name": "tempo"}}, "topology": {"devices": 4}},
             {"cloud": {"epoch_control": {"name": "tempo"}}},
-            "cloud.epoch_control.name = 'tempo': with one institution",
+            "cloud.epoch_control.name = 'tempo': with one child",
         ),
         (
             {"cloud": {"epoch_control": {"variant": "plato"}}},

@@ -52,7 +52,7 @@ def test_dry_run_prints_json_too() -> None:
 
 def test_the_paper_setting_is_the_papers() -> None:
     experiment = load(EXPERIMENTS / "tempo-fashionmnist.toml")
-    children = experiment.topology.children()
+    children = experiment.topology.homes()
     assert [len(devices) for devices in children.values()] == [40] * 5
     assert (experiment.institution.rounds, experiment.training.epochs, experiment.data.partition_size) == (4, 6, 600)
 
@@ -81,7 +81,7 @@ def test_an_invalid_experiment_ends_with_4_and_one_line(pairs: list[str], words:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["run"], ["device", "--name", "d"], ["run", DEMO, "--resume", "x"], ["--log-level", "loud", "run", DEMO], ["fly"]],
+    [["run"], ["device"], ["run", DEMO, "--resume", "x"], ["--log-level", "loud", "run", DEMO], ["fly"]],
 )
 def test_wrong_usage_ends_with_2(arguments: list[str | Path]) -> None:
     assert invoke(*arguments).exit_code == 2

@@ -73,25 +73,23 @@ def test_a_split_is_written_as_the_devices_would_have_it(tmp_path: Path) -> None
     assert done.exit_code == 0, done.stderr
     experiment = load(file, ["seed=4"])
     labels = datasets.load(experiment.data).train_labels.numpy()
-    wanted = partitions.split(labels, data=experiment.data, topology=experiment.topology, seed=4)
+    wanted = partitions.split(labels, data=experiment.data, tree=experiment.tree, seed=4)
     facts = json.loads((out / "partition.json").read_text())
     assert facts == json.loads(done.stdout) and facts["seed"] == 4
     with np.load(out / "partition.npz") as arrays:
-        parts = [arrays[name] for name in experiment.topology.device_names()]
+        parts = [arrays[name] for name in experiment.tree.devices]
         assert len(arrays) == 6
     assert facts["digest"] == partitions.digest(parts, labels=labels) == partitions.digest(wanted, labels=labels)
-    for name, part in zip(experiment.topology.device_names(), parts, strict=True):
+    for name, part in zip(experiment.tree.devices, parts, strict=True):
         device = facts["devices"][name]
         assert device["samples"] == len(part) and device["by_class"] == np.bincount(labels[part], minlength=10).tolist()
-    assert [device["institution"] for device in facts["devices"].values()] == ["institution-0"] * 3 + [
-        "institution-1"
-    ] * 3
+    assert [device["parent"] for device in facts["devices"].values()] == ["institution-0"] * 3 + ["institution-1"] * 3
     table = invoke("data", "partition", file, "--out", out).stdout.splitlines()
     assert len(table) == 7 and table[1].startswith("device-0\tinstitution-0\t")
 
 
 def test_the_picture_has_a_cell_for_each_class_that_a_device_has() -> None:
-    devices = {"<x>": {"institution": "a", "by_class": [5, 0, 20]}, "y": {"institution": "b", "by_class": [0, 80, 0]}}
+    devices = {"<x>": {"parent": "a", "by_class": [5, 0, 20]}, "y": {"parent": "b", "by_class": [0, 80, 0]}}
     facts = {"digest": "&", "seed": 1, "data": {"dataset": "d", "partition": "iid"}, "devices": devices}
     picture = ElementTree.fromstring(figure(facts).file())
     cells = [cell for cell in picture.iter(f"{SVG}rect") if cell.find(f"{SVG}title") is not None]

@@ -508,7 +508,7 @@ async def device(address: BrokerAddress, name: str, institution: str) -> None:
     """Run a device that trains in this process."""
     async with Pool(accelerator="cpu", slots=1, devices=1) as pool:
         agent = DeviceAgent(
-            name, institution=institution, broker=address, pool=pool, connect_timeout_s=10.0, metrics=Metrics()
+            name, parent=institution, broker=address, pool=pool, connect_timeout_s=10.0, metrics=Metrics()
         )
         await agent.run()
 
@@ -533,7 +533,7 @@ def test_a_device_of_another_institution_ends_with_4_and_disturbs_nobody(
             with overhearing_states(address) as said, pytest.raises(InvalidExperiment) as reported:
                 await device(address, name, "institution-0")
         assert reported.value.exit_code == 4
-        for word in ["--institution = 'institution-0'", *words]:
+        for word in ["--parent = 'institution-0'", *words]:
             assert word in str(reported.value)
         assert name not in said
 

@@ -561,7 +561,7 @@ def test_a_kernel_without_retransmitted_bytes_leaves_that_cell_empty() -> None:
     old = TcpStats(21_000, 12_000, 0, 40, 50, 2, 1, 0, 1, 2500, 1250)
     ledger = Ledger([PARENT], Account(), below=BELOW)
     ledger.enter_reports(PARENT, "s", [ChildReport(CHILD, traffic=a_link(old))])
-    (up,) = (row for row in links.records(ledger) if (row.from_, row.kind) == (CHILD, "all"))
+    (up,) = (row for row in links.records(ledger, ("wan", "lan")) if (row.from_, row.kind) == (CHILD, "all"))
     assert (up.wire_bytes, up.retransmitted_bytes, up.retransmitted_segments) == (21_000, None, 2)
 
 
@@ -569,4 +569,4 @@ def test_a_word_that_lags_behind_gives_no_overhead() -> None:
     early = TcpStats(sent=15_000, received=9_000, connections=1)
     ledger = Ledger([PARENT], Account(), below=BELOW)
     ledger.enter_reports(PARENT, "s", [ChildReport(CHILD, traffic=a_link(early))])
-    assert not any(row.overhead_percent for row in links.records(ledger))
+    assert not any(row.overhead_percent for row in links.records(ledger, ("wan", "lan")))

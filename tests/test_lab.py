@@ -49,6 +49,7 @@ Model = Mapping[str, npt.NDArray[np.float32]]
 
 def run_roles(runs: Path, address: str, *pairs: str, devices: list[list[str]], null: bool = False) -> Path:
     """Run the demo as separate processes, devices grouped into processes as given, and return its folder."""
+    tree = load(DEMO, pairs).tree
     with ExitStack() as stack:
 
         def start(*arguments: str | Path) -> subprocess.Popen[bytes]:
@@ -60,10 +61,9 @@ def run_roles(runs: Path, address: str, *pairs: str, devices: list[list[str]], n
             return process
 
         processes = [start("cloud", DEMO, "--runs", runs, *sets(*pairs))]
-        processes += [start("institution", "--name", f"institution-{i}") for i in (1, 0)]
+        processes += [start("institution", "--name", name) for name in reversed(tree.aggregators)]
         for group in devices:
-            homes = [(name, f"institution-{int(name.rpartition('-')[2]) // 2}") for name in group]
-            words = [word for name, home in homes for word in ("--name", name, "--institution", home)]
+            words = [word for name in group for word in ("--name", name, "--parent", tree.parent(name))]
             processes.append(start("device", *words, "--slots", "1"))
         for process in processes:
             _, errors = process.communicate(timeout=PATIENCE_S)
@@ -144,6 +144,16 @@ def test_another_order_of_arrival_gives_the_same_model(null_reference: str, addr
     devices = [["device-3", "device-2", "device-1", "device-0"]]
     folder = run_roles(tmp_path, address, *SMALL, devices=devices, null=True)
     assert model_digest(folder.parent) == null_reference
+
+
+def test_devices_below_the_cloud_give_the_same_model(address: str, tmp_path: Path) -> None:
+    pairs = ("topology.institutions=0", "topology.devices=3", "rounds=2", "institution={}", "links.lan={}",
+             'cloud.aggregation={name="fedcross"}')  # fmt: skip
+    folder = run_roles(tmp_path, address, *pairs, devices=[["device-2"], ["device-0", "device-1"]], null=True)
+    assert model_digest(tmp_path) == null_model(load(DEMO, pairs))
+    rows = [row for row in table(folder / "links.csv") if row["kind"] == "model"]
+    assert {(row["tier"], int(row["payload_bytes"])) for row in rows} == {("wan", 2 * MODEL_BYTES)}
+    assert {row["node"] for row in table(folder / "devices.csv")} == {f"cloud/device-{i}" for i in range(3)}
 
 
 def test_lossy_codecs_give_the_same_model_wherever_the_roles_run(coded: Path, address: str, tmp_path: Path) -> None:

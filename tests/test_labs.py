@@ -96,7 +96,7 @@ async def run_lab(lab: str, folder: RunFolder, address: BrokerAddress) -> None:
             metrics=Metrics(),
         )  # fmt: skip
         device = DeviceAgent(
-            "device-0", institution="institution-0", broker=address, lab=lab, pool=pool, connect_timeout_s=10.0,
+            "device-0", parent="institution-0", broker=address, lab=lab, pool=pool, connect_timeout_s=10.0,
             metrics=Metrics(),
         )  # fmt: skip
         for role in (cloud, institution, device):

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidExperiment
 from common.experiment import reading, schema, topology
+from common.experiment.tiers import Tree
+from common.experiment.topology import CLOUD
 from common.learning import partitions
 
 Indices = npt.NDArray[np.int64]
@@ -24,8 +26,8 @@ def labels_of(samples: int, classes: int = 10) -> Indices:
 def split(
     labels: Indices, partition: str, *, devices: int = 4, institutions: int = 1, seed: int = 1, **data: Any
 ) -> list[Indices]:
-    topology = reading.parse({"topology": {"devices": devices, "institutions": institutions}}).topology
-    return partitions.split(labels, data=schema.Data(partition=partition, **data), topology=topology, seed=seed)
+    tree = reading.parse({"topology": {"devices": devices, "institutions": institutions}}).tree
+    return partitions.split(labels, data=schema.Data(partition=partition, **data), tree=tree, seed=seed)
 
 
 def check_disjoint_cover(parts: list[Indices], samples: int) -> None:
@@ -93,7 +95,7 @@ def test_institutions_cover_and_share_equally(devices: int, institutions: int, s
     assert min(len(part) for part in parts) >= max(1, least)
     names = topology.Topology(devices=devices, institutions=institutions)
     sizes = dict(zip(names.device_names(), map(len, parts), strict=True))
-    for members in names.children().values():
+    for members in names.homes().values():
         own = [sizes[member] for member in members]
         assert max(own) - min(own) <= 1
 
@@ -125,7 +127,7 @@ def test_natural_gives_each_device_its_user(owners: list[int], seed: int) -> Non
     whose = np.array([*range(6), *owners])
     experiment = reading.parse({"data": {"dataset": "femnist", "partition": "natural"}, "topology": {"devices": 4}})
     labels = labels_of(len(whose))
-    parts = partitions.split(labels, data=experiment.data, topology=experiment.topology, seed=seed, owners=whose)
+    parts = partitions.split(labels, data=experiment.data, tree=experiment.tree, seed=seed, owners=whose)
     assert [part.tolist() for part in parts] == [[i for i, user in enumerate(whose) if user == d] for d in range(4)]
 
 
@@ -133,7 +135,7 @@ def test_natural_has_as_many_devices_as_users_at_most() -> None:
     experiment = reading.parse({"data": {"dataset": "femnist", "partition": "natural"}, "topology": {"devices": 3}})
     with pytest.raises(InvalidExperiment, match=r"topology\.devices = 3.*2 users.*at most 2"):
         partitions.split(
-            labels_of(4), data=experiment.data, topology=experiment.topology, seed=1, owners=np.array([0, 1, 1, 0])
+            labels_of(4), data=experiment.data, tree=experiment.tree, seed=1, owners=np.array([0, 1, 1, 0])
         )
 
 
@@ -156,7 +158,7 @@ def test_institutions_are_split_first_and_their_devices_within(
     whole = split(labels, first, devices=devices, institutions=institutions, seed=seed, **given_)
     names = topology.Topology(devices=devices, institutions=institutions)
     places = {name: place for place, name in enumerate(names.device_names())}
-    first_ones = next(iter(names.children().values()))
+    first_ones = next(iter(names.homes().values()))
     held, wanted = (np.sort(np.concatenate([some[places[d]] for d in first_ones])) for some in (parts, whole))
     assert np.array_equal(held, wanted)
 
@@ -165,7 +167,7 @@ def test_institution_shards_leave_an_institution_few_classes() -> None:
     labels = np.repeat(np.arange(10), 100)
     parts = split(labels, "institution_shards", devices=10, institutions=5, shards=2)
     lab = topology.Topology(devices=10, institutions=5)
-    for m, _ in enumerate(lab.children()):
+    for m, _ in enumerate(lab.homes()):
         together = np.concatenate(parts[2 * m : 2 * m + 2])
         assert np.unique(labels[together]).tolist() == np.unique(labels[parts[2 * m]]).tolist()
         assert len(np.unique(labels[together])) == 2
@@ -258,7 +260,7 @@ def test_institution_membership_is_followed() -> None:
     }
     experiment = reading.parse(tree)
     labels = labels_of(3000)
-    a, b, c = partitions.split(labels, data=experiment.data, topology=experiment.topology, seed=3)
+    a, b, c = partitions.split(labels, data=experiment.data, tree=experiment.tree, seed=3)
     assert np.abs(class_shares(labels, a) - class_shares(labels, c)).max() < 0.08
     assert np.abs(class_shares(labels, a) - class_shares(labels, b)).max() > 0.08
     assert abs(len(a) - len(c)) <= 1
@@ -279,8 +281,8 @@ def test_overlap_weighs_each_class_as_sequential_draws_would() -> None:
 def test_a_device_may_be_renamed() -> None:
     labels = labels_of(500)
     data = schema.Data(partition="dirichlet_overlap", partition_size=20)
-    numbered = partitions.split(labels, data=data, topology=topology.Topology(devices=2), seed=1)
-    named = partitions.split(labels, data=data, topology=topology.Topology(devices=["left", "right"]), seed=1)
+    numbered = partitions.split(labels, data=data, tree=Tree([{CLOUD: ["device-0", "device-1"]}]), seed=1)
+    named = partitions.split(labels, data=data, tree=Tree([{CLOUD: ["left", "right"]}]), seed=1)
     assert partitions.digest(numbered, labels=labels) == partitions.digest(named, labels=labels)
 
 

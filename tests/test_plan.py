@@ -15,18 +15,25 @@ from common.experiment.links import LinkDirection
 from common.experiment.reading import parse, to_toml
 from common.experiment.schema import TransferSettings
 from deploy.planning import command, footprint, workload
-from deploy.planning.prediction import Branch, MachineSpeeds, PlannedDevice, PlannedLab, Sizes, seconds
+from deploy.planning.prediction import Branch, MachineSpeeds, PlannedDevice, PlannedLab, Sizes, TierSizes, seconds
 from deploy.planning.virtual_time import Host, Process, VirtualTime
 from tests.helpers.commands import invoke
 
 FREE = LinkDirection()
 MB = 1_000_000
 FAST = MachineSpeeds(0.0, 0.0, 0.0, message_s=0.0, byte_s=0.0, mix_byte_s=0.0, record_s=0.0, cores=2)
-BIG = Sizes(10 * MB, 10 * MB, 10 * MB, 10 * MB, 10 * MB)
+
+
+def sizes(nbytes: int) -> Sizes:
+    return Sizes(nbytes, (TierSizes("wan", nbytes, nbytes), TierSizes("lan", nbytes, nbytes)))
+
+
+BIG = sizes(10 * MB)
 
 
 def lab(*branches: Branch, rounds: int = 1, one_host: bool = False, interface: float = 1e18) -> PlannedLab:
-    return PlannedLab(branches, rounds, BIG, TransferSettings(), one_host, interface)
+    children = tuple(replace(branch, rounds=rounds) for branch in branches)
+    return PlannedLab(children, BIG, TransferSettings(), one_host, interface)
 
 
 def way(mb_s: float, delay_s: float = 0.0) -> LinkDirection:
@@ -70,6 +77,29 @@ def test_links_pass_a_model_on_as_it_comes() -> None:
     assert (found["wait"], found["collect"]) == pytest.approx((0.0, 5.0))
 
 
+def test_devices_below_the_cloud_cross_one_link() -> None:
+    child = device(down=way(1.0), up=way(2.0), train_s=3.0)
+    found = seconds(PlannedLab((child,), BIG, TransferSettings(), one_host=False, interface=1e18), FAST)
+    assert (found["dispatch"], found["train"], found["collect"]) == pytest.approx((10.0, 3.0, 5.0))
+    tiers = footprint.tiers_of(PlannedLab((replace(child, count=3),), BIG, TransferSettings(), False, 1e18))
+    assert tiers["lan_up"] == 0 and tiers["wan_up"] == pytest.approx(3 * 10 * MB, rel=0.01)
+
+
+def test_a_layer_more_adds_its_chunk_down_and_its_link_up() -> None:
+    sizes = Sizes(10 * MB, tuple(TierSizes(name, 10 * MB, 10 * MB) for name in ("core", "wan", "lan")))
+    leaf = device(down=way(4.0), up=way(5.0), train_s=3.0)
+    region = Branch(1, way(2.0), way(2.0), (Branch(1, way(1.0), way(2.0), (leaf,), rounds=2),), rounds=2)
+    found = seconds(PlannedLab((region,), sizes, TransferSettings(), one_host=False, interface=1e18), FAST)
+    first = 0.5 / 2 + 10.0 + 0.25  # a chunk over the first link, all over the slowest, a chunk over the last: 1 MB each
+    later = 10 / 4
+    again = 10.0 + 0.25  # the second round of the region begins at the institution's link
+    rounds = first + again + 2 * (later + 2 * (3.0 + 10 / 5)) + 2 * 10 / 2
+    assert found["dispatch"] == pytest.approx(5.0)
+    assert found["dispatch"] + found["train"] == pytest.approx(rounds, abs=0.3)
+    bytes_ = footprint.tiers_of(PlannedLab((region,), sizes, TransferSettings(), False, 1e18))
+    assert [round(bytes_[f"{tier}_down"] / (10 * MB)) for tier in ("core", "wan", "lan")] == [1, 2, 4]
+
+
 def test_a_slow_lan_is_filled_from_the_first_chunk_on() -> None:
     found = seconds(lab(Branch(1, way(10.0), FREE, (device(down=way(1.0)),))), FAST)
     assert total(found) == pytest.approx(0.1 + 10.0)
@@ -86,7 +116,7 @@ def test_later_rounds_need_no_wan() -> None:
 def test_each_message_is_late_by_the_delay() -> None:
     delayed = lab(Branch(1, LinkDirection(None, 0.1), FREE, (device(up=LinkDirection(None, 0.2)),)))
     assert total(seconds(delayed, FAST)) == pytest.approx(3 * 0.1 + 3 * 0.2)
-    inline = replace(delayed, sizes=Sizes(1000, 1000, 1000, 1000, 1000))
+    inline = replace(delayed, sizes=sizes(1000))
     assert total(seconds(inline, FAST)) == pytest.approx(0.1 + 0.2)
 
 
@@ -172,10 +202,10 @@ def test_ten_million_devices_on_paper() -> None:
     work = workload.workload(parse(tree))
     workload.rehearse(work, FAST)
     played = workload.lab(work, replace(FAST, step_s=0.001), one_host=False, interface_mbit=10_000)
-    assert sum(branch.count for branch in played.branches) == 10_000 and len(played.branches) == 1
-    assert played.branches[0].devices[0].count == 100
-    assert total(seconds(played, FAST)) > 10_000 * work.sizes.wan_up / 1.25e9
-    assert footprint.tiers_of(played)["lan_up"] > 4_000_000 * work.sizes.lan_up
+    assert sum(branch.count for branch in played.children) == 10_000 and len(played.children) == 1
+    assert played.children[0].children[0].count == 100
+    assert total(seconds(played, FAST)) > 10_000 * work.sizes.tiers[0].up / 1.25e9
+    assert footprint.tiers_of(played)["lan_up"] > 4_000_000 * work.sizes.tiers[1].up
     assert time.monotonic() - start < 60  # against lists of ten million names
     assert "equal" in work.assumed[0]
 
@@ -192,7 +222,7 @@ def test_devices_are_distinguished_by_their_samples_and_links() -> None:
     workload.rehearse(work, FAST)
     assert isinstance(work.samples, dict) and sum(work.samples.values()) == 1438
     played = workload.lab(work, replace(FAST, step_s=1.0), one_host=False, interface_mbit=1000)
-    devices = [kind for branch in played.branches for kind in branch.devices for _ in range(kind.count)]
+    devices = [kind for branch in played.children for kind in branch.children for _ in range(kind.count)]
     assert sorted(kind.train_s for kind in devices) == sorted(3 * -(-n // 10) for n in work.samples.values())
     assert sorted(kind.up.rate for kind in devices) == [125_000.0] + [1_250_000.0] * 5
 

@@ -106,14 +106,14 @@ class Agents:
 
     def device(self, name: str, institution: str, *, allow_models: Sequence[str] = ()) -> asyncio.Task[Any]:
         agent = DeviceAgent(
-            name, institution=institution, broker=self._address, pool=self._pool, allow_models=allow_models,
+            name, parent=institution, broker=self._address, pool=self._pool, allow_models=allow_models,
             **self._more,
         )  # fmt: skip
         return self._start(name, agent.run())
 
     def all(self, *, observe: Observe = lambda event, facts: None) -> None:
         self.cloud(observe=observe)
-        for name, members in self._experiment.topology.children().items():
+        for name, members in self._experiment.topology.homes().items():
             self.institution(name)
             for member in members:
                 self.device(member, name)

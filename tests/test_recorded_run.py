@@ -201,7 +201,7 @@ def test_a_parent_plays_the_recorded_rounds_again(node: str, messages: list[Reco
     identity = Identity(run_of(messages), node, "cloud", session_of(messages, node), ledger=run_of(messages))
     session = ParentSession(
         identity, links=dict.fromkeys(children, LinkSettings()), transfer=experiment.transfer, shaped=False,
-        meter=NoMeter(), first_number=1, below=experiment.topology.children() if node == "cloud" else None,
+        meter=NoMeter(), first_number=1, below=experiment.topology.homes() if node == "cloud" else None,
     )  # fmt: skip
     session.set_form(Models(sent="fp32", received="fp32").form(layout))
     session.announce(next(one.message for one in messages if isinstance(one.message, Announcement)))

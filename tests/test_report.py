@@ -22,8 +22,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image, ImageColor
 
-from cloud.records import COUNTS
 from cloud.results import RunFolder
+from common.experiment import tiers as experiment_tiers
 from common.experiment.reading import parse
 from common.protocol.timeline import GLOBAL_PHASES
 from deploy.console.tabular import THIN, html
@@ -35,6 +35,7 @@ from deploy.report.page import compose
 from deploy.report.paper import render
 from deploy.runs.run import Run
 from tests.helpers.commands import invoke
+from tests.helpers.records import BYTES
 
 MakeRun = Callable[..., Path]
 LAB: dict[str, Any] = {
@@ -133,7 +134,7 @@ def test_bytes_in_the_report_are_those_of_the_files(played: list[Path]) -> None:
             assert cell.replace(THIN, "") == (line[name] or "-")
     tiers = {(row[0].lower(), row[1]): row for row in tree.tables["Bytes by tier and direction"][1:]}
     for (tier, way), row in tiers.items():
-        parents = {"cloud"} if tier == "wan" else set(run.children)
+        parents = {"cloud"} if tier == "wan" else set(run.nodes.aggregators)
         mine = [
             x for x in wanted if x["tier"] == tier and x["kind"] == "all" and (x["from"] in parents) == (way == "down")
         ]
@@ -143,7 +144,7 @@ def test_bytes_in_the_report_are_those_of_the_files(played: list[Path]) -> None:
     global_rounds = tree.tables["Each global round"]
     with (run.path / "rounds.csv").open(newline="") as file:
         for row, line in zip(global_rounds[1:], csv.DictReader(file), strict=True):
-            assert [number(cell) for cell in row[-5:-1]] == [int(line[name]) for name in COUNTS]
+            assert [number(cell) for cell in row[-5:-1]] == [int(line[name]) for name in BYTES]
             assert number(row[2]) == pytest.approx(float(line["accuracy"]), abs=5e-5)
 
 
@@ -324,7 +325,7 @@ PARTS = [("fill-train", "train"), ("fill-wait", "wait")]
         charts.curves("n", "t", {"_a": [(1.0, 0.5)], "b": []}, x=AXIS, y=AXIS),
         charts.bars("n", "t", PARTS, dict.fromkeys(LONG, (1.0, 2e6)), axis=AXIS),
         charts.columns("n", "t", PARTS, [], x=AXIS, axis=AXIS),
-        topology("t", {LONG[0]: LONG[1:]}, {}),
+        topology("t", experiment_tiers.Tree([{"cloud": LONG[:1]}, {LONG[0]: LONG[1:]}]), {}),
     ],
     ids=["curves", "points", "bars", "columns", "drawing"],
 )
@@ -361,9 +362,21 @@ def test_epochs_of_a_long_run_are_reported_in_stretches() -> None:
 
 def test_devices_of_like_links_are_one_box() -> None:
     slow, fast = Rates((1.0, 0.5), 30.0, (0.9, None)), Rates((None, None), 0.0, (None, None))
-    figure = topology("t", {"i": ["a", "b", "c"]}, {"i": fast, "a": slow, "b": fast, "c": slow})
+    tree = experiment_tiers.Tree([{"cloud": ["i"]}, {"i": ["a", "b", "c"]}])
+    figure = topology("t", tree, {"i": fast, "a": slow, "b": fast, "c": slow})
     words = re.findall(r">([^<>]+)</text>", "".join(figure.elements))
     assert {"2 devices", "b", "1 / 0.5 Mbit/s, 30 ms", "measured 0.9 / -", "unlimited"} <= set(words)
+
+
+@pytest.mark.parametrize("tiers", [1, 2, 3])
+def test_each_layer_is_a_column(tiers: int) -> None:
+    tree = parse({"tiers": [{"name": f"t{i}", "children": f"n{i}", "fan_out": 2} for i in range(tiers)]}).tree
+    rates = {name: Rates((float(i), 1.0), 0.0, (None, None)) for i, name in enumerate(tree.nodes)}
+    figure = topology("t", tree, rates)
+    lefts = {float(x) for x in re.findall(r'<rect class="node" x="([\d.]+)"', "".join(figure.elements))}
+    words = re.findall(r">([^<>]+)</text>", "".join(figure.elements))
+    assert len(lefts) == tiers + 1
+    assert sum(word in tree.nodes for word in words) == len(tree.nodes)
 
 
 def requests(log: str) -> list[str]:

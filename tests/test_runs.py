@@ -13,13 +13,14 @@ from typing import Final
 
 import pytest
 
-from cloud.records import COUNTS, DeviceRecord
+from cloud.records import DeviceRecord
 from cloud.results import RunFolder, held
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse
 from common.protocol.timeline import GLOBAL_PHASES
 from deploy.runs.run import Run, State, find, folders
 from tests.helpers.commands import invoke
+from tests.helpers.records import BYTES
 
 MakeRun = Callable[..., Path]
 EARLIER: Final = Path(__file__).parent / "recordings" / "run-format-1"  # before global rounds had their name
@@ -29,10 +30,11 @@ def test_a_run_is_read_as_it_was_written(tmp_path: Path, make_run: MakeRun) -> N
     run = Run(make_run(tmp_path, {"name": "lab", "seed": 3, "rounds": 3}))
     assert (run.name, run.seed, run.global_rounds, run.direct) == ("lab", 3, 3, False)
     assert [row.accuracy for row in run.rounds] == [0.5, 0.75, 0.9] and run.accuracy == 0.9
-    assert run.totals == dict(zip(COUNTS, (3_000_009, 6_000_015, 90_000_021, 120_000_027), strict=True))
+    assert run.totals == {name: 3 * count for name, count in BYTES.items()}
     assert [row.epochs for row in run.rounds] == [{"institution-0": n} for n in (1, 2, 3)]
     assert set(run.rounds[0].phases) == set(GLOBAL_PHASES) and run.rounds[0].seconds == pytest.approx(1.58)
-    assert run.children == {"institution-0": ["device-0"]}
+    assert run.nodes.children == {"cloud": ["institution-0"], "institution-0": ["device-0"]}
+    assert run.tiers == ("wan", "lan")
     assert run.links == [] and run.devices == [] and run.partition is None and run.prediction is None
 
 
@@ -41,9 +43,11 @@ def test_training_paths_of_earlier_releases_have_their_present_names(tmp_path: P
     row = "1,institution-0,device-{},10,1,1,1,0.5,1,0,0,{}"
     names = ("lean", "stacked", "in-process", "vmapped", "workers", "")
     rows = [row.format(number, name) for number, name in enumerate(names)]
-    (path / "devices.csv").write_text("\n".join([",".join(field.name for field in fields(DeviceRecord)), *rows]) + "\n")
+    columns = ["global_round", "institution", "device", *(field.name for field in fields(DeviceRecord)[2:])]
+    (path / "devices.csv").write_text("\n".join([",".join(columns), *rows]) + "\n")
     present = ["in-process", "vmapped", "in-process", "vmapped", "workers", ""]
     assert [device.path for device in Run(path).devices] == present
+    assert Run(path).devices[2].node == "cloud/institution-0/device-2"
 
 
 def test_accuracies_not_known_yet_are_none(tmp_path: Path, make_run: MakeRun) -> None:

@@ -81,11 +81,21 @@ def test_the_model_does_not_depend_on_time(options: Mapping[str, Any], undisturb
     assert outcome.trace != undisturbed.trace
 
 
-def test_real_training_gives_the_model_of_a_direct_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"topology": {"institutions": 1, "devices": 2}},
+        {"topology": {"institutions": 0, "devices": 4}, "cloud": {"participation": 0.5}, "institution": {}},
+        {"topology": {"institutions": 0, "devices": 3}, "cloud": {"aggregation": {"name": "fedcross", "alpha": 0.8},
+         "epoch_control": {"name": "tempo"}}, "institution": {}},
+    ],
+    ids=["three layers", "two layers", "two layers, FedCross under Tempo"],
+)  # fmt: skip
+def test_real_training_gives_the_model_of_a_direct_run(tree: dict[str, Any], tmp_path: Path) -> None:
     from deploy.local.direct import run_in_process  # torch takes seconds, which the processes below need not
 
     experiment = small(
-        topology={"institutions": 1, "devices": 2},
+        **tree,
         data={"dataset": "digits"},
         model={"name": "mlp_digits"},
         training={"momentum": 0.5, "learning_rate": 0.05},

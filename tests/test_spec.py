@@ -49,7 +49,7 @@ def load_text(tmp_path: Path, text: str, *overrides: str) -> Experiment:
 
 def test_the_defaults_are_an_experiment() -> None:
     assert parse({}) == Experiment() == parse("{}")
-    assert Experiment().topology.children() == {"institution-0": ["device-0"]}
+    assert Experiment().topology.homes() == {"institution-0": ["device-0"]}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -383,7 +383,7 @@ def test_an_unknown_key_has_a_proposal(tree: dict[str, Any], key: str, value: st
         ({"profiles": {"lte": 3}, "links": {"lan": "lte"}}, "profiles.lte", "3", "dictionary"),
         ({"profiles": {"lte": {"up_mbit": 0}}, "links": {"lan": "lte"}}, "profiles.lte.up_mbit", "0", "greater than 0"),
         ({"profiles": {"no spaces": {}}}, "profiles.no spaces", "'no spaces'", "pattern"),
-        ({"topology": {"institutions": 0}}, "topology.institutions", "0", "greater than or equal to 1"),
+        ({"topology": {"institutions": -1}}, "topology.institutions", "-1", "greater than or equal to 0"),
         ({"topology": {"devices": "many"}}, "topology.devices", "'many'", "integer"),
         ({"topology": {"devices": 2.5}}, "topology.devices", "2.5", "integer"),
         ({"topology": {"devices": ["ok", "not ok"]}}, "topology.devices.1", "'not ok'", "pattern"),
@@ -539,18 +539,19 @@ def test_a_stranger_among_the_devices() -> None:
 @given(institutions=st.integers(1, 12), more=st.integers(0, 60))
 def test_blocks_are_contiguous_and_of_equal_size(institutions: int, more: int) -> None:
     topology = parse({"topology": {"institutions": institutions, "devices": institutions + more}}).topology
-    children = topology.children()
+    children = topology.homes()
     assert list(children) == [f"institution-{m}" for m in range(institutions)]
     assert [name for members in children.values() for name in members] == topology.device_names()
-    sizes = topology.sizes()
+    ((count,), sizes) = topology.sizes()
+    assert count == institutions
     assert sizes == [len(members) for members in children.values()] and max(sizes) - min(sizes) <= 1
 
 
 def test_members_are_taken_as_they_are_said() -> None:
     members = {"b": ["device-2", "device-0"], "a": ["device-1"]}
     topology = parse({"topology": {"institutions": ["a", "b"], "devices": 3, "members": members}}).topology
-    assert list(topology.children().items()) == [("a", ["device-1"]), ("b", ["device-2", "device-0"])]
-    assert topology.sizes() == [1, 2]
+    assert list(topology.homes().items()) == [("a", ["device-1"]), ("b", ["device-2", "device-0"])]
+    assert topology.sizes() == [[2], [1, 2]]
 
 
 def test_millions_of_devices_need_no_names() -> None:
@@ -559,7 +560,7 @@ def test_millions_of_devices_need_no_names() -> None:
     topology = parse(tree).topology
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert topology.sizes() == [1000] * 10_000 and peak < 10e6
+    assert topology.sizes() == [[10_000], [1000] * 10_000] and peak < 10e6
 
 
 # Links and profiles

@@ -35,10 +35,10 @@ def test_all_rows_of_a_part_do_equal_local_work() -> None:
             continue
         for row in part.rows:
             one = study.experiment(part, row, 1, quick=False)
-            nodes = len(one.topology.institution_names()) * one.cloud.participation
-            devices = len(one.topology.device_names()) / len(one.topology.institution_names())
-            drawn = nodes * devices * one.institution.participation
-            work.add((one.rounds * one.institution.rounds * round(drawn), one.training))
+            drawn = float(len(one.tree.devices))
+            for tier in one.every_tier:
+                drawn *= tier.participation
+            work.add((one.rounds * one.device_rounds * round(drawn), one.training))
     assert len(work) == 1
 
 

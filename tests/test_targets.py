@@ -14,6 +14,8 @@ import pytest
 
 from common.experiment.links import LinkSettings
 from common.experiment.schema import TransferSettings
+from common.experiment.tiers import Tree
+from common.experiment.topology import CLOUD
 from common.metrics import Metrics
 from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
@@ -25,7 +27,7 @@ from common.runtime.targets import discovery, reachable
 from common.runtime.world import new_session
 from deploy.brokers.broker import BrokerProcess, start
 
-DEVICES = {"i0": ("d0", "d1", "d2"), "i1": ("d3",)}
+TREE = Tree([{CLOUD: ["i0", "i1"]}, {"i0": ["d0", "d1", "d2"], "i1": ["d3"]}])
 
 
 def presence(state: NodeState, metrics: str = "", *below: tuple[str, str]) -> Presence:
@@ -34,7 +36,7 @@ def presence(state: NodeState, metrics: str = "", *below: tuple[str, str]) -> Pr
 
 def found(targets: Targets) -> dict[str, tuple[str, str, str]]:
     """Return role, institution and device of each address."""
-    answer = discovery(targets, DEVICES, cloud="10.0.0.1:9464", run="r-1")
+    answer = discovery(targets, TREE, cloud="10.0.0.1:9464", run="r-1")
     labels = {str(each["targets"][0]): each["labels"] for each in answer}  # type: ignore[index]
     assert len(labels) == len(answer)  # an address twice would be scraped twice
     assert all(each["run"] == "r-1" for each in labels.values())  # type: ignore[index]
@@ -52,6 +54,14 @@ def test_devices_of_one_process_are_one_target_with_the_labels_that_they_share()
         "h1:1": ("device", "i0", ""),
         "h2:1": ("device", "", ""),
     }
+
+
+def test_devices_below_the_cloud_are_targets() -> None:
+    targets = Targets()
+    targets.receive("d0", presence(NodeState.READY, "h0:1"), now=0.0)
+    answer = discovery(targets, Tree([{CLOUD: ["d0", "d1"]}]), cloud="10.0.0.1:9464", run="r-1")
+    labels = {"role": "device", "institution": "cloud", "device": "d0", "run": "r-1"}
+    assert answer[1] == {"targets": ["h0:1"], "labels": labels}
 
 
 @pytest.mark.parametrize("state", NodeState)

@@ -111,7 +111,7 @@ def split(samples: int, devices: int, institutions: int) -> list[Load]:
     }
     lab = reading.parse(tree)
     labels = np.random.default_rng(1).integers(0, 10, samples)
-    parts: Sequence[partitions.Indices] = partitions.split(labels, data=lab.data, topology=lab.topology, seed=1)
+    parts: Sequence[partitions.Indices] = partitions.split(labels, data=lab.data, tree=lab.tree, seed=1)
     epochs = np.random.default_rng(2).permutation(np.linspace(3, 12, institutions).astype(int))
     return [Load(len(part), int(epochs[k * institutions // devices])) for k, part in enumerate(parts)]
 

@@ -91,10 +91,15 @@ def resolve(tree: Mapping[str, Any]) -> dict[str, Any]:
     Raises InvalidExperiment where no profile has the name.
     """
     resolved = dict(tree)
-    links, own = tree.get("links"), tree.get("profiles")
+    links, own, every = tree.get("links"), tree.get("profiles"), tree.get("tiers")
+    profiles = {**shipped(), **(own if isinstance(own, Mapping) else {})}
+    if isinstance(every, list):
+        resolved["tiers"] = [
+            {**tier, "link": named(f"tiers.{place}.link", tier["link"], profiles)} if "link" in tier else tier
+            for place, tier in enumerate(every)
+        ]
     if not isinstance(links, Mapping):
         return resolved
-    profiles = {**shipped(), **(own if isinstance(own, Mapping) else {})}
     tiers = {key: named(f"links.{key}", links[key], profiles) for key in ("wan", "lan") if key in links}
     resolved["links"] = {**links, **tiers}
     if isinstance(of := links.get("of"), Mapping):

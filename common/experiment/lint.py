@@ -25,16 +25,17 @@ RECENTRE_ALPHA_MOST: Final = 0.9  # above which recentred models diverge from ea
 
 def warnings(experiment: Experiment) -> list[str]:
     """Return one line per such setting: the key, its value and the effect."""
-    cloud, institution = experiment.cloud, experiment.institution
-    sizes = experiment.topology.sizes()
-    selected = [participants(size, institution.participation) for size in sizes]
-    at_cloud = participants(len(sizes), cloud.participation)
-    local_rounds = experiment.rounds * institution.rounds
-    found = [
-        *_at_each_tier("cloud", cloud.aggregation, experiment, rounds=experiment.rounds, fewest=at_cloud),
-        *_at_each_tier("institution", institution.aggregation, experiment, rounds=local_rounds, fewest=min(selected)),
-        *_at_the_cloud(cloud.aggregation),
-        *_at_an_institution(institution.aggregation, institution.rounds, institutions=len(sizes)),
+    found: list[str] = []
+    for depth, (key, tier) in enumerate(experiment.keyed_tiers()):
+        fewest = min(participants(size, tier.participation) for size in experiment.sizes()[depth])
+        rounds = experiment.rounds * experiment.rounds_of(depth)
+        found += _at_each_tier(key, tier.aggregation, experiment, rounds=rounds, fewest=fewest)
+        if depth == 0:
+            found += _at_the_cloud(key, tier.aggregation)
+        else:
+            alone = sum(experiment.sizes()[depth - 1]) == 1  # then its own mean comes back
+            found += _below_the_cloud(key, tier.aggregation, tier.rounds, alone=alone)
+    found += [
         *_epochs(experiment),
         *_schedule(experiment.training.schedule, global_rounds=experiment.rounds),
     ]
@@ -43,11 +44,12 @@ def warnings(experiment: Experiment) -> list[str]:
             f"model.name = {experiment.model.name!r}: batch norm with label skew costs accuracy (about 9 points on"
             " digits) and changes the ranking of the rules."
         )
-    partial = any(k < size for k, size in zip(selected, sizes, strict=True))
+    key, last = experiment.keyed_tiers()[-1]
+    partial = any(participants(size, last.participation) < size for size in experiment.sizes()[-1])
     strongly_skewed = _skew(experiment.data) <= STRONGLY_SKEWED_CONCENTRATION
-    if isinstance(institution.aggregation, FedAdp) and partial and strongly_skewed:
+    if isinstance(last.aggregation, FedAdp) and partial and strongly_skewed:
         found.append(
-            "institution.aggregation.name = 'fedadp': with partial participation and strong label skew it is worse"
+            f"{key}.aggregation.name = 'fedadp': with partial participation and strong label skew it is worse"
             " than fedavg."
         )
     return found
@@ -89,19 +91,18 @@ def _mixing(key: str, rule: FedCross) -> Iterator[str]:
         yield f"{key}.normalise = true: it has an effect only with similarity 'pairwise'."
 
 
-def _at_the_cloud(rule: Rule) -> Iterator[str]:
+def _at_the_cloud(key: str, rule: Rule) -> Iterator[str]:
     if isinstance(rule, MultiModel) and rule.on_new_model != "reset":
-        yield f"cloud.aggregation.on_new_model = {rule.on_new_model!r}: the cloud has no parent that sends it a model."
+        yield f"{key}.aggregation.on_new_model = {rule.on_new_model!r}: the cloud has no parent that sends it a model."
 
 
-def _at_an_institution(rule: Rule, rounds: int, *, institutions: int) -> Iterator[str]:
-    key = "institution.aggregation"
+def _below_the_cloud(tier: str, rule: Rule, rounds: int, *, alone: bool) -> Iterator[str]:
+    key = f"{tier}.aggregation"
     if isinstance(rule, MultiModel) and rule.on_new_model == "reset" and rounds == 1:
         yield (
-            f"{key}.name = {rule.name!r}: with institution.rounds = 1 and on_new_model 'reset' the mixed models are"
+            f"{key}.name = {rule.name!r}: with {tier}.rounds = 1 and on_new_model 'reset' the mixed models are"
             f" discarded before any device trains on them; this is fedavg with {rule.weights} weights."
         )
-    alone = institutions == 1  # then its own mean comes back
     if isinstance(rule, MultiModel) and rule.on_new_model == "recentre" and not alone:
         if not isinstance(rule, FedCross):
             yield f"{key}.on_new_model = 'recentre': hurts {rule.name} (fedmr on digits: 85 % against 93 %)."
@@ -115,7 +116,7 @@ def _at_an_institution(rule: Rule, rounds: int, *, institutions: int) -> Iterato
             yield f"{key}.history = 'keep': uploads of past global models ruin training (53 % on digits against 92 %)."
         elif rule.history == "clear" and rounds == 1:
             yield (
-                f"{key}.name = 'fedcda': with institution.rounds = 1 a history is cleared before it has a second"
+                f"{key}.name = 'fedcda': with {tier}.rounds = 1 a history is cleared before it has a second"
                 " upload, so there is nothing to choose from."
             )
 
@@ -123,8 +124,8 @@ def _at_an_institution(rule: Rule, rounds: int, *, institutions: int) -> Iterato
 def _epochs(experiment: Experiment) -> Iterator[str]:
     control = experiment.cloud.epoch_control
     if control.name == "tempo":
-        if len(experiment.topology.sizes()) == 1:
-            yield "cloud.epoch_control.name = 'tempo': with one institution the epochs remain training.epochs."
+        if experiment.sizes()[0] == [1]:
+            yield "cloud.epoch_control.name = 'tempo': with one child of the cloud the epochs remain training.epochs."
     elif control.model_dump(exclude={"name"}) != type(control)().model_dump(exclude={"name"}):
         yield "cloud.epoch_control.name = 'fixed': the other keys of the table have an effect only with tempo."
 

@@ -33,7 +33,7 @@ def explain(error: ValidationError, root: type[BaseModel]) -> InvalidExperiment:
 
 def _unknown(key: str, loc: tuple[int | str, ...], value: object, root: type[BaseModel]) -> InvalidExperiment:
     *parents, last = map(str, loc)
-    rule = parents[-1] if parents[1:2] == ["aggregation"] else ""
+    rule = parents[-1] if parents[-2:-1] == ["aggregation"] else ""
     owners = [name for name, table in RULES.items() if rule and last in table.model_fields]
     if owners:
         remedy = f"It belongs to {' and '.join(owners)}; this is {rule}."
@@ -44,7 +44,7 @@ def _unknown(key: str, loc: tuple[int | str, ...], value: object, root: type[Bas
 
 def _path(loc: tuple[int | str, ...]) -> list[str]:
     """Return the key as in the file: without pydantic's forms, and without the rule's name below an aggregation."""
-    return [str(part) for i, part in enumerate(loc) if part not in _FORMS and (i != 2 or loc[1] != "aggregation")]
+    return [str(part) for i, part in enumerate(loc) if part not in _FORMS and (i < 2 or loc[i - 1] != "aggregation")]
 
 
 def _known_keys(path: list[str], root: type[BaseModel]) -> list[str]:
@@ -52,7 +52,7 @@ def _known_keys(path: list[str], root: type[BaseModel]) -> list[str]:
     for part in path:
         if part not in _FORMS:
             table = _below(table, part)
-        if get_origin(table) not in (dict, UnionType) and not (
+        if get_origin(table) not in (dict, list, UnionType) and not (
             isinstance(table, type) and issubclass(table, BaseModel)
         ):
             return []
@@ -60,8 +60,8 @@ def _known_keys(path: list[str], root: type[BaseModel]) -> list[str]:
 
 
 def _below(table: Any, part: str) -> Any:
-    if get_origin(table) is dict:
-        return get_args(table)[1]
+    if get_origin(table) in (dict, list):
+        return get_args(table)[-1]
     if get_origin(table) is UnionType:
         return RULES[part]
     return table.model_fields[part].annotation if part in table.model_fields else None

@@ -9,10 +9,12 @@ The comment above a key, or behind it, is its meaning in docs/experiment.md (`do
 from __future__ import annotations
 
 import json
+from functools import cached_property, reduce
 from hashlib import blake2b
-from typing import Annotated, Any, Self
+from math import prod
+from typing import Annotated, Any, Final, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from common.errors import InvalidExperiment
 from common.experiment import aggregation, codecs, hardware, links
@@ -22,8 +24,9 @@ from common.experiment.data import check as check_data
 from common.experiment.hardware import HardwareSettings, Machine
 from common.experiment.links import Links, LinkSettings, Profile
 from common.experiment.rounds import Cloud, Institution, check_closing, participants
-from common.experiment.tables import Count, Fraction, Name, Positive, SettingsTable
-from common.experiment.topology import Topology, check_child, check_device, check_topology
+from common.experiment.tables import Count, Fraction, Name, Positive, SettingsTable, proposal
+from common.experiment.tiers import DEVICE, Tier, Tree, check_tiers, layers_of
+from common.experiment.topology import CLOUD, Topology, check_topology
 from common.experiment.training import TrainingSettings
 from common.experiment.training import check as check_training
 
@@ -46,6 +49,13 @@ class TransferSettings(SettingsTable):
     lan: Codecs = Codecs()
 
 
+SHORT_FORM: Final = (
+    "topology", "institution", "cloud.participation", "cloud.aggregation", "cloud.closing", "links.wan", "links.lan",
+    "transfer.wan", "transfer.lan",
+)  # fmt: skip
+BELOW_INSTITUTIONS: Final = ("institution", "links.lan", "transfer.lan")
+
+
 class Experiment(SettingsTable):
     """All that defines a run. Equal experiments with equal seeds give equal models, bit for bit, on CPUs."""
 
@@ -59,10 +69,20 @@ class Experiment(SettingsTable):
     training: TrainingSettings = TrainingSettings()
     cloud: Cloud = Cloud()
     institution: Institution = Institution()
+    tiers: list[Tier] = Field(default_factory=list)
     profiles: dict[Name, Profile] = Field(default_factory=dict)
     links: Links = Links()
     transfer: TransferSettings = TransferSettings()
     hardware: HardwareSettings = HardwareSettings()
+
+    @model_serializer(mode="wrap")
+    def _in_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what the other form of the tiers has."""
+        tree: dict[str, Any] = dump(self)
+        for path in SHORT_FORM if self.tiers else ("tiers",):
+            *parents, last = path.split(".")
+            del reduce(dict.__getitem__, parents, tree)[last]
+        return tree
 
     @model_validator(mode="before")
     @classmethod
@@ -71,39 +91,92 @@ class Experiment(SettingsTable):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        check_topology(self.topology)
+        if self.tiers:
+            check_tiers(self.tiers)
+        else:
+            check_topology(self.topology)
+        self._check_form()
         check_data(self.data, self.model)
         check_training(self.training, self.data)
-        sizes = self.topology.sizes()
-        for key, share in (("cloud", self.cloud.participation), ("institution", self.institution.participation)):
-            if share <= 0:
+        for (key, tier), sizes in zip(self.keyed_tiers(), self.sizes(), strict=True):
+            if tier.participation <= 0:
                 remedy = "Give a fraction above 0 and at most 1."
-                raise InvalidExperiment(f"{key}.participation", share, "selects no clients", remedy)
-        institutions = participants(len(sizes), self.cloud.participation)
-        check_closing("cloud.closing", self.cloud.closing, institutions)
-        selected = [participants(size, self.institution.participation) for size in sizes]
-        check_closing("institution.closing", self.institution.closing, min(selected))
-        aggregation.check("cloud.aggregation", self.cloud.aggregation, institutions)
-        aggregation.check("institution.aggregation", self.institution.aggregation, max(selected))
+                raise InvalidExperiment(f"{key}.participation", tier.participation, "selects no clients", remedy)
+            selected = [participants(size, tier.participation) for size in set(sizes)]
+            check_closing(f"{key}.closing", tier.closing, min(selected))
+            aggregation.check(f"{key}.aggregation", tier.aggregation, max(selected))
         for child in self.links.of:
-            check_child("links.of", child, self.topology)
+            self._check_node("links.of", child)
         for device in self.hardware.of:
-            check_device("hardware.of", device, self.topology)
-        for key, tier in (("transfer.wan", self.transfer.wan), ("transfer.lan", self.transfer.lan)):
-            codecs.check_name(f"{key}.up", tier.up, codecs.UP)
-            codecs.check_name(f"{key}.down", tier.down, codecs.DOWN)
+            self._check_device("hardware.of", device)
+        for key, tier in self.keyed_tiers():
+            at = f"{key}.transfer" if self.tiers else f"transfer.{tier.name}"
+            codecs.check_name(f"{at}.up", tier.transfer.up, codecs.UP)
+            codecs.check_name(f"{at}.down", tier.transfer.down, codecs.DOWN)
         return self
 
     def link(self, child: str) -> LinkSettings:
-        """Return the link between an institution or a device and its parent. Raises InvalidExperiment."""
-        check_child("topology", child, self.topology)
-        tier = self.links.wan if child in self.topology.institution_names() else self.links.lan
-        return self.links.of.get(child, tier)
+        """Return the link between a node and its parent. Raises InvalidExperiment."""
+        self._check_node("topology", child)
+        return self.links.of.get(child) or self.every_tier[self.tree.depth(child) - 1].link
 
     def machine(self, device: str) -> Machine:
         """Return the machine that a device emulates. Raises InvalidExperiment."""
-        check_device("topology", device, self.topology)
+        self._check_device("topology", device)
         return self.hardware.machine(device, seed=self.seed)
+
+    @cached_property
+    def tree(self) -> Tree:
+        """The nodes of the lab."""
+        if self.tiers:
+            return Tree(layers_of(self.tiers))
+        return Tree(self.topology.layers(), self.topology.device_names())
+
+    @cached_property
+    def every_tier(self) -> tuple[Tier, ...]:
+        """The tiers from the cloud down, in whichever form the experiment has them."""
+        if self.tiers:
+            return tuple(self.tiers)
+        cloud, institution = self.cloud, self.institution
+        wan = Tier(
+            name="wan", participation=cloud.participation, aggregation=cloud.aggregation, closing=cloud.closing,
+            link=self.links.wan, transfer=self.transfer.wan,
+            children="institution" if self.topology.institutions else DEVICE,
+        )  # fmt: skip
+        lan = Tier(
+            name="lan", participation=institution.participation, aggregation=institution.aggregation,
+            closing=institution.closing, link=self.links.lan, transfer=self.transfer.lan, rounds=institution.rounds,
+        )  # fmt: skip
+        return (wan, lan) if self.topology.institutions else (wan,)
+
+    def count_by_kind(self) -> dict[str, int]:
+        """Return the number of nodes by what they are: `{"institutions": 3, "devices": 12}`."""
+        return {f"{tier.children}s": sum(sizes) for tier, sizes in zip(self.every_tier, self.sizes(), strict=True)}
+
+    def keyed_tiers(self) -> list[tuple[str, Tier]]:
+        """Return the tiers, each with the key of its settings."""
+        keys = [f"tiers.{place}" for place in range(len(self.tiers))] or ["cloud", "institution"]
+        return list(zip(keys, self.every_tier, strict=False))
+
+    @property
+    def tier_names(self) -> list[str]:
+        """The names of the tiers from the cloud down."""
+        return [tier.name for tier in self.every_tier]
+
+    def sizes(self) -> list[list[int]]:
+        """Return the number of children of each parent, by tier: without names, there may be millions."""
+        if self.tiers:
+            return [[len(names) for names in layer.values()] for layer in layers_of(self.tiers)]
+        return self.topology.sizes()
+
+    def rounds_of(self, depth: int) -> int:
+        """Return how many rounds a parent at this depth runs in a global round, the cloud's depth being 0."""
+        return prod(tier.rounds for tier in self.every_tier[1 : depth + 1])
+
+    @property
+    def device_rounds(self) -> int:
+        """The local rounds of a device in each global round: those of its parent."""
+        return self.rounds_of(len(self.every_tier) - 1)
 
     def to_json(self) -> str:
         """Return the effective experiment as canonical JSON, the form in which the nodes receive it."""
@@ -113,3 +186,31 @@ class Experiment(SettingsTable):
     def digest(self) -> str:
         """16 hexadecimal digits that identify the effective experiment."""
         return blake2b(self.to_json().encode(), digest_size=8).hexdigest()
+
+    def _check_form(self) -> None:
+        """Check that no key is set that has no effect with this form of the tiers."""
+        if len(self.every_tier) == 1 and self.data.partition.startswith("institution_"):
+            problem = "this lab has no institution"
+            raise InvalidExperiment("data.partition", self.data.partition, problem, "Use a partition over the devices.")
+        unused = [] if self.topology.institutions or self.tiers else BELOW_INSTITUTIONS
+        for key in SHORT_FORM if self.tiers else unused:
+            found: Any = self
+            default: Any = DEFAULTS
+            for part in key.split("."):
+                found, default = getattr(found, part), getattr(default, part)
+            if found != default:
+                problem = "[[tiers]] has these settings" if self.tiers else "this lab has no institution"
+                raise InvalidExperiment(key, str(found), problem, f"Remove {key}.")
+
+    def _check_node(self, key: str, name: str) -> None:
+        if name not in self.tree or name == CLOUD:
+            remedy = proposal(name, self.tree.nodes, what="There are")
+            raise InvalidExperiment(key, name, "no institution or device has this name", remedy)
+
+    def _check_device(self, key: str, name: str) -> None:
+        devices = self.tree.layers[-1]
+        if name not in self.tree or self.tree.depth(name) != len(self.every_tier):
+            raise InvalidExperiment(key, name, "no device has this name", proposal(name, devices, what="There are"))
+
+
+DEFAULTS: Final = Experiment()

@@ -59,17 +59,24 @@ def write(tree: Mapping[str, Any]) -> str:
     return "\n".join(lines).strip() + "\n"
 
 
-def _write_table(table: Mapping[str, Any], path: tuple[str, ...], lines: list[str]) -> None:
-    if path:
+def _is_tables(value: object) -> bool:
+    return isinstance(value, list) and value != [] and all(isinstance(each, dict) for each in value)
+
+
+def _write_table(table: Mapping[str, Any], path: tuple[str, ...], lines: list[str], *, headed: bool = False) -> None:
+    if path and not headed:
         lines += ["", f"[{'.'.join(map(_toml_key, path))}]"]
     for key, value in table.items():
-        if not isinstance(value, dict):
+        if not isinstance(value, dict) and not _is_tables(value):
             # JSON strings are TOML strings, except for DEL, and for surrogate pairs with ensure_ascii.
             written = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
             lines.append(f"{_toml_key(key)} = {written}")
     for key, value in table.items():
         if isinstance(value, dict) and value:
             _write_table(value, (*path, key), lines)
+        for each in value if _is_tables(value) else ():
+            lines += ["", f"[[{'.'.join(map(_toml_key, (*path, key)))}]]"]
+            _write_table(each, (*path, key), lines, headed=True)
 
 
 def _toml_key(key: str) -> str:

@@ -1,25 +1,25 @@
-"""The topology of an experiment's lab: its nodes and their parents."""
+"""The short form of a lab's nodes: a cloud, institutions or none, and devices (`tiers.py` has the general one)."""
 
 from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
-from typing import Final
+from typing import Annotated, Final
 
 from pydantic import Field
 
 from common.errors import InvalidExperiment
-from common.experiment.tables import Count, Name, SettingsTable, proposal
+from common.experiment.tables import Count, Name, SettingsTable
 
 CLOUD: Final = "cloud"
 RESERVED: Final = frozenset({CLOUD, "all"})  # `all` is the broadcast stream
 
 
 class Topology(SettingsTable):
-    """The nodes of the lab, and the institution of each device."""
+    """The nodes of a lab of one or two tiers, and the institution of each device."""
 
-    # A number makes the names `institution-0`, `institution-1`, ...; a list gives them.
-    institutions: Count | list[Name] = 1
+    # A number makes the names `institution-0`, `institution-1`, ...; a list gives them; 0 = devices below the cloud.
+    institutions: Annotated[int, Field(ge=0)] | list[Name] = 1
     # All devices of the lab: a number makes `device-0`, `device-1`, ...; a list gives names.
     devices: Count | list[Name] = 1
     # The devices of each institution. Without it, institutions get consecutive devices, in numbers that differ by at
@@ -34,20 +34,28 @@ class Topology(SettingsTable):
         """Return all devices in order; a device's position in this list is the number of its data partition."""
         return _names("device", self.devices)
 
-    def children(self) -> dict[str, list[str]]:
+    def layers(self) -> list[dict[str, list[str]]]:
+        """Return the children of each parent, by layer from the cloud down."""
+        if self.institutions == 0:
+            return [{CLOUD: self.device_names()}]
+        return [{CLOUD: self.institution_names()}, self.homes()]
+
+    def homes(self) -> dict[str, list[str]]:
         """Return each institution's devices: those of `members`, else contiguous blocks, sizes within 1."""
-        if self.members:
+        if self.members or not self.institutions:
             return {name: list(self.members.get(name, [])) for name in self.institution_names()}
         devices = self.device_names()
         ends = self._ends()
         names = self.institution_names()
         return {name: devices[start:end] for name, start, end in zip(names, [0, *ends[:-1]], ends, strict=True)}
 
-    def sizes(self) -> list[int]:
-        """Return the number of devices of each institution without generating names: there may be millions."""
+    def sizes(self) -> list[list[int]]:
+        """Return the number of children of each parent, by layer, without generating names: there may be millions."""
+        if self.institutions == 0:
+            return [[_count(self.devices)]]
         if self.members:
-            return [len(devices) for devices in self.children().values()]
-        return [end - start for start, end in pairwise([0, *self._ends()])]
+            return [[_count(self.institutions)], [len(devices) for devices in self.homes().values()]]
+        return [[_count(self.institutions)], [end - start for start, end in pairwise([0, *self._ends()])]]
 
     def _ends(self) -> list[int]:
         institutions, devices = _count(self.institutions), _count(self.devices)
@@ -57,20 +65,18 @@ class Topology(SettingsTable):
 def check_topology(topology: Topology) -> None:
     if isinstance(topology.institutions, list) or isinstance(topology.devices, list) or topology.members:
         _check_names(topology)
-    for institution, size in enumerate(topology.sizes()):
+    for parent, size in enumerate(topology.sizes()[-1]):
         if size == 0:
-            raise InvalidExperiment(
-                "topology.devices",
-                _count(topology.devices),
-                f"{topology.institution_names()[institution]} would have no device",
-                "Use at least one device per institution.",
-            )
+            name = topology.institution_names()[parent] if topology.institutions else CLOUD
+            problem, remedy = f"{name} would have no device", "Use at least one device per institution."
+            raise InvalidExperiment("topology.devices", _count(topology.devices), problem, remedy)
 
 
 def _check_names(topology: Topology) -> None:
     institutions, devices = topology.institution_names(), topology.device_names()
-    if not institutions:
-        raise InvalidExperiment("topology.institutions", [], "no institution", "Use at least one institution.")
+    if topology.institutions == []:
+        remedy = "Use at least one institution, or 0 for a cloud and devices."
+        raise InvalidExperiment("topology.institutions", [], "no institution", remedy)
     for key, names in (("topology.institutions", institutions), ("topology.devices", devices)):
         if len(set(names)) < len(names):
             double = next(name for name, times in Counter(names).items() if times > 1)
@@ -80,34 +86,21 @@ def _check_names(topology: Topology) -> None:
         if name in RESERVED or name in both:
             problem = "the name is reserved" if name in RESERVED else "two roles share this name"
             raise InvalidExperiment("topology", name, problem, "Give every node its own name.")
-    children = topology.children()
+    children = topology.homes()
     for unknown in (name for name in topology.members if name not in children):
         raise InvalidExperiment(
             f"topology.members.{unknown}",
             topology.members[unknown],
             "no institution has this name",
-            f"Use one of topology.institutions: {', '.join(institutions)}.",
+            f"Use one of topology.institutions: {', '.join(institutions)}." if institutions else "Remove it.",
         )
     homes = Counter(device for members in children.values() for device in members)
-    for device in devices:
+    for device in devices if institutions else ():
         if homes[device] != 1:
             problem = "is in no institution" if device not in homes else "is in more than one institution"
             raise InvalidExperiment("topology.members", device, problem, "List each device in exactly one institution.")
     for device in homes.keys() - set(devices):
         raise InvalidExperiment("topology.members", device, "not a device of topology.devices", "Add it there.")
-
-
-def check_child(key: str, child: str, topology: Topology) -> None:
-    names = [*topology.institution_names(), *topology.device_names()]
-    if child not in names:
-        remedy = proposal(child, names, what="There are")
-        raise InvalidExperiment(key, child, "no institution or device has this name", remedy)
-
-
-def check_device(key: str, device: str, topology: Topology) -> None:
-    names = topology.device_names()
-    if device not in names:
-        raise InvalidExperiment(key, device, "no device has this name", proposal(device, names, what="There are"))
 
 
 def _count(given: int | list[str]) -> int:

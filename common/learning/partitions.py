@@ -1,6 +1,6 @@
 """The split of the training samples over the devices. numpy only.
 
-A device's position in `topology.device_names()` is the number of its partition. All random numbers come from
+A device's position in `tree.devices` is the number of its partition. All random numbers come from
 (seed, PARTITION).
 """
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from common.errors import InvalidExperiment
 from common.experiment.data import Data
-from common.experiment.topology import Topology
+from common.experiment.tiers import Tree
 from common.randomness import Purpose, generator
 
 Indices: TypeAlias = npt.NDArray[np.int64]
@@ -23,16 +23,14 @@ Indices: TypeAlias = npt.NDArray[np.int64]
 ATTEMPTS = 10_000
 
 
-def split(
-    labels: Indices, *, data: Data, topology: Topology, seed: int, owners: Indices | None = None
-) -> list[Indices]:
-    """Return the sample indices of each device, ascending int64, in the order of the topology's devices.
+def split(labels: Indices, *, data: Data, tree: Tree, seed: int, owners: Indices | None = None) -> list[Indices]:
+    """Return the sample indices of each device, ascending int64, in the order of `tree.devices`.
 
     `labels` and `owners` are int64 [N]; with `natural` the i-th device gets the samples of owner i. Every partition
     has at least one sample, with the Dirichlet splits at least `data.min_samples`. Raises InvalidExperiment if such a
     split is impossible.
     """
-    devices = len(topology.device_names())
+    devices = len(tree.devices)
     draw = generator(seed, Purpose.PARTITION)
     if data.partition == "dirichlet_overlap":
         parts = [_overlapping(labels, data=data, seed=seed, place=place) for place in range(devices)]
@@ -46,7 +44,7 @@ def split(
     elif data.partition == "iid":
         parts = _equal(np.arange(len(labels)), draw, devices)
     else:
-        parts = _by_institution(labels, draw, data=data, topology=topology)
+        parts = _by_institution(labels, draw, data=data, tree=tree)
     return [np.sort(part) for part in parts]
 
 
@@ -150,18 +148,18 @@ def _dirichlet_counts(
     )
 
 
-def _by_institution(labels: Indices, draw: np.random.Generator, *, data: Data, topology: Topology) -> list[Indices]:
+def _by_institution(labels: Indices, draw: np.random.Generator, *, data: Data, tree: Tree) -> list[Indices]:
     """Split over the institutions by Dirichlet or shards, then within each over its devices following `data.within`."""
-    children = topology.children()
-    least = np.array([len(devices) * max(1, data.min_samples) for devices in children.values()])
+    homes = [tree.children[parent] for parent in tree.layers[-2]]
+    least = np.array([len(devices) * max(1, data.min_samples) for devices in homes])
     if data.partition == "institution_shards":
-        shares = _shards(labels, draw, parts=len(children), each=data.shards)
+        shares = _shards(labels, draw, parts=len(homes), each=data.shards)
     else:
         shares = _dirichlet(labels, draw, data=data, concentration=data.concentration, least=least)
     parts: dict[str, Indices] = {}
-    for devices, samples in zip(children.values(), shares, strict=True):
+    for devices, samples in zip(homes, shares, strict=True):
         parts.update(zip(devices, _within(labels, samples, draw, data=data, devices=len(devices)), strict=True))
-    return [parts[device] for device in topology.device_names()]
+    return [parts[device] for device in tree.devices]
 
 
 def _within(labels: Indices, samples: Indices, draw: np.random.Generator, *, data: Data, devices: int) -> list[Indices]:

@@ -67,25 +67,24 @@ def keep(experiment: schema.Experiment, folder: Path) -> str:
 
 def write(experiment: schema.Experiment, split: Split, folder: Path) -> dict[str, Any]:
     """Write each device's indices, int64, and facts about them into two files; return the facts. Raises OSError."""
-    names = experiment.topology.device_names()
-    homes = {name: home for home, members in experiment.topology.children().items() for name in members}
+    tree = experiment.tree
     facts: dict[str, Any] = {
         "digest": split.digest,
         "seed": experiment.seed,
         "data": experiment.data.model_dump(mode="json"),
         "devices": {
             name: {
-                "institution": homes[name],
+                "parent": tree.parent(name),
                 "samples": len(part),
                 "by_class": np.bincount(split.labels[part], minlength=split.classes).tolist(),
             }
-            for name, part in zip(names, split.partitions, strict=True)
+            for name, part in zip(tree.devices, split.partitions, strict=True)
         },
     }
     with zipfile.ZipFile(
         folder / ARRAYS, "w", zipfile.ZIP_DEFLATED
     ) as archive:  # numpy's savez rejects the name `file`
-        for name, part in zip(names, split.partitions, strict=True):
+        for name, part in zip(tree.devices, split.partitions, strict=True):
             with archive.open(f"{name}.npy", "w") as file:
                 np.lib.format.write_array(file, part)
     (folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
@@ -101,6 +100,6 @@ def _split(experiment_json: str, node: str) -> Split:
     dataset = datasets.load(experiment.data, node=node)
     labels = dataset.train_labels.numpy()
     parts = partitions.split(
-        labels, data=experiment.data, topology=experiment.topology, seed=experiment.seed, owners=dataset.owners
+        labels, data=experiment.data, tree=experiment.tree, seed=experiment.seed, owners=dataset.owners
     )
     return Split(labels, dataset.classes, parts, partitions.digest(parts, labels=labels))

@@ -1,11 +1,13 @@
-"""Validation of a child's report on its work: possible numbers, whose sums fit in a message."""
+"""A child's report on its work: its validation (possible numbers, whose sums fit in a message), and sums of results."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from math import inf, isfinite
 from typing import Final
 
+from common.accounting.child_report import ChildReport
 from common.errors import RefusedModel
 from common.protocol.messages import Result
 
@@ -45,3 +47,19 @@ def plans_of(result: Result) -> list[dict[str, object]]:
     if not all(isinstance(spread, float | int) and abs(spread) <= FLOAT_MOST for spread in spreads):
         raise RefusedModel("the spread of its models is not a finite number")
     return plans
+
+
+def added(report: ChildReport, result: Result) -> ChildReport:
+    """Return the report on a child with one more of its results."""
+    return replace(
+        report,
+        samples=result.samples,
+        rounds=report.rounds + 1,
+        epochs=report.epochs + result.epochs,
+        steps=report.steps + result.steps,
+        loss=result.loss,
+        train_s=report.train_s + result.train_s,
+        wait_s=report.wait_s + result.wait_s,
+        pause_s=report.pause_s + result.pause_s,
+        path=result.path,
+    )

@@ -80,10 +80,10 @@ def partition(
         if output == "json":
             typer.echo(json.dumps(facts))
             return
-        typer.echo("\t".join(("device", "institution", "samples", "classes")))
+        typer.echo("\t".join(("device", "parent", "samples", "classes")))
         for name, device in facts["devices"].items():
             held = sum(count > 0 for count in device["by_class"])
-            typer.echo(f"{name}\t{device['institution']}\t{device['samples']}\t{held}")
+            typer.echo(f"{name}\t{device['parent']}\t{device['samples']}\t{held}")
         write_line(f"digest {facts['digest']}, in {out}")
 
 

@@ -241,7 +241,15 @@ def institution(
 @app.command()
 def device(
     name: Annotated[list[str], typer.Option(help="This device's name. Repeat it for several devices in one process.")],
-    institution: Annotated[list[str], typer.Option(help="Its institution: one for all names, or one per name.")],
+    parent: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--parent",
+            "--institution",
+            help="Its parent, an institution or the cloud: one for all names, or one per name.  [default: cloud]",
+            show_default=False,
+        ),
+    ] = None,
     broker: Annotated[
         list[str] | None,
         typer.Option(
@@ -271,16 +279,18 @@ def device(
         bool, typer.Option("--together", help="End all devices if one fails before any has trained.")
     ] = False,
 ) -> None:
-    """Start one or more devices: they wait for an experiment, then train each model that the institution assigns."""
-    brokers = broker or ["localhost"]
-    for given, option in ((institution, "--institution"), (brokers, "--broker")):
+    """Start one or more devices: they wait for an experiment, then train each model that their parent assigns."""
+    from common.experiment.topology import CLOUD
+
+    brokers, parents = broker or ["localhost"], parent or [CLOUD]
+    for given, option in ((parents, "--parent"), (brokers, "--broker")):
         if len(given) not in (1, len(name)):
             raise typer.BadParameter(f"{len(given)} values given for {len(name)} names", param_hint=option)
     if slots != "auto" and not (slots.isdecimal() and int(slots) > 0):
         raise typer.BadParameter(f"{slots!r}: use auto, or a number from 1", param_hint="--slots")
     if len(set(name)) < len(name):
         raise typer.BadParameter("duplicate name", param_hint="--name")
-    homes = institution * len(name) if len(institution) == 1 else institution
+    homes = parents * len(name) if len(parents) == 1 else parents
     addresses = brokers * len(name) if len(brokers) == 1 else brokers
 
     async def take_part() -> None:
@@ -294,7 +304,7 @@ def device(
             agents = {
                 each: DeviceAgent(
                     each,
-                    institution=home,
+                    parent=home,
                     broker=_address(where, username, password_file),
                     lab=lab,
                     pool=pool,

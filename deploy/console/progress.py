@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,6 @@ from deploy.console.tabular import size
 
 if TYPE_CHECKING:
     from common.runtime.children import Observe
-
-TIERS = ("wan", "lan")
 
 
 @contextmanager
@@ -88,12 +86,12 @@ class RunView:
         """Return the log line for an event, or None if the event is not logged."""
         match event:
             case "run":
-                lab = f"{len(facts['institutions'])} institutions, {sum(facts['institutions'].values())} devices"
+                lab = ", ".join(f"{count} {kind}" for kind, count in facts["nodes"].items())
                 model = f"{facts['model']} ({size(facts['model_bytes'])})"
                 return f"run {facts['run']}: {facts['experiment']}, {lab}, {model}, in {facts['folder']}"
             case "evaluated":
                 row = self._row
-                traffic = ", ".join(f"{tier} {size(_both(row, tier))}" for tier in TIERS)
+                traffic = ", ".join(f"{tier} {size(_both(row, tier))}" for tier in tiers_in(row))
                 return (
                     f"global round {facts['global_round']}/{self._run.get('global_rounds', '?')}  "
                     f"accuracy {facts['accuracy']:.4f}  loss {facts['loss']:.4f}  "
@@ -118,14 +116,14 @@ class RunView:
             f"global round {done}/{total}  accuracy {accuracy}  {self._left(done, total)}",
         )
         nodes = Table(box=None, pad_edge=False)
-        for column in ("institution", "presence", "phase", "epochs"):
+        for column in ("node", "presence", "phase", "epochs"):
             nodes.add_column(column)
         for name, child in self._progress.get("states", {}).items():
             nodes.add_row(name, child["presence"], child["phase"] or child["state"], str(child["epochs"]))
         links = Table(box=None, pad_edge=False)
         for column in ("tier", "up", "down", "up rate", "down rate"):
             links.add_column(column, justify="left" if column == "tier" else "right")
-        for tier in TIERS:
+        for tier in tiers_in(self._progress):
             up, down = f"{tier}_up_bytes", f"{tier}_down_bytes"
             seen, rates = self._progress, self._rates
             sizes = (size(seen.get(up, 0)), size(seen.get(down, 0)))
@@ -144,7 +142,7 @@ class RunView:
             ("test accuracy", "-" if accuracy is None else f"{accuracy:.4f}"),
             ("global rounds", str(facts["global_round"])),
             ("training time", f"{facts['elapsed_s']:.1f} s"),
-            *((f"{tier.upper()} up / down", self._sizes(tier)) for tier in TIERS),
+            *((f"{tier.upper()} up / down", self._sizes(tier)) for tier in tiers_in(facts)),
             ("model", str(facts["model"])),
         ):
             table.add_row(name, value)
@@ -168,6 +166,11 @@ class RunView:
         if not done or not elapsed:
             return ""
         return f"{elapsed:.0f} s, about {elapsed / done * (total - done):.0f} s left"
+
+
+def tiers_in(names: Iterable[str]) -> list[str]:
+    """Return the tiers whose bytes have these columns or facts, from the cloud down."""
+    return [name.removesuffix("_up_bytes") for name in names if name.endswith("_up_bytes")]
 
 
 def _both(row: Mapping[str, Any], tier: str) -> int:

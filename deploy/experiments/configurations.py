@@ -3,9 +3,7 @@
 The settings suit short runs on digits: an MLP 64-32-10, batch 10, momentum 0.5. Learning rate 0.05 and two epochs were
 chosen in a few runs (`docs/study.md`): at 0.1 the multi-model rules lag far behind, with five epochs less so.
 
-Two layers are a cloud over institutions of one device each: the cloud applies the rule, and institutions only forward
-models. (A single institution would reset or recentre its K models in each global round.) Three layers do equal local
-work: 300 rounds of 6 devices; 30 global rounds of 4 rounds of 5 times 3 devices.
+Three layers do the local work of two: 300 rounds of 6 devices; 30 global rounds of 4 rounds of 5 times 3 devices.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ DIGITS: Final = {
     "cloud": {"checkpoint_every": 10_000},
 }
 TWO_LAYERS: Final = merged(
-    DIGITS, {"topology": {"institutions": 30, "devices": 30}, "cloud": {"participation": 0.2}, "rounds": 300}
+    DIGITS, {"topology": {"institutions": 0, "devices": 30}, "cloud": {"participation": 0.2}, "rounds": 300}
 )
 THREE_LAYERS: Final = merged(
     DIGITS,

@@ -72,6 +72,7 @@ def run_experiment(tree: str) -> StudyRun:
     """Run an experiment, given as JSON, without a network. Called in a process of the pool."""
     from cloud.results import RunFolder
     from deploy.local import direct
+    from deploy.runs.run import columns_of
 
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fedstrata-study-") as home:
@@ -79,9 +80,7 @@ def run_experiment(tree: str) -> StudyRun:
         direct.run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
         with (folder.path / "rounds.csv").open(newline="") as file:
             rows = list(csv.DictReader(file))
-    # With two layers each institution has one device: the LAN's bytes only repeat the WAN's.
-    flat = len(parse(tree).topology.device_names()) == len(parse(tree).topology.institution_names())
-    columns = [f"{tier}_{to}_bytes" for tier in (("wan",) if flat else ("wan", "lan")) for to in ("up", "down")]
+    columns = columns_of(parse(tree).tier_names)
     return StudyRun(
         [float(row["accuracy"]) for row in rows],
         [float(row["elapsed_s"]) for row in rows],

@@ -17,6 +17,7 @@ from typing import Any, Final
 from cloud.evaluator import Accuracy
 from cloud.results import DIRECT, RunFolder
 from cloud.run import CloudRun
+from common.accounting.traffic import Traffic
 from common.errors import FedstrataError
 from common.experiment.data import check_alike
 from common.experiment.schema import Experiment
@@ -74,26 +75,28 @@ async def _run(folder: RunFolder, *, resume: bool, accelerator: str, observe: Ob
     layout = tester.layout
     calls = partial(Calls, layout=layout, resident_mb=experiment.transfer.resident_mb, clock=clock)
     below: dict[str, Calls] = {}
-    institutions: dict[str, Work] = {}
-    for name, devices in experiment.topology.children().items():
-        spool = _spool(folder, name)
-        trainers = {device: _trainer(experiment, device, accelerator, partition=partition) for device in devices}
+    tree, tiers = experiment.tree, experiment.every_tier
+    trainers = {device: _trainer(experiment, device, accelerator, partition=partition) for device in tree.devices}
+    work = {device: _device(trainer, experiment) for device, trainer in trainers.items()}
+    samples = {device: trainer.samples for device, trainer in trainers.items()}
+    for name in reversed(tree.aggregators):
+        children, spool = tree.children[name], _spool(folder, name)
         below[name] = calls(
-            {device: _device(trainer, experiment) for device, trainer in trainers.items()},
-            samples={device: trainer.samples for device, trainer in trainers.items()},
-            codecs=experiment.transfer.lan,
+            {child: work[child] for child in children},
+            samples={child: samples[child] for child in children},
+            codecs=tiers[tree.depth(name)].transfer,
             spool=spool,
         )
-        rounds = LocalRounds(name, experiment, layout=layout, spool=spool, down=below[name], metrics=metrics)
-        institutions[name] = rounds.work
+        samples[name] = sum(below[name].samples.values())
+        work[name] = LocalRounds(name, experiment, layout=layout, spool=spool, down=below[name], metrics=metrics).work
     spool = _spool(folder, CLOUD)
     down = calls(
-        institutions,
-        samples={name: sum(devices.samples.values()) for name, devices in below.items()},
-        codecs=experiment.transfer.wan,
+        {child: work[child] for child in tree.children[CLOUD]},
+        samples={child: samples[child] for child in tree.children[CLOUD]},
+        codecs=tiers[0].transfer,
         spool=spool,
-        below=lambda name: below[name].ledger.total(),
-        names_below=experiment.topology.children(),
+        below=lambda name: below[name].ledger.total() if name in below else Traffic(),
+        names_below={name: tuple(tree.below(name)) for name in tree.children[CLOUD]},
         observe=record,
     )
     try:
@@ -117,7 +120,7 @@ async def _run(folder: RunFolder, *, resume: bool, accelerator: str, observe: Ob
         raise
     finally:
         folder.write_links(down.ledger)
-    for name in (*institutions, CLOUD):
+    for name in (*tree.aggregators, CLOUD):
         _spool(folder, name).close()
     return model
 
@@ -136,7 +139,7 @@ def _trainer(experiment: Experiment, name: str, accelerator: str, *, partition: 
 
 
 def _device(trainer: Trainer, experiment: Experiment) -> Work:
-    local = LocalWork(trainer, rounds=experiment.institution.rounds)
+    local = LocalWork(trainer, rounds=experiment.device_rounds)
     never = threading.Event()
 
     async def work(task: Task, model: Arriving, report: Report) -> WorkResult:

@@ -114,12 +114,11 @@ class LocalLab:
         memory = ["--spool", "none"]  # the lab is killed as a whole, so no device has to announce a result again
         runs = ["--broker", network.upward[CLOUD], "--runs", str(self._runs), "--format", "json"]
         self._spawn(home, network, CLOUD, ["cloud", *what, *runs, *memory, "--metrics", self._metrics])
-        keeps = remembers(self._experiment.institution.aggregation)
+        tree = self._experiment.tree
+        keeps = any(remembers(tier.aggregation) for tier in self._experiment.every_tier[1:])
         home_of_runs = self._resume.resolve().parent if self._resume else self._runs
         states = ["--spool", str(home_of_runs / SPOOL)] if keeps else memory
-        homes = {}
-        for name, members in self._experiment.topology.children().items():
-            homes.update(dict.fromkeys(members, name))
+        for name in tree.aggregators:
             brokers = ["--broker", network.upward[name], "--device-broker", network.downward[name]]
             self._spawn(home, network, name, ["institution", "--name", name, *brokers, *states])
         model = self._experiment.model.name
@@ -129,7 +128,7 @@ class LocalLab:
             names = [
                 option
                 for device in devices
-                for option in ("--name", device, "--institution", homes[device], "--broker", network.upward[device])
+                for option in ("--name", device, "--parent", tree.parent(device), "--broker", network.upward[device])
             ]
             # A single process detects its cores or GPUs itself; several processes share the cores.
             several = ["--slots", str(count)] if len(slots) > 1 else []

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from common.errors import InvalidExperiment
+from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from deploy.brokers import broker
@@ -41,27 +42,30 @@ class NetworkPlan:
 
 def by_kernel(experiment: Experiment, *, delays: bool) -> Experiment:
     """Return the experiment with links enforced by the kernel; without their delays if `delays` is false."""
-    links = experiment.links.model_copy(update={"enforce": "kernel"})
+    tree = experiment.model_dump(mode="json")
+    links = tree["links"]
+    links["enforce"] = "kernel"
     if not delays:
-        prompt = {"delay_ms": 0.0}
-        tiers = {"wan": links.wan.model_copy(update=prompt), "lan": links.lan.model_copy(update=prompt)}
-        nodes = {child: link.model_copy(update=prompt) for child, link in links.of.items()}
-        links = links.model_copy(update={**tiers, "of": nodes})
-    return experiment.model_copy(update={"links": links})
+        tiers = [tier["link"] for tier in tree.get("tiers", ())] or [links["wan"], links["lan"]]
+        for link in (*tiers, *links["of"].values()):
+            link["delay_ms"] = 0.0
+    return parse(tree)
 
 
 def lay_out(experiment: Experiment) -> NetworkPlan:
-    """Return a lab's plan, with one device process for each institution."""
-    children = experiment.topology.children()
+    """Return a lab's plan, with one process for the devices of each parent."""
+    tree = experiment.tree
     wires: dict[str, VethPair] = {}
     groups: dict[str, tuple[str, ...]] = {}
-    for institution, devices in children.items():
-        wires[institution] = _wire(experiment, institution, number=len(wires), hosts=(CLOUD, institution))
-        group = f"devices@{institution}"  # no node has an @ in its name
-        groups[group] = tuple(devices)
-        for device in devices:
-            wires[device] = _wire(experiment, device, number=len(wires), hosts=(institution, group))
-    return NetworkPlan((CLOUD, *children, *groups), groups, wires)
+    for parent, children in tree.children.items():
+        devices = tuple(name for name in children if name not in tree.children)
+        group = f"devices@{parent}"  # no node has an @ in its name
+        if devices:
+            groups[group] = devices
+        for child in children:
+            host = group if child in devices else child
+            wires[child] = _wire(experiment, child, number=len(wires), hosts=(parent, host))
+    return NetworkPlan((CLOUD, *tree.aggregators, *groups), groups, wires)
 
 
 def routing(plan: NetworkPlan) -> dict[str, list[str]]:
@@ -97,7 +101,7 @@ def namespaces(experiment: Experiment, home: Path, *, one_broker: bool) -> Itera
             "Use kernel, or run without --netns.",
         )
     plan = lay_out(experiment)
-    institutions = list(experiment.topology.children())
+    institutions = experiment.tree.aggregators
     with joined(plan.hosts, tuple(plan.wires.values())) as spaces, ExitStack() as stack:
         ports = {}
         for port, host in enumerate([CLOUD] if one_broker else [CLOUD, *institutions], PORT):  # log names need the port

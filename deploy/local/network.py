@@ -52,14 +52,14 @@ def one_host(experiment: Experiment, home: Path) -> Iterator[LabNetwork]:
         raise InvalidExperiment(
             "links.enforce", "kernel", "without --netns there are no links that the kernel could shape", "Use --netns."
         )
-    children = experiment.topology.children()
-    devices = [device for members in children.values() for device in members]
+    tree = experiment.tree
+    devices = tree.layers[-1]
     processes = min(-(-len(devices) // DEVICES_MOST), cores())
     with broker.start(directory=home) as served:
         address = f"{served.host}:{served.port}"
         write_line(f"broker: {served.kind} on {address}")
         yield LabNetwork(
-            upward=dict.fromkeys((CLOUD, *children, *devices), address),
-            downward=dict.fromkeys(children, address),
+            upward=dict.fromkeys((CLOUD, *tree.nodes), address),
+            downward=dict.fromkeys(tree.aggregators, address),
             groups={f"devices-{index}": devices[index::processes] for index in range(processes)},
         )

@@ -90,7 +90,7 @@ def train(experiment_json: str) -> TrainingSpeed:
     experiment = parse(experiment_json)
     data = datasets.load(experiment.data)
     module = models.build(experiment.model.name, experiment.seed, inputs=data.inputs)
-    trainer = Trainer(experiment, node=experiment.topology.device_names()[0], accelerator="cpu")
+    trainer = Trainer(experiment, node=experiment.tree.devices[0], accelerator="cpu")
     trainer.prepare()
     row, out = trainer.layout.empty(), trainer.layout.empty()
     models.write_row(module, trainer.layout, row)

@@ -70,7 +70,7 @@ def predict(experiment: Experiment, *, one_host: bool, interface_mbit: float = I
     lab = workload.lab(work, speeds, one_host=one_host, interface_mbit=interface_mbit)
     seconds = prediction.seconds(lab, speeds)
     global_round_s = sum(seconds.values())
-    devices = max(experiment.topology.sizes()) if one_host else 1
+    devices = max(experiment.sizes()[-1]) if one_host else 1
     return {
         "experiment": experiment.name,
         "experiment_digest": experiment.digest,

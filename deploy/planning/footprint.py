@@ -6,12 +6,13 @@ PyTorch's CUDA build. The rest follows from the models' sizes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from common.experiment.rounds import participants
 from common.experiment.schema import Experiment, TransferSettings
 from common.experiment.topology import CLOUD
-from deploy.planning.prediction import PlannedLab, Sizes
+from deploy.planning.prediction import Branch, PlannedDevice, PlannedLab, Sizes
 
 DOWN_BYTES: Final = 295  # per child and round, besides the model: the task and the acknowledgement
 UP_BYTES: Final = 645  # per child and round, besides the model: the result and the progress messages
@@ -24,32 +25,39 @@ BROKER_BYTES: Final = 9_000_000
 
 def tiers_of(lab: PlannedLab) -> dict[str, int]:
     """Return the bytes of a global round by tier and direction, as whole MQTT packets."""
-    sizes = lab.sizes
-    institutions = sum(branch.count for branch in lab.branches)
-    devices = sum(branch.count * device.count for branch in lab.branches for device in branch.devices)
-    trainings = devices * lab.rounds
-    return {
-        "wan_up": institutions * _up(sizes.wan_up, lab.transfer) + devices * REPORT_BYTES,
-        "wan_down": institutions * _down(sizes.wan_down, lab.transfer),
-        "lan_up": trainings * _up(sizes.lan_up, lab.transfer),
-        "lan_down": trainings * _down(sizes.lan_down, lab.transfer),
-    }
+    found = {f"{tier.tier}_{way}": 0 for tier in lab.sizes.tiers for way in ("up", "down")}
+    _add_tiers(lab, lab.children, 0, 1, found)
+    return found
+
+
+def _add_tiers(
+    lab: PlannedLab, kinds: Sequence[Branch | PlannedDevice], depth: int, rounds: int, found: dict[str, int]
+) -> None:
+    """Add the bytes of some children of one layer, which take part in `rounds` rounds of a global round."""
+    tier = lab.sizes.tiers[depth]
+    for kind in kinds:
+        reports = kind.devices() * REPORT_BYTES if isinstance(kind, Branch) else 0
+        found[f"{tier.tier}_up"] += rounds * kind.count * (_up(tier.up, lab.transfer) + reports)
+        found[f"{tier.tier}_down"] += rounds * kind.count * _down(tier.down, lab.transfer)
+        if isinstance(kind, Branch):
+            _add_tiers(lab, kind.children, depth + 1, rounds * kind.count * kind.rounds, found)
 
 
 def links_of(experiment: Experiment, sizes: Sizes) -> dict[str, float]:
     """Return the mean bytes of a global round on each link, by `FROM TO`, given the share of selected children."""
-    transfer, rounds = experiment.transfer, experiment.institution.rounds
-    children = experiment.topology.children()
-    cloud_share = participants(len(children), experiment.cloud.participation) / len(children)
+    transfer, tree = experiment.transfer, experiment.tree
     found: dict[str, float] = {}
-    for name, devices in children.items():
-        selected = participants(len(devices), experiment.institution.participation)
-        found[f"{CLOUD} {name}"] = cloud_share * _down(sizes.wan_down, transfer)
-        found[f"{name} {CLOUD}"] = cloud_share * (_up(sizes.wan_up, transfer) + selected * REPORT_BYTES)
-        share = cloud_share * rounds * selected / len(devices)
-        for device in devices:
-            found[f"{name} {device}"] = share * _down(sizes.lan_down, transfer)
-            found[f"{device} {name}"] = share * _up(sizes.lan_up, transfer)
+    shares = {CLOUD: 1.0}  # mean rounds of a node's parent in which it takes part, in a global round
+    for parent, children in tree.children.items():
+        depth = tree.depth(parent)
+        tier, nbytes = experiment.every_tier[depth], sizes.tiers[depth]
+        share = shares[parent] * tier.rounds * participants(len(children), tier.participation) / len(children)
+        for child in children:
+            shares[child] = share
+            below = tree.children.get(child, ())
+            selected = participants(len(below), experiment.every_tier[depth + 1].participation) if below else 0
+            found[f"{parent} {child}"] = share * _down(nbytes.down, transfer)
+            found[f"{child} {parent}"] = share * (_up(nbytes.up, transfer) + selected * REPORT_BYTES)
     return found
 
 
@@ -59,16 +67,25 @@ def memory_of(lab: PlannedLab, *, data_bytes: int, devices: int) -> dict[str, in
     `data_bytes`: size of the data set, which devices and the evaluator load. `devices`: devices in the largest process.
     """
     row, transfer = lab.sizes.row, lab.transfer
-    selected = max(sum(device.count for device in branch.devices) for branch in lab.branches)
-    institutions = sum(branch.count for branch in lab.branches)
-    return {
-        "cloud": AGENT_BYTES + _parent(institutions, row, transfer),
+    own = sum(kind.count for kind in lab.children)
+    found = {
+        "cloud": AGENT_BYTES + _parent(own, row, transfer),
         "evaluator": TORCH_BYTES + data_bytes + 4 * row,  # in shared memory, initial, weights, one tensor's copy
-        "institution": AGENT_BYTES + _parent(selected, row, transfer),
-        "device": TORCH_BYTES + data_bytes + devices * 5 * row,  # received, result, weights, gradients, momentum
-        "cloud_broker": _broker(institutions, row, transfer),
-        "device_broker": _broker(selected, row, transfer),
     }
+    if widest := max(map(_widest, lab.children)):
+        found["institution"] = AGENT_BYTES + _parent(widest, row, transfer)
+    # A device has five models: received, result, weights, gradients, momentum.
+    found |= {"device": TORCH_BYTES + data_bytes + devices * 5 * row, "cloud_broker": _broker(own, row, transfer)}
+    if widest:
+        found["device_broker"] = _broker(widest, row, transfer)
+    return found
+
+
+def _widest(kind: Branch | PlannedDevice) -> int:
+    """Return the largest number of children of a node from here down; 0 for a device."""
+    if isinstance(kind, PlannedDevice):
+        return 0
+    return max(sum(child.count for child in kind.children), *map(_widest, kind.children))
 
 
 def _down(nbytes: int, transfer: TransferSettings) -> int:

@@ -1,6 +1,6 @@
 """Prediction of a global round's duration: a simulation of one global round from the experiment and measured speeds.
 
-    cloud --WAN--> institutions --LAN--> devices: train;  tau_i rounds;  --LAN--> mean --WAN--> cloud: mean
+    cloud --> institutions --> devices: train;  tau_i rounds;  --> mean --> cloud: mean
 
 A transfer takes bytes / rate plus the delay; a host runs as many computations at once as it has cores. If each node has
 its own machine, equal devices are simulated once, and so are equal institutions: ten million devices take a second.
@@ -9,10 +9,9 @@ Losses, late children, quorums (all children are waited for) and the selection o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Final, TypeVar
+from typing import Final
 
 from common.experiment.links import LinkDirection
 from common.experiment.schema import TransferSettings
@@ -45,19 +44,25 @@ class MachineSpeeds:
 
 
 @dataclass(frozen=True, slots=True)
+class TierSizes:
+    """Bytes of an encoded model in a tier, by direction."""
+
+    tier: str
+    up: int
+    down: int
+
+
+@dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes of a model: in memory (`row`), and encoded by tier and direction."""
+    """Bytes of a model: in memory (`row`), and encoded, by tier from the cloud down."""
 
     row: int
-    wan_up: int
-    wan_down: int
-    lan_up: int
-    lan_down: int
+    tiers: tuple[TierSizes, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedDevice:
-    """`count` equal devices in an institution's round: their link, and the seconds of one training."""
+    """`count` equal devices in a parent's round: their link, and the seconds of one training."""
 
     count: int
     down: LinkDirection
@@ -68,20 +73,27 @@ class PlannedDevice:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """`count` equal institutions: their link, and the devices of each that take part in a round."""
+    """`count` equal institutions: their link, the children of each that take part in a round, and its rounds."""
 
     count: int
     down: LinkDirection
     up: LinkDirection
-    devices: tuple[PlannedDevice, ...]
+    children: tuple[Branch | PlannedDevice, ...]
+    rounds: int = 1
+
+    def devices(self) -> int:
+        """Return the devices that take part in a round of each of them."""
+        return sum(kind.count * (kind.devices() if isinstance(kind, Branch) else 1) for kind in self.children)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedLab:
-    """A lab to simulate. `interface`: rate of each host's network interface, bytes per second, in each direction."""
+    """A lab to simulate: the children of the cloud that take part in a global round.
 
-    branches: tuple[Branch, ...]
-    rounds: int
+    `interface`: rate of each host's network interface, bytes per second, in each direction.
+    """
+
+    children: tuple[Branch | PlannedDevice, ...]
     sizes: Sizes
     transfer: TransferSettings
     one_host: bool
@@ -113,12 +125,11 @@ class _SimulatedGlobalRound:
         return phases
 
     def _rounds(self) -> Process:
-        """Simulate the cloud: all institutions, then the mixing of their models."""
-        host, pipe = Host(1), Host(1)
-        branches = _one_by_one(self._lab.branches) if self._shared else self._lab.branches
-        yield [self._institution(branch, host, pipe) for branch in branches]
+        """Simulate the cloud: all its children, then the mixing of their models."""
+        cloud = Host(1)
+        yield self._children(self._lab.children, 0, cloud, (0.0, 0.0))
         self._timeline.closed = self._clock.now
-        yield host, self._mixing(sum(branch.count for branch in branches))
+        yield cloud, self._mixing(sum(kind.count for kind in self._lab.children))
         self._aggregated = self._clock.now
 
     def _evaluation(self) -> Process:
@@ -126,40 +137,44 @@ class _SimulatedGlobalRound:
         yield self._cores(), self._speeds.evaluation_s
         self._evaluated = self._clock.now
 
-    def _institution(self, branch: Branch, cloud: Host, pipe: Host) -> Process:
-        sizes = self._lab.sizes
-        yield cloud, self._half(sizes.wan_down, branch.count)
-        wan_s = self._crossing(branch.down, sizes.wan_down, branch.count)
-        first_s = self._crossing(branch.down, self._chunk(branch.down, sizes.wan_down), branch.count)
-        arrived = self._clock.now + wan_s
-        self._timeline.dispatched = max(self._timeline.dispatched or 0.0, arrived)
-        host, own_pipe = Host(1), Host(1)
-        devices = _one_by_one(branch.devices) if self._shared else branch.devices
-        selected = sum(device.count for device in devices)
-        for local_round in range(self._lab.rounds):
-            children = []
-            for device in devices:
-                lan_s = self._crossing(device.down, sizes.lan_down, selected)
-                if local_round == 0:  # cut-through: the institution forwards chunks as they arrive
-                    last_s = self._crossing(device.down, self._chunk(device.down, sizes.lan_down), selected)
-                    lan_s = max(wan_s + last_s, first_s + lan_s)
-                children.append(self._device(device, lan_s, host, own_pipe))
-            yield children
-            yield host, self._mixing(selected)
-        self._first = min(self._first, self._clock.now)
-        self._last = max(self._last, self._clock.now)
-        yield self._upload(branch.up, sizes.wan_up, branch.count, pipe)
-        yield cloud, self._half(sizes.wan_up, branch.count)
+    def _children(
+        self, kinds: tuple[Branch | PlannedDevice, ...], depth: int, parent: Host, arrival: tuple[float, float]
+    ) -> list[Process]:
+        """Return the processes of a parent's children in one round.
 
-    def _device(self, device: PlannedDevice, arrival_s: float, parent: Host, pipe: Host) -> Process:
-        sizes, speeds = self._lab.sizes, self._speeds
-        yield parent, self._half(sizes.lan_down, device.count)
-        yield arrival_s
-        work_s = speeds.message_s + (sizes.lan_down + sizes.lan_up) * speeds.byte_s
-        yield self._cores(), device.train_s + work_s * (1.0 if self._shared else 1 - AT_PARENT)
-        yield device.pause_s
-        yield self._upload(device.up, sizes.lan_up, device.count, pipe)
-        yield parent, self._half(sizes.lan_up, device.count)
+        `arrival`: seconds until the first chunk and until the whole model are at the parent, which forwards chunks as
+        they arrive (cut-through).
+        """
+        pipe, siblings = Host(1), sum(kind.count for kind in kinds)
+        single = [replace(kind, count=1) for kind in kinds for _ in range(kind.count)] if self._shared else kinds
+        return [self._child(kind, depth, parent, pipe, arrival, siblings) for kind in single]
+
+    def _child(
+        self, kind: Branch | PlannedDevice, depth: int, parent: Host, pipe: Host, above: tuple[float, float],
+        siblings: int,
+    ) -> Process:  # fmt: skip
+        tier = self._lab.sizes.tiers[depth]
+        yield parent, self._half(tier.down, kind.count)
+        chunk_s = self._crossing(kind.down, self._chunk(kind.down, tier.down), siblings)
+        whole_s = self._crossing(kind.down, tier.down, siblings)
+        arrival = above[0] + chunk_s, max(above[1] + chunk_s if above[1] else 0.0, above[0] + whole_s)
+        if depth == 0:
+            self._timeline.dispatched = max(self._timeline.dispatched or 0.0, self._clock.now + arrival[1])
+        if isinstance(kind, Branch):
+            host = Host(1)
+            for r in range(kind.rounds):
+                yield self._children(kind.children, depth + 1, host, (0.0, 0.0) if r else arrival)
+                yield host, self._mixing(sum(child.count for child in kind.children))
+        else:
+            yield arrival[1]
+            work_s = self._speeds.message_s + (tier.down + tier.up) * self._speeds.byte_s
+            yield self._cores(), kind.train_s + work_s * (1.0 if self._shared else 1 - AT_PARENT)
+            yield kind.pause_s
+        if depth == 0:
+            self._first = min(self._first, self._clock.now)
+            self._last = max(self._last, self._clock.now)
+        yield self._upload(kind.up, tier.up, kind.count, pipe)
+        yield parent, self._half(tier.up, kind.count)
 
     def _cores(self) -> Host:
         """Return the host on which a device or the evaluator computes: the shared one, or one of its own."""
@@ -205,10 +220,3 @@ def _wait(seconds: float) -> Process:
 
 def _use(host: Host, seconds: float) -> Process:
     yield host, seconds
-
-
-_Kind = TypeVar("_Kind", Branch, PlannedDevice)
-
-
-def _one_by_one(kinds: Iterable[_Kind]) -> list[_Kind]:
-    return [replace(kind, count=1) for kind in kinds for _ in range(kind.count)]

@@ -8,16 +8,19 @@ from __future__ import annotations
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
 from common.aggregation.selection import select
 from common.errors import InvalidExperiment
+from common.experiment.hardware import Machine
+from common.experiment.links import LinkSettings
 from common.experiment.reading import parse
 from common.experiment.rounds import participants
 from common.experiment.schema import Experiment
@@ -27,12 +30,14 @@ from common.learning.datasets import Dataset
 from common.learning.evaluation import ModelTester
 from common.model.codecs import codec_of
 from common.model.layout import ModelLayout, Row
-from deploy.planning.prediction import Branch, MachineSpeeds, PlannedDevice, PlannedLab, Sizes
+from deploy.planning.prediction import Branch, MachineSpeeds, PlannedDevice, PlannedLab, Sizes, TierSizes
 from deploy.runs.run import Run
 
 MOST_LISTED: Final = 20_000  # devices; above, all are assumed equal
 REHEARSED: Final = 3  # global rounds after which Tempo's epochs have settled
 REHEARSAL_S: Final = 60.0
+
+Kind: TypeAlias = Branch | PlannedDevice
 
 
 class Shape(NamedTuple):
@@ -60,7 +65,7 @@ class PlannedWorkload:
     """The work of an experiment.
 
     single: the same experiment with one device, for calibration    samples: by device, or one number for all devices
-    here: whether the data set is available    epochs: by institution    assumed: the assumptions, as text
+    here: whether the data set is available    epochs: by child of the cloud    assumed: the assumptions, as text
     """
 
     experiment: Experiment
@@ -76,6 +81,10 @@ class PlannedWorkload:
     def listed(self) -> bool:
         """Whether each device has its own entry."""
         return isinstance(self.samples, Mapping)
+
+    def samples_of(self, device: str) -> int:
+        """Return the samples of a device."""
+        return self.samples[device] if isinstance(self.samples, Mapping) else self.samples
 
     def steps(self, samples: int, epochs: int) -> int:
         """Return the SGD steps of one training."""
@@ -93,18 +102,19 @@ def workload(experiment: Experiment) -> PlannedWorkload:
         dataset = datasets.load(here.data)
         assumed.append(f"{experiment.data.dataset} is not available: synthetic images of its shape are used")
     tester = ModelTester(here)
-    count = sum(experiment.topology.sizes())
+    count = sum(experiment.sizes()[-1])
     mean = _mean_samples(experiment, dataset, count)
     samples: int | dict[str, int] = mean
     if count > MOST_LISTED:
         assumed.append(f"all {count} devices are equal, {mean} samples each; links.of and hardware.of are ignored")
     elif here is experiment and experiment.data.dataset != "folder":
         parts = splits.split_of(experiment).partitions
-        samples = dict(zip(experiment.topology.device_names(), map(len, parts), strict=True))
+        samples = dict(zip(experiment.tree.devices, map(len, parts), strict=True))
     else:
         assumed.append(f"each device has {mean} samples")
-        samples = dict.fromkeys(experiment.topology.device_names(), mean)
-    alone = {"topology": {"institutions": 1, "devices": 1}, "cloud": {}, "institution": {}, "links": {}}
+        samples = dict.fromkeys(experiment.tree.devices, mean)
+    alone = {"topology": {"institutions": 0, "devices": 1}, "tiers": [], "cloud": {}, "institution": {}, "links": {}}
+    alone |= {"transfer": experiment.transfer.model_dump(mode="json") | {"wan": {}, "lan": {}}}
     single = parse(here.model_dump(mode="json") | alone)
     nbytes = dataset.train_images.nbytes + dataset.test_images.nbytes
     sizes = _sizes(experiment, tester.layout, tester.first)
@@ -114,13 +124,13 @@ def workload(experiment: Experiment) -> PlannedWorkload:
 def rehearse(work: PlannedWorkload, speeds: MachineSpeeds) -> None:
     """Set the epochs: `training.epochs`, or with Tempo those of a few global rounds run on this machine."""
     experiment = work.experiment
-    names = experiment.topology.institution_names() if work.listed else []
+    names = experiment.tree.children[CLOUD] if work.listed else []
     work.epochs = dict.fromkeys(names, experiment.training.epochs)
     if experiment.cloud.epoch_control.name == "fixed":
         return
     if isinstance(work.samples, Mapping) and work.here:
         steps = sum(work.steps(samples, experiment.training.epochs) for samples in work.samples.values())
-        cost_s = REHEARSED * (experiment.institution.rounds * steps * speeds.step_s * 1.5 + speeds.evaluation_s)
+        cost_s = REHEARSED * (experiment.device_rounds * steps * speeds.step_s * 1.5 + speeds.evaluation_s)
         if cost_s <= REHEARSAL_S:
             work.epochs = _rehearsed_epochs(experiment)
             work.assumed.append(f"the epochs that Tempo sets after {REHEARSED - 1} global rounds, which were run here")
@@ -130,36 +140,57 @@ def rehearse(work: PlannedWorkload, speeds: MachineSpeeds) -> None:
 
 def lab(work: PlannedWorkload, speeds: MachineSpeeds, *, one_host: bool, interface_mbit: float) -> PlannedLab:
     """Return the lab to simulate, with equal devices and equal institutions grouped."""
-    experiment, training = work.experiment, work.experiment.training
-    institutions: Counter[tuple[Any, ...]] = Counter()
-    share = experiment.institution.participation
-    if isinstance(work.samples, Mapping):
-        children = experiment.topology.children()
-        for name in select(list(children), experiment.cloud.participation, seed=experiment.seed, node=CLOUD, r=0):
-            devices: Counter[PlannedDevice] = Counter()
-            for device in select(children[name], share, seed=experiment.seed, node=name, r=0):
-                steps = work.steps(work.samples[device], work.epochs[name])
-                link, machine = experiment.link(device), experiment.machine(device)
-                train_s = speeds.training_s + steps * speeds.step_s
-                devices[PlannedDevice(1, link.down, link.up, train_s, machine.emulated_s(train_s) - train_s)] += 1
-            link = experiment.link(name)
-            institutions[link.down, link.up, tuple(_counted(devices))] += 1
-    else:
-        wan, lan, machine = experiment.links.wan, experiment.links.lan, experiment.hardware.default
-        steps = work.steps(work.samples, training.epochs)
-        every = experiment.topology.sizes()
-        for size in every[: participants(len(every), experiment.cloud.participation)]:
-            train_s = speeds.training_s + steps * speeds.step_s
-            pause_s = machine.emulated_s(train_s) - train_s
-            devices_of_it = (PlannedDevice(participants(size, share), lan.down, lan.up, train_s, pause_s),)
-            institutions[wan.down, wan.up, devices_of_it] += 1
-    branches = tuple(Branch(count, down, up, devices) for (down, up, devices), count in institutions.items())
+    children = _listed(work, speeds, CLOUD, work.experiment.training.epochs) if work.listed else _alike(work, speeds)
     interface = math.inf if one_host else interface_mbit * 1e6 / 8
-    return PlannedLab(branches, experiment.institution.rounds, work.sizes, experiment.transfer, one_host, interface)
+    return PlannedLab(children, work.sizes, work.experiment.transfer, one_host, interface)
 
 
-def _counted(devices: Counter[PlannedDevice]) -> list[PlannedDevice]:
-    return [PlannedDevice(count, kind.down, kind.up, kind.train_s, kind.pause_s) for kind, count in devices.items()]
+def _listed(work: PlannedWorkload, speeds: MachineSpeeds, parent: str, epochs: int) -> tuple[Kind, ...]:
+    """Return a parent's children in its first round, each by its own link, samples and machine."""
+    experiment, tree = work.experiment, work.experiment.tree
+    depth = tree.depth(parent)
+    tier = experiment.every_tier[depth]
+    kinds: Counter[Kind] = Counter()
+    for name in select(tree.children[parent], tier.participation, seed=experiment.seed, node=parent, r=0):
+        link = experiment.link(name)
+        own = work.epochs.get(name, epochs)
+        if name in tree.children:
+            rounds = experiment.every_tier[depth + 1].rounds
+            kinds[Branch(1, link.down, link.up, _listed(work, speeds, name, own), rounds)] += 1
+        else:
+            kinds[_device(work, speeds, link, experiment.machine(name), samples=work.samples_of(name), epochs=own)] += 1
+    return tuple(replace(kind, count=count) for kind, count in kinds.items())
+
+
+def _alike(work: PlannedWorkload, speeds: MachineSpeeds) -> tuple[Kind, ...]:
+    """Return the children of the cloud in a lab whose devices are all equal: only their numbers differ."""
+    experiment = work.experiment
+    *above, last = experiment.every_tier
+    machine = experiment.hardware.default
+    samples, epochs = work.samples_of(""), experiment.training.epochs
+    device = _device(work, speeds, last.link, machine, samples=samples, epochs=epochs)
+    groups: list[tuple[Kind, ...]] = [
+        (replace(device, count=participants(size, last.participation)),) for size in experiment.sizes()[-1]
+    ]
+    below = last.rounds
+    for tier, sizes in zip(reversed(above), reversed(experiment.sizes()[:-1]), strict=True):
+        nodes = iter(groups)
+        parents = [list(islice(nodes, size)) for size in sizes]
+        groups = [_grouped(own[: participants(len(own), tier.participation)], tier.link, below) for own in parents]
+        below = tier.rounds
+    return groups[0]
+
+
+def _grouped(children: Sequence[tuple[Kind, ...]], link: LinkSettings, rounds: int) -> tuple[Kind, ...]:
+    counts = Counter(children)
+    return tuple(Branch(count, link.down, link.up, kinds, rounds) for kinds, count in counts.items())
+
+
+def _device(
+    work: PlannedWorkload, speeds: MachineSpeeds, link: LinkSettings, machine: Machine, *, samples: int, epochs: int
+) -> PlannedDevice:
+    train_s = speeds.training_s + work.steps(samples, epochs) * speeds.step_s
+    return PlannedDevice(1, link.down, link.up, train_s, machine.emulated_s(train_s) - train_s)
 
 
 def _synthetic(experiment: Experiment, missing: InvalidExperiment) -> Experiment:
@@ -192,8 +223,8 @@ def _sizes(experiment: Experiment, layout: ModelLayout, row: Row) -> Sizes:
     def size(name: str) -> int:
         return codec_of(name).encode(layout, after, reference=row).nbytes
 
-    wan, lan = experiment.transfer.wan, experiment.transfer.lan
-    return Sizes(layout.row_bytes, size(wan.up), size(wan.down), size(lan.up), size(lan.down))
+    tiers = (TierSizes(t.name, size(t.transfer.up), size(t.transfer.down)) for t in experiment.every_tier)
+    return Sizes(layout.row_bytes, tuple(tiers))
 
 
 def _rehearsed_epochs(experiment: Experiment) -> dict[str, int]:
@@ -206,4 +237,4 @@ def _rehearsed_epochs(experiment: Experiment) -> dict[str, int]:
         folder = RunFolder.create(Path(home), short)
         direct.run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
         epochs = Run(folder.path).rounds[-1].epochs
-    return {name: epochs.get(name) or experiment.training.epochs for name in experiment.topology.institution_names()}
+    return {name: epochs.get(name) or experiment.training.epochs for name in experiment.tree.children[CLOUD]}

@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any, Final
 
-from cloud.records import COUNTS, TIERS
 from common.errors import InvalidExperiment
 from deploy.console.tabular import Column, Spread, Table
-from deploy.runs.run import Run
+from deploy.runs.run import Run, columns_of, tiers_of
 
-FIGURES: Final = ("rounds", "seconds", *COUNTS, "sgd_steps", "path_steps")
 KINDS: Final = ("links", "hardware", "data")  # compared runs must agree in these
 _NAMING: Final = frozenset({"seed", "data.root"})  # these keys do not distinguish experiments
 _HOST: Final = ("host", "cpus")
@@ -44,7 +42,7 @@ class Group:
 
     def spread(self, figure: str) -> Spread | None:
         """Return the mean and the standard deviation of a cost over the runs that reached the target."""
-        return Spread.of([run.costs[figure] for run in self.runs if run.costs is not None])
+        return Spread.of([run.costs[figure] for run in self.runs if run.costs is not None and figure in run.costs])
 
 
 def to_target(run: Run, target: float) -> Reached:
@@ -53,7 +51,7 @@ def to_target(run: Run, target: float) -> Reached:
         if row.accuracy is not None and row.accuracy >= target:
             done = run.rounds[: i + 1]
             costs: dict[str, float] = {"rounds": row.global_round, "seconds": row.elapsed_s}
-            costs |= {name: sum(each.bytes_[name] for each in done) for name in COUNTS}
+            costs |= {name: sum(each.bytes_[name] for each in done) for name in columns_of(run.tiers)}
             costs |= {"sgd_steps": sum(each.sgd_steps for each in done)}
             costs |= {"path_steps": sum(each.path_steps for each in done)}
             return Reached(run, costs)
@@ -142,7 +140,8 @@ def speed_up(first: Group, other: Group) -> tuple[Spread | None, int, int]:
 
 def table(groups: Sequence[Group], target: float) -> Table:
     """Return a table of the groups: means and deviations over the runs that reached the target."""
-    byte_columns = (Column(f"{tier.upper()} {to}", "MB", 3) for tier in TIERS for to in ("up", "down"))
+    byte_columns = (Column(f"{tier.upper()} {to}", "MB", 3) for tier in _tiers(groups) for to in ("up", "down"))
+    figures = _figures(groups)
     columns = [Column("experiment", text=True), Column("reached", text=True), Column("global rounds"),
                Column("time", "s"), *byte_columns,
                Column("SGD steps", digits=0), Column("critical path", digits=0), Column("speed-up", digits=2),
@@ -150,8 +149,8 @@ def table(groups: Sequence[Group], target: float) -> Table:
     rows = []
     for each in groups:
         ratio, paired, common = speed_up(groups[0], each)
-        costs = [each.spread(figure) for figure in FIGURES]
-        costs = [_mega(cost) if name in COUNTS else cost for name, cost in zip(FIGURES, costs, strict=True)]
+        costs = [each.spread(figure) for figure in figures]
+        costs = [_mega(cost) if name.endswith("_bytes") else cost for name, cost in zip(figures, costs, strict=True)]
         rows.append([each.label, f"{len(each.reached)}/{len(each.runs)}", *costs, ratio, f"{paired}/{common}"])
     return Table("compare", f"Costs of reaching an accuracy of {target:g}", columns, rows)
 
@@ -165,7 +164,7 @@ def to_json(groups: Sequence[Group], target: float) -> dict[str, Any]:
                 "label": each.label,
                 "reached": len(each.reached),
                 "of": len(each.runs),
-                **{figure: _plain(each.spread(figure)) for figure in FIGURES},
+                **{figure: _plain(each.spread(figure)) for figure in _figures(groups)},
                 "speed_up": _plain(ratio) if (ratio := speed_up(groups[0], each)[0]) else None,
                 "runs": [
                     {"run": r.run.id, "seed": r.run.seed, "state": r.run.state, "costs": r.costs} for r in each.runs
@@ -174,6 +173,14 @@ def to_json(groups: Sequence[Group], target: float) -> dict[str, Any]:
             for each in groups
         ],
     }
+
+
+def _tiers(groups: Sequence[Group]) -> list[str]:
+    return tiers_of([each.run for group in groups for each in group.runs])
+
+
+def _figures(groups: Sequence[Group]) -> list[str]:
+    return ["rounds", "seconds", *columns_of(_tiers(groups)), "sgd_steps", "path_steps"]
 
 
 def notes(groups: Sequence[Group]) -> list[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from cloud.records import BROKER, TIERS, LinkRecord
+from cloud.records import BROKER, LinkRecord
+from common.experiment.topology import CLOUD
 from deploy.console.tabular import Cell, Column, Table
 from deploy.report import charts, maps
 from deploy.report.charts import Axis
@@ -103,24 +104,26 @@ def links(run: Run) -> Table:
 def topology(run: Run) -> Figure:
     """Return a drawing of the lab's nodes and links."""
     measured = {link.goes: link.measured_mbit for link in run.links if link.kind == "all"}
-    homes = {device: name for name, devices in run.children.items() for device in devices}
     rates = {}
     for name, link in _declared_links(run).items():
-        parent = homes.get(name, "cloud")
+        parent = run.nodes.parent(name) if name in run.nodes else CLOUD
         declared = (_rate(link.get("down_mbit")), _rate(link.get("up_mbit")))
         seen = (measured.get(f"{parent} {name}"), measured.get(f"{name} {parent}"))
         rates[name] = Rates(declared, _rate(link.get("delay_ms")) or 0.0, seen)
-    return maps.topology(file_name("topology", run), run.children, rates)
+    return maps.topology(file_name("topology", run), run.nodes, rates)
 
 
 def _by_direction(run: Run) -> dict[tuple[str, str], list[LinkRecord]]:
     """Return the rows of the links by tier and direction."""
-    found: dict[tuple[str, str], list[LinkRecord]] = {(tier, to): [] for tier in TIERS for to in ("down", "up")}
+    found: dict[tuple[str, str], list[LinkRecord]] = {(tier, to): [] for tier in run.tiers for to in ("down", "up")}
     for link in run.links:
-        parents = ("cloud",) if link.tier == "wan" else run.children
-        if link.kind != BROKER and link.tier in TIERS:
-            found[link.tier, "down" if link.from_ in parents else "up"].append(link)
+        if link.kind != BROKER and link.tier in run.tiers:
+            found[link.tier, "down" if _goes_down(run, link) else "up"].append(link)
     return found
+
+
+def _goes_down(run: Run, link: LinkRecord) -> bool:
+    return link.to in run.nodes.children.get(link.from_, ())
 
 
 def _carried(whole: Sequence[LinkRecord]) -> int | None:
@@ -139,9 +142,7 @@ def _declared_links(run: Run) -> dict[str, Mapping[str, Any]]:
 
 def _declared(run: Run, link: LinkRecord) -> float | None:
     of = _declared_links(run)
-    up, down = of.get(link.from_), of.get(link.to)
-    if link.tier == "lan" and link.from_ in run.children:
-        up = None
+    up, down = None if _goes_down(run, link) else of.get(link.from_), of.get(link.to)
     return _rate(up.get("up_mbit") if up is not None else (down or {}).get("down_mbit"))
 
 

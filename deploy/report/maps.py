@@ -1,4 +1,4 @@
-"""Pictures of a lab: the epochs of each institution over the global rounds, and the topology with link rates."""
+"""Pictures of a lab: the epochs of the cloud's children over the global rounds, and the topology with link rates."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from common.experiment.tiers import Tree
+from common.experiment.topology import CLOUD
 from deploy.console.tabular import Column, Table
 from deploy.report.figures import LETTER, Figure, path, rect, text
 
 ROW = 22.0  # pixels
+EDGE = 250.0
 
 
 def epochs(key: str, rows: Mapping[str, Sequence[int | None]]) -> Figure:
-    """Draw the epochs (tau_c) of each institution in each global round, None if it took no part; darker is more."""
+    """Draw the epochs (tau_c) of the cloud's children in each global round, None without a part; darker is more."""
     count = max(map(len, rows.values()), default=0)
     most = max((cell for cells in rows.values() for cell in cells if cell is not None), default=1)
     left, top = 12 + LETTER * max(map(len, rows), default=0), 52.0
     wide = min(30.0, 640.0 / max(count, 1))
-    title = "Epochs of each institution"
+    title = "Epochs of each child of the cloud"
     elements = [text(2, 16, title)]
     for i in range(0, count, math.ceil(30 / wide)):
         elements.append(text(left + wide * (i + 0.5), top - 8, str(i + 1), anchor="middle", kind="soft"))
@@ -38,7 +41,7 @@ def epochs(key: str, rows: Mapping[str, Sequence[int | None]]) -> Figure:
     columns = (Column("global round"), *(Column(name) for name in rows))
     table = Table(key, title, columns, [(i + 1, *(cells[i] for cells in rows.values())) for i in range(count)])
     size = (left + wide * count + 12, top + ROW * len(rows) + 8)
-    return Figure(key, title, "Rows are institutions, columns global rounds.", size, elements, table)
+    return Figure(key, title, "Rows are the children of the cloud, columns global rounds.", size, elements, table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,33 +53,50 @@ class Rates:
     measured: tuple[float | None, float | None]
 
 
-def topology(key: str, children: Mapping[str, Sequence[str]], rates: Mapping[str, Rates]) -> Figure:
-    """Draw the cloud, its institutions, and their devices; devices of an institution with equal links share a box."""
-    boxes = {name: _alike(devices, rates) for name, devices in children.items()}
-    wide = 16 + LETTER * max(map(len, [*children, "999 devices", *(d for g in boxes.values() for d in _single(g))]))
-    cloud_x, edge = 4.0, 250.0
-    home_x = cloud_x + 62 + edge
-    group_x = home_x + wide + edge
-    elements, y = [text(2, 16, "Links: declared and measured, down / up")], 40.0
-    middles = []
-    for name, groups in boxes.items():
-        height = 46.0 * max(len(groups), 1)
-        middle = y + height / 2
-        middles.append(middle)
-        elements += _node(home_x, middle, wide, name)
-        for i, group in enumerate(groups):
-            at = y + 46 * (i + 0.5)
-            elements += _edge(
-                home_x + wide, middle, group_x, at, [rates[device] for device in group if device in rates]
-            )
-            elements += _node(group_x, at, wide, group[0] if len(group) == 1 else f"{len(group)} devices")
-        y += height + 6
-    centre = sum(middles) / len(middles) if middles else y
-    for name, middle in zip(boxes, middles, strict=True):
-        elements += _edge(cloud_x + 62, centre, home_x, middle, [rates[name]] if name in rates else [])
-    elements += _node(cloud_x, centre, 62, "cloud")
-    description = f"A cloud, {len(children)} institutions, {sum(map(len, children.values()))} devices."
-    return Figure(key, "Topology", description, (group_x + wide + 4, y + 4), elements)
+def topology(key: str, tree: Tree, rates: Mapping[str, Rates]) -> Figure:
+    """Draw all nodes, a column for each layer; devices of a parent with equal links share a box."""
+    drawing = _TopologyDrawing(tree, rates)
+    height, _ = drawing.draw(CLOUD, 40.0)
+    sizes = [f"{len(names)} in layer {depth}" for depth, names in enumerate(tree.layers[1:], 1)]
+    size = (drawing.x(len(tree.layers) - 1) + drawing.wide + 4, height + 4)
+    elements = [text(2, 16, "Links: declared and measured, down / up"), *drawing.elements]
+    return Figure(key, "Topology", f"A cloud and its nodes: {', '.join(sizes)}.", size, elements)
+
+
+class _TopologyDrawing:
+    """The elements of a topology's picture; `wide`: pixels of a box."""
+
+    def __init__(self, tree: Tree, rates: Mapping[str, Rates]) -> None:
+        self._tree, self._rates = tree, rates
+        self._groups = {name: _alike(tree.children[name], rates) for name in tree.layers[-2]}
+        single = (device for groups in self._groups.values() for device in _single(groups))
+        self.wide = 16 + LETTER * max(map(len, [*tree.aggregators, "999 devices", *single]))
+        self.elements: list[str] = []
+
+    def x(self, depth: int) -> float:
+        """Return the left edge of a layer's boxes."""
+        return 4.0 + (62 + EDGE + (depth - 1) * (self.wide + EDGE) if depth else 0.0)
+
+    def draw(self, node: str, top: float) -> tuple[float, float]:
+        """Draw a node and those below it from `top` on; return where they end, and the middle of the node's box."""
+        depth = self._tree.depth(node)
+        wide = self.wide if depth else 62.0
+        ends: list[tuple[float, list[str]]] = []  # the middle of each child's box, and the nodes in it
+        y = top
+        for group in self._groups.get(node, ()):
+            ends.append((y + 23, group))
+            label = group[0] if len(group) == 1 else f"{len(group)} devices"
+            self.elements += _node(self.x(depth + 1), y + 23, self.wide, label)
+            y += 46
+        for child in () if node in self._groups else self._tree.children[node]:
+            y, middle = self.draw(child, y)
+            ends.append((middle, [child]))
+        centre = sum(at for at, _ in ends) / len(ends) if ends else y
+        for at, group in ends:
+            known = [self._rates[name] for name in group if name in self._rates]
+            self.elements += _edge(self.x(depth) + wide, centre, self.x(depth + 1), at, known)
+        self.elements += _node(self.x(depth), centre, wide, node)
+        return y + 6, centre
 
 
 def _stretches(cells: Sequence[int | None]) -> list[tuple[int, int, int | None]]:

@@ -124,7 +124,7 @@ def _add_run(page: Page, run: Run, level: int) -> None:
         page.add_heading(level, "Epochs and work")
         page.add_paragraph(sections.EPOCHS)
         page.add_figures([sections.epochs(run)])
-        page.add_table(sections.work(run), folded=len(run.children) > 1)
+        page.add_table(sections.work(run), folded=len(run.nodes.aggregators) > 1)
     if picture := sections.partition(run):
         page.add_heading(level, "Data")
         page.add_paragraph(sections.DATA)
@@ -146,7 +146,7 @@ def _first_numbers(run: Run) -> Iterator[tuple[str, str]]:
     yield "test accuracy", "-" if run.accuracy is None else f"{run.accuracy:.4f}"
     yield "global rounds", f"{len(run.rounds)} of {run.global_rounds}"
     yield "time", f"{show(run.seconds)} s"
-    for tier in ("wan", "lan"):
+    for tier in run.tiers:
         yield f"{tier.upper()} up / down", f"{size(totals[f'{tier}_up_bytes'])} / {size(totals[f'{tier}_down_bytes'])}"
 
 

@@ -21,7 +21,7 @@ def figure(facts: Mapping[str, Any], *, name: str = "partition") -> Figure:
     split = f"{data.get('dataset', '')}, {data.get('partition', '')}"
     homes: dict[str, list[str]] = {}
     for device, held in devices.items():
-        homes.setdefault(str(held["institution"]), []).append(device)
+        homes.setdefault(str(held["parent"]), []).append(device)
     counts = {device: [int(count) for count in held["by_class"]] for device, held in devices.items()}
     classes = max(map(len, counts.values()), default=0)
     most = max((count for held in counts.values() for count in held), default=0) or 1
@@ -43,7 +43,7 @@ def figure(facts: Mapping[str, Any], *, name: str = "partition") -> Figure:
         elements.append(text(left + CELL * classes + 8, y + 11, str(sum(counts[device]))))
         y += CELL
     elements.append(rect(left, TOP, CELL * classes, y - TOP, "grid"))
-    columns = [Column("institution", text=True), Column("device", text=True), *(Column(str(c)) for c in range(classes))]
+    columns = [Column("parent", text=True), Column("device", text=True), *(Column(str(c)) for c in range(classes))]
     table = Table(
         name, "Samples by device and class", columns, [(*row, *_padded(counts[row[1]], classes)) for row in rows]
     )

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from cloud.records import TIERS
+from common.experiment.topology import CLOUD
 from common.protocol.timeline import GLOBAL_PHASES
 from deploy.console.tabular import Column, Table
 from deploy.report import charts, maps
@@ -16,7 +16,7 @@ from deploy.report.figures import Figure
 from deploy.report.link_sections import bytes_axis, file_name
 from deploy.report.partition_picture import figure as partition_figure
 from deploy.runs.records import Event
-from deploy.runs.run import Run
+from deploy.runs.run import Run, columns_of, tiers_of
 
 EVENTS_MOST: Final = 200
 PERCENT: Final = Axis("test accuracy", "%", 100.0)
@@ -30,13 +30,13 @@ ACCURACY: Final = (
 )
 SECONDS: Final = (
     "The phases of a global round, as measured at the cloud. record: writing the results of the previous round. "
-    "dispatch: until every institution has the model. train: until the first result. wait: until the last result. "
+    "dispatch: until all its children have the model. train: until the first result. wait: until the last result. "
     "collect: until that result's model is received. aggregate: mixing the models. evaluate: waiting for the last "
     "evaluation if it takes longer than a global round. The phases add up to the global round."
 )
 EPOCHS: Final = (
-    "Epochs per local round of each institution, and each device's work: seconds of training and of waiting for a slot "
-    "on its host, as measured there, and the seconds of delay that emulate slower hardware."
+    "Epochs per local round of the cloud's children, and each device's work: seconds of training and of waiting for a "
+    "slot on its host, as measured there, and the seconds of delay that emulate slower hardware."
 )
 DATA: Final = (
     "Training samples of each device (rows) by class (columns). The area of a square is proportional to its samples. "
@@ -54,10 +54,19 @@ def labels(runs: Sequence[Run]) -> list[str]:
 
 def overview(runs: Sequence[Run], names: Sequence[str]) -> Table:
     """Return a table with a row for each run."""
+    tiers = tiers_of(runs)
     columns = [Column("run", text=True), Column("state", text=True), Column("seed"), Column("global rounds"),
-               Column("test accuracy", digits=4), Column("time", "s"), *(Column(n) for n in _BYTE_NAMES)]  # fmt: skip
+               Column("test accuracy", digits=4), Column("time", "s"), *_byte_columns(tiers)]  # fmt: skip
     rows = [
-        (name, str(run.state), str(run.seed), len(run.rounds), run.accuracy, run.seconds, *run.totals.values())
+        (
+            name,
+            str(run.state),
+            str(run.seed),
+            len(run.rounds),
+            run.accuracy,
+            run.seconds,
+            *(run.totals.get(column) for column in columns_of(tiers)),
+        )
         for run, name in zip(runs, names, strict=True)
     ]
     return Table("overview", "The runs, bytes as MQTT packets", columns, rows)
@@ -65,12 +74,13 @@ def overview(runs: Sequence[Run], names: Sequence[str]) -> Table:
 
 def accuracy(runs: Sequence[Run], names: Sequence[str]) -> list[Figure]:
     """Return curves of the accuracy over global rounds, seconds, and each tier's bytes."""
-    over: dict[str, dict[str, list[charts.Point]]] = {"rounds": {}, "seconds": {}, "wan": {}, "lan": {}}
+    tiers = tiers_of(runs)
+    over: dict[str, dict[str, list[charts.Point]]] = {key: {} for key in ("rounds", "seconds", *tiers)}
     for run, name in zip(runs, names, strict=True):
-        spent = dict.fromkeys(TIERS, 0)
-        lines: dict[str, list[charts.Point]] = {key: [] for key in over}
+        spent = dict.fromkeys(run.tiers, 0)
+        lines: dict[str, list[charts.Point]] = {key: [] for key in ("rounds", "seconds", *run.tiers)}
         for row in run.rounds:
-            for tier in TIERS:
+            for tier in run.tiers:
                 spent[tier] += row.bytes_[f"{tier}_up_bytes"] + row.bytes_[f"{tier}_down_bytes"]
             if row.accuracy is not None:
                 at = {"rounds": float(row.global_round), "seconds": row.elapsed_s, **spent}
@@ -81,9 +91,9 @@ def accuracy(runs: Sequence[Run], names: Sequence[str]) -> list[Figure]:
     targets = {run.tree.get("target_accuracy") for run in runs}
     target = targets.pop() if len(targets) == 1 else None
     axes = {"rounds": GLOBAL_ROUND, "seconds": SECONDS_AXIS}
-    axes |= {tier: bytes_axis(f"{tier.upper()} bytes", over[tier]) for tier in TIERS}
+    axes |= {tier: bytes_axis(f"{tier.upper()} bytes", over[tier]) for tier in tiers}
     titles = {"rounds": "Accuracy over global rounds", "seconds": "Accuracy over time"}
-    titles |= {tier: f"Accuracy over {tier.upper()} bytes" for tier in TIERS}
+    titles |= {tier: f"Accuracy over {tier.upper()} bytes" for tier in tiers}
     return [
         charts.curves(f"accuracy-{key}", f"{titles[key]}, %", lines, x=axes[key], y=PERCENT, target=target)
         for key, lines in over.items()
@@ -134,22 +144,21 @@ def phases(runs: Sequence[Run], names: Sequence[str]) -> Table:
 
 
 def epochs(run: Run) -> Figure:
-    """Return a figure of the epochs (tau_c) of each institution in each global round."""
-    return maps.epochs(
-        file_name("epochs", run), {name: [row.epochs.get(name) for row in run.rounds] for name in run.children}
-    )
+    """Return a figure of the epochs (tau_c) of each child of the cloud in each global round."""
+    names = run.nodes.children[CLOUD]
+    return maps.epochs(file_name("epochs", run), {name: [row.epochs.get(name) for row in run.rounds] for name in names})
 
 
 def work(run: Run) -> Table:
     """Return a table of each device's total work in the run."""
-    columns = [Column("institution", text=True), Column("device", text=True), Column("samples"),
+    columns = [Column("parent", text=True), Column("device", text=True), Column("samples"),
                Column("global rounds"), Column("epochs"), Column("SGD steps"), Column("training", "s", 3),
                Column("waiting for a slot", "s", 3)]  # fmt: skip
     found: dict[tuple[str, str], list[Any]] = {}
     pauses = any(each.pause_s is not None for each in run.devices)
     paths = any(each.path for each in run.devices)
     for each in run.devices:
-        sums = found.setdefault((each.institution, each.device), [each.samples, 0, 0, 0, 0.0, 0.0, 0.0, each.path])
+        sums = found.setdefault((each.parent, each.device), [each.samples, 0, 0, 0, 0.0, 0.0, 0.0, each.path])
         for i, value in enumerate((1, each.epochs, each.sgd_steps, each.train_s, each.wait_s, each.pause_s or 0.0), 1):
             sums[i] += value
         sums[7] = each.path
@@ -192,10 +201,10 @@ def global_rounds(run: Run) -> Table:
     columns = [Column("global round"), Column("time", "s", 3), Column("test accuracy", digits=4),
                Column("test loss", digits=4), Column("training loss", digits=4),
                *(Column(phase, "s", 4) for phase in GLOBAL_PHASES), Column("SGD steps"), Column("critical path"),
-               *(Column(name) for name in _BYTE_NAMES), Column("missing", text=True)]  # fmt: skip
+               *_byte_columns(run.tiers), Column("missing", text=True)]  # fmt: skip
     rows = [
         (r.global_round, r.elapsed_s, r.accuracy, r.loss, r.train_loss, *r.phases.values(), r.sgd_steps, r.path_steps,
-         *r.bytes_.values(), " ".join((*r.missing, *r.refused)))
+         *(r.bytes_.get(column) for column in columns_of(run.tiers)), " ".join((*r.missing, *r.refused)))
         for r in run.rounds
     ]  # fmt: skip
     return Table(file_name("rounds", run), "Each global round", columns, rows)
@@ -214,9 +223,12 @@ def facts(run: Run) -> list[tuple[str, str]]:
 
 # The facts of these events that the report shows nowhere else.
 _SHOWN_FACTS: Final = {"run": ("done", "global_rounds"), "finished": ("global_round", "elapsed_s", "accuracy", "loss")}
-_BYTE_NAMES: Final = ("WAN up", "WAN down", "LAN up", "LAN down")
 _SUM, _ELAPSED = "sum of the phases", "elapsed"
 _PHASE_PARTS: Final = [(f"fill-{phase}", phase) for phase in GLOBAL_PHASES]
+
+
+def _byte_columns(tiers: Sequence[str]) -> list[Column]:
+    return [Column(f"{tier.upper()} {way}") for tier in tiers for way in ("up", "down")]
 
 
 def _is_shown(event: Event) -> bool:

@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+from common.experiment.topology import CLOUD
+
 _T = TypeVar("_T")
 
 PREDICTION: Final = "prediction.json"  # in a run's folder, if a prediction was made
+EARLIER_TIERS: Final = ("wan", "lan")  # of runs whose manifest does not name them
 RENAMED: Final = {"round": "global_round", "iteration": "global_round", "iterations": "global_rounds"}  # format 1
 LATER: Final = ("mixed_accuracy", "mixed_loss", "pause_s", "path")  # columns that the tables of early releases lack
 
@@ -37,4 +40,5 @@ def renamed(row: Mapping[str, _T]) -> dict[str, _T]:
 
 def present(row: Mapping[str, str]) -> dict[str, str]:
     """Return a table's row with the present columns; those that an early release lacks are empty."""
-    return dict.fromkeys(LATER, "") | renamed(row)
+    node = {"node": f"{CLOUD}/{row['institution']}/{row['device']}"} if {"institution", "device"} <= row.keys() else {}
+    return dict.fromkeys(LATER, "") | renamed(row) | node

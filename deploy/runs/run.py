@@ -9,24 +9,34 @@ from __future__ import annotations
 import csv
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from pydantic import ValidationError
-
-from cloud.records import COUNTS, DeviceRecord, GlobalRoundRecord, LinkRecord, Record, finite, rows_of
+from cloud.records import DeviceRecord, GlobalRoundRecord, LinkRecord, Record, finite, rows_of
 from cloud.results import DIRECT, held
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse, rename_keys
-from common.experiment.topology import Topology
-from deploy.runs.records import PREDICTION, RENAMED, Event, Prediction, present, renamed
+from common.experiment.tiers import Tree
+from common.experiment.topology import CLOUD
+from deploy.runs.records import EARLIER_TIERS, PREDICTION, RENAMED, Event, Prediction, present, renamed
 
 STATE_EVENTS: Final = ("run", "finished", "failed")  # the events that change a run's state
 
 _R = TypeVar("_R", bound=Record)
+
+
+def columns_of(tiers: Sequence[str]) -> list[str]:
+    """Return the columns of rounds.csv with the bytes of these tiers."""
+    return [f"{tier}_{way}_bytes" for tier in tiers for way in ("up", "down")]
+
+
+def tiers_of(runs: Iterable[Run]) -> list[str]:
+    """Return the tiers of some runs, in order."""
+    return list(dict.fromkeys(tier for run in runs for tier in run.tiers))
 
 
 class State(StrEnum):
@@ -101,7 +111,7 @@ class Run:
             for device in content["devices"].values():
                 if not all(isinstance(count, int) and count >= 0 for count in device["by_class"]):
                     raise ValueError(device["by_class"])
-                str(device["institution"])
+                device.setdefault("parent", device.get("institution", ""))  # as earlier releases named it
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise self._damaged("partition.json", repr(error)) from None
         return content
@@ -134,13 +144,24 @@ class Run:
         return State.FAILED if last == State.FAILED else State.INTERRUPTED
 
     @cached_property
-    def children(self) -> Mapping[str, Sequence[str]]:
-        """Each institution's devices, by the experiment; if that is invalid, the devices in devices.csv."""
+    def nodes(self) -> Tree:
+        """The lab's nodes, by the experiment; if that is invalid, the devices in devices.csv and their parents."""
         try:
-            return Topology.model_validate(self.tree.get("topology", {})).children()
-        except ValidationError:
-            homes = {work.device: work.institution for work in self.devices}
-            return {home: [device for device in homes if homes[device] == home] for home in set(homes.values())}
+            return parse(self.tree).tree
+        except InvalidExperiment:
+            layers: dict[int, dict[str, list[str]]] = {}
+            for work in self.devices:
+                names = work.node.split("/")
+                for depth, (parent, child) in enumerate(pairwise(names)):
+                    children = layers.setdefault(depth, {}).setdefault(parent, [])
+                    children += [child] if child not in children else []
+            return Tree([layers[depth] for depth in sorted(layers)] or [{CLOUD: []}])
+
+    @cached_property
+    def tiers(self) -> Sequence[str]:
+        """The names of the tiers, from the cloud down."""
+        codecs = self.manifest.get("codecs")
+        return tuple(codecs) if isinstance(codecs, Mapping) else EARLIER_TIERS
 
     @property
     def global_rounds(self) -> int:
@@ -161,7 +182,7 @@ class Run:
     @property
     def totals(self) -> dict[str, int]:
         """The bytes of the completed global rounds, by tier and direction."""
-        return {name: sum(row.bytes_[name] for row in self.rounds) for name in COUNTS}
+        return {name: sum(row.bytes_.get(name, 0) for row in self.rounds) for name in columns_of(self.tiers)}
 
     def _json(self, name: str) -> Mapping[str, Any]:
         try:

@@ -35,7 +35,6 @@ class AgentFactory:
     hardware: SimulatedHardware
     metrics: Metrics
     path: Path
-    homes: dict[str, str]
     broker_each: bool
     spool: bool
     observe: Observe = ignore
@@ -47,11 +46,11 @@ class AgentFactory:
 
     def upper_broker(self, node: str) -> str:
         """Return the name of the broker between a node and its parent."""
-        return self.homes[node] if self.broker_each and node in self.homes else BROKER
+        return self._own_broker(self.experiment.tree.parent(node)) if node != CLOUD else BROKER
 
     def lower_broker(self, node: str) -> str:
         """Return the name of the broker between an institution and its devices."""
-        return node if self.broker_each else BROKER
+        return self._own_broker(node)
 
     def forget_files(self, node: str) -> None:
         """Remove the files that a node keeps for a restart."""
@@ -84,10 +83,13 @@ class AgentFactory:
                 evaluator=lambda experiment, path: evaluator,
                 **common,
             )
-        if node not in self.homes:
+        if node in self.experiment.tree.children:
             return InstitutionAgent(node, cloud_broker=above, device_broker=below, **common)
         pool = SimulatedPool(self.hardware)
-        return DeviceAgent(node, institution=parent or self.homes[node], broker=above, pool=pool, **common)
+        return DeviceAgent(node, parent=parent or self.experiment.tree.parent(node), broker=above, pool=pool, **common)
+
+    def _own_broker(self, parent: str) -> str:
+        return parent if self.broker_each and parent != CLOUD else BROKER
 
     def _files(self, node: str) -> Path:
         return self.path / "spool" / node

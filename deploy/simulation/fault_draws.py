@@ -43,12 +43,12 @@ def draw_faults(
     rng: random.Random, experiment: Experiment, expected_s: float, *, broker_each: bool
 ) -> tuple[Fault, ...]:
     """Return the faults of a seed, in the order of their times."""
-    institutions, devices = experiment.topology.institution_names(), experiment.topology.device_names()
-    brokers = [BROKER, *(institutions if broker_each else ())]
+    parents, devices = experiment.tree.aggregators, experiment.tree.devices
+    brokers = [BROKER, *(parents if broker_each else ())]
     faults = []
     for _ in range(rng.choice([1, 1, 2, 2, 3, 3, 4, 5, 6, 10])):
         kind = rng.choice(KINDS)
-        node = rng.choice([rng.choice(devices), rng.choice(institutions), rng.choice([*devices, CLOUD])])
+        node = rng.choice([rng.choice(devices), rng.choice(parents or [CLOUD]), rng.choice([*devices, CLOUD])])
         faults.append(_fault(rng, kind, node, experiment, expected_s, devices, brokers))
     return tuple(sorted(faults, key=lambda fault: (fault.at_s, fault.kind)))
 

@@ -80,7 +80,7 @@ def gives_the_same_model(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
 def stays_bounded(drawn: DrawnLab, faulty: LabRun, twin: LabRun | None = None) -> str:
     """Check that containers and tasks stay within their bounds."""
     evidence = faulty.evidence
-    children = max(len(drawn.experiment.topology.institution_names()), *drawn.experiment.topology.sizes())
+    children = max(map(len, drawn.experiment.tree.children.values()))
     flooded = any(fault.kind in (FaultKind.SEEKERS, FaultKind.FLOOD) for fault in drawn.faults)
     most = (FLOOD_MOST if flooded else SIZE_MOST) + SIZE_EACH * children
     wrong = [f"{path}: {size}" for path, size in evidence.sizes.items() if size > most]
@@ -112,7 +112,7 @@ def accounts_for_trainings(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str
     evidence, homes = faulty.evidence, _homes(drawn)
     wrong = []
     for (device, local_round), times in faulty.evidence.trained.items():
-        again = sum(evidence.starts[node] - 1 for node in (device, homes[device], "cloud"))
+        again = sum(evidence.starts[node] - 1 for node in {device, homes[device], "cloud"})
         if times > 1 + again:
             wrong.append(f"{device} trained round {local_round} {times} times with {again} restarts")
     if faulty.outcome.ok and not drawn.timed:
@@ -165,9 +165,11 @@ def _trainings(drawn: DrawnLab, twin: LabRun) -> str:
     if most > 1:
         return f"a round was trained {most} times"
     experiment = drawn.experiment
-    sizes = [participants(n, experiment.institution.participation) for n in experiment.topology.sizes()]
-    expected = experiment.rounds * experiment.institution.rounds * sum(sizes)
-    if not drawn.timed and experiment.cloud.participation == 1.0 and twin.outcome.trainings != expected:
+    *above, last = experiment.every_tier
+    sizes = [participants(n, last.participation) for n in experiment.sizes()[-1]]
+    expected = experiment.rounds * experiment.device_rounds * sum(sizes)
+    everybody = all(tier.participation == 1.0 for tier in above)
+    if not drawn.timed and everybody and twin.outcome.trainings != expected:
         return f"{twin.outcome.trainings} trainings, expected {expected}"
     return ""
 
@@ -180,7 +182,7 @@ def may_fail(drawn: DrawnLab) -> bool:
 
 def forgets(drawn: DrawnLab) -> bool:
     """Return whether a restart may lose the state of an institution's rule."""
-    if not remembers(drawn.experiment.institution.aggregation):
+    if not any(remembers(tier.aggregation) for tier in drawn.experiment.every_tier[1:]):
         return False
     return any(fault.restarts and (not fault.keep or not drawn.spool) for fault in drawn.faults)
 
@@ -193,7 +195,7 @@ def _is_orphan(drawn: DrawnLab, outcome: LabOutcome, node: str) -> bool:
 
 
 def _homes(drawn: DrawnLab) -> dict[str, str]:
-    return {device: home for home, devices in drawn.experiment.topology.children().items() for device in devices}
+    return {device: drawn.experiment.tree.parent(device) for device in drawn.experiment.tree.devices}
 
 
 _UNDISTURBED: Final = [

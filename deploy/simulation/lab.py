@@ -67,10 +67,10 @@ class SimulatedLab:
         observe: Observe = ignore,
         at_end: Callable[[SimulatedLab], None] = lambda lab: None,
     ) -> None:
-        children = experiment.topology.children()
+        tree = experiment.tree
         self.seed = seed
-        self.institutions = tuple(children)
-        self.homes = {device: institution for institution, devices in children.items() for device in devices}
+        self.institutions = tuple(tree.aggregators)
+        self.homes = {device: tree.parent(device) for device in tree.layers[-1]}
         self.names = (CLOUD, *self.institutions, *self.homes)
         self.processes: dict[str, SimulatedProcess] = {}
         self.ended: dict[str, str] = {}
@@ -87,7 +87,6 @@ class SimulatedLab:
             self.hardware,
             Metrics(),
             path,
-            self.homes,
             broker_each=broker_each,
             spool=spool,
             observe=observe,

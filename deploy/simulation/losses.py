@@ -65,7 +65,7 @@ def spends_few_deadlines(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
 
 
 def _home(drawn: DrawnLab, device: str) -> tuple[str, list[str]]:
-    children = drawn.experiment.topology.children()
+    children = drawn.experiment.topology.homes()
     return next((home, devices) for home, devices in children.items() if device in devices)
 
 

@@ -55,7 +55,7 @@ def draw_permanent_fault(
 
 def _device(rng: random.Random, experiment: Experiment) -> tuple[str, str]:
     """Return an institution and one of its devices, preferably one with siblings that can continue."""
-    children = experiment.topology.children()
+    children = experiment.topology.homes()
     devices = [(home, device) for home, names in children.items() for device in names]
     return rng.choice([(home, device) for home, device in devices if len(children[home]) > 1] or devices)
 
@@ -70,7 +70,7 @@ def _tree(rng: random.Random, experiment: Experiment, kind: FaultKind, *, round_
     if kind is FaultKind.BLACK_HOLE:
         transfer["lan"] = {}  # a codec may make the model smaller than a packet
     if rng.random() < QUORUM_SHARE:
-        most = min(participants(size, institution["participation"]) for size in experiment.topology.sizes())
+        most = min(participants(size, institution["participation"]) for size in experiment.sizes()[-1])
         quorum = max(1, most - rng.choice([0, 1, 1]))
         deadline_s = round(DEADLINE_S + 3 * round_s, 3)
         institution["closing"] = {"rule": "quorum", "quorum": quorum, "deadline_s": deadline_s}

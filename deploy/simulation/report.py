@@ -30,7 +30,7 @@ def describe(seed: int) -> str:
     experiment = drawn.experiment
     cloud, institution, transfer = experiment.cloud, experiment.institution, experiment.transfer
     lines = [
-        f"  {experiment.topology.sizes()} devices, {'a broker each' if drawn.broker_each else 'one broker'}, "
+        f"  {experiment.sizes()[-1]} devices, {'a broker each' if drawn.broker_each else 'one broker'}, "
         f"{experiment.rounds} x {institution.rounds} rounds, about {drawn.expected_s:.0f} s",
         f"  {cloud.aggregation.name}/{institution.aggregation.name}, closing {_closing(cloud.closing)}/"
         f"{_closing(institution.closing)}, participation {cloud.participation:g}/{institution.participation:g}, "

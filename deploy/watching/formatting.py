@@ -21,14 +21,13 @@ def line(lab: WatchedLab, event: str, facts: Mapping[str, Any], now: float) -> s
     text: str | None = None
     match event:
         case "run":
-            sizes = facts["institutions"]
-            nodes = f"{len(sizes)} institutions, {sum(sizes.values())} devices"
+            nodes = ", ".join(f"{count} {kind}" for kind, count in facts["nodes"].items())
             text = f"run {facts['run']}: {facts['experiment']}, {nodes}, {facts['global_rounds']} global rounds"
         case "global_round":
             loss = "" if lab.loss is None else f"  loss {lab.loss:.4f}"
             flows = lab.flows(now)
-            sizes = {tier: flows[f"{tier}_up"].total + flows[f"{tier}_down"].total for tier in ("wan", "lan")}
-            traffic = ", ".join(f"{tier} {size(total)}" for tier, total in sizes.items())
+            both = {tier: flows[f"{tier}_up"].total + flows[f"{tier}_down"].total for tier in lab.experiment.tier_names}
+            traffic = ", ".join(f"{tier} {size(total)}" for tier, total in both.items())
             text = f"global round {facts['global_round']}/{lab.experiment.rounds}{loss}  {traffic}"
         case "state" if facts["state"] not in (NodeState.INIT, "left"):
             text = f"{facts['node']}: {facts['state']}{reason}"

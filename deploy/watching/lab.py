@@ -78,10 +78,10 @@ class WatchedLab:
         self.brokers = [WatchedBroker(address, True, now) for address in brokers]
         self.cloud = Node(CLOUD, "cloud")
         self.nodes = {CLOUD: self.cloud}
-        for name, devices in experiment.topology.children().items():
-            institution = self._add(name, "institution", self.cloud)
-            for device in devices:
-                self._add(device, "device", institution)
+        for parent, children in experiment.tree.children.items():
+            for name in children:
+                role = "institution" if name in experiment.tree.children else "device"
+                self._add(name, role, self.nodes[parent])
         self.received = RateMeter()
         self._received_bytes = 0
         self.controls = 0
@@ -95,8 +95,7 @@ class WatchedLab:
         self._ready_at: float | None = None
         self._events: deque[Event] = deque()
         facts = {"run": run, "experiment": experiment.name, "global_rounds": experiment.rounds}
-        sizes = {name: len(node.children) for name, node in self.cloud.children.items()}
-        self._emit("run", {**facts, "institutions": sizes})
+        self._emit("run", {**facts, "nodes": experiment.count_by_kind()})
 
     # Inputs
 
@@ -164,26 +163,29 @@ class WatchedLab:
 
     @property
     def loss(self) -> float | None:
-        """The mean training loss of the institutions' last results, weighted by their samples, or None."""
+        """The mean training loss of the last results that the cloud received, weighted by their samples, or None."""
         results = [node.result for node in self.cloud.children.values() if node.result is not None]
         results = [result for result in results if math.isfinite(result.loss)]
         samples = sum(result.samples for result in results)
         return sum(result.loss * result.samples for result in results) / samples if samples else None
 
     def flows(self, now: float) -> dict[str, Flow]:
-        """Return each tier's traffic, `wan_up`, `wan_down`, `lan_up`, `lan_down`, in MQTT bytes counted by the nodes.
+        """Return each tier's traffic, `wan_up`, `wan_down` and so on, in MQTT bytes counted by the nodes.
 
         An institution reports the sum over its devices' links. Without that report, its devices' own counts are summed.
         """
-        wan = list(self.cloud.children.values())
-        lan = [node for node in wan if node.below_up.known]
-        single = [device for node in wan if not node.below_up.known for device in node.children.values()]
-        return {
-            "wan_up": _sum((node.up for node in wan), now),
-            "wan_down": _sum((node.down for node in wan), now),
-            "lan_up": _sum((*(node.below_up for node in lan), *(node.up for node in single)), now),
-            "lan_down": _sum((*(node.below_down for node in lan), *(node.down for node in single)), now),
+        first, *others = self.experiment.tier_names
+        children = list(self.cloud.children.values())
+        flows = {
+            f"{first}_up": _sum((node.up for node in children), now),
+            f"{first}_down": _sum((node.down for node in children), now),
         }
+        summed = [node for node in children if node.below_up.known]
+        single = [device for node in children if not node.below_up.known for device in node.children.values()]
+        for tier in others:
+            flows[f"{tier}_up"] = _sum((*(node.below_up for node in summed), *(node.up for node in single)), now)
+            flows[f"{tier}_down"] = _sum((*(node.below_down for node in summed), *(node.down for node in single)), now)
+        return flows
 
     def left_s(self, now: float) -> float | None:
         """Return the remaining seconds, extrapolated from the last global rounds, or None before the first is over."""

@@ -61,13 +61,7 @@ class View:
         each = self.devices
         if each is None:
             each = len(head) + 2 + len(lab.nodes) + NOTES < self.height
-        rows = [self._row(lab, lab.cloud, now, 0)]
-        for institution in lab.cloud.children.values():
-            rows.append(self._row(lab, institution, now, 1))
-            if each:
-                rows += [self._row(lab, device, now, 2) for device in institution.children.values()]
-            else:
-                rows.append(Text(f"    {counts(institution)}", style="dim"))
+        rows = self._rows(lab, lab.cloud, now, 0, each=each)
         titles = Text(style="dim")
         self._cells(titles, {column: column.title for column in COLUMNS})
         lines = [*head, Text(), titles, *rows, *shown_notes]
@@ -88,10 +82,18 @@ class View:
                 text = f"broker {broker.address} disconnected for {now - broker.since:.0f} s"
                 lines.append(Text(text, f"bold {RED}"))
         flows = lab.flows(now)
-        for tier in ("wan", "lan"):
+        for tier in lab.experiment.tier_names:
             up, down = flows[f"{tier}_up"], flows[f"{tier}_down"]
             lines.append(Text(f"{tier.upper()}  up {_flow(up)}  down {_flow(down)}"))
         return lines
+
+    def _rows(self, lab: WatchedLab, node: Node, now: float, depth: int, *, each: bool) -> list[Text]:
+        """Return the rows of a node and of those below it; without `each`, one row for all devices of a parent."""
+        rows = [self._row(lab, node, now, depth)]
+        children = node.children.values()
+        if not each and any(child.role == "device" for child in children):
+            return [*rows, Text(f"{'  ' * (depth + 1)}{counts(node)}", style="dim")]
+        return rows + [row for child in children for row in self._rows(lab, child, now, depth + 1, each=each)]
 
     def _row(self, lab: WatchedLab, node: Node, now: float, depth: int) -> Text:
         state = node.state if node.proven or not node.alive else f"{node.state}?"  # ?: only a retained presence
@@ -132,7 +134,7 @@ class View:
         elif node.preparing:
             line.append(f"waits for {node.waits_for}" if node.waits_for else "prepares", style="dim")
         elif node.step is NodeStep.TRAINING and working and activity(node) == "training":
-            rounds = lab.experiment.institution.rounds
+            rounds = lab.experiment.device_rounds
             share = (_local_round(node) + done / len(working)) / rounds
             self._bar(line, share, "training")
             line.append(f"{done}/{len(working)} devices")
@@ -168,7 +170,7 @@ def _round(lab: WatchedLab, node: Node) -> str:
     if node is lab.cloud:
         return f"{lab.global_round}/{lab.experiment.rounds}"
     if node.role == "institution":
-        return f"{_local_round(node) + 1}/{lab.experiment.institution.rounds}" if node.participants() else ""
+        return f"{_local_round(node) + 1}/{lab.experiment.device_rounds}" if node.participants() else ""
     return f"{node.key.global_round + 1}.{node.key.local_round + 1}" if node.key is not None else ""
 
 

@@ -39,7 +39,7 @@ def load_local_dataset(experiment: schema.Experiment, node: str, *, accelerator:
     samples, partition = torch.arange(len(dataset.train_labels)), ""
     if experiment.data.dataset != "folder":  # there all images are the device's own
         split = splits.split_of(experiment, node=node)
-        place = experiment.topology.device_names().index(node)
+        place = experiment.tree.devices.index(node)
         samples, partition = torch.from_numpy(split.partitions[place]), split.digest
     images, labels = dataset.train_images, dataset.train_labels
     if accelerator.type != "cpu":

@@ -44,7 +44,7 @@ class Trainer:
 
     def __init__(self, experiment: schema.Experiment, *, node: str, accelerator: str) -> None:
         """Check the node and the accelerator ('cpu', 'cuda', 'cuda:N', 'auto'). Raises InvalidExperiment."""
-        names = experiment.topology.device_names()
+        names = experiment.tree.devices
         if node not in names:
             raise InvalidExperiment(
                 "topology.devices", node, "the experiment has no device of this name", f"It has {', '.join(names)}."
@@ -89,7 +89,7 @@ class Trainer:
     ) -> LocalResult:
         """Train the model in `row` for `epochs` and write it into `out`, both uint8 [row_bytes].
 
-        `row` is read-only. `local_round` counts local rounds over the whole run: global round * institution.rounds + i.
+        `row` is read-only. `local_round` counts local rounds over the whole run: global round * local rounds + i.
         `progress(steps_done, steps_total)` is called from this thread every half second and at the end. Raises
         Cancelled, RunFailed if the accelerator's memory does not suffice, and InvalidExperiment if training should be
         deterministic and cannot be. The trainer can be used again after any of these.
@@ -145,7 +145,7 @@ class Trainer:
             if cancelled.is_set():
                 raise Cancelled
 
-        global_round = local_round // experiment.institution.rounds
+        global_round = local_round // experiment.device_rounds
         losses, steps = run_sgd(
             made.forward,
             list(made.module.train().parameters()),

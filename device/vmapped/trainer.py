@@ -137,7 +137,7 @@ class _Shared:
 
     def rate(self, order: Order) -> float:
         """Return the learning rate of the order's global round."""
-        global_round = order.local_round // self._experiment.institution.rounds
+        global_round = order.local_round // self._experiment.device_rounds
         return learning_rate(
             self._experiment.training, global_round=global_round, global_rounds=self._experiment.rounds
         )

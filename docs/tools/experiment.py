@@ -32,8 +32,9 @@ fedstrata run my.toml --dry-run                                                 
 - An unknown key, a wrong value and an impossible lab end the command with exit code 4 and one line: the key, the value,
   the problem and the remedy.
 - The cloud alone gets the file. The other nodes receive the experiment through the broker.
-- Two files ship: `deploy/experiments/demo.toml`, the demo, and `deploy/experiments/tempo-fashionmnist.toml`, the Tempo
-  paper's setting: 5 institutions, 200 devices, LeNet-5, FashionMNIST. It needs the data set under `data/`.
+- In `deploy/experiments/` are the demo (`demo.toml`), the papers' settings (`tempo-fashionmnist.toml`, `fedcross.toml`,
+  `fedmr.toml`, `fedcda.toml`: they need their data sets under `data/`), and the last three in small with digits
+  (`fedcross-digits.toml` and so on).
 """
 SEE: Final[Mapping[str, str]] = {  # pages that explain a table
     "data": "[Data and models](data.md) describes the data sets and the partitions.",
@@ -44,6 +45,7 @@ SEE: Final[Mapping[str, str]] = {  # pages that explain a table
     "cloud.epoch_control": "The [page of Tempo](algorithms/tempo.md) has the equations.",
     "profiles.NAME": "[Links](links.md) lists the profiles that ship.",
     "links": "[Links](links.md) explains shaping and calibration.",
+    "tiers": "[Operations](operations.md#layers) shows labs with and without institutions.",
     "transfer.wan": "[Links](links.md#codecs) compares the codecs.",
     "hardware": "[Devices](devices.md#emulated-hardware) explains the emulation.",
 }
@@ -131,8 +133,9 @@ def _rows(table: type[BaseModel]) -> Iterator[str]:
     schema, texts = table.model_json_schema()["properties"], meanings(table)
     yield "| key | default | values | meaning |\n|---|---|---|---|"
     for key, field in fields.items():
-        default = field.get_default(call_default_factory=True)
+        default = None if field.is_required() else field.get_default(call_default_factory=True)
         shown = f"`{json.dumps(default)}`" if default not in (None, {}) else "not set"
+        shown = "required" if field.is_required() else shown
         text = texts[key]
         text = (text[:1].upper() + text[1:]).rstrip(".")
         yield f"| `{key}` | {shown} | {values(schema[key])} | {text} |"

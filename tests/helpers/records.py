@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from cloud.records import COUNTS, GlobalRoundRecord
+from cloud.records import GlobalRoundRecord
 
 PHASES_S: Final = {"record": 0.01, "dispatch": 0.2, "train": 1.0, "wait": 0.3, "collect": 0.05, "aggregate": 0.02,
                    "evaluate": 0.0}  # fmt: skip
-BYTES: Final = (1_000_003, 2_000_005, 30_000_007, 40_000_009)
+BYTES: Final = {"wan_up_bytes": 1_000_003, "wan_down_bytes": 2_000_005, "lan_up_bytes": 30_000_007,
+                "lan_down_bytes": 40_000_009}  # fmt: skip
 
 
 def a_global_round(number: int, accuracy: float | None, *, names: Sequence[str] = ()) -> GlobalRoundRecord:
@@ -23,7 +24,7 @@ def a_global_round(number: int, accuracy: float | None, *, names: Sequence[str] 
         phases=PHASES_S,
         sgd_steps=100 * number,
         path_steps=10 * number,
-        bytes_=dict(zip(COUNTS, BYTES, strict=True)),
+        bytes_=BYTES,
         missing=(),
         refused=(),
         epochs=dict.fromkeys(names, number),

@@ -1,0 +1,141 @@
+"""Tiers as data: any number of layers, in the general form and in the short one of one and two tiers."""
+
+from __future__ import annotations
+
+import tomllib
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import InvalidExperiment
+from common.experiment import lint
+from common.experiment.reading import parse, to_toml
+from common.experiment.tiers import Tree
+
+REGIONS: list[dict[str, Any]] = [
+    {"name": "core", "children": "region", "fan_out": 2, "link": "wan-200mbit"},
+    {"name": "wan", "children": "institution", "fan_out": 2, "rounds": 3, "transfer": {"up": "fp16"}},
+    {"name": "lan", "fan_out": 2, "rounds": 2, "aggregation": {"name": "fedcross"}, "link": {"up_mbit": 5.0}},
+]
+
+
+def test_the_tree_has_every_node_once_and_its_path() -> None:
+    experiment = parse({"tiers": REGIONS})
+    tree = experiment.tree
+    assert [len(layer) for layer in tree.layers] == [1, 2, 4, 8]
+    assert tree.path("device-7") == "cloud/region-1/institution-3/device-7" and tree.path("cloud") == "cloud"
+    assert tree.children["institution-2"] == ["device-4", "device-5"] and tree.parent("region-1") == "cloud"
+    assert list(tree.below("region-0")) == [
+        "institution-0", "institution-1", "device-0", "device-1", "device-2", "device-3"
+    ]  # fmt: skip
+    assert tree.aggregators == ["region-0", "region-1", *(f"institution-{i}" for i in range(4))]
+    assert experiment.count_by_kind() == {"regions": 2, "institutions": 4, "devices": 8}
+
+
+def test_a_tier_has_its_own_settings_and_rounds() -> None:
+    experiment = parse({"tiers": REGIONS})
+    assert experiment.tier_names == ["core", "wan", "lan"]
+    assert [experiment.rounds_of(depth) for depth in range(3)] == [1, 3, 6] and experiment.device_rounds == 6
+    assert (experiment.link("region-0").up_mbit, experiment.link("device-3").up_mbit) == (200.0, 5.0)
+    assert experiment.link("institution-0").up_mbit is None
+    assert experiment.every_tier[1].transfer.up == "fp16"
+
+
+def test_the_general_form_is_written_and_read_again() -> None:
+    experiment = parse({"tiers": REGIONS, "links": {"of": {"region-1": "lte"}}})
+    text = to_toml(experiment)
+    assert parse(tomllib.loads(text)) == experiment == parse(experiment.to_json())
+    assert text.count("[[tiers]]") == 3 and "[topology]" not in text and "[institution]" not in text
+
+
+def test_the_short_form_has_the_same_tiers() -> None:
+    short = parse({
+        "topology": {"institutions": 2, "devices": 4}, "institution": {"rounds": 3, "participation": 0.5},
+        "links": {"wan": {"up_mbit": 2.0}, "lan": "lte"}, "transfer": {"lan": {"up": "fp16"}},
+        "cloud": {"aggregation": {"name": "fedmr"}},
+    })  # fmt: skip
+    general = parse({
+        "tiers": [
+            {"name": "wan", "children": "institution", "fan_out": 2, "aggregation": {"name": "fedmr"},
+             "link": {"up_mbit": 2.0}},
+            {"name": "lan", "fan_out": 2, "rounds": 3, "participation": 0.5, "link": "lte", "transfer": {"up": "fp16"}},
+        ]
+    })  # fmt: skip
+    assert short.tree.children == general.tree.children and short.sizes() == general.sizes()
+    ways = {"fan_out"}
+    assert [t.model_dump(exclude=ways) for t in short.every_tier] == [
+        t.model_dump(exclude=ways) for t in general.every_tier
+    ]
+    assert lint.warnings(short) == [reason.replace("tiers.1", "institution") for reason in lint.warnings(general)]
+
+
+def test_without_institutions_the_devices_are_below_the_cloud() -> None:
+    experiment = parse({"topology": {"institutions": 0, "devices": 3}, "links": {"wan": {"up_mbit": 2.0}}})
+    assert experiment.tree.children == {"cloud": ["device-0", "device-1", "device-2"]}
+    assert experiment.tier_names == ["wan"] and experiment.link("device-1").up_mbit == 2.0
+    assert experiment.device_rounds == 1 and experiment.sizes() == [[3]]
+    assert "tiers" not in experiment.model_dump(mode="json")
+
+
+@given(fan_outs=st.lists(st.integers(1, 4), min_size=1, max_size=4), data=st.data())
+def test_every_node_has_one_parent_one_layer_up(fan_outs: list[int], data: st.DataObject) -> None:
+    tiers = [{"name": f"t{i}", "children": f"kind{i}", "fan_out": size} for i, size in enumerate(fan_outs)]
+    tree = parse({"tiers": tiers}).tree
+    node = data.draw(st.sampled_from(tree.nodes))
+    assert tree.depth(tree.parent(node)) == tree.depth(node) - 1 and node in tree.children[tree.parent(node)]
+    assert tree.path(node) == f"{tree.path(tree.parent(node))}/{node}"
+    assert sorted(tree.below("cloud")) == sorted(tree.nodes) and set(tree.devices) == set(tree.layers[-1])
+    assert sum(map(len, tree.children.values())) == len(tree.nodes)
+
+
+def test_devices_keep_the_order_of_their_partitions() -> None:
+    members = {"a": ["device-2"], "b": ["device-0", "device-1"]}
+    tree = parse({"topology": {"institutions": ["a", "b"], "devices": 3, "members": members}}).tree
+    assert tree.devices == ["device-0", "device-1", "device-2"] and tree.layers[-1] == [
+        "device-2", "device-0", "device-1"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ({"topology": {"institutions": 0}, "institution": {"rounds": 2}}, ("institution", "no institution", "Remove")),
+        ({"topology": {"institutions": 0}, "links": {"lan": "lte"}}, ("links.lan", "no institution")),
+        ({"topology": {"institutions": 0}, "transfer": {"lan": {"up": "fp16"}}}, ("transfer.lan", "Remove")),
+        ({"topology": {"institutions": 0}, "data": {"partition": "institution_shards"}}, ("data.partition",)),
+        ({"topology": {"institutions": 0, "devices": ["d"], "members": {"a": ["d"]}}}, ("topology.members.a",)),
+        ({"topology": {"institutions": 0, "devices": []}}, ("topology.devices", "cloud would have no device")),
+        ({"tiers": [{"name": "a"}], "topology": {"devices": 2}}, ("topology", "[[tiers]]", "Remove topology")),
+        ({"tiers": [{"name": "a"}], "cloud": {"participation": 0.5}}, ("cloud.participation", "[[tiers]]")),
+        ({"tiers": [{"name": "a", "rounds": 2}]}, ("tiers.0.rounds", "global rounds", "Set rounds")),
+        ({"tiers": [{"name": "a"}, {"name": "a", "children": "x"}]}, ("tiers.name", "two tiers")),
+        ({"tiers": [{"name": "a"}, {"name": "b"}]}, ("tiers.children", "two tiers")),
+        ({"tiers": [{"name": "epochs"}]}, ("tiers.name", "Rename")),
+        ({"tiers": [{"name": "A b"}]}, ("tiers.0.name", "pattern")),
+        ({"tiers": [{"name": "a", "fan_out": 0}]}, ("tiers.0.fan_out", "greater than or equal to 1")),
+        ({"tiers": [{"name": "a", "fanout": 2}]}, ("tiers.0.fanout", "Did you mean 'fan_out'?")),
+        ({"tiers": [{"name": "a", "members": {"clod": ["d"]}}]}, ("tiers.0.members.clod", "Did you mean 'cloud'?")),
+        ({"tiers": [{"name": "a", "members": {"cloud": []}}]}, ("tiers.0.members", "no child")),
+        ({"tiers": [{"name": "a", "members": {"cloud": ["d", "d"]}}]}, ("tiers", "share this name")),
+        ({"tiers": [{"name": "a", "members": {"cloud": ["all"]}}]}, ("tiers", "reserved")),
+        ({"tiers": [{"name": "a", "link": "lt"}]}, ("tiers.0.link", "Did you mean 'lte'?")),
+        ({"tiers": [{"name": "a", "transfer": {"up": "fp3"}}]}, ("tiers.0.transfer.up", "no such codec")),
+        ({"tiers": [{"name": "a", "participation": 0.0}]}, ("tiers.0.participation", "selects no clients")),
+        ({"tiers": [{"name": "a", "closing": {"rule": "quorum"}}]}, ("tiers.0.closing.quorum",)),
+    ],
+    ids=lambda value: "",
+)
+def test_what_cannot_be_is_refused_with_its_remedy(tree: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidExperiment) as caught:
+        parse(tree)
+    text = str(caught.value)
+    assert text.startswith(f"{words[0]} = ") and all(word in text for word in words[1:]), text
+
+
+def test_a_tree_knows_nobody_else() -> None:
+    tree = Tree([{"cloud": ["a"]}])
+    assert "a" in tree and "b" not in tree and tree.aggregators == []
+    with pytest.raises(KeyError):
+        tree.parent("cloud")
