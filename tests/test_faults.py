@@ -119,19 +119,24 @@ class Role:
 
 
 class Lab:
-    """The roles of one experiment as processes of this test."""
+    """The roles of one experiment as processes of this test, which compute nothing unless `null` is false."""
 
-    def __init__(self, experiment: Path, served: BrokerProcess, home: Path, stack: ExitStack) -> None:
+    def __init__(
+        self, experiment: Path, served: BrokerProcess, home: Path, stack: ExitStack, *, null: bool = True
+    ) -> None:
         self.address = f"{served.host}:{served.port}"
         self.runs = home / "runs"
         self._experiment = experiment
         self._home = home
         self._stack = stack
         self._count = 0
+        self._null = null
 
     def start(self, *arguments: str | Path) -> Role:
         self._count += 1
-        role = Role(self._home / f"{self._count}-{arguments[0]}.log", *arguments, "--broker", self.address)
+        role = Role(
+            self._home / f"{self._count}-{arguments[0]}.log", *arguments, "--broker", self.address, null=self._null
+        )
         self._stack.callback(role.kill)
         return role
 
@@ -264,6 +269,59 @@ def test_every_role_killed_once_and_started_again_gives_the_same_model(
         assert [row["global_round"] for row in table(folder / "rounds.csv")] == ["1", "2", "3"]
         assert all(0.5 <= float(row["accuracy"]) <= 1 for row in table(folder / "rounds.csv"))
         assert_bytes_of_one_run(folder, lives=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rule", "killed"),
+    [
+        ("fedavg", False),
+        ("fedcross", False),
+        *((name, True) for name in ("fedavg", "fedcross", "fedmr", "fedcda", "fedadp")),
+    ],
+)
+def test_two_layers_of_processes_give_the_model_of_a_direct_run(
+    rule: str, killed: bool, served: BrokerProcess, tmp_path: Path
+) -> None:
+    from deploy.local.direct import run_in_process  # torch
+
+    experiment = parse({
+        "name": rule, "rounds": 4, "topology": {"institutions": 0, "devices": 8}, "model": {"name": "mlp_digits"},
+        "data": {"partition": "dirichlet"}, "training": {"epochs": 40},
+        "cloud": {"participation": 1.0 if killed else 0.5, "aggregation": {"name": rule}},
+    })  # fmt: skip
+    path = tmp_path / "two.toml"
+    path.write_text(to_toml(experiment))
+    direct = RunFolder.create(tmp_path / "direct", experiment)
+    run_in_process(direct, resume=False, accelerator="cpu", observe=lambda event, facts: None)
+    with ExitStack() as stack:
+        overheard = stack.enter_context(overhearing(served))
+        lab = Lab(path, served, tmp_path, stack, null=False)
+        cloud = lab.cloud()
+        devices = [lab.start("device", "--name", f"device-{i}", "--slots", "1") for i in range(8)]
+        if killed:
+            overheard.wait_for(working("device-3"))
+            devices[3].kill()
+            devices[3] = lab.start("device", "--name", "device-3", "--slots", "1")
+            overheard.wait_for(task("cloud", 2, 0))
+            cloud.kill()
+            (folder,) = lab.runs.iterdir()
+            cloud = lab.cloud(resume=folder)
+        for role in (cloud, *devices):
+            role.ends(0)
+    (folder,) = lab.runs.iterdir()
+    assert tensors(folder) == tensors(direct.path)
+    trained = [row["node"] for row in table(folder / "devices.csv")]
+    assert len(trained) == 4 * (8 if killed else 4) and {node.split("/")[0] for node in trained} == {"cloud"}
+    if not killed:
+        nbytes = 4 * 2_410
+        counted = {(row["from"], row["to"]): row for row in table(folder / "links.csv")}
+        for i in range(8):
+            one = trained.count(f"cloud/device-{i}") * nbytes
+            for ends in (("cloud", f"device-{i}"), (f"device-{i}", "cloud")):
+                row = counted[ends]
+                assert row["kind"] == "all" and one <= int(row["payload_bytes"]) < one + 20_000
+                assert one <= int(row["wire_bytes"]) - int(row["probe_bytes"] or 0) < one + 40_000
 
 
 def test_a_name_that_is_taken_ends_one_of_a_process_and_the_other_completes_the_run(

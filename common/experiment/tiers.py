@@ -33,7 +33,7 @@ class Tier(SettingsTable):
     # Of its columns in rounds.csv and its rows in links.csv: small letters, digits, dashes.
     name: Annotated[str, Field(pattern=rf"^{TIER_NAME}$")]
     # What its children are: `region` makes the names `region-0`, `region-1`, ...; the last tier's are devices.
-    children: Name = DEVICE
+    children: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,47}$")] = DEVICE
     fan_out: Count = 1  # children of each parent
     # The children of each parent by name, in place of `fan_out`.
     members: dict[Name, list[Name]] = Field(default_factory=dict)
