@@ -35,6 +35,7 @@ FOUND = (
     11801,  # a device is stopped until the run is over, and a second one takes its place
     21331,  # for 7 s every second message is damaged: six chunks in 5 s ended the run
     23620,  # a second node ends in another way than by its name: the simulator's supervisor died of it
+    28702,  # a second node began while its name's device was to hang, and hung for ever
     25416,  # a child's session changed twice at once: its upload was read from a buffer that was never written
     2102,  # links that nobody declared are slow: their measurement had too little patience
 )

@@ -132,6 +132,7 @@ async def _hang(lab: SimulatedLab, fault: Fault) -> None:
     _start(lab, fault)
     await _wait_out(fault)
     lab.hardware.hanging.discard(fault.node)
+    lab.kill_second(fault.node)  # it hangs, too, if it began meanwhile
     if lab.alive(fault.node):
         lab.kill(fault.node)
         _start(lab, fault)

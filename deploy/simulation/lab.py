@@ -193,6 +193,12 @@ class SimulatedLab:
         self.record(f"second {node}")
         return self._process(node, second=True)
 
+    def kill_second(self, node: str) -> None:
+        """Send SIGKILL to a second node that has not replaced the first one, if there is one."""
+        second = self._seconds.pop(node, None)
+        if second is not None:
+            second.kill()
+
     def kill(self, node: str) -> None:
         """Send SIGKILL to a node."""
         self.record(f"kill {node}")
