@@ -34,7 +34,8 @@ def test_a_rules_defaults_are_sound(tier: str, name: str) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_the_experiments_that_ship_are_sound(path: Path) -> None:
-    assert warnings(load(path)) == []
+    own = ("model.name",) if path.stem in ("fedcross", "fedmr", "fedcda") else ()  # the papers chose batch norm
+    assert [reason for reason in warnings(load(path)) if not reason.startswith(own)] == []
 
 
 @pytest.mark.parametrize(
