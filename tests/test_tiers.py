@@ -115,6 +115,8 @@ def test_devices_keep_the_order_of_their_partitions() -> None:
         ({"tiers": [{"name": "epochs"}]}, ("tiers.name", "Rename")),
         ({"tiers": [{"name": "A b"}]}, ("tiers.0.name", "pattern")),
         ({"tiers": [{"name": "a", "children": "x" * 49}]}, ("tiers.0.children", "pattern")),
+        ({"tiers": [3]}, ("tiers.0", "3")),
+        ({"tiers": ["link"]}, ("tiers.0", "link")),
         ({"tiers": [{"name": "a", "fan_out": 0}]}, ("tiers.0.fan_out", "greater than or equal to 1")),
         ({"tiers": [{"name": "a", "fanout": 2}]}, ("tiers.0.fanout", "Did you mean 'fan_out'?")),
         ({"tiers": [{"name": "a", "members": {"clod": ["d"]}}]}, ("tiers.0.members.clod", "Did you mean 'cloud'?")),

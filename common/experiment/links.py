@@ -95,7 +95,9 @@ def resolve(tree: Mapping[str, Any]) -> dict[str, Any]:
     profiles = {**shipped(), **(own if isinstance(own, Mapping) else {})}
     if isinstance(every, list):
         resolved["tiers"] = [
-            {**tier, "link": named(f"tiers.{place}.link", tier["link"], profiles)} if "link" in tier else tier
+            {**tier, "link": named(f"tiers.{place}.link", tier["link"], profiles)}
+            if isinstance(tier, Mapping) and "link" in tier
+            else tier
             for place, tier in enumerate(every)
         ]
     if not isinstance(links, Mapping):
