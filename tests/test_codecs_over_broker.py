@@ -149,7 +149,9 @@ async def test_models_come_as_their_codecs_make_them(site: SimulatedSite, down: 
 
 
 @virtual
-async def test_an_upload_that_is_decoded_is_not_fetched_again_meanwhile(site: SimulatedSite) -> None:
+async def test_an_upload_that_is_decoded_is_not_fetched_again_meanwhile(
+    site: SimulatedSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stranger with the child's name makes it announce its result again while the row is unpacked in a thread."""
     layout, codecs, places = layout_of(600_000), Codecs(up="fp16"), {"device-0": 0}
     parent = parent_of(site, list(places), layout=layout, transfer=FINE, codecs=codecs)
@@ -161,7 +163,7 @@ async def test_an_upload_that_is_decoded_is_not_fetched_again_meanwhile(site: Si
         await go_on.wait()
         await decode(*arguments, **options)
 
-    parent.models.decode = slowly  # type: ignore[method-assign]
+    monkeypatch.setattr(parent.models, "decode", slowly)
     async with together(living(site, parent), child):
         row = drawn(layout, 1)
         playing = asyncio.create_task(play(parent, row))

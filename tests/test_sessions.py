@@ -1057,12 +1057,12 @@ def test_a_child_that_reconnects_is_asked_for_the_rest_at_once() -> None:
     assert lab.kinds["Ask"] == before + 1
 
 
-def test_a_buffer_that_was_found_too_late_is_not_written() -> None:
+def test_a_buffer_that_was_found_too_late_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     lab = Lab(names_of(2))
     lab.rest(1.0)
     lab.children["device-1"].train_s = 100.0
     lab.open(closing=Closing(rule="quorum", quorum=1, deadline_s=4.0))
-    lab.parent._fetch = lambda event: None  # type: ignore[method-assign] # the buffer is looked for
+    monkeypatch.setattr(lab.parent, "_fetch", lambda event: None)  # the buffer is looked for
     lab.until(lambda: bool(lab.parent.of(UploadAnnounced)))
     (upload,) = lab.parent.of(UploadAnnounced)
     lab.kill("device-0", will_after_s=0.0)
@@ -1072,12 +1072,12 @@ def test_a_buffer_that_was_found_too_late_is_not_written() -> None:
     assert not lab.parent.session.receiver.wanted() and not lab.parent.session._pending
 
 
-def test_an_upload_that_is_announced_twice_at_once_is_fetched_into_one_buffer() -> None:
+def test_an_upload_that_is_announced_twice_at_once_is_fetched_into_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two changes of the session come in one pass, each with an announcement; both fetches follow."""
     lab = Lab(names_of(1))
     lab.rest(1.0)
     lab.open()
-    lab.parent._fetch = lambda event: None  # type: ignore[method-assign] # as a shell that is busy
+    monkeypatch.setattr(lab.parent, "_fetch", lambda event: None)  # as a shell that is busy
     lab.until(lambda: bool(lab.parent.of(UploadAnnounced)))
     (upload,) = lab.parent.of(UploadAnnounced)
     first, second = (bytearray(upload.result.model.size) for _ in range(2))
