@@ -88,7 +88,7 @@ class CloudAgent:
         run, session = self._folder.run, new_session(self._world)
         identity = Identity(run, CLOUD, "cloud", session, self._metrics_address, ledger=run, lab=self._lab)
         spool = Spool.open(self._spool, run=identity.run, node=identity.name)
-        tree, tier = experiment.tree, experiment.every_tier[0]
+        tree, tier = experiment.tree, experiment.tier_below(CLOUD)
         down = ParentEndpoint(
             self._broker,
             identity,
@@ -151,7 +151,7 @@ class CloudAgent:
         down.set_state(NodeState.READY)
         run.introduce(metrics_address=self._metrics_address)
         if not run.complete:  # else the children may have left
-            await down.gather(experiment.every_tier[0].closing)
+            await down.gather(experiment.tier_below(CLOUD).closing)
             await down.measure(experiment.links)
         showing = asyncio.create_task(self._show_progress(down), name="progress")
         try:

@@ -104,7 +104,7 @@ class GlobalRounds:
         await self._finish_evaluation()
 
     async def _run_round(self) -> None:
-        state, tier = self._state, self._experiment.every_tier[0]
+        state, tier = self._state, self._experiment.tier_below(CLOUD)
         started = self._down.now()
         seed, r = self._experiment.seed, state.global_round
         selected = select(self._down.peers, tier.participation, seed=seed, node=CLOUD, r=r)

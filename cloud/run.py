@@ -42,7 +42,7 @@ class CloudRun:
         self._down = down
         self._observe = observe
         self._rule = aggregator.build(
-            experiment.every_tier[0].aggregation,
+            experiment.tier_below(CLOUD).aggregation,
             layout=layout,
             node=CLOUD,
             seed=experiment.seed,

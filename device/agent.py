@@ -97,7 +97,7 @@ class DeviceAgent:
             transfer=experiment.transfer,
             link=experiment.link(self._name),
             shaped=experiment.links.enforce == "bucket",
-            codecs=experiment.every_tier[-1].transfer,
+            codecs=experiment.tier_above(self._name).transfer,
             spool=spool,
             world=self._world,
         )

@@ -78,8 +78,8 @@ class InstitutionAgent:
         run, announcement = found.run, found.announcement
         experiment = parse(announcement.experiment)
         layout = ModelLayout.from_json(announcement.layout)
-        children, tiers = self._children(experiment), experiment.every_tier
-        depth = experiment.tree.depth(self._name)
+        children = self._children(experiment)
+        tier = experiment.tier_below(self._name)
         session = new_session(self._world)
         identity = Identity(run, self._name, "institution", session, self._metrics_address, lab=self._lab)
         spool = Spool.open(self._spool, run=run, node=self._name)
@@ -90,7 +90,7 @@ class InstitutionAgent:
             links={name: experiment.link(name) for name in children},
             transfer=experiment.transfer,
             shaped=shaped,
-            codecs=tiers[depth].transfer,
+            codecs=tier.transfer,
             spool=spool,
             observe=lambda event, facts: presence.look() if event == "child" else None,
             world=self._world,
@@ -104,14 +104,14 @@ class InstitutionAgent:
             link=experiment.link(self._name),
             shaped=shaped,
             below=lambda: replace(down.ledger.total(), wire=down.ledger.broker()),
-            codecs=tiers[depth - 1].transfer,
+            codecs=experiment.tier_above(self._name).transfer,
             spool=spool,
             world=self._world,
         )
         down.set_layout(layout)
         down.announce(announcement)
         labels = ("institution", self._name, "")
-        facts = {"run": run, "experiment": experiment.name, "algorithm": tiers[depth].aggregation.name}
+        facts = {"run": run, "experiment": experiment.name, "algorithm": tier.aggregation.name}
         self._metrics.introduce(labels, facts, phases=PHASES)
         export_child(self._metrics, up, labels)
         export_parent(self._metrics, down, labels)
@@ -158,7 +158,7 @@ class InstitutionAgent:
 
         reporting = asyncio.create_task(report(), name="preparing")
         try:
-            await down.gather(experiment.every_tier[experiment.tree.depth(self._name)].closing, waiting=waiting)
+            await down.gather(experiment.tier_below(self._name).closing, waiting=waiting)
             waits_for = ""
             await down.measure(experiment.links)
         finally:

@@ -48,7 +48,7 @@ class LocalRounds:
         self._down = down
         self._metrics = metrics
         self._labels = ("institution", name, "")
-        self._tier = experiment.every_tier[experiment.tree.depth(name)]
+        self._tier = experiment.tier_below(name)
         build = partial(
             aggregator.build,
             self._tier.aggregation,
@@ -73,7 +73,7 @@ class LocalRounds:
 
         False if that is unknown: a quorum may have closed rounds without it.
         """
-        tier, names = self._experiment.every_tier[0], self._experiment.tree.children[CLOUD]
+        tier, names = self._experiment.tier_below(CLOUD), self._experiment.tree.children[CLOUD]
         if tier.closing.rule != "all":
             return False
         selected = (

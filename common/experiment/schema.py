@@ -118,7 +118,7 @@ class Experiment(SettingsTable):
     def link(self, child: str) -> LinkSettings:
         """Return the link between a node and its parent. Raises InvalidExperiment."""
         self._check_node("topology", child)
-        return self.links.of.get(child) or self.every_tier[self.tree.depth(child) - 1].link
+        return self.links.of.get(child) or self.tier_above(child).link
 
     def machine(self, device: str) -> Machine:
         """Return the machine that a device emulates. Raises InvalidExperiment."""
@@ -148,6 +148,14 @@ class Experiment(SettingsTable):
             closing=institution.closing, link=self.links.lan, transfer=self.transfer.lan, rounds=institution.rounds,
         )  # fmt: skip
         return (wan, lan) if self.topology.institutions else (wan,)
+
+    def tier_above(self, child: str) -> Tier:
+        """Return the tier between a node and its parent. Raises KeyError."""
+        return self.every_tier[self.tree.depth(child) - 1]
+
+    def tier_below(self, parent: str) -> Tier:
+        """Return the tier between a node and its children. Raises KeyError."""
+        return self.every_tier[self.tree.depth(parent)]
 
     def count_by_kind(self) -> dict[str, int]:
         """Return the number of nodes by what they are: `{"institutions": 3, "devices": 12}`."""

@@ -75,7 +75,7 @@ async def _run(folder: RunFolder, *, resume: bool, accelerator: str, observe: Ob
     layout = tester.layout
     calls = partial(Calls, layout=layout, resident_mb=experiment.transfer.resident_mb, clock=clock)
     below: dict[str, Calls] = {}
-    tree, tiers = experiment.tree, experiment.every_tier
+    tree = experiment.tree
     trainers = {device: _trainer(experiment, device, accelerator, partition=partition) for device in tree.devices}
     work = {device: _device(trainer, experiment) for device, trainer in trainers.items()}
     samples = {device: trainer.samples for device, trainer in trainers.items()}
@@ -84,7 +84,7 @@ async def _run(folder: RunFolder, *, resume: bool, accelerator: str, observe: Ob
         below[name] = calls(
             {child: work[child] for child in children},
             samples={child: samples[child] for child in children},
-            codecs=tiers[tree.depth(name)].transfer,
+            codecs=experiment.tier_below(name).transfer,
             spool=spool,
         )
         samples[name] = sum(below[name].samples.values())
@@ -93,7 +93,7 @@ async def _run(folder: RunFolder, *, resume: bool, accelerator: str, observe: Ob
     down = calls(
         {child: work[child] for child in tree.children[CLOUD]},
         samples={child: samples[child] for child in tree.children[CLOUD]},
-        codecs=tiers[0].transfer,
+        codecs=experiment.tier_below(CLOUD).transfer,
         spool=spool,
         below=lambda name: below[name].ledger.total() if name in below else Traffic(),
         names_below={name: tuple(tree.below(name)) for name in tree.children[CLOUD]},

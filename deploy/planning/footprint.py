@@ -49,13 +49,12 @@ def links_of(experiment: Experiment, sizes: Sizes) -> dict[str, float]:
     found: dict[str, float] = {}
     shares = {CLOUD: 1.0}  # mean rounds of a node's parent in which it takes part, in a global round
     for parent, children in tree.children.items():
-        depth = tree.depth(parent)
-        tier, nbytes = experiment.every_tier[depth], sizes.tiers[depth]
+        tier, nbytes = experiment.tier_below(parent), sizes.tiers[tree.depth(parent)]
         share = shares[parent] * tier.rounds * participants(len(children), tier.participation) / len(children)
         for child in children:
             shares[child] = share
             below = tree.children.get(child, ())
-            selected = participants(len(below), experiment.every_tier[depth + 1].participation) if below else 0
+            selected = participants(len(below), experiment.tier_below(child).participation) if below else 0
             found[f"{parent} {child}"] = share * _down(nbytes.down, transfer)
             found[f"{child} {parent}"] = share * (_up(nbytes.up, transfer) + selected * REPORT_BYTES)
     return found

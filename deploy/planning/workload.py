@@ -148,14 +148,13 @@ def lab(work: PlannedWorkload, speeds: MachineSpeeds, *, one_host: bool, interfa
 def _listed(work: PlannedWorkload, speeds: MachineSpeeds, parent: str, epochs: int) -> tuple[Kind, ...]:
     """Return a parent's children in its first round, each by its own link, samples and machine."""
     experiment, tree = work.experiment, work.experiment.tree
-    depth = tree.depth(parent)
-    tier = experiment.every_tier[depth]
+    tier = experiment.tier_below(parent)
     kinds: Counter[Kind] = Counter()
     for name in select(tree.children[parent], tier.participation, seed=experiment.seed, node=parent, r=0):
         link = experiment.link(name)
         own = work.epochs.get(name, epochs)
         if name in tree.children:
-            rounds = experiment.every_tier[depth + 1].rounds
+            rounds = experiment.tier_below(name).rounds
             kinds[Branch(1, link.down, link.up, _listed(work, speeds, name, own), rounds)] += 1
         else:
             kinds[_device(work, speeds, link, experiment.machine(name), samples=work.samples_of(name), epochs=own)] += 1
