@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -29,7 +30,7 @@ ROOT: Final = Path(__file__).parents[1]
 SHIPPED: Final = ROOT / "deploy" / "prometheus"
 GRAFANA: Final = ROOT / "deploy" / "grafana"
 INTERVAL_S: Final = 2
-GLOBAL_ROUNDS: Final = 12  # half of them after a device came back, which takes it four seconds to be found again
+GLOBAL_ROUNDS, HELD_ROUND = 8, 6  # the lab holds there until a device that came back was found again
 HOME: Final = "institution-0"
 ABSENT: Final = ("fedstrata_host_temperature", "fedstrata_gpu_")  # not on every machine
 
@@ -146,8 +147,8 @@ def configure(folder: Path, *, cloud: int) -> Path:
     return config
 
 
-def start(stack: ExitStack, *words: str | Path) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(list(map(str, words)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+def start(stack: ExitStack, *words: str | Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(list(map(str, words)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env)
     stack.enter_context(process)
     stack.callback(process.kill)
     return process
@@ -167,10 +168,11 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     home, reported = tmp_path_factory.mktemp("story"), Story()
     with ExitStack() as stack:
         served = stack.enter_context(broker.start(directory=home))
-        port, cloud_port = free_port(), free_port()
+        port, cloud_port, released = free_port(), free_port(), home / "released"
+        env = {**os.environ, "NULL_LAB_HOLD": f"{HELD_ROUND}:{released}"}
 
         def role(*words: str | Path) -> subprocess.Popen[bytes]:
-            return start(stack, *command(*words, "--broker", f"{served.host}:{served.port}", null=True))
+            return start(stack, *command(*words, "--broker", f"{served.host}:{served.port}", null=True), env=env)
 
         def device(*names: str) -> subprocess.Popen[bytes]:
             return role("device", "--institution", HOME, *(word for name in names for word in ("--name", name)))
@@ -210,6 +212,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
             time.sleep(0.2)  # rules are worked out at their own pace; what has no data fails in its own test
         lab.append(device("device-2"))
         until(lambda: prometheus.healthy() == everybody, *lab)
+        released.touch()
         for process in lab:
             _, errors = process.communicate(timeout=PATIENCE_S)
             assert process.returncode == 0, errors.decode()

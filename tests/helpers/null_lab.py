@@ -3,12 +3,16 @@
 `python tests/helpers/null_lab.py run ...` is a whole lab, and so on for each role. Processes, brokers, spools and
 checkpoints are real; devices add noise that is determined by node, round and epochs, so final models can be compared
 bit for bit. No process imports torch, which takes seconds.
+
+With NULL_LAB_HOLD=ROUND:FILE devices train from this local round on only when FILE exists.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -17,13 +21,32 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import cloud.agent
 import device.pool.pool
+from common.model.layout import Row
 from deploy.cli.main import main
 from deploy.local import lab
-from deploy.simulation.hardware import Durations, SimulatedEvaluator, SimulatedHardware, SimulatedPool
+from deploy.simulation.hardware import Durations, SimulatedEvaluator, SimulatedHardware, SimulatedMember, SimulatedPool
 from deploy.simulation.workload import NullWorkload
+from device.jobs import LocalResult, Progress
 
 COMMAND = (sys.executable, str(Path(__file__).resolve()))
 MODEL_BYTES = 40_000
+
+
+def wait_for(file: Path) -> None:
+    """Return when it exists."""
+    while not file.exists():
+        time.sleep(0.05)
+
+
+class NullMember(SimulatedMember):
+    """One device, which a test can hold."""
+
+    async def train(self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress) -> LocalResult:
+        """Train once this round is released."""
+        held, _, release = os.environ.get("NULL_LAB_HOLD", "").partition(":")
+        if release and local_round >= int(held):
+            await asyncio.to_thread(wait_for, Path(release))
+        return await super().train(row, out, epochs=epochs, local_round=local_round, progress=progress)
 
 
 class NullPool(SimulatedPool):
@@ -33,6 +56,10 @@ class NullPool(SimulatedPool):
 
     def __init__(self, hardware: SimulatedHardware, **_: object) -> None:
         super().__init__(hardware)
+
+    def member(self, node: str) -> NullMember:
+        """Add a device."""
+        return NullMember(self, node)
 
     async def __aenter__(self) -> NullPool:
         return self
