@@ -14,7 +14,6 @@ from cloud.evaluator import Accuracy
 from cloud.links import tier_bytes
 from cloud.records import GlobalRoundRecord
 from cloud.results import RunFolder
-from common.accounting.child_report import ChildReport
 from common.aggregation.aggregator import Aggregator
 from common.aggregation.selection import select
 from common.aggregation.statistics import tensor_distances
@@ -24,7 +23,7 @@ from common.experiment.topology import CLOUD
 from common.host.offload import offload
 from common.metrics import Metrics
 from common.model.layout import ModelLayout, Row
-from common.protocol.reports import added, plans_of
+from common.protocol.reports import plans_of, work_of
 from common.randomness import Purpose, generator
 from common.runtime.children import Children, Observe
 from common.runtime.round import ClosedRound, Dispatch
@@ -58,6 +57,10 @@ class GlobalRounds:
         self._rule = rule
         rule.begin(row)
         self._down = down
+        tree = self._experiment.tree
+        below = {child: (child, *tree.below(child)) for child in down.peers}
+        self._devices = {child: [name for name in names if name not in tree.children] for child, names in below.items()}
+        self._aggregators = {child: set(names) & tree.children.keys() for child, names in below.items()}
         self._test = evaluate
         self._metrics = metrics
         self._observe = observe
@@ -169,14 +172,13 @@ class GlobalRounds:
         before, self._bytes = self._bytes, self._tier_bytes()
         names = self._down.peers
         results = {name: closed_round.results[name] for name in names if name in closed_round.results}
+        plans = {CLOUD: [outcome.plan | self._tempo(omegas)]}
         for name, result in results.items():
-            own = name not in self._experiment.tree.children  # a device
-            reports = [added(ChildReport(name), result)] if own else result.children
-            self._folder.add_devices(self._state.global_round, reports)
+            work = {report.name: report for report in (work_of(name, result), *result.children)}
+            self._folder.add_devices(self._state.global_round, [work[n] for n in self._devices[name] if n in work])
+            plans |= {node: found for node, found in plans_of(result).items() if node in self._aggregators[name]}
         steps = sum(result.steps for result in results.values())
-        spreads = self._report_plans(
-            {CLOUD: [outcome.plan | self._tempo(omegas)]} | {name: plans_of(r) for name, r in results.items()}
-        )
+        spreads = self._report_plans(plans)
         record = GlobalRoundRecord(
             global_round=self._state.global_round,
             elapsed_s=round(self._state.elapsed_s, 6),

@@ -14,7 +14,7 @@ not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final, NamedTuple
@@ -22,21 +22,19 @@ from typing import Final, NamedTuple
 from cloud.records import BROKER, LinkRecord
 from common.accounting.ledger import Ledger
 from common.accounting.traffic import Measured, TcpStats, Traffic
+from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 
 MEASURED: Final = "counted by the kernels (TCP_INFO)"
 UNMEASURED: Final = "not available on this platform"
 
 
-def records(ledger: Ledger, tiers: Sequence[str]) -> list[LinkRecord]:
-    """Return the rows of all links in the run, from the cloud down, then those of the parents' connections.
-
-    `tiers`: the tiers' names from the cloud down.
-    """
-    table = [record for link in _links(ledger, tiers) for record in _link_records(link)]
+def records(ledger: Ledger, experiment: Experiment) -> list[LinkRecord]:
+    """Return the rows of all links in the run, from the cloud down, then those of the parents' connections."""
+    tree, tiers, reports = experiment.tree, experiment.tier_names, ledger.reports()
+    table = [record for link in _links(ledger, experiment) for record in _link_records(link)]
     brokers = [(tiers[0], CLOUD, ledger.broker())]
-    if len(tiers) > 1:
-        brokers += [(tiers[1], parent, wire) for parent, wire in ledger.brokers().items()]
+    brokers += [(tiers[tree.depth(name)], name, reports[name].broker) for name in tree.aggregators if name in reports]
     for tier, parent, wire in brokers:
         table.append(_sent(LinkRecord(tier=tier, from_=parent, to=BROKER, kind=BROKER), wire))
         table.append(_received(LinkRecord(tier=tier, from_=BROKER, to=parent, kind=BROKER), wire))
@@ -44,15 +42,19 @@ def records(ledger: Ledger, tiers: Sequence[str]) -> list[LinkRecord]:
 
 
 def tier_bytes(ledger: Ledger, tiers: Sequence[str]) -> dict[str, int]:
-    """Return the MQTT bytes of all links by tier and direction, `wan_up_bytes`, `wan_down_bytes`, and so on."""
-    sums = zip(tiers, (ledger.total(), ledger.below()), strict=False)
-    ways = [(tier, way, count) for tier, links in sums for way, count in (("up", links.received), ("down", links.sent))]
-    return {f"{tier}_{way}_bytes": count for tier, way, count in ways}
+    """Return the MQTT bytes of all links by tier and direction, `wan_up_bytes`, `wan_down_bytes`, and so on.
+
+    `tiers`: the tiers' names from the cloud down.
+    """
+    sums = dict(zip(tiers, ledger.tiers(), strict=False))
+    ways = [(tier, way) for tier in tiers for way in ("up", "down")]
+    counts = {tier: {"up": links.received, "down": links.sent} for tier, links in sums.items()}
+    return {f"{tier}_{way}_bytes": counts[tier][way] if tier in counts else 0 for tier, way in ways}
 
 
-def wire_status(ledger: Ledger, tiers: Sequence[str]) -> str:
+def wire_status(ledger: Ledger, experiment: Experiment) -> str:
     """Return whether all links have wire bytes, and which have none; "" before the first report of a child."""
-    counted = {link.child: link.traffic.wire for link in _links(ledger, tiers) if link.traffic.wire.connections}
+    counted = {link.child: link.traffic.wire for link in _links(ledger, experiment) if link.traffic.wire.connections}
     missing = [child for child, wire in counted.items() if not wire.measured]
     if not missing:
         return MEASURED if counted else ""
@@ -67,14 +69,12 @@ class _Link(NamedTuple):
     measured: Measured
 
 
-def _links(ledger: Ledger, tiers: Sequence[str]) -> list[_Link]:
-    links = [
-        _Link(tiers[0], CLOUD, name, traffic, ledger.measured.get(name, Measured()))
-        for name, traffic in ledger.links().items()
-    ]
-    for institution, reports in ledger.reports().items():
-        links += [_Link(tiers[1], institution, report.name, report.traffic, report.measured) for report in reports]
-    return links
+def _links(ledger: Ledger, experiment: Experiment) -> Iterator[_Link]:
+    tree, reports = experiment.tree, ledger.reports()
+    for name in tree.below(CLOUD):
+        if name in reports:
+            report = reports[name]
+            yield _Link(experiment.tier_above(name).name, tree.parent(name), name, report.traffic, report.measured)
 
 
 def _link_records(link: _Link) -> list[LinkRecord]:

@@ -33,7 +33,6 @@ PACKAGES: Final = ("fedstrata", "aiomqtt", "paho-mqtt", "numpy", "msgpack", "tor
 LEDGER: Final = "ledger.json"
 FORMAT: Final = 3  # of a run's folder; `deploy.runs` also reads earlier formats
 HELD: Final = "experiment.toml"  # the file that is locked; it is never replaced
-TIERS_MOST: Final = 2
 DIRECT: Final = "direct"  # in manifest.json: marks a run without a network
 
 _R = TypeVar("_R", GlobalRoundRecord, DeviceRecord)
@@ -56,9 +55,6 @@ class RunFolder:
     @classmethod
     def create(cls, root: Path, experiment: Experiment, *, world: World = REAL) -> RunFolder:
         """Create `runs/<utc>-<name>-<id>/`. Raises InvalidExperiment if that fails."""
-        if len(experiment.every_tier) > TIERS_MOST:
-            problem = "labs of more than two tiers can be planned, but not run yet"
-            raise InvalidExperiment("tiers", len(experiment.every_tier), problem, "Use one or two tiers.")
         utc, token = datetime.fromtimestamp(world.wall(), UTC).strftime("%Y%m%dT%H%M%SZ"), world.token(3)
         path = root / f"{utc}-{experiment.name}-{token}"
         try:
@@ -140,8 +136,8 @@ class RunFolder:
 
     def write_links(self, ledger: Ledger) -> None:
         """Write links.csv, each link's bytes in the run, and the byte ledger with which a resumed run continues."""
-        _replace(self.path / "links.csv", to_csv(links.records(ledger, self.experiment.tier_names), header=True))
-        status = links.wire_status(ledger, self.experiment.tier_names)
+        _replace(self.path / "links.csv", to_csv(links.records(ledger, self.experiment), header=True))
+        status = links.wire_status(ledger, self.experiment)
         if status and status != self._measured:
             self._measured = status
             self.note(wire_bytes=status)

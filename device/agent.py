@@ -10,6 +10,7 @@ from common.errors import InvalidExperiment
 from common.experiment.data import check_alike, permit
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
+from common.experiment.tiers import check_parent
 from common.metrics import Metrics
 from common.model.layout import ModelLayout, Row
 from common.net.address import BrokerAddress
@@ -85,7 +86,8 @@ class DeviceAgent:
     async def _take_part(self, found: Found) -> None:
         run = found.run
         experiment = parse(found.announcement.experiment)
-        self._check_home(experiment)  # before this node publishes its name
+        tree = experiment.tree
+        check_parent(tree, self._name, self._parent, role="device", among=tree.devices)  # before it publishes its name
         session = new_session(self._world)
         identity = Identity(run, self._name, "device", session, self._metrics_address, lab=self._lab)
         spool = Spool.open(self._spool, run=run, node=self._name)
@@ -152,15 +154,6 @@ class DeviceAgent:
             return await self._training.prepare(experiment)
         finally:
             reporting.cancel()
-
-    def _check_home(self, experiment: Experiment) -> None:
-        tree = experiment.tree
-        home = tree.parent(self._name) if self._name in tree.devices else None
-        if home != self._parent:
-            problem = f"it belongs to {home}" if home else "no device of this experiment"
-            there = [name for name in tree.children.get(self._parent, ()) if name in tree.devices]
-            remedy = f"{self._parent} has {', '.join(there or ['no device'])}."
-            raise InvalidExperiment("--parent", self._parent, f"{self._name} is not there: {problem}", remedy)
 
     async def _train(self, task: Task, row: Row, out: Row, *, rounds: int, report: Report) -> WorkResult:
         def report_training(done: int, total: int) -> None:

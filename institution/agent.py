@@ -1,15 +1,14 @@
-"""The institution agent: a child of the cloud and the parent of its devices."""
+"""The institution agent: a node between the cloud and the devices, the parent of devices or of other institutions."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import replace
 from pathlib import Path
 
-from common.errors import InvalidExperiment
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
+from common.experiment.tiers import check_parent
 from common.experiment.topology import CLOUD
 from common.metrics import Metrics
 from common.model.layout import ModelLayout
@@ -30,21 +29,21 @@ from institution.rounds import LocalRounds
 
 FAREWELL_S = 5.0
 REPORT_S = 1.0
-NO_DEVICE = "no device is present"
-NO_DEVICE_S = 5.0  # before it is reported; a broker that restarts loses all devices for a moment
+NO_CHILD_S = 5.0  # before it is reported; a broker that restarts loses all children for a moment
 
 log = logging.getLogger("fedstrata.institution")
 
 
 class InstitutionAgent:
-    """One institution; its devices may be on another broker than the cloud."""
+    """One institution; its children may be on another broker than its parent."""
 
     def __init__(
         self,
         name: str,
         *,
-        cloud_broker: BrokerAddress,
-        device_broker: BrokerAddress,
+        parent: str = CLOUD,
+        broker: BrokerAddress,
+        child_broker: BrokerAddress,
         connect_timeout_s: float,
         metrics: Metrics,
         metrics_address: str = "",
@@ -53,8 +52,9 @@ class InstitutionAgent:
         world: World = REAL,
     ) -> None:
         self._name = name
-        self._cloud_broker = cloud_broker
-        self._device_broker = device_broker
+        self._parent = parent
+        self._broker = broker
+        self._child_broker = child_broker
         self._connect_timeout_s = connect_timeout_s
         self._metrics = metrics
         self._metrics_address = metrics_address
@@ -63,11 +63,11 @@ class InstitutionAgent:
         self._world = world
 
     async def run(self) -> None:
-        """Take part in one run until its end; follow the cloud to another run. Raises FedstrataError."""
+        """Take part in one run until its end; follow the parent to another run. Raises FedstrataError."""
         await join(
-            self._cloud_broker,
+            self._broker,
             self._name,
-            CLOUD,
+            self._parent,
             self._take_part,
             lab=self._lab,
             connect_timeout_s=self._connect_timeout_s,
@@ -78,32 +78,34 @@ class InstitutionAgent:
         run, announcement = found.run, found.announcement
         experiment = parse(announcement.experiment)
         layout = ModelLayout.from_json(announcement.layout)
-        children = self._children(experiment)
-        tier = experiment.tier_below(self._name)
+        tree = experiment.tree
+        check_parent(tree, self._name, self._parent, role="institution", among=tree.aggregators)
+        children, tier = tree.children[self._name], experiment.tier_below(self._name)
         session = new_session(self._world)
         identity = Identity(run, self._name, "institution", session, self._metrics_address, lab=self._lab)
         spool = Spool.open(self._spool, run=run, node=self._name)
         shaped = experiment.links.enforce == "bucket"
         down = ParentEndpoint(
-            self._device_broker,
+            self._child_broker,
             identity,
             links={name: experiment.link(name) for name in children},
             transfer=experiment.transfer,
             shaped=shaped,
             codecs=tier.transfer,
+            below={name: tuple(tree.below(name)) for name in children},
             spool=spool,
             observe=lambda event, facts: presence.look() if event == "child" else None,
             world=self._world,
         )
         up = ChildEndpoint(
-            self._cloud_broker,
+            self._broker,
             identity,
-            parent=CLOUD,
+            parent=self._parent,
             parent_session=found.parent_session,
             transfer=experiment.transfer,
             link=experiment.link(self._name),
             shaped=shaped,
-            below=lambda: replace(down.ledger.total(), wire=down.ledger.broker()),
+            below=down.ledger,
             codecs=experiment.tier_above(self._name).transfer,
             spool=spool,
             world=self._world,
@@ -117,7 +119,7 @@ class InstitutionAgent:
         export_parent(self._metrics, down, labels)
         rounds = LocalRounds(self._name, experiment, layout=layout, spool=spool, down=down, metrics=self._metrics)
 
-        presence = _OwnPresence(self._name, up, down)
+        presence = _OwnPresence(self._name, up, down, kind=tier.children)
         presence.look()
 
         async def work() -> None:
@@ -144,7 +146,7 @@ class InstitutionAgent:
         spool.close()
 
     async def _prepare(self, up: ChildEndpoint, down: ParentEndpoint, experiment: Experiment) -> bool:
-        """Gather the devices and calibrate their links; report the progress, and which devices it waits for."""
+        """Gather the children and calibrate their links; report the progress, and which children it waits for."""
         waits_for = ""
 
         def waiting(text: str) -> None:
@@ -167,7 +169,7 @@ class InstitutionAgent:
 
     @staticmethod
     async def _pass_targets_on(up: ChildEndpoint, down: ParentEndpoint) -> None:
-        """Publish the devices' /metrics addresses with this node's presence, on both brokers.
+        """Publish the /metrics addresses of the nodes below with this node's presence, on both brokers.
 
         If both are one broker, the last presence of either endpoint is the node's.
         """
@@ -177,34 +179,31 @@ class InstitutionAgent:
                 endpoint.session.set_targets(targets)
                 endpoint.wake()
 
-    def _children(self, experiment: Experiment) -> list[str]:
-        tree = experiment.tree
-        if self._name not in tree.aggregators:
-            remedy = f"It has {', '.join(tree.aggregators)}." if tree.aggregators else "It has none."
-            raise InvalidExperiment("--name", self._name, "this experiment has no such institution", remedy)
-        return tree.children[self._name]
-
 
 class _OwnPresence:
-    """An institution's own state on both brokers; `reason` is set while none of its devices is present."""
+    """An institution's own state on both brokers; `reason` is set while none of its children is present.
 
-    def __init__(self, name: str, up: ChildEndpoint, down: ParentEndpoint) -> None:
+    `kind`: what they are, `device` or `institution`.
+    """
+
+    def __init__(self, name: str, up: ChildEndpoint, down: ParentEndpoint, *, kind: str) -> None:
         self.reason = ""
         self._name = name
+        self._kind = kind
         self._endpoints = (up, down)
         self._down = down
         self._timer: asyncio.TimerHandle | None = None
 
     def look(self) -> None:
-        """Publish that no device is present, after `NO_DEVICE_S` without any, and that one is present again."""
+        """Publish that no child is present, after `NO_CHILD_S` without any, and that one is present again."""
         if not self._down.session.present():
             if self._timer is None and not self.reason:
-                self._timer = asyncio.get_running_loop().call_later(NO_DEVICE_S, self._report)
+                self._timer = asyncio.get_running_loop().call_later(NO_CHILD_S, self._report)
             return
         self.close()
         if self.reason:
             self.reason = ""
-            log.info("%s: a device is present again", self._name)
+            log.info("%s: a child is present again", self._name)
             self._publish_reason()
 
     def publish(self, state: NodeState, *, samples: int) -> None:
@@ -220,8 +219,8 @@ class _OwnPresence:
 
     def _report(self) -> None:
         self._timer = None
-        self.reason = NO_DEVICE
-        log.warning("%s: %s", self._name, NO_DEVICE)
+        self.reason = f"no {self._kind} is present"
+        log.warning("%s: %s", self._name, self.reason)
         self._publish_reason()
 
     def _publish_reason(self) -> None:

@@ -1,7 +1,7 @@
-"""The state of an institution's rule between global rounds, on disk if there is a folder.
+"""The state of an institution's rule between its tasks, on disk if there is a folder.
 
-The cloud may repeat a global round: after a restart it continues from its last checkpoint, and a killed institution
-starts its global round again. The rule must then have the state it had before that global round.
+The parent may repeat a task: after a restart the cloud continues from its last checkpoint, and a killed institution
+starts its task again. The rule must then have the state it had before that task.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ log = logging.getLogger("fedstrata.institution")
 
 
 class Memory:
-    """One institution's rule. `build` creates a new one; `remembers`: its state persists between global rounds.
+    """One institution's rule. `build` creates a new one; `remembers`: its state persists between tasks.
 
-    `folder`: None if there is no persistent state, or only in this process. `kept`: the number of global rounds that
-    the cloud may return to. `must_remember`: whether this institution took part in a global round before the given one.
+    `folder`: None if there is no persistent state, or only in this process. `kept`: the number of tasks that the
+    parent may return to. `must_remember`: whether this institution was selected for a task before the given one. Tasks
+    are counted over the run.
     """
 
     def __init__(
@@ -39,39 +40,36 @@ class Memory:
         self._kept = kept
         self._must_remember = must_remember
         self._rule = build()
-        self._stands: int | None = None  # the state precedes this global round; None: unknown, or within a round
+        self._stands: int | None = None  # the state precedes this task; None: unknown, or within a task
 
-    def before(self, global_round: int) -> Aggregator:
-        """Return the rule with its state before a global round, about to run it. Raises RunFailed."""
-        if self._remembers and (self._stands is None or self._stands > global_round):
+    def before(self, task: int) -> Aggregator:
+        """Return the rule with its state before a task, about to do it. Raises RunFailed."""
+        if self._remembers and (self._stands is None or self._stands > task):
             self._rule = self._build()
-            if global_round > 0:
-                self._restore(global_round)
+            if task > 0:
+                self._restore(task)
         self._stands = None
         return self._rule
 
-    def after(self, global_round: int) -> None:
-        """Save the rule's state after a global round."""
-        self._stands = global_round + 1
+    def after(self, task: int) -> None:
+        """Save the rule's state after a task."""
+        self._stands = task + 1
         if self._remembers and self._folder is not None:
-            rule_states.write(self._folder, _name(global_round + 1), self._rule.save)
+            rule_states.write(self._folder, _name(task + 1), self._rule.save)
             rule_states.prune(self._folder, keep=self._kept)
 
-    def _restore(self, global_round: int) -> None:
-        found = rule_states.latest(self._folder, _name(global_round)) if self._folder is not None else None
+    def _restore(self, task: int) -> None:
+        found = rule_states.latest(self._folder, _name(task)) if self._folder is not None else None
         if found is not None:
             rule_states.read(found, self._rule.restore)
-        elif self._must_remember(global_round):
+        elif self._must_remember(task):
             raise RunFailed(
-                f"the state of this institution's rule before global round {global_round} is lost. Start institutions "
+                f"the state of this institution's rule before its task {task} is lost. Start institutions "
                 "with the same --spool DIR after a restart, or start a new run."
             )
         else:
-            log.warning(
-                "no state of the rule from before global round %d: this institution took no part yet, or lost it",
-                global_round + 1,
-            )
+            log.warning("no state of the rule from before task %d: this institution took no part yet, or lost it", task)
 
 
-def _name(global_round: int) -> str:
-    return f"before-{global_round:06d}"
+def _name(task: int) -> str:
+    return f"before-{task:06d}"

@@ -1,7 +1,7 @@
-"""An institution's local rounds: tau_i rounds with its devices for each task of the cloud.
+"""An institution's local rounds: tau_i rounds with its children for each task of its parent.
 
-The institution's own rule selects each device's model and aggregates the results; the mean of the last round is
-uploaded. The first round starts from the cloud's model (Tempo, eqs. 4, 5 and 7 if the rule is FedAvg).
+The institution's own rule selects each child's model and aggregates the results; the mean of the last round is
+uploaded. The first round starts from the parent's model (Tempo, eqs. 4, 5 and 7 if the rule is FedAvg).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 
 from common.accounting.child_report import ChildReport
-from common.accounting.traffic import Measured
 from common.aggregation import aggregator
 from common.aggregation.selection import select
 from common.aggregation.uploads import Aggregated
@@ -21,7 +20,7 @@ from common.host.offload import offload
 from common.metrics import Metrics
 from common.model.layout import ModelLayout
 from common.protocol.messages import Phase, Task
-from common.protocol.reports import added
+from common.protocol.reports import plans_of, with_work_of, work_of
 from common.runtime.arriving import Arriving
 from common.runtime.children import Children
 from common.runtime.round import ClosedRound, Dispatch
@@ -31,7 +30,7 @@ from institution.memory import Memory
 
 
 class LocalRounds:
-    """The work of one institution; `work` does one task of the cloud."""
+    """The work of one institution; `work` does one task of its parent."""
 
     def __init__(
         self,
@@ -45,6 +44,9 @@ class LocalRounds:
     ) -> None:
         self._name = name
         self._experiment = experiment
+        tree = experiment.tree
+        self._tasks = experiment.rounds_of(tree.depth(name) - 1)  # in each global round: the parent's rounds
+        self._below = {child: frozenset(tree.below(child)) for child in tree.children[name]}
         self._down = down
         self._metrics = metrics
         self._labels = ("institution", name, "")
@@ -63,45 +65,40 @@ class LocalRounds:
             build,
             remembers=remembers(self._tier.aggregation),
             folder=spool.folder("states"),
-            kept=experiment.cloud.checkpoint_every + 1,
+            kept=(experiment.cloud.checkpoint_every + 1) * self._tasks,
             must_remember=self._took_part_before,
         )
         self._did: dict[str, ChildReport] = {}
 
-    def _took_part_before(self, global_round: int) -> bool:
-        """Return whether the cloud selected this institution in an earlier global round.
+    def _took_part_before(self, task: int) -> bool:
+        """Return whether this institution was selected for an earlier task.
 
         False if that is unknown: a quorum may have closed rounds without it.
         """
-        tier, names = self._experiment.tier_below(CLOUD), self._experiment.tree.children[CLOUD]
-        if tier.closing.rule != "all":
-            return False
-        selected = (
-            select(names, tier.participation, seed=self._experiment.seed, node=CLOUD, r=r) for r in range(global_round)
-        )
-        return any(self._name in some for some in selected)
+        return any(_takes_part(self._experiment, self._name, earlier) for earlier in range(task))
 
     async def work(self, task: Task, model: Arriving, report: Report) -> WorkResult:
-        """Run the local rounds of one global round from the cloud's model; return the last mean.
+        """Run the local rounds of one task from the parent's model; return the last mean.
 
-        If the rule only passes the model on, the first round begins at once: the devices get its chunks as they arrive
-        from the cloud. Raises RunFailed if the state of an earlier global round is needed and lost.
+        If the rule only passes the model on, the first round begins at once: the children get its chunks as they arrive
+        from the parent. Raises RunFailed if the state of an earlier task is needed and lost.
         """
         settings, seed, down = self._tier, self._experiment.seed, self._down
         self._did = {}
         train_s = wait_s = pause_s = 0.0
         path_steps = 0
-        plans: list[dict[str, object]] = []
-        rule = await offload(partial(self._memory.before, task.key.global_round))
+        plans: dict[str, list[dict[str, object]]] = {self._name: []}
+        number = task.key.global_round * self._tasks + task.key.local_round
+        rule = await offload(partial(self._memory.before, number))
         if rule.reads_start:
             await model.whole()
         await offload(partial(rule.begin, model.row))
         for i in range(settings.rounds):
-            r = task.key.global_round * settings.rounds + i
+            r = number * settings.rounds + i
             selected = select(down.peers, settings.participation, seed=seed, node=self._name, r=r)
             dispatch = Dispatch(
                 task.key.global_round,
-                i,
+                task.key.local_round * settings.rounds + i,
                 models=rule.dispatch(r, selected),
                 epochs=dict.fromkeys(down.peers, task.epochs),
                 closing=settings.closing,
@@ -109,39 +106,45 @@ class LocalRounds:
             if not model.complete:  # then the rule passes it on
                 dispatch = replace(dispatch, models=[(model, dispatch.children)])
             closed_round = await down.round(dispatch, on_progress=lambda: report(Phase.TRAINING, down.moves, 0))
-            await model.whole()  # the devices may have finished before it is decoded here
+            await model.whole()  # the children may have finished before it is decoded here
             outcome = await offload(partial(rule.aggregate, r, closed_round.uploads))
             train_s += max(result.train_s for result in closed_round.results.values())
             wait_s += max(result.wait_s for result in closed_round.results.values())
             pause_s += max(result.pause_s for result in closed_round.results.values())
             path_steps += max(result.path_steps for result in closed_round.results.values())
-            plans.append(self._count(closed_round, outcome, epochs=task.epochs))
-        await offload(partial(self._memory.after, task.key.global_round))
-        samples = sum(down.samples.values())  # n_m counts all devices, not only the selected ones
-        steps = sum(report.steps for report in self._did.values())
+            self._count(closed_round, outcome, epochs=task.epochs)
+            plans[self._name].append(outcome.plan)
+            for result in closed_round.results.values():
+                for name, found in plans_of(result).items():
+                    plans.setdefault(name, []).extend(found)
+        await offload(partial(self._memory.after, number))
+        samples = sum(down.samples.values())  # n_m counts all children, not only the selected ones
+        steps = sum(self._did[name].steps for name in down.peers if name in self._did)
         return WorkResult(
             rule.model, samples, outcome.loss, task.epochs, steps, train_s, wait_s, pause_s,
             path_steps=path_steps, children=self.reports(), plans=plans,
         )  # fmt: skip
 
     def reports(self) -> tuple[ChildReport, ...]:
-        """Return each device's work in the last global round, with its link's bytes in the whole run."""
-        ledger = self._down.ledger
-        traffic = ledger.links()
+        """Return the work of each node below in the last task, with its link's bytes in the whole run."""
+        counted = self._down.ledger.reports()
         return tuple(
             replace(
                 self._did.get(name, ChildReport(name)),
-                measured=ledger.measured.get(name, Measured()),
-                traffic=traffic[name],
+                measured=report.measured,
+                traffic=report.traffic,
+                broker=report.broker,
             )
-            for name in self._down.peers
+            for name, report in counted.items()
         )
 
-    def _count(self, closed_round: ClosedRound, outcome: Aggregated, *, epochs: int) -> dict[str, object]:
-        """Count a round's work, and return the decisions of its aggregation."""
+    def _count(self, closed_round: ClosedRound, outcome: Aggregated, *, epochs: int) -> None:
+        """Count a round's work."""
         for name, result in closed_round.results.items():
             self._down.samples[name] = result.samples
-            self._did[name] = added(self._did.get(name, ChildReport(name)), result)
+            below = (report for report in result.children if report.name in self._below[name])
+            for report in (work_of(name, result), *below):
+                self._did[report.name] = with_work_of(self._did.get(report.name, ChildReport(report.name)), report)
         metrics, labels = self._metrics, self._labels
         metrics.closed(labels)
         metrics.epochs.labels(*labels).set(epochs)
@@ -149,4 +152,13 @@ class LocalRounds:
         metrics.steps.labels(*labels).inc(sum(result.steps for result in closed_round.results.values()))
         for phase, seconds in closed_round.timeline.phases().items():
             metrics.phase_seconds.labels(*labels, phase).inc(seconds)
-        return outcome.plan
+
+
+def _takes_part(experiment: Experiment, node: str, round_: int) -> bool:
+    """Return whether a node takes part in a round of its parent, counted over the run, whatever becomes of others."""
+    tree, parent = experiment.tree, experiment.tree.parent(node)
+    tier = experiment.tier_above(node)
+    if tier.closing.rule != "all":
+        return False
+    selected = select(tree.children[parent], tier.participation, seed=experiment.seed, node=parent, r=round_)
+    return node in selected and (parent == CLOUD or _takes_part(experiment, parent, round_ // tier.rounds))

@@ -378,7 +378,7 @@ def family(role: Role) -> dict[str, psutil.Process]:
             words = process.cmdline()
         except psutil.NoSuchProcess:
             continue
-        roles = [word for word in ROLES if word in words]
+        roles = [word for word in words if word in ROLES]
         brokers = [
             word
             for word in words
@@ -624,10 +624,10 @@ def overhearing_states(address: BrokerAddress) -> Iterator[set[str]]:
 def test_an_institution_that_the_experiment_does_not_know_ends_with_4(address: BrokerAddress) -> None:
     async def run() -> None:
         agent = InstitutionAgent(
-            "institution-9", cloud_broker=address, device_broker=address, connect_timeout_s=10.0, metrics=Metrics()
+            "institution-9", broker=address, child_broker=address, connect_timeout_s=10.0, metrics=Metrics()
         )
         with pytest.raises(
-            InvalidExperiment, match=r"--name = 'institution-9'.*institution-0, institution-1"
+            InvalidExperiment, match=r"institution-9 is not there.*cloud has institution-0, institution-1"
         ) as reported:
             async with announcing(address, "cloud", parse(SMALL), children=["institution-0"]):
                 await agent.run()
@@ -666,7 +666,7 @@ def test_a_device_without_its_data_ends_alone_and_the_lab_waits_and_names_it(
 
     async def run() -> None:
         institution = InstitutionAgent(
-            "institution-0", cloud_broker=address, device_broker=address, connect_timeout_s=10.0, metrics=Metrics()
+            "institution-0", broker=address, child_broker=address, connect_timeout_s=10.0, metrics=Metrics()
         )
         names = ("device-0", "device-1")
         experiment = parse(SMALL | {"topology": {"institutions": 1, "devices": 2}})

@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,10 +111,10 @@ def strangers(layout: ModelLayout) -> list[Message]:
     huge = Manifest("f" * 16, 4_000_000 * 1000, 4_000_000, bytes(8000), "fp32", layout.digest)
     key = Key(0, 0, 0)
     result = Result(key, huge, None, MANY, float("nan"), 1, 1, 1, 0.0, 0.0, 0.0, (), "[")
-    progress = Progress(key, Phase.TRAINING, MANY, MANY, EVERYTHING, EVERYTHING)
+    progress = Progress(key, Phase.TRAINING, MANY, MANY, EVERYTHING, (EVERYTHING,))
     return [
         Task(key, MANY, huge, b"x"), result, progress, Acknowledgement(key, "no"), Gone("f" * 16),
-        Farewell(Traffic(), Traffic()), Goodbye(), Preparing(MANY, "nobody"), Presence(NodeState.LOST, "device"),
+        Farewell(Traffic(), ()), Goodbye(), Preparing(MANY, "nobody"), Presence(NodeState.LOST, "device"),
     ]  # fmt: skip
 
 
@@ -224,13 +225,13 @@ async def test_a_flood_under_a_childs_name_hides_nothing_that_the_child_sends(si
     async with together(living(site, parent), serving(site, child_of(site, "device-0"), layout, 0)):
         await play(parent, row)
         topic = topics.inbox(LAB, RUN, PARENT, "device-0")
-        progress = Progress(Key(0, 1, 0), Phase.TRAINING, 1, 1, EVERYTHING, EVERYTHING)
+        progress = Progress(Key(0, 1, 0), Phase.TRAINING, 1, 1, EVERYTHING, (EVERYTHING,))
         site.routed.clear()
         for number in range(500):
             site.inject(topic, serialization.encode(progress, f"stranger-{number}"))
         assert_models(await play(parent, row, global_round=1), row, layout=layout, places={"device-0": 0})
     assert parent.session.refusals.of(Refusal.SESSION) == 500
-    assert parent.ledger.total().received < 10_000
+    assert parent.ledger.tiers()[0].received < 10_000
     questions = [
         message for message in site.routed
         if message.topic == topics.inbox(LAB, RUN, "device-0", PARENT)
@@ -323,13 +324,13 @@ async def test_absurd_counts_of_bytes_do_not_travel_on(site: SimulatedSite) -> N
     parent = parent_of(site, names, layout=layout)
     children = [child_of(site, name) for name in names]
     for child in children[1:]:
-        child.session._below = lambda: EVERYTHING
+        child.session._below = SimpleNamespace(tiers=lambda: (EVERYTHING,), reports=dict)
     tasks = [serving(site, child, layout, place) for place, child in enumerate(children)]
     async with together(living(site, parent), *tasks):
         row = drawn(layout, 1)
         played = await play(parent, row)
         assert_models(played, row, layout=layout, places={name: place for place, name in enumerate(names)})
-        total = Farewell(parent.ledger.total(), parent.ledger.below())
+        total = Farewell(parent.ledger.tiers()[0], parent.ledger.tiers())
         assert serialization.decode(serialization.encode(total, "s"))[1] == total
 
 

@@ -92,7 +92,7 @@ async def run_lab(lab: str, folder: RunFolder, address: BrokerAddress) -> None:
             observe=lambda event, facts: None,
         )  # fmt: skip
         institution = InstitutionAgent(
-            "institution-0", cloud_broker=address, device_broker=address, lab=lab, connect_timeout_s=10.0,
+            "institution-0", broker=address, child_broker=address, lab=lab, connect_timeout_s=10.0,
             metrics=Metrics(),
         )  # fmt: skip
         device = DeviceAgent(
@@ -213,7 +213,7 @@ def test_a_lab_name_of_another_form_is_a_usage_error(command: list[str], name: s
 def test_an_agent_refuses_a_lab_name_that_is_a_filter(address: BrokerAddress) -> None:
     with pytest.raises(ValueError, match="'\\+' is not a lab name"):
         InstitutionAgent(
-            "institution-0", cloud_broker=address, device_broker=address, lab="+", connect_timeout_s=1.0,
+            "institution-0", broker=address, child_broker=address, lab="+", connect_timeout_s=1.0,
             metrics=Metrics(),
         )  # fmt: skip
     with pytest.raises(WireError):

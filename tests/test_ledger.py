@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from uuid import uuid4
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.accounting.child_report import ChildReport
 from common.accounting.counters import Account
-from common.accounting.ledger import BYTES_MOST, Ledger
+from common.accounting.ledger import BYTES_MOST, Ledger, Mark
 from common.accounting.traffic import TcpStats, Traffic
 from common.errors import WireError
 
@@ -19,6 +21,20 @@ def down(count: int) -> Traffic:
     """Return a link on which a child received so many bytes of models."""
     wire = TcpStats(sent=3 * count, received=5 * count)
     return Traffic(received_model_payload=count, received_model_message=count, wire=wire)
+
+
+class _Counter:
+    """A process that counts: a device, or a parent of nodes with these names."""
+
+    def __init__(self, *below: str) -> None:
+        self.session = uuid4().hex
+        self.counted = Traffic()
+        self.ledger = Ledger(below[:1], Account(), below={below[0]: below[1:]} if below else {})
+        self.marks: dict[Ledger, Mark] = {}
+
+    def mark(self) -> Mark:
+        """Return what it begins with for a parent's ledger: nothing for its first."""
+        return Mark(Traffic(), self.ledger.tiers(), self.ledger.reports()) if self.marks else Mark()
 
 
 # Processes of a child: what each counts at each of its messages, growing within a process.
@@ -32,7 +48,7 @@ def test_totals_are_the_sum_of_the_processes_whenever_the_parent_is_restarted(
     ledger = Ledger(["child"], Account(), below=BELOW)
     messages = [(f"process-{i}", count) for i, counts in enumerate(processes) for count in counts]
     for number, (session, count) in enumerate(messages):
-        ledger.enter("child", session, link=down(count), below=down(2 * count))
+        ledger.enter("child", session, link=down(count), below=(down(2 * count),))
         ledger.enter_reports("child", session, [ChildReport("device", samples=7, traffic=down(3 * count))])
         if number in restarts:
             books = ledger.to_json()
@@ -41,10 +57,11 @@ def test_totals_are_the_sum_of_the_processes_whenever_the_parent_is_restarted(
     total = sum(counts[-1] for counts in processes)
     assert ledger.links()["child"].sent_model_payload == total
     assert ledger.links()["child"].wire == TcpStats(sent=3 * total, received=5 * total)
-    assert ledger.below() == down(2 * total)
-    assert ledger.brokers() == {"child": TcpStats(sent=6 * total, received=10 * total)}
-    (report,) = ledger.reports()["child"]
-    assert report == ChildReport("device", samples=7, traffic=down(3 * total))
+    assert ledger.tiers()[1:] == (down(2 * total),)
+    reports = ledger.reports()
+    assert list(reports) == ["child", "device"]
+    assert reports["child"].broker == TcpStats(sent=6 * total, received=10 * total)
+    assert reports["device"] == ChildReport("device", samples=7, traffic=down(3 * total))
 
 
 def test_what_arrived_here_is_kept_over_our_own_restarts() -> None:
@@ -64,11 +81,50 @@ def test_what_arrived_here_is_kept_over_our_own_restarts() -> None:
     "lie", [Traffic(sent_model_payload=BYTES_MOST + 1), Traffic(wire=TcpStats(retransmitted=BYTES_MOST + 1))]
 )
 def test_counts_that_cannot_be_are_refused(lie: Traffic) -> None:
-    ledger = Ledger(["child"], Account())
-    for link, below in ((lie, Traffic()), (Traffic(), lie)):
+    ledger = Ledger(["child"], Account(), below=BELOW)
+    for link, below in ((lie, ()), (Traffic(), (lie,))):
         with pytest.raises(WireError, match="child counts more bytes than there are"):
             ledger.enter("child", "s", link=link, below=below)
-    assert ledger.links()["child"] == Traffic()
+    for report in (ChildReport("device", traffic=lie), ChildReport("device", broker=lie.wire, traffic=lie)):
+        with pytest.raises(WireError, match="child counts more bytes than there are"):
+            ledger.enter_reports("child", "s", [report])
+    assert ledger.links()["child"] == Traffic() and list(ledger.reports()) == ["child"]
+
+
+def test_a_child_counts_no_more_tiers_than_it_has_nodes() -> None:
+    ledger = Ledger(["child", "device"], Account(), below=BELOW)
+    with pytest.raises(WireError, match="child counts 2 tiers below it"):
+        ledger.enter("child", "s", link=Traffic(), below=(Traffic(), Traffic()))
+    with pytest.raises(WireError, match="device counts 1 tiers below it"):
+        ledger.enter("device", "s", link=Traffic(), below=(Traffic(),))
+
+
+@given(st.lists(st.tuples(st.sampled_from(["device", "institution", "region"]), st.integers(1, 100)), max_size=30))
+def test_the_links_of_four_layers_are_counted_once_whoever_restarts(steps: list[tuple[str, int]]) -> None:
+    """Each step adds bytes to the lowest link, or restarts a node; all is reported upward before and after it."""
+    device, institution, region = _Counter(), _Counter("device"), _Counter("institution", "device")
+    cloud = Ledger(["region"], Account(), below={"region": ("institution", "device")})
+    total = 0
+
+    def report() -> None:
+        institution.ledger.enter("device", device.session, link=device.counted)
+        for child, parent, name in ((institution, region.ledger, "institution"), (region, cloud, "region")):
+            mark = child.marks.setdefault(parent, child.mark())
+            parent.enter(name, child.session, link=Traffic(), below=mark.since(child.ledger.tiers()))
+            parent.enter_reports(name, child.session, mark.reports_since(child.ledger.reports().values()))
+
+    for who, count in steps:
+        report()
+        if who == "device":
+            device.counted, total = device.counted + down(count), total + count
+        elif who == "institution":
+            device.counted = Traffic()  # it counts from zero for the new ledger
+            institution = _Counter("device")
+        else:
+            region = _Counter("institution", "device")
+    report()
+    assert cloud.reports()["device"].traffic.sent_model_payload == total
+    assert cloud.tiers()[2].sent_model_payload == total
 
 
 def test_a_child_reports_on_its_own_children_alone() -> None:
@@ -76,12 +132,12 @@ def test_a_child_reports_on_its_own_children_alone() -> None:
     reports = [ChildReport(name, samples=7, traffic=down(5)) for name in ("device", "its-device", "child", "x" * 5000)]
     for session in ("s", "t"):
         ledger.enter_reports("child", session, reports)
-    ((report,), others) = ledger.reports().values()
-    assert report.name == "device" and report.traffic == down(10) and others == ()
+    assert ledger.reports().keys() == {"child", "other", "device"}
+    assert ledger.reports()["device"].traffic == down(10)
 
 
 def test_ten_thousand_names_below_a_child_leave_nothing() -> None:
     ledger = Ledger(["child"], Account(), below=BELOW)
     for number in range(1000):
         ledger.enter_reports("child", f"s{number}", [ChildReport(f"d{number}-{i}", traffic=down(1)) for i in range(10)])
-    assert ledger.reports() == {"child": ()} and len(ledger.to_json()) < 2000
+    assert ledger.reports() == {"child": ChildReport("child")} and len(ledger.to_json()) < 2000

@@ -75,7 +75,7 @@ def test_the_cloud_may_go_back_as_far_as_its_checkpoints(tmp_path: Path) -> None
 
 
 def test_what_is_lost_is_an_error_with_its_remedy(tmp_path: Path) -> None:
-    with pytest.raises(RunFailed, match=r"global round 2 is lost.*--spool"):
+    with pytest.raises(RunFailed, match=r"task 2 is lost.*--spool"):
         memory(tmp_path).before(2)
     with pytest.raises(RunFailed, match="--spool"):
         memory(None).before(2)

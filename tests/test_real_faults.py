@@ -101,7 +101,7 @@ class Agents:
         return self._start("cloud", agent.run())
 
     def institution(self, name: str) -> asyncio.Task[Any]:
-        agent = InstitutionAgent(name, cloud_broker=self._address, device_broker=self._address, **self._more)
+        agent = InstitutionAgent(name, broker=self._address, child_broker=self._address, **self._more)
         return self._start(name, agent.run())
 
     def device(self, name: str, institution: str, *, allow_models: Sequence[str] = ()) -> asyncio.Task[Any]:
@@ -203,7 +203,7 @@ def test_strangers_and_damaged_messages_change_nothing(
         if isinstance(message, Task):
             return body[:-3] + bytes([body[-3] ^ 4]) + body[-2:]
         if isinstance(message, Progress):
-            return serialization.encode(Progress(message.key, Phase.TRAINING, 1, 2, Traffic(), Traffic()), stranger)
+            return serialization.encode(Progress(message.key, Phase.TRAINING, 1, 2, Traffic(), ()), stranger)
         if isinstance(message, Acknowledgement):
             return serialization.encode(Acknowledgement(Key(9, 9, 9), "no"), stranger)
         return None

@@ -143,7 +143,7 @@ def comparable(message: Message | None) -> Message:
     """Return a message without what the kernel or the clock adds to it."""
     assert message is not None
     if isinstance(message, Result):
-        return replace(message, traffic=Traffic(), below=Traffic())
+        return replace(message, traffic=Traffic(), below=())
     return message
 
 

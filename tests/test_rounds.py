@@ -59,7 +59,7 @@ def result_of(key: Key, number: int = 77) -> Result:
 
 
 def progress_of(key: Key, phase: Phase = Phase.TRAINING, done: int = 0, *, traffic: Traffic | None = None) -> Progress:
-    return Progress(key, phase, done, 100, traffic or Traffic(), Traffic())
+    return Progress(key, phase, done, 100, traffic or Traffic(), ())
 
 
 def assignments(names: Sequence[str], *, model: int = 1, epochs: int = 1) -> dict[str, Assignment]:
@@ -456,9 +456,9 @@ def test_a_refused_result_leaves_the_round_to_the_others() -> None:
 
 @pytest.mark.parametrize("spread", ["NaN", "-Infinity", "1" + 400 * "0", '"0.1"'])
 def test_a_report_whose_spread_no_float_holds_is_refused(spread: str) -> None:
-    check_report(replace(result_of(Key(1, 0, 0)), plans='[{"spread": 0.1}]'))
+    check_report(replace(result_of(Key(1, 0, 0)), plans='{"institution-0": [{"spread": 0.1}]}'))
     with pytest.raises(RefusedModel, match="not a finite number"):
-        check_report(replace(result_of(Key(1, 0, 0)), plans=f'[{{"spread": {spread}}}]'))
+        check_report(replace(result_of(Key(1, 0, 0)), plans=f'{{"institution-0": [{{"spread": {spread}}}]}}'))
 
 
 def test_when_all_are_refused_the_round_stalls_and_names_them() -> None:
@@ -1039,7 +1039,7 @@ def task_of(key: Key, *, model: int = 1, epochs: int = 1) -> Task:
     return Task(key, epochs, manifest_of(model), None)
 
 
-COUNTED = Traffic(1), Traffic(2)
+COUNTED = Traffic(1), (Traffic(2),)
 
 
 def offer_of(key: Key) -> Result:
@@ -1078,7 +1078,7 @@ def test_a_task_is_begun_once() -> None:
     one.participant.begin_work(Phase.WAITING, now=1.0)
     assert one.receive(task_of(OLD), 2.0) == [] and one.participant.state is ParticipantState.WORKING
     (progress,) = one.to_send(2.0)  # but it is answered
-    assert progress == Progress(OLD, Phase.WAITING, 0, 0, Traffic(1), Traffic(2))
+    assert progress == Progress(OLD, Phase.WAITING, 0, 0, Traffic(1), (Traffic(2),))
 
 
 def test_a_result_is_offered_until_its_acknowledgement() -> None:

@@ -231,7 +231,7 @@ def test_a_dead_runs_retained_presence_captures_nobody(
 
 KEY: Final = Key(0, 0, 0)
 BLOB: Final = "0123456789abcdef"
-PROGRESS: Final = Progress(KEY, Phase.TRAINING, 1, 2, Traffic(), Traffic())
+PROGRESS: Final = Progress(KEY, Phase.TRAINING, 1, 2, Traffic(), ())
 RESULT: Final = Result(
     KEY, Manifest(BLOB, 1024, 1024, bytes(8), "fp32", "layout"), None, 1, 0.0, 1, 1, 1, 0.0, 0.0, 0.0, (), ""
 )

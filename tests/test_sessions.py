@@ -93,14 +93,14 @@ def messages_of(key: Key, blob: str) -> list[Message]:
         READY,
         Announcement("{}", LAYOUT),
         Task(key, 1, replace(BLOB, blob=blob), None),
-        Progress(key, Phase.TRAINING, 99, 100, Traffic(), Traffic()),
+        Progress(key, Phase.TRAINING, 99, 100, Traffic(), ()),
         result,
         Acknowledgement(key, ""),
         Acknowledgement(key, "refused"),
         Ask(blob, b"\xff", 0, 0, 8, True),
         Gone(blob),
         Reports((ChildReport("x"),)),
-        Farewell(Traffic(), Traffic()),
+        Farewell(Traffic(), ()),
         Probe(BLOB),
         Probed(blob, 1e6, BLOB),
         WhoIsThere("nonce", RUN),
@@ -164,7 +164,7 @@ def test_an_unknown_session_is_answered_by_few_questions(count: int, seconds: fl
     before = lab.kinds["WhoIsThere"]
     for number in range(count):
         at = seconds * number / count
-        message = Progress(Key(0, 0, 0), Phase.TRAINING, number, 9, Traffic(), Traffic())
+        message = Progress(Key(0, 0, 0), Phase.TRAINING, number, 9, Traffic(), ())
         lab.loop.after(at, lambda message=message: inject(lab.parent, "device-0", "unknown", message))  # type: ignore[misc]
     closed = lab.play()
     lab.rest(seconds)
@@ -404,13 +404,13 @@ FLOODS: dict[str, Callable[[random.Random], Message]] = {
     "who is there": lambda draw: WhoIsThere(f"{draw.getrandbits(64):x}", RUN),
     "asks for anything": lambda draw: Ask(f"{draw.getrandbits(64):016x}", b"\xff", 0, 0, 64, True),
     "asks for what never was": lambda draw: Ask("0" * 16, b"\xff", draw.getrandbits(60), 0, 64, False),
-    "farewells": lambda draw: Farewell(Traffic(), Traffic()),
+    "farewells": lambda draw: Farewell(Traffic(), ()),
     "answers": lambda draw: Alive("cloud/0", replace(READY, samples=draw.randrange(1, 9))),
     "preparing": lambda draw: Preparing(draw.randrange(9), ""),
     "declined": lambda draw: Declined(Key(0, 0, 0), "no"),
     "goodbyes": lambda draw: Goodbye(),
     "late results": lambda draw: Result(
-        Key(0, 0, 0), BLOB, None, 1, 0.1, 1, 1, 1, 1.0, 0.0, 0.0, (), "[]", Traffic(), Traffic()
+        Key(0, 0, 0), BLOB, None, 1, 0.1, 1, 1, 1, 1.0, 0.0, 0.0, (), "", Traffic(), ()
     ),
 }
 
@@ -1172,7 +1172,7 @@ def test_a_child_counts_its_bytes_for_each_ledger_of_its_parent() -> None:
         lab.parent.set_state(NodeState.READY)
         lab.rest(0.1)
         lab.round(model=model_of(sum(map(len, counted.values())), len(model_of(0))))
-        counted.setdefault(books, []).append(child._traffic().received_model_payload)
+        counted.setdefault(books, []).append(child._traffic()[0].received_model_payload)
     assert counted == {"a": [size, 3 * size], "b": [size]}
 
 

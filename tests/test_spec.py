@@ -857,15 +857,6 @@ def test_nested_keys_of_an_earlier_release_are_read_with_a_warning(
     ]
 
 
-def test_json_of_an_earlier_release_is_read() -> None:
-    """An announcement of a cloud of an earlier release."""
-    text = '{"iterations": 3, "hardware": {"default": {"think_s": 2.0}, "of": "x"}}'
-    with pytest.raises(InvalidExperiment, match=r"hardware\.of"):
-        parse(text)
-    experiment = parse(text.replace(', "of": "x"', ""))
-    assert experiment.rounds == 3 and experiment.hardware.default.overhead_s == 2.0
-
-
 @pytest.mark.parametrize("table", ["of.device-0", "profiles.mine", "default"])
 def test_a_nested_key_under_both_its_names_is_refused(tmp_path: Path, table: str) -> None:
     old, new = f"hardware.{table}.think_s", f"hardware.{table}.overhead_s"

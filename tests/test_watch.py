@@ -155,7 +155,7 @@ def task(key: Key, *, model: Manifest = MODEL, inline: bytes | None = None, epoc
 
 
 def progress(key: Key, phase: Phase, done: int, total: int, *, sent: int = 0, received: int = 0) -> Progress:
-    return Progress(key, phase, done, total, traffic(sent, received), Traffic())
+    return Progress(key, phase, done, total, traffic(sent, received), ())
 
 
 def result(key: Key, *, loss: float = 0.5, samples: int = 10, inline: bytes | None = None, **more: Any) -> Result:
@@ -300,7 +300,7 @@ def test_devices_on_a_broker_of_their_own_are_known_from_their_institutions_repo
         ChildReport(name, 10, 2, 6, 60, 0.25, train_s=2.5, wait_s=1.0, pause_s=1.0)
         for name in ("device-0", "device-1", "stranger")
     )
-    watched.say("institution-0", "cloud", result(key, children=reports, below=traffic(70, 50)))
+    watched.say("institution-0", "cloud", result(key, children=reports, below=(traffic(70, 50),)))
     assert watched["device-1"].report == reports[1]
     assert "slowest device-0, 4.5 s in its last global round" in formatting.counts(watched["institution-0"])
     flows = watched.lab.flows(0.0)
@@ -314,13 +314,13 @@ def test_bytes_and_rates_come_from_what_nodes_count() -> None:
     watched.say("cloud", "institution-0", task(key))
     for second in range(30):
         watched.now = float(second)
-        word = Progress(key, Phase.TRAINING, 1, 0, traffic(100 * second, 200 * second), traffic(400 * second, 0))
+        word = Progress(key, Phase.TRAINING, 1, 0, traffic(100 * second, 200 * second), (traffic(400 * second, 0),))
         watched.say("institution-0", "cloud", word)
     flows = watched.lab.flows(watched.now)
     assert [flows[name].total for name in ("wan_up", "wan_down", "lan_down")] == [2900, 5800, 11_600]
     assert [round(flows[name].rate) for name in ("wan_up", "wan_down", "lan_down")] == [100, 200, 400]
     assert watched.lab.flows(watched.now + 60)["wan_up"].rate < 1
-    watched.say("institution-0", "cloud", Farewell(traffic(3000, 5800), Traffic()))
+    watched.say("institution-0", "cloud", Farewell(traffic(3000, 5800), (Traffic(),)))
     assert watched.lab.flows(watched.now)["wan_up"].total == 3000
 
 
@@ -751,11 +751,13 @@ def scene() -> Watched:
             watched.say("cloud", f"institution-{m}", task(Key(0, global_round, 0)))
         if global_round == 1:
             watched.say(
-                "institution-0", "cloud", result(Key(0, 1, 0), loss=0.4321, traffic=traffic(1_500_000, 900_000))
+                "institution-0",
+                "cloud",
+                result(Key(0, 1, 0), loss=0.4321, traffic=traffic(1_500_000, 900_000), below=(Traffic(),)),
             )
     key = Key(0, 2, 1)
     watched.say("institution-0", "cloud", Progress(Key(0, 2, 0), Phase.TRAINING, 7, 0, traffic(1_530_000, 930_000),
-                                                   traffic(3_000_000, 4_000_000)))  # fmt: skip
+                                                   (traffic(3_000_000, 4_000_000),)))  # fmt: skip
     watched.say("institution-0", "device-0", task(key))
     watched.say("device-0", "institution-0", progress(key, Phase.TRAINING, 30, 120, sent=50, received=60_000))
     watched.say("institution-0", "device-1", task(key, model=manifest_of(16_000, chunk_bytes=1024)))

@@ -1,14 +1,14 @@
-"""The report on one device in a global round, from its parent to the cloud."""
+"""The report on one node in a global round, passed on by each node above it up to the cloud."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Final
 
-from common.accounting.traffic import Measured, Traffic
+from common.accounting.traffic import NO_WIRE, Measured, TcpStats, Traffic
 
 
 class TrainingPath(StrEnum):
@@ -34,10 +34,10 @@ EARLIER_PATHS: Final[Mapping[str, TrainingPath]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class ChildReport:
-    """Work of one device in a global round, its link's calibration before the run, and the link's bytes since then.
+    """Work of one node in a global round, its link's calibration before the run, and the link's bytes since then.
 
     Both directions are counted on arrival: `up` at the parent, `down` at the child. The seconds are those of `Result`,
-    summed over the rounds.
+    summed over the rounds. `broker`: the node's own connection to the broker of its children, if it has any.
     """
 
     name: str
@@ -52,3 +52,16 @@ class ChildReport:
     path: TrainingPath = TrainingPath.NONE
     measured: Measured = Measured()
     traffic: Traffic = Traffic()
+    broker: TcpStats = NO_WIRE
+
+    def with_bytes_of(self, earlier: ChildReport) -> ChildReport:
+        """Return this report with the bytes of an earlier session added."""
+        return replace(self, traffic=earlier.traffic + self.traffic, broker=earlier.broker + self.broker)
+
+    def without_bytes_of(self, earlier: ChildReport) -> ChildReport:
+        """Return this report with only the bytes since an earlier one."""
+        return replace(self, traffic=self.traffic - earlier.traffic, broker=self.broker - earlier.broker)
+
+    def without_bytes(self) -> ChildReport:
+        """Return this report with no bytes."""
+        return replace(self, traffic=Traffic(), broker=NO_WIRE)

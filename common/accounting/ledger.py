@@ -1,8 +1,8 @@
-"""A parent's byte ledger: the bytes of its children's links over a run, each direction counted on arrival.
+"""A parent's byte ledger: the bytes of all links below it over a run, each direction counted on arrival.
 
-A child counts from its first contact with the ledger (`Presence.ledger`), within its own session. A restarted
-institution begins a new ledger. A cloud keeps its ledger in the run's folder, so a resumed run continues it and no byte
-is lost or counted twice. The unreported counts of a killed child are lost.
+A child counts from its first contact with the ledger (`Presence.ledger`), within its own session: its own link, and the
+links below it. A restarted parent in the middle begins a new ledger. A cloud keeps its ledger in the run's folder, so a
+resumed run continues it and no byte is lost or counted twice. The unreported counts of a killed child are lost.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import astuple, dataclass, field, fields, replace
-from operator import attrgetter
+from itertools import repeat, zip_longest
+from operator import attrgetter, sub
 from typing import Any, Final
 
 from common.accounting.child_report import ChildReport, TrainingPath
@@ -29,27 +30,31 @@ class _Page:
     session: str = ""
     link: Traffic = NOTHING
     link_before: Traffic = NOTHING
-    below: Traffic = NOTHING
-    below_before: Traffic = NOTHING
+    below: tuple[Traffic, ...] = ()
+    below_before: tuple[Traffic, ...] = ()
     here_before: Traffic = NOTHING
     reports: dict[str, ChildReport] = field(default_factory=dict)
-    reports_before: dict[str, Traffic] = field(default_factory=dict)
+    reports_before: dict[str, ChildReport] = field(default_factory=dict)
 
     def turn(self, session: str) -> None:
         """Begin a new session of the child, which counts from zero."""
         if session == self.session:
             return
-        self.link_before, self.below_before = self.link_before + self.link, self.below_before + self.below
-        for name, report in self.reports.items():
-            self.reports_before[name] = self.reports_before.get(name, NOTHING) + report.traffic
-        self.session, self.link, self.below = session, NOTHING, NOTHING
-        self.reports = {name: replace(report, traffic=NOTHING) for name, report in self.reports.items()}
+        self.link_before, self.below_before = self.link_before + self.link, added(self.below_before, self.below)
+        self.reports_before |= {name: self.whole(report) for name, report in self.reports.items()}
+        self.session, self.link, self.below = session, NOTHING, ()
+        self.reports = {name: report.without_bytes() for name, report in self.reports.items()}
+
+    def whole(self, report: ChildReport) -> ChildReport:
+        """Return a report with the bytes of the whole run."""
+        before = self.reports_before.get(report.name)
+        return report if before is None else report.with_bytes_of(before)
 
 
 class Ledger:
     """Each child's counts of its own link and of the links below it, and the arrivals here, across all sessions.
 
-    `below`: the names of each child's own children; a child may only report on these.
+    `below`: the names of all nodes below each child; a child may only report on these.
     """
 
     def __init__(
@@ -67,22 +72,31 @@ class Ledger:
         self.measured: dict[str, Measured] = {}
         self._pages = {name: _Page() for name in children}
 
-    def enter(self, child: str, session: str, *, link: Traffic, below: Traffic) -> None:
-        """Record a child's counts, which grow within a session. Raises WireError on impossible counts."""
-        if max(_most(link), _most(below)) > BYTES_MOST:
-            raise WireError(f"{child} counts more bytes than there are")  # the sums must fit in a message
+    def enter(self, child: str, session: str, *, link: Traffic, below: tuple[Traffic, ...] = ()) -> None:
+        """Record a child's counts, which grow within a session; `below`: of the tiers below it, the highest first.
+
+        Raises WireError on impossible counts.
+        """
+        if len(below) > len(self._below.get(child, ())):
+            raise WireError(f"{child} counts {len(below)} tiers below it")
+        for counts in (link, *below):
+            _check(child, counts, counts.wire)
         page = self._pages[child]
         page.turn(session)
         page.link, page.below = link, below
 
     def enter_reports(self, child: str, session: str, reports: Iterable[ChildReport]) -> None:
-        """Record a child's reports on its own children, whose counts grow within the child's session.
+        """Record a child's reports on the nodes below it, whose counts grow within the child's session.
 
-        Reports on nodes that the experiment does not assign to the child are ignored.
+        Reports on nodes that the experiment does not assign to the child are ignored. Raises WireError on impossible
+        counts.
         """
         page, known = self._pages[child], self._below.get(child, ())
+        found = {report.name: report for report in reports if report.name in known}
+        for report in found.values():
+            _check(child, report.traffic, report.traffic.wire, report.broker)
         page.turn(session)
-        page.reports = {report.name: report for report in reports if report.name in known}
+        page.reports = found
 
     def links(self) -> dict[str, Traffic]:
         """Return each child's link: `received_*` as counted here (up), `sent_*` as counted at the child (down).
@@ -105,43 +119,52 @@ class Ledger:
             )
         return links
 
-    def total(self) -> Traffic:
-        """Return the sum of the children's links."""
-        return sum(self.links().values(), NOTHING)
+    def tiers(self) -> tuple[Traffic, ...]:
+        """Return the sums of the links to the children, then of those of each tier below.
+
+        `wire` is that of the parents' connections, all links together.
+        """
+        below: tuple[Traffic, ...] = ()
+        for page in self._pages.values():
+            below = added(below, page.below_before, page.below)
+        return (replace(sum(self.links().values(), NOTHING), wire=self.broker()), *below)
 
     def broker(self) -> TcpStats:
         """Return the bytes of this node's own connection to the children's broker, all children together."""
         return self._wire_before + self._wire()
 
-    def brokers(self) -> dict[str, TcpStats]:
-        """Return the bytes of each child's connection to its own children's broker."""
-        return {name: (page.below_before + page.below).wire for name, page in self._pages.items()}
+    def reports(self) -> dict[str, ChildReport]:
+        """Return the last report on each node below, children first, with the bytes of the whole run.
 
-    def below(self) -> Traffic:
-        """Return the sum of the links between the children and their own children."""
-        return sum((page.below_before + page.below for page in self._pages.values()), NOTHING)
-
-    def reports(self) -> dict[str, tuple[ChildReport, ...]]:
-        """Return the children's last reports, with the bytes of the whole run."""
-        return {
-            name: tuple(
-                replace(report, traffic=report.traffic + page.reports_before.get(report.name, NOTHING))
-                for report in page.reports.values()
+        The work of the children themselves is not in the ledger.
+        """
+        links = self.links()
+        found = {}
+        for name, page in self._pages.items():
+            broker = added(page.below_before, page.below)[:1]
+            measured = self.measured.get(name, Measured())
+            found[name] = ChildReport(
+                name, measured=measured, traffic=links[name], broker=broker[0].wire if broker else TcpStats()
             )
-            for name, page in self._pages.items()
-        }
+        for page in self._pages.values():
+            found |= {report.name: page.whole(report) for report in page.reports.values()}
+        return found
 
     def to_json(self) -> str:
         """Return the ledger as JSON, for `restore` in a later process."""
-        pages = {}
-        for name, page in self._pages.items():
-            kept = {key: astuple(getattr(page, key)) for key in _TRAFFICS}
-            pages[name] = kept | {
+        pages = {
+            name: {
                 "session": page.session,
+                "link": astuple(page.link),
+                "link_before": astuple(page.link_before),
+                "below": list(map(astuple, page.below)),
+                "below_before": list(map(astuple, page.below_before)),
                 "here_before": astuple(self._here(name)),
-                "reports": [astuple(report) for report in page.reports.values()],
-                "reports_before": {device: astuple(traffic) for device, traffic in page.reports_before.items()},
+                "reports": list(map(astuple, page.reports.values())),
+                "reports_before": list(map(astuple, page.reports_before.values())),
             }
+            for name, page in self._pages.items()
+        }
         return json.dumps({"broker": astuple(self.broker()), "pages": pages})
 
     def restore(self, text: str) -> None:
@@ -152,20 +175,46 @@ class Ledger:
             kept = tree["pages"][name]
             self._pages[name] = _Page(
                 session=kept["session"],
+                link=_traffic(kept["link"]),
+                link_before=_traffic(kept["link_before"]),
+                below=tuple(map(_traffic, kept["below"])),
+                below_before=tuple(map(_traffic, kept["below_before"])),
                 here_before=_traffic(kept["here_before"]),
-                reports={row[0]: _report(row) for row in kept["reports"]},
-                reports_before={device: _traffic(counts) for device, counts in kept["reports_before"].items()},
-                **{key: _traffic(kept[key]) for key in _TRAFFICS},
+                reports=_reports(kept["reports"]),
+                reports_before=_reports(kept["reports_before"]),
             )
 
     def _here(self, child: str) -> Traffic:
         return self._pages[child].here_before + self._account.traffic(child)
 
 
-def _most(traffic: Traffic) -> int:
-    """Return the largest count. Called for each message, so without astuple, which copies deeply."""
-    most: int = max(*_COUNTS(traffic), *_WIRE_COUNTS(traffic.wire))
-    return most
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What a child had counted when it began to count for a new ledger of its parent."""
+
+    link: Traffic = NOTHING
+    below: tuple[Traffic, ...] = ()
+    reports: Mapping[str, ChildReport] = field(default_factory=dict)
+
+    def since(self, below: tuple[Traffic, ...]) -> tuple[Traffic, ...]:
+        """Return the sums of the tiers below, counted from here."""
+        return tuple(map(sub, below, (*self.below, *repeat(NOTHING, len(below) - len(self.below)))))
+
+    def reports_since(self, reports: Iterable[ChildReport]) -> tuple[ChildReport, ...]:
+        """Return reports with the bytes counted from here."""
+        before = self.reports
+        return tuple(r.without_bytes_of(before[r.name]) if r.name in before else r for r in reports)
+
+
+def added(*counts: tuple[Traffic, ...]) -> tuple[Traffic, ...]:
+    """Return the sums by tier."""
+    return tuple(sum(tier, NOTHING) for tier in zip_longest(*counts, fillvalue=NOTHING))
+
+
+def _check(child: str, traffic: Traffic, *wires: TcpStats) -> None:
+    """Check counts, for each message: without astuple, which copies deeply. Raises WireError."""
+    if max(*_COUNTS(traffic), *(count for wire in wires for count in _WIRE_COUNTS(wire))) > BYTES_MOST:
+        raise WireError(f"{child} counts more bytes than there are")  # the sums must fit in a message
 
 
 def _traffic(row: list[Any]) -> Traffic:
@@ -173,11 +222,14 @@ def _traffic(row: list[Any]) -> Traffic:
     return Traffic(*values)
 
 
+def _reports(rows: list[list[Any]]) -> dict[str, ChildReport]:
+    return {row[0]: _report(row) for row in rows}
+
+
 def _report(row: list[Any]) -> ChildReport:
-    values = [*row[:-3], TrainingPath(row[-3]), Measured(*row[-2]), _traffic(row[-1])]
+    values = [*row[:-4], TrainingPath(row[-4]), Measured(*row[-3]), _traffic(row[-2]), TcpStats(*row[-1])]
     return ChildReport(*values)
 
 
 _COUNTS: Final = attrgetter(*(f.name for f in fields(Traffic) if f.name != "wire"))
 _WIRE_COUNTS: Final = attrgetter(*(f.name for f in fields(TcpStats)))
-_TRAFFICS: Final = ("link", "link_before", "below", "below_before")

@@ -30,7 +30,7 @@ class TcpStats:
     rtt_min_us: int = 0
 
     def __add__(self, later: TcpStats) -> TcpStats:
-        if later == _NO_WIRE:
+        if later == NO_WIRE:
             return self
         sums = {name: getattr(self, name) + getattr(later, name) for name in _SUMMED}
         least = min(self.rtt_min_us or later.rtt_min_us, later.rtt_min_us or self.rtt_min_us)
@@ -47,7 +47,7 @@ class TcpStats:
         return self.connections > 0 and not self.unmeasured
 
 
-_NO_WIRE: Final = TcpStats()
+NO_WIRE: Final = TcpStats()
 _SUMMED: Final = tuple(f.name for f in fields(TcpStats) if not f.name.startswith("rtt"))
 
 

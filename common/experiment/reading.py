@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
@@ -54,7 +53,7 @@ def parse(tree: Mapping[str, Any] | str | bytes) -> Experiment:
     """
     try:
         if isinstance(tree, (str, bytes)):
-            return Experiment.model_validate_json(_with_present_keys(tree))
+            return Experiment.model_validate_json(tree)
         return Experiment.model_validate(tree)
     except ValidationError as error:
         raise explain(error, Experiment) from None
@@ -96,15 +95,6 @@ def _tables(tree: dict[str, Any], parents: list[str]) -> Iterator[tuple[list[str
         if isinstance(below := tree.get(key), dict):
             for path, table in _tables(below, rest):
                 yield [key, *path], table
-
-
-def _with_present_keys(text: str | bytes) -> str | bytes:
-    """Return an experiment's JSON with the present names of its keys; unchanged if it is not valid JSON."""
-    try:
-        tree = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return json.dumps(tree) if isinstance(tree, dict) and rename_keys(tree) else text
 
 
 def _override(tree: dict[str, Any], text: str) -> None:

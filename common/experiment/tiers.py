@@ -120,6 +120,16 @@ def check_tiers(tiers: Sequence[Tier]) -> None:
         raise InvalidExperiment("tiers", name, problem, "Give every node its own name.")
 
 
+def check_parent(tree: Tree, node: str, parent: str, *, role: str, among: Sequence[str]) -> None:
+    """Check the parent that a node was started with; `among`: the nodes of its role. Raises InvalidExperiment."""
+    home = tree.parent(node) if node in among else None
+    if home != parent:
+        problem = f"it belongs to {home}" if home else f"no {role} of this experiment"
+        there = [name for name in tree.children.get(parent, ()) if name in among]
+        remedy = f"{parent} has {', '.join(there or [f'no {role}'])}."
+        raise InvalidExperiment("--parent", parent, f"{node} is not there: {problem}", remedy)
+
+
 def layers_of(tiers: Sequence[Tier]) -> list[dict[str, list[str]]]:
     """Return the children of each parent, by layer from the cloud down."""
     parents, layers = [CLOUD], []

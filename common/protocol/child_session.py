@@ -6,7 +6,7 @@ the work (`begin_work`), its progress (`progress`), and the result (`finish`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from math import inf
 from typing import Final
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.accounting.child_report import ChildReport
+from common.accounting.ledger import Ledger, Mark
 from common.accounting.traffic import Traffic
 from common.errors import RefusedModel, WireError
 from common.experiment.links import LinkSet, LinkSettings
@@ -43,6 +44,7 @@ from common.protocol.messages import (
     Phase,
     Preparing,
     Presence,
+    Progress,
     Reports,
     Result,
     Task,
@@ -65,8 +67,8 @@ LEDGERS_KEPT: Final = 16  # of the parent: one per process
 class ChildSession(Session):
     """One child's session with its parent on one broker.
 
-    `parent_session`: the session that replied during discovery, empty if none did. `below`: the bytes of the links to
-    this node's own children. `form`: the required form of the parent's models.
+    `parent_session`: the session that replied during discovery, empty if none did. `below`: the byte ledger of this
+    node's own children, if it has any. `form`: the required form of the parent's models.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class ChildSession(Session):
         first_number: int,
         now: float,
         form: ModelForm | None = None,
-        below: Callable[[], Traffic] = Traffic,
+        below: Ledger | None = None,
     ) -> None:
         ways = LinkSet(to={parent: link.up}, from_={parent: link.down}, shaped=shaped)
         super().__init__(
@@ -99,7 +101,7 @@ class ChildSession(Session):
         self._form = form
         self._below = below
         self._ledger = ""
-        self._counted_before: dict[str, Traffic] = {}
+        self._marks: dict[str, Mark] = {}
         self._fetching: Task | None = None
         self._parent_session = parent_session
         self._gone_since: float | None = now
@@ -309,12 +311,12 @@ class ChildSession(Session):
             messages.append(self._preparing)
             self._prepare_at = inf
         if self._farewell is not None and now >= self._farewell_at:
-            messages += [Reports(self._farewell)] if self._farewell else []
-            messages.append(Farewell(self._traffic(), self._below()))
+            messages += [Reports(self._mark.reports_since(self._farewell))] if self._farewell else []
+            messages.append(Farewell(*self._traffic()))
             self._farewell_at = now + FAREWELL_S
         due = self.participant.next_deadline()
         if due is not None and now >= due:  # the counts are summed only when they are sent
-            messages += self.participant.to_send(now, self._traffic(), self._below())
+            messages += map(self._counted_since, self.participant.to_send(now, *self._traffic()))
         return [(self.parent, message) for message in messages]
 
     def _next_deadline(self) -> float | None:
@@ -351,14 +353,27 @@ class ChildSession(Session):
     def _begin_count(self, ledger: str) -> None:
         """Count from zero for a new ledger of the parent."""
         if ledger != self._ledger:
-            before = self._counted() if self._ledger else Traffic()
-            self._counted_before.setdefault(ledger, before)
+            below = self._below
+            reports = below.reports() if below is not None else {}
+            self._marks.setdefault(ledger, Mark(*self._counted(), reports) if self._ledger else Mark())
             self._ledger = ledger
-            if len(self._counted_before) > LEDGERS_KEPT:
-                del self._counted_before[next(iter(self._counted_before))]
+            if len(self._marks) > LEDGERS_KEPT:
+                del self._marks[next(iter(self._marks))]
 
-    def _traffic(self) -> Traffic:
-        return self._counted() - self._counted_before.get(self._ledger, Traffic())
+    @property
+    def _mark(self) -> Mark:
+        return self._marks.get(self._ledger, Mark())
 
-    def _counted(self) -> Traffic:
-        return replace(self.counters.traffic(self.parent), wire=self.meter.sample())
+    def _traffic(self) -> tuple[Traffic, tuple[Traffic, ...]]:
+        """Return what the parent's ledger gets: the bytes of this link, and of the tiers below."""
+        link, below = self._counted()
+        return link - self._mark.link, self._mark.since(below)
+
+    def _counted_since(self, message: Progress | Result) -> Progress | Result:
+        if isinstance(message, Result) and self._mark.reports:
+            return replace(message, children=self._mark.reports_since(message.children))
+        return message
+
+    def _counted(self) -> tuple[Traffic, tuple[Traffic, ...]]:
+        link = replace(self.counters.traffic(self.parent), wire=self.meter.sample())
+        return link, self._below.tiers() if self._below is not None else ()

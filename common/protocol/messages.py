@@ -159,15 +159,15 @@ class Phase(StrEnum):
     FETCHING = "fetching"
     WAITING = "waiting"
     TRAINING = "training"
-    ANNOUNCING = "offering"  # the value in messages of every release
+    ANNOUNCING = "announcing"
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A child's progress; `done` grows with chunks, steps or, at an institution, with its devices' progress.
+    """A child's progress; `done` grows with chunks, steps or, at an institution, with its children's progress.
 
-    `below` is the sum of the links to its own children, except `wire`: the child's connection to their broker, which
-    they share.
+    `below`: the sums of the links below it by tier, from those to its own children down. Their `wire` is that of the
+    parents' connections, which all of a parent's links share.
     """
 
     key: Key
@@ -175,7 +175,7 @@ class Progress:
     done: int
     total: int
     traffic: Traffic
-    below: Traffic
+    below: tuple[Traffic, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +183,10 @@ class Result:
     """A child's result announcement, repeated until it is acknowledged. Seconds are durations on the child's clock.
 
     `path_steps`: the SGD steps on the critical path: in each local round those of the slowest device. `plans`: the
-    decisions of the child's own aggregation in each of its rounds, a JSON list of objects. `train_s`: training;
+    decisions of the child's own aggregation, and of those below it, in each of their rounds: a JSON object of lists of
+    objects, by node. `children`: reports on all nodes below it. `train_s`: training;
     `wait_s`: waiting for a slot before it; `pause_s`: after it, if the child emulates slower hardware
-    (`common/experiment/hardware.py`). For an institution these are sums over its rounds of the maximum of its devices.
+    (`common/experiment/hardware.py`). For an institution these are sums over its rounds of its children's maximum.
     `traffic` and `below` as in Progress, at the time of the announcement. `path`: a device's training path.
     """
 
@@ -203,7 +204,7 @@ class Result:
     children: tuple[ChildReport, ...]
     plans: str
     traffic: Traffic = Traffic()
-    below: Traffic = Traffic()
+    below: tuple[Traffic, ...] = ()
     path: TrainingPath = TrainingPath.NONE
 
 
@@ -275,7 +276,7 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """An institution's final reports on its devices."""
+    """An institution's final reports on all nodes below it."""
 
     children: tuple[ChildReport, ...]
 
@@ -288,7 +289,7 @@ class Farewell:
     """
 
     traffic: Traffic
-    below: Traffic
+    below: tuple[Traffic, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ class ParentSession(Session):
     """One parent's session with its children on one broker.
 
     `links`: the children's names in order, each with its link; `shaped`: this end enforces their rates and delays.
-    `below`: the names of each child's own children.
+    `below`: the names of all nodes below each child.
     """
 
     def __init__(
@@ -332,6 +332,6 @@ class ParentSession(Session):
         else:
             self._events.append(UploadAnnounced(child, result))
 
-    def _count(self, child: str, session: str, traffic: Traffic, below: Traffic) -> None:
+    def _count(self, child: str, session: str, traffic: Traffic, below: tuple[Traffic, ...]) -> None:
         self.ledger.enter(child, session, link=traffic, below=below)
         self.moves += 1

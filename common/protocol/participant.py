@@ -140,7 +140,7 @@ class Participant:
         """Repeat what may have been lost with the old connection."""
         self._send_at = now
 
-    def to_send(self, now: float, traffic: Traffic, below: Traffic) -> list[Progress | Result]:
+    def to_send(self, now: float, traffic: Traffic, below: tuple[Traffic, ...]) -> list[Progress | Result]:
         """Return what is due to the parent."""
         due = self.next_deadline()
         if self._task is None or due is None or now < due:

@@ -18,7 +18,6 @@ from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
 import msgpack
 from xxhash import xxh3_64_digest
 
-from common.accounting.child_report import EARLIER_PATHS, TrainingPath
 from common.errors import WireError
 from common.protocol.messages import (
     DIGEST_BYTES,
@@ -42,7 +41,7 @@ from common.protocol.messages import (
     WhoIsThere,
 )
 
-VERSION: Final = 3
+VERSION: Final = 4
 MAX_TEXT: Final = 4_000_000
 MAX_INT: Final = 2**63 - 1
 MAX_ITEMS: Final = 100_000
@@ -52,7 +51,6 @@ KINDS: Final[tuple[type[Message], ...]] = (
     WhoIsThere, Alive, Preparing, Declined, Goodbye,
 )  # fmt: skip
 _CODES: Final = {kind: code for code, kind in enumerate(KINDS)}
-_WIRE_PATHS: Final = {path: name for name, path in EARLIER_PATHS.items()}  # the wire keeps the first release's names
 
 
 def encode(message: Message, session: str) -> bytes:
@@ -85,8 +83,7 @@ def decode(data: bytes | bytearray | memoryview) -> tuple[str, Message]:
 
 def _values(record: Any) -> tuple[Any, ...]:
     """Return a record's fields for msgpack, which accepts tuples, numbers and texts directly."""
-    values = [getattr(record, name) for name in _names(type(record))]  # type: ignore[arg-type]  # it is hashable
-    return tuple([_WIRE_PATHS.get(value, value) if type(value) is TrainingPath else value for value in values])
+    return tuple([getattr(record, name) for name in _names(type(record))])  # type: ignore[arg-type]  # it is hashable
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.accounting.child_report import ChildReport
-from common.accounting.traffic import Traffic
+from common.accounting.ledger import Ledger
 from common.errors import NoProgress, RefusedModel, RunFailed
 from common.experiment.codecs import PLAIN, Codecs
 from common.experiment.links import LinkSettings
@@ -52,8 +52,8 @@ log = logging.getLogger("fedstrata.child")
 class ChildEndpoint(Endpoint):
     """One node's parent on one broker; `serve` works until the parent has ended the run.
 
-    `parent_session`: the parent's session during discovery. `below`: the bytes of the links to this node's own
-    children. `spool`: where a model is assembled, None: in memory.
+    `parent_session`: the parent's session during discovery. `below`: the byte ledger of this node's own children.
+    `spool`: where a model is assembled, None: in memory.
     """
 
     session: ChildSession
@@ -68,7 +68,7 @@ class ChildEndpoint(Endpoint):
         transfer: TransferSettings,
         link: LinkSettings,
         shaped: bool = True,
-        below: Callable[[], Traffic] = Traffic,
+        below: Ledger | None = None,
         spool: Spool | None = None,
         codecs: Codecs = PLAIN,
         world: World = REAL,

@@ -55,7 +55,7 @@ class ParentEndpoint(Endpoint):
     """A parent's children on one broker; `run` keeps the connection, `round` runs a round.
 
     `links`: the children's names in order, each with its link; `shaped`: the sender enforces rates and delays. `below`:
-    the names of each child's own children. `spool`: where uploads are assembled, None: in memory.
+    the names of all nodes below each child. `spool`: where uploads are assembled, None: in memory.
     """
 
     session: ParentSession

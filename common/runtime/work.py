@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from common.accounting.child_report import ChildReport, TrainingPath
@@ -30,7 +30,7 @@ class WorkResult:
     pause_s: float = 0.0
     path_steps: int | None = None
     children: tuple[ChildReport, ...] = ()
-    plans: Sequence[Mapping[str, object]] = ()
+    plans: Mapping[str, Sequence[Mapping[str, object]]] = field(default_factory=dict)
     path: TrainingPath = TrainingPath.NONE
 
     def announcement(self, task: Task, model: Manifest, inline: bytes | None = None) -> Result:

@@ -21,6 +21,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import typer
 
+from common.experiment.topology import CLOUD
 from common.protocol.topics import DEFAULT_LAB
 from deploy.cli import data, inspection
 from deploy.cli.serving import serve_metrics
@@ -206,10 +207,17 @@ def cloud(
 @app.command()
 def institution(
     name: Annotated[str, typer.Option(help="This institution's name in the experiment.")],
+    parent: Annotated[str, typer.Option(help="Its parent, the cloud or another institution.")] = CLOUD,
     broker: BrokerOption = "localhost",
     lab: LabOption = DEFAULT_LAB,
-    device_broker: Annotated[
-        str | None, typer.Option(help="The devices' broker.  [default: the cloud's]", show_default=False)
+    child_broker: Annotated[
+        str | None,
+        typer.Option(
+            "--child-broker",
+            "--device-broker",
+            help="The broker of its children.  [default: its parent's]",
+            show_default=False,
+        ),
     ] = None,
     username: Username = None,
     password_file: PasswordFile = None,
@@ -217,7 +225,7 @@ def institution(
     metrics: MetricsAddress = METRICS,
     spool: SpoolFolder = SPOOL,
 ) -> None:
-    """Start an institution: it waits for an experiment and runs its local rounds with its devices."""
+    """Start an institution: it waits for an experiment and runs its local rounds with its children."""
     from institution.agent import InstitutionAgent
 
     async def take_part() -> None:
@@ -225,8 +233,9 @@ def institution(
         registry, address = serve_metrics(metrics, broker=upward)
         agent = InstitutionAgent(
             name,
-            cloud_broker=upward,
-            device_broker=_address(device_broker or broker, username, password_file),
+            parent=parent,
+            broker=upward,
+            child_broker=_address(child_broker or broker, username, password_file),
             lab=lab,
             connect_timeout_s=connect_timeout,
             metrics=registry,
@@ -280,8 +289,6 @@ def device(
     ] = False,
 ) -> None:
     """Start one or more devices: they wait for an experiment, then train each model that their parent assigns."""
-    from common.experiment.topology import CLOUD
-
     brokers, parents = broker or ["localhost"], parent or [CLOUD]
     for given, option in ((parents, "--parent"), (brokers, "--broker")):
         if len(given) not in (1, len(name)):

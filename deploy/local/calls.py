@@ -57,7 +57,7 @@ class Clock:
 class Calls:
     """A parent's children, each as a function.
 
-    `below` returns the traffic of a child's own children's links, `names_below` has the names of those children.
+    `below` returns the traffic of the tiers below a child, `names_below` has the names of all nodes below it.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Calls:
         spool: Spool,
         resident_mb: float,
         clock: Clock,
-        below: Callable[[str], Traffic] = lambda child: Traffic(),
+        below: Callable[[str], tuple[Traffic, ...]] = lambda child: (),
         names_below: Mapping[str, Collection[str]] | None = None,
         observe: Observe = lambda event, facts: None,
     ) -> None:

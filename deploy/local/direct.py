@@ -17,7 +17,6 @@ from typing import Any, Final
 from cloud.evaluator import Accuracy
 from cloud.results import DIRECT, RunFolder
 from cloud.run import CloudRun
-from common.accounting.traffic import Traffic
 from common.errors import FedstrataError
 from common.experiment.data import check_alike
 from common.experiment.schema import Experiment
@@ -79,6 +78,13 @@ async def _run(folder: RunFolder, *, resume: bool, accelerator: str, observe: Ob
     trainers = {device: _trainer(experiment, device, accelerator, partition=partition) for device in tree.devices}
     work = {device: _device(trainer, experiment) for device, trainer in trainers.items()}
     samples = {device: trainer.samples for device, trainer in trainers.items()}
+
+    def accounting(parent: str) -> dict[str, Any]:
+        return {
+            "below": lambda child: below[child].ledger.tiers() if child in below else (),
+            "names_below": {child: tuple(tree.below(child)) for child in tree.children[parent]},
+        }
+
     for name in reversed(tree.aggregators):
         children, spool = tree.children[name], _spool(folder, name)
         below[name] = calls(
@@ -86,6 +92,7 @@ async def _run(folder: RunFolder, *, resume: bool, accelerator: str, observe: Ob
             samples={child: samples[child] for child in children},
             codecs=experiment.tier_below(name).transfer,
             spool=spool,
+            **accounting(name),
         )
         samples[name] = sum(below[name].samples.values())
         work[name] = LocalRounds(name, experiment, layout=layout, spool=spool, down=below[name], metrics=metrics).work
@@ -95,9 +102,8 @@ async def _run(folder: RunFolder, *, resume: bool, accelerator: str, observe: Ob
         samples={child: samples[child] for child in tree.children[CLOUD]},
         codecs=experiment.tier_below(CLOUD).transfer,
         spool=spool,
-        below=lambda name: below[name].ledger.total() if name in below else Traffic(),
-        names_below={name: tuple(tree.below(name)) for name in tree.children[CLOUD]},
         observe=record,
+        **accounting(CLOUD),
     )
     try:
         run = CloudRun(

@@ -119,10 +119,11 @@ class LocalLab:
         home_of_runs = self._resume.resolve().parent if self._resume else self._runs
         states = ["--spool", str(home_of_runs / SPOOL)] if keeps else memory
         for name in tree.aggregators:
-            brokers = ["--broker", network.upward[name], "--device-broker", network.downward[name]]
-            self._spawn(home, network, name, ["institution", "--name", name, *brokers, *states])
+            brokers = ["--broker", network.upward[name], "--child-broker", network.downward[name]]
+            own = ["--name", name, "--parent", tree.parent(name)]
+            self._spawn(home, network, name, ["institution", *own, *brokers, *states])
         model = self._experiment.model.name
-        own = ["--allow-models", model] if ":" in model else []  # the user who starts the lab chose the model
+        allowed = ["--allow-models", model] if ":" in model else []  # the user who starts the lab chose the model
         slots = shares(cores(), len(network.groups))
         for (process, devices), count in zip(network.groups.items(), slots, strict=True):
             names = [
@@ -132,7 +133,7 @@ class LocalLab:
             ]
             # A single process detects its cores or GPUs itself; several processes share the cores.
             several = ["--slots", str(count)] if len(slots) > 1 else []
-            self._spawn(home, network, process, ["device", *names, *own, *several, "--together"])
+            self._spawn(home, network, process, ["device", *names, *allowed, *several, "--together"])
         threading.Thread(target=self._read_events, daemon=True).start()
 
     def _spawn(self, home: Path, network: LabNetwork, process: str, arguments: list[str]) -> None:

@@ -2,13 +2,13 @@
 
     cloud, its broker ===== WAN =====> institution, its broker ===== LAN =====> devices
 
-Each arrow is a veth pair, shaped at both ends. A namespace stands for one machine: the cloud, an institution, or a
-process of devices of one institution. Each broker runs at the parent's end of its links, so a message crosses a link
-once. Devices in one process still have links of their own: each uses another address of the broker, and so another
-interface.
+Each arrow, of any number of tiers, is a veth pair, shaped at both ends. A namespace stands for one machine: the cloud,
+an institution, or a process of devices of one parent. Each broker runs at the parent's end of its links, so a message
+crosses a link once. Devices in one process still have links of their own: each uses another address of the broker, and
+so another interface.
 
-With one broker for all, at the cloud, institutions forward their devices' packets: a device's model crosses the WAN up
-and down again, and a model for N devices crosses it once up and N times down.
+With one broker for all, at the cloud, institutions forward the packets of those below: a device's model crosses the WAN
+up and down again, and a model for N devices crosses it once up and N times down.
 """
 
 from __future__ import annotations
@@ -69,20 +69,21 @@ def lay_out(experiment: Experiment) -> NetworkPlan:
 
 
 def routing(plan: NetworkPlan) -> dict[str, list[str]]:
-    """Return, by host, the `ip` commands that route each device through its institution to the cloud's broker.
+    """Return, by host, the `ip` commands that route each node through those above it to the cloud's broker.
 
-    The broker has an address for each device, so that each device's packets use the device's own link.
+    The broker has an address for each node, so that each node's packets use the node's own link.
     """
     lines: dict[str, list[str]] = {host: [] for host in plan.hosts}
     for wire in plan.wires.values():
-        if wire.parent_host != CLOUD:
-            wan = plan.wires[wire.parent_host]
-            lines[CLOUD] += [
-                f"addr add {wire.far_address}/32 dev lo",
-                f"route add {wire.child_address}/32 via {wan.child_address}",
-            ]
-            lines[wan.child_host].append(f"route add {wire.far_address}/32 via {wan.parent_address}")
-            lines[wire.child_host].append(f"route add {wire.far_address}/32 via {wire.parent_address}")
+        if wire.parent_host == CLOUD:
+            continue
+        lines[CLOUD].append(f"addr add {wire.far_address}/32 dev lo")
+        hop = wire
+        lines[hop.child_host].append(f"route add {wire.far_address}/32 via {hop.parent_address}")
+        while hop.parent_host != CLOUD:
+            hop = plan.wires[hop.parent_host]
+            lines[hop.child_host].append(f"route add {wire.far_address}/32 via {hop.parent_address}")
+            lines[hop.parent_host].append(f"route add {wire.child_address}/32 via {hop.child_address}")
     return lines
 
 

@@ -21,7 +21,7 @@ class LabNetwork:
     """A lab's running brokers, and its processes.
 
     upward: the broker (host:port) between each node and its parent; for the cloud, the one of its children
-    downward: each institution's broker for its devices    groups: the devices of each device process
+    downward: each institution's broker for its children    groups: the devices of each device process
     inside(process): context in which that process is started    flags: options of `fedstrata run` for such a network
     """
 

@@ -44,7 +44,7 @@ def plausible_accounts(drawn: DrawnLab, evidence: Evidence) -> str:
     """Return the links of which an end counted more than the other sent, over all processes of both."""
     if any(fault.kind in INVENTED for fault in drawn.faults):
         return ""
-    wrong = []
+    tree, wrong = drawn.experiment.tree, []
     for (parent, child), link in evidence.up.items():
         for kind in KINDS:
             if link.received[kind] > link.sent[kind]:
@@ -54,14 +54,14 @@ def plausible_accounts(drawn: DrawnLab, evidence: Evidence) -> str:
             sent = link.sent[kind] if kind == "control" else _sent(evidence, parent, kind)
             if link.received[kind] > sent:
                 wrong.append(f"{parent} sent {sent} {kind} bytes, {child} received {link.received[kind]}")
-    for parent, links in evidence.ledgers.items():
-        for child, traffic in links.items():
-            up = evidence.up.get((parent, child), LinkCount()).received
-            down = evidence.down.get((parent, child), LinkCount()).received
-            if traffic.received > up["model"] + up["control"]:
-                wrong.append(f"{parent}'s ledger has {traffic.received} bytes of {child}, received were {dict(up)}")
-            if traffic.sent > down["model"] + down["control"]:
-                wrong.append(f"{parent}'s ledger has {traffic.sent} bytes to {child}, it received {dict(down)}")
+    for owner, child, traffic in ((node, *link) for node, links in evidence.ledgers.items() for link in links.items()):
+        parent = tree.parent(child)
+        up = evidence.up.get((parent, child), LinkCount()).received
+        down = evidence.down.get((parent, child), LinkCount()).received
+        if traffic.received > up["model"] + up["control"]:
+            wrong.append(f"{owner}'s ledger has {traffic.received} bytes of {child}, received were {dict(up)}")
+        if traffic.sent > down["model"] + down["control"]:
+            wrong.append(f"{owner}'s ledger has {traffic.sent} bytes to {child}, it received {dict(down)}")
     return "; ".join(wrong[:6])
 
 

@@ -49,7 +49,7 @@ class AgentFactory:
         return self._own_broker(self.experiment.tree.parent(node)) if node != CLOUD else BROKER
 
     def lower_broker(self, node: str) -> str:
-        """Return the name of the broker between an institution and its devices."""
+        """Return the name of the broker between an institution and its children."""
         return self._own_broker(node)
 
     def forget_files(self, node: str) -> None:
@@ -61,7 +61,7 @@ class AgentFactory:
     ) -> CloudAgent | InstitutionAgent | DeviceAgent:
         """Return an agent. `resume`: a cloud continues the existing run, if any.
 
-        `parent`: a device's institution, by default its own    `files`: name of its spool folder, by default the node's
+        `parent`: in its configuration, by default its own    `files`: name of its spool folder, by default the node's
         """
         common: dict[str, Any] = {"connect_timeout_s": CONNECT_TIMEOUT_S, "metrics": self.metrics, "world": world}
         if self.spool:
@@ -83,10 +83,10 @@ class AgentFactory:
                 evaluator=lambda experiment, path: evaluator,
                 **common,
             )
+        parent = parent or self.experiment.tree.parent(node)
         if node in self.experiment.tree.children:
-            return InstitutionAgent(node, cloud_broker=above, device_broker=below, **common)
-        pool = SimulatedPool(self.hardware)
-        return DeviceAgent(node, parent=parent or self.experiment.tree.parent(node), broker=above, pool=pool, **common)
+            return InstitutionAgent(node, parent=parent, broker=above, child_broker=below, **common)
+        return DeviceAgent(node, parent=parent, broker=above, pool=SimulatedPool(self.hardware), **common)
 
     def _own_broker(self, parent: str) -> str:
         return parent if self.broker_each and parent != CLOUD else BROKER

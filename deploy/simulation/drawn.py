@@ -12,6 +12,7 @@ from common.experiment.codecs import DOWN, UP
 from common.experiment.reading import parse
 from common.experiment.rounds import participants
 from common.experiment.schema import Experiment
+from common.experiment.topology import CLOUD
 from deploy.simulation.fault_draws import draw_faults
 from deploy.simulation.faults import Fault
 from deploy.simulation.hardware import Durations
@@ -23,6 +24,7 @@ MBIT: Final = (1.0, 2.0, 8.0, 20.0, 100.0)
 MODEL_BYTES: Final = (2_000, 10_000, 10_000, 40_000, 150_000, 400_000)
 TRIES: Final = 100
 FLAT_EVERY: Final = 10  # of so many seeds one has a lab without institutions; none of FOUND in tests/test_seeds.py
+DEEP: Final = (5, 6)  # of twenty seeds these have labs with regions above the institutions; none of FOUND either
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,11 @@ def draw_lab(seed: int) -> DrawnLab:
         durations = _durations(rng)
         tree = _tree(rng, durations)
         try:
-            experiment = parse(_without_institutions(tree) if seed % FLAT_EVERY == 0 else tree)
+            if seed % FLAT_EVERY == 0:
+                tree = _without_institutions(tree)
+            elif seed % 20 in DEEP:
+                tree = _with_regions(random.Random(f"{seed} regions"), tree, durations)
+            experiment = parse(tree)
         except InvalidExperiment:
             continue
         drawn = _around(seed, rng, experiment, durations)
@@ -166,6 +172,38 @@ def _without_institutions(tree: dict[str, Any]) -> dict[str, Any]:
     return kept | {"topology": {"institutions": 0, "devices": devices}, "links": links, "transfer": transfer}
 
 
+def _with_regions(rng: random.Random, tree: dict[str, Any], durations: Durations) -> dict[str, Any]:
+    """Return a drawn lab with one to three regions between the cloud and its institutions."""
+    cloud, institution, topology = dict(tree["cloud"]), tree["institution"], tree["topology"]
+    links, transfer = dict(tree["links"]), dict(tree["transfer"])
+    names = list(topology["members"])
+    regions = [f"region-{place}" for place in range(min(len(names), rng.choice([1, 2, 2, 3])))]
+    homes = [*regions, *(rng.choice(regions) for _ in names[len(regions) :])]
+    members = {region: [name for name, home in zip(names, homes, strict=True) if home == region] for region in regions}
+    participation = rng.choice([1.0, 1.0, 0.5])
+    drawn = min(participants(len(found), participation) for found in members.values())
+    trainings = len(topology["devices"]) * institution["rounds"] * tree["rounds"]
+    rounds = rng.choice([1, 2, 3]) if 3 * trainings <= TRAININGS_MOST else 1
+    seconds = 8 * durations.train_s * institution["rounds"]
+    wide, local = links.pop("wan", {}), links.pop("lan", {})
+    tiers = [
+        {
+            "name": "wan", "children": "region", "members": {CLOUD: regions}, "link": wide,
+            "participation": cloud.pop("participation"), "aggregation": cloud.pop("aggregation"),
+            "closing": _closing(rng, len(regions), seconds * rounds) if cloud.pop("closing") else {},
+            "transfer": transfer.pop("wan"),
+        },
+        {
+            "name": "metro", "children": "institution", "members": members, "link": rng.choice([wide, local]),
+            "participation": participation, "aggregation": _rule(rng, cloud=False), "rounds": rounds,
+            "closing": _closing(rng, drawn, seconds), "transfer": _codecs(rng),
+        },
+        {"name": "lan", "members": topology["members"], "link": local, "transfer": transfer.pop("lan"), **institution},
+    ]  # fmt: skip
+    kept = {key: value for key, value in tree.items() if key not in ("topology", "institution")}
+    return kept | {"cloud": cloud, "tiers": tiers, "links": links, "transfer": transfer}
+
+
 def _rule(rng: random.Random, *, cloud: bool) -> dict[str, Any]:
     name = rng.choice(["fedavg", "fedavg", "fedcross", "fedmr", "fedcda", "independent", "fedadp"])
     rule: dict[str, Any] = {"name": name}
@@ -226,4 +264,6 @@ def _expected_s(experiment: Experiment, durations: Durations, model_bytes: int, 
     training_s = durations.train_s * (1 + durations.spread / 2) * experiment.training.epochs
     local_s = 0.3 + training_s + 2 * model_bytes / slowest
     rounds = experiment.device_rounds
-    return 1 + 4 * durations.boot_s + experiment.rounds * (rounds * local_s + 2 * model_bytes / slowest + 0.3)
+    transfers = sum(experiment.rounds_of(depth) for depth in range(len(experiment.every_tier) - 1)) or 1
+    carried_s = transfers * (2 * model_bytes / slowest + 0.3)
+    return 1 + 4 * durations.boot_s + experiment.rounds * (rounds * local_s + carried_s)

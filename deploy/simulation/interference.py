@@ -163,5 +163,5 @@ def _messages(parent: bool) -> list[Message]:
         manifest: Any = describe(memoryview(b"1" * 64), chunk_bytes=32_768, codec="fp32", layout="0" * 16)
         return [*both, Task(key, 1, manifest, None), Acknowledgement(key, "no"), Goodbye()]
     return [
-        *both, Progress(key, Phase.TRAINING, 1, 2, nothing, nothing), Preparing(1, ""), Farewell(nothing, nothing),
+        *both, Progress(key, Phase.TRAINING, 1, 2, nothing, ()), Preparing(1, ""), Farewell(nothing, ()),
     ]  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Final
 
 from common.experiment.aggregation import remembers
 from common.experiment.rounds import participants
+from common.experiment.topology import CLOUD
 from deploy.simulation.accounts import exact_accounts, plausible_accounts
 from deploy.simulation.drawn import DrawnLab
 from deploy.simulation.faults import RESTARTS, FaultKind, longest_s
@@ -17,7 +18,7 @@ from deploy.simulation.monitor import LabRun
 from deploy.simulation.outcome import LabOutcome
 
 DOCUMENTED: Final = re.compile(r"NoProgress|RunFailed|InvalidBelow|ConnectionFailed")
-GONE_STATE: Final = re.compile(r"RunFailed: .*(rule before global round|gave up)")
+GONE_STATE: Final = re.compile(r"RunFailed: .*(rule before its task|gave up)")
 STALL_S: Final = 45.0  # added to two undisturbed rounds and two keep-alives: back-off, repeats, proof of life
 TASKS_MOST: Final = {"cloud": (16, 2), "institution": (24, 2), "device": (16, 0)}  # (base, per child)
 SIZE_MOST: Final = 48
@@ -109,10 +110,10 @@ def has_agreeing_ledgers(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
 
 def accounts_for_trainings(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
     """Check that restarts explain repeated trainings, and that no training is missing or superfluous."""
-    evidence, homes = faulty.evidence, _homes(drawn)
+    evidence = faulty.evidence
     wrong = []
     for (device, local_round), times in faulty.evidence.trained.items():
-        again = sum(evidence.starts[node] - 1 for node in {device, homes[device], "cloud"})
+        again = sum(evidence.starts[node] - 1 for node in (device, *_above(drawn, device)))
         if times > 1 + again:
             wrong.append(f"{device} trained round {local_round} {times} times with {again} restarts")
     if faulty.outcome.ok and not drawn.timed:
@@ -189,14 +190,14 @@ def forgets(drawn: DrawnLab) -> bool:
 
 
 def _is_orphan(drawn: DrawnLab, outcome: LabOutcome, node: str) -> bool:
-    """Return whether the run ended well without the node: a second one took its place, or its institution failed."""
-    home = _homes(drawn).get(node)
+    """Return whether the run ended well without the node: a second one took its place, or a node above it failed."""
+    above = [name for name in _above(drawn, node) if name != CLOUD]
     replaced = any(fault.kind is FaultKind.SECOND and fault.node == node for fault in drawn.faults)
-    return outcome.ended.get("cloud") == "" and (replaced or (home is not None and outcome.ended.get(home) != ""))
+    return outcome.ended.get(CLOUD) == "" and (replaced or any(outcome.ended.get(name) != "" for name in above))
 
 
-def _homes(drawn: DrawnLab) -> dict[str, str]:
-    return {device: drawn.experiment.tree.parent(device) for device in drawn.experiment.tree.devices}
+def _above(drawn: DrawnLab, node: str) -> list[str]:
+    return drawn.experiment.tree.path(node).split("/")[:-1]
 
 
 _UNDISTURBED: Final = [
@@ -204,9 +205,9 @@ _UNDISTURBED: Final = [
     for pattern in (
         r"waits for its children",
         r"waits for \S+ (of lab \S+ )?on broker",
-        r"no device is present",
+        r"no (device|institution) is present",
         r" begins without: ",
-        r"no state of the rule from before global round \d+",
+        r"no state of the rule from before task \d+",
         r", declared ",
     )
 ]

@@ -41,7 +41,7 @@ class SimulatedLab:
 
     workload: models and training, by default a `NullWorkload` of `model_bytes`
     conditions: of every link, until the scenario changes them
-    broker_each: each institution's devices have their own broker, named like the institution
+    broker_each: each institution's children have their own broker, named like the institution
     autostart: the nodes that start at once, by default all    spool: whether nodes keep files for a restart
     time_limit_s: virtual seconds until the lab is aborted
     grace_s: virtual seconds for the other nodes to end after the cloud
@@ -174,7 +174,7 @@ class SimulatedLab:
     ) -> SimulatedProcess:
         """Start or restart a node; a restarted cloud resumes its run.
 
-        `parent`: the institution in a device's configuration, by default its own. Raises ValueError if the node runs.
+        `parent`: the one in the node's configuration, by default its own. Raises ValueError if the node runs.
         """
         if self.alive(node):
             raise ValueError(f"{node} is running")

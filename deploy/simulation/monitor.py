@@ -43,7 +43,8 @@ class Evidence:
     sizes: the largest size of each container, by its path    tasks: the most asyncio tasks of each role
     closed_s: when each global round closed    failed_s: when the cloud failed
     retained: topics retained by the brokers at the end
-    up, down: each child's link to its parent, by (parent, child)    ledgers: each parent's byte ledger at the end
+    up, down: each child's link to its parent, by (parent, child)
+    ledgers: each parent's byte ledger at the end, every link below it
     trained: how often each device completed each round    starts: processes of each node    late: late results
     before_join: bytes of a parent's messages to a child that had not joined the run, by (parent, child)
     """
@@ -130,7 +131,7 @@ class Monitor:
     def _count(self, node: str, session: Session) -> None:
         evidence = self.evidence
         if isinstance(session, ParentSession):
-            evidence.ledgers[node] = session.ledger.links()
+            evidence.ledgers[node] = {name: report.traffic for name, report in session.ledger.reports().items()}
             evidence.late += session.coordinator.late
         for (peer, direction, kind), tally in session.counters.cells.items():
             if isinstance(session, ParentSession):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from common.experiment.rounds import Closing
+from common.experiment.tiers import Tier
 from deploy.simulation.drawn import draw_lab
 from deploy.simulation.faults import FaultKind
 from deploy.simulation.permanent import KINDS
@@ -28,15 +29,19 @@ def describe(seed: int) -> str:
     """Return a description of a seed's lab and its faults."""
     drawn = draw_lab(seed)
     experiment = drawn.experiment
-    cloud, institution, transfer = experiment.cloud, experiment.institution, experiment.transfer
+    tiers, transfer = experiment.every_tier, experiment.transfer
+
+    def each(text: Callable[[Tier], object]) -> str:
+        return "/".join(str(text(tier)) for tier in tiers)
+
+    rounds = " x ".join(map(str, (experiment.rounds, *(tier.rounds for tier in tiers[1:]))))
     lines = [
         f"  {experiment.sizes()[-1]} devices, {'a broker each' if drawn.broker_each else 'one broker'}, "
-        f"{experiment.rounds} x {institution.rounds} rounds, about {drawn.expected_s:.0f} s",
-        f"  {cloud.aggregation.name}/{institution.aggregation.name}, closing {_closing(cloud.closing)}/"
-        f"{_closing(institution.closing)}, participation {cloud.participation:g}/{institution.participation:g}, "
-        f"{cloud.epoch_control.name}",
+        f"{rounds} rounds, about {drawn.expected_s:.0f} s",
+        f"  {each(lambda tier: tier.aggregation.name)}, closing {each(lambda tier: _closing(tier.closing))}, "
+        f"participation {each(lambda tier: f'{tier.participation:g}')}, {experiment.cloud.epoch_control.name}",
         f"  model {drawn.model_bytes} B, inline {transfer.inline_bytes}, chunks {transfer.chunk_bytes}, idle "
-        f"{transfer.idle_s:g} s, keep-alive {transfer.keepalive_s} s, codecs {transfer.wan.up}/{transfer.lan.up}, "
+        f"{transfer.idle_s:g} s, keep-alive {transfer.keepalive_s} s, codecs {each(lambda tier: tier.transfer.up)}, "
         f"{'files' if drawn.spool else 'no files'}, train {drawn.durations.train_s:g} s",
         *(f"  [{place}] {fault}" for place, fault in enumerate(drawn.faults)),
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -34,7 +34,7 @@ from common.protocol.messages import (
     Task,
 )
 from deploy.watching.meter import RateMeter
-from deploy.watching.node import Node
+from deploy.watching.node import Node, TierMeters
 
 GOODBYE_S: Final = 12.0  # a cloud that has finished leaves within this time
 GLOBAL_ROUNDS_KEPT: Final = 10
@@ -81,7 +81,8 @@ class WatchedLab:
         for parent, children in experiment.tree.children.items():
             for name in children:
                 role = "institution" if name in experiment.tree.children else "device"
-                self._add(name, role, self.nodes[parent])
+                node = self._add(name, role, self.nodes[parent])
+                node.below = tuple(TierMeters() for _ in experiment.every_tier[experiment.tree.depth(name) :])
         self.received = RateMeter()
         self._received_bytes = 0
         self.controls = 0
@@ -172,19 +173,13 @@ class WatchedLab:
     def flows(self, now: float) -> dict[str, Flow]:
         """Return each tier's traffic, `wan_up`, `wan_down` and so on, in MQTT bytes counted by the nodes.
 
-        An institution reports the sum over its devices' links. Without that report, its devices' own counts are summed.
+        A parent reports the sums of the tiers below it. Without that report, its children's own counts are summed.
         """
-        first, *others = self.experiment.tier_names
-        children = list(self.cloud.children.values())
-        flows = {
-            f"{first}_up": _sum((node.up for node in children), now),
-            f"{first}_down": _sum((node.down for node in children), now),
-        }
-        summed = [node for node in children if node.below_up.known]
-        single = [device for node in children if not node.below_up.known for device in node.children.values()]
-        for tier in others:
-            flows[f"{tier}_up"] = _sum((*(node.below_up for node in summed), *(node.up for node in single)), now)
-            flows[f"{tier}_down"] = _sum((*(node.below_down for node in summed), *(node.down for node in single)), now)
+        flows = {}
+        for depth, tier in enumerate(self.experiment.tier_names):
+            meters = list(_meters(self.cloud, depth))
+            flows[f"{tier}_up"] = _sum((each.up for each in meters), now)
+            flows[f"{tier}_down"] = _sum((each.down for each in meters), now)
         return flows
 
     def left_s(self, now: float) -> float | None:
@@ -253,9 +248,7 @@ class WatchedLab:
             if first:
                 self._emit("result", _result(child, message))
         elif isinstance(message, Reports):
-            for report in message.children:
-                if report.name in child.children:
-                    child.children[report.name].report = report
+            child.take_reports(message.children)
         elif isinstance(message, Farewell):
             child.on_farewell(message.traffic, message.below, now)
         elif isinstance(message, Preparing) and child.on_preparing(message):
@@ -327,6 +320,17 @@ class WatchedLab:
     def _emit(self, event: str, facts: dict[str, object]) -> None:
         if not self.ended:  # "end" is the last event: afterwards nodes only leave
             self._events.append((event, facts))
+
+
+def _meters(node: Node, depth: int) -> Iterator[TierMeters | Node]:
+    """Yield the meters of a tier below a node; `depth` 0: of the links to its children."""
+    for child in node.children.values():
+        if depth == 0:
+            yield child
+        elif child.below[depth - 1].up.known:
+            yield child.below[depth - 1]
+        else:
+            yield from _meters(child, depth - 1)
 
 
 def _sum(meters: Iterable[RateMeter], now: float) -> Flow:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final
@@ -79,12 +80,20 @@ class WatchedTransfer:
 
 
 @dataclass(slots=True)
+class TierMeters:
+    """Bytes of a tier's links below one node."""
+
+    up: RateMeter = field(default_factory=RateMeter)
+    down: RateMeter = field(default_factory=RateMeter)
+
+
+@dataclass(slots=True)
 class Node:
     """One node. `states`: its state by broker, `left` if it has cleared its presence there.
 
     shown_state: the state of the last event    key: its parent's round in which it takes part
     assigned_by: the parent's session that sent the task, "" if the task was not received
-    result: its last result, of any round    below_up, below_down: bytes of its children's links, as reported by it
+    result: its last result, of any round    below: bytes of the tiers below it, as reported by it
     proven: its session has sent something since the watch began, so it is not only a retained presence
     preparing: it has reported that it prepares    waits_for: the absent nodes below it, with reasons
     """
@@ -115,8 +124,7 @@ class Node:
     upload: WatchedTransfer = field(default_factory=WatchedTransfer)
     up: RateMeter = field(default_factory=RateMeter)
     down: RateMeter = field(default_factory=RateMeter)
-    below_up: RateMeter = field(default_factory=RateMeter)
-    below_down: RateMeter = field(default_factory=RateMeter)
+    below: tuple[TierMeters, ...] = ()
 
     @property
     def state(self) -> str:
@@ -207,10 +215,14 @@ class Node:
         if self.key == result.key and self._go(NodeStep.OFFERING):
             self.upload.begin(result.model, here=result.inline is not None)
         self.result = result
-        for report in result.children:
+        self.take_reports(result.children)
+        return begins, first
+
+    def take_reports(self, reports: Iterable[ChildReport]) -> None:
+        """Process its reports on its children."""
+        for report in reports:
             if report.name in self.children:
                 self.children[report.name].report = report
-        return begins, first
 
     def on_acknowledgement(self, message: Acknowledgement) -> bool:
         """Process its parent's acknowledgement of its result; return whether the result was refused just now."""
@@ -242,7 +254,7 @@ class Node:
         if self.step is NodeStep.OFFERING:
             self.upload.update(ask)
 
-    def on_farewell(self, traffic: Traffic, below: Traffic, now: float) -> None:
+    def on_farewell(self, traffic: Traffic, below: tuple[Traffic, ...], now: float) -> None:
         """Process its final byte counts."""
         self._count(traffic, below, now)
 
@@ -275,14 +287,15 @@ class Node:
             self._restart()
         self.session, self.proven, self.preparing, self.waits_for = session, False, False, ""
 
-    def _count(self, traffic: Traffic, below: Traffic, now: float) -> None:
+    def _count(self, traffic: Traffic, below: tuple[Traffic, ...], now: float) -> None:
         self.up.take(traffic.sent, now)
         self.down.take(traffic.received, now)
-        self.below_up.take(below.received, now)  # counted by the parent: what it received went up
-        self.below_down.take(below.sent, now)
+        for meters, links in zip(self.below, below, strict=False):
+            meters.up.take(links.received, now)  # counted by the parent: what it received went up
+            meters.down.take(links.sent, now)
 
     def _restart(self) -> None:
         if self.step not in (NodeStep.DONE, NodeStep.REFUSED, NodeStep.IDLE):
             self.step, self.share = NodeStep.ASSIGNED, 0.0
-        for meter in (self.up, self.down, self.below_up, self.below_down):
+        for meter in (self.up, self.down, *(meter for tier in self.below for meter in (tier.up, tier.down))):
             meter.restart()
