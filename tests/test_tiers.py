@@ -115,6 +115,12 @@ def test_devices_keep_the_order_of_their_partitions() -> None:
         ({"tiers": [{"name": "epochs"}]}, ("tiers.name", "Rename")),
         ({"tiers": [{"name": "A b"}]}, ("tiers.0.name", "pattern")),
         ({"tiers": [{"name": "a", "children": "x" * 49}]}, ("tiers.0.children", "pattern")),
+        ({"tiers": [{"name": "a", "fan_out": 10**9}]}, ("tiers.0.fan_out", "more than 1,000,000")),
+        (
+            {"tiers": [{"name": "a", "children": "b", "fan_out": 2000}, {"name": "c", "fan_out": 2000}]},
+            ("tiers.1.fan_out", "2000 parents would have more than 1,000,000"),
+        ),
+        ({"tiers": [{"name": f"t{i}", "children": f"c{i}"} for i in range(17)]}, ("tiers", "at most 16")),
         ({"tiers": [3]}, ("tiers.0", "3")),
         ({"tiers": ["link"]}, ("tiers.0", "link")),
         ({"tiers": [{"name": "a", "fan_out": 0}]}, ("tiers.0.fan_out", "greater than or equal to 1")),

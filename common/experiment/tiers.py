@@ -24,6 +24,8 @@ from common.experiment.topology import CLOUD, RESERVED
 
 DEVICE: Final = "device"
 TIER_NAME: Final = r"[a-z][a-z0-9-]{0,15}"
+TIERS_MOST: Final = 16
+NODES_MOST: Final = 1_000_000  # each has its name in memory
 TAKEN: Final = ("epochs", "omega", "spread")  # rounds.csv has columns of nodes that begin with these
 
 
@@ -96,6 +98,8 @@ class Tree:
 
 def check_tiers(tiers: Sequence[Tier]) -> None:
     """Check the form of `[[tiers]]`, each by itself and beside the others. Raises InvalidExperiment."""
+    if len(tiers) > TIERS_MOST:
+        raise InvalidExperiment("tiers", f"{len(tiers)} tables", "too many tiers", f"Use at most {TIERS_MOST}.")
     for key in ("name", "children"):
         double = _double(getattr(tier, key) for tier in tiers)
         if double:
@@ -111,6 +115,9 @@ def check_tiers(tiers: Sequence[Tier]) -> None:
     for place, tier in enumerate(tiers):
         if tier.members:
             _check_members(f"tiers.{place}", tier, parents)
+        elif len(parents) * tier.fan_out > NODES_MOST:
+            problem = f"{len(parents)} parents would have more than {NODES_MOST:,} children"
+            raise InvalidExperiment(f"tiers.{place}.fan_out", tier.fan_out, problem, "Use fewer.")
         parents = [name for names in _layer(tier, parents).values() for name in names]
     everybody = [CLOUD, *(name for layer in layers_of(tiers) for names in layer.values() for name in names)]
     double = _double(everybody)

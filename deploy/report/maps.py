@@ -12,7 +12,8 @@ from deploy.console.tabular import Column, Table
 from deploy.report.figures import LETTER, Figure, path, rect, text
 
 ROW = 22.0  # pixels
-EDGE = 250.0
+EDGE_LEAST = 60.0
+TURN = 14.0  # from a box to the bend of its lines
 
 
 def epochs(key: str, rows: Mapping[str, Sequence[int | None]]) -> Figure:
@@ -58,45 +59,56 @@ def topology(key: str, tree: Tree, rates: Mapping[str, Rates]) -> Figure:
     drawing = _TopologyDrawing(tree, rates)
     height, _ = drawing.draw(CLOUD, 40.0)
     sizes = [f"{len(names)} in layer {depth}" for depth, names in enumerate(tree.layers[1:], 1)]
-    size = (drawing.x(len(tree.layers) - 1) + drawing.wide + 4, height + 4)
+    last = len(tree.layers) - 1
+    size = (drawing.x(last) + drawing.wide[last] + 4, height + 4)
     elements = [text(2, 16, "Links: declared and measured, down / up"), *drawing.elements]
     return Figure(key, "Topology", f"A cloud and its nodes: {', '.join(sizes)}.", size, elements)
 
 
 class _TopologyDrawing:
-    """The elements of a topology's picture; `wide`: pixels of a box."""
+    """The elements of a topology's picture; `wide`: pixels of a box, by layer."""
 
     def __init__(self, tree: Tree, rates: Mapping[str, Rates]) -> None:
         self._tree, self._rates = tree, rates
         self._groups = {name: _alike(tree.children[name], rates) for name in tree.layers[-2]}
-        single = (device for groups in self._groups.values() for device in _single(groups))
-        self.wide = 16 + LETTER * max(map(len, [*tree.aggregators, "999 devices", *single]))
+        single = [device for groups in self._groups.values() for device in _single(groups)]
+        names = [*tree.layers[:-1], ["99 devices", *single]]
+        self.wide = [14 + LETTER * max(map(len, layer)) for layer in names]
         self.elements: list[str] = []
+        groups = [[[name] for name in layer] for layer in tree.layers[1:-1]]
+        groups.append([group for found in self._groups.values() for group in found])
+        self._edges = [max(map(self._edge_wide, layer)) for layer in groups]
 
     def x(self, depth: int) -> float:
         """Return the left edge of a layer's boxes."""
-        return 4.0 + (62 + EDGE + (depth - 1) * (self.wide + EDGE) if depth else 0.0)
+        return 4.0 + sum(self.wide[:depth]) + sum(self._edges[:depth])
 
     def draw(self, node: str, top: float) -> tuple[float, float]:
         """Draw a node and those below it from `top` on; return where they end, and the middle of the node's box."""
         depth = self._tree.depth(node)
-        wide = self.wide if depth else 62.0
         ends: list[tuple[float, list[str]]] = []  # the middle of each child's box, and the nodes in it
         y = top
         for group in self._groups.get(node, ()):
             ends.append((y + 23, group))
             label = group[0] if len(group) == 1 else f"{len(group)} devices"
-            self.elements += _node(self.x(depth + 1), y + 23, self.wide, label)
+            self.elements += _node(self.x(depth + 1), y + 23, self.wide[depth + 1], label)
             y += 46
         for child in () if node in self._groups else self._tree.children[node]:
             y, middle = self.draw(child, y)
             ends.append((middle, [child]))
         centre = sum(at for at, _ in ends) / len(ends) if ends else y
         for at, group in ends:
-            known = [self._rates[name] for name in group if name in self._rates]
-            self.elements += _edge(self.x(depth) + wide, centre, self.x(depth + 1), at, known)
-        self.elements += _node(self.x(depth), centre, wide, node)
+            labels = _labels(self._known(group))
+            self.elements += _edge(self.x(depth) + self.wide[depth], centre, self.x(depth + 1), at, labels)
+        self.elements += _node(self.x(depth), centre, self.wide[depth], node)
         return y + 6, centre
+
+    def _known(self, group: Sequence[str]) -> list[Rates]:
+        return [self._rates[name] for name in group if name in self._rates]
+
+    def _edge_wide(self, group: Sequence[str]) -> float:
+        longest = max(map(len, _labels(self._known(group))), default=0)
+        return max(EDGE_LEAST, TURN + 16 + LETTER * longest)
 
 
 def _stretches(cells: Sequence[int | None]) -> list[tuple[int, int, int | None]]:
@@ -126,18 +138,26 @@ def _node(x: float, y: float, wide: float, label: str) -> list[str]:
     return [rect(x, y - 13, wide, 26, "node", title=label), text(x + wide / 2, y + 4, label, anchor="middle")]
 
 
-def _edge(x: float, y: float, to_x: float, to_y: float, rates: Sequence[Rates]) -> list[str]:
-    """Return a line that bends near its start, with a label along its horizontal end. `rates` are declared equal."""
-    turn = x + 14
+def _edge(x: float, y: float, to_x: float, to_y: float, labels: Sequence[str]) -> list[str]:
+    """Return a line that bends near its start, with labels above and below its horizontal end."""
+    turn = x + TURN
     points = [(x, y), (turn, y), (turn, to_y), (to_x, to_y)] if y != to_y else [(x, y), (to_x, to_y)]
     elements = [path(points, "line")]
-    if rates:
-        late = f", {rates[0].delay_ms:g} ms" if rates[0].delay_ms else ""
-        down, up = ([link.measured[index] for link in rates] for index in (0, 1))
-        elements.append(text(turn + 8, to_y - 5, f"{_declared(rates[0].declared)}{late}"))
-        if any(rate is not None for rate in (*down, *up)):
-            elements.append(text(turn + 8, to_y + 14, f"measured {_range(down)} / {_range(up)}", kind="soft"))
+    for label, (dy, kind) in zip(labels, ((-5, ""), (14, "soft")), strict=False):
+        elements.append(text(turn + 8, to_y + dy, label, kind=kind))
     return elements
+
+
+def _labels(rates: Sequence[Rates]) -> list[str]:
+    """Return the labels of links that are declared equal: the declared rates, and those measured, if any."""
+    if not rates:
+        return []
+    late = f", {rates[0].delay_ms:g} ms" if rates[0].delay_ms else ""
+    labels = [f"{_declared(rates[0].declared)}{late}"]
+    down, up = ([link.measured[index] for link in rates] for index in (0, 1))
+    if any(rate is not None for rate in (*down, *up)):
+        labels.append(f"measured {_range(down)} / {_range(up)}")
+    return labels
 
 
 def _declared(rates: tuple[float | None, float | None]) -> str:
@@ -149,4 +169,4 @@ def _declared(rates: tuple[float | None, float | None]) -> str:
 def _range(rates: Sequence[float | None]) -> str:
     known = [rate for rate in rates if rate is not None]
     least, most = (f"{end:.3g}" for end in (min(known, default=0.0), max(known, default=0.0)))
-    return "-" if not known else least if least == most else f"{least} to {most}"
+    return "-" if not known else least if least == most else f"{least}-{most}"

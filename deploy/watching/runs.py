@@ -105,10 +105,9 @@ class Runs:
 def _read(text: str) -> Experiment:
     """Return the experiment. Raises InvalidExperiment, also for more than DEVICES_MOST devices."""
     experiment = parse(text)
-    devices = experiment.topology.devices
-    count = devices if isinstance(devices, int) else len(devices)
+    count = sum(experiment.sizes()[-1])
     if count > DEVICES_MOST:
-        raise InvalidExperiment("topology.devices", count, "too many to watch", f"Use at most {DEVICES_MOST}.")
+        raise InvalidExperiment("devices", count, "too many to watch", f"Use at most {DEVICES_MOST}.")
     return experiment
 
 

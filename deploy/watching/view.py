@@ -82,9 +82,10 @@ class View:
                 text = f"broker {broker.address} disconnected for {now - broker.since:.0f} s"
                 lines.append(Text(text, f"bold {RED}"))
         flows = lab.flows(now)
-        for tier in lab.experiment.tier_names:
+        tiers = lab.experiment.tier_names
+        for tier in tiers:
             up, down = flows[f"{tier}_up"], flows[f"{tier}_down"]
-            lines.append(Text(f"{tier.upper()}  up {_flow(up)}  down {_flow(down)}"))
+            lines.append(Text(f"{tier.upper():<{max(map(len, tiers))}}  up {_flow(up)}  down {_flow(down)}"))
         return lines
 
     def _rows(self, lab: WatchedLab, node: Node, now: float, depth: int, *, each: bool) -> list[Text]:
@@ -134,10 +135,9 @@ class View:
         elif node.preparing:
             line.append(f"waits for {node.waits_for}" if node.waits_for else "prepares", style="dim")
         elif node.step is NodeStep.TRAINING and working and activity(node) == "training":
-            rounds = lab.experiment.device_rounds
-            share = (_local_round(node) + done / len(working)) / rounds
+            share = (_local_round(node) + done / len(working)) / _rounds(lab, node)
             self._bar(line, share, "training")
-            line.append(f"{done}/{len(working)} devices")
+            line.append(f"{done}/{len(working)} {lab.experiment.tier_below(node.name).children}s")
         elif node.key is None and node.report is not None and node.report.rounds:
             line.append(f"{seconds(node.report):.1f} s in its last global round", style="dim")
         elif node.key is not None or node.measuring:
@@ -170,8 +170,13 @@ def _round(lab: WatchedLab, node: Node) -> str:
     if node is lab.cloud:
         return f"{lab.global_round}/{lab.experiment.rounds}"
     if node.role == "institution":
-        return f"{_local_round(node) + 1}/{lab.experiment.device_rounds}" if node.participants() else ""
+        return f"{_local_round(node) + 1}/{_rounds(lab, node)}" if node.participants() else ""
     return f"{node.key.global_round + 1}.{node.key.local_round + 1}" if node.key is not None else ""
+
+
+def _rounds(lab: WatchedLab, node: Node) -> int:
+    """Return how many rounds an institution runs in a global round."""
+    return lab.experiment.rounds_of(lab.experiment.tree.depth(node.name))
 
 
 def _local_round(node: Node) -> int:
