@@ -828,6 +828,27 @@ device-2: lost
 }
 
 
+def test_a_lab_of_four_layers_has_its_own_words_rounds_and_flows() -> None:
+    tiers = [{"name": "wan", "children": "region", "fan_out": 2}, {"name": "metro", "children": "institution",
+             "rounds": 3}, {"name": "lan", "fan_out": 2, "rounds": 2}]  # fmt: skip
+    watched = Watched(parse({"tiers": tiers}))
+    watched.all_ready()
+    region, task_key = "region-0", Key(0, 0, 0)
+    watched.say("cloud", region, task(task_key))
+    watched.say(region, "institution-0", task(Key(0, 0, 1)))
+    watched.say("institution-0", "device-0", task(Key(0, 0, 3)))
+    below = (traffic(30, 40), traffic(500, 600))
+    watched.say(region, "cloud", Progress(task_key, Phase.TRAINING, 1, 0, traffic(7, 8), below))
+    watched.say("institution-1", "region-1", Progress(task_key, Phase.TRAINING, 1, 0, traffic(1, 2), (below[1],)))
+    totals = {name: flow.total for name, flow in watched.lab.flows(0.0).items()}
+    assert totals == {
+        "wan_up": 7, "wan_down": 8, "metro_up": 40 + 1, "metro_down": 30 + 2, "lan_up": 2 * 600, "lan_down": 2 * 500,
+    }  # fmt: skip
+    lines = {line.split()[0]: line.split() for line in drawn(watched, 100).splitlines() if line.strip()}
+    assert lines["METRO"][1:4] == ["up", "41", "B"] and "2/3" in lines[region] and lines[region][-1] == "institutions"
+    assert "4/6" in lines["institution-0"] and "1.4" in lines["device-0"]
+
+
 @pytest.mark.parametrize("width", [60, 100, 160])
 def test_the_picture(width: int) -> None:
     assert drawn(scene(), width) == PICTURES[width].strip("\n")
