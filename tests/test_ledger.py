@@ -13,6 +13,8 @@ from common.accounting.counters import Account
 from common.accounting.ledger import BYTES_MOST, Ledger, Mark
 from common.accounting.traffic import TcpStats, Traffic
 from common.errors import WireError
+from common.protocol import serialization
+from common.protocol.messages import Farewell, Reports
 
 BELOW = {"child": ("device",)}
 
@@ -141,3 +143,15 @@ def test_ten_thousand_names_below_a_child_leave_nothing() -> None:
     for number in range(1000):
         ledger.enter_reports("child", f"s{number}", [ChildReport(f"d{number}-{i}", traffic=down(1)) for i in range(10)])
     assert ledger.reports() == {"child": ChildReport("child")} and len(ledger.to_json()) < 2000
+
+
+@given(st.lists(st.integers(0, 100), min_size=2, max_size=2), st.integers(0, 2))
+def test_a_child_that_counts_less_than_before_makes_no_count_negative(counts: list[int], tiers: int) -> None:
+    before, now = map(down, counts)
+    mark = Mark(before, (before,) * tiers, {"device": ChildReport("device", traffic=before, broker=before.wire)})
+    (report,) = mark.reports_since([ChildReport("device", traffic=now, broker=now.wire)])
+    found = Farewell(now - mark.link, mark.since((now, now)))
+    for message in (found, Reports((report,))):
+        assert serialization.decode(serialization.encode(message, "s"))[1] == message
+    assert found.traffic == down(max(0, counts[1] - counts[0]))
+    assert found.below == (found.traffic,) * tiers + (now,) * (2 - tiers)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -32,7 +34,7 @@ from common.protocol.messages import (
 )
 from common.protocol.participant import TRANSITIONS as CHILD_TRANSITIONS
 from common.protocol.participant import Acknowledged, Begin, Participant, ParticipantCause, ParticipantState
-from common.protocol.reports import check_report
+from common.protocol.reports import check_report, plans_of
 from common.protocol.round_state import (
     TRANSITIONS,
     Assignment,
@@ -44,7 +46,9 @@ from common.protocol.round_state import (
     ResultAnnounced,
     Stalled,
 )
+from common.protocol.serialization import MAX_TEXT
 from common.protocol.timeline import Timeline
+from common.runtime.work import WorkResult
 
 IDLE_S = 60.0
 OLD = Key(0, 0, 0)
@@ -459,6 +463,15 @@ def test_a_report_whose_spread_no_float_holds_is_refused(spread: str) -> None:
     check_report(replace(result_of(Key(1, 0, 0)), plans='{"institution-0": [{"spread": 0.1}]}'))
     with pytest.raises(RefusedModel, match="not a finite number"):
         check_report(replace(result_of(Key(1, 0, 0)), plans=f'{{"institution-0": [{{"spread": {spread}}}]}}'))
+
+
+def test_decisions_that_are_too_long_for_a_message_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    work = WorkResult(np.empty(0, np.uint8), 1, 0.5, 1, 1, 0.0, 0.0, plans={"institution-0": [{"partners": "x" * 5}]})
+    task = task_of(Key(1, 0, 0))
+    assert json.loads(work.announcement(task, task.model).plans) == work.plans
+    result = replace(work, plans={"institution-0": [{"partners": "x" * MAX_TEXT}]}).announcement(task, task.model)
+    assert result.plans == "" and plans_of(result) == {}
+    assert "the decisions of 1 rules are not reported" in caplog.text
 
 
 def test_when_all_are_refused_the_round_stalls_and_names_them() -> None:

@@ -73,7 +73,9 @@ class Traffic:
         return Traffic(*map(add, _COUNTS(self), _COUNTS(other)))
 
     def __sub__(self, other: Traffic) -> Traffic:
-        return Traffic(*map(sub, _COUNTS(self), _COUNTS(other)))
+        """Return the difference, at least 0: a child may report less than before."""
+        *counts, wire = map(sub, _COUNTS(self), _COUNTS(other))
+        return Traffic(*(max(0, count) for count in counts), wire)
 
     @property
     def sent(self) -> int:

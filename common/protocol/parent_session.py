@@ -223,9 +223,10 @@ class ParentSession(Session):
             self._count(sender, session, message.traffic, message.below)
             self.coordinator.receive(sender, message, now=now)
         elif isinstance(message, Result):
-            self.ledger.enter_reports(sender, session, message.children)
             self.coordinator.receive(sender, message, now=now)
-            self._count(sender, session, message.traffic, message.below)  # last: its error must not prevent the reply
+            # Last: an error in its counts must not prevent the reply.
+            self._count(sender, session, message.traffic, message.below)
+            self.ledger.enter_reports(sender, session, message.children)
         elif isinstance(message, Preparing):
             self._waits_for[sender] = message.waits_for
             self._prepared_at[sender] = now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -10,7 +11,10 @@ from typing import TypeAlias
 from common.accounting.child_report import ChildReport, TrainingPath
 from common.model.layout import Row
 from common.protocol.messages import Manifest, Phase, Result, Task
+from common.protocol.serialization import MAX_TEXT
 from common.runtime.arriving import Arriving
+
+log = logging.getLogger("fedstrata.work")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +39,15 @@ class WorkResult:
 
     def announcement(self, task: Task, model: Manifest, inline: bytes | None = None) -> Result:
         """Return the result announcement; `model` is the manifest of the row's blob."""
+        plans = json.dumps(self.plans) if self.plans else ""
+        if len(plans) > MAX_TEXT:
+            log.warning("the decisions of %d rules are not reported: %d characters", len(self.plans), len(plans))
+            plans = ""
         return Result(
             task.key, model, inline, self.samples, float(self.loss), self.epochs, self.steps,
             self.steps if self.path_steps is None else self.path_steps,
             float(self.train_s), float(self.wait_s), float(self.pause_s), self.children,
-            json.dumps(self.plans) if self.plans else "", path=self.path,
+            plans, path=self.path,
         )  # fmt: skip
 
 

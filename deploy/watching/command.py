@@ -33,7 +33,8 @@ def watch(
         ),
     ] = None,
     light: Annotated[
-        bool, typer.Option("--light", help="Do not receive the devices' messages: see above.", show_default=False)
+        bool,
+        typer.Option("--light", help="Receive the messages of the cloud's links only: see above.", show_default=False),
     ] = False,
     output: Annotated[
         Literal["table", "json"], typer.Option("--format", help="Standard output: text or JSON lines.")
@@ -49,8 +50,8 @@ def watch(
 
     `watch` only subscribes: to presence and control messages, never to chunks of models. Start it on the broker's host:
     its subscriptions take bandwidth of the broker, but none of the lab's links. Models that travel inside control
-    messages (up to transfer.inline_bytes) are received too. --light leaves out all messages between institutions and
-    devices.
+    messages (up to transfer.inline_bytes) are received too. --light leaves out all messages below the
+    cloud's children.
 
     A preparing node is shown with the nodes that it waits for. A `?` after a state means that the broker retained it
     and the node has sent nothing since `watch` started.
