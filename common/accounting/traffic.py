@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from operator import add, attrgetter, sub
+from operator import add, attrgetter
 from typing import Final
 
 
@@ -74,8 +74,8 @@ class Traffic:
 
     def __sub__(self, other: Traffic) -> Traffic:
         """Return the difference, at least 0: a child may report less than before."""
-        *counts, wire = map(sub, _COUNTS(self), _COUNTS(other))
-        return Traffic(*(max(0, count) for count in counts), wire)
+        counts = (max(0, mine - others) for mine, others in zip(_BYTES(self), _BYTES(other), strict=True))
+        return replace(Traffic(*counts), wire=self.wire - other.wire)
 
     @property
     def sent(self) -> int:
@@ -98,6 +98,7 @@ class Traffic:
 
 
 _COUNTS: Final = attrgetter(*(f.name for f in fields(Traffic)))
+_BYTES: Final = attrgetter(*(f.name for f in fields(Traffic) if f.name != "wire"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,6 +99,7 @@ class SimulatedLab:
         self._at_end = at_end
         self._started: list[SimulatedProcess] = []
         self._seconds: dict[str, SimulatedProcess] = {}
+        self._second_ends: dict[str, str] = {}  # the errors of second nodes that have ended
         self.faults: list[tuple[float, str]] = []
         self._changed = asyncio.Event()
 
@@ -287,9 +288,12 @@ class SimulatedLab:
         second = self._seconds.get(node)
         if process is second:
             del self._seconds[node]
+            self._second_ends[node] = error
             return
-        if second is not None and error.startswith("DuplicateName"):
-            self.processes[node] = self._seconds.pop(node)
-            return
+        if error.startswith("DuplicateName"):
+            if second is not None:
+                self.processes[node] = self._seconds.pop(node)
+                return
+            error = self._second_ends.pop(node, error)  # the second one took part, and ended before this one
         self.ended[node] = error
         self.loop.call_soon(self._changed.set)
