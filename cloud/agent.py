@@ -101,14 +101,14 @@ class CloudAgent:
             observe=self._observe,
             world=self._world,
         )
-        export_parent(self._metrics, down, LABELS)
+        export_parent(self._metrics, down, LABELS, tier=tier.name)
         facts = {"run": self._folder.run, "experiment": experiment.name, "digest": experiment.digest}
         facts["algorithm"] = tier.aggregation.name
         self._metrics.introduce(LABELS, facts, phases=GLOBAL_PHASES)
 
         def targets(asked: str) -> list[dict[str, object]]:
             here = asked if ADDRESS.fullmatch(asked) else self._metrics_address  # the address that Prometheus used
-            return discovery(down.session.targets, tree, cloud=here, run=identity.run)
+            return discovery(down.session.targets.addresses(), tree, cloud=here, run=identity.run)
 
         self._metrics.serve_targets(targets)
         evaluator = self._new_evaluator(experiment, self._folder.path)

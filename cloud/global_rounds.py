@@ -21,14 +21,14 @@ from common.aggregation.uploads import Aggregated
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.host.offload import offload
-from common.metrics import Metrics
+from common.metrics import Metrics, node_labels
 from common.model.layout import ModelLayout, Row
 from common.protocol.reports import plans_of, work_of
 from common.randomness import Purpose, generator
 from common.runtime.children import Children, Observe
 from common.runtime.round import ClosedRound, Dispatch
 
-LABELS: Final = ("cloud", "", "")
+LABELS: Final = node_labels("cloud", CLOUD)
 LINKS_S: Final = 5.0  # between two writes of links.csv without a checkpoint
 SPREAD_MOST: Final = 0.37  # measured on digits; up to 0.15 was healthy
 
@@ -202,7 +202,7 @@ class GlobalRounds:
         for phase, seconds in phases.items():
             metrics.phase_seconds.labels(*LABELS, phase).inc(seconds)
         for name in names:
-            metrics.epochs.labels("cloud", name, "").set(epochs[name])
+            metrics.epochs.labels(*node_labels("cloud", name, parent=CLOUD)).set(epochs[name])
         return record
 
     def _tier_bytes(self) -> dict[str, int]:

@@ -1,9 +1,9 @@
 """Metrics of a role for Prometheus. The only module that imports prometheus_client.
 
 Names have the prefix `fedstrata_`, base units, and `_total` on counters; round numbers and message ids are never
-labels. Every metric has the labels `role`, `institution` and `device` of its node, because several agents may share a
-process, except the metrics of the process and its host. An institution has two connections: counts per connection have
-a label that distinguishes them, all other counts are their sum.
+labels. Every metric has the labels of its node (`Node`), because several agents may share a process, except the metrics
+of the process and its host. A node between the cloud and the devices has two connections: counts per link have the
+label `tier`, which distinguishes them, all other counts are their sum.
 """
 
 from __future__ import annotations
@@ -22,13 +22,34 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import CollectorRegistry, Counter, Gauge, Info, disable_created_metrics, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-NODE: Final = ("role", "institution", "device")
 STATES: Final = ("absent", "init", "ready", "finished", "failed", "disconnected", "lost")
 DISCOVERY: Final = "/sd"
 SCRAPE_MOST_S: Final = 60.0
 
-Node: TypeAlias = tuple[str, str, str]
 Reading: TypeAlias = Iterable[tuple[tuple[str, ...], float]]
+
+
+class Node(NamedTuple):
+    """The labels of a node; `institution` and `device` are those of earlier releases, which the next one omits."""
+
+    role: str
+    parent: str
+    node: str
+    institution: str
+    device: str
+
+
+NODE: Final = Node._fields
+
+
+def node_labels(role: str, node: str, *, parent: str = "") -> Node:
+    """Return the labels of a node; with the role `cloud` and a parent, of a child that the cloud reports on.
+
+    The cloud itself has no parent.
+    """
+    if role == "device":
+        return Node(role, parent, node, institution=parent, device=node)
+    return Node(role, parent, node, institution=node if parent else "", device="")
 
 
 class Family(NamedTuple):
@@ -44,7 +65,7 @@ class Family(NamedTuple):
         return f"fedstrata_{name}" + {"counter": "_total", "gauge": "", "info": "_info"}[self.kind]
 
 
-LINK: Final = ("peer", "direction", "kind")
+LINK: Final = ("tier", "peer", "direction", "kind")
 FAMILIES: Final[Mapping[str, Family]] = {
     "run": Family("info", (), "Facts of the run, as labels"),
     "round": Family("gauge", (), "Rounds closed by this node; at the cloud the global rounds of the whole run"),
@@ -52,20 +73,20 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "accuracy_ratio": Family("gauge", (), "Test accuracy of the global model"),
     "test_loss": Family("gauge", (), "Test loss of the global model"),
     "train_loss": Family("gauge", (), "Mean training loss of the last epoch"),
-    "epochs": Family("gauge", (), "Local epochs of the present round; at the cloud those of each institution"),
+    "epochs": Family("gauge", (), "Local epochs of the present round; at the cloud those of each child"),
     "sgd_steps": Family("counter", (), "SGD steps of this node, or of the nodes below it"),
     "phase_seconds": Family("counter", ("phase",), "Seconds by phase of a round"),
     "payload_bytes": Family("counter", LINK, "Bytes of blobs or control message bodies, by the other end of the link"),
     "message_bytes": Family("counter", LINK, "Bytes of whole MQTT packets, by the other end of the link"),
-    "wire_bytes": Family("counter", ("peer", "direction"), "TCP bytes of the broker connection, by the kernel"),
-    "retransmitted_bytes": Family("counter", ("peer",), "Retransmitted TCP bytes"),
-    "rtt_seconds": Family("gauge", ("peer",), "Round trip time to the broker's host, smoothed by the kernel"),
+    "wire_bytes": Family("counter", ("tier", "peer", "direction"), "TCP bytes of the broker connection, by the kernel"),
+    "retransmitted_bytes": Family("counter", ("tier", "peer"), "Retransmitted TCP bytes"),
+    "rtt_seconds": Family("gauge", ("tier", "peer"), "Round trip time to the broker's host, smoothed by the kernel"),
     "link_declared_bytes_per_second": Family(
-        "gauge", ("peer", "direction"), "Declared rate of a link to a child, from the experiment"
+        "gauge", ("tier", "peer", "direction"), "Declared rate of a link to a child, from the experiment"
     ),
     "link_measured_bytes_per_second": Family(
         "gauge",
-        ("peer", "direction"),
+        ("tier", "peer", "direction"),
         "Measured rate of a link to a child: before the run, then of each model received from it in 8 chunks or more",
     ),
     "ignored_messages": Family("counter", (), "Messages rejected as malformed or unknown"),
@@ -75,9 +96,11 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "chunks_refused": Family("counter", (), "Chunks that were damaged or unknown"),
     "refused_models": Family("counter", (), "Uploads that were refused"),
     "late_results": Family("counter", (), "Results that arrived after their round had closed"),
-    "nodes": Family("gauge", ("state",), "Children of this node by presence"),
-    "child_up": Family("gauge", ("peer",), "Whether a child that has joined is present (1), or was lost or failed (0)"),
-    "idle_seconds": Family("gauge", ("peer",), "Time without progress of a child that the open round waits for"),
+    "nodes": Family("gauge", ("tier", "state"), "Children of this node by presence"),
+    "child_up": Family(
+        "gauge", ("tier", "peer"), "Whether a child that has joined is present (1), or was lost or failed (0)"
+    ),
+    "idle_seconds": Family("gauge", ("tier", "peer"), "Time without progress of a child that the open round waits for"),
     "idle_most_seconds": Family("gauge", (), "Time without progress after which a child is given up"),
     "broker_heap_bytes": Family("gauge", ("broker",), "Memory allocated by mosquitto, as it reports"),
     "broker_dropped_messages": Family("counter", ("broker",), "Messages dropped by mosquitto, as it reports"),
@@ -157,7 +180,8 @@ class Metrics:
     def watch(self, name: str, node: tuple[str, ...], read: Callable[[], Reading]) -> None:
         """Export values of another object: label values with a number each; numbers with equal labels are added.
 
-        `node` is empty for metrics without a node. `read` is called from the server's thread.
+        `node`: the first label values, a node's, then a tier's name if the metric is about links; empty for metrics
+        without a node. `read` is called from the server's thread.
         """
         self._watched.reads.setdefault(name, []).append((node, read))
 

@@ -11,7 +11,7 @@ from common.experiment.data import check_alike, permit
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.experiment.tiers import check_parent
-from common.metrics import Metrics
+from common.metrics import Metrics, node_labels
 from common.model.layout import ModelLayout, Row
 from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
@@ -66,7 +66,7 @@ class DeviceAgent:
         self._allow_models = allow_models
         self._lab = check_lab(lab)
         self._world = world
-        self._labels = ("device", parent, name)
+        self._labels = node_labels("device", name, parent=parent)
 
     async def run(self) -> None:
         """Take part in one run until its end; follow its parent to another run.
@@ -88,7 +88,7 @@ class DeviceAgent:
         experiment = parse(found.announcement.experiment)
         tree = experiment.tree
         check_parent(tree, self._name, self._parent, role="device", among=tree.devices)  # before it publishes its name
-        session = new_session(self._world)
+        tier, session = experiment.tier_above(self._name), new_session(self._world)
         identity = Identity(run, self._name, "device", session, self._metrics_address, lab=self._lab)
         spool = Spool.open(self._spool, run=run, node=self._name)
         up = ChildEndpoint(
@@ -99,11 +99,11 @@ class DeviceAgent:
             transfer=experiment.transfer,
             link=experiment.link(self._name),
             shaped=experiment.links.enforce == "bucket",
-            codecs=experiment.tier_above(self._name).transfer,
+            codecs=tier.transfer,
             spool=spool,
             world=self._world,
         )
-        export_child(self._metrics, up, self._labels)
+        export_child(self._metrics, up, self._labels, tier=tier.name)
         self._metrics.introduce(self._labels, {"run": run, "experiment": experiment.name}, phases=PHASES)
         await live(
             (up,),

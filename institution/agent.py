@@ -10,7 +10,7 @@ from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.experiment.tiers import check_parent
 from common.experiment.topology import CLOUD
-from common.metrics import Metrics
+from common.metrics import Metrics, node_labels
 from common.model.layout import ModelLayout
 from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
@@ -112,11 +112,11 @@ class InstitutionAgent:
         )
         down.set_layout(layout)
         down.announce(announcement)
-        labels = ("institution", self._name, "")
+        labels = node_labels("institution", self._name, parent=self._parent)
         facts = {"run": run, "experiment": experiment.name, "algorithm": tier.aggregation.name}
         self._metrics.introduce(labels, facts, phases=PHASES)
-        export_child(self._metrics, up, labels)
-        export_parent(self._metrics, down, labels)
+        export_child(self._metrics, up, labels, tier=experiment.tier_above(self._name).name)
+        export_parent(self._metrics, down, labels, tier=tier.name)
         rounds = LocalRounds(self._name, experiment, layout=layout, spool=spool, down=down, metrics=self._metrics)
 
         presence = _OwnPresence(self._name, up, down, kind=tier.children)

@@ -17,7 +17,7 @@ from common.experiment.aggregation import remembers
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.host.offload import offload
-from common.metrics import Metrics
+from common.metrics import Metrics, node_labels
 from common.model.layout import ModelLayout
 from common.protocol.messages import Phase, Task
 from common.protocol.reports import plans_of, with_work_of, work_of
@@ -49,7 +49,7 @@ class LocalRounds:
         self._below = {child: frozenset(tree.below(child)) for child in tree.children[name]}
         self._down = down
         self._metrics = metrics
-        self._labels = ("institution", name, "")
+        self._labels = node_labels("institution", name, parent=tree.parent(name))
         self._tier = experiment.tier_below(name)
         build = partial(
             aggregator.build,

@@ -9,16 +9,34 @@ from pathlib import Path
 
 from common.host import machine
 from common.host.nvidia import Gpu, Gpus
-from common.metrics import FAMILIES, Metrics, Scrapes
+from common.metrics import FAMILIES, Metrics, Scrapes, node_labels
 
-NODE = ("institution", "institution-0", "")
-LABELS = 'device="",institution="institution-0",role="institution"'
+NODE = node_labels("institution", "institution-0", parent="region-0")
+LABELS = 'device="",institution="institution-0",node="institution-0",parent="region-0",role="institution"'
 
 
 def scrape(metrics: Metrics) -> list[str]:
     port = metrics.serve("127.0.0.1", 0)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         return [line for line in answer.read().decode().splitlines() if not line.startswith("#")]
+
+
+def test_a_node_has_its_parent_and_the_labels_of_earlier_releases() -> None:
+    assert [
+        node_labels("cloud", "cloud"),
+        node_labels("institution", "region-0", parent="cloud"),
+        node_labels("institution", "institution-0", parent="region-0"),
+        node_labels("device", "device-0", parent="institution-0"),
+        node_labels("device", "device-0", parent="cloud"),
+        node_labels("cloud", "region-0", parent="cloud"),  # what the cloud reports of a child
+    ] == [
+        ("cloud", "", "cloud", "", ""),
+        ("institution", "cloud", "region-0", "region-0", ""),
+        ("institution", "region-0", "institution-0", "institution-0", ""),
+        ("device", "institution-0", "device-0", "institution-0", "device-0"),
+        ("device", "cloud", "device-0", "cloud", "device-0"),
+        ("cloud", "cloud", "region-0", "region-0", ""),
+    ]
 
 
 def test_an_institution_has_one_total_of_its_two_connections() -> None:

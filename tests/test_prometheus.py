@@ -31,7 +31,18 @@ SHIPPED: Final = ROOT / "deploy" / "prometheus"
 GRAFANA: Final = ROOT / "deploy" / "grafana"
 INTERVAL_S: Final = 2
 GLOBAL_ROUNDS, HELD_ROUND = 8, 6  # the lab holds there until a device that came back was found again
+REGION: Final = "region-0"
 HOME: Final = "institution-0"
+# Slow links, not slow devices, leave the time to kill one: a global round takes a second on any machine.
+LAB: Final = f"""
+rounds = {GLOBAL_ROUNDS}
+tiers = [
+    {{ name = "core", children = "region", link = "wan-200mbit" }},
+    {{ name = "wan", children = "institution", link = {{ up_mbit = 0.64, down_mbit = 0.64 }} }},
+    {{ name = "lan", fan_out = 3, link = "lan-100mbit" }},
+]
+"""
+PARENTS: Final = {("cloud", "", "cloud"), ("institution", "cloud", REGION), ("institution", REGION, HOME)}
 ABSENT: Final = ("fedstrata_host_temperature", "fedstrata_gpu_")  # not on every machine
 
 pytestmark = pytest.mark.timeout(300)
@@ -62,10 +73,10 @@ class Prometheus:
         return [(row["metric"], float(row["value"][1])) for row in found["result"]]
 
     def healthy(self) -> set[tuple[str, str, str]]:
-        """Return role, institution and device of each target that answers."""
+        """Return role, parent and node of each target that answers."""
         targets = self.get("/api/v1/targets", state="active")["activeTargets"]
         labels = [target["labels"] for target in targets if target["health"] == "up"]
-        return {(each["role"], each.get("institution", ""), each.get("device", "")) for each in labels}
+        return {(each["role"], each.get("parent", ""), each.get("node", "")) for each in labels}
 
     def last(self) -> dict[str, list[Row]]:
         """Return what was seen last, of roles that have ended too."""
@@ -130,10 +141,10 @@ def truth(condition: str) -> str:
     return re.sub(r" (==|<|>) ", r" \1 bool ", condition)
 
 
-def filled(expr: str, run: str) -> str:
+def filled(where: str, expr: str, run: str) -> str:
     """Return an expression with the variables of dashboards replaced, as Grafana does it."""
-    values = {"run": run, "run_a": run, "run_b": run, "institution": HOME, "device": "device-0"}
-    values |= {"__rate_interval": f"{4 * INTERVAL_S}s", "__range": "1m"}
+    values = {"run": run, "run_a": run, "run_b": run, "__rate_interval": f"{4 * INTERVAL_S}s", "__range": "1m"}
+    values |= {"tier": "lan", "parent": HOME, "node": HOME if where.startswith("institution:") else "device-0"}
     return re.sub(r"\$(\w+)", lambda match: values[match[1]], expr)
 
 
@@ -164,7 +175,7 @@ def start_prometheus(stack: ExitStack, folder: Path, *, port: int, cloud: int) -
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
-    """Play a lab of 1 + 1 + 3; one device comes late, is killed in the midst, and comes again."""
+    """Play a lab of 1 + 1 + 1 + 3; one device comes late, is killed in the midst, and comes again."""
     home, reported = tmp_path_factory.mktemp("story"), Story()
     with ExitStack() as stack:
         served = stack.enter_context(broker.start(directory=home))
@@ -177,18 +188,18 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         def device(*names: str) -> subprocess.Popen[bytes]:
             return role("device", "--institution", HOME, *(word for name in names for word in ("--name", name)))
 
-        # Slow links, not slow devices, leave the time to kill one: a global round takes a second on any machine.
-        sizes = ("topology.institutions=1", "topology.devices=3", f"rounds={GLOBAL_ROUNDS}", "institution.rounds=1",
-                 "links.wan.up_mbit=0.64", "links.wan.down_mbit=0.64")  # fmt: skip
+        experiment = home / "lab.toml"
+        experiment.write_text(LAB)
+        metrics = f"127.0.0.1:{cloud_port}"
         lab = [
-            role("cloud", DEMO, "--runs", home / "runs", "--metrics", f"127.0.0.1:{cloud_port}",
-                 "--spool", "none", *sets(*sizes)),
-            role("institution", "--name", HOME, "--spool", "none"),
+            role("cloud", experiment, "--runs", home / "runs", "--metrics", metrics, "--spool", "none"),
+            role("institution", "--name", REGION, "--spool", "none"),
+            role("institution", "--name", HOME, "--parent", REGION, "--spool", "none"),
             device("device-0", "device-1"),
-        ]  # fmt: skip
+        ]
         prometheus = Prometheus(start_prometheus(stack, home, port=port, cloud=cloud_port))
         until(prometheus.answers, *lab)
-        shared = {("cloud", "", ""), ("institution", HOME, ""), ("device", HOME, "")}
+        shared = {*PARENTS, ("device", HOME, "")}
         until(lambda: prometheus.healthy() == shared, *lab)
         reported.found.append(prometheus.healthy())
         late = device("device-2")
@@ -204,7 +215,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 
         def everything() -> bool:
             for where, expr in shipped.items():
-                reported.data[where] = reported.data.get(where) or prometheus.query(filled(expr, run))
+                reported.data[where] = reported.data.get(where) or prometheus.query(filled(where, expr, run))
             return all(reported.data[w] for w, expr in shipped.items() if not any(name in expr for name in ABSENT))
 
         deadline = time.monotonic() + 10
@@ -222,8 +233,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
 
 @needs_prometheus
 def test_a_process_of_several_devices_is_one_target(story: Story) -> None:
-    assert story.found == [{("cloud", "", ""), ("institution", HOME, ""), ("device", HOME, "")}]
-    devices = {labels["device"] for labels, _ in story.last["round"] if labels["role"] == "device"}
+    assert story.found == [{*PARENTS, ("device", HOME, "")}]
+    devices = {labels["node"] for labels, _ in story.last["round"] if labels["role"] == "device"}
     assert devices == {"device-0", "device-1", "device-2"}
 
 
@@ -250,12 +261,12 @@ def assert_same_bytes(folder: Path, seen: Mapping[str, list[Row]], *, but: str =
     rows = [row for row in table(folder / "links.csv") if row["kind"] in ("model", "control") and row["to"] != but]
     for count in ("payload_bytes", "message_bytes"):
         found = {
-            (labels["peer"], labels.get("device") or labels.get("institution") or "cloud", labels["kind"]): value
+            (labels["tier"], labels["peer"], labels["node"], labels["kind"]): value
             for labels, value in seen[count]
-            if labels["direction"] == "received" and labels.get("device") != but
+            if labels["direction"] == "received" and labels["node"] != but
         }
         for row in rows:
-            assert found[row["from"], row["to"], row["kind"]] == int(row[count]), row
+            assert found[row["tier"], row["from"], row["to"], row["kind"]] == int(row[count]), row
     return len(rows)
 
 
@@ -263,7 +274,7 @@ def assert_same_bytes(folder: Path, seen: Mapping[str, list[Row]], *, but: str =
 def test_seconds_and_bytes_are_those_of_the_runs_files(story: Story) -> None:
     assert_same_seconds(story.folder, story.last["phase_seconds"])
     # What a device had received when it was killed nobody could tell.
-    assert assert_same_bytes(story.folder, story.last, but="device-2") == 14
+    assert assert_same_bytes(story.folder, story.last, but="device-2") == 18
 
 
 @needs_prometheus
@@ -276,8 +287,8 @@ def test_the_demo_is_found_whole_and_agrees_with_its_files(tmp_path: Path) -> No
         prometheus = Prometheus(start_prometheus(stack, tmp_path, port=port, cloud=cloud))
         lab = start(stack, *command(*words))
         until(prometheus.answers, lab)
-        until(lambda: len(prometheus.query('count by (device) (fedstrata_round{role="device"})')) == 12, lab)
-        homes = {("institution", f"institution-{i}", "") for i in range(3)}
+        until(lambda: len(prometheus.query('count by (node) (fedstrata_round{role="device"})')) == 12, lab)
+        homes = {("institution", "cloud", f"institution-{i}") for i in range(3)}
         until(lambda: homes <= prometheus.healthy(), lab)
         _, errors = lab.communicate(timeout=PATIENCE_S)
         assert lab.returncode == 0, errors.decode()

@@ -6,21 +6,24 @@ import asyncio
 import json
 import socket
 import urllib.request
+from collections.abc import Mapping
 from contextlib import ExitStack
 from math import inf
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from common.experiment.links import LinkSettings
 from common.experiment.schema import TransferSettings
 from common.experiment.tiers import Tree
 from common.experiment.topology import CLOUD
-from common.metrics import Metrics
+from common.metrics import Metrics, node_labels
 from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
 from common.protocol.messages import NodeState, Presence, Target
-from common.protocol.targets import REPORT_S, Targets
+from common.protocol.targets import REPORT_S, STAYING, Targets
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.targets import discovery, reachable
@@ -28,6 +31,13 @@ from common.runtime.world import new_session
 from deploy.brokers.broker import BrokerProcess, start
 
 TREE = Tree([{CLOUD: ["i0", "i1"]}, {"i0": ["d0", "d1", "d2"], "i1": ["d3"]}])
+FOUR = Tree([{CLOUD: ["r0", "r1"]}, {"r0": ["i0", "i1"], "r1": ["i2"]}, {"i0": ["d0"], "i1": ["d1"], "i2": ["d2"]}])
+ALIVE = dict.fromkeys(FOUR.nodes, NodeState.READY)
+
+
+def watching(tree: Tree, node: str = CLOUD) -> Targets:
+    """Return the targets of a parent, before any presence."""
+    return Targets({child: tuple(tree.below(child)) for child in tree.children[node]})
 
 
 def presence(state: NodeState, metrics: str = "", *below: tuple[str, str]) -> Presence:
@@ -35,38 +45,39 @@ def presence(state: NodeState, metrics: str = "", *below: tuple[str, str]) -> Pr
 
 
 def found(targets: Targets) -> dict[str, tuple[str, str, str]]:
-    """Return role, institution and device of each address."""
-    answer = discovery(targets, TREE, cloud="10.0.0.1:9464", run="r-1")
+    """Return role, parent and node of each address."""
+    answer = discovery(targets.addresses(), TREE, cloud="10.0.0.1:9464", run="r-1")
     labels = {str(each["targets"][0]): each["labels"] for each in answer}  # type: ignore[index]
     assert len(labels) == len(answer)  # an address twice would be scraped twice
     assert all(each["run"] == "r-1" for each in labels.values())  # type: ignore[index]
-    return {a: (each["role"], each["institution"], each["device"]) for a, each in labels.items()}  # type: ignore[index]
+    return {a: (each["role"], each["parent"], each["node"]) for a, each in labels.items()}  # type: ignore[index]
 
 
 def test_devices_of_one_process_are_one_target_with_the_labels_that_they_share() -> None:
-    targets = Targets()
-    assert found(targets) == {"10.0.0.1:9464": ("cloud", "", "")}
+    targets = watching(TREE)
+    assert found(targets) == {"10.0.0.1:9464": ("cloud", "", "cloud")}
     targets.receive("i0", presence(NodeState.READY, "h0:1", ("d0", "h1:1"), ("d1", "h1:1"), ("d2", "h2:1")), now=0.0)
     targets.receive("i1", presence(NodeState.INIT, "", ("d3", "h2:1")), now=0.0)  # its own is not published
     assert found(targets) == {
-        "10.0.0.1:9464": ("cloud", "", ""),
-        "h0:1": ("institution", "i0", ""),
+        "10.0.0.1:9464": ("cloud", "", "cloud"),
+        "h0:1": ("institution", "cloud", "i0"),
         "h1:1": ("device", "i0", ""),
         "h2:1": ("device", "", ""),
     }
 
 
 def test_devices_below_the_cloud_are_targets() -> None:
-    targets = Targets()
+    tree = Tree([{CLOUD: ["d0", "d1"]}])
+    targets = watching(tree)
     targets.receive("d0", presence(NodeState.READY, "h0:1"), now=0.0)
-    answer = discovery(targets, Tree([{CLOUD: ["d0", "d1"]}]), cloud="10.0.0.1:9464", run="r-1")
-    labels = {"role": "device", "institution": "cloud", "device": "d0", "run": "r-1"}
+    answer = discovery(targets.addresses(), tree, cloud="10.0.0.1:9464", run="r-1")
+    labels = {"role": "device", "parent": "cloud", "node": "d0", "institution": "cloud", "device": "d0", "run": "r-1"}
     assert answer[1] == {"targets": ["h0:1"], "labels": labels}
 
 
 @pytest.mark.parametrize("state", NodeState)
 def test_who_is_gone_is_no_target_and_devices_wait_for_an_institution_that_is_away(state: NodeState) -> None:
-    targets = Targets()
+    targets = watching(TREE)
     targets.receive("i0", presence(NodeState.READY, "h0:1", ("d0", "h1:1")), now=0.0)
     last = (
         presence(state) if state is NodeState.LOST else presence(state, "h0:1", ("d0", "h1:1"))
@@ -80,7 +91,7 @@ def test_who_is_gone_is_no_target_and_devices_wait_for_an_institution_that_is_aw
 
 
 def test_nobody_reports_on_others_and_what_is_no_address_is_left_out() -> None:
-    targets = Targets()
+    targets = watching(TREE)
     lies = (
         ("d3", "h1:1"),
         ("cloud", "h1:2"),
@@ -90,11 +101,72 @@ def test_nobody_reports_on_others_and_what_is_no_address_is_left_out() -> None:
         ("d0", ""),
     )
     targets.receive("i0", presence(NodeState.READY, "no address", *lies), now=0.0)
-    assert found(targets) == {"10.0.0.1:9464": ("cloud", "", "")}
+    assert found(targets) == {"10.0.0.1:9464": ("cloud", "", "cloud")}
+
+
+class FourLayers:
+    """A lab of four layers, where each node publishes the addresses of all nodes below it."""
+
+    def __init__(self) -> None:
+        self.targets = {node: watching(FOUR, node) for node in FOUR.children}
+        self.states = dict(ALIVE)
+
+    def change(self, states: Mapping[str, NodeState]) -> None:
+        """Change the state of each node, the lowest first; those above report each change."""
+        for node in reversed(FOUR.nodes):
+            self.states[node] = states[node]
+            for each in reversed(FOUR.path(node).split("/")[1:]):
+                self.targets[FOUR.parent(each)].receive(each, self.presence(each), now=0.0)
+
+    def presence(self, node: str) -> Presence:
+        """Return a node's presence; a will knows nothing."""
+        state = self.states[node]
+        if state is NodeState.LOST:
+            return Presence(state, "")
+        return Presence(state, "", f"{node}:1", targets=self.targets[node].addresses() if node in self.targets else ())
+
+    def found(self) -> dict[str, object]:
+        """Return the labels of each node that the cloud finds."""
+        answer = discovery(self.targets[CLOUD].addresses(), FOUR, cloud="cloud:1", run="r-1")
+        return {str(each["targets"][0]).removesuffix(":1"): each["labels"] for each in answer}  # type: ignore[index]
+
+
+def test_the_cloud_finds_the_nodes_of_all_layers() -> None:
+    lab = FourLayers()
+    lab.change(ALIVE)
+    labels = {CLOUD: node_labels("cloud", CLOUD)}
+    labels |= {node: node_labels("institution", node, parent=FOUR.parent(node)) for node in FOUR.aggregators}
+    labels |= {node: node_labels("device", node, parent=FOUR.parent(node)) for node in FOUR.devices}
+    assert lab.found() == {node: each._asdict() | {"run": "r-1"} for node, each in labels.items()}
+
+
+@given(st.lists(st.sampled_from(NodeState), min_size=len(FOUR.nodes), max_size=len(FOUR.nodes)))
+def test_nodes_below_an_absent_one_stay_targets_and_those_below_a_failed_one_do_not(drawn: list[NodeState]) -> None:
+    states, lab = dict(zip(FOUR.nodes, drawn, strict=True)), FourLayers()
+    lab.change(ALIVE)
+    lab.change(states)
+    living = {node for node, state in states.items() if state in STAYING}
+    failed = {node for node, state in states.items() if state is NodeState.FAILED}
+    assert set(lab.found()) == {CLOUD} | {node for node in living if not failed & {*FOUR.path(node).split("/")}}
+    lab.change(ALIVE)
+    assert set(lab.found()) == {CLOUD, *FOUR.nodes}
+
+
+@pytest.mark.parametrize("node", [CLOUD, "r0", "r1", "i2", "d2", "unknown"])
+def test_a_child_reports_on_nodes_below_it_only(node: str) -> None:
+    targets = watching(FOUR)
+    targets.receive("r0", presence(NodeState.READY, "h0:1", ("i0", "h1:1"), (node, "h2:1"), ("d0", "h3:1")), now=0.0)
+    assert targets.addresses() == (Target("d0", "h3:1"), Target("i0", "h1:1"), Target("r0", "h0:1"))
+
+
+def test_a_node_has_one_address() -> None:
+    targets = watching(FOUR)
+    targets.receive("r0", presence(NodeState.READY, "", *(("d0", f"h{i}:1") for i in range(1000))), now=0.0)
+    assert len(targets.addresses()) == 1
 
 
 def test_many_that_come_together_are_reported_at_once() -> None:
-    targets = Targets()
+    targets = watching(TREE)
     assert targets.changed(9.0) is None and targets.due == inf
     for i in range(100):
         targets.receive(f"d{i:02}", Presence(NodeState.INIT, "device", f"h{i}:1"), now=10.0 + i / 1000)
@@ -108,7 +180,7 @@ def test_many_that_come_together_are_reported_at_once() -> None:
 
 
 def test_who_comes_back_is_a_target_again() -> None:
-    targets = Targets()
+    targets = watching(TREE)
     targets.receive("d0", Presence(NodeState.READY, "device", "h0:1"), now=0.0)
     assert targets.changed(1.0) == (Target("d0", "h0:1"),)
     targets.receive("d0", Presence(NodeState.LOST, "device"), now=2.0)
@@ -160,7 +232,11 @@ def test_devices_on_a_broker_of_their_own_are_found_lost_and_found_again(tmp_pat
                 await asyncio.sleep(0.01)
 
         cloud = ParentEndpoint(
-            at[wan.port], identity("cloud", "cloud"), links={"i0": LinkSettings()}, transfer=TransferSettings()
+            at[wan.port],
+            identity("cloud", "cloud"),
+            links={"i0": LinkSettings()},
+            transfer=TransferSettings(),
+            below={"i0": ["d0"]},
         )
         middle = identity("i0", "institution")
         up = ChildEndpoint(at[wan.port], middle, parent="cloud", transfer=TransferSettings(), link=LinkSettings())

@@ -86,7 +86,7 @@ class Failure(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Address of a living child's /metrics, host:port."""
+    """Address of a living node's /metrics, host:port."""
 
     name: str
     metrics: str
@@ -97,7 +97,7 @@ class Presence:
     """A node's retained state; its will has LOST. `answers`: the session of a second node with this node's name.
 
     `samples`: a device's training samples, 0 if unknown; `metrics`: the address of its /metrics, `targets` those of
-    its own children; `ledger`: the id of the byte ledger that its children count for. `failure`: why it failed.
+    the nodes below; `ledger`: the id of the byte ledger that its children count for. `failure`: why it failed.
     """
 
     state: NodeState

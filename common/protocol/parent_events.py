@@ -50,7 +50,7 @@ class GoodbyeReceived:
 
 @dataclass(frozen=True, slots=True)
 class TargetsChanged:
-    """The children's /metrics addresses changed."""
+    """The /metrics addresses of the nodes below changed."""
 
     targets: tuple[Target, ...]
 

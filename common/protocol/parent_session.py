@@ -94,7 +94,7 @@ class ParentSession(Session):
         )
         self.coordinator = Coordinator(self.peers, idle_s=transfer.idle_s)
         self.ledger = Ledger(self.peers, self.counters, wire=meter.sample, below=below)
-        self.targets = Targets()
+        self.targets = Targets(below or {})
         self.samples: dict[str, int] = {}
         self.rates: dict[str, float] = {}
         self.moves = 0

@@ -54,7 +54,7 @@ class OwnPresence:
         self._due.append(self.presence)
 
     def set_targets(self, targets: tuple[Target, ...]) -> None:
-        """Publish the /metrics addresses of this node's children."""
+        """Publish the /metrics addresses of the nodes below."""
         self.presence = replace(self.presence, targets=targets)
         if not self.leaving:
             self._due.append(self.presence)

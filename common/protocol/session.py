@@ -239,7 +239,7 @@ class Session(Side):
         self.own.set_state(state, reason=reason, samples=samples, failure=failure)
 
     def set_targets(self, targets: tuple[Target, ...]) -> None:
-        """Publish the /metrics addresses of this node's children, retained."""
+        """Publish the /metrics addresses of the nodes below, retained."""
         self.own.set_targets(targets)
 
     def announce(self, announcement: Announcement) -> None:

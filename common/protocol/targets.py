@@ -1,12 +1,13 @@
 """Scrape targets: the /metrics addresses of the nodes below a parent, from their presences.
 
-The cloud knows its institutions by their presence. It knows the devices, which may be on another broker, from the
-institutions' presences. All of this is retained state, so it survives a restart of any node.
+A parent knows its children by their presence. It knows the nodes below them, which may be on another broker, from the
+children's presences, and so on up to the cloud. All of this is retained state, so it survives a restart of any node.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Mapping
 from math import inf
 from typing import Final
 
@@ -19,39 +20,44 @@ ADDRESS: Final = re.compile(r"(\[[0-9A-Fa-f:.%]{2,45}\]|[\w.-]{1,253}):[0-9]{1,5
 
 
 class Targets:
-    """The /metrics addresses of a parent's living children, and of those below them."""
+    """The /metrics addresses of a parent's living children, and of all nodes below them.
 
-    def __init__(self) -> None:
+    `below`: the names of all nodes below each child; a child may only report on these.
+    """
+
+    def __init__(self, below: Mapping[str, Collection[str]]) -> None:
+        self._below = {child: frozenset(names) for child, names in below.items()}
         self._own: dict[str, str] = {}
-        self._below: dict[str, tuple[Target, ...]] = {}
+        self._reports: dict[str, dict[str, str]] = {}
         self._reported: tuple[Target, ...] = ()
         self.due = inf
 
     def receive(self, child: str, presence: Presence | None, *, now: float) -> None:
         """Handle a child's presence.
 
-        An absent institution may return, and its devices wait for it: until then its last report of them remains valid.
+        An absent child may return, and the nodes below wait for it: until then its last report on them remains valid.
         """
         if presence is not None and presence.state in STAYING:
-            self._own[child], self._below[child] = presence.metrics, presence.targets
+            below = self._below.get(child, ())
+            self._own[child] = presence.metrics
+            self._reports[child] = {target.name: target.metrics for target in presence.targets if target.name in below}
         else:
             self._own.pop(child, None)
             if presence is None or presence.state not in AWAITED:
-                self._below.pop(child, None)
-        if self.due == inf and self.own() != self._reported:
+                self._reports.pop(child, None)
+        if self.due == inf and self.addresses() != self._reported:
             self.due = now + REPORT_S
 
     def changed(self, now: float) -> tuple[Target, ...] | None:
-        """Return the children's addresses if a report is due, at most once per REPORT_S."""
+        """Return all addresses if a report is due, at most once per REPORT_S."""
         if now < self.due:
             return None
-        self.due, self._reported = inf, self.own()
+        self.due, self._reported = inf, self.addresses()
         return self._reported
 
-    def own(self) -> tuple[Target, ...]:
-        """Return the addresses of the children that have one."""
-        return tuple(Target(name, address) for name, address in sorted(self._own.items()) if ADDRESS.fullmatch(address))
-
-    def below(self, child: str) -> tuple[Target, ...]:
-        """Return a child's report of its own children."""
-        return tuple(target for target in self._below.get(child, ()) if ADDRESS.fullmatch(target.metrics))
+    def addresses(self) -> tuple[Target, ...]:
+        """Return the address of each node below that has one. May be called from another thread."""
+        found = dict(self._own)
+        for report in list(self._reports.values()):
+            found |= report
+        return tuple(Target(name, address) for name, address in sorted(found.items()) if ADDRESS.fullmatch(address))

@@ -21,13 +21,16 @@ KINDS: Final = ("model", "control", "probe")
 UP: Final = {"init": 1, "ready": 1, "finished": 1, "failed": 0, "disconnected": 0, "lost": 0}
 
 
-def export_child(metrics: Metrics, child: ChildEndpoint, node: Node) -> None:
-    """Export the metrics of a child's endpoint, with the labels (role, institution, device)."""
-    _export(metrics, child, node, connection=child.session.parent, peers=child.session.peers)
+def export_child(metrics: Metrics, child: ChildEndpoint, node: Node, *, tier: str) -> None:
+    """Export the metrics of a child's endpoint; `tier`: the name of the tier above the node."""
+    _export(metrics, child, node, tier=tier, connection=child.session.parent, peers=child.session.peers)
 
 
-def export_parent(metrics: Metrics, parent: ParentEndpoint, node: Node) -> None:
-    """Export the metrics of a parent's endpoint: its children, their links, its broker and what it refused."""
+def export_parent(metrics: Metrics, parent: ParentEndpoint, node: Node, *, tier: str) -> None:
+    """Export the metrics of a parent's endpoint: its children, their links, its broker and what it refused.
+
+    `tier`: the name of the tier below the node.
+    """
     session = parent.session
     coordinator, ledger = session.coordinator, session.ledger
     broker = str(parent.connection.address)
@@ -58,14 +61,17 @@ def export_parent(metrics: Metrics, parent: ParentEndpoint, node: Node) -> None:
     def statistic(topic: str) -> Reading:
         return [((broker,), parent.statistics.values[topic])] if topic in parent.statistics.values else []
 
-    _export(metrics, parent, node, connection=BROKER, peers=parent.peers)
+    _export(metrics, parent, node, tier=tier, connection=BROKER, peers=parent.peers)
     for name, read in (
         ("nodes", nodes),
         ("child_up", up),
         ("idle_seconds", idle),
-        ("idle_most_seconds", lambda: [((), parent.transfer.idle_s)]),
         ("link_declared_bytes_per_second", declared),
         ("link_measured_bytes_per_second", measured),
+    ):
+        metrics.watch(name, (*node, tier), read)
+    for name, read in (
+        ("idle_most_seconds", lambda: [((), parent.transfer.idle_s)]),
         ("refused_models", lambda: [((), coordinator.refused)]),
         ("late_results", lambda: [((), coordinator.late)]),
         ("broker_heap_bytes", partial(statistic, HEAP)),
@@ -74,7 +80,9 @@ def export_parent(metrics: Metrics, parent: ParentEndpoint, node: Node) -> None:
         metrics.watch(name, node, read)
 
 
-def _export(metrics: Metrics, endpoint: Endpoint, node: Node, *, connection: str, peers: Sequence[str]) -> None:
+def _export(
+    metrics: Metrics, endpoint: Endpoint, node: Node, *, tier: str, connection: str, peers: Sequence[str]
+) -> None:
     """Export an endpoint's counts; `connection`: the parent that it serves, or `BROKER` for all children."""
     session, mqtt = endpoint.session, endpoint.connection
 
@@ -102,6 +110,9 @@ def _export(metrics: Metrics, endpoint: Endpoint, node: Node, *, connection: str
         ("wire_bytes", wire),
         ("retransmitted_bytes", retransmitted),
         ("rtt_seconds", rtt),
+    ):
+        metrics.watch(name, (*node, tier), read)
+    for name, read in (
         ("ignored_messages", lambda: [((), session.refusals.total)]),
         ("reconnects", lambda: [((), mqtt.reconnects)]),
         ("chunks_published", lambda: [((), session.sender.chunks_published)]),

@@ -97,7 +97,8 @@ class ParentEndpoint(Endpoint):
         self._checks: set[asyncio.Task[None]] = set()
         self._checking: dict[str, asyncio.Task[None]] = {}  # the child's upload that is decoded in a thread
         self._changed = asyncio.Event()
-        self._new_targets: asyncio.Queue[tuple[Target, ...]] = asyncio.Queue()
+        self._targets: tuple[Target, ...] = ()
+        self._new_targets = asyncio.Event()
         self._observe = observe
         self._on_progress: Callable[[], None] = nothing
         self._moves = 0
@@ -133,8 +134,10 @@ class ParentEndpoint(Endpoint):
         self.wake()
 
     async def targets_changed(self) -> tuple[Target, ...]:
-        """Wait until the children's /metrics addresses change, and return them."""
-        return await self._new_targets.get()
+        """Wait until the /metrics addresses of the nodes below change, and return them."""
+        await self._new_targets.wait()
+        self._new_targets.clear()
+        return self._targets
 
     async def round(self, dispatch: Dispatch, *, on_progress: Callable[[], None] = nothing) -> ClosedRound:
         """Send each child its model, wait until the round closes, and return the results.
@@ -247,7 +250,8 @@ class ParentEndpoint(Endpoint):
         elif isinstance(event, GoodbyeReceived):
             self._changed.set()
         elif isinstance(event, TargetsChanged):
-            self._new_targets.put_nowait(event.targets)
+            self._targets = event.targets
+            self._new_targets.set()
         elif isinstance(event, ProbeReceived):
             self.probes.receive(event.peer, event.message)
         elif isinstance(event, NoiseFetched):

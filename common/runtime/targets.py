@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import socket
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Final
 
 from common.experiment.tiers import Tree
 from common.experiment.topology import CLOUD
-from common.metrics import NODE, Node
-from common.protocol.targets import Targets
+from common.metrics import NODE, Node, node_labels
+from common.protocol.messages import Target
 
 EVERYWHERE: Final = ("", "0.0.0.0", "::")
 
 
-def discovery(targets: Targets, tree: Tree, *, cloud: str, run: str) -> list[dict[str, object]]:
+def discovery(targets: Iterable[Target], tree: Tree, *, cloud: str, run: str) -> list[dict[str, object]]:
     """Return the run's scrape targets in the format of Prometheus' HTTP service discovery, one per address.
 
-    Reports on nodes that are not the reporting child's are ignored. The labels are those that all nodes at the address
-    share: a process with several devices is one target, and its metrics have the devices' labels.
+    The labels are those that all nodes at the address share: a process with several devices is one target, and its
+    metrics have the devices' labels.
     """
     nodes: dict[str, list[Node]] = defaultdict(list)
-    nodes[cloud].append(("cloud", "", ""))
-    for child in targets.own():
-        is_parent = child.name in tree.children
-        nodes[child.metrics].append(("institution", child.name, "") if is_parent else ("device", CLOUD, child.name))
-    for parent in tree.aggregators:
-        for device in targets.below(parent):
-            if device.name in tree.children[parent]:
-                nodes[device.metrics].append(("device", parent, device.name))
+    nodes[cloud].append(node_labels("cloud", CLOUD))
+    for target in targets:
+        role = "institution" if target.name in tree.children else "device"
+        nodes[target.metrics].append(node_labels(role, target.name, parent=tree.parent(target.name)))
     return [{"targets": [address], "labels": _labels(found) | {"run": run}} for address, found in nodes.items()]
 
 

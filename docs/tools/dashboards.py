@@ -17,8 +17,8 @@ SOURCE: Final = {"type": "prometheus", "uid": "fedstrata"}
 WIDTH: Final = 24
 RATE: Final = "[$__rate_interval]"
 CLOUD: Final = 'run="$run", role="cloud"'
-INSTITUTION: Final = 'run="$run", role="institution", institution="$institution"'
-DEVICE: Final = 'run="$run", role="device", institution="$institution", device="$device"'
+INSTITUTION: Final = 'run="$run", role="institution", node="$node"'
+DEVICE: Final = 'run="$run", role="device", parent="$parent", node="$node"'
 BOTH: Final = 'run=~"$run_a|$run_b"'
 
 Query = tuple[str, str]  # an expression and the legend of its series
@@ -115,8 +115,8 @@ LAB: Final = [
     one("Global round", f"fedstrata_round{{{CLOUD}}}"),
     one("Test accuracy", f"fedstrata_accuracy_ratio{{{CLOUD}}}", unit="percentunit"),
     one("Training time", 'run:fedstrata_training_seconds:sum{run="$run"}', unit="s"),
-    one("WAN, both directions", 'run:fedstrata_wan_received_bytes:sum{run="$run"}', unit="bytes"),
-    one("LAN, both directions", 'run:fedstrata_lan_received_bytes:sum{run="$run"}', unit="bytes"),
+    Panel("Bytes by tier, both directions", [('tier:fedstrata_received_bytes:sum{run="$run"}', "{{tier}}")],
+          "bytes", "stat", width=8),
     one("Alerts", 'count(ALERTS{alertstate="firing"}) or vector(0)'),
     Panel("Test accuracy", [(f"fedstrata_accuracy_ratio{{{CLOUD}}}", "accuracy")], "percentunit", most=1),
     Panel(
@@ -124,31 +124,30 @@ LAB: Final = [
         [
             (f"fedstrata_test_loss{{{CLOUD}}}", "test"),
             (f"fedstrata_train_loss{{{CLOUD}}}", "training, cloud"),
-            ('fedstrata_train_loss{run="$run", role="institution"}', "training, {{institution}}"),
+            ('fedstrata_train_loss{run="$run", role="institution"}', "training, {{node}}"),
         ],
     ),
     *phases(CLOUD),
     Panel(
-        "Cloud: institutions by state",
-        [(f"fedstrata_nodes{{{CLOUD}}} > 0", "{{state}}")],
+        "Nodes by tier and state",
+        [('sum by (tier, state) (fedstrata_nodes{run="$run"}) > 0', "{{tier}} {{state}}")],
         stacked=True,
         width=8,
     ),
     Panel(
-        "Institutions: devices by state",
-        [('sum by (institution, state) (fedstrata_nodes{run="$run", role="institution"}) > 0',
-          "{{institution}} {{state}}")],
+        "Children by parent and state",
+        [('sum by (node, state) (fedstrata_nodes{run="$run"}) > 0', "{{node}} {{state}}")],
         stacked=True,
         width=8,
     ),
     Panel(
-        "Training devices",
-        [('sum by (institution) (rate(fedstrata_phase_seconds_total{run="$run", role="device", phase="train"}'
-          f"{RATE}))", "{{institution}}")],
+        "Training devices by parent",
+        [('sum by (parent) (rate(fedstrata_phase_seconds_total{run="$run", role="device", phase="train"}'
+          f"{RATE}))", "{{parent}}")],
         stacked=True,
         width=8,
     ),
-    Panel("Epochs by institution", [(f"fedstrata_epochs{{{CLOUD}}}", "{{institution}}")], width=8),
+    Panel("Epochs of the cloud's children", [(f"fedstrata_epochs{{{CLOUD}}}", "{{node}}")], width=8),
     Panel(
         "Time without progress", [('max by (peer) (fedstrata_idle_seconds{run="$run"})', "{{peer}}")], "s", width=8
     ),
@@ -166,55 +165,50 @@ LAB: Final = [
     Panel("Free memory of hosts", [("host:fedstrata_memory_available:ratio", "{{host}}")], "percentunit", width=8),
 ]  # fmt: skip
 
-_RECEIVED: Final = 'fedstrata:received_bytes:rate1m{run="$run", role='
+_RECEIVED: Final = 'fedstrata:received_bytes:rate1m{run="$run"'
 LINKS: Final = [
-    Panel("WAN up, over a minute", [(f'sum by (peer) ({_RECEIVED}"cloud"}})', "{{peer}}")], "Bps"),
+    Panel("Received by tier, over a minute", [(f"sum by (tier) ({_RECEIVED}}})", "{{tier}}")], "Bps", stacked=True),
     Panel(
-        "WAN down, over a minute",
-        [(f'sum by (institution) ({_RECEIVED}"institution", peer="cloud"}})', "{{institution}}")],
+        "Received by tier and node, over a minute",
+        [(f"sum by (tier, node) ({_RECEIVED}}})", "{{tier}} {{node}}")],
         "Bps",
     ),
     Panel(
-        "LAN up, over a minute",
-        [(f'sum by (peer) ({_RECEIVED}"institution", peer!="cloud", institution="$institution"}})', "{{peer}}")],
+        "Up to $parent, over a minute",
+        [(f'sum by (peer) ({_RECEIVED}, tier="$tier", node="$parent"}})', "{{peer}}")],
         "Bps",
     ),
     Panel(
-        "LAN down, over a minute",
-        [(f'sum by (device) ({_RECEIVED}"device", institution="$institution"}})', "{{device}}")],
+        "Down from $parent, over a minute",
+        [(f'sum by (node) ({_RECEIVED}, tier="$tier", peer="$parent"}})', "{{node}}")],
         "Bps",
     ),
     Panel(
         "Measured rate, relative to the declared rate",
-        [('fedstrata:link_measured:ratio{run="$run"}', "{{peer}}, {{direction}} by its parent")],
+        [('fedstrata:link_measured:ratio{run="$run"}', "{{tier}} {{peer}}, {{direction}} by its parent")],
         "percentunit",
         "bargauge",
     ),
     Panel(
         "Declared rate",
-        [('fedstrata_link_declared_bytes_per_second{run="$run"}', "{{peer}}, {{direction}} by its parent")],
+        [('fedstrata_link_declared_bytes_per_second{run="$run"}', "{{tier}} {{peer}}, {{direction}} by its parent")],
         "Bps",
         "bargauge",
     ),
-    Panel(
-        "Three byte counts, both directions, all links",
+    Panel(  # at the child, whose connection has this link only; a parent has `fedstrata_nodes` of the tier below it
+        "Three byte counts by tier, both directions",
         [
-            (f'sum (fedstrata_{count}_bytes_total{{run="$run", role="device"}})'
-             f' + sum (fedstrata_{count}_bytes_total{{run="$run", role="institution", peer="cloud"}})', count)
+            (f'sum by (tier) (fedstrata_{count}_bytes_total{{run="$run"}}'
+             ' unless on (run, tier, node) fedstrata_nodes{run="$run"})', f"{{{{tier}}}} {count}")
             for count in ("payload", "message", "wire")
         ],
         "bytes",
     ),
     Panel(
-        "TCP retransmissions",
-        [('fedstrata:retransmitted:ratio_rate1m{run="$run"}', "{{role}} {{institution}} {{device}}")],
+        "TCP retransmissions", [('fedstrata:retransmitted:ratio_rate1m{run="$run"}', "{{node}} ({{peer}})")],
         "percentunit",
     ),
-    Panel(
-        "Round-trip time to the broker",
-        [('fedstrata_rtt_seconds{run="$run"}', "{{role}} {{institution}} {{device}} ({{peer}})")],
-        "s",
-    ),
+    Panel("Round-trip time to the broker", [('fedstrata_rtt_seconds{run="$run"}', "{{node}} ({{peer}})")], "s"),
     Panel(
         "Repeated chunks, and messages dropped by brokers",
         [
@@ -229,18 +223,18 @@ ONE_INSTITUTION: Final = [
     one("Rounds", f"fedstrata_round{{{INSTITUTION}}}"),
     one("Epochs", f"fedstrata_epochs{{{INSTITUTION}}}"),
     one("Training loss", f"fedstrata_train_loss{{{INSTITUTION}}}"),
-    one("Devices present", f"sum (fedstrata_child_up{{{INSTITUTION}}})"),
+    one("Children present", f"sum (fedstrata_child_up{{{INSTITUTION}}})"),
     one("Refused models", f"fedstrata_refused_models_total{{{INSTITUTION}}}"),
     one("Late results", f"fedstrata_late_results_total{{{INSTITUTION}}}"),
     *phases(INSTITUTION),
     *traffic(INSTITUTION),
     Panel("Training loss", [
         (f"fedstrata_train_loss{{{INSTITUTION}}}", "mean"),
-        ('fedstrata_train_loss{run="$run", role="device", institution="$institution"}', "{{device}}"),
+        ('fedstrata_train_loss{run="$run", parent="$node"}', "{{node}}"),
     ]),
-    Panel("Devices present", [(f"fedstrata_child_up{{{INSTITUTION}}}", "{{peer}}")], stacked=True),
+    Panel("Children present", [(f"fedstrata_child_up{{{INSTITUTION}}}", "{{peer}}")], stacked=True),
     Panel("Time without progress", [(f"fedstrata_idle_seconds{{{INSTITUTION}}}", "{{peer}}")], "s"),
-    Panel("Links of its devices: measured rate, relative to the declared rate",
+    Panel("Links of its children: measured rate, relative to the declared rate",
           [(f"fedstrata:link_measured:ratio{{{INSTITUTION}}}", "{{peer}} {{direction}}")], "percentunit", "bargauge"),
     *machine(INSTITUTION),
 ]  # fmt: skip
@@ -269,8 +263,8 @@ COMPARE: Final = [
             ("Training time", f"run:fedstrata_training_seconds:sum{{{BOTH}}}", "", "{{run}}", "s"),
             ("Seconds by phase", f'fedstrata_phase_seconds_total{{{BOTH}, role="cloud"}}', ", phase",
              "{{run}} {{phase}}", "s"),
-            ("WAN, both directions", f"run:fedstrata_wan_received_bytes:sum{{{BOTH}}}", "", "{{run}}", "bytes"),
-            ("LAN, both directions", f"run:fedstrata_lan_received_bytes:sum{{{BOTH}}}", "", "{{run}}", "bytes"),
+            ("Bytes by tier, both directions", f"tier:fedstrata_received_bytes:sum{{{BOTH}}}", ", tier",
+             "{{run}} {{tier}}", "bytes"),
             ("SGD steps", f'fedstrata_sgd_steps_total{{{BOTH}, role="cloud"}}', "", "{{run}}", "short"),
         )
     ),
@@ -284,15 +278,20 @@ COMPARE: Final = [
 ]  # fmt: skip
 
 _RUN: Final = {"run": "label_values(fedstrata_run_info, run)"}
-_INSTITUTION: Final = {"institution": 'label_values(fedstrata_run_info{run="$run", role="institution"}, institution)'}
+_PARENT: Final = {
+    "tier": 'label_values(fedstrata_nodes{run="$run"}, tier)',
+    "parent": 'label_values(fedstrata_nodes{run="$run", tier="$tier"}, node)',
+}
+_INSTITUTION: Final = {"node": 'label_values(fedstrata_run_info{run="$run", role="institution"}, node)'}
 _DEVICE: Final = {
-    "device": 'label_values(fedstrata_run_info{run="$run", role="device", institution="$institution"}, device)'
+    "parent": 'label_values(fedstrata_run_info{run="$run", role="device"}, parent)',
+    "node": 'label_values(fedstrata_run_info{run="$run", role="device", parent="$parent"}, node)',
 }
 DASHBOARDS: Final[Mapping[str, tuple[str, Mapping[str, str], Sequence[Panel]]]] = {
     "lab": ("Lab", _RUN, LAB),
-    "links": ("Links", _RUN | _INSTITUTION, LINKS),
+    "links": ("Links", _RUN | _PARENT, LINKS),
     "institution": ("One institution", _RUN | _INSTITUTION, ONE_INSTITUTION),
-    "device": ("One device", _RUN | _INSTITUTION | _DEVICE, ONE_DEVICE),
+    "device": ("One device", _RUN | _DEVICE, ONE_DEVICE),
     "compare": ("Two runs", dict.fromkeys(("run_a", "run_b"), _RUN["run"]), COMPARE),
 }
 
