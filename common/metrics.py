@@ -25,6 +25,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 STATES: Final = ("absent", "init", "ready", "finished", "failed", "disconnected", "lost")
 DISCOVERY: Final = "/sd"
 SCRAPE_MOST_S: Final = 60.0
+INTERVALS: Final = 3  # without a scrape: on a loaded host one comes late
 
 Reading: TypeAlias = Iterable[tuple[tuple[str, ...], float]]
 
@@ -233,10 +234,10 @@ class Scrapes:
                 loop.call_soon_threadsafe(seen.set)
 
     def patience_s(self) -> float:
-        """Return how long to wait for the next scrape: two intervals, 0 if scrapes have stopped."""
-        if self._last is None or self._now() - self._last[0] > 2 * self._interval_s:
+        """Return how long to wait for the next scrape: INTERVALS, 0 if scrapes have stopped."""
+        if self._last is None or self._now() - self._last[0] > INTERVALS * self._interval_s:
             return 0.0
-        return min(2 * self._interval_s, SCRAPE_MOST_S)
+        return min(INTERVALS * self._interval_s, SCRAPE_MOST_S)
 
     async def wait_for_next(self) -> None:
         """Wait for a scrape that begins after this call, at most `patience_s`."""

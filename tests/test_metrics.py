@@ -87,14 +87,14 @@ class Hand:
         return self.now
 
 
-def test_patience_is_two_intervals_as_long_as_somebody_comes() -> None:
+def test_patience_is_three_intervals_as_long_as_somebody_comes() -> None:
     clock = Hand()
     looks = Scrapes(clock)
     for _ in range(2):
         clock.now += 5
         assert b"".join(looks.serve(lambda: [b"text"])) == b"text"
-    assert looks.patience_s() == 10
-    clock.now += 10.1
+    assert looks.patience_s() == 15
+    clock.now += 15.1
     assert looks.patience_s() == 0
     for _ in range(2):
         clock.now += 3600
