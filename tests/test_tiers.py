@@ -143,6 +143,16 @@ def test_what_cannot_be_is_refused_with_its_remedy(tree: dict[str, Any], words: 
     assert text.startswith(f"{words[0]} = ") and all(word in text for word in words[1:]), text
 
 
+def test_more_nodes_than_have_names_can_only_be_planned() -> None:
+    experiment = parse({"topology": {"institutions": 1000, "devices": 10_000_000}})
+    assert experiment.sizes() == [[1000], [10_000] * 1000]
+    with pytest.raises(InvalidExperiment, match=r"topology = 10001000: too many nodes .* at most 1,000,000"):
+        _ = experiment.tree
+    for key in ("institutions", "devices"):
+        with pytest.raises(InvalidExperiment, match=rf"topology\.{key} = 1000000000"):
+            parse({"topology": {key: 10**9}})
+
+
 def test_a_tree_knows_nobody_else() -> None:
     tree = Tree([{"cloud": ["a"]}])
     assert "a" in tree and "b" not in tree and tree.aggregators == []

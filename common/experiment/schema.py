@@ -25,7 +25,7 @@ from common.experiment.hardware import HardwareSettings, Machine
 from common.experiment.links import Links, LinkSettings, Profile
 from common.experiment.rounds import Cloud, Institution, check_closing, participants
 from common.experiment.tables import Count, Fraction, Name, Positive, SettingsTable, proposal
-from common.experiment.tiers import DEVICE, Tier, Tree, check_tiers, layers_of
+from common.experiment.tiers import DEVICE, NODES_MOST, Tier, Tree, check_tiers, layers_of
 from common.experiment.topology import CLOUD, Topology, check_topology
 from common.experiment.training import TrainingSettings
 from common.experiment.training import check as check_training
@@ -127,7 +127,11 @@ class Experiment(SettingsTable):
 
     @cached_property
     def tree(self) -> Tree:
-        """The nodes of the lab."""
+        """The nodes of the lab. Raises InvalidExperiment if there are too many to give them names."""
+        count = sum(sum(sizes) for sizes in self.sizes())
+        if count > NODES_MOST:
+            problem = "too many nodes for a run; only a plan may have more"
+            raise InvalidExperiment("topology", count, problem, f"Use at most {NODES_MOST:,}.")
         if self.tiers:
             return Tree(layers_of(self.tiers))
         return Tree(self.topology.layers(), self.topology.device_names())

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 from pydantic import Field
 
 from common.errors import InvalidExperiment
-from common.experiment.tables import Count, Name, SettingsTable
+from common.experiment.tables import Name, SettingsTable
 
 CLOUD: Final = "cloud"
 RESERVED: Final = frozenset({CLOUD, "all"})  # `all` is the broadcast stream
@@ -19,9 +19,9 @@ class Topology(SettingsTable):
     """The nodes of a lab of one or two tiers, and the institution of each device."""
 
     # A number makes the names `institution-0`, `institution-1`, ...; a list gives them; 0 = devices below the cloud.
-    institutions: Annotated[int, Field(ge=0)] | list[Name] = 1
+    institutions: Annotated[int, Field(ge=0, le=1_000_000)] | list[Name] = 1
     # All devices of the lab: a number makes `device-0`, `device-1`, ...; a list gives names.
-    devices: Count | list[Name] = 1
+    devices: Annotated[int, Field(ge=1, le=100_000_000)] | list[Name] = 1
     # The devices of each institution. Without it, institutions get consecutive devices, in numbers that differ by at
     # most one.
     members: dict[Name, list[Name]] = Field(default_factory=dict)
