@@ -7,7 +7,7 @@ import multiprocessing
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Final
 
 from common.experiment.reading import parse
@@ -17,6 +17,7 @@ from deploy.simulation.drawn import DrawnLab, draw_lab
 from deploy.simulation.faults import Fault, FaultKind
 from deploy.simulation.invariants import DISTURBED
 from deploy.simulation.lab import SimulatedLab
+from deploy.simulation.monitor import LabRun
 from deploy.simulation.seeds import run_lab
 
 VICTIMS: Final = (CLOUD, "institution-0", "device-0", "device-1")
@@ -33,8 +34,7 @@ SMALL: Final = {
 
 def kill_each(step: int, *, seed: int, jobs: int) -> int:
     """Run one lab for every `step`-th message and each role; return 1 if an invariant is violated."""
-    drawn = small_lab(seed)
-    messages = run_lab(drawn, seed=seed, faults=()).outcome.messages
+    messages = _undisturbed(seed).outcome.messages
     cases = [(victim, number) for victim in VICTIMS for number in range(1, messages, step)]
     context = multiprocessing.get_context("forkserver")
     violated = 0
@@ -51,6 +51,11 @@ def small_lab(seed: int) -> DrawnLab:
     """Return a small lab without faults, with the random durations and links of a seed."""
     drawn = draw_lab(seed)
     return replace(drawn, experiment=parse(SMALL), unequal={}, faults=(), model_bytes=80_000, broker_each=False)
+
+
+@cache
+def _undisturbed(seed: int) -> LabRun:
+    return run_lab(small_lab(seed), seed=seed, faults=())
 
 
 def kill_at(seed: int, case: tuple[str, int]) -> str:
@@ -77,7 +82,7 @@ def kill_at(seed: int, case: tuple[str, int]) -> str:
             if not lab.over and not lab.alive(victim) and victim not in lab.ended:
                 lab.start(victim)
 
-    twin = run_lab(drawn, seed=seed, faults=())
+    twin = _undisturbed(seed)
     killed = run_lab(drawn, seed=seed, faults=(), scenario=scenario)
     at_s = killed.outcome.faults[0][0] if killed.outcome.faults else 0.0
     judged = replace(drawn, faults=(replace(fault, at_s=at_s),))
