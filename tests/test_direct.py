@@ -40,7 +40,7 @@ SMALL: dict[str, Any] = {
     "topology": {"institutions": 2, "devices": 4},
     "data": {"partition": "dirichlet", "concentration": 0.5},
     "model": {"name": "mlp_digits"},
-    "training": {"momentum": 0.5, "learning_rate": 0.05},
+    "training": {"momentum": 0.5, "learning_rate": 0.05, "batch_size": 50},
     "institution": {"rounds": 2},
 }
 # One step a round: many small steps of SGD enlarge the rounding of means a hundredfold within three global rounds.

@@ -1,4 +1,4 @@
-"""The evaluator: it evaluates in its own process as a tester does in this one, and reports its end."""
+"""The evaluator: its own process leaves the split and evaluates as a tester does in this one, and reports its end."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from cloud.evaluator import Evaluator
 from common.errors import RunFailed
 from common.experiment.reading import parse
+from common.learning import splits
 from common.learning.evaluation import ModelTester
 
 PATIENCE_S = 110.0
@@ -36,7 +37,7 @@ def build(*, shape, classes):
 """
 
 
-def test_the_evaluator_evaluates_as_its_tester_does_and_reports_its_end(
+def test_the_evaluator_leaves_the_split_evaluates_as_its_tester_does_and_reports_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "net.py").write_text(NET)
@@ -44,14 +45,18 @@ def test_the_evaluator_evaluates_as_its_tester_does_and_reports_its_end(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(Path(__file__).parents[1]), str(tmp_path))))
     experiment = parse({"model": {"name": "net:build"}})
     tester = ModelTester(experiment)
+    folder = tmp_path / "run"
+    folder.mkdir()
 
     async def play() -> None:
         async with asyncio.timeout(PATIENCE_S):
-            evaluator = Evaluator(experiment, tmp_path)
+            evaluator = Evaluator(experiment, folder)
             evaluator.close()
             try:
                 beginning = await evaluator.start()
                 assert beginning.layout == tester.layout and np.array_equal(beginning.row, tester.first)
+                assert beginning.partition == splits.split_of(experiment).digest
+                assert {path.name for path in folder.iterdir()} == {"partition.npz", "partition.json"}
                 for global_round, row in ((1, tester.first), (2, np.zeros_like(tester.first))):
                     found, wanted = await evaluator.evaluate(global_round, row), tester.evaluate(row)
                     assert (found.global_round, found.accuracy) == (global_round, wanted.accuracy)

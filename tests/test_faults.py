@@ -65,6 +65,7 @@ SMALL: dict[str, Any] = {
     "institution": {"rounds": 2, "aggregation": {"name": "fedmr", "on_new_model": "recentre"}},
     "cloud": {"epoch_control": {"name": "tempo"}, "aggregation": {"name": "fedcross", "alpha": 0.9}},
 }
+BRANCH = SMALL | {"topology": {"institutions": 1, "devices": 2}}
 DEVICES = [
     ("device-0", "institution-0"),
     ("device-1", "institution-0"),
@@ -90,6 +91,14 @@ def experiment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def undisturbed() -> str:
     """Return the digest of the final model of a run that nothing happened to."""
     return null_model(parse(SMALL))
+
+
+@pytest.fixture(scope="module")
+def branch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the experiment of one institution and two devices, for labs that are started again and again."""
+    path = tmp_path_factory.mktemp("experiment") / "branch.toml"
+    path.write_text(to_toml(parse(BRANCH)))
+    return path
 
 
 class Role:
@@ -213,12 +222,12 @@ def present(node: str) -> Callable[[topics.Topic, Message], bool]:
     )
 
 
-def assert_bytes_of_one_run(folder: Path, *, lives: int) -> None:
+def assert_bytes_of_one_run(folder: Path, *, lives: int, links: int = 2 + 4) -> None:
     """Check that restarts lost no model but what a killed process had not reported, and counted none twice."""
     size = len(tensors(folder))
-    links = table(folder / "links.csv")
-    models = {(row["from"], row["to"]): int(row["payload_bytes"]) / size for row in links if row["kind"] == "model"}
-    assert len(models) == 2 * (2 + 4)
+    lines = table(folder / "links.csv")
+    models = {(row["from"], row["to"]): int(row["payload_bytes"]) / size for row in lines if row["kind"] == "model"}
+    assert len(models) == 2 * links
     for (source, target), count in models.items():
         global_rounds = 3 if "cloud" in (source, target) else 3 * 2
         assert global_rounds - 1 <= count <= global_rounds * lives, (source, target)
@@ -404,12 +413,10 @@ def assert_gone(role: Role, processes: dict[str, psutil.Process]) -> None:
         socket.create_connection(("127.0.0.1", port_of(role)), timeout=10)
 
 
-def test_an_interrupted_lab_leaves_nothing_behind_and_can_be_resumed(
-    experiment: Path, undisturbed: str, tmp_path: Path
-) -> None:
+def test_an_interrupted_lab_leaves_nothing_behind_and_can_be_resumed(branch: Path, tmp_path: Path) -> None:
     with ExitStack() as stack:
         # At once, before the first checkpoint; then in mid-run; then to the end.
-        early = lab_of(tmp_path / "early.log", experiment, "--runs", tmp_path / "runs")
+        early = lab_of(tmp_path / "early.log", branch, "--runs", tmp_path / "runs")
         stack.callback(early.kill)
         until(lambda: happened(early, "run"), "the run")
         processes = family(early)
@@ -441,17 +448,17 @@ def test_an_interrupted_lab_leaves_nothing_behind_and_can_be_resumed(
         last = lab_of(tmp_path / "last.log", "--resume", folder)
         stack.callback(last.kill)
         last.ends(0)
-        assert model_digest(folder.parent) == undisturbed
+        assert model_digest(folder.parent) == null_model(parse(BRANCH))
         assert [row["global_round"] for row in table(folder / "rounds.csv")] == ["1", "2", "3"]
         assert all(row["accuracy"] for row in table(folder / "rounds.csv"))
-        assert_bytes_of_one_run(folder, lives=3)
+        assert_bytes_of_one_run(folder, lives=3, links=1 + 2)
         assert {path.name for path in (tmp_path / "runs").iterdir()} == {folder.name, ".spool"}
         assert not list((tmp_path / "runs" / ".spool").iterdir())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills children with their parent")
-def test_a_killed_lab_leaves_no_process_behind(experiment: Path, tmp_path: Path) -> None:
-    role = lab_of(tmp_path / "lab.log", experiment, "--runs", tmp_path / "runs", null=False)
+def test_a_killed_lab_leaves_no_process_behind(branch: Path, tmp_path: Path) -> None:
+    role = lab_of(tmp_path / "lab.log", branch, "--runs", tmp_path / "runs", null=False)
     all_kinds = {"cloud", "cloud.evaluator_process", "institution", "device", "device.pool.worker_process", "broker"}
     try:
         until(lambda: kinds(family(role)) == all_kinds, "all roles")
@@ -461,8 +468,8 @@ def test_a_killed_lab_leaves_no_process_behind(experiment: Path, tmp_path: Path)
     assert_gone(role, processes)
 
 
-def test_a_lab_whose_cloud_is_killed_ends_and_reports_it(experiment: Path, tmp_path: Path) -> None:
-    role = lab_of(tmp_path / "lab.log", experiment, "--runs", tmp_path / "runs")
+def test_a_lab_whose_cloud_is_killed_ends_and_reports_it(branch: Path, tmp_path: Path) -> None:
+    role = lab_of(tmp_path / "lab.log", branch, "--runs", tmp_path / "runs")
     try:
         until(lambda: any(name.startswith("cloud ") for name in family(role)), "the cloud")
         processes = family(role)
@@ -716,6 +723,7 @@ def test_a_lab_without_its_data_ends_soon_and_not_by_patience(tmp_path: Path) ->
     slow = parse(
         SMALL
         | {
+            "topology": {"institutions": 1, "devices": 1},
             "data": {"dataset": "mnist", "root": str(missing)},
             "model": {"name": "lenet5"},
             "transfer": {"idle_s": 600.0},

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -57,13 +58,21 @@ def rows_of(lab: schema.Experiment) -> tuple[ModelLayout, list[Row]]:
     return layout, rows
 
 
-def alone(lab: schema.Experiment, k: int, row: Row, *, epochs: int, local_round: int) -> tuple[Row, LocalResult]:
+def alone(lab: schema.Experiment, k: int, *, epochs: int, local_round: int) -> tuple[Row, LocalResult]:
+    """Return what a device makes of its model of `rows_of` without the others."""
+    return _alone(lab.to_json(), k, epochs, local_round)
+
+
+@cache
+def _alone(lab_json: str, k: int, epochs: int, local_round: int) -> tuple[Row, LocalResult]:
+    lab = reading.parse(lab_json)
+    row = rows_of(lab)[1][k]
     trainer = Trainer(lab, node=f"device-{k}", accelerator="cpu")
     trainer.prepare()
     out, never = trainer.layout.empty(), threading.Event()
-    return out, trainer.train(
-        row, out, epochs=epochs, local_round=local_round, progress=lambda *_: None, cancelled=never
-    )
+    result = trainer.train(row, out, epochs=epochs, local_round=local_round, progress=lambda *_: None, cancelled=never)
+    out.flags.writeable = False
+    return out, result
 
 
 class Work:
@@ -92,7 +101,7 @@ class Work:
     def check(self, endings: Sequence[Any]) -> None:
         for k, how in enumerate(endings):
             order = self.orders[k]
-            wanted, result = alone(self.lab, k, self.rows[k], epochs=order.epochs, local_round=order.local_round)
+            wanted, result = alone(self.lab, k, epochs=order.epochs, local_round=order.local_round)
             assert isinstance(how, LocalResult)
             assert (how.samples, how.steps) == (result.samples, result.steps)
             assert how.loss == pytest.approx(result.loss, rel=1e-4)
@@ -199,7 +208,7 @@ def test_a_failed_step_leaves_those_that_are_not_done_to_be_trained_alone(
     paths = work.train(trainers)
     assert paths == [TrainingPath.VMAPPED if i in done else TrainingPath.IN_PROCESS for i in range(4)]
     for i, (order, how) in enumerate(zip(work.orders, work.endings, strict=True)):
-        own, result = alone(work.lab, i, work.rows[i], epochs=order.epochs, local_round=order.local_round)
+        own, result = alone(work.lab, i, epochs=order.epochs, local_round=order.local_round)
         assert isinstance(how, LocalResult) and how.steps == 8 * order.epochs and how.train_s > 0
         assert progress[i][-1] == (how.steps, how.steps)
         if i not in done:

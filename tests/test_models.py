@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import hashlib
+import sys
 
 import numpy as np
 import pytest
@@ -98,6 +99,11 @@ def test_gives_logits_from_weights_that_the_seed_gives(name: str, inputs: Inputs
     logits = module(samples)
     assert logits.shape == (2, inputs.classes) and logits.isfinite().all()
     assert all(tensor.isfinite().all() for tensor in module.state_dict().values())
+
+
+def test_a_model_is_built_without_sympy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.fx.experimental.symbolic_shapes", None)  # torch's one way to sympy
+    models.build("cnn_digits", 1, inputs=Inputs((1, 8, 8), 10))
 
 
 def test_existing_models_keep_their_first_weights() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +16,8 @@ from hypothesis import strategies as st
 from common.experiment.links import LinkDirection
 from common.experiment.reading import parse, to_toml
 from common.experiment.schema import TransferSettings
-from deploy.planning import command, footprint, workload
+from deploy.planning import calibration, command, footprint, workload
+from deploy.planning.calibration import TrainingSpeed
 from deploy.planning.prediction import Branch, MachineSpeeds, PlannedDevice, PlannedLab, Sizes, TierSizes, seconds
 from deploy.planning.virtual_time import Host, Process, VirtualTime
 from tests.helpers.commands import invoke
@@ -233,7 +236,19 @@ def test_what_is_not_here_is_made_up() -> None:
     assert work.single.data.dataset == "synthetic" and work.sizes.row == 4 * 61_706
 
 
-def test_the_command_reports_seconds_bytes_and_memory(tmp_path: Path) -> None:
+def test_cores_that_train_together_are_measured_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = iter([TrainingSpeed(1.0, 0.1, 10.0), TrainingSpeed(3.0, 0.3, 30.0), TrainingSpeed(5.0, 0.5, 50.0)])
+    monkeypatch.setattr(calibration, "train", lambda *_: next(measured))
+    monkeypatch.setattr(calibration, "ProcessPoolExecutor", lambda jobs, mp_context: ThreadPoolExecutor(jobs))
+    found = calibration.measure(parse({}), cores=2, together=True, row_bytes=MB)
+    assert (found.step_s, found.training_s, found.evaluation_s) == pytest.approx((2.0, 0.2, 20.0))
+    assert found.cores == 2 and min(found.message_s, found.byte_s, found.mix_byte_s, found.record_s) > 0
+    assert calibration.measure(parse({}), cores=2, together=False, row_bytes=MB).step_s == 5.0
+
+
+def test_the_command_reports_seconds_bytes_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "TRAINING_S", 0.05)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})  # one process that trains
     file = tmp_path / "lab.toml"
     sizes = {"topology": {"institutions": 2, "devices": 4}, "model": {"name": "mlp_digits"}}
     file.write_text(to_toml(parse({**sizes, "cloud": {"epoch_control": {"name": "tempo"}}})))

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cloud.evaluator import Beginning, Evaluator
+from cloud import evaluator_process
 from common.errors import InvalidExperiment
 from common.experiment.data import check_alike
 from common.experiment.reading import parse, to_toml
 from common.experiment.schema import Experiment
+from common.host.subprocess_channel import Record, error_in
 from common.learning import splits
 from device.training.trainer import Trainer
 from tests.helpers.commands import fedstrata
@@ -85,25 +86,17 @@ def test_folders_have_no_split_and_nothing_to_compare(tmp_path: Path) -> None:
     check_alike(lab.data, "device-0", partition="", clouds="")
 
 
-def begin(lab: Experiment, folder: Path) -> Beginning:
-    async def play() -> Beginning:
-        evaluator = Evaluator(lab, folder)
-        try:
-            return await evaluator.start()
-        finally:
-            evaluator.close()
-
-    return asyncio.run(play())
-
-
-def test_the_evaluator_leaves_the_split_and_reports_its_digest(tmp_path: Path) -> None:
-    assert begin(experiment(), tmp_path).partition == splits.split_of(experiment()).digest
-    assert {path.name for path in tmp_path.iterdir()} == {"partition.npz", "partition.json"}
-
-
-def test_a_split_that_cannot_be_is_an_invalid_experiment_before_anybody_trains(tmp_path: Path) -> None:
-    with pytest.raises(InvalidExperiment, match=r"data\.min_samples = 10000"):
-        begin(experiment(partition="dirichlet", min_samples=10_000), tmp_path)
+def test_a_split_that_cannot_be_is_an_invalid_experiment_before_anybody_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab, sent = experiment(partition="dirichlet", min_samples=10_000), list[Record]()
+    request = {"experiment": lab.to_json(), "folder": str(tmp_path)}
+    channel = SimpleNamespace(receive=lambda: request, send=lambda **record: sent.append(record))
+    monkeypatch.setattr(evaluator_process, "AgentChannel", lambda: channel)
+    evaluator_process.main()
+    (record,) = sent
+    error = error_in(record)
+    assert isinstance(error, InvalidExperiment) and str(error).startswith("data.min_samples = 10000")
 
 
 def test_a_lab_with_a_device_of_other_data_ends_with_4_and_names_it(tmp_path: Path) -> None:

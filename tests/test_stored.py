@@ -168,6 +168,8 @@ LOAD = """
 import re, sys
 from common.learning import datasets
 from common.experiment.reading import parse
+print("ready", flush=True)
+sys.stdin.readline()
 data = datasets.load(parse(sys.argv[1]).data)
 print(int(data.train_images.sum()), flush=True)
 sys.stdin.read()
@@ -186,23 +188,20 @@ def test_processes_that_start_at_once_make_a_set_once_and_share_it(place: Path, 
     data = cifar_sized()
     experiment = parse({"data": data.model_dump()}).to_json()
     command = [sys.executable, "-c", LOAD, experiment]
-    loading = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True) for _ in range(2)
-    ]
-    try:
-        sums = {process.stdout.readline() for process in loading if process.stdout}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True) as other:
+        assert other.stdin and other.stdout and other.stdout.readline() == "ready\n"
+        other.stdin.write("load\n")
+        other.stdin.flush()
+        images = datasets.load(data).train_images
+        assert other.stdout.readline() == f"{int(images.sum())}\n"
         (path,) = place.glob("*.safetensors")
-        assert sums == {f"{int(datasets.load(data).train_images.sum())}\n"}
-        for process in loading:
-            size, own = mapped_bytes(process.pid, path)
+        for process in (other.pid, "self"):
+            size, own = mapped_bytes(process, path)
             assert size >= 4010 * 3072 and own == 0
         born = path.stat().st_ino
         datasets._load.cache_clear()
         datasets.load(data)
         assert path.stat().st_ino == born
-    finally:
-        for process in loading:
-            process.communicate()
 
 
 def test_the_set_is_the_one_that_is_not_stored(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:

@@ -78,7 +78,8 @@ def build(name: str, seed: int, *, inputs: Inputs) -> nn.Module:
     kind = _fitting(name, inputs)
     with torch.device("meta"):
         module = kind.construct(inputs)
-    module.to_empty(device="cpu")
+    # As `to_empty(device="cpu")`, which imports sympy: half a second of each process that builds a model.
+    module._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))  # type: ignore[no-untyped-call]
     with torch.no_grad():
         kind.draw(module, torch.Generator().manual_seed(torch_seed(seed, Purpose.INIT)))
     return module

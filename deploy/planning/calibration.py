@@ -64,9 +64,9 @@ def measure(experiment: Experiment, *, cores: int, together: bool, row_bytes: in
 
     `together`: all cores train at the same time, as in a lab on this host.
     """
-    jobs = cores if together else 1
+    jobs, text = cores if together else 1, experiment.to_json()
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        found = [job.result() for job in [pool.submit(train, experiment.to_json()) for _ in range(jobs)]]
+        found = [job.result() for job in [pool.submit(train, text, TRAINING_S) for _ in range(jobs)]]
     copy_s = _best(_copying()) / NOISE_BYTES
     return MachineSpeeds(
         step_s=mean(one.step_s for one in found),
@@ -80,8 +80,8 @@ def measure(experiment: Experiment, *, cores: int, together: bool, row_bytes: in
     )
 
 
-def train(experiment_json: str) -> TrainingSpeed:
-    """Train the device of an experiment for some seconds on one core, and evaluate the first model."""
+def train(experiment_json: str, training_s: float) -> TrainingSpeed:
+    """Train the device of an experiment for `training_s` or longer on one core, and evaluate the first model."""
     from common.learning import datasets, models
     from common.learning.evaluation import evaluate
     from device.jobs import Cancelled
@@ -100,7 +100,7 @@ def train(experiment_json: str) -> TrainingSpeed:
     def progress(done: int, _: int) -> None:
         nonlocal steps, spent_s
         steps, spent_s = done, time.monotonic() - start
-        if spent_s >= TRAINING_S:
+        if spent_s >= training_s:
             enough.set()
 
     while not enough.is_set():

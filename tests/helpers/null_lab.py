@@ -19,11 +19,8 @@ from pathlib import Path
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import cloud.agent
-import device.pool.pool
 from common.model.layout import Row
 from deploy.cli.main import main
-from deploy.local import lab
 from deploy.simulation.hardware import Durations, SimulatedEvaluator, SimulatedHardware, SimulatedMember, SimulatedPool
 from deploy.simulation.workload import NullWorkload
 from device.jobs import LocalResult, Progress
@@ -68,16 +65,25 @@ class NullPool(SimulatedPool):
         pass
 
 
-def simulate() -> None:
-    """Replace training and evaluation in this process, and the command of the roles that it starts."""
+def simulate(command: str) -> None:
+    """Replace in this process what the command would compute, or the command of the roles that it starts."""
     durations = Durations(boot_s=0.05, train_s=0.01, evaluate_s=0.01)
     hardware = SimulatedHardware(NullWorkload(MODEL_BYTES), durations, seed=1)
-    agent = cloud.agent.CloudAgent
-    setattr(cloud.agent, "CloudAgent", partial(agent, evaluator=lambda *_: SimulatedEvaluator(hardware)))  # noqa: B010
-    setattr(device.pool.pool, "Pool", partial(NullPool, hardware))  # noqa: B010
-    setattr(lab, "ROLE", COMMAND)  # noqa: B010
+    if command == "cloud":
+        import cloud.agent
+
+        agent = cloud.agent.CloudAgent
+        setattr(cloud.agent, "CloudAgent", partial(agent, evaluator=lambda *_: SimulatedEvaluator(hardware)))  # noqa: B010
+    elif command == "device":
+        import device.pool.pool
+
+        setattr(device.pool.pool, "Pool", partial(NullPool, hardware))  # noqa: B010
+    elif command == "run":
+        from deploy.local import lab
+
+        setattr(lab, "ROLE", COMMAND)  # noqa: B010
 
 
 if __name__ == "__main__":
-    simulate()
+    simulate(next((word for word in sys.argv[1:] if word in ("run", "cloud", "device")), ""))
     main()
