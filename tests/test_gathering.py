@@ -213,7 +213,9 @@ def test_a_failed_step_leaves_those_that_are_not_done_to_be_trained_alone(
         assert progress[i][-1] == (how.steps, how.steps)
         if i not in done:
             assert np.array_equal(work.outs[i], own) and how.loss == result.loss
-            assert progress[i][:-1] == [(step, how.steps) for step in range(k + 1)]
+            # What the failed steps reported; the training alone reports when a step takes long, and at its end.
+            assert progress[i][: k + 1] == [(step, how.steps) for step in range(k + 1)]
+            assert progress[i] == sorted(progress[i])
     assert caplog.messages == [
         "cnn_digits on cpu: a vmapped step failed. Devices train one after another: CUDA error: misaligned address"
     ]
