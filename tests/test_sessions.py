@@ -477,6 +477,37 @@ def test_an_answer_to_a_seeker_waits_until_the_last_has_left() -> None:
     assert lab.kinds["Alive"] == 1 and len(lab.parent.session.outbox._waiting) <= 1
 
 
+def test_a_seeker_that_asks_twice_at_once_is_answered_a_second_time_soon() -> None:
+    """By the timer of the answer alone: nothing else happens meanwhile."""
+    lab = Lab(names_of(1), start=False)
+    lab.parent.session.announce(Announcement("{}", LAYOUT))
+    lab.rest(60.0)
+    before = lab.kinds["Alive"]
+    body = serialization.encode(WhoIsThere("n"), "n")
+    for _ in range(2):
+        lab.parent.session.receive(topics.seek(LAB, PARENT, "device-0"), body, retained=False, now=lab.now)
+        lab.parent.wake()
+        lab.rest(0.01)
+    assert lab.kinds["Alive"] == before + 1
+    assert lab.parent.session.next_deadline(lab.now) == pytest.approx(lab.now + ANSWER_S, abs=0.02)
+    lab.rest(ANSWER_S)
+    assert lab.kinds["Alive"] == before + 2
+
+
+def test_a_child_that_clears_its_presence_has_left() -> None:
+    lab = Lab(names_of(2))
+    lab.rest(1.0)
+    assert lab.parent.session.present() == names_of(2)
+    child = lab.children["device-0"]
+    child.session.own.leaving = True
+    for output in child.session.leave(keep_state=False):
+        child._perform(output)
+    lab.rest(1.0)
+    assert [event.state for event in lab.parent.of(PeerChanged) if event.child == "device-0"][-1] == "left"
+    assert lab.parent.session.present() == ["device-1"]
+    assert lab.parent.session.readiness(lab.now).missing == {"device-0": "was lost, or left"}
+
+
 def test_seekers_of_any_name_are_answered_in_bounds() -> None:
     lab = Lab(names_of(2))
     lab.parent.session.announce(Announcement("{}", LAYOUT))
