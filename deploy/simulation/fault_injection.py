@@ -151,7 +151,7 @@ async def _wrong(lab: SimulatedLab, fault: Fault) -> None:
 
 
 async def _second(lab: SimulatedLab, fault: Fault) -> None:
-    if lab.alive(fault.node):
+    if lab.alive(fault.node) and not lab.has_second(fault.node):
         lab.start_second(fault.node)
 
 

@@ -194,6 +194,10 @@ class SimulatedLab:
         self.record(f"second {node}")
         return self._process(node, second=True)
 
+    def has_second(self, node: str) -> bool:
+        """Return whether a second node lives that has not replaced the first one."""
+        return node in self._seconds
+
     def kill_second(self, node: str) -> None:
         """Send SIGKILL to a second node that has not replaced the first one, if there is one."""
         second = self._seconds.pop(node, None)
