@@ -4,15 +4,15 @@
 checkpoints are real; devices add noise that is determined by node, round and epochs, so final models can be compared
 bit for bit. No process imports torch, which takes seconds.
 
-With NULL_LAB_HOLD=ROUND:FILE devices train from this local round on only when FILE exists.
+With NULL_LAB_HOLD=ROUND:FILE devices train from this local round on only when nobody has locked FILE.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -30,9 +30,9 @@ MODEL_BYTES = 40_000
 
 
 def wait_for(file: Path) -> None:
-    """Return when it exists."""
-    while not file.exists():
-        time.sleep(0.05)
+    """Return when no other process has locked it."""
+    with file.open() as held:
+        fcntl.flock(held, fcntl.LOCK_SH)
 
 
 class NullMember(SimulatedMember):
