@@ -27,7 +27,7 @@ from common.runtime.children import Observe
 from common.runtime.exports import export_parent
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.targets import discovery
+from common.runtime.targets import ScrapeTarget, discovery
 from common.runtime.world import REAL, World, new_session
 from common.storage.spool import Spool
 
@@ -96,7 +96,7 @@ class CloudAgent:
             transfer=experiment.transfer,
             shaped=experiment.links.enforce == "bucket",
             codecs=tier.transfer,
-            below={name: tuple(tree.below(name)) for name in tree.children[CLOUD]},
+            below=tree.below_each(CLOUD),
             spool=spool,
             observe=self._observe,
             world=self._world,
@@ -106,7 +106,7 @@ class CloudAgent:
         facts["algorithm"] = tier.aggregation.name
         self._metrics.introduce(LABELS, facts, phases=GLOBAL_PHASES)
 
-        def targets(asked: str) -> list[dict[str, object]]:
+        def targets(asked: str) -> list[ScrapeTarget]:
             here = asked if ADDRESS.fullmatch(asked) else self._metrics_address  # the address that Prometheus used
             return discovery(down.session.targets.addresses(), tree, cloud=here, run=identity.run)
 

@@ -58,7 +58,7 @@ class GlobalRounds:
         rule.begin(row)
         self._down = down
         tree = self._experiment.tree
-        below = {child: (child, *tree.below(child)) for child in down.peers}
+        below = {child: (child, *names) for child, names in tree.below_each(CLOUD).items()}
         self._devices = {child: [name for name in names if name not in tree.children] for child, names in below.items()}
         self._aggregators = {child: set(names) & tree.children.keys() for child, names in below.items()}
         self._test = evaluate

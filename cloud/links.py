@@ -14,12 +14,14 @@ not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain, repeat
 from typing import Final, NamedTuple
 
 from cloud.records import BROKER, LinkRecord
+from common.accounting.child_report import ChildReport
 from common.accounting.ledger import Ledger
 from common.accounting.traffic import Measured, TcpStats, Traffic
 from common.experiment.schema import Experiment
@@ -32,7 +34,7 @@ UNMEASURED: Final = "not available on this platform"
 def records(ledger: Ledger, experiment: Experiment) -> list[LinkRecord]:
     """Return the rows of all links in the run, from the cloud down, then those of the parents' connections."""
     tree, tiers, reports = experiment.tree, experiment.tier_names, ledger.reports()
-    table = [record for link in _links(ledger, experiment) for record in _link_records(link)]
+    table = [record for link in _links(reports, experiment) for record in _link_records(link)]
     brokers = [(tiers[0], CLOUD, ledger.broker())]
     brokers += [(tiers[tree.depth(name)], name, reports[name].broker) for name in tree.aggregators if name in reports]
     for tier, parent, wire in brokers:
@@ -46,15 +48,16 @@ def tier_bytes(ledger: Ledger, tiers: Sequence[str]) -> dict[str, int]:
 
     `tiers`: the tiers' names from the cloud down.
     """
-    sums = dict(zip(tiers, ledger.tiers(), strict=False))
-    ways = [(tier, way) for tier in tiers for way in ("up", "down")]
-    counts = {tier: {"up": links.received, "down": links.sent} for tier, links in sums.items()}
-    return {f"{tier}_{way}_bytes": counts[tier][way] if tier in counts else 0 for tier, way in ways}
+    counted = chain(ledger.tiers(), repeat(Traffic()))  # nothing is known before the first report
+    sums = zip(tiers, counted, strict=False)
+    ways = [(tier, way, count) for tier, links in sums for way, count in (("up", links.received), ("down", links.sent))]
+    return {f"{tier}_{way}_bytes": count for tier, way, count in ways}
 
 
 def wire_status(ledger: Ledger, experiment: Experiment) -> str:
     """Return whether all links have wire bytes, and which have none; "" before the first report of a child."""
-    counted = {link.child: link.traffic.wire for link in _links(ledger, experiment) if link.traffic.wire.connections}
+    links = _links(ledger.reports(), experiment)
+    counted = {link.child: link.traffic.wire for link in links if link.traffic.wire.connections}
     missing = [child for child, wire in counted.items() if not wire.measured]
     if not missing:
         return MEASURED if counted else ""
@@ -69,8 +72,8 @@ class _Link(NamedTuple):
     measured: Measured
 
 
-def _links(ledger: Ledger, experiment: Experiment) -> Iterator[_Link]:
-    tree, reports = experiment.tree, ledger.reports()
+def _links(reports: Mapping[str, ChildReport], experiment: Experiment) -> Iterator[_Link]:
+    tree = experiment.tree
     for name in tree.below(CLOUD):
         if name in reports:
             report = reports[name]

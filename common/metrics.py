@@ -1,9 +1,9 @@
 """Metrics of a role for Prometheus. The only module that imports prometheus_client.
 
 Names have the prefix `fedstrata_`, base units, and `_total` on counters; round numbers and message ids are never
-labels. Every metric has the labels of its node (`Node`), because several agents may share a process, except the metrics
-of the process and its host. A node between the cloud and the devices has two connections: counts per link have the
-label `tier`, which distinguishes them, all other counts are their sum.
+labels. Every metric has the labels of its node (`NodeLabels`), because several agents may share a process, except the
+metrics of the process and its host. A node between the cloud and the devices has two connections: counts per link have
+the label `tier`, which distinguishes them, all other counts are their sum.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ INTERVALS: Final = 3  # without a scrape: on a loaded host one comes late
 Reading: TypeAlias = Iterable[tuple[tuple[str, ...], float]]
 
 
-class Node(NamedTuple):
+class NodeLabels(NamedTuple):
     """The labels of a node; `institution` and `device` are those of earlier releases, which the next one omits."""
 
     role: str
@@ -40,17 +40,17 @@ class Node(NamedTuple):
     device: str
 
 
-NODE: Final = Node._fields
+NODE: Final = NodeLabels._fields
 
 
-def node_labels(role: str, node: str, *, parent: str = "") -> Node:
+def node_labels(role: str, node: str, *, parent: str = "") -> NodeLabels:
     """Return the labels of a node; with the role `cloud` and a parent, of a child that the cloud reports on.
 
     The cloud itself has no parent.
     """
     if role == "device":
-        return Node(role, parent, node, institution=parent, device=node)
-    return Node(role, parent, node, institution=node if parent else "", device="")
+        return NodeLabels(role, parent, node, institution=parent, device=node)
+    return NodeLabels(role, parent, node, institution=node if parent else "", device="")
 
 
 class Family(NamedTuple):
@@ -164,7 +164,7 @@ class Metrics:
         """Serve the run's scrape targets; `targets` gets the address at which Prometheus requests them."""
         self._targets = targets
 
-    def introduce(self, node: Node, facts: Mapping[str, str], *, phases: Iterable[str]) -> None:
+    def introduce(self, node: NodeLabels, facts: Mapping[str, str], *, phases: Iterable[str]) -> None:
         """Start a node's metrics: the facts of its run, and zeros, so that the first increment is visible as one."""
         self.run.labels(*node).info(dict(facts))
         self.round.labels(*node).set(0)
@@ -172,7 +172,7 @@ class Metrics:
         for phase in phases:
             self.phase_seconds.labels(*node, phase)
 
-    def closed(self, node: Node, *, rounds: int | None = None) -> None:
+    def closed(self, node: NodeLabels, *, rounds: int | None = None) -> None:
         """Count a round that a node closed; `rounds` sets the total if it is known."""
         gauge = self.round.labels(*node)
         gauge.inc() if rounds is None else gauge.set(rounds)

@@ -92,7 +92,7 @@ class InstitutionAgent:
             transfer=experiment.transfer,
             shaped=shaped,
             codecs=tier.transfer,
-            below={name: tuple(tree.below(name)) for name in children},
+            below=tree.below_each(self._name),
             spool=spool,
             observe=lambda event, facts: presence.look() if event == "child" else None,
             world=self._world,

@@ -46,7 +46,7 @@ class LocalRounds:
         self._experiment = experiment
         tree = experiment.tree
         self._tasks = experiment.rounds_of(tree.depth(name) - 1)  # in each global round: the parent's rounds
-        self._below = {child: frozenset(tree.below(child)) for child in tree.children[name]}
+        self._below = {child: frozenset(below) for child, below in tree.below_each(name).items()}
         self._down = down
         self._metrics = metrics
         self._labels = node_labels("institution", name, parent=tree.parent(name))

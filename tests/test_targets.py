@@ -37,7 +37,7 @@ ALIVE = dict.fromkeys(FOUR.nodes, NodeState.READY)
 
 def watching(tree: Tree, node: str = CLOUD) -> Targets:
     """Return the targets of a parent, before any presence."""
-    return Targets({child: tuple(tree.below(child)) for child in tree.children[node]})
+    return Targets(tree.below_each(node))
 
 
 def presence(state: NodeState, metrics: str = "", *below: tuple[str, str]) -> Presence:
@@ -47,10 +47,10 @@ def presence(state: NodeState, metrics: str = "", *below: tuple[str, str]) -> Pr
 def found(targets: Targets) -> dict[str, tuple[str, str, str]]:
     """Return role, parent and node of each address."""
     answer = discovery(targets.addresses(), TREE, cloud="10.0.0.1:9464", run="r-1")
-    labels = {str(each["targets"][0]): each["labels"] for each in answer}  # type: ignore[index]
+    labels = {str(each["targets"][0]): each["labels"] for each in answer}
     assert len(labels) == len(answer)  # an address twice would be scraped twice
-    assert all(each["run"] == "r-1" for each in labels.values())  # type: ignore[index]
-    return {a: (each["role"], each["parent"], each["node"]) for a, each in labels.items()}  # type: ignore[index]
+    assert all(each["run"] == "r-1" for each in labels.values())
+    return {a: (each["role"], each["parent"], each["node"]) for a, each in labels.items()}
 
 
 def test_devices_of_one_process_are_one_target_with_the_labels_that_they_share() -> None:
@@ -128,7 +128,7 @@ class FourLayers:
     def found(self) -> dict[str, object]:
         """Return the labels of each node that the cloud finds."""
         answer = discovery(self.targets[CLOUD].addresses(), FOUR, cloud="cloud:1", run="r-1")
-        return {str(each["targets"][0]).removesuffix(":1"): each["labels"] for each in answer}  # type: ignore[index]
+        return {str(each["targets"][0]).removesuffix(":1"): each["labels"] for each in answer}
 
 
 def test_the_cloud_finds_the_nodes_of_all_layers() -> None:

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from common.accounting.child_report import ChildReport, TrainingPath
 from common.accounting.counters import Account
-from common.accounting.traffic import Measured, TcpStats, Traffic
+from common.accounting.traffic import BYTES, Measured, TcpStats, Traffic
 from common.errors import WireError
 
 BYTES_MOST: Final = 2**50
@@ -213,7 +213,7 @@ def added(*counts: tuple[Traffic, ...]) -> tuple[Traffic, ...]:
 
 def _check(child: str, traffic: Traffic, *wires: TcpStats) -> None:
     """Check counts, for each message: without astuple, which copies deeply. Raises WireError."""
-    if max(*_COUNTS(traffic), *(count for wire in wires for count in _WIRE_COUNTS(wire))) > BYTES_MOST:
+    if max(*BYTES(traffic), *(count for wire in wires for count in _WIRE_COUNTS(wire))) > BYTES_MOST:
         raise WireError(f"{child} counts more bytes than there are")  # the sums must fit in a message
 
 
@@ -231,5 +231,4 @@ def _report(row: list[Any]) -> ChildReport:
     return ChildReport(*values)
 
 
-_COUNTS: Final = attrgetter(*(f.name for f in fields(Traffic) if f.name != "wire"))
 _WIRE_COUNTS: Final = attrgetter(*(f.name for f in fields(TcpStats)))

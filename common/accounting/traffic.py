@@ -74,7 +74,7 @@ class Traffic:
 
     def __sub__(self, other: Traffic) -> Traffic:
         """Return the difference, at least 0: a child may report less than before."""
-        counts = (max(0, mine - others) for mine, others in zip(_BYTES(self), _BYTES(other), strict=True))
+        counts = (max(0, mine - others) for mine, others in zip(BYTES(self), BYTES(other), strict=True))
         return replace(Traffic(*counts), wire=self.wire - other.wire)
 
     @property
@@ -98,7 +98,7 @@ class Traffic:
 
 
 _COUNTS: Final = attrgetter(*(f.name for f in fields(Traffic)))
-_BYTES: Final = attrgetter(*(f.name for f in fields(Traffic) if f.name != "wire"))
+BYTES: Final = attrgetter(*(f.name for f in fields(Traffic) if f.name != "wire"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,10 @@ class Tree:
         for child in self.children.get(node, ()):
             yield from self.below(child)
 
+    def below_each(self, node: str) -> dict[str, tuple[str, ...]]:
+        """Return for each child of a node all nodes below that child."""
+        return {child: tuple(self.below(child)) for child in self.children[node]}
+
 
 def check_tiers(tiers: Sequence[Tier]) -> None:
     """Check the form of `[[tiers]]`, each by itself and beside the others. Raises InvalidExperiment."""

@@ -79,7 +79,8 @@ def build(name: str, seed: int, *, inputs: Inputs) -> nn.Module:
     with torch.device("meta"):
         module = kind.construct(inputs)
     # As `to_empty(device="cpu")`, which imports sympy: half a second of each process that builds a model.
-    module._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))  # type: ignore[no-untyped-call]
+    storage = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in module.state_dict().items()}
+    module.load_state_dict(storage, assign=True)
     with torch.no_grad():
         kind.draw(module, torch.Generator().manual_seed(torch_seed(seed, Purpose.INIT)))
     return module

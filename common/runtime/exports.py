@@ -8,7 +8,7 @@ from itertools import product
 from typing import Final
 
 from common.accounting.traffic import Measured
-from common.metrics import STATES, Metrics, Node, Reading
+from common.metrics import STATES, Metrics, NodeLabels, Reading
 from common.runtime.broker_statistics import DROPPED, HEAP
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.endpoint import Endpoint
@@ -21,12 +21,12 @@ KINDS: Final = ("model", "control", "probe")
 UP: Final = {"init": 1, "ready": 1, "finished": 1, "failed": 0, "disconnected": 0, "lost": 0}
 
 
-def export_child(metrics: Metrics, child: ChildEndpoint, node: Node, *, tier: str) -> None:
+def export_child(metrics: Metrics, child: ChildEndpoint, node: NodeLabels, *, tier: str) -> None:
     """Export the metrics of a child's endpoint; `tier`: the name of the tier above the node."""
     _export(metrics, child, node, tier=tier, connection=child.session.parent, peers=child.session.peers)
 
 
-def export_parent(metrics: Metrics, parent: ParentEndpoint, node: Node, *, tier: str) -> None:
+def export_parent(metrics: Metrics, parent: ParentEndpoint, node: NodeLabels, *, tier: str) -> None:
     """Export the metrics of a parent's endpoint: its children, their links, its broker and what it refused.
 
     `tier`: the name of the tier below the node.
@@ -81,7 +81,7 @@ def export_parent(metrics: Metrics, parent: ParentEndpoint, node: Node, *, tier:
 
 
 def _export(
-    metrics: Metrics, endpoint: Endpoint, node: Node, *, tier: str, connection: str, peers: Sequence[str]
+    metrics: Metrics, endpoint: Endpoint, node: NodeLabels, *, tier: str, connection: str, peers: Sequence[str]
 ) -> None:
     """Export an endpoint's counts; `connection`: the parent that it serves, or `BROKER` for all children."""
     session, mqtt = endpoint.session, endpoint.connection

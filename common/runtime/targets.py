@@ -5,23 +5,30 @@ from __future__ import annotations
 import socket
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, TypedDict
 
 from common.experiment.tiers import Tree
 from common.experiment.topology import CLOUD
-from common.metrics import NODE, Node, node_labels
+from common.metrics import NODE, NodeLabels, node_labels
 from common.protocol.messages import Target
 
 EVERYWHERE: Final = ("", "0.0.0.0", "::")
 
 
-def discovery(targets: Iterable[Target], tree: Tree, *, cloud: str, run: str) -> list[dict[str, object]]:
+class ScrapeTarget(TypedDict):
+    """One entry of Prometheus' HTTP service discovery."""
+
+    targets: list[str]
+    labels: dict[str, str]
+
+
+def discovery(targets: Iterable[Target], tree: Tree, *, cloud: str, run: str) -> list[ScrapeTarget]:
     """Return the run's scrape targets in the format of Prometheus' HTTP service discovery, one per address.
 
     The labels are those that all nodes at the address share: a process with several devices is one target, and its
     metrics have the devices' labels.
     """
-    nodes: dict[str, list[Node]] = defaultdict(list)
+    nodes: dict[str, list[NodeLabels]] = defaultdict(list)
     nodes[cloud].append(node_labels("cloud", CLOUD))
     for target in targets:
         role = "institution" if target.name in tree.children else "device"
@@ -47,6 +54,6 @@ def reachable(host: str, broker: tuple[str, int]) -> str:
     return f"[{found}]" if ":" in found else found
 
 
-def _labels(nodes: list[Node]) -> dict[str, str]:
+def _labels(nodes: list[NodeLabels]) -> dict[str, str]:
     shared = [values[0] if len(set(values)) == 1 else "" for values in zip(*nodes, strict=True)]
     return dict(zip(NODE, shared, strict=True))

@@ -82,7 +82,7 @@ async def _run(folder: RunFolder, *, resume: bool, accelerator: str, observe: Ob
     def accounting(parent: str) -> dict[str, Any]:
         return {
             "below": lambda child: below[child].ledger.tiers() if child in below else (),
-            "names_below": {child: tuple(tree.below(child)) for child in tree.children[parent]},
+            "names_below": tree.below_each(parent),
         }
 
     for name in reversed(tree.aggregators):
