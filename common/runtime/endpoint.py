@@ -67,7 +67,7 @@ class Endpoint(ABC):
         will = serialization.encode(Presence(NodeState.LOST, identity.role, reason="connection lost"), identity.session)
         self.connection = world.connection(
             address,
-            client_id=f"{identity.name}-{identity.session[:8]}-{world.token(2)}",
+            client_id=f"{identity.name}-{identity.session[:8]}-{world.token(4)}",  # a node may have two
             keepalive_s=transfer.keepalive_s,
             received=self._received,
             find_place=self._find_place,
