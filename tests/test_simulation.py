@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import subprocess
 import sys
@@ -324,6 +325,24 @@ def test_a_new_rate_holds_from_the_present_byte_on() -> None:
         link.change(cut=False, down_rate=3000.0)
         await asyncio.sleep(10)
         assert [at - start for at, _, _ in pair.got["receiver"]] == pytest.approx([4 + 3 + 2])
+
+    Pair().run(scenario)
+
+
+def test_received_bytes_never_fall() -> None:
+    async def scenario(pair: Pair) -> None:
+        sender, receiver = await pair.client("sender"), await pair.client("receiver", "t")
+        pair.network.link("receiver", "b").change(down_rate=1000.0, delay_s=0.5, duplication=0.5)
+        before = receiver.meter.received()
+        for _ in range(10):
+            sender.publish("t", bytes(1000 - 6), qos=0)
+        counts = []
+        while len(counts) < 200:
+            await asyncio.sleep(0.1)
+            counts.append(receiver.meter.received() - before)
+        assert counts == sorted(counts)
+        assert max(b - a for a, b in itertools.pairwise(counts[:100])) <= 1100  # it flows, and a copy comes at once
+        assert counts[-1] == 1000 * len(pair.got["receiver"]) > 10_000
 
     Pair().run(scenario)
 

@@ -76,6 +76,7 @@ class SimulatedLink:
         is_message = packet.kind is PacketKind.PUBLISH
         may_fail = is_message and packet.qos == 0
         if may_fail and conditions.loss and rng.random() < conditions.loss:
+            flight.departed += packet.size
             return
         if conditions.mtu_bytes is not None and packet.size > conditions.mtu_bytes and flight.stuck is None:
             flight.stuck = packet
@@ -84,6 +85,8 @@ class SimulatedLink:
                 connection.link_changed(conditions, conditions)
             return
         times = 2 if is_message and conditions.duplication and rng.random() < conditions.duplication else 1
+        if flight.stuck is None:
+            flight.departed += times * packet.size
         for _ in range(times):
             if may_fail and conditions.reordering and rng.random() < conditions.reordering:
                 flight.add_late(packet, delay_s=conditions.delay_s + rng.random() * conditions.reorder_s)

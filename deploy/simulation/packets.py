@@ -123,7 +123,7 @@ class Flight:
     """One direction of a connection after the rate stage: packets arrive after a delay, in the order of departure.
 
     held: nothing arrives for now, as in a partition    waiting: number of its packets in the rate queue
-    stuck: a packet too large for the path; neither it nor later ones arrive
+    stuck: a packet too large for the path; neither it nor later ones arrive    departed: bytes that began the delay
     """
 
     def __init__(self, loop: VirtualLoop, arrive: Callable[[Packet], None], *, context: Context) -> None:
@@ -135,7 +135,7 @@ class Flight:
         self._timer: asyncio.TimerHandle | None = None
         self.stuck: Packet | None = None
         self.held = False
-        self.waiting = 0
+        self.waiting = self.departed = 0
 
     def pending(self) -> int:
         """Return the number of packets that have not arrived."""

@@ -74,8 +74,10 @@ class ClientStream:
         return TcpStats(sent=self._sent, received=self.received_bytes(), connections=1)
 
     def received_bytes(self) -> int:
-        """Return the received bytes, including the received part of an incomplete packet."""
-        return self._got + (self._link.down.sent_of(self._down) if self._open else 0)
+        """Return the received bytes, including the received part of an incomplete packet and what is on its way."""
+        if not self._open:
+            return self._got
+        return max(self._got, self._down.departed) + self._link.down.sent_of(self._down)
 
     def process_killed(self) -> None:
         """Close the socket of a killed process: the broker publishes the will."""
