@@ -403,6 +403,20 @@ def test_a_packet_that_is_too_large_for_the_path_blocks_it() -> None:
     Pair().run(scenario)
 
 
+def test_no_byte_of_a_packet_that_is_too_large_is_received() -> None:
+    async def scenario(pair: Pair) -> None:
+        sender, receiver = await pair.client("sender"), await pair.client("receiver", "t")
+        pair.network.link("receiver", "b").change(mtu_bytes=1000, down_rate=1000.0)
+        before = receiver.meter.received()
+        for size in (1994, 94):
+            sender.publish("t", bytes(size), qos=0)
+        for _ in range(5):
+            await asyncio.sleep(1)
+            assert receiver.meter.received() == before
+
+    Pair().run(scenario)
+
+
 def test_a_partition_ends_connections_by_their_keep_alive() -> None:
     async def scenario(pair: Pair) -> None:
         sender = await pair.client("sender")

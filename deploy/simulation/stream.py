@@ -77,7 +77,10 @@ class ClientStream:
         """Return the received bytes, including the received part of an incomplete packet and what is on its way."""
         if not self._open:
             return self._got
-        return max(self._got, self._down.departed) + self._link.down.sent_of(self._down)
+        whole = max(self._got, self._down.departed)
+        if self._link.conditions.mtu_bytes is not None or self._down.stuck is not None:
+            return whole  # no segment of a packet that is too large arrives
+        return whole + self._link.down.sent_of(self._down)
 
     def process_killed(self) -> None:
         """Close the socket of a killed process: the broker publishes the will."""
