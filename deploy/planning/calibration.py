@@ -38,10 +38,12 @@ REPEATS: Final = 20
 class ReferenceModel:
     """Seconds of one core of the reference machine, a two-core virtual machine.
 
-    message_s, byte_s: of a round with one child    packing_s, copying_s: of the two loops, the latter per byte
+    message_s, byte_s: of a round with one child    round_s: of a round beside that
+    packing_s, copying_s: of the two loops, the latter per byte
     """
 
     message_s: float = 4e-3
+    round_s: float = 6e-3
     byte_s: float = 1.4e-9
     packing_s: float = 1.26e-5
     copying_s: float = 1.1e-10
@@ -67,12 +69,13 @@ def measure(experiment: Experiment, *, cores: int, together: bool, row_bytes: in
     jobs, text = cores if together else 1, experiment.to_json()
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         found = [job.result() for job in [pool.submit(train, text, TRAINING_S) for _ in range(jobs)]]
-    copy_s = _best(_copying()) / NOISE_BYTES
+    copy_s, speed = _best(_copying()) / NOISE_BYTES, _best(_packing) / REFERENCE.packing_s
     return MachineSpeeds(
         step_s=mean(one.step_s for one in found),
         training_s=mean(one.training_s for one in found),
         evaluation_s=mean(one.evaluation_s for one in found),
-        message_s=REFERENCE.message_s * _best(_packing) / REFERENCE.packing_s,
+        message_s=REFERENCE.message_s * speed,
+        round_s=REFERENCE.round_s * speed,
         byte_s=REFERENCE.byte_s * copy_s / REFERENCE.copying_s,
         mix_byte_s=MIXED * copy_s,
         record_s=_writing(row_bytes),

@@ -1,7 +1,7 @@
 """Bytes of a global round on each tier, and the memory of each role and of the broker.
 
-The sizes of control messages and the roles' own memory were measured once: with the demo, on Linux x86-64, with
-PyTorch's CUDA build. The rest follows from the models' sizes.
+The roles' own memory was measured once: with the demo, on Linux x86-64, with PyTorch's CUDA build. The rest follows
+from the models' sizes.
 """
 
 from __future__ import annotations
@@ -12,12 +12,9 @@ from typing import Final
 from common.experiment.rounds import participants
 from common.experiment.schema import Experiment, TransferSettings
 from common.experiment.topology import CLOUD
+from deploy.planning.packets import down_bytes, up_bytes
 from deploy.planning.prediction import Branch, PlannedDevice, PlannedLab, Sizes
 
-DOWN_BYTES: Final = 295  # per child and round, besides the model: the task and the acknowledgement
-UP_BYTES: Final = 645  # per child and round, besides the model: the result and the progress messages
-REPORT_BYTES: Final = 330  # per device, in its institution's result
-CHUNK_BYTES: Final = 95  # per chunk: topic, header, digest, and its share of the asks
 AGENT_BYTES: Final = 60_000_000
 TORCH_BYTES: Final = 560_000_000
 BROKER_BYTES: Final = 9_000_000
@@ -36,9 +33,9 @@ def _add_tiers(
     """Add the bytes of some children of one layer, which take part in `rounds` rounds of a global round."""
     tier = lab.sizes.tiers[depth]
     for kind in kinds:
-        reports = kind.devices() * REPORT_BYTES if isinstance(kind, Branch) else 0
-        found[f"{tier.tier}_up"] += rounds * kind.count * (_up(tier.up, lab.transfer) + reports)
-        found[f"{tier.tier}_down"] += rounds * kind.count * _down(tier.down, lab.transfer)
+        reported = kind.devices() if isinstance(kind, Branch) else 0
+        found[f"{tier.tier}_up"] += rounds * kind.count * up_bytes(tier.up, lab.transfer, devices=reported)
+        found[f"{tier.tier}_down"] += rounds * kind.count * down_bytes(tier.down, lab.transfer)
         if isinstance(kind, Branch):
             _add_tiers(lab, kind.children, depth + 1, rounds * kind.count * kind.rounds, found)
 
@@ -55,8 +52,8 @@ def links_of(experiment: Experiment, sizes: Sizes) -> dict[str, float]:
             shares[child] = share
             below = tree.children.get(child, ())
             selected = participants(len(below), experiment.tier_below(child).participation) if below else 0
-            found[f"{parent} {child}"] = share * _down(nbytes.down, transfer)
-            found[f"{child} {parent}"] = share * (_up(nbytes.up, transfer) + selected * REPORT_BYTES)
+            found[f"{parent} {child}"] = share * down_bytes(nbytes.down, transfer)
+            found[f"{child} {parent}"] = share * up_bytes(nbytes.up, transfer, devices=selected)
     return found
 
 
@@ -85,19 +82,6 @@ def _widest(kind: Branch | PlannedDevice) -> int:
     if isinstance(kind, PlannedDevice):
         return 0
     return max(sum(child.count for child in kind.children), *map(_widest, kind.children))
-
-
-def _down(nbytes: int, transfer: TransferSettings) -> int:
-    return _packets(nbytes, transfer) + DOWN_BYTES
-
-
-def _up(nbytes: int, transfer: TransferSettings) -> int:
-    return _packets(nbytes, transfer) + UP_BYTES
-
-
-def _packets(nbytes: int, transfer: TransferSettings) -> int:
-    chunks = 1 if nbytes <= transfer.inline_bytes else -(-nbytes // transfer.chunk_bytes)
-    return nbytes + chunks * CHUNK_BYTES
 
 
 def _parent(children: int, row: int, transfer: TransferSettings) -> int:

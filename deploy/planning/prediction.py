@@ -18,6 +18,7 @@ from common.experiment.schema import TransferSettings
 from common.protocol.manifest import chunk_bytes_for
 from common.protocol.receiver import SLOT_BYTES_S
 from common.protocol.timeline import Timeline
+from deploy.planning.packets import down_bytes, up_bytes
 from deploy.planning.virtual_time import Host, Process, VirtualTime
 
 AT_PARENT: Final = 0.4  # share of a round's messaging work done by the parent, child by child; the rest is elsewhere
@@ -29,6 +30,7 @@ class MachineSpeeds:
 
     step_s: per SGD step    training_s: per training, without its steps    evaluation_s: per pass over the test set
     message_s: messaging of a round with one child, at both ends and in the broker
+    round_s: opening, closing and keeping a round at the parent, however many children
     byte_s: the same per byte of a model, in each direction    mix_byte_s: mixing, per byte of the uploads
     record_s: writing the results of a global round
     """
@@ -37,6 +39,7 @@ class MachineSpeeds:
     training_s: float
     evaluation_s: float
     message_s: float
+    round_s: float
     byte_s: float
     mix_byte_s: float
     record_s: float
@@ -90,7 +93,8 @@ class Branch:
 class PlannedLab:
     """A lab to simulate: the children of the cloud that take part in a global round.
 
-    `interface`: rate of each host's network interface, bytes per second, in each direction.
+    `interface`: rate of each host's network interface, bytes per second, in each direction. `payload`: share of a
+    link's rate that carries MQTT; the rest is headers, where the links count those.
     """
 
     children: tuple[Branch | PlannedDevice, ...]
@@ -98,6 +102,7 @@ class PlannedLab:
     transfer: TransferSettings
     one_host: bool
     interface: float
+    payload: float = 1.0
 
 
 def seconds(lab: PlannedLab, speeds: MachineSpeeds) -> dict[str, float]:
@@ -129,7 +134,7 @@ class _SimulatedGlobalRound:
         cloud = Host(1)
         yield self._children(self._lab.children, 0, cloud, (0.0, 0.0))
         self._timeline.closed = self._clock.now
-        yield cloud, self._mixing(sum(kind.count for kind in self._lab.children))
+        yield self._shared or cloud, self._closing(self._lab.children)
         self._aggregated = self._clock.now
 
     def _evaluation(self) -> Process:
@@ -160,20 +165,22 @@ class _SimulatedGlobalRound:
         arrival = above[0] + chunk_s, max(above[1] + chunk_s if above[1] else 0.0, above[0] + whole_s)
         if depth == 0:
             self._timeline.dispatched = max(self._timeline.dispatched or 0.0, self._clock.now + arrival[1])
+        messaging_s = self._speeds.message_s + (tier.down + tier.up) * self._speeds.byte_s
+        work_s = messaging_s * (1.0 if self._shared else 1 - AT_PARENT)
         if isinstance(kind, Branch):
             host = Host(1)
             for r in range(kind.rounds):
                 yield self._children(kind.children, depth + 1, host, (0.0, 0.0) if r else arrival)
-                yield host, self._mixing(sum(child.count for child in kind.children))
+                yield self._shared or host, self._closing(kind.children)
+            yield self._shared or host, work_s
         else:
             yield arrival[1]
-            work_s = self._speeds.message_s + (tier.down + tier.up) * self._speeds.byte_s
-            yield self._cores(), kind.train_s + work_s * (1.0 if self._shared else 1 - AT_PARENT)
+            yield self._cores(), kind.train_s + work_s
             yield kind.pause_s
         if depth == 0:
             self._first = min(self._first, self._clock.now)
             self._last = max(self._last, self._clock.now)
-        yield self._upload(kind.up, tier.up, kind.count, pipe)
+        yield self._upload(kind, tier.up, pipe)
         yield parent, self._half(tier.up, kind.count)
 
     def _cores(self) -> Host:
@@ -186,8 +193,10 @@ class _SimulatedGlobalRound:
             return 0.0
         return children * AT_PARENT * (self._speeds.message_s / 2 + nbytes * self._speeds.byte_s)
 
-    def _mixing(self, uploads: int) -> float:
-        return uploads * self._lab.sizes.row * self._speeds.mix_byte_s
+    def _closing(self, children: tuple[Branch | PlannedDevice, ...]) -> float:
+        """Return the parent's seconds of a round beside the messages, the mixing of its uploads included."""
+        uploads = sum(kind.count for kind in children)
+        return self._speeds.round_s + uploads * self._lab.sizes.row * self._speeds.mix_byte_s
 
     def _chunk(self, link: LinkDirection, nbytes: int) -> int:
         return min(nbytes, chunk_bytes_for(link.rate, self._lab.transfer.chunk_bytes))
@@ -196,18 +205,22 @@ class _SimulatedGlobalRound:
         """Return the delays before the first byte: the announcement's; for a model not inline, ask and chunk too."""
         return link.delay_s * (1 if nbytes <= self._lab.transfer.inline_bytes else 3)
 
-    def _crossing(self, link: LinkDirection, nbytes: int, children: int) -> float:
-        """Return the seconds of sending a model down to `children` children."""
-        link_s = nbytes / link.rate if link.rate else 0.0
-        return self._delay(link, nbytes) + max(link_s, children * nbytes / self._lab.interface)
+    def _sending(self, link: LinkDirection, nbytes: int) -> float:
+        return nbytes / (link.rate * self._lab.payload) if link.rate else 0.0
 
-    def _upload(self, link: LinkDirection, nbytes: int, children: int, pipe: Host) -> list[Process]:
+    def _crossing(self, link: LinkDirection, nbytes: int, children: int) -> float:
+        """Return the seconds of sending a model, or its first chunk, down to `children` children."""
+        sent = down_bytes(nbytes, self._lab.transfer)
+        return self._delay(link, nbytes) + max(self._sending(link, sent), children * sent / self._lab.interface)
+
+    def _upload(self, kind: Branch | PlannedDevice, nbytes: int, pipe: Host) -> list[Process]:
         """Return the two concurrent limits of an upload: the child's link, and the parent's concurrent uploads."""
-        most = self._lab.interface
+        sent = up_bytes(nbytes, self._lab.transfer, devices=kind.devices() if isinstance(kind, Branch) else 0)
+        link, most = kind.up, self._lab.interface
         if link.rate:
             most = min(most, self._lab.transfer.upload_slots * max(SLOT_BYTES_S, link.rate))
-        link_s = self._delay(link, nbytes) + (nbytes / link.rate if link.rate else 0.0)
-        return [_wait(link_s), _use(pipe, children * nbytes / most)]
+        link_s = self._delay(link, nbytes) + self._sending(link, sent)
+        return [_wait(link_s), _use(pipe, kind.count * sent / most)]
 
     @staticmethod
     def _beside(processes: list[Process]) -> Process:

@@ -36,6 +36,7 @@ from deploy.runs.run import Run
 MOST_LISTED: Final = 20_000  # devices; above, all are assumed equal
 REHEARSED: Final = 3  # global rounds after which Tempo's epochs have settled
 REHEARSAL_S: Final = 60.0
+PAYLOAD: Final = 1448 / 1514  # of an Ethernet frame, which is what the kernel's links count
 
 Kind: TypeAlias = Branch | PlannedDevice
 
@@ -142,7 +143,8 @@ def lab(work: PlannedWorkload, speeds: MachineSpeeds, *, one_host: bool, interfa
     """Return the lab to simulate, with equal devices and equal institutions grouped."""
     children = _listed(work, speeds, CLOUD, work.experiment.training.epochs) if work.listed else _alike(work, speeds)
     interface = math.inf if one_host else interface_mbit * 1e6 / 8
-    return PlannedLab(children, work.sizes, work.experiment.transfer, one_host, interface)
+    payload = PAYLOAD if work.experiment.links.enforce == "kernel" else 1.0
+    return PlannedLab(children, work.sizes, work.experiment.transfer, one_host, interface, payload)
 
 
 def _listed(work: PlannedWorkload, speeds: MachineSpeeds, parent: str, epochs: int) -> tuple[Kind, ...]:
