@@ -3,7 +3,8 @@
 FedstrataError                 base of all errors; has the exit code of the command
 ├── InvalidExperiment     (4)  the experiment cannot be run: names the key, the value, the remedy
 ├── ConnectionFailed      (3)  broker unreachable, login refused
-│   └── DuplicateName     (3)  another living node on this broker has the same name
+│   ├── DuplicateName     (3)  another living node on this broker has the same name
+│   └── LabInUse          (3)  another run has the lab
 ├── RunFailed             (1)  the run cannot continue
 │   ├── NoProgress        (5)  no progress for `idle_s`
 │   └── InvalidBelow      (4)  a node below cannot take part in the experiment
@@ -38,6 +39,10 @@ class ConnectionFailed(FedstrataError):
 
 class DuplicateName(ConnectionFailed):
     """Another living node already uses this name."""
+
+
+class LabInUse(ConnectionFailed):
+    """Another run has the lab."""
 
 
 class RunFailed(FedstrataError):

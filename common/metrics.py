@@ -14,8 +14,9 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from socketserver import ThreadingMixIn
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -124,20 +125,42 @@ class _Watched:
     """Values that other objects hold, read at each scrape, so that counting has no overhead."""
 
     def __init__(self) -> None:
-        self.reads: dict[str, list[tuple[tuple[str, ...], Callable[[], Reading]]]] = {}
+        self._reads: dict[str, list[tuple[tuple[str, ...], Callable[[], Reading]]]] = {}
+        self._ended: dict[str, dict[tuple[str, ...], float]] = defaultdict(lambda: defaultdict(int))
+        self._lock = Lock()  # the server's thread must not count a run twice that ends
+
+    def add(self, name: str, node: tuple[str, ...], read: Callable[[], Reading]) -> None:
+        with self._lock:
+            self._reads.setdefault(name, []).append((node, read))
+
+    def end(self, node: tuple[str, ...]) -> None:
+        """Keep the counts of a node whose run is over, and no object of the run."""
+        with self._lock:
+            for name, reads in self._reads.items():
+                over = [(of, read) for of, read in reads if of[: len(node)] == node]
+                if FAMILIES[name].kind == "counter":
+                    for of, read in over:
+                        for labels, value in read():
+                            self._ended[name][*of, *labels] += value
+                self._reads[name] = [entry for entry in reads if entry not in over]
 
     def collect(self) -> Iterator[Metric]:
-        for name, reads in self.reads.items():
+        with self._lock:
+            found = [(name, self._sums(name)) for name in self._reads]
+        for name, sums in found:
             family = FAMILIES[name]
-            sums: dict[tuple[str, ...], float] = defaultdict(int)
-            for node, read in reads:
-                for labels, value in read():
-                    sums[*node, *labels] += value
             kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
             metric = kind(f"fedstrata_{name}", family.text, labels=[*family.of, *family.labels])
             for values, total in sums.items():
                 metric.add_metric(values, total)
             yield metric
+
+    def _sums(self, name: str) -> dict[tuple[str, ...], float]:
+        sums: dict[tuple[str, ...], float] = defaultdict(int, self._ended.get(name, {}))
+        for node, read in self._reads[name]:
+            for labels, value in read():
+                sums[*node, *labels] += value
+        return sums
 
 
 class Metrics:
@@ -172,6 +195,17 @@ class Metrics:
         for phase in phases:
             self.phase_seconds.labels(*node, phase)
 
+    @contextmanager
+    def run_of(self, node: NodeLabels) -> Iterator[None]:
+        """Let a node's metrics of a run end with it: its gauges disappear, its counters keep their values."""
+        try:
+            yield
+        finally:
+            self._watched.end(node)
+            for metric in (self.run, self.round, self.round_timestamp_seconds, self.train_loss, self.epochs):
+                with suppress(KeyError):  # it was never set
+                    metric.remove(*node)
+
     def closed(self, node: NodeLabels, *, rounds: int | None = None) -> None:
         """Count a round that a node closed; `rounds` sets the total if it is known."""
         gauge = self.round.labels(*node)
@@ -184,7 +218,7 @@ class Metrics:
         `node`: the first label values, a node's, then a tier's name if the metric is about links; empty for metrics
         without a node. `read` is called from the server's thread.
         """
-        self._watched.reads.setdefault(name, []).append((node, read))
+        self._watched.add(name, node, read)
 
     def serve(self, host: str, port: int) -> int:
         """Serve HTTP from a thread and return the port; port 0 selects a free one. Raises OSError."""

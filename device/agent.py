@@ -37,7 +37,7 @@ WAITING_S = 1.0
 class DeviceAgent:
     """One device, which initially knows only its broker, its name and its parent.
 
-    `allow_models`: the packages whose models an experiment may name.
+    `allow_models`: the packages whose models an experiment may name. `stay`: wait for the next run.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class DeviceAgent:
         lab: str = DEFAULT_LAB,
         spool: Path | None = None,
         allow_models: Sequence[str] = (),
+        stay: bool = False,
         world: World = REAL,
     ) -> None:
         self._name = name
@@ -65,14 +66,12 @@ class DeviceAgent:
         self._spool = spool
         self._allow_models = allow_models
         self._lab = check_lab(lab)
+        self._stay = stay
         self._world = world
         self._labels = node_labels("device", name, parent=parent)
 
     async def run(self) -> None:
-        """Take part in one run until its end; follow its parent to another run.
-
-        Raises FedstrataError.
-        """
+        """Take part in one run until its end, or with `stay` in each run of its parent. Raises FedstrataError."""
         await join(
             self._broker,
             self._name,
@@ -81,9 +80,17 @@ class DeviceAgent:
             lab=self._lab,
             connect_timeout_s=self._connect_timeout_s,
             world=self._world,
+            stay=lambda: self._stay and self._training.failure is None,
         )
 
     async def _take_part(self, found: Found) -> None:
+        try:
+            with self._metrics.run_of(self._labels):
+                await self._serve(found)
+        finally:
+            self._training.leave()
+
+    async def _serve(self, found: Found) -> None:
         run = found.run
         experiment = parse(found.announcement.experiment)
         tree = experiment.tree

@@ -128,6 +128,13 @@ class PoolMember(Protocol):
     def moves(self) -> int:
         """A count that grows while any training of the pool makes progress."""
 
+    @property
+    def failure(self) -> Exception | None:
+        """Why no device of the pool can train; None while they can."""
+
+    def leave(self) -> None:
+        """Leave the experiment, if any: what was made for it may be dropped."""
+
     async def prepare(self, experiment: Experiment) -> Prepared:
         """Join an experiment. Raises InvalidExperiment, RunFailed."""
 

@@ -35,7 +35,7 @@ log = logging.getLogger("fedstrata.institution")
 
 
 class InstitutionAgent:
-    """One institution; its children may be on another broker than its parent."""
+    """One institution; its children may be on another broker than its parent. `stay`: wait for the next run."""
 
     def __init__(
         self,
@@ -49,6 +49,7 @@ class InstitutionAgent:
         metrics_address: str = "",
         lab: str = DEFAULT_LAB,
         spool: Path | None = None,
+        stay: bool = False,
         world: World = REAL,
     ) -> None:
         self._name = name
@@ -60,10 +61,12 @@ class InstitutionAgent:
         self._metrics_address = metrics_address
         self._lab = check_lab(lab)
         self._spool = spool
+        self._stay = stay
         self._world = world
+        self._labels = node_labels("institution", name, parent=parent)
 
     async def run(self) -> None:
-        """Take part in one run until its end; follow the parent to another run. Raises FedstrataError."""
+        """Take part in one run until its end, or with `stay` in each run of its parent. Raises FedstrataError."""
         await join(
             self._broker,
             self._name,
@@ -72,9 +75,14 @@ class InstitutionAgent:
             lab=self._lab,
             connect_timeout_s=self._connect_timeout_s,
             world=self._world,
+            stay=lambda: self._stay,
         )
 
     async def _take_part(self, found: Found) -> None:
+        with self._metrics.run_of(self._labels):
+            await self._serve(found)
+
+    async def _serve(self, found: Found) -> None:
         run, announcement = found.run, found.announcement
         experiment = parse(announcement.experiment)
         layout = ModelLayout.from_json(announcement.layout)
@@ -112,11 +120,10 @@ class InstitutionAgent:
         )
         down.set_layout(layout)
         down.announce(announcement)
-        labels = node_labels("institution", self._name, parent=self._parent)
         facts = {"run": run, "experiment": experiment.name, "algorithm": tier.aggregation.name}
-        self._metrics.introduce(labels, facts, phases=PHASES)
-        export_child(self._metrics, up, labels, tier=experiment.tier_above(self._name).name)
-        export_parent(self._metrics, down, labels, tier=tier.name)
+        self._metrics.introduce(self._labels, facts, phases=PHASES)
+        export_child(self._metrics, up, self._labels, tier=experiment.tier_above(self._name).name)
+        export_parent(self._metrics, down, self._labels, tier=tier.name)
         rounds = LocalRounds(self._name, experiment, layout=layout, spool=spool, down=down, metrics=self._metrics)
 
         presence = _OwnPresence(self._name, up, down, kind=tier.children)
@@ -193,14 +200,15 @@ class _OwnPresence:
         self._endpoints = (up, down)
         self._down = down
         self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
 
     def look(self) -> None:
         """Publish that no child is present, after `NO_CHILD_S` without any, and that one is present again."""
         if not self._down.session.present():
-            if self._timer is None and not self.reason:
+            if self._timer is None and not self.reason and not self._closed:
                 self._timer = asyncio.get_running_loop().call_later(NO_CHILD_S, self._report)
             return
-        self.close()
+        self._cancel()
         if self.reason:
             self.reason = ""
             log.info("%s: a child is present again", self._name)
@@ -212,7 +220,11 @@ class _OwnPresence:
             endpoint.set_state(state, reason=self.reason, samples=samples)
 
     def close(self) -> None:
-        """Stop reporting."""
+        """Stop reporting: the children leave because the run is over."""
+        self._closed = True
+        self._cancel()
+
+    def _cancel(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

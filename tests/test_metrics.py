@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import urllib.request
+import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -61,6 +62,38 @@ def test_what_counts_begins_at_zero_and_what_is_not_known_is_absent() -> None:
         f"fedstrata_sgd_steps_total{{{LABELS}}} 0.0",
         *(f"fedstrata_phase_seconds_total{{{labels}}} 0.0" for labels in phases),
     }
+
+
+class Counts:
+    """What an endpoint of a run counts."""
+
+    def __init__(self, reconnects: int) -> None:
+        self.reconnects = reconnects
+
+    def read(self) -> list[tuple[tuple[str, ...], int]]:
+        return [((), self.reconnects)]
+
+
+def test_a_run_that_is_over_leaves_its_counts_and_nothing_else() -> None:
+    metrics, other = Metrics(), node_labels("device", "device-1", parent="institution-0")
+    over = []
+    for run, reconnects in (("r-1", 2), ("r-2", 3)):
+        with metrics.run_of(NODE):
+            counts = Counts(reconnects)
+            over.append(weakref.ref(counts))
+            metrics.introduce(NODE, {"run": run}, phases=())
+            metrics.introduce(other, {"run": run}, phases=())
+            metrics.closed(NODE)
+            metrics.watch("reconnects", NODE, counts.read)
+            metrics.watch("rtt_seconds", (*NODE, "lan"), lambda: [(("cloud",), 0.5)])
+            del counts
+    assert [count() for count in over] == [None, None], "a finished run is held in memory"
+    lines = scrape(metrics)
+    assert f"fedstrata_reconnects_total{{{LABELS}}} 5.0" in lines
+    assert [line for line in lines if LABELS in line and "_total" not in line] == []
+    assert any('fedstrata_run_info{device="device-1"' in line for line in lines), "the others' runs go on"
+    metrics.watch("reconnects", NODE, Counts(4).read)
+    assert f"fedstrata_reconnects_total{{{LABELS}}} 9.0" in scrape(metrics)
 
 
 def test_every_metric_has_a_text_a_unit_or_none_and_labels_without_bound_are_none_of_them() -> None:

@@ -110,6 +110,7 @@ class FakeLane:
         self.most = notes.most
         self.accelerator = "?"
         self.closed = False
+        self.forgotten: list[str] = []
 
     async def start(self) -> Sequence[str]:
         if self.notes.failure:
@@ -134,6 +135,9 @@ class FakeLane:
             else:
                 job.order.progress(1, 1)
                 job.finish(LocalResult(7, 0.5, 1, 0.0, 0.0, self.path))
+
+    def forget(self, digest: str) -> None:
+        self.forgotten.append(digest)
 
     async def close(self) -> None:
         self.closed = True
@@ -180,6 +184,24 @@ def test_first_come_first_served_and_who_leaves_the_queue_is_skipped() -> None:
             )
             assert pool.moves == members[0].moves == 3
         assert all(lane.closed for lane in notes.lanes)
+
+    asyncio.run(play())
+
+
+def test_an_experiment_is_forgotten_when_the_last_device_has_left_it() -> None:
+    async def play() -> None:
+        notes, first, second = Notes(["cpu"]), experiment(), experiment(epochs=7)
+        async with fake_pool(notes) as pool:
+            a, b = await members_of(pool, ["a", "b"], first)
+            a.leave()
+            a.leave()
+            assert notes.lanes[0].forgotten == []
+            await a.prepare(second)
+            await b.prepare(second)  # it goes on to another run at once
+            assert notes.lanes[0].forgotten == [first.digest]
+            b.leave()
+            a.leave()
+            assert notes.lanes[0].forgotten == [first.digest, second.digest]
 
     asyncio.run(play())
 
@@ -396,6 +418,29 @@ def test_progress_is_reported_and_a_running_training_is_called_off(lab: Lab) -> 
     assert np.array_equal(out, alone(what, "device-0", row, epochs=1, local_round=0)[0])
     assert 0 < seen[0][0] < seen[0][1] == 3_600_000 and seen[-1] == (36, 36)
     assert lab.pids() == before
+
+
+def test_what_was_forgotten_is_made_again(lab: Lab) -> None:
+    what = experiment("mlp_digits")
+    row = initial(what)
+
+    async def joins_twice(member: Member) -> list[Row]:
+        outs = []
+        for _ in range(2):
+            await member.prepare(what)
+            outs.append(np.zeros_like(row))
+            await member.train(row, outs[-1], epochs=1, local_round=0, progress=lambda *_: None)
+            member.leave()
+        return outs
+
+    async def in_a_thread() -> list[Row]:
+        async with Pool(accelerator="cpu", slots=1, devices=1) as pool:
+            return await joins_twice(pool.member("device-0"))
+
+    first, *others = [*lab.do(joins_twice(lab.member("device-0"))), *lab.do(in_a_thread())]
+    assert first.any()
+    for other in others:
+        np.testing.assert_array_equal(first, other)
 
 
 @pytest.fixture

@@ -360,8 +360,9 @@ class Session(Side):
             if self.identity.claim.lost:
                 continue  # the name belongs to another process, which answers for it
             inside = question.run == self.identity.run
-            if inside or self._announcement is not None:  # else there is nothing to join yet; it asks again
-                announcement = None if inside else self._announcement
+            namesake = peer == self.identity.name  # another cloud asks whether the lab is free
+            if inside or namesake or self._announcement is not None:  # else there is nothing to join; it asks again
+                announcement = None if inside or namesake else self._announcement
                 answer = Alive(question.nonce, self.own.presence, announcement)
                 self._answers.sent(peer, self.outbox.send(peer, answer, now))
 

@@ -6,12 +6,13 @@ Retained messages decide nothing: a broker's store may have messages of dead nod
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
-from common.errors import FedstrataError, WireError
+from common.errors import ConnectionFailed, DuplicateName, FedstrataError, InvalidExperiment, RunFailed, WireError
 from common.experiment.schema import TransferSettings
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
@@ -20,12 +21,15 @@ from common.runtime.world import REAL, World, new_session, nothing
 
 ASK_S: Final = 0.25
 ASK_MOST_S: Final = 2.0
+IDLE_ASK_MOST_S: Final = 15.0  # between two runs: the presence of a parent that joins shortens it
+RETRY_S: Final = 5.0
 COMPLAIN_S: Final = 10.0
 COMPLAIN_MOST_S: Final = 600.0
 SETTLE_S: Final = 0.05  # a presence and the experiment arrive together
 OTHERS_KEPT: Final = 100
 
 log = logging.getLogger("fedstrata.discovery")
+activity = logging.getLogger("fedstrata.node")  # what a node does, a line for each change
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +50,23 @@ class Moved(FedstrataError):
 
 
 async def discover(
-    address: BrokerAddress, name: str, parent: str, *, lab: str, connect_timeout_s: float, world: World = REAL
+    address: BrokerAddress,
+    name: str,
+    parent: str,
+    *,
+    lab: str,
+    connect_timeout_s: float,
+    world: World = REAL,
+    left: Found | None = None,
 ) -> Found:
     """Wait for a run whose parent is alive, and return it.
 
     If the parent does not reply soon, a warning names the other nodes, because the parent's name may be mistyped. The
-    warning is repeated at increasing intervals. Raises ConnectionFailed.
+    warning is repeated at increasing intervals. `left`: the run that this node has left, in which it does not take part
+    again before its parent restarts; after a run nobody is warned. Raises ConnectionFailed.
     """
-    return await _Seeker(address, name, parent, lab=lab, world=world).seek(connect_timeout_s=connect_timeout_s)
+    seeker = _Seeker(address, name, parent, lab=lab, world=world, left=left)
+    return await seeker.seek(connect_timeout_s=connect_timeout_s)
 
 
 async def join(
@@ -65,26 +78,60 @@ async def join(
     lab: str,
     connect_timeout_s: float,
     world: World,
+    stay: Callable[[], bool],
 ) -> None:
     """Find the parent's run and take part in it until its end; follow the parent to another run.
 
-    Raises ConnectionFailed, and what `take_part` raises.
+    While `stay` returns true, wait for the next run after each one, however it ended, and for a broker that is away.
+    Raises ConnectionFailed if the first connection fails, DuplicateName, and what `take_part` raises if not `stay`.
     """
-    found = await discover(address, name, parent, lab=lab, connect_timeout_s=connect_timeout_s, world=world)
+    left: Found | None = None
     while True:
+        activity.info("%s waits for a run of %s, lab %s, broker %s", name, parent, lab, address)
+        try:
+            found = await discover(
+                address, name, parent, lab=lab, connect_timeout_s=connect_timeout_s, world=world, left=left
+            )
+        except ConnectionFailed as error:
+            if left is None:
+                raise
+            log.warning("%s: %s", name, error)
+            await asyncio.sleep(RETRY_S)
+            continue
+        left = await _play(found, name, take_part, stay=stay)
+        if not stay():
+            return
+        gc.collect()  # a run's agents refer to each other, and hold its models and files
+
+
+async def _play(
+    found: Found, name: str, take_part: Callable[[Found], Awaitable[None]], *, stay: Callable[[], bool]
+) -> Found:
+    """Take part in a run, and in those to which the parent goes on meanwhile; return the last one."""
+    while True:
+        activity.info("%s takes part in run %s", name, found.run)
         try:
             await take_part(found)
         except Moved as moved:
             log.warning("%s leaves run %s: %s", name, found.run, moved)
             found = moved.found
+            continue
+        except (ConnectionFailed, InvalidExperiment, RunFailed) as error:
+            if isinstance(error, DuplicateName) or not stay():
+                raise
+            log.error("%s leaves run %s: %s", name, found.run, error)
         else:
-            return
+            activity.info("%s: run %s is over", name, found.run)
+        return found
 
 
 class _Seeker:
     """One node that looks for its parent's run."""
 
-    def __init__(self, address: BrokerAddress, name: str, parent: str, *, lab: str, world: World) -> None:
+    def __init__(
+        self, address: BrokerAddress, name: str, parent: str, *, lab: str, world: World, left: Found | None
+    ) -> None:
+        self._left = left
         self._name, self._parent, self._lab = name, parent, lab
         self._nonce = new_session(world)
         self._found: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
@@ -102,7 +149,9 @@ class _Seeker:
     async def seek(self, *, connect_timeout_s: float) -> Found:
         """Ask until the parent replies."""
         keeping = asyncio.create_task(self._connection.run(connect_timeout_s=connect_timeout_s), name="discovery")
-        others = [asyncio.create_task(self._ask(), name="ask"), asyncio.create_task(self._complain(), name="complain")]
+        others = [asyncio.create_task(self._ask(), name="ask")]
+        if self._left is None:
+            others.append(asyncio.create_task(self._complain(), name="complain"))
         try:
             await asyncio.wait((keeping, self._found), return_when=asyncio.FIRST_COMPLETED)
             if not self._found.done():
@@ -128,7 +177,8 @@ class _Seeker:
             self._answered(topic.run, session, message)
 
     def _answered(self, run: str, session: str, answer: Alive) -> None:
-        if answer.nonce == self._nonce and answer.announcement is not None and not self._found.done():
+        left = self._left is not None and (self._left.run, self._left.parent_session) == (run, session)
+        if answer.nonce == self._nonce and answer.announcement is not None and not left and not self._found.done():
             self._found.set_result(Found(run, session, answer.announcement))
 
     async def _connected(self) -> None:
@@ -137,7 +187,7 @@ class _Seeker:
         self._changed.set()
 
     async def _ask(self) -> None:
-        pause_s = ASK_S
+        pause_s, most_s = ASK_S, ASK_MOST_S if self._left is None else IDLE_ASK_MOST_S
         question = serialization.encode(WhoIsThere(self._nonce), self._nonce)
         while True:
             self._connection.publish(topics.seek(self._lab, self._parent, self._name), question, qos=0)
@@ -148,7 +198,7 @@ class _Seeker:
                 pause_s = ASK_S
                 await asyncio.sleep(SETTLE_S)
             except TimeoutError:
-                pause_s = min(2 * pause_s, ASK_MOST_S)
+                pause_s = min(2 * pause_s, most_s)
 
     async def _complain(self) -> None:
         pause_s = COMPLAIN_S

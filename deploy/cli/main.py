@@ -10,24 +10,21 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Coroutine
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 # One BLAS thread per role: equal sums on every machine, and no idle threads on small ones.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import typer
 
-from common.experiment.topology import CLOUD
 from common.protocol.topics import DEFAULT_LAB
-from deploy.cli import data, inspection
-from deploy.cli.serving import serve_metrics
+from deploy.cli import data, inspection, roles
+from deploy.cli.roles import METRICS, ExperimentFile, MetricsAddress, Resume, chosen_experiment
 from deploy.console import logs
-from deploy.console.connecting import ConnectTimeout, LabOption, PasswordFile, Username, run_agent, run_connected
-from deploy.console.connecting import address as _address
+from deploy.console.connecting import LabOption
 from deploy.console.options import Output, Overrides, Runs
 from deploy.console.reporting import reporting
 from deploy.planning.command import plan, predict
@@ -35,8 +32,6 @@ from deploy.watching.command import watch
 
 if TYPE_CHECKING:
     from common.experiment.schema import Experiment
-
-SPOOL = "/var/tmp/fedstrata"  # kept when the machine restarts, unlike /tmp
 
 app = typer.Typer(
     name="fedstrata",
@@ -48,22 +43,13 @@ app = typer.Typer(
 
 app.add_typer(data.app, name="data")
 app.add_typer(inspection.app, name="runs")
+app.command()(roles.cloud)
+app.command()(roles.institution)
+app.command()(roles.device)
 app.command()(inspection.report)
 app.command()(inspection.compare)
 app.command()(plan)
 app.command()(watch)
-
-ExperimentFile = Annotated[Path | None, typer.Argument(help="The experiment, a TOML file.", show_default=False)]
-Resume = Annotated[Path | None, typer.Option(help="Resume the run of this folder.", show_default=False)]
-BrokerOption = Annotated[str, typer.Option(help="The MQTT broker, host[:port].", envvar="FEDSTRATA_BROKER_ADDRESS")]
-SpoolFolder = Annotated[
-    str, typer.Option("--spool", help="Folder of partly transferred models, kept after a crash; 'none' = memory.")
-]
-METRICS = "127.0.0.1:0"
-MetricsAddress = Annotated[
-    str,
-    typer.Option("--metrics", help="Address of /metrics (and of the cloud's /sd), host:port; port 0 = a free one."),
-]
 
 
 def _version(wanted: bool) -> None:
@@ -137,7 +123,7 @@ def run(
         raise typer.BadParameter("valid only for a new lab of processes", param_hint="--plan")
     network = partial(namespaces, one_broker=one_broker) if netns else one_host
     with reporting():
-        chosen = _experiment(experiment, overrides, resume)
+        chosen = chosen_experiment(experiment, overrides, resume)
         if netns and resume is None:  # a resumed run keeps its experiment
             chosen = by_kernel(chosen, delays=not no_delay)
         if dry_run:
@@ -163,172 +149,6 @@ def run(
 
 
 @app.command()
-def cloud(
-    experiment: ExperimentFile = None,
-    overrides: Overrides = None,
-    broker: BrokerOption = "localhost",
-    lab: LabOption = DEFAULT_LAB,
-    runs: Runs = Path("runs"),
-    resume: Resume = None,
-    output: Output = "table",
-    username: Username = None,
-    password_file: PasswordFile = None,
-    connect_timeout: ConnectTimeout = 30.0,
-    metrics: MetricsAddress = METRICS,
-    spool: SpoolFolder = SPOOL,
-) -> None:
-    """Start the cloud: it announces the experiment, runs the global rounds and writes the run's folder."""
-    from cloud.agent import CloudAgent
-    from cloud.results import RunFolder
-    from deploy.console.progress import show
-
-    async def run_cloud() -> None:
-        chosen = _experiment(experiment, overrides, resume)
-        where = _address(broker, username, password_file)
-        registry, address = serve_metrics(metrics, broker=where)
-        folder = RunFolder.reopen(resume) if resume else RunFolder.create(runs, chosen)
-        with show(json_lines=output == "json") as observe:
-            agent = CloudAgent(
-                folder,
-                broker=where,
-                lab=lab,
-                resume=resume is not None,
-                connect_timeout_s=connect_timeout,
-                metrics=registry,
-                metrics_address=address,
-                observe=observe,
-                spool=_folder(spool),
-            )
-            await run_agent("cloud", agent.run())
-
-    _run_role(run_cloud, "cloud")
-
-
-@app.command()
-def institution(
-    name: Annotated[str, typer.Option(help="This institution's name in the experiment.")],
-    parent: Annotated[str, typer.Option(help="Its parent, the cloud or another institution.")] = CLOUD,
-    broker: BrokerOption = "localhost",
-    lab: LabOption = DEFAULT_LAB,
-    child_broker: Annotated[
-        str | None,
-        typer.Option(
-            "--child-broker",
-            "--device-broker",
-            help="The broker of its children.  [default: its parent's]",
-            show_default=False,
-        ),
-    ] = None,
-    username: Username = None,
-    password_file: PasswordFile = None,
-    connect_timeout: ConnectTimeout = 30.0,
-    metrics: MetricsAddress = METRICS,
-    spool: SpoolFolder = SPOOL,
-) -> None:
-    """Start an institution: it waits for an experiment and runs its local rounds with its children."""
-    from institution.agent import InstitutionAgent
-
-    async def take_part() -> None:
-        upward = _address(broker, username, password_file)
-        registry, address = serve_metrics(metrics, broker=upward)
-        agent = InstitutionAgent(
-            name,
-            parent=parent,
-            broker=upward,
-            child_broker=_address(child_broker or broker, username, password_file),
-            lab=lab,
-            connect_timeout_s=connect_timeout,
-            metrics=registry,
-            metrics_address=address,
-            spool=_folder(spool),
-        )
-        await run_agent(name, agent.run())
-
-    _run_role(take_part, name)
-
-
-@app.command()
-def device(
-    name: Annotated[list[str], typer.Option(help="This device's name. Repeat it for several devices in one process.")],
-    parent: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--parent",
-            "--institution",
-            help="Its parent, an institution or the cloud: one for all names, or one per name.  [default: cloud]",
-            show_default=False,
-        ),
-    ] = None,
-    broker: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="The MQTT broker, host[:port]: one for all names, or one per name.  [default: localhost]",
-            envvar="FEDSTRATA_BROKER_ADDRESS",
-        ),
-    ] = None,
-    lab: LabOption = DEFAULT_LAB,
-    accelerator: Annotated[str, typer.Option(help="cpu, cuda, cuda:N or auto.")] = "auto",
-    slots: Annotated[
-        str, typer.Option(help="Concurrent trainings: a number, or auto = one per GPU, else one per core.")
-    ] = "auto",
-    allow_models: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A package whose models an experiment may use, besides fedstrata's own.",
-            envvar="FEDSTRATA_ALLOW_MODELS",
-            show_default=False,
-        ),
-    ] = None,
-    username: Username = None,
-    password_file: PasswordFile = None,
-    connect_timeout: ConnectTimeout = 30.0,
-    metrics: MetricsAddress = METRICS,
-    spool: SpoolFolder = "none",
-    together: Annotated[
-        bool, typer.Option("--together", help="End all devices if one fails before any has trained.")
-    ] = False,
-) -> None:
-    """Start one or more devices: they wait for an experiment, then train each model that their parent assigns."""
-    brokers, parents = broker or ["localhost"], parent or [CLOUD]
-    for given, option in ((parents, "--parent"), (brokers, "--broker")):
-        if len(given) not in (1, len(name)):
-            raise typer.BadParameter(f"{len(given)} values given for {len(name)} names", param_hint=option)
-    if slots != "auto" and not (slots.isdecimal() and int(slots) > 0):
-        raise typer.BadParameter(f"{slots!r}: use auto, or a number from 1", param_hint="--slots")
-    if len(set(name)) < len(name):
-        raise typer.BadParameter("duplicate name", param_hint="--name")
-    homes = parents * len(name) if len(parents) == 1 else parents
-    addresses = brokers * len(name) if len(brokers) == 1 else brokers
-
-    async def take_part() -> None:
-        from deploy.local.agents import run_agents
-        from device.agent import DeviceAgent
-        from device.pool.pool import Pool
-
-        registry, address = serve_metrics(metrics, broker=_address(addresses[0], username, password_file))
-        count = None if slots == "auto" else int(slots)
-        async with Pool(accelerator=accelerator, slots=count, devices=len(name)) as pool:
-            agents = {
-                each: DeviceAgent(
-                    each,
-                    parent=home,
-                    broker=_address(where, username, password_file),
-                    lab=lab,
-                    pool=pool,
-                    connect_timeout_s=connect_timeout,
-                    metrics=registry,
-                    metrics_address=address,
-                    spool=_folder(spool),
-                    allow_models=allow_models or (),
-                ).run
-                for each, home, where in zip(name, homes, addresses, strict=True)
-            }
-            await run_agents(agents, shared_failure=lambda: pool.failure, together=lambda: together and pool.moves == 0)
-
-    _run_role(take_part)
-
-
-@app.command()
 def broker(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 1883,
@@ -344,18 +164,6 @@ def broker(
 def main() -> None:
     """Run the command line."""
     app()
-
-
-def _experiment(path: Path | None, overrides: list[str] | None, resume: Path | None) -> Any:
-    from common.experiment.reading import load
-
-    if resume is not None:
-        if path is not None or overrides:
-            raise typer.BadParameter("a resumed run keeps its experiment: omit the file and --set")
-        path = resume / "experiment.toml"
-    elif path is None:
-        raise typer.BadParameter("name an experiment, or resume a run with --resume FOLDER", param_hint="EXPERIMENT")
-    return load(path, overrides or ())
 
 
 def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lines: bool, accelerator: str) -> None:
@@ -378,15 +186,3 @@ def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lin
     except KeyboardInterrupt:
         logs.write_line(f"\nresume with: fedstrata run --direct --resume {folder.path}")
         raise
-
-
-def _folder(text: str) -> Path | None:
-    return None if text == "none" else Path(text)
-
-
-def _run_role(role: Callable[[], Coroutine[Any, Any, None]], node: str = "") -> None:
-    from common.host.memory import keep_large_buffers
-
-    keep_large_buffers()
-    logs.NODE.set(node)
-    run_connected(role)

@@ -113,14 +113,14 @@ class LocalLab:
         what = ["--resume", str(self._resume)] if self._resume else [str(file)]
         memory = ["--spool", "none"]  # the lab is killed as a whole, so no device has to announce a result again
         runs = ["--broker", network.upward[CLOUD], "--runs", str(self._runs), "--format", "json"]
-        self._spawn(home, network, CLOUD, ["cloud", *what, *runs, *memory, "--metrics", self._metrics])
+        self._spawn(home, network, CLOUD, ["cloud", "--sole", *what, *runs, *memory, "--metrics", self._metrics])
         tree = self._experiment.tree
         keeps = any(remembers(tier.aggregation) for tier in self._experiment.every_tier[1:])
         home_of_runs = self._resume.resolve().parent if self._resume else self._runs
         states = ["--spool", str(home_of_runs / SPOOL)] if keeps else memory
         for name in tree.aggregators:
             brokers = ["--broker", network.upward[name], "--child-broker", network.downward[name]]
-            own = ["--name", name, "--parent", tree.parent(name)]
+            own = ["--once", "--name", name, "--parent", tree.parent(name)]
             self._spawn(home, network, name, ["institution", *own, *brokers, *states])
         model = self._experiment.model.name
         allowed = ["--allow-models", model] if ":" in model else []  # the user who starts the lab chose the model
@@ -133,7 +133,7 @@ class LocalLab:
             ]
             # A single process detects its cores or GPUs itself; several processes share the cores.
             several = ["--slots", str(count)] if len(slots) > 1 else []
-            self._spawn(home, network, process, ["device", *names, *allowed, *several, "--together"])
+            self._spawn(home, network, process, ["device", *names, *allowed, *several, "--once", "--together"])
         threading.Thread(target=self._read_events, daemon=True).start()
 
     def _spawn(self, home: Path, network: LabNetwork, process: str, arguments: list[str]) -> None:

@@ -57,6 +57,8 @@ class SimulatedPool:
 class SimulatedMember:
     """One device's access to the pool."""
 
+    failure = None
+
     def __init__(self, pool: SimulatedPool, node: str) -> None:
         self._pool = pool
         self._hardware = pool.hardware
@@ -66,6 +68,9 @@ class SimulatedMember:
     def moves(self) -> int:
         """A counter that grows while any training of the pool progresses."""
         return self._pool.moves
+
+    def leave(self) -> None:
+        """Do nothing: a simulated device keeps nothing."""
 
     async def prepare(self, experiment: Experiment) -> Prepared:
         """Return this device's layout, samples and partition digest, after `boot_s`."""

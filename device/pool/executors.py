@@ -36,6 +36,9 @@ class Executor(Protocol):
     async def train(self, jobs: Sequence[Job]) -> None:
         """Set the outcome of each job, or raise FedstrataError, which becomes the outcome of the remaining jobs."""
 
+    def forget(self, digest: str) -> None:
+        """Drop what was made for an experiment, after the jobs under way."""
+
     async def close(self) -> None:
         """Release all resources; jobs under way are lost."""
 
@@ -77,6 +80,11 @@ class Thread:
         work = [(job.device, _from_thread(job.order)) for job in jobs]
         train = partial(self._trainers.train, work, self.accelerator, done)
         await offload(train, executor=self._thread, cancel=cancel)
+
+    def forget(self, digest: str) -> None:
+        """Drop the experiment's trainers."""
+        if self._made is not None:
+            self._thread.submit(self._made.forget, digest)
 
     async def close(self) -> None:
         """End the thread."""

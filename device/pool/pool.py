@@ -11,7 +11,7 @@ import asyncio
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, Self
@@ -58,6 +58,7 @@ class Pool:
         self._waiting: deque[PoolRequest] = deque()
         self._came = asyncio.Event()
         self._members = 0
+        self._hosted: Counter[str] = Counter()  # devices by the digest of their experiment
         self._serving: list[asyncio.Task[None]] = []
         self._failure: Exception | None = None
 
@@ -91,6 +92,18 @@ class Pool:
         """Add one of this process's devices."""
         self._members += 1
         return Member(self, node, self._members - 1)
+
+    def host(self, device: HostedDevice) -> None:
+        """Count a device that joins an experiment."""
+        self._hosted[device.digest] += 1
+
+    def release(self, device: HostedDevice) -> None:
+        """Count a device that leaves its experiment; the last one takes the executors' trainers and data along."""
+        self._hosted[device.digest] -= 1
+        if not self._hosted[device.digest]:
+            del self._hosted[device.digest]
+            for executor in self._executors:
+                executor.forget(device.digest)
 
     async def submit(self, request: PoolRequest) -> Any:
         """Wait for the request's outcome. A cancelled caller still waits until its rows are its own again."""
@@ -204,12 +217,25 @@ class Member:
         """A count that grows with the progress of any of the pool's trainings: waiting devices are alive too."""
         return self._pool.moves
 
+    @property
+    def failure(self) -> Exception | None:
+        """Why this process cannot train; None while it can."""
+        return self._pool.failure
+
+    def leave(self) -> None:
+        """Leave the experiment, if any."""
+        if self._device is not None:
+            self._pool.release(self._device)
+            self._device = None
+
     async def prepare(self, experiment: Experiment) -> Prepared:
         """Join an experiment and return this device's facts in it.
 
         Raises InvalidExperiment, RunFailed.
         """
+        self.leave()
         self._device = HostedDevice(experiment, experiment.digest, self._node)
+        self._pool.host(self._device)
         prepared: Prepared = await self._pool.submit(PoolRequest(device=self._device, place=self._place))
         return prepared
 

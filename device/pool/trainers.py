@@ -53,6 +53,12 @@ class Trainers:
             else:
                 done(number, result)
 
+    def forget(self, digest: str) -> None:
+        """Drop an experiment's trainers."""
+        for key in [key for key in self._made if key[0] == digest]:
+            del self._made[key]
+        self._vmapped_trainers.clear()  # what they have learned of an accelerator is soon learned again
+
     def _vmapped_trainer(self, accelerator: str) -> VmappedTrainer:
         if accelerator not in self._vmapped_trainers:
             self._vmapped_trainers[accelerator] = VmappedTrainer(resolve_accelerator(accelerator), vmapped_mode())

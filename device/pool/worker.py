@@ -55,6 +55,12 @@ class Worker:
         """Train the jobs in the process. Raises RunFailed if it was killed twice."""
         await self._insist(partial(self._train, jobs), ", ".join(job.device.node for job in jobs))
 
+    def forget(self, digest: str) -> None:
+        """Let the process drop the experiment."""
+        if self._channel is not None and digest in self._known:
+            self._known.discard(digest)
+            self._channel.send(forget=digest)
+
     async def close(self) -> None:
         """Kill the process."""
         if self._channel is not None:

@@ -6,6 +6,7 @@
     {"train": [{"job", "device", "epochs", "round"}, ...], "row_bytes"}
                                            -> for each job {"job", "steps", "of"} ..., then {"job", "result"}
     {"cancel": JOB}
+    {"forget": DIGEST}                        an experiment that no device is in any more
 
 A DEVICE is [digest, name, accelerator]. The shared memory has two rows for each job, one to read and one to write.
 A job has a "failure" instead of a result, an empty one if it was cancelled. An error is the outcome of all remaining
@@ -51,6 +52,9 @@ class WorkerServer:
                     self._channel.send(
                         layout=prepared.layout.to_json(), samples=prepared.samples, partition=prepared.partition
                     )
+                elif "forget" in request:
+                    del self._experiments[request["forget"]]
+                    self._trainers.forget(request["forget"])
                 elif "train" in request:
                     self._train(request["train"], request["row_bytes"])
                 else:

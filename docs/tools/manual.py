@@ -65,7 +65,8 @@ def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[st
 
 
 def _options(command: Any) -> Iterator[str]:
-    rows = [_row(parameter) for parameter in command.params if parameter.name not in TYPERS]
+    shown = [one for one in command.params if one.name not in TYPERS and not getattr(one, "hidden", False)]
+    rows = [_row(parameter) for parameter in shown]
     if rows:
         yield "| option | default | meaning |\n|---|---|---|"
         yield from rows

@@ -147,11 +147,11 @@ class Lab:
         homes = ((1, 0), (2, 1), (3, 1))
         others = [("--name", f"device-{i}", "--institution", f"institution-{home}") for i, home in homes]
         what = {
-            CLOUD: ["cloud", *["--resume"] * again, file, "--runs", str(self.runs), "--format", "json"],
-            INSTITUTION: ["institution", "--name", INSTITUTION],
-            "institution-1": ["institution", "--name", "institution-1"],
-            DEVICE: ["device", "--name", DEVICE, "--institution", INSTITUTION, "--slots", "1"],
-            "others": ["device", *(word for words in others for word in words), "--slots", "1"],
+            CLOUD: ["cloud", "--sole", *["--resume"] * again, file, "--runs", str(self.runs), "--format", "json"],
+            INSTITUTION: ["institution", "--once", "--name", INSTITUTION],
+            "institution-1": ["institution", "--once", "--name", "institution-1"],
+            DEVICE: ["device", "--once", "--name", DEVICE, "--institution", INSTITUTION, "--slots", "1"],
+            "others": ["device", "--once", *(word for words in others for word in words), "--slots", "1"],
         }[name]
         common = ["--spool", str(self.home / "spool"), "--broker", f"127.0.0.1:{self.port}"]
         with (self.home / f"{name}.log").open("ab") as log:

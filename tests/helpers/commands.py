@@ -30,9 +30,14 @@ def invoke(*arguments: str | Path, env: Mapping[str, str] | None = None) -> Resu
     return CliRunner().invoke(app, [str(argument) for argument in arguments], env=env)
 
 
-def command(*arguments: str | Path, null: bool = False) -> list[str]:
-    """Return a command for a process of its own; with `null`, one whose roles compute nothing (`null_lab`)."""
-    return [sys.executable, *([str(NULL_LAB)] if null else ["-m", "deploy.cli"]), *map(str, arguments)]
+def command(*arguments: str | Path, null: bool = False, stay: bool = False) -> list[str]:
+    """Return a command for a process of its own; with `null`, one whose roles compute nothing (`null_lab`).
+
+    Without `stay` a node ends with its first run, and a cloud does not ask for a second whether the lab is free.
+    """
+    words = {"institution": ["--once"], "device": ["--once"], "cloud": ["--sole"]}
+    once = [] if stay else words.get(str(arguments[0]), [])
+    return [sys.executable, *([str(NULL_LAB)] if null else ["-m", "deploy.cli"]), *map(str, arguments), *once]
 
 
 def fedstrata(

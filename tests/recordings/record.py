@@ -47,8 +47,8 @@ def main() -> None:
         client.subscribe("fs1/#", qos=1)
         client.loop_start()
         roles = (
-            ["institution", "--name", "institution-0"],
-            ["device", *(word for i in range(2) for word in ("--name", f"device-{i}")),
+            ["institution", "--once", "--name", "institution-0"],
+            ["device", "--once", *(word for i in range(2) for word in ("--name", f"device-{i}")),
              "--institution", "institution-0", "--slots", "1"],
             ["cloud", str(file), "--runs", str(home / "runs")],
         )  # fmt: skip

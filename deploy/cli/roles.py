@@ -1,0 +1,251 @@
+"""The commands of the roles: cloud, institution, device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from common.experiment.topology import CLOUD
+from common.protocol.topics import DEFAULT_LAB
+from deploy.cli.serving import serve_metrics
+from deploy.console import logs
+from deploy.console.connecting import ConnectTimeout, LabOption, PasswordFile, Username, run_agent, run_connected
+from deploy.console.connecting import address as _address
+from deploy.console.options import Output, Overrides, Runs
+
+if TYPE_CHECKING:
+    from common.experiment.schema import Experiment
+
+SPOOL = "/var/tmp/fedstrata"  # kept when the machine restarts, unlike /tmp
+
+ExperimentFile = Annotated[Path | None, typer.Argument(help="The experiment, a TOML file.", show_default=False)]
+Resume = Annotated[Path | None, typer.Option(help="Resume the run of this folder.", show_default=False)]
+BrokerOption = Annotated[str, typer.Option(help="The MQTT broker, host[:port].", envvar="FEDSTRATA_BROKER_ADDRESS")]
+SpoolFolder = Annotated[
+    str, typer.Option("--spool", help="Folder of partly transferred models, kept after a crash; 'none' = memory.")
+]
+METRICS = "127.0.0.1:0"
+Once = Annotated[bool, typer.Option("--once", help="End with the first run, with its exit code.")]
+MetricsAddress = Annotated[
+    str,
+    typer.Option("--metrics", help="Address of /metrics (and of the cloud's /sd), host:port; port 0 = a free one."),
+]
+
+
+def cloud(
+    experiment: ExperimentFile = None,
+    overrides: Overrides = None,
+    broker: BrokerOption = "localhost",
+    lab: LabOption = DEFAULT_LAB,
+    runs: Runs = Path("runs"),
+    resume: Resume = None,
+    output: Output = "table",
+    username: Username = None,
+    password_file: PasswordFile = None,
+    connect_timeout: ConnectTimeout = 30.0,
+    metrics: MetricsAddress = METRICS,
+    spool: SpoolFolder = SPOOL,
+    queue: Annotated[bool, typer.Option("--queue", help="If another run has the lab, wait for its end.")] = False,
+    sole: Annotated[bool, typer.Option("--sole", hidden=True)] = False,  # no other cloud can be on this broker
+) -> None:
+    """Run an experiment in a lab: announce it to the nodes, run the global rounds and write the run's folder."""
+    from cloud.agent import CloudAgent
+    from cloud.results import RunFolder
+    from common.runtime.claim import claim
+    from deploy.console.progress import show
+
+    def waiting(by: str) -> None:
+        logs.write_line(f"lab {lab} is used by {by}: waiting for its end")
+
+    async def run_cloud() -> None:
+        chosen = chosen_experiment(experiment, overrides, resume)
+        where = _address(broker, username, password_file)
+        if not sole:
+            await claim(where, lab=lab, connect_timeout_s=connect_timeout, queue=queue, waiting=waiting)
+        registry, address = serve_metrics(metrics, broker=where)
+        folder = RunFolder.reopen(resume) if resume else RunFolder.create(runs, chosen)
+        with show(json_lines=output == "json") as observe:
+            agent = CloudAgent(
+                folder,
+                broker=where,
+                lab=lab,
+                resume=resume is not None,
+                connect_timeout_s=connect_timeout,
+                metrics=registry,
+                metrics_address=address,
+                observe=observe,
+                spool=_folder(spool),
+            )
+            await run_agent("cloud", agent.run())
+
+    _run_role(run_cloud, "cloud")
+
+
+def institution(
+    name: Annotated[str, typer.Option(help="This institution's name in the experiment.")],
+    parent: Annotated[str, typer.Option(help="Its parent, the cloud or another institution.")] = CLOUD,
+    broker: BrokerOption = "localhost",
+    lab: LabOption = DEFAULT_LAB,
+    child_broker: Annotated[
+        str | None,
+        typer.Option(
+            "--child-broker",
+            "--device-broker",
+            help="The broker of its children.  [default: its parent's]",
+            show_default=False,
+        ),
+    ] = None,
+    username: Username = None,
+    password_file: PasswordFile = None,
+    connect_timeout: ConnectTimeout = 30.0,
+    metrics: MetricsAddress = METRICS,
+    spool: SpoolFolder = SPOOL,
+    once: Once = False,
+) -> None:
+    """Start an institution: it takes part in each run of its parent, and waits for the next.
+
+    In a run it receives the experiment and runs its local rounds with its children.
+    """
+    from institution.agent import InstitutionAgent
+
+    async def take_part() -> None:
+        upward = _address(broker, username, password_file)
+        registry, address = serve_metrics(metrics, broker=upward)
+        agent = InstitutionAgent(
+            name,
+            parent=parent,
+            broker=upward,
+            child_broker=_address(child_broker or broker, username, password_file),
+            lab=lab,
+            connect_timeout_s=connect_timeout,
+            metrics=registry,
+            metrics_address=address,
+            spool=_folder(spool),
+            stay=_stays(once),
+        )
+        await run_agent(name, agent.run())
+
+    _run_role(take_part, name)
+
+
+def device(
+    name: Annotated[list[str], typer.Option(help="This device's name. Repeat it for several devices in one process.")],
+    parent: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--parent",
+            "--institution",
+            help="Its parent, an institution or the cloud: one for all names, or one per name.  [default: cloud]",
+            show_default=False,
+        ),
+    ] = None,
+    broker: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="The MQTT broker, host[:port]: one for all names, or one per name.  [default: localhost]",
+            envvar="FEDSTRATA_BROKER_ADDRESS",
+        ),
+    ] = None,
+    lab: LabOption = DEFAULT_LAB,
+    accelerator: Annotated[str, typer.Option(help="cpu, cuda, cuda:N or auto.")] = "auto",
+    slots: Annotated[
+        str, typer.Option(help="Concurrent trainings: a number, or auto = one per GPU, else one per core.")
+    ] = "auto",
+    allow_models: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A package whose models an experiment may use, besides fedstrata's own.",
+            envvar="FEDSTRATA_ALLOW_MODELS",
+            show_default=False,
+        ),
+    ] = None,
+    username: Username = None,
+    password_file: PasswordFile = None,
+    connect_timeout: ConnectTimeout = 30.0,
+    metrics: MetricsAddress = METRICS,
+    spool: SpoolFolder = "none",
+    once: Once = False,
+    together: Annotated[
+        bool, typer.Option("--together", help="With --once: end all devices if one fails before any has trained.")
+    ] = False,
+) -> None:
+    """Start one or more devices: they take part in each run of their parent, and wait for the next.
+
+    In a run they train each model that their parent assigns.
+    """
+    if together and not once:
+        raise typer.BadParameter("valid only with --once", param_hint="--together")
+    brokers, parents = broker or ["localhost"], parent or [CLOUD]
+    for given, option in ((parents, "--parent"), (brokers, "--broker")):
+        if len(given) not in (1, len(name)):
+            raise typer.BadParameter(f"{len(given)} values given for {len(name)} names", param_hint=option)
+    if slots != "auto" and not (slots.isdecimal() and int(slots) > 0):
+        raise typer.BadParameter(f"{slots!r}: use auto, or a number from 1", param_hint="--slots")
+    if len(set(name)) < len(name):
+        raise typer.BadParameter("duplicate name", param_hint="--name")
+    homes = parents * len(name) if len(parents) == 1 else parents
+    addresses = brokers * len(name) if len(brokers) == 1 else brokers
+
+    async def take_part() -> None:
+        from deploy.local.agents import run_agents
+        from device.agent import DeviceAgent
+        from device.pool.pool import Pool
+
+        registry, address = serve_metrics(metrics, broker=_address(addresses[0], username, password_file))
+        count, stays = None if slots == "auto" else int(slots), _stays(once)
+        async with Pool(accelerator=accelerator, slots=count, devices=len(name)) as pool:
+            agents = {
+                each: DeviceAgent(
+                    each,
+                    parent=home,
+                    broker=_address(where, username, password_file),
+                    lab=lab,
+                    pool=pool,
+                    connect_timeout_s=connect_timeout,
+                    metrics=registry,
+                    metrics_address=address,
+                    spool=_folder(spool),
+                    allow_models=allow_models or (),
+                    stay=stays,
+                ).run
+                for each, home, where in zip(name, homes, addresses, strict=True)
+            }
+            await run_agents(agents, shared_failure=lambda: pool.failure, together=lambda: together and pool.moves == 0)
+
+    _run_role(take_part)
+
+
+def chosen_experiment(path: Path | None, overrides: list[str] | None, resume: Path | None) -> Experiment:
+    """Return the experiment of a file with the overrides, or that of a run to resume. Raises InvalidExperiment."""
+    from common.experiment.reading import load
+
+    if resume is not None:
+        if path is not None or overrides:
+            raise typer.BadParameter("a resumed run keeps its experiment: omit the file and --set")
+        path = resume / "experiment.toml"
+    elif path is None:
+        raise typer.BadParameter("name an experiment, or resume a run with --resume FOLDER", param_hint="EXPERIMENT")
+    return load(path, overrides or ())
+
+
+def _stays(once: bool) -> bool:
+    """Return whether a node waits for the next run; one that does reports each on standard error."""
+    if not once:
+        logging.getLogger("fedstrata.node").setLevel(logging.INFO)
+    return not once
+
+
+def _folder(text: str) -> Path | None:
+    return None if text == "none" else Path(text)
+
+
+def _run_role(role: Callable[[], Coroutine[Any, Any, None]], node: str = "") -> None:
+    from common.host.memory import keep_large_buffers
+
+    keep_large_buffers()
+    logs.NODE.set(node)
+    run_connected(role)

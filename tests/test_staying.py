@@ -1,0 +1,314 @@
+"""Nodes that stay: they take part in one run after the other, and a lab has one run at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+import psutil
+import pytest
+
+from common.errors import DuplicateName, InvalidExperiment, LabInUse, NoProgress
+from common.experiment.reading import parse
+from common.experiment.topology import CLOUD
+from common.protocol.messages import Announcement
+from common.runtime.claim import SEEKING, claim
+from common.runtime.discovery import Found, join
+from common.runtime.parent_endpoint import ParentEndpoint
+from common.runtime.world import World
+from deploy.brokers import broker
+from deploy.simulation.outcome import model_digest
+from tests.helpers.commands import command, null_model
+from tests.helpers.nodes import LAB, PARENT, layout_of, living, parent_of
+from tests.helpers.sites import SimulatedSite, until, virtual
+
+EXPERIMENT = Announcement("{}", "[]", "split-1")
+PATIENCE_S: Final = 60
+
+
+class Staying:
+    """A node that stays; each run ends as the test says."""
+
+    def __init__(self, site: SimulatedSite) -> None:
+        self.runs: list[str] = []
+        self.ends: asyncio.Queue[Exception | None] = asyncio.Queue()
+        self.stays = True
+        self.task = site.make("device-0", lambda world: asyncio.create_task(self._join(site, world)))
+
+    async def _join(self, site: SimulatedSite, world: World) -> None:
+        await join(
+            site.address, "device-0", PARENT, self._take_part, lab=LAB, connect_timeout_s=30.0, world=world,
+            stay=lambda: self.stays,
+        )  # fmt: skip
+
+    async def _take_part(self, found: Found) -> None:
+        self.runs.append(found.run)
+        if (error := await self.ends.get()) is not None:
+            raise error
+
+    async def cancel(self) -> None:
+        self.task.cancel()
+        await asyncio.wait((self.task,))
+
+
+def announcing(site: SimulatedSite, run: str) -> ParentEndpoint:
+    parent = parent_of(site, ["device-0"], layout=layout_of(4000), run=run)
+    parent.announce(EXPERIMENT)
+    return parent
+
+
+@pytest.mark.parametrize("how", [None, NoProgress("the cloud was not there"), InvalidExperiment("a", 1, "no", "Yes.")])
+def test_a_node_waits_for_the_next_run_however_the_last_one_ended(how: Exception | None) -> None:
+    @virtual
+    async def play(site: SimulatedSite) -> None:
+        node = Staying(site)
+        first = announcing(site, "run-1")
+        living(site, first)
+        await until(lambda: node.runs == ["run-1"])
+        node.ends.put_nowait(how)
+        await asyncio.sleep(100)
+        assert node.runs == ["run-1"], "its parent still answers, but this node has left the run"
+        site.kill(first)
+        await asyncio.sleep(100)
+        living(site, announcing(site, "run-2"))
+        await until(lambda: node.runs == ["run-1", "run-2"])
+        await node.cancel()
+
+    play()
+
+
+@virtual
+async def test_a_node_returns_to_a_run_whose_parent_has_restarted(site: SimulatedSite) -> None:
+    node = Staying(site)
+    first = announcing(site, "run-1")
+    living(site, first)
+    await until(lambda: node.runs == ["run-1"])
+    site.kill(first)
+    node.ends.put_nowait(NoProgress("the cloud was not there"))
+    await asyncio.sleep(20)
+    again = announcing(site, "run-1")
+    begun = again.now()
+    living(site, again)
+    await until(lambda: node.runs == ["run-1", "run-1"])
+    assert again.now() - begun < 3, "a parent that joins is asked at once"
+    await node.cancel()
+
+
+@virtual
+async def test_a_node_that_waits_outlasts_a_broker_that_is_away(site: SimulatedSite) -> None:
+    node = Staying(site)
+    first = announcing(site, "run-1")
+    living(site, first)
+    await until(lambda: node.runs == ["run-1"])
+    site.kill(first)
+    node.ends.put_nowait(None)
+    site.link("device-0").change(cut=True)
+    await asyncio.sleep(1000)
+    site.link("device-0").change(cut=False)
+    living(site, announcing(site, "run-2"))
+    await until(lambda: node.runs == ["run-1", "run-2"])
+    await node.cancel()
+
+
+@pytest.mark.parametrize(("error", "stays"), [(DuplicateName("two of them"), True), (NoProgress("nothing"), False)])
+def test_what_ends_a_node(error: Exception, stays: bool) -> None:
+    @virtual
+    async def play(site: SimulatedSite) -> None:
+        node = Staying(site)
+        node.stays = stays
+        living(site, announcing(site, "run-1"))
+        node.ends.put_nowait(error)
+        with pytest.raises(type(error)):
+            await node.task
+
+    play()
+
+
+def claiming(
+    site: SimulatedSite, name: str, *, queue: bool = False, told: list[str] | None = None
+) -> asyncio.Task[None]:
+    """Let a cloud on a machine of its own ask for the lab."""
+    waiting = [] if told is None else told
+
+    def build(world: World) -> asyncio.Task[None]:
+        asked = claim(site.address, lab=LAB, connect_timeout_s=30.0, queue=queue, waiting=waiting.append, world=world)
+        return asyncio.create_task(asked)
+
+    return site.make(name, build)
+
+
+def cloud_of(site: SimulatedSite, run: str, *, announced: bool) -> ParentEndpoint:
+    cloud = parent_of(site, ["institution-0"], layout=layout_of(4000), name=CLOUD, run=run)
+    if announced:
+        cloud.announce(EXPERIMENT)
+    return cloud
+
+
+@virtual
+async def test_a_free_lab_is_had_after_a_second(site: SimulatedSite) -> None:
+    begun = site.loop.time()
+    await claiming(site, "cloud-a")
+    assert 1.0 <= site.loop.time() - begun < 1.6
+
+
+@pytest.mark.parametrize("announced", [True, False], ids=["in its rounds", "still preparing"])
+def test_a_lab_with_a_run_is_refused_and_its_run_is_named(announced: bool) -> None:
+    @virtual
+    async def play(site: SimulatedSite) -> None:
+        living(site, cloud_of(site, "run-1", announced=announced))
+        with pytest.raises(
+            LabInUse, match=r"lab lab on broker broker:1883 is used by run run-1\. .*--queue"
+        ) as refused:
+            await claiming(site, "cloud-b")
+        assert refused.value.exit_code == 3
+
+    play()
+
+
+@virtual
+async def test_a_queued_cloud_gets_the_lab_when_the_run_is_over(site: SimulatedSite) -> None:
+    told: list[str] = []
+    cloud = cloud_of(site, "run-1", announced=True)
+    living(site, cloud)
+    queued = claiming(site, "cloud-b", queue=True, told=told)
+    await asyncio.sleep(500)
+    assert not queued.done() and told == ["run run-1"]
+    site.kill(cloud)
+    begun = site.loop.time()
+    await queued
+    assert site.loop.time() - begun < 5
+
+
+@virtual
+async def test_of_clouds_that_ask_at_once_one_gets_the_lab_and_the_queue_keeps_its_order(site: SimulatedSite) -> None:
+    first = claiming(site, "cloud-a")
+    await asyncio.sleep(0.1)
+    second, told = claiming(site, "cloud-b"), list[str]()
+    third = claiming(site, "cloud-c", queue=True, told=told)
+    await first
+    with pytest.raises(LabInUse, match=SEEKING):
+        await second
+    await third  # the first one had the lab, and began no run
+    assert told == [SEEKING]
+
+
+# Processes
+
+SMALL = """
+name = "stays"
+rounds = 2
+seed = {seed}
+transfer = {{ idle_s = 10 }}
+[topology]
+devices = 2
+"""
+FOREIGN = SMALL + '[model]\nname = "mine:build"\n'
+LONG = SMALL.replace("rounds = 2", "rounds = 100000")
+
+
+class Lab:
+    """An institution and two devices of one process, which stay; clouds come and go."""
+
+    def __init__(self, home: Path, stack: ExitStack) -> None:
+        self.home, self._stack = home, stack
+        served = stack.enter_context(broker.start(directory=home))
+        self.address = f"{served.host}:{served.port}"
+        self.nodes = {
+            "institution": self._start("institution", "--name", "institution-0", "--spool", home / "spool"),
+            "device": self._start("device", "--name", "device-0", "--name", "device-1", "--parent", "institution-0"),
+        }
+
+    def _start(self, role: str, *words: str | Path) -> subprocess.Popen[str]:
+        line = command(role, *words, "--broker", self.address, null=True, stay=True)
+        with (self.home / f"{role}.log").open("wb") as log:
+            errors = subprocess.PIPE if role == "cloud" else log
+            process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=errors, text=True)
+        self._stack.callback(process.communicate)
+        self._stack.callback(process.kill)
+        return process
+
+    def said(self, role: str) -> str:
+        return (self.home / f"{role}.log").read_text()
+
+    def cloud(self, text: str = SMALL, *flags: str, seed: int) -> subprocess.Popen[str]:
+        file = self.home / f"{seed}.toml"
+        file.write_text(text.format(seed=seed))
+        return self._start("cloud", file, "--runs", self.runs(seed), "--spool", "none", "--format", "json", *flags)
+
+    def runs(self, seed: int) -> Path:
+        return self.home / f"runs-{seed}"
+
+    def run(self, seed: int) -> str:
+        """Run an experiment and return the digest of its final model."""
+        ends(self.cloud(seed=seed), 0)
+        return model_digest(self.runs(seed))
+
+
+def ends(cloud: subprocess.Popen[str], code: int) -> str:
+    """Wait for a cloud's end, check its exit code, and return what it said on standard error."""
+    _, errors = cloud.communicate(timeout=PATIENCE_S)
+    assert cloud.returncode == code, errors
+    return errors
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[Lab]:
+    with ExitStack() as stack:
+        yield Lab(tmp_path, stack)
+
+
+def alone(seed: int) -> str:
+    """Return the digest of the final model of a lab of its own."""
+    return null_model(parse(tomllib.loads(SMALL.format(seed=seed))))
+
+
+def resources(process: subprocess.Popen[str]) -> tuple[int, int]:
+    """Return a process's file descriptors and threads."""
+    node = psutil.Process(process.pid)
+    return node.num_fds(), node.num_threads()
+
+
+def test_one_run_follows_the_other_over_the_same_processes(lab: Lab) -> None:
+    assert lab.run(1) == alone(1)
+    foreign = lab.cloud(FOREIGN, seed=2)
+    assert foreign.stderr is not None and "'mine:build'" in foreign.stderr.readline()  # no device allows it
+    foreign.terminate()
+    ends(foreign, 130)
+    assert lab.run(3) == alone(3)
+    before = {role: resources(process) for role, process in lab.nodes.items()}
+    for seed in range(4, 6):
+        lab.run(seed)
+    assert {role: resources(process) for role, process in lab.nodes.items()} == before
+    for role, nodes in (("institution", ("institution-0",)), ("device", ("device-0", "device-1"))):
+        for node in nodes:
+            assert lab.said(role).count(f"{node} takes part in run") == 5
+    assert "device-0 leaves run" in lab.said("device") and "'mine:build'" in lab.said("device")
+    assert "Traceback" not in lab.said("institution") + lab.said("device")
+
+
+def test_a_lab_has_one_run_at_a_time_and_a_cloud_that_dies_leaves_it_free(lab: Lab) -> None:
+    first = lab.cloud(LONG, seed=1)
+    assert first.stdout is not None
+    assert any('"global_round"' in line for line in first.stdout)
+    refused = ends(lab.cloud(seed=2), 3)
+    assert re.search(r"lab lab on broker \S+ is used by run \S+\. Wait for its end with --queue", refused)
+    assert not lab.runs(2).exists(), "a refused run leaves no folder"
+    queued = lab.cloud(SMALL, "--queue", seed=3)
+    assert queued.stderr is not None and "waiting for its end" in queued.stderr.readline()
+    first.kill()
+    ends(queued, 0)
+    assert model_digest(lab.runs(3)) == alone(3)
+    assert all(process.poll() is None for process in lab.nodes.values())
+
+
+def test_a_node_that_waits_ends_when_it_is_told_to(lab: Lab) -> None:
+    lab.run(1)
+    for process in lab.nodes.values():
+        process.terminate()
+        assert process.wait(PATIENCE_S) == 130
