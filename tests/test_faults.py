@@ -456,6 +456,22 @@ def test_an_interrupted_lab_leaves_nothing_behind_and_can_be_resumed(branch: Pat
         assert not list((tmp_path / "runs" / ".spool").iterdir())
 
 
+def test_a_lab_starts_roles_again_that_were_killed(branch: Path, tmp_path: Path) -> None:
+    longer: dict[str, Any] = {"rounds": 40, "training": {"epochs": 1}}
+    flags = ("--set", "rounds=40", "--set", "training.epochs=1", "--runs", tmp_path / "runs")
+    with ExitStack() as stack:
+        role = lab_of(tmp_path / "lab.log", branch, *flags)
+        stack.callback(role.kill)
+        until(lambda: happened(role, "global_round"), "the first global round")
+        for name, process in family(role).items():
+            if name.startswith(("institution ", "device ")):
+                process.kill()
+        said = role.ends(0)
+        assert "institution-0 was killed by signal 9: it is started again" in said
+        assert said.count("is started again") == 2
+        assert model_digest(tmp_path / "runs") == null_model(parse(BRANCH | longer))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills children with their parent")
 def test_a_killed_lab_leaves_no_process_behind(branch: Path, tmp_path: Path) -> None:
     role = lab_of(tmp_path / "lab.log", branch, "--runs", tmp_path / "runs", null=False)

@@ -12,7 +12,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,6 +38,7 @@ FAREWELL_S: Final = 20.0
 REASON_S: Final = 5.0  # time in which the cloud may end too; its error is reported first, as it names the cause
 POLL_S: Final = 0.2
 STOP_S: Final = 5.0
+RESTARTS_MOST: Final = 3  # of each role; one that is killed again and again, say for lack of memory, stays away
 SPOOL: Final = ".spool"  # beside the runs' folders: files that institutions need to resume a run
 
 
@@ -63,6 +66,8 @@ class LocalLab:
         self._json_lines = json_lines
         self._prediction = prediction
         self._roles: dict[str, subprocess.Popen[bytes]] = {}
+        self._again: dict[str, Callable[[], None]] = {}  # starts a role again
+        self._killed: Counter[str] = Counter()
         self._reported: set[str] = set()
         self._began = False
         self._events: queue.Queue[tuple[str, dict[str, object]] | None] = queue.Queue()
@@ -137,6 +142,7 @@ class LocalLab:
         threading.Thread(target=self._read_events, daemon=True).start()
 
     def _spawn(self, home: Path, network: LabNetwork, process: str, arguments: list[str]) -> None:
+        self._again[process] = partial(self._spawn, home, network, process, arguments)
         command = [*ROLE, *options(), *arguments, "--lab", self._lab]
         with network.inside(process):
             self._roles[process] = spawn(command, log=home / f"{process}.log", read_output=process == CLOUD)
@@ -173,11 +179,16 @@ class LocalLab:
     def _failed_role(self, home: Path) -> str | None:
         """Return a role that failed before the first round, while the cloud waits for it, or None.
 
-        Raises RunFailed if a role failed later.
+        A role that was killed is started again. Raises RunFailed if a role failed later.
         """
         for role, process in self._roles.items():
             code = process.poll()
             if code is None or code == 0 or role == CLOUD or role in self._reported:
+                continue
+            if code < 0 and self._killed[role] < RESTARTS_MOST:
+                self._killed[role] += 1
+                write_line(f"{role} was killed by signal {-code}: it is started again", level=logging.WARNING)
+                self._again[role]()
                 continue
             self._reported.add(role)
             if code < 0:
