@@ -9,6 +9,7 @@ FedstrataError                 base of all errors; has the exit code of the comm
 │   ├── NoProgress        (5)  no progress for `idle_s`
 │   └── InvalidBelow      (4)  a node below cannot take part in the experiment
 ├── WireError                  malformed or unknown bytes from the network; counted, never fatal
+│   └── OtherRelease           of a release with another version of the protocol
 └── RefusedModel               an upload that is not used: wrong digest or layout, or not finite
 """
 
@@ -63,6 +64,10 @@ class InvalidBelow(RunFailed):
 
 class WireError(FedstrataError):
     """Bytes from the network that are no valid record."""
+
+
+class OtherRelease(WireError):
+    """A message of a release with another version of the protocol."""
 
 
 class RefusedModel(FedstrataError):

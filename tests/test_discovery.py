@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from common.protocol import serialization, topics
-from common.protocol.messages import Alive, Announcement, NodeState, Presence, WhoIsThere
+from common.protocol.messages import Alive, Announcement, Message, NodeState, Presence, WhoIsThere
 from common.protocol.pending import SEEKERS_KEPT
 from common.protocol.refusals import Refusal
 from common.runtime.discovery import Found, Moved, discover
@@ -139,6 +139,41 @@ async def test_unknown_seekers_are_answered_and_bounded(site: SimulatedSite) -> 
             await asyncio.sleep(0.01)
         await asyncio.sleep(1)
         assert 5 <= sum("/inbox/" in routed.topic for routed in site.routed) <= 7
+
+
+def of_release(version: int, message: Message) -> bytes:
+    """Return a message as another release would send it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serialization, "VERSION", version)
+        return serialization.encode(message, "other")
+
+
+def test_a_node_of_another_release_is_named_with_both_versions_by_either_side(caplog: pytest.LogCaptureFixture) -> None:
+    versions = f"protocol version 99, this release uses {serialization.VERSION}"
+
+    @virtual
+    async def run(site: SimulatedSite) -> None:
+        parent = announcing(site)
+        async with together(living(site, parent)):
+            await asyncio.sleep(1)  # it has subscribed
+            site.inject(topics.seek(LAB, PARENT, "device-0"), of_release(99, WhoIsThere("nonce")))
+            site.inject(topics.seek(LAB, PARENT, "stranger"), of_release(99, WhoIsThere("nonce")))
+            await asyncio.sleep(1)
+            missing = parent.session.readiness(parent.now()).missing
+            assert missing == {"device-0": f"is of another release: {versions}"}
+            assert list(parent.session.other_releases) == ["device-0"]
+        found = seeking(site, parent="institution-9")
+        await asyncio.sleep(1)
+        presence = of_release(99, Presence(NodeState.READY, "institution"))
+        for _ in range(5):
+            site.inject(topics.state(LAB, "run-9", "institution-9"), presence)
+        await asyncio.sleep(1)
+        found.cancel()
+        await asyncio.wait((found,))
+
+    with caplog.at_level(logging.ERROR, "fedstrata.discovery"):
+        run()
+    assert caplog.messages == [f"device-0: institution-9 is of another release: {versions}"]
 
 
 # In a run

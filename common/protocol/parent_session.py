@@ -181,6 +181,8 @@ class ParentSession(Session):
                 missing[name] = f"gave up: {last.reason}"
                 if last.failure is Failure.STALLED:
                     hanging.add(name)
+            elif name not in self._last and name in self.other_releases:
+                missing[name] = f"is of another release: {self.other_releases[name]}"
             else:
                 missing[name] = "never came" if name not in self._last else "was lost, or left"
         return Readiness(frozenset(ready), missing, frozenset(hanging), frozenset(failed))

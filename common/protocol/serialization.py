@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
 import msgpack
 from xxhash import xxh3_64_digest
 
-from common.errors import WireError
+from common.errors import OtherRelease, WireError
 from common.protocol.messages import (
     DIGEST_BYTES,
     Acknowledgement,
@@ -72,7 +72,7 @@ def decode(data: bytes | bytearray | memoryview) -> tuple[str, Message]:
         raise WireError("not a message")
     version, session, code, *values = tree
     if type(version) is not int or version != VERSION:
-        raise WireError(f"protocol version {_brief(version)}, this release uses {VERSION}")
+        raise OtherRelease(f"protocol version {_brief(version)}, this release uses {VERSION}")
     if not isinstance(session, str) or not 0 < len(session) <= 32:
         raise WireError("no session id")
     if type(code) is not int or not 0 <= code < len(KINDS):

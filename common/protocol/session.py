@@ -17,7 +17,7 @@ from math import inf
 from typing import Final
 
 from common.accounting.counters import Account, packet_bytes
-from common.errors import WireError
+from common.errors import OtherRelease, WireError
 from common.experiment.links import LinkSet
 from common.experiment.schema import TransferSettings
 from common.protocol import serialization, topics
@@ -76,6 +76,7 @@ class Session(Side):
         self.meter = meter
         self.counters = Account()
         self.refusals = Refusals(frozenset(peers))
+        self.other_releases: dict[str, str] = {}  # peers, each with both versions of the protocol
         self.sender = Sender(first_number=first_number)
         self.receiver = Receiver(
             window=transfer.window,
@@ -160,6 +161,8 @@ class Session(Side):
                 sender = topic.child
                 self._sought(topic, body, now)
         except WireError as error:
+            if isinstance(error, OtherRelease) and sender in self._known:
+                self.other_releases[sender] = str(error)
             self._refuse(Refusal.MALFORMED, sender, f"{len(body)} bytes on {topic_text[:80]}: {error}")
 
     # To the broker

@@ -12,7 +12,15 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
-from common.errors import ConnectionFailed, DuplicateName, FedstrataError, InvalidExperiment, RunFailed, WireError
+from common.errors import (
+    ConnectionFailed,
+    DuplicateName,
+    FedstrataError,
+    InvalidExperiment,
+    OtherRelease,
+    RunFailed,
+    WireError,
+)
 from common.experiment.schema import TransferSettings
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
@@ -136,6 +144,7 @@ class _Seeker:
         self._nonce = new_session(world)
         self._found: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
         self._others: set[str] = set()
+        self._complained = False
         self._changed = asyncio.Event()
         self._connection = world.connection(
             address,
@@ -166,6 +175,11 @@ class _Seeker:
         try:
             topic = topics.parse(topic_text)
             session, message = serialization.decode(body) if body else ("", None)
+        except OtherRelease as error:
+            if not self._complained:
+                self._complained = True
+                log.error("%s: %s is of another release: %s", self._name, self._parent, error)
+            return
         except WireError:
             return
         if isinstance(topic, topics.SpecTopic):
