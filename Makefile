@@ -72,6 +72,10 @@ clean: ## remove what the other targets made, except runs/ and data/
 broker:
 	@deploy/brokers/ensure-broker.sh
 
+# PyTorch's CPU build (0.2 GB) comes from its own index; PyPI's for Linux on x86-64 brings CUDA (5 GB).
+TORCH ?= $(if $(wildcard /proc/driver/nvidia/version),cuda,cpu)
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+
 $(INSTALLED): pyproject.toml
 	@test -x .venv/bin/python || { \
 	    for python in python3.13 python3.12 python3.11 python3; do \
@@ -79,5 +83,13 @@ $(INSTALLED): pyproject.toml
 	        exec $$python -m venv .venv; \
 	    done; \
 	    echo 'Python 3.11 or newer with its venv module is needed: apt install python3-venv' >&2; exit 1; }
+	@case '$(TORCH)' in \
+	    cuda) ;; \
+	    cpu) echo "PyTorch: the CPU build, as there is no NVIDIA driver or TORCH=cpu; TORCH=cuda installs the other one"; \
+	        .venv/bin/python -m pip install --quiet --disable-pip-version-check --retries 0 --timeout 20 \
+	            --index-url '$(TORCH_CPU_INDEX)' torch torchvision \
+	        || echo "$(TORCH_CPU_INDEX) cannot be reached: PyTorch as pip finds it elsewhere";; \
+	    *) echo "TORCH = '$(TORCH)': use cpu or cuda" >&2; exit 2;; \
+	esac
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
