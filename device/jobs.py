@@ -132,6 +132,10 @@ class PoolMember(Protocol):
     def failure(self) -> Exception | None:
         """Why no device of the pool can train; None while they can."""
 
+    @property
+    def hardware(self) -> str:
+        """Where the pool trains, as text; empty before it is known."""
+
     def leave(self) -> None:
         """Leave the experiment, if any: what was made for it may be dropped."""
 

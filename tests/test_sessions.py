@@ -51,6 +51,7 @@ from common.protocol.messages import (
     Farewell,
     Gone,
     Goodbye,
+    Here,
     Key,
     Message,
     NodeState,
@@ -62,6 +63,7 @@ from common.protocol.messages import (
     Progress,
     Reports,
     Result,
+    RollCall,
     Task,
     WhoIsThere,
 )
@@ -108,6 +110,8 @@ def messages_of(key: Key, blob: str) -> list[Message]:
         Preparing(7, ""),
         Declined(key, "no"),
         Goodbye(),
+        RollCall("nonce"),
+        Here("nonce", "device", "cloud", RUN, "1.0", "host", "1 x cpu"),
     ]
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import subprocess
+import threading
 import tomllib
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
+from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
@@ -17,23 +21,25 @@ import pytest
 from common.errors import DuplicateName, InvalidExperiment, LabInUse, NoProgress
 from common.experiment.reading import parse
 from common.experiment.topology import CLOUD
-from common.protocol.messages import Announcement
+from common.protocol import serialization, topics
+from common.protocol.messages import Announcement, Here, RollCall
 from common.runtime.claim import SEEKING, claim
 from common.runtime.discovery import Found, join
 from common.runtime.parent_endpoint import ParentEndpoint
+from common.runtime.roll import RollEntry, call_the_roll
 from common.runtime.world import World
 from deploy.brokers import broker
 from deploy.simulation.outcome import model_digest
-from tests.helpers.commands import command, null_model
+from tests.helpers.commands import command, fedstrata, null_model
 from tests.helpers.nodes import LAB, PARENT, layout_of, living, parent_of
-from tests.helpers.sites import SimulatedSite, until, virtual
+from tests.helpers.sites import SimulatedSite, forever, until, virtual
 
 EXPERIMENT = Announcement("{}", "[]", "split-1")
 PATIENCE_S: Final = 60
 
 
 class Staying:
-    """A node that stays; each run ends as the test says."""
+    """A node that stays; each run ends as the test decides."""
 
     def __init__(self, site: SimulatedSite) -> None:
         self.runs: list[str] = []
@@ -130,11 +136,70 @@ def test_what_ends_a_node(error: Exception, stays: bool) -> None:
     play()
 
 
+async def roll(site: SimulatedSite) -> list[tuple[str, Here]]:
+    def build(world: World) -> asyncio.Task[list[tuple[str, Here]]]:
+        asked = call_the_roll(site.address, lab=LAB, wait_s=2.0, connect_timeout_s=30.0, world=world)
+        return asyncio.create_task(asked)
+
+    return await site.make("laptop", build)
+
+
+class Listed:
+    """A node that does nothing but keep its entry in the roll."""
+
+    def __init__(self, site: SimulatedSite, name: str) -> None:
+        self.entry, self.task = site.make(name, lambda world: self._build(site, name, world))
+
+    @staticmethod
+    def _build(site: SimulatedSite, name: str, world: World) -> tuple[RollEntry, asyncio.Task[None]]:
+        entry = RollEntry(
+            site.address, name, role="device", parent=PARENT, lab=LAB, hardware=lambda: "2 x cpu", world=world
+        )
+
+        async def keep() -> None:
+            async with entry.kept():
+                await forever()
+
+        return entry, asyncio.create_task(keep())
+
+
+@virtual
+async def test_the_roll_has_who_answers_and_what_they_do(site: SimulatedSite) -> None:
+    assert await roll(site) == []
+    first, second = Listed(site, "device-0"), Listed(site, "device-1")
+    await asyncio.sleep(1)
+    first.entry.run = "run-7"
+    found = await roll(site)
+    assert [(name, here.role, here.parent, here.run, here.hardware) for name, here in found] == [
+        ("device-0", "device", PARENT, "run-7", "2 x cpu"),
+        ("device-1", "device", PARENT, "", "2 x cpu"),
+    ]
+    assert found[0][1].release == version("fedstrata")
+    of_the_same_name = Listed(site, "device-1")
+    await asyncio.sleep(1)
+    assert [name for name, _ in await roll(site)] == ["device-0", "device-1", "device-1"]
+    for each in (first, second, of_the_same_name):
+        each.task.cancel()
+
+
+@virtual
+async def test_a_flood_of_roll_calls_has_ten_answers_a_second(site: SimulatedSite) -> None:
+    node = Listed(site, "device-0")
+    await asyncio.sleep(1)
+    site.routed.clear()
+    for number in range(200):
+        site.inject(topics.roll(LAB, f"stranger-{number}"), serialization.encode(RollCall("nonce"), "stranger"))
+        site.inject(topics.roll(LAB, "stranger"), b"\x00")
+        await asyncio.sleep(0.01)
+    assert 18 <= sum("/here/" in routed.topic for routed in site.routed) <= 21
+    node.task.cancel()
+
+
 def claiming(
-    site: SimulatedSite, name: str, *, queue: bool = False, told: list[str] | None = None
+    site: SimulatedSite, name: str, *, queue: bool = False, reported: list[str] | None = None
 ) -> asyncio.Task[None]:
     """Let a cloud on a machine of its own ask for the lab."""
-    waiting = [] if told is None else told
+    waiting = [] if reported is None else reported
 
     def build(world: World) -> asyncio.Task[None]:
         asked = claim(site.address, lab=LAB, connect_timeout_s=30.0, queue=queue, waiting=waiting.append, world=world)
@@ -173,12 +238,12 @@ def test_a_lab_with_a_run_is_refused_and_its_run_is_named(announced: bool) -> No
 
 @virtual
 async def test_a_queued_cloud_gets_the_lab_when_the_run_is_over(site: SimulatedSite) -> None:
-    told: list[str] = []
+    reported: list[str] = []
     cloud = cloud_of(site, "run-1", announced=True)
     living(site, cloud)
-    queued = claiming(site, "cloud-b", queue=True, told=told)
+    queued = claiming(site, "cloud-b", queue=True, reported=reported)
     await asyncio.sleep(500)
-    assert not queued.done() and told == ["run run-1"]
+    assert not queued.done() and reported == ["run run-1"]
     site.kill(cloud)
     begun = site.loop.time()
     await queued
@@ -189,13 +254,13 @@ async def test_a_queued_cloud_gets_the_lab_when_the_run_is_over(site: SimulatedS
 async def test_of_clouds_that_ask_at_once_one_gets_the_lab_and_the_queue_keeps_its_order(site: SimulatedSite) -> None:
     first = claiming(site, "cloud-a")
     await asyncio.sleep(0.1)
-    second, told = claiming(site, "cloud-b"), list[str]()
-    third = claiming(site, "cloud-c", queue=True, told=told)
+    second, reported = claiming(site, "cloud-b"), list[str]()
+    third = claiming(site, "cloud-c", queue=True, reported=reported)
     await first
     with pytest.raises(LabInUse, match=SEEKING):
         await second
     await third  # the first one had the lab, and began no run
-    assert told == [SEEKING]
+    assert reported == [SEEKING]
 
 
 # Processes
@@ -296,6 +361,16 @@ def test_a_lab_has_one_run_at_a_time_and_a_cloud_that_dies_leaves_it_free(lab: L
     first = lab.cloud(LONG, seed=1)
     assert first.stdout is not None
     assert any('"global_round"' in line for line in first.stdout)
+    threading.Thread(target=deque, args=(first.stdout, 0), daemon=True).start()  # a full pipe would stop the cloud
+    listed = fedstrata("lab", "status", "--broker", lab.address, "--format", "json")
+    assert listed.returncode == 0, listed.stderr
+    rows = [json.loads(line) for line in listed.stdout.splitlines()]
+    assert [(row["node"], row["role"], row["parent"]) for row in rows] == [
+        ("device-0", "device", "institution-0"),
+        ("device-1", "device", "institution-0"),
+        ("institution-0", "institution", "cloud"),
+    ]
+    assert len({row["run"] for row in rows} - {""}) == 1
     refused = ends(lab.cloud(seed=2), 3)
     assert re.search(r"lab lab on broker \S+ is used by run \S+\. Wait for its end with --queue", refused)
     assert not lab.runs(2).exists(), "a refused run leaves no folder"
@@ -307,7 +382,7 @@ def test_a_lab_has_one_run_at_a_time_and_a_cloud_that_dies_leaves_it_free(lab: L
     assert all(process.poll() is None for process in lab.nodes.values())
 
 
-def test_a_node_that_waits_ends_when_it_is_told_to(lab: Lab) -> None:
+def test_a_node_that_waits_ends_on_sigterm(lab: Lab) -> None:
     lab.run(1)
     for process in lab.nodes.values():
         process.terminate()

@@ -297,7 +297,27 @@ class Goodbye:
     """A parent's reply to `Farewell`: the child may leave."""
 
 
+@dataclass(frozen=True, slots=True)
+class RollCall:
+    """A question to all nodes of a lab that stay: who is there?"""
+
+    nonce: str
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """The reply to `RollCall` with its nonce. `run` is empty while the node waits for one."""
+
+    nonce: str
+    role: str
+    parent: str
+    run: str
+    release: str
+    host: str
+    hardware: str
+
+
 Message: TypeAlias = (
     Presence | Announcement | Probe | Probed | Task | Progress | Result | Acknowledgement | Ask | Gone | Reports
-    | Farewell | WhoIsThere | Alive | Preparing | Declined | Goodbye
+    | Farewell | WhoIsThere | Alive | Preparing | Declined | Goodbye | RollCall | Here
 )  # fmt: skip

@@ -14,10 +14,12 @@ from common.protocol.messages import (
     Acknowledgement,
     Alive,
     Ask,
+    Here,
     Message,
     Preparing,
     Progress,
     Result,
+    RollCall,
     Task,
     WhoIsThere,
 )
@@ -27,7 +29,16 @@ from common.protocol.shaping import Shaper
 CHUNKS_IN_CLIENT: Final = 4
 NOISE_KEPT: Final = 4096  # blobs: two for each of 2,000 links
 EARLY_S: Final = 0.0005  # the event loop sleeps whole milliseconds: half of one early is as accurate as half late
-QOS_0: Final = (Ask, Progress, Acknowledgement, WhoIsThere, Alive, Preparing)  # soon repeated, or requested again
+QOS_0: Final = (
+    Ask,
+    Progress,
+    Acknowledgement,
+    WhoIsThere,
+    Alive,
+    Preparing,
+    RollCall,
+    Here,
+)  # soon repeated, or requested again
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from common.protocol.messages import (
     Farewell,
     Gone,
     Goodbye,
+    Here,
     Message,
     Preparing,
     Presence,
@@ -37,6 +38,7 @@ from common.protocol.messages import (
     Progress,
     Reports,
     Result,
+    RollCall,
     Task,
     WhoIsThere,
 )
@@ -48,7 +50,7 @@ MAX_ITEMS: Final = 100_000
 
 KINDS: Final[tuple[type[Message], ...]] = (
     Presence, Announcement, Task, Progress, Result, Acknowledgement, Ask, Gone, Reports, Farewell, Probe, Probed,
-    WhoIsThere, Alive, Preparing, Declined, Goodbye,
+    WhoIsThere, Alive, Preparing, Declined, Goodbye, RollCall, Here,
 )  # fmt: skip
 _CODES: Final = {kind: code for code, kind in enumerate(KINDS)}
 

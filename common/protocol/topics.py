@@ -5,9 +5,11 @@
     fs1/{lab}/{run}/{node}/inbox/{sender}                         control messages
     fs1/{lab}/{run}/{node}/blob/{stream}/{blob}/{index}/{number}    chunks; stream = `all` or a receiver's name
     fs1/{lab}/seek/{parent}/{child}                               a child that looks for its parent's run
+    fs1/{lab}/roll/{asker}                                        a question to all nodes of the lab
+    fs1/{lab}/here/{asker}/{node}                                 a node's answer
 
 Labs share a broker without reading each other's topics. A run's id contains a dash, so no run is named `seek`. A node
-writes only below its own name and, with its own name as the last level, into others' inboxes and seek topics.
+writes only below its own name and, with its own name as the last level, into others' inboxes, seek and here topics.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ _LAB: Final = re.compile(_NAME, re.ASCII)
 _TOPIC: Final = re.compile(
     rf"{ROOT}/(?P<lab>{_NAME})/"
     rf"(?:seek/(?P<parent>{_NAME})/(?P<child>{_NAME})"
+    rf"|roll/(?P<caller>{_NAME})|here/(?P<asker>{_NAME})/(?P<answerer>{_NAME})"
     rf"|(?P<run>(?=[^/]*-){_NAME})/(?P<node>{_NAME})/"
     rf"(?:(?P<state>state)|(?P<spec>spec)|inbox/(?P<sender>{_NAME})"
     rf"|blob/(?P<stream>{_NAME})/(?P<blob>[0-9a-f]{{16}})/(?P<index>\d{{1,9}})/(?P<number>\d{{1,18}})))",
@@ -83,7 +86,25 @@ class SeekTopic:
     child: str
 
 
-Topic: TypeAlias = StateTopic | SpecTopic | InboxTopic | ChunkTopic | SeekTopic
+@dataclass(frozen=True, slots=True)
+class RollTopic:
+    """Question of `asker` who is in the lab."""
+
+    lab: str
+    asker: str
+
+
+@dataclass(frozen=True, slots=True)
+class HereTopic:
+    """Answer of `node` to `asker`."""
+
+    lab: str
+    asker: str
+    node: str
+
+
+OutsideRuns: TypeAlias = SeekTopic | RollTopic | HereTopic
+Topic: TypeAlias = StateTopic | SpecTopic | InboxTopic | ChunkTopic | OutsideRuns
 
 
 def check_lab(name: str) -> str:
@@ -103,7 +124,7 @@ def parse(topic: str) -> Topic:
         raise WireError(f"unknown topic: {topic[:80]!r}")
     lab, run, node = match["lab"], match["run"], match["node"]
     if run is None:
-        return SeekTopic(lab, match["parent"], match["child"])
+        return _outside_runs(match)
     if match["state"]:
         return StateTopic(lab, run, node)
     if match["spec"]:
@@ -111,6 +132,13 @@ def parse(topic: str) -> Topic:
     if match["sender"]:
         return InboxTopic(lab, run, node, match["sender"])
     return ChunkTopic(lab, run, node, match["stream"], match["blob"], int(match["index"]), int(match["number"]))
+
+
+def _outside_runs(match: re.Match[str]) -> OutsideRuns:
+    lab = match["lab"]
+    if match["parent"]:
+        return SeekTopic(lab, match["parent"], match["child"])
+    return RollTopic(lab, match["caller"]) if match["caller"] else HereTopic(lab, match["asker"], match["answerer"])
 
 
 def state(lab: str, run: str, node: str) -> str:
@@ -126,6 +154,16 @@ def spec(lab: str, run: str, node: str) -> str:
 def inbox(lab: str, run: str, node: str, sender: str) -> str:
     """Return the control topic from `sender` to `node`."""
     return f"{ROOT}/{lab}/{run}/{node}/inbox/{sender}"
+
+
+def roll(lab: str, asker: str) -> str:
+    """Return the topic of a question to all nodes of a lab."""
+    return f"{ROOT}/{lab}/roll/{asker}"
+
+
+def here(lab: str, asker: str, node: str) -> str:
+    """Return the topic of a node's answer; `+` as the node matches every node."""
+    return f"{ROOT}/{lab}/here/{asker}/{node}"
 
 
 def chunk(lab: str, run: str, node: str, stream: str, blob: str, index: int, number: int) -> str:

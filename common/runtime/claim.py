@@ -1,7 +1,7 @@
 """A lab has one run at a time: a cloud asks whether another one is there before it begins.
 
 A cloud in a run replies at once. Of several clouds that ask at the same time the one that began first gets the lab, by
-their machines' clocks; the others hear its questions.
+their machines' clocks; the others receive its questions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from common.runtime.world import REAL, World, nothing
 
 ASK_S: Final = 0.25
 FREE_S: Final = 1.0  # without a reply the lab is free
-FREE_AFTER_A_RUN_S: Final = 3.0  # a queued cloud leaves the others time to be heard
+FREE_AFTER_A_RUN_S: Final = 3.0  # a queued cloud leaves the others time to be noticed
 SEEKING: Final = "another cloud, which asks for it too"
 
 
@@ -77,7 +77,7 @@ class _Claimant:
     async def _ask(self) -> None:
         await self._connected_once.wait()
         question = serialization.encode(WhoIsThere(self._nonce), self._nonce)
-        free_s, told = FREE_S, ""
+        free_s, reported = FREE_S, ""
         self._since = self._loop.time()
         while self._loop.time() < self._since + free_s:
             self._connection.publish(topics.seek(self._lab, CLOUD, CLOUD), question, qos=0)
@@ -87,9 +87,9 @@ class _Claimant:
                 raise LabInUse(f"{where} is used by {self._by}. Wait for its end with --queue, or use another --lab")
             if self._by:
                 free_s = FREE_AFTER_A_RUN_S
-                if told != self._by:
-                    told = self._by
-                    self._waiting(told)
+                if reported != self._by:
+                    reported = self._by
+                    self._waiting(reported)
 
     async def _connected(self) -> None:
         inbox = topics.inbox(self._lab, "+", CLOUD, CLOUD)

@@ -25,6 +25,7 @@ from common.experiment.schema import TransferSettings
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
 from common.protocol.messages import Alive, Announcement, WhoIsThere
+from common.runtime.roll import RollEntry
 from common.runtime.world import REAL, World, new_session, nothing
 
 ASK_S: Final = 0.25
@@ -87,10 +88,12 @@ async def join(
     connect_timeout_s: float,
     world: World,
     stay: Callable[[], bool],
+    entry: RollEntry | None = None,
 ) -> None:
     """Find the parent's run and take part in it until its end; follow the parent to another run.
 
     While `stay` returns true, wait for the next run after each one, however it ended, and for a broker that is away.
+    `entry`: the node's in the roll of its lab.
     Raises ConnectionFailed if the first connection fails, DuplicateName, and what `take_part` raises if not `stay`.
     """
     left: Found | None = None
@@ -106,18 +109,25 @@ async def join(
             log.warning("%s: %s", name, error)
             await asyncio.sleep(RETRY_S)
             continue
-        left = await _play(found, name, take_part, stay=stay)
+        left = await _play(found, name, take_part, stay=stay, entry=entry)
         if not stay():
             return
         gc.collect()  # a run's agents refer to each other, and hold its models and files
 
 
 async def _play(
-    found: Found, name: str, take_part: Callable[[Found], Awaitable[None]], *, stay: Callable[[], bool]
+    found: Found,
+    name: str,
+    take_part: Callable[[Found], Awaitable[None]],
+    *,
+    stay: Callable[[], bool],
+    entry: RollEntry | None,
 ) -> Found:
     """Take part in a run, and in those to which the parent goes on meanwhile; return the last one."""
     while True:
         activity.info("%s takes part in run %s", name, found.run)
+        if entry is not None:
+            entry.run = found.run
         try:
             await take_part(found)
         except Moved as moved:
@@ -130,6 +140,8 @@ async def _play(
             log.error("%s leaves run %s: %s", name, found.run, error)
         else:
             activity.info("%s: run %s is over", name, found.run)
+        if entry is not None:
+            entry.run = ""
         return found
 
 

@@ -21,7 +21,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import typer
 
 from common.protocol.topics import DEFAULT_LAB
-from deploy.cli import data, inspection, roles
+from deploy.cli import data, inspection, lab, roles
 from deploy.cli.roles import METRICS, ExperimentFile, MetricsAddress, Resume, chosen_experiment
 from deploy.console import logs
 from deploy.console.connecting import LabOption
@@ -43,6 +43,7 @@ app = typer.Typer(
 
 app.add_typer(data.app, name="data")
 app.add_typer(inspection.app, name="runs")
+app.add_typer(lab.app, name="lab")
 app.command()(roles.cloud)
 app.command()(roles.institution)
 app.command()(roles.device)

@@ -58,6 +58,7 @@ class SimulatedMember:
     """One device's access to the pool."""
 
     failure = None
+    hardware = "simulated"
 
     def __init__(self, pool: SimulatedPool, node: str) -> None:
         self._pool = pool

@@ -66,6 +66,8 @@ def sender_of(topic: str) -> str:
         return ""
     if isinstance(parsed, topics.InboxTopic):
         return parsed.sender
+    if isinstance(parsed, topics.RollTopic):
+        return parsed.asker
     return parsed.child if isinstance(parsed, topics.SeekTopic) else parsed.node
 
 

@@ -42,6 +42,10 @@ def line(message: Routed) -> str:
         head = f"{topic.sender}({session[:4]}) -> {topic.node}"
     elif isinstance(topic, topics.SeekTopic):
         head = f"{topic.child}({session[:4]}) seeks {topic.parent}"
+    elif isinstance(topic, topics.RollTopic):
+        head = f"{topic.asker} calls the roll"
+    elif isinstance(topic, topics.HereTopic):
+        head = f"{topic.node}({session[:4]}) -> {topic.asker}"
     else:
         head = f"{topic.node}({session[:4]}) {'retains' if message.retain else 'publishes'}"
     return f"{head}: {_brief(content)}"

@@ -106,7 +106,7 @@ class WatchedLab:
         self.received.take(self._received_bytes, now)
         try:
             topic = topics.parse(topic_text)
-            if isinstance(topic, topics.SeekTopic) or (topic.lab, topic.run) != (self._lab, self.run):
+            if isinstance(topic, topics.OutsideRuns) or (topic.lab, topic.run) != (self._lab, self.run):
                 return
             if isinstance(topic, topics.StateTopic):
                 self._state(broker, topic.node, body, retained=retained)

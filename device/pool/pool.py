@@ -88,6 +88,12 @@ class Pool:
         """Why no device of this process can train; None while they can."""
         return self._failure
 
+    @property
+    def hardware(self) -> str:
+        """The accelerators of the executors, such as `2 x cpu`; empty before they are known."""
+        counts = Counter(executor.accelerator for executor in self._executors) if self._places else Counter[str]()
+        return ", ".join(f"{count} x {accelerator}" for accelerator, count in sorted(counts.items()))
+
     def member(self, node: str) -> Member:
         """Add one of this process's devices."""
         self._members += 1
@@ -221,6 +227,11 @@ class Member:
     def failure(self) -> Exception | None:
         """Why this process cannot train; None while it can."""
         return self._pool.failure
+
+    @property
+    def hardware(self) -> str:
+        """Where the pool trains, as text; empty before it is known."""
+        return self._pool.hardware
 
     def leave(self) -> None:
         """Leave the experiment, if any."""

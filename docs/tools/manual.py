@@ -31,6 +31,7 @@ EXAMPLES: Final[Mapping[str, str]] = {
     "run": "fedstrata run deploy/experiments/demo.toml --set rounds=5",
     "cloud": "fedstrata cloud my.toml --broker 10.0.0.1",
     "institution": "fedstrata institution --name institution-0 --broker 10.0.0.1 --child-broker localhost",
+    "lab status": "fedstrata lab status --broker 10.0.0.1",
     "device": "fedstrata device --name device-0 --parent institution-0 --broker 10.0.0.1",
     "broker": "fedstrata broker --host 0.0.0.0",
     "watch": "fedstrata watch --broker 10.0.0.1 --devices",

@@ -1,0 +1,145 @@
+"""The roll of a lab: each node that stays answers who it is, what it does and on which machine.
+
+Asked, not retained: what is shown is there, whatever the broker stores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from math import inf
+from typing import Final
+
+from common.errors import ConnectionFailed, WireError
+from common.experiment.schema import TransferSettings
+from common.net.address import BrokerAddress
+from common.protocol import serialization, topics
+from common.protocol.messages import Here, RollCall
+from common.runtime.world import REAL, World, new_session, nothing
+
+ASK_S: Final = 0.5
+ANSWER_S: Final = 0.1  # between two answers, whoever asks
+RETRY_S: Final = 5.0
+NODES_KEPT: Final = 100_000
+
+
+class RollEntry:
+    """A node's own entry. `run` is the run in which it takes part, "" while it waits; `hardware` describes where."""
+
+    def __init__(
+        self,
+        address: BrokerAddress,
+        name: str,
+        *,
+        role: str,
+        parent: str,
+        lab: str,
+        hardware: Callable[[], str] = lambda: "",
+        world: World = REAL,
+    ) -> None:
+        self.run = ""
+        self._name, self._role, self._parent, self._lab = name, role, parent, lab
+        self._hardware = hardware
+        self._session = new_session(world)
+        self._answered = -inf
+        self._loop = asyncio.get_running_loop()
+        self._connection = world.connection(
+            address,
+            client_id=f"{name}-roll-{world.token(4)}",
+            keepalive_s=TransferSettings().keepalive_s,
+            received=self._received,
+            connected=self._connected,
+            lost=nothing,
+        )
+
+    @asynccontextmanager
+    async def kept(self) -> AsyncIterator[None]:
+        """Answer roll calls meanwhile, also after the broker was away."""
+        keeping = asyncio.create_task(self._keep(), name=f"roll {self._name}")
+        try:
+            yield
+        finally:
+            keeping.cancel()
+            await asyncio.wait((keeping,))
+
+    async def _keep(self) -> None:
+        while True:
+            try:
+                await self._connection.run(connect_timeout_s=inf)
+            except ConnectionFailed:  # the node itself reports it
+                await asyncio.sleep(RETRY_S)
+
+    async def _connected(self) -> None:
+        self._connection.subscribe([topics.roll(self._lab, "+")], qos=1)
+
+    def _received(self, topic_text: str, body: bytes, retained: bool) -> None:
+        try:
+            topic = topics.parse(topic_text)
+            _, message = serialization.decode(body)
+        except WireError:
+            return
+        now = self._loop.time()
+        if not isinstance(topic, topics.RollTopic) or not isinstance(message, RollCall) or retained:
+            return
+        if now < self._answered + ANSWER_S:
+            return
+        self._answered = now
+        answer = Here(
+            message.nonce, self._role, self._parent, self.run, version("fedstrata"), socket.gethostname(),
+            self._hardware(),
+        )  # fmt: skip
+        where = topics.here(self._lab, topic.asker, self._name)
+        self._connection.publish(where, serialization.encode(answer, self._session), qos=0)
+
+
+async def call_the_roll(
+    address: BrokerAddress, *, lab: str, wait_s: float, connect_timeout_s: float, world: World = REAL
+) -> list[tuple[str, Here]]:
+    """Return the nodes that answer within `wait_s`, by name; two of one name are two. Raises ConnectionFailed."""
+    nonce = new_session(world)
+    asker = f"roll-{nonce}"
+    found: dict[tuple[str, str], Here] = {}
+    connected = asyncio.Event()
+
+    def received(topic_text: str, body: bytes, retained: bool) -> None:
+        try:
+            topic = topics.parse(topic_text)
+            session, message = serialization.decode(body)
+        except WireError:
+            return
+        if not isinstance(topic, topics.HereTopic) or not isinstance(message, Here) or message.nonce != nonce:
+            return
+        if len(found) < NODES_KEPT:
+            found[topic.node, session] = message
+
+    async def subscribe() -> None:
+        connection.subscribe([topics.here(lab, asker, "+")], qos=1)
+        connected.set()
+
+    async def ask() -> None:
+        await connected.wait()
+        for _ in range(max(1, round(wait_s / ASK_S))):
+            connection.publish(topics.roll(lab, asker), serialization.encode(RollCall(nonce), nonce), qos=0)
+            await asyncio.sleep(ASK_S)
+
+    connection = world.connection(
+        address,
+        client_id=asker,
+        keepalive_s=TransferSettings().keepalive_s,
+        received=received,
+        connected=subscribe,
+        lost=nothing,
+    )
+    tasks = [asyncio.create_task(connection.run(connect_timeout_s=connect_timeout_s)), asyncio.create_task(ask())]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    return [(node, here) for (node, _), here in sorted(found.items(), key=lambda item: item[0])]
