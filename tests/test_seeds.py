@@ -40,6 +40,7 @@ FOUND = (
     40201,  # a second node takes the place of one with a slow link, and ends before that one learns of it
     51232,  # two second nodes of one name, one after the other
     53582,  # a node's two connections to one broker had the same client id, and ended each other for ever
+    62800,  # a link's measurement ran out of time at the moment in which its child was lost
     2102,  # links that nobody declared are slow: their measurement had too little patience
 )
 PERMANENT = (134,)  # a broker comes back with an old store, in which a device that was killed for good is READY

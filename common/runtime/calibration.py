@@ -95,13 +95,13 @@ class Probes:
         if isinstance(event, Fetched):
             fetched.set_result(event.rate or 0.0)
         else:
-            fetched.set_exception(RefusedModel(event.reason))
+            _fail(fetched, event.reason)
 
     def abandon(self, peer: str) -> None:
         """Stop calibrating the link to a child whose process ended or restarted: it no longer holds the noise."""
         for measuring in self._measuring.pop(peer, ()):
             if not measuring.done():
-                measuring.set_exception(RefusedModel("its process has changed"))
+                _fail(measuring, "its process has changed")
 
     def end(self) -> None:
         """Withdraw the reply to a probe: the run begins, or another probe."""
@@ -207,3 +207,9 @@ def _groups(ways: LinkSet, peers: Iterable[str]) -> list[list[str]]:
         groups[-1].append(peer)
         load += rate
     return groups
+
+
+def _fail(future: asyncio.Future[Any], reason: str) -> None:
+    """Set an error. Whoever waited may have run out of time at the same moment; then nobody asks for it."""
+    future.set_exception(RefusedModel(reason))
+    future.exception()
