@@ -23,8 +23,8 @@ TRAININGS_MOST: Final = 72  # per lab; more would only take longer
 MBIT: Final = (1.0, 2.0, 8.0, 20.0, 100.0)
 MODEL_BYTES: Final = (2_000, 10_000, 10_000, 40_000, 150_000, 400_000)
 TRIES: Final = 100
-FLAT_EVERY: Final = 10  # of so many seeds one has a lab without institutions; none of FOUND in tests/test_seeds.py
-DEEP: Final = (5, 6)  # of twenty seeds these have labs with regions above the institutions; none of FOUND either
+FLAT_EVERY: Final = 10  # of so many seeds one has a lab without institutions
+DEEP: Final = (5, 6)  # of twenty seeds these have labs with regions above the institutions
 
 
 @dataclass(frozen=True, slots=True)
