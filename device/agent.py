@@ -22,7 +22,6 @@ from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.discovery import Found, join
 from common.runtime.exports import export_child
 from common.runtime.lifecycle import live
-from common.runtime.roll import RollEntry
 from common.runtime.work import Report, WorkResult
 from common.runtime.world import REAL, World, new_session
 from common.storage.spool import Spool
@@ -73,32 +72,18 @@ class DeviceAgent:
 
     async def run(self) -> None:
         """Take part in one run until its end, or with `stay` in each run of its parent. Raises FedstrataError."""
-        if not self._stay:
-            await self._join(None)
-            return
-        entry = RollEntry(
-            self._broker,
-            self._name,
-            role="device",
-            parent=self._parent,
-            lab=self._lab,
-            hardware=lambda: self._training.hardware,
-            world=self._world,
-        )
-        async with entry.kept():
-            await self._join(entry)
-
-    async def _join(self, entry: RollEntry | None) -> None:
         await join(
             self._broker,
             self._name,
             self._parent,
             self._take_part,
+            role="device",
             lab=self._lab,
             connect_timeout_s=self._connect_timeout_s,
             world=self._world,
-            stay=lambda: self._stay and self._training.failure is None,
-            entry=entry,
+            stay=self._stay,
+            usable=lambda: self._training.failure is None,
+            hardware=lambda: self._training.hardware,
         )
 
     async def _take_part(self, found: Found) -> None:

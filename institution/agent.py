@@ -23,7 +23,6 @@ from common.runtime.discovery import Found, join
 from common.runtime.exports import export_child, export_parent
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.roll import RollEntry
 from common.runtime.world import REAL, World, new_session
 from common.storage.spool import Spool
 from institution.rounds import LocalRounds
@@ -68,31 +67,16 @@ class InstitutionAgent:
 
     async def run(self) -> None:
         """Take part in one run until its end, or with `stay` in each run of its parent. Raises FedstrataError."""
-        if not self._stay:
-            await self._join(None)
-            return
-        entry = RollEntry(
-            self._broker,
-            self._name,
-            role="institution",
-            parent=self._parent,
-            lab=self._lab,
-            world=self._world,
-        )
-        async with entry.kept():
-            await self._join(entry)
-
-    async def _join(self, entry: RollEntry | None) -> None:
         await join(
             self._broker,
             self._name,
             self._parent,
             self._take_part,
+            role="institution",
             lab=self._lab,
             connect_timeout_s=self._connect_timeout_s,
             world=self._world,
-            stay=lambda: self._stay,
-            entry=entry,
+            stay=self._stay,
         )
 
     async def _take_part(self, found: Found) -> None:

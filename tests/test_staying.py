@@ -44,13 +44,13 @@ class Staying:
     def __init__(self, site: SimulatedSite) -> None:
         self.runs: list[str] = []
         self.ends: asyncio.Queue[Exception | None] = asyncio.Queue()
-        self.stays = True
+        self.usable = True
         self.task = site.make("device-0", lambda world: asyncio.create_task(self._join(site, world)))
 
     async def _join(self, site: SimulatedSite, world: World) -> None:
         await join(
             site.address, "device-0", PARENT, self._take_part, lab=LAB, connect_timeout_s=30.0, world=world,
-            stay=lambda: self.stays,
+            role="device", stay=True, usable=lambda: self.usable,
         )  # fmt: skip
 
     async def _take_part(self, found: Found) -> None:
@@ -122,12 +122,12 @@ async def test_a_node_that_waits_outlasts_a_broker_that_is_away(site: SimulatedS
     await node.cancel()
 
 
-@pytest.mark.parametrize(("error", "stays"), [(DuplicateName("two of them"), True), (NoProgress("nothing"), False)])
-def test_what_ends_a_node(error: Exception, stays: bool) -> None:
+@pytest.mark.parametrize(("error", "usable"), [(DuplicateName("two of them"), True), (NoProgress("nothing"), False)])
+def test_what_ends_a_node(error: Exception, usable: bool) -> None:
     @virtual
     async def play(site: SimulatedSite) -> None:
         node = Staying(site)
-        node.stays = stays
+        node.usable = usable
         living(site, announcing(site, "run-1"))
         node.ends.put_nowait(error)
         with pytest.raises(type(error)):

@@ -10,6 +10,7 @@ import gc
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from common.errors import (
@@ -84,46 +85,52 @@ async def join(
     parent: str,
     take_part: Callable[[Found], Awaitable[None]],
     *,
+    role: str,
     lab: str,
     connect_timeout_s: float,
     world: World,
-    stay: Callable[[], bool],
-    entry: RollEntry | None = None,
+    stay: bool,
+    usable: Callable[[], bool] = lambda: True,
+    hardware: Callable[[], str] = lambda: "",
 ) -> None:
     """Find the parent's run and take part in it until its end; follow the parent to another run.
 
-    While `stay` returns true, wait for the next run after each one, however it ended, and for a broker that is away.
-    `entry`: the node's in the roll of its lab.
-    Raises ConnectionFailed if the first connection fails, DuplicateName, and what `take_part` raises if not `stay`.
+    With `stay` wait for the next run after each one, however it ended, and for a broker that is away, and keep an entry
+    in the roll of the lab, with the `hardware`; end after a run if this process is not `usable` any more. Raises
+    ConnectionFailed if the first connection fails, DuplicateName, and what `take_part` raises if nothing follows.
     """
+    seek = partial(discover, address, name, parent, lab=lab, connect_timeout_s=connect_timeout_s, world=world)
+    if not stay:
+        await _play(await seek(), name, take_part, None, usable)
+        return
+    entry = RollEntry(address, name, role=role, parent=parent, lab=lab, hardware=hardware, world=world)
     left: Found | None = None
-    while True:
-        activity.info("%s waits for a run of %s, lab %s, broker %s", name, parent, lab, address)
-        try:
-            found = await discover(
-                address, name, parent, lab=lab, connect_timeout_s=connect_timeout_s, world=world, left=left
-            )
-        except ConnectionFailed as error:
-            if left is None:
-                raise
-            log.warning("%s: %s", name, error)
-            await asyncio.sleep(RETRY_S)
-            continue
-        left = await _play(found, name, take_part, stay=stay, entry=entry)
-        if not stay():
-            return
-        gc.collect()  # a run's agents refer to each other, and hold its models and files
+    async with entry.kept():
+        while True:
+            activity.info("%s waits for a run of %s, lab %s, broker %s", name, parent, lab, address)
+            try:
+                found = await seek(left=left)
+            except ConnectionFailed as error:
+                if left is None:
+                    raise
+                log.warning("%s: %s", name, error)
+                await asyncio.sleep(RETRY_S)
+                continue
+            left = await _play(found, name, take_part, entry, usable)
+            gc.collect()  # a run's agents refer to each other, and hold its models and files
 
 
 async def _play(
     found: Found,
     name: str,
     take_part: Callable[[Found], Awaitable[None]],
-    *,
-    stay: Callable[[], bool],
     entry: RollEntry | None,
+    usable: Callable[[], bool],
 ) -> Found:
-    """Take part in a run, and in those to which the parent goes on meanwhile; return the last one."""
+    """Take part in a run, and in those to which the parent goes on meanwhile; return the last one.
+
+    Raises what `take_part` raises, unless a node with an entry, which stays, may wait for the next run.
+    """
     while True:
         activity.info("%s takes part in run %s", name, found.run)
         if entry is not None:
@@ -135,7 +142,7 @@ async def _play(
             found = moved.found
             continue
         except (ConnectionFailed, InvalidExperiment, RunFailed) as error:
-            if isinstance(error, DuplicateName) or not stay():
+            if entry is None or isinstance(error, DuplicateName) or not usable():
                 raise
             log.error("%s leaves run %s: %s", name, found.run, error)
         else:
