@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +29,13 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # roles are started a hundred times: compiling takes a third of that
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take the core of the other test process
+
+
+def pytest_collection_finish() -> None:
+    """Keep what the imports made out of garbage collections: torch's are some 180 000 objects."""
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # or libraries report leaks
 
 
 @dataclass(frozen=True, slots=True)
