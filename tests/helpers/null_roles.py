@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from common.experiment.schema import Experiment
 from common.model.layout import Row
 from deploy.simulation.hardware import Durations, SimulatedEvaluator, SimulatedHardware, SimulatedMember, SimulatedPool
 from deploy.simulation.workload import NullWorkload
-from device.jobs import LocalResult, Progress
+from device.jobs import LocalResult, Prepared, Progress
 from tests.helpers.null_lab import MODEL_BYTES
 
 DURATIONS: Final = Durations(boot_s=0.05, train_s=0.01, evaluate_s=0.01)
@@ -33,7 +35,13 @@ def wait_for(file: Path) -> None:
 
 
 class NullMember(SimulatedMember):
-    """One device, which a test can hold."""
+    """One device, which a test can hold, or give another split of the data."""
+
+    async def prepare(self, experiment: Experiment) -> Prepared:
+        """Return what all devices have, or the split that a test gave this one."""
+        prepared = await super().prepare(experiment)
+        device, _, digest = os.environ.get("NULL_LAB_SPLIT", "").partition(":")
+        return replace(prepared, partition=digest) if device == self._node else prepared
 
     async def train(self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress) -> LocalResult:
         """Train once this round is released."""
