@@ -14,14 +14,16 @@ from pathlib import Path
 
 from common.errors import FedstrataError
 from common.experiment.reading import parse
+from common.host.memory import frozen_imports
 from common.host.subprocess_channel import AgentChannel, error_record
 
 
 def main() -> None:
     """Serve one cloud agent until it ends."""
     channel = AgentChannel()
-    from common.learning import splits
-    from common.learning.evaluation import ModelTester  # imports torch: seconds
+    with frozen_imports():
+        from common.learning import splits
+        from common.learning.evaluation import ModelTester  # imports torch: seconds
 
     request = channel.receive()
     experiment = parse(request["experiment"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +18,7 @@ from cloud.results import RunFolder
 from common.experiment.reading import parse
 from common.experiment.topology import CLOUD
 from common.protocol.messages import Manifest
+from tests.helpers.examples import PROFILE
 from tests.helpers.records import a_global_round
 
 SAME: Final = settings(
@@ -23,10 +26,17 @@ SAME: Final = settings(
 )  # on every run
 settings.register_profile("quick", SAME, max_examples=20)
 settings.register_profile("thorough", SAME, max_examples=200)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+settings.load_profile(PROFILE)
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # roles are started a hundred times: compiling takes a third of that
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take the core of the other test process
+
+
+def pytest_collection_finish() -> None:
+    """Keep what the imports made out of garbage collections: torch's are some 180 000 objects."""
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # or libraries report leaks
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -20,6 +20,7 @@ from common.experiment.reading import parse
 from common.model.codecs import CODECS, Codec, codec_of
 from common.model.layout import ModelLayout, Row, Section
 from common.model.quantizers import PIECE_COLUMNS, SCALE_COLUMNS
+from tests.helpers.examples import examples
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 TINY = 2.0**-126
@@ -119,7 +120,7 @@ def test_an_experiment_names_its_codecs(tier: str, direction: str, name: str, pr
 
 
 @pytest.mark.parametrize("name", UP)
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(model=models(ANY_FLOAT), other=ANY_FLOAT)
 def test_buffers_and_counters_travel_exactly_and_the_sizes_hold(
     name: str, model: tuple[ModelLayout, Row], other: float
@@ -183,7 +184,6 @@ def test_fp32_is_the_row_itself() -> None:
 # fp16
 
 
-@settings(deadline=None)
 @given(model=models(ANY_FLOAT))
 def test_fp16_rounds_as_ieee_defines(model: tuple[ModelLayout, Row]) -> None:
     layout, row = model
@@ -241,7 +241,6 @@ def brain_twin(value: float) -> float:
     return round(value / step) * step  # Python's round is to even, and all of this is exact in double precision
 
 
-@settings(deadline=None)
 @given(model=models(ANY_FLOAT))
 def test_bf16_rounds_to_nearest_even(model: tuple[ModelLayout, Row]) -> None:
     layout, row = model
@@ -271,7 +270,7 @@ def test_nan_stays_nan_in_bf16(bits: int) -> None:
 
 
 @pytest.mark.parametrize("name", DOWN)
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(model=models(st.floats(-(2.0**127), 2.0**127, width=32) | st.floats(-1, 1, width=32)))
 def test_what_was_rounded_once_is_not_rounded_again(name: str, model: tuple[ModelLayout, Row]) -> None:
     layout, row = model
@@ -305,7 +304,6 @@ def scaled_twin(x: Floats) -> tuple[list[float], list[float]]:
     return [q * scale for q in integers], [scale / 2 * (1 + 2.0**-16)] * x.size
 
 
-@settings(deadline=None)
 @given(model=models(st.floats(-(2.0**127), 2.0**127, width=32) | st.floats(-1, 1, width=32)))
 def test_int8_errs_by_half_a_step_of_its_block(model: tuple[ModelLayout, Row]) -> None:
     layout, row = model
@@ -357,7 +355,7 @@ def test_a_huge_scale_becomes_infinite_and_is_refused_later() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in UP if "delta" in name and "fp32" not in name])
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(model=models(st.floats(-1000, 1000, width=32)), data=st.data())
 def test_a_lossy_delta_errs_by_its_form_and_two_roundings(
     name: str, model: tuple[ModelLayout, Row], data: st.DataObject
@@ -376,7 +374,6 @@ def test_a_lossy_delta_errs_by_its_form_and_two_roundings(
 
 
 @given(model=models(ANY_FLOAT), seed=st.integers(0, 5))
-@settings(deadline=None)
 def test_an_exact_delta_is_exact_against_anything(model: tuple[ModelLayout, Row], seed: int) -> None:
     layout, row = model
     reference = np.random.default_rng(seed).integers(0, 256, layout.row_bytes).astype(np.uint8)
@@ -410,7 +407,7 @@ def decode_or_refuse(codec: Codec, layout: ModelLayout, blob: bytes, reference: 
 
 
 @pytest.mark.parametrize("name", UP)
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(data=st.data())
 def test_foreign_bytes_are_refused_and_nothing_else_happens(name: str, data: st.DataObject) -> None:
     codec, layout = codec_of(name), layout_of([1500, 1, 40], buffers=2, counters=1)

@@ -208,7 +208,9 @@ def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(rule: Tree, tier: s
         if event == "global_round" and facts["global_round"] == 3:
             raise KeyboardInterrupt
 
-    size: dict[str, Any] = {"rounds": 5, "topology": {"institutions": 3, "devices": 9}, "training": ONE_STEP}
+    institutions, devices = (3, 3) if tier == "cloud" else (2, 6) if every == 1 else (3, 9)  # three for each rule
+    topology = {"institutions": institutions, "devices": devices}
+    size: dict[str, Any] = {"rounds": 5, "topology": topology, "training": ONE_STEP}
     cloud = {"checkpoint_every": every, "participation": 0.67 if every > 1 else 1.0}  # not all may have a last one
     tree = merged(SMALL, size, {"cloud": cloud}, {tier: {"aggregation": rule}})
     folder = RunFolder.create(tmp_path, parse(tree))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from common.aggregation.cached_uploads import CachedUploadRule
@@ -25,6 +25,7 @@ from common.experiment.aggregation import FedCDA, remembers
 from common.experiment.reading import parse
 from common.model.layout import ModelLayout, Section
 from common.randomness import Purpose, generator
+from tests.helpers.examples import examples
 
 Doubles = npt.NDArray[np.float64]
 
@@ -108,7 +109,7 @@ def test_equations_5_and_6_agree(problem: Problem, smoothness: float) -> None:
     assert equation_5(rows, losses, smoothness) == pytest.approx(equation_6(rows, losses, smoothness), abs=1e-9)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(problem=problems(), smoothness=SMOOTHNESS, groups=st.integers(1, 5), seed=st.integers(0, 100))
 def test_the_search_is_brute_force_on_equation_5(problem: Problem, smoothness: float, groups: int, seed: int) -> None:
     parts = group(len(problem.models), groups, np.random.default_rng(seed))

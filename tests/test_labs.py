@@ -18,6 +18,7 @@ from cloud.agent import CloudAgent
 from cloud.results import RunFolder
 from common.errors import WireError
 from common.experiment.reading import parse
+from common.experiment.schema import Experiment
 from common.metrics import Metrics
 from common.net.address import BrokerAddress
 from common.protocol import topics
@@ -26,11 +27,13 @@ from common.protocol.serialization import encode
 from deploy.brokers import broker
 from deploy.cli.main import app
 from deploy.local.direct import run_in_process
+from deploy.simulation.hardware import Durations, SimulatedEvaluator, SimulatedHardware, SimulatedMember, SimulatedPool
+from deploy.simulation.workload import RealWorkload
 from deploy.watching.follower import Follower
 from deploy.watching.lab import WatchedLab
 from deploy.watching.runs import Runs
 from device.agent import DeviceAgent
-from device.pool.pool import Pool
+from device.jobs import Prepared
 from institution.agent import InstitutionAgent
 
 PATIENCE_S = 90
@@ -84,20 +87,40 @@ def model_of(folder: RunFolder) -> dict[str, bytes]:
     return {name: entry.tobytes() for name, entry in load_file(folder.path / "model.safetensors").items()}
 
 
-async def run_lab(lab: str, folder: RunFolder, address: BrokerAddress) -> None:
+class WatchedPool(SimulatedPool):
+    """Devices that train once a watch has found the run: a tiny lab would end before."""
+
+    def __init__(self, hardware: SimulatedHardware, watched: asyncio.Event) -> None:
+        super().__init__(hardware)
+        self.watched = watched
+
+    def member(self, node: str) -> SimulatedMember:
+        return WatchedMember(self, node)
+
+
+class WatchedMember(SimulatedMember):
+    _pool: WatchedPool
+
+    async def prepare(self, experiment: Experiment) -> Prepared:
+        await self._pool.watched.wait()
+        return await super().prepare(experiment)
+
+
+async def run_lab(lab: str, folder: RunFolder, address: BrokerAddress, watched: asyncio.Event) -> None:
     """Run a cloud, an institution and a device under the names that every lab of the test has."""
-    async with Pool(accelerator="cpu", slots=1, devices=1) as pool, asyncio.TaskGroup() as group:
+    hardware = SimulatedHardware(RealWorkload(folder.experiment), Durations(0.0, 0.0, 0.0, 0.0), seed=1)
+    async with asyncio.TaskGroup() as group:
         cloud = CloudAgent(
             folder, broker=address, lab=lab, resume=False, connect_timeout_s=10.0, metrics=Metrics(),
-            observe=lambda event, facts: None,
+            observe=lambda event, facts: None, evaluator=lambda *_: SimulatedEvaluator(hardware),
         )  # fmt: skip
         institution = InstitutionAgent(
             "institution-0", broker=address, child_broker=address, lab=lab, connect_timeout_s=10.0,
             metrics=Metrics(),
         )  # fmt: skip
         device = DeviceAgent(
-            "device-0", parent="institution-0", broker=address, lab=lab, pool=pool, connect_timeout_s=10.0,
-            metrics=Metrics(),
+            "device-0", parent="institution-0", broker=address, lab=lab, pool=WatchedPool(hardware, watched),
+            connect_timeout_s=10.0, metrics=Metrics(),
         )  # fmt: skip
         for role in (cloud, institution, device):
             group.create_task(role.run())
@@ -126,7 +149,7 @@ def test_two_labs_with_the_same_names_share_a_broker(address: BrokerAddress, tmp
                 seen[lab] = Seen()
                 watch = Follower([address], lab=lab, run=None, light=False, connect_timeout_s=10.0)
                 group.create_task(watch.follow(seen[lab]))
-                group.create_task(run_lab(lab, folder, address))
+                group.create_task(run_lab(lab, folder, address, seen[lab].found))
         collecting.cancel()
         await asyncio.wait((collecting,))
         assert collecting.cancelled()  # every topic was known

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from common.net import limits
 from common.net.address import BrokerAddress
+from tests.helpers.examples import examples
 
 PACKET_MOST = 2**28 - 1  # of MQTT; a larger limit is none
 ASSIGNED_ID = b"\x12\x00\x03abc"
@@ -71,7 +72,7 @@ def test_no_limit_a_refusal_mqtt_3_and_a_closed_connection_have_none(data: bytes
     assert asked(data) is None
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(st.binary(max_size=60))
 def test_any_bytes_give_a_limit_or_none(data: bytes) -> None:
     limit = asked(b"\x20" + data)

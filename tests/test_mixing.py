@@ -10,7 +10,7 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -19,6 +19,7 @@ from common.aggregation.blocks import COLUMNS
 from common.aggregation.mixing import MixedColumns, Mixture, whole
 from common.aggregation.statistics import Statistics, gram, tensor_distances
 from common.model.layout import ModelLayout, Section
+from tests.helpers.examples import examples
 
 Floats = npt.NDArray[np.float32]
 
@@ -336,7 +337,7 @@ def brute_distances(models_KD: Floats, weights_K: npt.NDArray[np.float64]) -> li
     return [float(np.sqrt(((row - weights_K @ exact) ** 2).sum())) for row in exact]
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(models_KD=MODELS, data=st.data())
 def test_distances_are_brute_force(models_KD: Floats, data: st.DataObject) -> None:
     weights_K = np.array(data.draw(convex(models_KD.shape[0])))
@@ -494,7 +495,7 @@ def test_statistics_keep_the_order_of_the_results() -> None:
     assert statistics.shares_K.tolist() == [0.75, 0.25]
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(
     sizes=st.lists(st.lists(st.integers(1, 1000), min_size=1, max_size=5), min_size=1, max_size=5),
     seed=st.integers(0, 1000),

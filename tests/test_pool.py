@@ -19,7 +19,7 @@ import pytest
 from common.accounting.child_report import TrainingPath
 from common.errors import InvalidExperiment, RunFailed
 from common.experiment import reading, schema
-from common.learning import datasets, models
+from common.learning import datasets, models, splits
 from common.model.layout import ModelLayout, Row, Section
 from device.accelerators import choose, may_have_gpu
 from device.jobs import Cancelled, HostedDevice, Job, LocalResult, Order, Prepared
@@ -367,6 +367,7 @@ def test_workers_give_the_bits_of_a_trainer_alone(lab: Lab) -> None:
         assert np.array_equal(out, wanted)
         assert (result.samples, result.loss, result.steps) == (single.samples, single.loss, single.steps)
         assert prepared.samples == result.samples and prepared.layout.row_bytes == row.nbytes
+        assert prepared.partition == splits.split_of(what, node=node).digest != ""
         assert result.path == "workers" and single.path == "in-process" and result.train_s > 0 and result.wait_s >= 0
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from session_lab import ALL, ChildNode, Lab, model_of, names_of
 from session_lab import manifest_of as blob_of
@@ -49,6 +49,7 @@ from common.protocol.round_state import (
 from common.protocol.serialization import MAX_TEXT
 from common.protocol.timeline import Timeline
 from common.runtime.work import WorkResult
+from tests.helpers.examples import examples
 
 IDLE_S = 60.0
 OLD = Key(0, 0, 0)
@@ -178,7 +179,7 @@ def hit(lab: Lab, what: str, who: int, will_after_s: float | None, back_s: float
             node.disconnect(will_after_s=will_after_s, back_after_s=back_s)
 
 
-@settings(max_examples=40)
+@examples(40)
 @example(seed=145, children=5, loss=0.4, duplicates=0.3, jitter_s=3.0, inline=False, slots=2, events=[])
 @given(
     seed=st.integers(0, 2**32),

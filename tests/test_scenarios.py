@@ -644,8 +644,11 @@ def test_a_members_flood_of_asks_does_not_delay_its_siblings(undisturbed: LabOut
 def kept_of(names: set[str]) -> int:
     """Return how many of these names any set, dictionary or queue of this process holds, `names` aside."""
     kinds = set | dict | deque  # by type(): some of torch's objects warn when they are asked for their class
+    gc.unfreeze()  # containers that the imports made, too
     containers = (found for found in gc.get_objects() if issubclass(type(found), kinds) and found is not names)
-    return len({name for container in containers for name in tuple(container) if type(name) is str and name in names})
+    count = len({name for container in containers for name in tuple(container) if type(name) is str and name in names})
+    gc.freeze()
+    return count
 
 
 def test_a_flood_of_sessions_under_a_nodes_name_ends_with_the_flood(undisturbed: LabOutcome) -> None:

@@ -18,6 +18,7 @@ from common.experiment.reading import parse, to_toml
 from common.experiment.schema import Experiment
 from common.host.subprocess_channel import Record, error_in
 from common.learning import splits
+from deploy.simulation.workload import NullWorkload
 from device.training.trainer import Trainer
 from tests.helpers.commands import fedstrata
 
@@ -99,14 +100,12 @@ def test_a_split_that_cannot_be_is_an_invalid_experiment_before_anybody_trains(
     assert isinstance(error, InvalidExperiment) and str(error).startswith("data.min_samples = 10000")
 
 
-def test_a_lab_with_a_device_of_other_data_ends_with_4_and_names_it(tmp_path: Path) -> None:
+def test_a_lab_with_a_device_of_another_split_ends_with_4_and_names_it(tmp_path: Path) -> None:
     file = tmp_path / "lab.toml"
-    lab = copies(tmp_path / "data", other="device-1")
-    file.write_text(to_toml(lab))
-    done = fedstrata("run", file, "--runs", tmp_path / "runs")
+    file.write_text(to_toml(experiment()))
+    done = fedstrata("run", file, "--runs", tmp_path / "runs", null=True, env={"NULL_LAB_SPLIT": "device-1:0ther"})
     assert done.returncode == 4, done.stderr
-    mine, clouds = (splits.split_of(lab, node=node).digest for node in ("device-1", "cloud"))
     said = done.stderr.strip().splitlines()[-1]
-    for word in ("device-1", mine, clouds, "the same files"):
+    for word in ("device-1", "0ther", NullWorkload.partition, "the same files"):
         assert word in said
     assert "device-0" not in said

@@ -9,12 +9,13 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cloud.tempo import dealt, decide, next_epochs
 from common.errors import RunFailed
 from common.experiment.rounds import EpochControl
+from tests.helpers.examples import examples
 
 EPOCHS = st.integers(1, 30)
 OMEGA = st.floats(1e-9, 1e9)
@@ -42,7 +43,7 @@ def least(c: int) -> int:
     return math.ceil(Fraction(c, 2))
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(omegas=OMEGAS, c=EPOCHS)
 def test_epochs_are_equation_9(omegas: list[float], c: int) -> None:
     assume(1 + 1e-6 < max(omegas) / min(omegas) < 1e12)
@@ -159,7 +160,7 @@ def test_without_options_it_is_the_paper(omegas: list[float], c: int) -> None:
     assert decided(omegas, c) == epochs_of(omegas, c)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(omegas=OMEGAS, c=EPOCHS, data=st.data())
 def test_plato_has_the_institutions_in_place_of_c(omegas: list[float], c: int, data: st.DataObject) -> None:
     samples = data.draw(st.lists(st.integers(1, 1000), min_size=len(omegas), max_size=len(omegas)))

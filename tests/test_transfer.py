@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.errors import RefusedModel
@@ -23,6 +23,7 @@ from common.protocol.receiver import PATIENCE_MOST_S, REPAIR_MOST_S, REPAIR_S, S
 from common.protocol.sender import RESTART_S, Publication, Sender
 from common.protocol.shaping import Shaper
 from common.protocol.topics import ALL
+from tests.helpers.examples import examples
 
 OWNER = "cloud"
 CHUNK = 1024
@@ -360,7 +361,7 @@ def test_a_link_slower_than_the_repair_time_is_not_flooded(slow_s: float) -> Non
     chunks=st.integers(1, 12),
     window=st.integers(2, 64),
 )
-@settings(max_examples=50)
+@examples(50)
 @example(rate=8000.0, chunk_bytes=1_000_000, chunks=12, window=8)  # 64 kbit/s: 125 s for a chunk
 def test_no_chunk_is_asked_for_twice_while_bytes_flow(rate: float, chunk_bytes: int, chunks: int, window: int) -> None:
     line = Line()
@@ -376,7 +377,7 @@ def test_no_chunk_is_asked_for_twice_while_bytes_flow(rate: float, chunk_bytes: 
 
 
 @given(rate=st.floats(1000.0, 1e7), chunk_bytes=st.integers(32_768, 1_900_000), chunks=st.integers(1, 12))
-@settings(max_examples=50)
+@examples(50)
 @example(rate=8000.0, chunk_bytes=1_000_000, chunks=12)
 def test_when_bytes_stop_it_is_asked_again(rate: float, chunk_bytes: int, chunks: int) -> None:
     line = Line()
@@ -399,7 +400,7 @@ def test_a_late_receiver_gets_what_it_missed_on_its_own_stream() -> None:
     assert len(own) == len(set(own)) < 30 and len(line.published) == 50 + len(own)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.integers(1, 30), st.integers(1, 4), st.randoms(use_true_random=False), st.sampled_from([0.0, 0.2]))
 def test_chunks_are_passed_on_as_they_come_and_never_before(
     chunks: int, receivers: int, draw: random.Random, loss: float
@@ -766,7 +767,7 @@ SCHEDULE = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(how=SCHEDULE)
 def test_whatever_happens_everybody_gets_the_blob(how: dict[str, object]) -> None:
     line = Line(seed=how["seed"], loss=how["loss"], duplicates=how["duplicates"], jitter_s=how["jitter_s"])  # type: ignore[arg-type]
@@ -906,7 +907,7 @@ def test_a_duplicate_is_counted_and_changes_nothing() -> None:
     assert one.buffer[:CHUNK] == one.data[:CHUNK]
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     seed=st.integers(0, 2**32),
     chunks=st.integers(2, 60),
@@ -990,7 +991,7 @@ def test_duplicates_count_as_publications_seen() -> None:
     assert ask.seen_all == 4
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(
     seen=st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1)),
     bitmap=st.binary(max_size=4),
@@ -1370,7 +1371,7 @@ def test_parked_chunks_on_their_way_are_asked_for_again_only_after_two_turns() -
     assert restarts[0] is False and any(restarts)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     slots=st.integers(1, 4),
     silent=st.integers(0, 8),

@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import msgpack
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from common.accounting.traffic import TcpStats, Traffic
@@ -20,6 +20,7 @@ from common.errors import WireError
 from common.model.codecs import CODECS, codec_of
 from common.protocol import messages, serialization, topics
 from common.protocol.messages import Key, Manifest, NodeState, Phase, Presence, Progress, Task
+from tests.helpers.examples import examples
 
 SESSION = "c0ffee"
 COUNTS = st.integers(0, serialization.MAX_INT)
@@ -118,7 +119,7 @@ def tree_of(message: messages.Message) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", serialization.KINDS, ids=lambda kind: kind.__name__)
-@settings(max_examples=40)
+@examples(40)
 @given(data=st.data())
 def test_every_kind_survives_the_way(kind: type[messages.Message], data: st.DataObject) -> None:
     message = data.draw(MESSAGES[kind])
@@ -132,20 +133,20 @@ def test_every_kind_that_may_travel_has_a_code() -> None:
     assert set(serialization.KINDS) == set(get_args(messages.Message))
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(data=st.binary(max_size=60))
 def test_any_bytes_give_a_record_or_a_wire_error(data: bytes) -> None:
     survives(data)
     survives(sealed(data))
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(tree=ANY_VALUE)
 def test_any_msgpack_gives_a_record_or_a_wire_error(tree: Any) -> None:
     survives(pack(tree))
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(
     message=ANY_MESSAGE,
     flips=st.lists(st.tuples(st.integers(0, 2**31), st.integers(1, 255)), min_size=1, max_size=4),
@@ -160,7 +161,7 @@ def test_mutated_bytes_give_a_record_or_a_wire_error(
     survives(sealed(bytes(body if cut is None else body[: cut % len(body)])))
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(message=ANY_MESSAGE, place=st.integers(0, 2**31))
 def test_a_flipped_bit_is_refused_as_damage(message: messages.Message, place: int) -> None:
     data = bytearray(serialization.encode(message, SESSION))
@@ -191,7 +192,7 @@ def paths(tree: Any, path: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
     return found
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(message=ANY_MESSAGE, value=ANY_VALUE, choice=st.integers(0, 2**31))
 def test_a_field_of_any_value_gives_a_record_or_a_wire_error(
     message: messages.Message, value: Any, choice: int
@@ -416,7 +417,7 @@ def test_any_string_is_a_topic_or_a_wire_error(text: str) -> None:
 LEVELS = ["fs1", "lab", "r-1", "seek", "state", "spec", "inbox", "blob", "all", "0" * 16, "7", "", "+", "#", "n"]
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(levels=st.lists(st.one_of(st.sampled_from(LEVELS), st.text(max_size=4)), max_size=9))
 def test_any_levels_are_a_topic_or_a_wire_error(levels: list[str]) -> None:
     text = "/".join(["fs1", *levels])

@@ -23,7 +23,7 @@ from typing import Any
 from common.errors import FedstrataError
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
-from common.host.memory import keep_large_buffers
+from common.host.memory import frozen_imports, keep_large_buffers
 from common.host.subprocess_channel import AgentChannel, Record, error_record
 from device.jobs import Cancelled, Ending, HostedDevice, LocalResult, Order
 
@@ -35,8 +35,9 @@ class WorkerServer:
         self._experiments: dict[str, Experiment] = {}
         self._cancelled: dict[int, threading.Event] = {}
         self._channel = AgentChannel(self._cancel)
-        from device.pool.trainers import Trainers
-        from device.training.computing import accelerators
+        with frozen_imports():
+            from device.pool.trainers import Trainers
+            from device.training.computing import accelerators
 
         self._trainers, self._accelerators = Trainers(), accelerators()
 
