@@ -12,7 +12,7 @@ demo: $(INSTALLED) broker ## run a small experiment with all roles on this machi
 	.venv/bin/fedstrata run deploy/experiments/demo.toml
 
 test: $(INSTALLED) broker ## run the tests
-	.venv/bin/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
+	.venv/bin/python -m pytest -q -n 3 --dist loadfile
 
 test-slow: $(INSTALLED) broker ## run the tests that take minutes, too
 	HYPOTHESIS_PROFILE=thorough .venv/bin/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile \

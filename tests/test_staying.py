@@ -274,7 +274,7 @@ transfer = {{ idle_s = 10 }}
 devices = 2
 """
 FOREIGN = SMALL + '[model]\nname = "mine:build"\n'
-LONG = SMALL.replace("rounds = 2", "rounds = 100000")
+LONG = SMALL.replace("rounds = 2", "rounds = 1000") + "[training]\nepochs = 100\n"  # a second for each
 
 
 class Lab:
