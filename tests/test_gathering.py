@@ -41,7 +41,7 @@ def _always(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
 
 
-def experiment(model: str = "cnn_digits", **training: Any) -> schema.Experiment:
+def experiment(model: str = "mlp_digits", **training: Any) -> schema.Experiment:
     return reading.parse({"model": {"name": model}, "topology": {"devices": 4}, "training": {**QUICK, **training}})
 
 
@@ -116,7 +116,7 @@ class Work:
     "training", [{}, {"augmentation": {"flip": True, "crop": 1}}, {"nesterov": True, "clip_norm": 0.5}]
 )
 def test_orders_are_trained_vmapped_as_alone(training: dict[str, Any]) -> None:
-    assert Work(experiment(**training)).train() == [TrainingPath.VMAPPED] * 4
+    assert Work(experiment("cnn_digits", **training)).train() == [TrainingPath.VMAPPED] * 4
 
 
 def test_linear_layers_stay_fp32_in_small_batches_on_a_cpu_vmapped_too() -> None:
@@ -217,7 +217,7 @@ def test_a_failed_step_leaves_those_that_are_not_done_to_be_trained_alone(
             assert progress[i][: k + 1] == [(step, how.steps) for step in range(k + 1)]
             assert progress[i] == sorted(progress[i])
     assert caplog.messages == [
-        "cnn_digits on cpu: a vmapped step failed. Devices train one after another: CUDA error: misaligned address"
+        "mlp_digits on cpu: a vmapped step failed. Devices train one after another: CUDA error: misaligned address"
     ]
     assert work.train(trainers) == [TrainingPath.IN_PROCESS] * 4
     assert fault.trainings == 1 and len(caplog.messages) == 1
@@ -253,7 +253,7 @@ def test_who_is_called_off_does_not_keep_the_others(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("lane", [Thread, Worker])
 def test_a_pools_devices_are_trained_vmapped(lane: Callable[[], Executor]) -> None:
-    work = Work(experiment())
+    work = Work(experiment("cnn_digits"))
 
     async def play() -> list[LocalResult]:
         async with Pool(accelerator="cpu", slots=1, devices=4, thread=lane) as pool:

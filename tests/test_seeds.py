@@ -19,8 +19,8 @@ from deploy.simulation.report import describe, summary
 from deploy.simulation.search import run_seeds
 from deploy.simulation.seeds import SeedReport, run_seed
 
-SEEDS = (0, 1, 4, 5, 6, 8, 19)  # 4 and 19 have a permanent fault; tests below play 7, 14 and 24
-MANY = range(10_000, 12_000)
+SEEDS = (4, 5, 6, 8, 19)  # 4 and 19 have a permanent fault; tests below play 0, 7, 14 and 24
+MANY = (*range(4), *range(10_000, 12_000))
 FOUND = (
     83,  # a task and the end of the run come at once: the child began the task, and never ended
     177,  # a device restarts while its link is measured: the institution waited for idle_s

@@ -32,7 +32,7 @@ from device.training import trainer as trainer_module
 from device.training.trainer import LocalResult, Trainer, resolve_accelerator
 
 
-def experiment(*, model: str = "cnn_digits", devices: int = 4, **training: Any) -> schema.Experiment:
+def experiment(*, model: str = "mlp_digits", devices: int = 4, **training: Any) -> schema.Experiment:
     return reading.parse({"model": {"name": model}, "topology": {"devices": devices}, "training": training})
 
 
@@ -197,7 +197,7 @@ def test_rounds_and_nodes_shuffle_differently() -> None:
 
 
 def test_bits_do_not_depend_on_who_trains_at_the_same_time() -> None:
-    lab = experiment(batch_size=20)
+    lab = experiment(model="cnn_digits", batch_size=20)
     row = initial(lab)
     row.flags.writeable = False
     trainers = [make(lab, f"device-{i}") for i in range(4)]
@@ -397,7 +397,7 @@ def test_exhausted_memory_fails_the_run_and_spares_the_trainer(
 
 
 def test_learns_the_digits() -> None:
-    lab = experiment(devices=1)
+    lab = experiment(model="cnn_digits", devices=1)
     data = datasets.load(lab.data)
     trainer = make(lab)
     out, _ = run(trainer, initial(lab), epochs=4)
@@ -488,7 +488,7 @@ def test_devices_with_copies_of_one_set_split_it_alike(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_compiled_it_is_nearly_the_same() -> None:
-    lab, compiled = experiment(), experiment(compile=True)
+    lab, compiled = experiment(model="cnn_digits"), experiment(model="cnn_digits", compile=True)
     row = initial(lab)
     wanted, result = run(make(lab), row)
     trainer = make(compiled)
@@ -584,7 +584,7 @@ def test_augmentation_is_of_the_seed_the_node_and_the_round(augmentation: dict[s
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 def test_on_a_gpu_nearly_the_same_and_nothing_left_behind() -> None:
-    lab = experiment(batch_size=50)
+    lab = experiment(model="cnn_digits", batch_size=50)
     row = initial(lab)
     wanted, result = run(make(lab), row)
     trainer = make(lab, accelerator="cuda")
@@ -614,10 +614,10 @@ def test_on_a_gpu_deterministic_training_gives_the_same_bits(model: str, trainin
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 def test_on_a_gpu_bf16_is_near_to_fp32() -> None:
-    lab = experiment()
+    lab = experiment(model="cnn_digits")
     row = initial(lab)
     wanted, result = run(make(lab, accelerator="cuda"), row)
-    trainer = make(experiment(precision="bf16"), accelerator="cuda")
+    trainer = make(experiment(model="cnn_digits", precision="bf16"), accelerator="cuda")
     out, in_low = run(trainer, row)
     apart = np.abs(trainer.layout.floats(out) - trainer.layout.floats(wanted))
     moved = np.abs(trainer.layout.floats(wanted) - trainer.layout.floats(row))
