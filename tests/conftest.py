@@ -31,6 +31,15 @@ settings.load_profile(PROFILE)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # roles are started a hundred times: compiling takes a third of that
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take the core of the other test process
 
+LONG: Final = ("faults", "staying", "seeds", "lab", "prometheus", "report", "scenarios", "direct", "pool")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest: at the end, other processes would wait for them."""
+    items.sort(
+        key=lambda item: LONG.index(name) if (name := item.path.stem.removeprefix("test_")) in LONG else len(LONG)
+    )
+
 
 def pytest_collection_finish() -> None:
     """Keep what the imports made out of garbage collections: torch's are some 180 000 objects."""

@@ -339,12 +339,12 @@ def test_a_name_that_is_taken_ends_one_of_a_process_and_the_other_completes_the_
     served: BrokerProcess, tmp_path: Path
 ) -> None:
     short = tmp_path / "short.toml"
-    short.write_text(to_toml(parse(SMALL | {"rounds": 1, "training": {"epochs": 1}})))
+    short.write_text(to_toml(parse(BRANCH | {"rounds": 1, "training": {"epochs": 1}})))
     with ExitStack() as stack:
         overheard = stack.enter_context(overhearing(served))
         lab = Lab(short, served, tmp_path, stack)
         cloud = lab.cloud()
-        roles = [lab.institution("institution-0"), lab.institution("institution-1"), lab.devices(0, 2, 3)]
+        roles = [lab.institution("institution-0"), lab.devices(0)]
         overheard.wait_for(present("device-0"))
         both = lab.devices(0, 1)
         until(lambda: "device-0" in both.log.read_text(), "the report of the error")
@@ -475,9 +475,13 @@ def test_a_lab_starts_roles_again_that_were_killed(branch: Path, tmp_path: Path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills children with their parent")
-def test_a_killed_lab_leaves_no_process_behind(branch: Path, tmp_path: Path) -> None:
-    role = lab_of(tmp_path / "lab.log", branch, "--runs", tmp_path / "runs", null=False)
-    all_kinds = {"cloud", "cloud.evaluator_process", "institution", "device", "device.pool.worker_process", "broker"}
+@pytest.mark.parametrize("workers", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["no workers", "workers"])
+def test_a_killed_lab_leaves_no_process_behind(workers: bool, branch: Path, tmp_path: Path) -> None:
+    # That workers end with their agent is a quick test of the pool.
+    words = (tmp_path / "lab.log", branch, "--runs", tmp_path / "runs")
+    role = lab_of(*words, null=not workers, NULL_LAB_EVALUATOR="real")
+    all_kinds = {"cloud", "cloud.evaluator_process", "institution", "device", "broker"}
+    all_kinds |= {"device.pool.worker_process"} if workers else set()
     try:
         until(lambda: kinds(family(role)) == all_kinds, "all roles")
         processes = family(role)

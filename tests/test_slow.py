@@ -153,8 +153,10 @@ def assert_exact(played: ClosedRound, row: Row, names: Sequence[str]) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "nbytes"),
-    [(MOSQUITTOS_DEFAULTS, 50_000_000), ({"max_queued_messages": 50}, 20_000_000)],
-    ids=["defaults", "queue of 50"],
+    [
+        pytest.param(MOSQUITTOS_DEFAULTS, 50_000_000, id="defaults", marks=pytest.mark.slow),
+        pytest.param({"max_queued_messages": 50}, 20_000_000, id="queue of 50"),
+    ],
 )
 def test_what_a_broker_drops_for_a_slow_subscriber_is_sent_once_more(
     settings: Mapping[str, int], nbytes: int, tmp_path: Path
