@@ -62,7 +62,8 @@ class Trainer:
         module = models.build(experiment.model.name, experiment.seed, inputs=local.inputs)
         layout = models.layout_of(module)
         if accelerator.type == "cpu":
-            module = module.to(memory_format=torch.channels_last)
+            # torch's types know no such overload before 2.15.
+            module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload, unused-ignore]
         keep_linear_fp32(module, experiment.training, device=accelerator)
         forward = forward_of(module, experiment.training, device=accelerator)
         self._made = _Prepared(module, forward, layout, local)
