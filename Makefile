@@ -75,6 +75,7 @@ broker:
 	@deploy/brokers/ensure-broker.sh
 
 # PyTorch's CPU build (0.2 GB) comes from its own index; PyPI's for Linux on x86-64 brings CUDA (5 GB).
+# From that index alone: torchvision of one build beside torch of the other has no operators.
 TORCH ?= $(if $(wildcard /proc/driver/nvidia/version),cuda,cpu)
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
@@ -88,7 +89,8 @@ $(INSTALLED): pyproject.toml
 	@case '$(TORCH)' in \
 	    cuda) ;; \
 	    cpu) echo "PyTorch: the CPU build, as there is no NVIDIA driver or TORCH=cpu; TORCH=cuda installs the other one"; \
-	        .venv/bin/python -m pip install --quiet --disable-pip-version-check --retries 0 --timeout 20 \
+	        env -u PIP_FIND_LINKS -u PIP_EXTRA_INDEX_URL PIP_CONFIG_FILE=/dev/null \
+	            .venv/bin/python -m pip install --quiet --disable-pip-version-check --retries 0 --timeout 20 \
 	            --index-url '$(TORCH_CPU_INDEX)' torch torchvision \
 	        || echo "$(TORCH_CPU_INDEX) cannot be reached: PyTorch as pip finds it elsewhere";; \
 	    *) echo "TORCH = '$(TORCH)': use cpu or cuda" >&2; exit 2;; \
