@@ -17,7 +17,7 @@ from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
 from common.protocol.messages import Probe, Probed
 from common.runtime import calibration
-from common.runtime.calibration import TOGETHER_BYTES_S, TOGETHER_MOST, measure_all
+from common.runtime.calibration import TOGETHER_BYTES_S, TOGETHER_MOST, UNDECLARED, measure_all
 from tests.helpers.nodes import PARENT, child_of, layout_of, living, parent_of, together
 from tests.helpers.sites import SimulatedSite, virtual
 
@@ -70,6 +70,27 @@ async def test_a_child_that_is_killed_while_its_link_is_measured_is_left_out(sit
         begun = parent.now()
         await parent.measure(Links(check="warn"))
         assert parent.ledger.measured.keys() == {"device-1"} and parent.now() - begun < 10
+
+
+@pytest.mark.parametrize("link", [LinkSettings(), LinkSettings(up_mbit=16.0, down_mbit=16.0)], ids=["none", "declared"])
+@pytest.mark.parametrize("slow", ["down", "up", "both"])
+def test_a_link_slower_than_declared_is_measured_with_little_noise(slow: str, link: LinkSettings) -> None:
+    @virtual
+    async def play(site: SimulatedSite) -> None:
+        names = ["device-0", "device-1"]
+        parent = parent_of(site, names, layout=layout_of(4000), link=link)
+        site.link("device-0").change(**{f"{way}_rate": 5e4 for way in ("down", "up") if slow in (way, "both")})
+        children = [child_of(site, name, link=link) for name in names]
+        async with together(living(site, parent), *(living(site, child) for child in children)):
+            await parent.gather(Closing())
+            await parent.measure(Links(check="warn"))
+            found, other = (parent.ledger.measured[name] for name in names)
+            rate = found.down if slow == "down" else found.up
+            assert abs(rate / 5e4 - 1) < 0.1
+            assert max(found.up_bytes, found.down_bytes) < 80_000
+            assert min(other.up_bytes, other.down_bytes) > 500_000
+
+    play()
 
 
 class KnownProbes:
@@ -138,7 +159,7 @@ def test_links_are_measured_in_groups_that_a_broker_can_carry(rates: list[float 
 async def test_an_answer_to_no_probe_and_noise_of_another_codec_are_ignored(site: SimulatedSite) -> None:
     child = child_of(site, "device-9")
     probes = child.probes
-    noise = probes._offer(PARENT)
+    noise = probes._offer(PARENT, UNDECLARED)
     other = Probe(replace(noise, codec="fp32"))
     probes.receive(PARENT, other)
     answering = probes._answering

@@ -41,6 +41,7 @@ FOUND = (
     51232,  # two second nodes of one name, one after the other
     53582,  # a node's two connections to one broker had the same client id, and ended each other for ever
     62800,  # a link's measurement ran out of time at the moment in which its child was lost
+    63447,  # an uplink far slower than declared: all else waited behind the noise for idle_s
     2102,  # links that nobody declared are slow: their measurement had too little patience
 )
 PERMANENT = (134,)  # a broker comes back with an old store, in which a device that was killed for good is READY
@@ -53,7 +54,12 @@ def violations(seeds: list[int]) -> list[str]:
 
 
 def test_drawn_labs_hold_what_is_promised() -> None:
-    assert violations([*FOUND, *PERMANENT, *SEEDS]) == []
+    assert violations([*PERMANENT, *SEEDS]) == []
+
+
+@pytest.mark.slow
+def test_labs_that_found_faults_hold_what_is_promised() -> None:
+    assert violations([*FOUND]) == []
 
 
 @pytest.mark.slow

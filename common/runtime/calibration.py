@@ -6,6 +6,9 @@
       | <-------- Probed --------- |   the measured rate, and noise for the way back
       | <--- asks, its chunks ---> |
 
+Both directions are measured with 64 kB first, and with as much as their rates ask for only if they carry that quickly:
+on a link that is slower than declared all else would wait behind the noise.
+
 Noise is counted separately from models, so a run's byte counts do not include it.
 """
 
@@ -30,7 +33,9 @@ CHUNK_LEAST: Final = 8192
 CHUNKS_LEAST: Final = 8
 CHUNKS_MOST: Final = 32
 CHUNKS_USUAL: Final = 16
-UNDECLARED: Final = 2e6
+UNDECLARED: Final = 2e6  # bytes per second: a link of no declared rate is measured as if it had this one
+FIRST: Final = 256e3  # bytes per second: the most that the first exchange asks for
+FAR_LESS: Final = 0.25  # of the declared rate: no second exchange
 SIZE_MOST: Final = 1 << 26
 REPEAT_S: Final = 2.0
 CODEC: Final = "noise"
@@ -56,19 +61,29 @@ class Probes:
 
     async def measure(self, peer: str) -> Measured:
         """Calibrate the link to a child. Raises TimeoutError, or RefusedModel on an invalid reply."""
-        noise = self._offer(peer)
+        session = self._endpoint.session
+        down, up = (ways[peer].rate or UNDECLARED for ways in (session.ways.to, session.ways.from_))
+        async with asyncio.timeout(PATIENCE * session.transfer.idle_s):
+            found = await self._exchange(peer, min(down, FIRST))
+            carries = all(not rate or rate > FAR_LESS * most for rate, most in ((found.down, down), (found.up, up)))
+            if max(down, up) > FIRST and carries:
+                found = await self._exchange(peer, down)
+        return found
+
+    async def _exchange(self, peer: str, rate: float) -> Measured:
+        """Measure both directions once, with noise for a link of `rate` bytes per second."""
+        noise = self._offer(peer, rate)
         answered: asyncio.Future[Probed] = asyncio.get_running_loop().create_future()
         self._answers[peer] = noise.blob, answered
         self._measuring[peer] = [answered]
         try:
-            async with asyncio.timeout(PATIENCE * self._endpoint.session.transfer.idle_s):
-                while not answered.done():
-                    self._send(peer, Probe(noise))
-                    await asyncio.wait((answered,), timeout=REPEAT_S)
-                answer = answered.result()
-                up = await self._fetch(peer, answer.model)
-                counters = self._endpoint.session.counters
-                return Measured(up, answer.rate, counters.probed(peer, "received"), counters.probed(peer, "sent"))
+            while not answered.done():
+                self._send(peer, Probe(noise))
+                await asyncio.wait((answered,), timeout=REPEAT_S)
+            answer = answered.result()
+            up = await self._fetch(peer, answer.model)
+            counters = self._endpoint.session.counters
+            return Measured(up, answer.rate, counters.probed(peer, "received"), counters.probed(peer, "sent"))
         finally:
             del self._answers[peer]
             self._measuring.pop(peer, None)
@@ -81,9 +96,12 @@ class Probes:
             if answered is not None and not answered.done() and message.asked == asked:
                 answered.set_result(message)
         elif self._asked != message.model:
+            rate = self._endpoint.session.ways.to[peer].rate or UNDECLARED
+            if self._asked is None:
+                rate = min(rate, FIRST)
             self.end()
             self._asked = message.model
-            self._answering = asyncio.create_task(self._respond(peer, message.model), name="answer a probe")
+            self._answering = asyncio.create_task(self._respond(peer, message.model, rate), name="answer a probe")
         elif self._answer is not None:
             self._send(peer, self._answer)
 
@@ -111,13 +129,13 @@ class Probes:
             self._endpoint.retire(self._answer.model.blob)
         self._asked = self._answer = self._answering = None
 
-    async def _respond(self, peer: str, noise: Manifest) -> None:
+    async def _respond(self, peer: str, noise: Manifest, rate: float) -> None:
         try:
-            rate = await self._fetch(peer, noise)
+            found = await self._fetch(peer, noise)
         except RefusedModel:
             self._asked = None  # the probe will be repeated
             return
-        self._answer = Probed(noise.blob, rate, self._offer(peer))
+        self._answer = Probed(noise.blob, found, self._offer(peer, rate))
         self._send(peer, self._answer)
 
     async def _fetch(self, peer: str, noise: Manifest) -> float:
@@ -137,8 +155,7 @@ class Probes:
             self._fetches.pop(noise.blob, None)
             receiver.drop(peer, blob=noise.blob, now=now())
 
-    def _offer(self, peer: str) -> Manifest:
-        rate = self._endpoint.session.ways.to[peer].rate or UNDECLARED
+    def _offer(self, peer: str, rate: float) -> Manifest:
         chunk_bytes = int(
             min(max(rate * PROBE_S / CHUNKS_USUAL, CHUNK_LEAST), self._endpoint.session.offers.chunk_most)
         )
