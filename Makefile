@@ -12,7 +12,7 @@ demo: $(INSTALLED) broker ## run a small experiment with all roles on this machi
 	.venv/bin/fedstrata run deploy/experiments/demo.toml
 
 # Processes of tests: more than cores, as labs wait; few, as each imports torch.
-PYTEST := .venv/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST := .venv/bin/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder
 
 test: $(INSTALLED) broker ## run the tests
 	$(PYTEST)

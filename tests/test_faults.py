@@ -458,6 +458,7 @@ def test_an_interrupted_lab_leaves_nothing_behind_and_can_be_resumed(branch: Pat
         assert not list((tmp_path / "runs" / ".spool").iterdir())
 
 
+@pytest.mark.slow
 def test_a_lab_starts_roles_again_that_were_killed(branch: Path, tmp_path: Path) -> None:
     longer: dict[str, Any] = {"rounds": 40, "training": {"epochs": 1}}
     flags = ("--set", "rounds=40", "--set", "training.epochs=1", "--runs", tmp_path / "runs")

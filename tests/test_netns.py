@@ -279,6 +279,7 @@ def test_each_device_reaches_its_broker_by_its_own_wire(network: tuple[LabNetwor
     assert (len({broker.partition(":")[2] for broker in opened.upward.values()}) == 1) == one_broker
 
 
+@pytest.mark.slow
 @in_namespaces
 @pytest.mark.timeout(2 * PATIENCE_S)
 def test_a_lab_in_namespaces_ends_with_the_same_model(tmp_path: Path) -> None:

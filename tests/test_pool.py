@@ -467,6 +467,7 @@ def test_a_worker_that_is_killed_once_costs_the_training_nothing(lab: Lab, moody
     assert len(lab.pids()) == 2 and len(lab.pids() & before) == 1
 
 
+@pytest.mark.slow
 def test_a_training_that_kills_two_workers_fails_and_spares_the_others(lab: Lab, moody: schema.Experiment) -> None:
     row = initial(moody)
     lab.order("kill", 2)

@@ -265,6 +265,7 @@ def test_several_runs_are_laid_over_each_other_and_compared(played: list[Path], 
     assert never.exit_code == 0
 
 
+@pytest.mark.slow
 def test_figures_are_files_too(played: list[Path], tmp_path: Path) -> None:
     folder = tmp_path / "figures"
     options = ("--figures", folder, "--figure-formats", "pdf, png,svg", "--out", tmp_path / "r.html")

@@ -183,6 +183,7 @@ def mapped_bytes(pid: int | str, path: Path) -> tuple[int, int]:
     return found[0], found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 def test_processes_that_start_at_once_make_a_set_once_and_share_it(place: Path, tmp_path: Path) -> None:
     data = cifar_sized()
