@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from common.errors import InvalidExperiment
 from common.experiment.messages import explain
+from common.experiment.present import LAB
 from common.experiment.schema import Experiment
 from common.experiment.tables import write
 
@@ -29,10 +30,15 @@ log = logging.getLogger("fedstrata.experiment")
 
 
 def load(path: Path, overrides: Iterable[str] = ()) -> Experiment:
-    """Read a TOML file and apply `key=value` overrides. Raises InvalidExperiment.
+    """Return the experiment of a TOML file with `key=value` overrides. Raises InvalidExperiment.
 
     Keys of earlier releases are accepted with a warning.
     """
+    return parse(read(path, overrides))
+
+
+def read(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the tree of a TOML file with overrides, as `load` does, not validated. Raises InvalidExperiment."""
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -43,7 +49,7 @@ def load(path: Path, overrides: Iterable[str] = ()) -> Experiment:
         log.warning("%s: the key %s is deprecated. Write %s.", path, old, new)
     for override in overrides:
         _override(tree, override)
-    return parse(tree)
+    return tree
 
 
 def parse(tree: Mapping[str, Any] | str | bytes) -> Experiment:
@@ -51,6 +57,9 @@ def parse(tree: Mapping[str, Any] | str | bytes) -> Experiment:
 
     JSON text may have keys of earlier releases: it comes from another node.
     """
+    if isinstance(tree, Mapping) and tree.get("topology") == LAB:
+        problem = "only `fedstrata cloud` can ask which nodes are there"
+        raise InvalidExperiment("topology", LAB, problem, "Give topology.institutions and topology.devices.")
     try:
         if isinstance(tree, (str, bytes)):
             return Experiment.model_validate_json(tree)

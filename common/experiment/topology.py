@@ -16,7 +16,10 @@ RESERVED: Final = frozenset({CLOUD, "all"})  # `all` is the broadcast stream
 
 
 class Topology(SettingsTable):
-    """The nodes of a lab of one or two tiers, and the institution of each device."""
+    """The nodes of a lab of one or two tiers, and the institution of each device.
+
+    `topology = "lab"` stands for all institutions and devices that are there when `fedstrata cloud` begins.
+    """
 
     # A number makes the names `institution-0`, `institution-1`, ...; a list gives them; 0 = devices below the cloud.
     institutions: Annotated[int, Field(ge=0, le=1_000_000)] | list[Name] = 1

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from common.protocol.topics import DEFAULT_LAB
-from deploy.cli.roles import BrokerOption
+from deploy.cli.roles import ROLL_S, BrokerOption
 from deploy.console import logs
 from deploy.console.connecting import ConnectTimeout, LabOption, PasswordFile, Username, address, run_connected
 from deploy.console.options import Output
@@ -27,7 +27,7 @@ def _lab() -> None:
 def status(
     broker: BrokerOption = "localhost",
     lab: LabOption = DEFAULT_LAB,
-    wait: Annotated[float, typer.Option(min=0.1, help="Seconds in which nodes may answer.")] = 2.0,
+    wait: Annotated[float, typer.Option(min=0.1, help="Seconds in which nodes may answer.")] = ROLL_S,
     output: Output = "table",
     username: Username = None,
     password_file: PasswordFile = None,

@@ -19,6 +19,7 @@ from deploy.console.options import Output, Overrides, Runs
 
 if TYPE_CHECKING:
     from common.experiment.schema import Experiment
+    from common.net.address import BrokerAddress
 
 SPOOL = "/var/tmp/fedstrata"  # kept when the machine restarts, unlike /tmp
 
@@ -29,6 +30,7 @@ SpoolFolder = Annotated[
     str, typer.Option("--spool", help="Folder of partly transferred models, kept after a crash; 'none' = memory.")
 ]
 METRICS = "127.0.0.1:0"
+ROLL_S = 2.0  # as long as the nodes of a lab usually have to answer
 Once = Annotated[bool, typer.Option("--once", help="End with the first run, with its exit code.")]
 MetricsAddress = Annotated[
     str,
@@ -52,9 +54,14 @@ def cloud(
     queue: Annotated[bool, typer.Option("--queue", help="If another run has the lab, wait for its end.")] = False,
     sole: Annotated[bool, typer.Option("--sole", hidden=True)] = False,  # no other cloud can be on this broker
 ) -> None:
-    """Run an experiment in a lab: announce it to the nodes, run the global rounds and write the run's folder."""
+    """Run an experiment in a lab: announce it to the nodes, run the global rounds and write the run's folder.
+
+    An experiment with `topology = "lab"` takes all nodes that `fedstrata lab status` lists.
+    """
     from cloud.agent import CloudAgent
     from cloud.results import RunFolder
+    from common.experiment.present import LAB
+    from common.experiment.reading import parse
     from common.runtime.claim import claim
     from deploy.console.progress import show
 
@@ -62,10 +69,15 @@ def cloud(
         logs.write_line(f"lab {lab} is used by {by}: waiting for its end")
 
     async def run_cloud() -> None:
-        chosen = chosen_experiment(experiment, overrides, resume)
+        tree = _tree(experiment, overrides, resume)
+        of_the_lab = tree.get("topology") == LAB
+        chosen = None if of_the_lab else parse(tree)
         where = _address(broker, username, password_file)
         if not sole:
             await claim(where, lab=lab, connect_timeout_s=connect_timeout, queue=queue, waiting=waiting)
+        if chosen is None:
+            tree["topology"] = await _present(where, lab, connect_timeout)
+            chosen = parse(tree)
         registry, address = serve_metrics(metrics, broker=where)
         folder = RunFolder.reopen(resume) if resume else RunFolder.create(runs, chosen)
         with show(json_lines=output == "json") as observe:
@@ -221,7 +233,13 @@ def device(
 
 def chosen_experiment(path: Path | None, overrides: list[str] | None, resume: Path | None) -> Experiment:
     """Return the experiment of a file with the overrides, or that of a run to resume. Raises InvalidExperiment."""
-    from common.experiment.reading import load
+    from common.experiment.reading import parse
+
+    return parse(_tree(path, overrides, resume))
+
+
+def _tree(path: Path | None, overrides: list[str] | None, resume: Path | None) -> dict[str, Any]:
+    from common.experiment.reading import read
 
     if resume is not None:
         if path is not None or overrides:
@@ -229,7 +247,19 @@ def chosen_experiment(path: Path | None, overrides: list[str] | None, resume: Pa
         path = resume / "experiment.toml"
     elif path is None:
         raise typer.BadParameter("name an experiment, or resume a run with --resume FOLDER", param_hint="EXPERIMENT")
-    return load(path, overrides or ())
+    return read(path, overrides or ())
+
+
+async def _present(where: BrokerAddress, lab: str, connect_timeout_s: float) -> dict[str, Any]:
+    """Return the `topology` table of the nodes that are there, and report who is left out."""
+    from common.experiment.present import PresentNode, topology_of
+    from common.runtime.roll import call_the_roll
+
+    found = await call_the_roll(where, lab=lab, wait_s=ROLL_S, connect_timeout_s=connect_timeout_s)
+    topology, left_out = topology_of([PresentNode(name, here.role, here.parent, here.host) for name, here in found])
+    for line in left_out:
+        logs.write_line(line)
+    return topology
 
 
 def _stays(once: bool) -> bool:
