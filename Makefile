@@ -11,14 +11,14 @@ help: ## list the targets
 demo: $(INSTALLED) broker ## run a small experiment with all roles on this machine
 	.venv/bin/fedstrata run deploy/experiments/demo.toml
 
-# Processes of tests: more than cores, as labs wait; few, as each imports torch.
-PYTEST := .venv/bin/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder
+PYTEST := .venv/bin/python -m pytest -q --dist loadfile --no-loadscope-reorder
 
+# Processes of tests: more than cores, as labs wait; few, as each imports torch.
 test: $(INSTALLED) broker ## run the tests
-	$(PYTEST)
+	$(PYTEST) -n 4
 
 test-slow: $(INSTALLED) broker ## run the tests that take minutes, too
-	HYPOTHESIS_PROFILE=thorough $(PYTEST) -m 'slow or (hypothesis and not gpu)'
+	HYPOTHESIS_PROFILE=thorough $(PYTEST) -n auto --maxprocesses 4 -m 'slow or (hypothesis and not gpu)'
 
 bench: $(INSTALLED) broker ## measure against plain TCP
 	.venv/bin/python tests/bench/run.py

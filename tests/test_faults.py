@@ -283,6 +283,7 @@ def test_every_role_killed_once_and_started_again_gives_the_same_model(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # nine processes with torch
 @pytest.mark.parametrize(
     ("rule", "killed"),
     [

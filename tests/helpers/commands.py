@@ -36,7 +36,8 @@ def command(*arguments: str | Path, null: bool = False, stay: bool = False) -> l
     Without `stay` a node ends with its first run, and a cloud does not ask for a second whether the lab is free.
     """
     words = {"institution": ["--once"], "device": ["--once"], "cloud": ["--sole"]}
-    once = [] if stay else words.get(str(arguments[0]), [])
+    role = next((str(argument) for argument in arguments if argument in words), "")
+    once = words[role] if role and not stay else []
     return [sys.executable, *([str(NULL_LAB)] if null else ["-m", "deploy.cli"]), *map(str, arguments), *once]
 
 
