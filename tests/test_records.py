@@ -31,7 +31,7 @@ NAMES: Final = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,9}", fullmatch=True)
 COUNT: Final = st.integers(0, 10**15)
 SECONDS: Final = st.floats(0, 1e9)
 ROUNDED: Final = SECONDS.map(lambda seconds: round(seconds, 6))
-NUMBER: Final = st.floats(allow_nan=False, allow_infinity=False)
+NUMBER: Final = st.floats(-1e308, 1e308)  # the largest floats would be rounded up to infinity
 MAYBE: Final = st.none() | NUMBER
 
 
