@@ -141,7 +141,7 @@ class Broker:
             self.connections.remove(connection)
             if will_after_s is not None and connection.will is not None:
                 topic, body = connection.will
-                self.loop.after(will_after_s, lambda: self.route(topic, body, 1, retain=True))
+                self.loop.after(will_after_s, lambda: self.route(topic, body, retain=True))
 
     def restart(self, *, retained: Mapping[str, bytes]) -> None:
         """Lose all connections and what is on its way; come back with that store."""
@@ -150,11 +150,11 @@ class Broker:
         self.connections = []
         self.retained = dict(retained)
 
-    def publish(self, connection: Connection, topic: str, body: bytes, qos: int, *, retain: bool) -> None:
+    def publish(self, connection: Connection, topic: str, body: bytes, *, retain: bool) -> None:
         """Take a client's message, which is on its way for a while."""
         self.sent[topic] += 1
         if connection.open:
-            self.loop.after(DELAY_S, lambda: self.route(topic, body, qos, retain=retain))
+            self.loop.after(DELAY_S, lambda: self.route(topic, body, retain=retain))
 
     def subscribe(self, connection: Connection, filters: Iterable[str]) -> None:
         def arrive() -> None:
@@ -174,7 +174,7 @@ class Broker:
             connection.filters.pop(each, None)
             connection.topics.discard(each)
 
-    def route(self, topic: str, body: bytes, qos: int, *, retain: bool) -> None:
+    def route(self, topic: str, body: bytes, *, retain: bool) -> None:
         """Pass a message on."""
         if not self.up:
             return
@@ -309,9 +309,9 @@ class Node:
         assert connection is not None
         if isinstance(output, Publish):
             self.lab.note(self.name, output)
-            broker.publish(connection, output.topic, output.body, output.qos, retain=output.retain)
+            broker.publish(connection, output.topic, output.body, retain=output.retain)
         elif isinstance(output, PublishChunk):
-            broker.publish(connection, output.topic, bytes(output.chunk.data), 0, retain=False)
+            broker.publish(connection, output.topic, bytes(output.chunk.data), retain=False)
             self.lab.loop.after(0.001, lambda: self._sent(output))
         elif isinstance(output, Subscribe):
             broker.subscribe(connection, output.topics)
@@ -593,7 +593,7 @@ class Lab:
         """Give a message to the broker in the name of any process."""
         body = serialization.encode(message, session)
         topic = topics.state(LAB, run, sender) if retained else topics.inbox(LAB, run, node, sender)
-        self.broker.route(topic, body, 1, retain=retained)
+        self.broker.route(topic, body, retain=retained)
 
     # Rounds
 

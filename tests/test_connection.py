@@ -9,6 +9,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from common.experiment.links import LinkSettings
 from common.experiment.schema import TransferSettings
 from common.net import connection
 from common.net.address import BrokerAddress
+from common.net.attempts import pause_s
 from common.net.bulk import Body
 from common.net.client import MqttClient
-from common.net.connection import BrokerConnection, pause_s
-from common.net.failures import FailureLog
+from common.net.connection import BrokerConnection
+from common.net.failures import KINDS_MOST, FailureLog
 from common.protocol.identity import Identity
 from common.protocol.messages import NodeState
 from common.runtime.parent_endpoint import ParentEndpoint
@@ -256,11 +258,11 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the numbers of the attempts to connect that failed; there are no pauses between them."""
     failed: list[int] = []
 
-    def pause(attempt: int) -> float:
+    def pause(attempt: int, _draw: object) -> float:
         failed.append(attempt)
         return 0.0
 
-    monkeypatch.setattr(connection, "pause_s", pause)
+    monkeypatch.setattr("common.net.attempts.pause_s", pause)
     return failed
 
 
@@ -393,7 +395,7 @@ def test_kinds_of_failures_are_bounded() -> None:
     failures = FailureLog()
     for number in range(100):
         assert failures.failed(str(number), "text", float(number)) == "text"
-    assert len(failures._kinds) <= 8
+    assert len(failures._kinds) == KINDS_MOST
 
 
 # A broker that refuses its statistics
@@ -506,5 +508,82 @@ def test_a_client_that_disconnects_reads_until_the_broker_has_closed() -> None:
             async with running(connection):
                 await until(lambda: connection.up)
             assert sent == [0, 1, 2]
+
+    assert scenario(run()) == []
+
+
+# A broker with several addresses
+
+
+def joined(*addresses: BrokerAddress) -> BrokerAddress:
+    return replace(addresses[0], others=tuple((one.host, one.port) for one in addresses[1:]))
+
+
+async def away() -> BrokerAddress:
+    """Return an address at which nobody answers."""
+    async with FakeBroker(acknowledge) as fake:
+        return fake.address
+
+
+def test_an_address_that_refuses_is_followed_by_the_next(attempts: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        nobody = await away()
+        async with FakeBroker(acknowledge) as fake:
+            connection = connection_to(joined(nobody, fake.address))
+            async with running(connection):
+                await until(lambda: connection.up)
+                assert connection.attempts.address == fake.address
+                assert connection.reconnects == 1 and len(fake.times) == 1
+        (line,) = logged(caplog)
+        assert line.startswith(f"broker {nobody}: ") and line.endswith(f"refused; trying {fake.address}")
+
+    with caplog.at_level(logging.WARNING, "fedstrata"):
+        assert scenario(run()) == []
+    assert attempts == []  # no pause
+
+
+def test_a_connection_goes_to_the_next_address_when_it_dies_and_stays_there(attempts: list[int]) -> None:
+    async def run() -> None:
+        served: list[str] = []
+
+        def counted(name: str) -> Answer:
+            def answer(kind: int, body: bytes) -> bytes | None:
+                served.append(name)
+                return None if b"drop" in body else acknowledge(kind, body)
+
+            return answer
+
+        async with FakeBroker(counted("first")) as first, FakeBroker(counted("second")) as second:
+            left: list[bool] = []
+
+            async def connected() -> None:
+                connection.subscribe(["t"], qos=1)
+
+            connection = connection_to(joined(first.address, second.address), connected=connected)
+            async with running(connection):
+                await until(lambda: connection._worked)
+                connection.publish_body("drop", Body(memoryview(b"body")), done=lambda: left.append(True))
+                await until(lambda: connection._worked and second.times)
+                assert left and attempts == []
+                connection.publish("t", b"", qos=1)
+                await connection.flush()
+                assert (connection.attempts.address, served[-1], len(first.times)) == (second.address, "second", 1)
+                connection.publish("drop", b"", qos=0)
+                await until(lambda: connection._worked and len(first.times) == 2)
+                assert attempts == [0]  # both addresses have failed, though after they had worked
+
+    assert scenario(run()) == []
+
+
+def test_addresses_that_all_fail_are_named_with_their_reasons() -> None:
+    async def run() -> None:
+        nobody = await away()
+        async with FakeBroker(close, at_once=True) as fake:
+            connection = connection_to(joined(nobody, fake.address))
+            with pytest.raises(ConnectionFailed) as failed:
+                await connection.run(connect_timeout_s=0.0)  # each address gets an attempt
+        refused, closed = str(failed.value).split("; ")
+        assert refused.startswith(f"broker {nobody}: ") and "refused" in refused
+        assert closed.startswith(f"{fake.address}: closed by the broker before CONNACK. Is it running there")
 
     assert scenario(run()) == []

@@ -17,10 +17,9 @@ from cloud.records import DeviceRecord, GlobalRoundRecord, LinkRecord
 from common.experiment.aggregation import RULES
 from common.experiment.reading import parse
 from common.experiment.rounds import EpochControl
-from common.protocol.messages import Announcement, Presence
-from common.protocol.outbox import QOS_0
 from common.protocol.serialization import KINDS, VERSION
 from common.protocol.timeline import GLOBAL_PHASES
+from deploy.kits.lab import parse as lab_of
 from docs.tools import experiment, metrics_table, sketches
 from docs.tools.drawing import PICTURES
 from docs.tools.manual import manual
@@ -104,17 +103,10 @@ def test_the_readme_is_short() -> None:
 
 def test_the_messages_of_the_protocol_are_the_codes() -> None:
     page = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\d+) \| (\w+) \| (?:\w+) \| (\d)(?:, retained)? \| (.*?) ?\|$", page, re.MULTILINE)
-    kinds = [(int(n), name, int(qos), re.findall(r"`(\w+): ", fields_)) for n, name, qos, fields_ in rows]
-    retained = (Presence, Announcement)  # which are no control messages
+    rows = re.findall(r"^\| (\d+) \| (\w+) \| \w+ \| (.*?) ?\|$", page, re.MULTILINE)
+    kinds = [(int(n), name, re.findall(r"`(\w+): ", fields_)) for n, name, fields_ in rows]
     assert kinds == [
-        (
-            n,
-            kind.__name__,
-            1 if kind in retained else int(kind not in QOS_0),
-            [field.name for field in dataclasses.fields(kind)],
-        )
-        for n, kind in enumerate(KINDS)
+        (n, kind.__name__, [field.name for field in dataclasses.fields(kind)]) for n, kind in enumerate(KINDS)
     ]
     assert f"[{VERSION}, session, kind," in page
 
@@ -156,8 +148,11 @@ def test_no_picture_is_left_over() -> None:
 
 
 @pytest.mark.parametrize("snippet", snippets())
-def test_snippets_are_experiments(snippet: str) -> None:
+def test_snippets_are_experiments_or_labs(snippet: str) -> None:
     given = tomllib.loads(snippet)
+    if "machines" in given:
+        assert lab_of(given).parents
+        return
     parse(given if "tiers" in given else {**LAB, **given})
 
 

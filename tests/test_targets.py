@@ -204,10 +204,17 @@ def test_the_answer_is_json_also_before_there_is_anything_to_tell() -> None:
 
 
 def test_a_server_on_all_addresses_is_found_where_its_broker_is_reached_from() -> None:
-    assert reachable("192.0.2.7", ("127.0.0.1", 1883)) == "192.0.2.7"
-    assert reachable("::1", ("127.0.0.1", 1883)) == "[::1]"
-    assert reachable("0.0.0.0", ("127.0.0.1", 1883)) == "127.0.0.1"
-    assert reachable("", ("broker.invalid", 1883)) == socket.gethostname()
+    here, nowhere = BrokerAddress("127.0.0.1"), BrokerAddress("broker.invalid")
+    assert reachable("192.0.2.7", here) == "192.0.2.7"
+    assert reachable("::1", here) == "[::1]"
+    assert reachable("0.0.0.0", here) == "127.0.0.1"
+    assert reachable("", nowhere) == socket.gethostname()
+    assert reachable("0.0.0.0", BrokerAddress("broker.invalid", others=(("127.0.0.1", 1884),))) == "127.0.0.1"
+
+
+def test_a_server_of_ipv4_is_not_published_by_the_ipv6_address_that_reaches_the_broker() -> None:
+    assert reachable("0.0.0.0", BrokerAddress("::1", others=(("127.0.0.1", 1883),))) == "127.0.0.1"
+    assert reachable("::", BrokerAddress("::1")) in ("[::1]", socket.gethostname())  # a machine may have no IPv6
 
 
 def test_devices_on_a_broker_of_their_own_are_found_lost_and_found_again(tmp_path: Path) -> None:

@@ -1,18 +1,68 @@
-"""Address of a broker."""
+"""Addresses of a broker."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
+from ipaddress import IPv6Address
+from typing import Final, TypeAlias
+
+PORT: Final = 1883
+# A name or an IPv4 address, or an IPv6 address in brackets; and a port.
+_ITEM: Final = re.compile(r"(?:\[([^\[\]]+)\]|([\w-]{1,63}(?:\.[\w-]{1,63})*\.?))(?::([0-9]{1,5}))?", re.ASCII)
+
+HostPort: TypeAlias = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class BrokerAddress:
-    """Host, port and login of a broker; the password comes from a file or the environment."""
+    """Host, port and login of a broker; the password comes from a file or the environment.
+
+    `others` are further addresses of the same broker, in the order in which they are tried: the other nodes of a
+    cluster, or the second address of a server.
+    """
 
     host: str
-    port: int = 1883
+    port: int = PORT
     username: str | None = None
     password: str | None = None
+    others: tuple[HostPort, ...] = ()
+
+    @property
+    def hosts(self) -> tuple[HostPort, ...]:
+        """Host and port of each address, in order."""
+        return (self.host, self.port), *self.others
+
+    @property
+    def each(self) -> tuple[BrokerAddress, ...]:
+        """The addresses one by one, in order."""
+        return tuple(replace(self, host=host, port=port, others=()) for host, port in self.hosts)
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        return ",".join(host_port(*one) for one in self.hosts)
+
+
+def host_port(host: str, port: int) -> str:
+    """Return host:port, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parse_hosts(text: str) -> tuple[HostPort, ...]:
+    """Return the hosts and ports of a list such as `nats-0,nats-1:1884,[::1]:1883`. Raises ValueError."""
+    found = tuple(parse_host(item) for item in text.split(","))
+    for one in found:
+        if found.count(one) > 1:
+            raise ValueError(f"{host_port(*one)} is there more than once")
+    return found
+
+
+def parse_host(item: str, *, port: int = PORT) -> HostPort:
+    """Return one host and its port, or this port. Raises ValueError."""
+    matched = _ITEM.fullmatch(item)
+    literal, name, given = matched.groups() if matched else ("", "", "")
+    if literal:
+        IPv6Address(literal)
+    number = int(given or port)
+    if not (literal or name) or not 0 < number < 65_536:
+        raise ValueError(f"{item!r} is not an address")
+    return literal or name, number

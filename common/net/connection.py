@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
@@ -13,15 +12,13 @@ from typing import Any, Final, NamedTuple
 from paho.mqtt.reasoncodes import ReasonCode
 
 from common.accounting.tcp import WireMeter
-from common.errors import ConnectionFailed
 from common.net.address import BrokerAddress
+from common.net.attempts import Attempts
 from common.net.bulk import Body, BulkClient
 from common.net.client import MqttClient, MqttError
 from common.net.failures import FailureLog
 from common.net.packets import FindPlace, Place
 
-BACKOFF_S: Final = 0.1
-BACKOFF_MOST_S: Final = 5.0
 OPTIONAL_S: Final = 10.0  # timeout of an optional subscription
 LIVED_S: Final = 5.0  # a connection that lasts this long has worked
 REFUSED: Final = 0x80  # of a SUBACK
@@ -49,21 +46,12 @@ class _Sent(NamedTuple):
         return f"{now - self.at:.1f} s after {self.packet}{what}"
 
 
-def pause_s(attempt: int, draw: Callable[[float, float], float] = random.uniform) -> float:
-    """Return the seconds to wait before another attempt to connect: doubling each time, minus a random part up to half.
-
-    Nodes that lost the same broker wait for different times, so that they do not reconnect all at once.
-    """
-    most = min(BACKOFF_MOST_S, BACKOFF_S * 2 ** min(attempt, 16))
-    return draw(most / 2, most)
-
-
 class BrokerConnection:
     """A connection that is restored when it breaks: `connected` runs after each connect, `received` for each message.
 
     A connection *has worked* once the broker acknowledged its subscriptions, or it lasted for `LIVED_S`. Only that
     resets the pauses between attempts, so a broker that drops a client immediately is not flooded. `lost` runs when the
-    connection is lost, not when `run` is cancelled.
+    connection is lost, not when `run` is cancelled. `attempts` has the broker's address that is connected or tried.
 
     `find_place(topic, bytes)` may return memory for the payload of a QoS 0 message, where it is written as it arrives;
     then `landed(topic, place)` is called in place of `received`.
@@ -83,6 +71,7 @@ class BrokerConnection:
         will: tuple[str, bytes] | None = None,
     ) -> None:
         self.address = address
+        self.attempts = Attempts(address)
         self._client_id = client_id
         self._keepalive_s = keepalive_s
         self._received = received
@@ -113,9 +102,8 @@ class BrokerConnection:
         Raises ConnectionFailed if no connection has worked within `connect_timeout_s`. After that it reconnects
         forever; the caller's progress rule decides when to give up.
         """
-        loop = asyncio.get_running_loop()
-        give_up = loop.time() + connect_timeout_s
-        attempt = 0
+        loop, attempts = asyncio.get_running_loop(), self.attempts
+        attempts.begin(give_up=loop.time() + connect_timeout_s)
         while True:
             client = self._new_client()
             self._last_sent, self._unacknowledged, self._worked = None, 0, False
@@ -139,19 +127,14 @@ class BrokerConnection:
                     self._lost()
                 reason = client.reason(error)
                 text = f"{reason} {sent.describe(now)}" if sent is not None else reason
-                if self._worked:
-                    attempt, give_up = 0, math.inf
-                elif now >= give_up:
-                    raise ConnectionFailed(
-                        f"broker {self.address}: {text}. Is it running there, and are the login and --broker right?"
-                    ) from None
-                if line := self._failures.failed(f"{reason} {sent and sent.packet}", text, now):
-                    level = logging.WARNING if sent is not None or give_up == math.inf else logging.INFO
-                    log.log(level, "broker %s: %s; trying again", self.address, line)
+                failed, pause_s = attempts.address, attempts.failed(text, worked=self._worked, now=now)
+                if line := self._failures.failed(f"{failed} {reason} {sent and sent.packet}", text, now):
+                    several = attempts.address != failed
+                    level = logging.WARNING if sent is not None or attempts.endless or several else logging.INFO
+                    log.log(level, "broker %s: %s; trying %s", failed, line, attempts.address if several else "again")
             self.meter.detach()
             self.reconnects += 1
-            await asyncio.sleep(min(pause_s(attempt), max(0.0, give_up - loop.time())))
-            attempt += 1
+            await asyncio.sleep(pause_s)
 
     def publish(self, topic: str, body: bytes, *, qos: int, retain: bool = False) -> None:
         """Publish a message, or drop it without a connection."""
@@ -236,13 +219,13 @@ class BrokerConnection:
             try:
                 await client.__aexit__(None, None, None)
             except MqttError as error:  # must not replace a cancellation
-                log.debug("broker %s: disconnecting: %s", self.address, error)
+                log.debug("broker %s: disconnecting: %s", self.attempts.address, error)
             finally:
                 client.close()
 
     def _new_client(self) -> MqttClient:
         client = MqttClient(
-            self.address,
+            self.attempts.address,
             client_id=self._client_id,
             keepalive_s=self._keepalive_s,
             will=self._will,
@@ -262,7 +245,7 @@ class BrokerConnection:
             try:
                 await call
             except (MqttError, ValueError) as error:
-                log.debug("broker %s: %s", self.address, error)  # the connection's own loop handles it
+                log.debug("broker %s: %s", self.attempts.address, error)  # the connection's own loop handles it
 
         def ended(task: asyncio.Task[None]) -> None:
             call.close()  # if it was cancelled before it began
@@ -306,7 +289,7 @@ class BrokerConnection:
     def _has_lived(self) -> None:
         self._worked = True
         if line := self._failures.recovered(asyncio.get_running_loop().time()):
-            log.info("broker %s: connected, after %s", self.address, line)
+            log.info("broker %s: connected, after %s", self.attempts.address, line)
 
     def _drop(self) -> None:
         self._client = None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 REPEAT_S: Final = 60.0
-KINDS_MOST: Final = 8
+KINDS_MOST: Final = 32  # a broker may have several addresses
 
 
 @dataclass(slots=True)

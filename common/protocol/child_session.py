@@ -199,7 +199,7 @@ class ChildSession(Session):
 
     def _question(self, peer: str, question: WhoIsThere, now: float) -> list[Output]:
         body = serialization.encode(question, self.identity.session)
-        return [Publish(topics.seek(self.identity.lab, peer, self.identity.name), body, qos=0)]
+        return [Publish(topics.seek(self.identity.lab, peer, self.identity.name), body)]
 
     def _message(self, sender: str, session: str, message: Message, now: float) -> None:
         if isinstance(message, Task):

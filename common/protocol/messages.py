@@ -306,7 +306,10 @@ class RollCall:
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """The reply to `RollCall` with its nonce. `run` is empty while the node waits for one."""
+    """The reply to `RollCall` with its nonce. `run` is empty while the node waits for one.
+
+    `hardware` are the accelerators of a device, `data` the data sets on its host.
+    """
 
     nonce: str
     role: str
@@ -315,6 +318,7 @@ class Here:
     release: str
     host: str
     hardware: str
+    data: str
 
 
 Message: TypeAlias = (

@@ -10,44 +10,21 @@ from common.accounting.counters import Account, packet_bytes
 from common.experiment.links import LinkSet
 from common.protocol import serialization, topics
 from common.protocol.identity import Identity
-from common.protocol.messages import (
-    Acknowledgement,
-    Alive,
-    Ask,
-    Here,
-    Message,
-    Preparing,
-    Progress,
-    Result,
-    RollCall,
-    Task,
-    WhoIsThere,
-)
+from common.protocol.messages import Message, Result, Task
 from common.protocol.sender import Publication, Sender
 from common.protocol.shaping import Shaper
 
 CHUNKS_IN_CLIENT: Final = 4
 NOISE_KEPT: Final = 4096  # blobs: two for each of 2,000 links
 EARLY_S: Final = 0.0005  # the event loop sleeps whole milliseconds: half of one early is as accurate as half late
-QOS_0: Final = (
-    Ask,
-    Progress,
-    Acknowledgement,
-    WhoIsThere,
-    Alive,
-    Preparing,
-    RollCall,
-    Here,
-)  # soon repeated, or requested again
 
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Publish this message."""
+    """Publish this message: at QoS 1 if it is retained, else at QoS 0, as everything is sent until it is answered."""
 
     topic: str
     body: bytes
-    qos: int = 1
     retain: bool = False
 
 
@@ -61,10 +38,9 @@ class PublishChunk:
 
 @dataclass(frozen=True, slots=True)
 class Subscribe:
-    """Subscribe to these topics; `first` on a new connection."""
+    """Subscribe to these topics at QoS 0; `first` on a new connection."""
 
     topics: tuple[str, ...]
-    qos: int
     first: bool = False
 
 
@@ -115,10 +91,9 @@ class Outbox:
         identity = self._identity
         topic = topics.inbox(identity.lab, identity.run, peer, identity.name)
         body = serialization.encode(message, identity.session)
-        qos = qos_of(message)
-        size = packet_bytes(topic, len(body), qos=qos)
+        size = packet_bytes(topic, len(body), qos=0)
         due = self._shaper.reserve((peer,), size, now)
-        self._put(due, Publish(topic, body, qos), peer, size, inline_bytes(message))
+        self._put(due, Publish(topic, body), peer, size, inline_bytes(message))
         return due
 
     def to_send(self, now: float) -> list[Output]:
@@ -187,11 +162,6 @@ class Outbox:
             else:
                 self._counters.add(peer, "sent", message=size, model=model, control=len(output.body) - model)
             out.append(output)
-
-
-def qos_of(message: Message) -> int:
-    """Return 0 for messages that are soon repeated or requested again: it saves four acknowledgements."""
-    return 0 if isinstance(message, QOS_0) else 1
 
 
 def inline_bytes(message: Message) -> int:

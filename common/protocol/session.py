@@ -39,7 +39,7 @@ from common.protocol.messages import (
     WhoIsThere,
 )
 from common.protocol.offers import Offers
-from common.protocol.outbox import Outbox, Output, Publish, Subscribe, inline_bytes, qos_of
+from common.protocol.outbox import Outbox, Output, Publish, Subscribe, inline_bytes
 from common.protocol.pending import AnswerBudget, PendingAnswers, PendingAsks
 from common.protocol.presence import OwnPresence, PeerProofs
 from common.protocol.receiver import Receiver
@@ -112,7 +112,7 @@ class Session(Side):
         self.offers.limit(packet_most)
         self._streams.clear()
         states = [topics.state(lab, "+", name), *(topics.state(lab, run, peer) for peer in self.peers)]
-        self._first = [Subscribe((*states, *self._inboxes()), qos=1, first=True)]
+        self._first = [Subscribe((*states, *self._inboxes()), first=True)]
         self.own.connected()
         self._announce = self._announcement is not None
         self.receiver.reconnected(now)
@@ -314,7 +314,7 @@ class Session(Side):
     def _count_message(self, sender: str, text: str, body: bytes, message: Message) -> None:
         """Count a message, but for a Goodbye: it answers the last count of this end, which cannot include it."""
         if not isinstance(message, Goodbye):
-            size, model = packet_bytes(text, len(body), qos=qos_of(message)), inline_bytes(message)
+            size, model = packet_bytes(text, len(body), qos=0), inline_bytes(message)
             self.counters.add(sender, "received", message=size, model=model, control=len(body) - model)
 
     def _take_answer(self, sender: str, session: str, answer: Alive, now: float) -> bool:

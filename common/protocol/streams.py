@@ -27,7 +27,7 @@ class Streams:
         ended, begun = self._subscribed - wanted, wanted - self._subscribed
         self._subscribed = frozenset(wanted)
         out: list[Output] = [Unsubscribe(self._filters(ended))] if ended else []
-        return [*out, Subscribe(self._filters(begun), qos=0)] if begun else out
+        return [*out, Subscribe(self._filters(begun))] if begun else out
 
     def _filters(self, fetches: Iterable[tuple[str, str]]) -> tuple[str, ...]:
         lab, run, me = self._identity.lab, self._identity.run, self._identity.name

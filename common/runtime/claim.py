@@ -93,7 +93,7 @@ class _Claimant:
 
     async def _connected(self) -> None:
         inbox = topics.inbox(self._lab, "+", CLOUD, CLOUD)
-        self._connection.subscribe([inbox, topics.seek(self._lab, CLOUD, CLOUD)], qos=1)
+        self._connection.subscribe([inbox, topics.seek(self._lab, CLOUD, CLOUD)], qos=0)
         self._since = self._loop.time()
         self._connected_once.set()
 

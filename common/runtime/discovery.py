@@ -26,7 +26,7 @@ from common.experiment.schema import TransferSettings
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
 from common.protocol.messages import Alive, Announcement, WhoIsThere
-from common.runtime.roll import RollEntry
+from common.runtime.roll import Resources, RollEntry
 from common.runtime.world import REAL, World, new_session, nothing
 
 ASK_S: Final = 0.25
@@ -91,19 +91,20 @@ async def join(
     world: World,
     stay: bool,
     usable: Callable[[], bool] = lambda: True,
-    hardware: Callable[[], str] = lambda: "",
+    resources: Callable[[], Resources] = Resources,
 ) -> None:
     """Find the parent's run and take part in it until its end; follow the parent to another run.
 
     With `stay` wait for the next run after each one, however it ended, and for a broker that is away, and keep an entry
-    in the roll of the lab, with the `hardware`; end after a run if this process is not `usable` any more. Raises
-    ConnectionFailed if the first connection fails, DuplicateName, and what `take_part` raises if nothing follows.
+    in the roll of the lab, with its host's `resources`; end after a run if this process is not `usable` any more.
+    Raises ConnectionFailed if the first connection fails, DuplicateName, and what `take_part` raises if nothing
+    follows.
     """
     seek = partial(discover, address, name, parent, lab=lab, connect_timeout_s=connect_timeout_s, world=world)
     if not stay:
         await _play(await seek(), name, take_part, None, usable)
         return
-    entry = RollEntry(address, name, role=role, parent=parent, lab=lab, hardware=hardware, world=world)
+    entry = RollEntry(address, name, role=role, parent=parent, lab=lab, resources=resources, world=world)
     left: Found | None = None
     async with entry.kept():
         while True:
@@ -216,7 +217,7 @@ class _Seeker:
 
     async def _connected(self) -> None:
         lab, parent = self._lab, self._parent
-        self._connection.subscribe([topics.inbox(lab, "+", self._name, parent), topics.state(lab, "+", parent)], qos=1)
+        self._connection.subscribe([topics.inbox(lab, "+", self._name, parent), topics.state(lab, "+", parent)], qos=0)
         self._changed.set()
 
     async def _ask(self) -> None:
@@ -237,7 +238,7 @@ class _Seeker:
         pause_s = COMPLAIN_S
         while True:
             await asyncio.sleep(pause_s / 2)
-            self._connection.subscribe([topics.spec(self._lab, "+", "+")], qos=1)
+            self._connection.subscribe([topics.spec(self._lab, "+", "+")], qos=0)
             await asyncio.sleep(pause_s / 2)
             names = ", ".join(sorted(self._others))
             there = f"Other nodes: {names}." if names else "No other node is present either."

@@ -58,7 +58,7 @@ class Endpoint(ABC):
         self._world = world
         self._statistics = statistics
         self._idle_s = transfer.idle_s
-        self._packet_most: float | None = None
+        self._packet_most: dict[BrokerAddress, float] = {}  # by single address
         self._bodies: dict[Body, str] = {}
         self._wake = asyncio.Event()
         self._sent_all = asyncio.Event()
@@ -177,15 +177,16 @@ class Endpoint(ABC):
         self.wake()
 
     async def _connected(self) -> None:
-        if self._packet_most is None:
-            limit = await self._world.packet_limit(self.connection.address)
-            self._packet_most = inf if limit is None else limit - PACKET_ROOM
-            if self._packet_most < MIN_RATED_CHUNK:
+        address = self.connection.attempts.address
+        if address not in self._packet_most:
+            limit = await self._world.packet_limit(address)
+            most = self._packet_most[address] = inf if limit is None else limit - PACKET_ROOM
+            if most < MIN_RATED_CHUNK:
                 raise ConnectionFailed(
-                    f"broker {self.connection.address} takes packets of at most {limit} bytes, models need "
+                    f"broker {address} takes packets of at most {limit} bytes, models need "
                     f"{MIN_RATED_CHUNK + PACKET_ROOM}. Raise its max_packet_size."
                 )
-        self.session.connected(self.now(), packet_most=self._packet_most)
+        self.session.connected(self.now(), packet_most=min(self._packet_most.values()))
         self._connected_once.set()
         self.wake()
 
@@ -229,7 +230,8 @@ class Endpoint(ABC):
                 "Give this one another --name, or end the other."
             )
         if isinstance(event, BrokerAway):
-            raise NoProgress(f"broker {self.connection.address} was away for {self._idle_s:g} s")
+            reasons = self.connection.attempts.reasons()
+            raise NoProgress(f"broker {self.connection.address} was away for {self._idle_s:g} s ({reasons})")
         if isinstance(event, MessageRefused):
             log.warning(
                 "%s: refused a message (%s) from %s: %.300s [%d so far]",
@@ -241,14 +243,14 @@ class Endpoint(ABC):
     def _perform(self, output: Output) -> None:
         connection = self.connection
         if isinstance(output, Publish):
-            connection.publish(output.topic, output.body, qos=output.qos, retain=output.retain)
+            connection.publish(output.topic, output.body, qos=int(output.retain), retain=output.retain)
         elif isinstance(output, PublishChunk):
             body = Body(output.chunk.data)
             self._bodies[body] = output.chunk.blob
             connection.publish_body(output.topic, body, done=partial(self._left, body, output.chunk))
         elif isinstance(output, Subscribe):
             first = self._subscribe_statistics if output.first else nothing
-            connection.subscribe(list(output.topics), qos=output.qos, acknowledged=first)
+            connection.subscribe(list(output.topics), qos=0, acknowledged=first)
         else:
             connection.unsubscribe(list(output.topics))
 

@@ -10,6 +10,7 @@ from typing import Final, TypedDict
 from common.experiment.tiers import Tree
 from common.experiment.topology import CLOUD
 from common.metrics import NODE, NodeLabels, node_labels
+from common.net.address import BrokerAddress
 from common.protocol.messages import Target
 
 EVERYWHERE: Final = ("", "0.0.0.0", "::")
@@ -36,22 +37,28 @@ def discovery(targets: Iterable[Target], tree: Tree, *, cloud: str, run: str) ->
     return [{"targets": [address], "labels": _labels(found) | {"run": run}} for address, found in nodes.items()]
 
 
-def reachable(host: str, broker: tuple[str, int]) -> str:
+def reachable(host: str, broker: BrokerAddress) -> str:
     """Return the address to publish for a server that listens on `host`.
 
-    For a wildcard address it is the source address of this machine's packets to the broker; no packet is sent to find
-    it.
+    For a wildcard address it is the source address of this machine's packets to the broker, to the first of its
+    addresses that has a route and the server's family; no packet is sent to find it.
     """
     if host not in EVERYWHERE:
-        return f"[{host}]" if ":" in host else host
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(*broker, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as sock:
-            sock.connect(address)
-            found = str(sock.getsockname()[0])
-    except OSError:
-        return socket.gethostname()
-    return f"[{found}]" if ":" in found else found
+        return _in_url(host)
+    family = socket.AF_UNSPEC if host == "::" else socket.AF_INET
+    for where in broker.hosts:
+        try:
+            found, kind, protocol, _, address = socket.getaddrinfo(*where, family, socket.SOCK_DGRAM)[0]
+            with socket.socket(found, kind, protocol) as sock:
+                sock.connect(address)
+                return _in_url(str(sock.getsockname()[0]))
+        except OSError:
+            continue
+    return socket.gethostname()
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def _labels(nodes: list[NodeLabels]) -> dict[str, str]:

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
 
 from common.net.address import BrokerAddress
+from common.net.attempts import Attempts
 from common.net.bulk import Body
 from common.net.connection import BrokerConnection
 from common.net.limits import packet_limit
@@ -24,6 +25,7 @@ class Connection(Protocol):
     """An MQTT connection that is restored when it breaks; see `common.net.connection.BrokerConnection`."""
 
     address: BrokerAddress
+    attempts: Attempts
     reconnects: int
 
     @property
@@ -80,7 +82,7 @@ class World(Protocol):
         """Return a connection, which `run` opens; for the callbacks see `common.net.connection.BrokerConnection`."""
 
     async def packet_limit(self, address: BrokerAddress) -> int | None:
-        """Return the largest packet that a broker accepts, in bytes; None if unlimited or unknown."""
+        """Return the largest packet that a broker accepts at a single address, bytes; None if unlimited or unknown."""
 
     def token(self, nbytes: int) -> str:
         """Return random bytes as hexadecimal digits."""

@@ -15,6 +15,7 @@ from common.errors import InvalidExperiment
 from common.protocol.topics import check_lab
 from deploy.console import logs
 from deploy.console.reporting import reporting
+from deploy.console.service import watched
 
 if TYPE_CHECKING:
     from common.net.address import BrokerAddress
@@ -44,16 +45,33 @@ LabOption = Annotated[
         callback=_checked_lab,
     ),
 ]
+
+
+def _checked_lab_or_file(text: str) -> str:
+    return text if text.endswith(".toml") else _checked_lab(text)
+
+
+LabOrFile = Annotated[
+    str,
+    typer.Option(
+        "--lab",
+        help="The lab's name, or its file lab.toml, which also names its brokers.",
+        envvar="FEDSTRATA_LAB",
+        callback=_checked_lab_or_file,
+    ),
+]
 ConnectTimeout = Annotated[float, typer.Option(min=0.1, help="Timeout of the first connection to the broker, seconds.")]
 
 
-def address(text: str, username: str | None, password_file: Path | None) -> BrokerAddress:
-    """Return the broker at host[:port], with the login. Raises InvalidExperiment."""
-    from common.net.address import BrokerAddress
+def address(text: str, username: str | None, password_file: Path | None, *, option: str = "--broker") -> BrokerAddress:
+    """Return the broker at host[:port], or at several such addresses, with the login. Raises InvalidExperiment."""
+    from common.net.address import BrokerAddress, parse_hosts
 
-    host, _, port = text.partition(":")
-    if not host or (port and not (port.isdecimal() and 0 < int(port) < 65_536)):
-        raise InvalidExperiment("--broker", text, "not an address", "Write host or host:port.")
+    try:
+        (host, port), *others = parse_hosts(text)
+    except ValueError as error:
+        remedy = "Write host, host:port or [IPv6 address]:port; separate several addresses of one broker by commas."
+        raise InvalidExperiment(option, text, str(error), remedy) from None
     password = os.environ.get("FEDSTRATA_PASSWORD")
     if password_file is not None:
         try:
@@ -62,7 +80,7 @@ def address(text: str, username: str | None, password_file: Path | None) -> Brok
             raise InvalidExperiment(
                 "--password-file", str(password_file), error.strerror or str(error), "Name a readable file."
             ) from None
-    return BrokerAddress(host, int(port or 1883), username, password)
+    return BrokerAddress(host, port, username, password, tuple(others))
 
 
 async def run_agent(node: str, agent: Coroutine[Any, Any, object]) -> None:
@@ -87,7 +105,8 @@ def run_connected(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             if task is not None:
                 loop.add_signal_handler(number, task.cancel)
-        await work()
+        async with watched():
+            await work()
 
     with reporting():
         asyncio.run(interruptible())

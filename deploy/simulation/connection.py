@@ -10,10 +10,10 @@ from typing import Any, Final
 
 from common.accounting.counters import packet_bytes
 from common.accounting.traffic import TcpStats
-from common.errors import ConnectionFailed
 from common.net.address import BrokerAddress
+from common.net.attempts import Attempts
 from common.net.bulk import Body
-from common.net.connection import LIVED_S, pause_s
+from common.net.connection import LIVED_S
 from common.net.packets import FindPlace, Place
 from common.runtime.world import Received, nothing
 from deploy.simulation.broker import REFUSED, SessionWill, SimulatedBroker
@@ -33,8 +33,7 @@ class SimulatedConnection:
         self,
         address: BrokerAddress,
         *,
-        broker: SimulatedBroker,
-        link: SimulatedLink,
+        reach: Callable[[BrokerAddress], tuple[SimulatedBroker, SimulatedLink]],
         process: SimulatedProcess,
         client_id: str,
         keepalive_s: int,
@@ -48,7 +47,10 @@ class SimulatedConnection:
         self.address = address
         self.reconnects = 0
         self.meter = SimulatedMeter(self)
-        self.broker, self.link, self.process = broker, link, process
+        self._reach = reach
+        self.broker, self.link = reach(address)
+        self.attempts = Attempts(address, draw=self.link.rng.uniform)
+        self.process = process
         self.client_id, self.keepalive_s = client_id, keepalive_s
         self.will = SessionWill(*will) if will else None
         self.context = contextvars.copy_context()
@@ -76,7 +78,7 @@ class SimulatedConnection:
     async def run(self, *, connect_timeout_s: float) -> None:
         """Keep the connection open until cancelled. Raises ConnectionFailed, and errors of the callbacks."""
         loop = asyncio.get_running_loop()
-        give_up, attempt = loop.time() + connect_timeout_s, 0
+        self.attempts.begin(give_up=loop.time() + connect_timeout_s)
         while True:
             begun = math.inf
             self._subscribing, self._worked = 0, False
@@ -92,16 +94,10 @@ class SimulatedConnection:
                 finally:
                     self._drop(stream)
             except BrokenConnection as error:
-                if self._worked or loop.time() >= begun + LIVED_S:
-                    attempt, give_up = 0, math.inf
-                elif loop.time() >= give_up:
-                    raise ConnectionFailed(
-                        f"broker {self.address}: {error}. Is it running there, and are the login and --broker right?"
-                    ) from None
+                worked = self._worked or loop.time() >= begun + LIVED_S
+                pause_s = self.attempts.failed(str(error), worked=worked, now=loop.time())
             self.reconnects += 1
-            pause = pause_s(attempt, self.link.rng.uniform)
-            await asyncio.sleep(min(pause, max(0.0, give_up - loop.time())))
-            attempt += 1
+            await asyncio.sleep(pause_s)
 
     def publish(self, topic: str, body: bytes, *, qos: int, retain: bool = False) -> None:
         """Send a message, or drop it without a connection."""
@@ -181,6 +177,7 @@ class SimulatedConnection:
             packet.body.detach()
 
     async def _open(self) -> ClientStream:
+        self.broker, self.link = self._reach(self.attempts.address)
         link, loop = self.link, asyncio.get_running_loop()
         if not link.conditions.cut:
             await asyncio.sleep(2 * ROUND_TRIPS * link.conditions.delay_s)

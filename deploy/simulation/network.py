@@ -96,7 +96,9 @@ class SimulatedLink:
 
 @dataclass(slots=True)
 class SimulatedNetwork:
-    """The brokers by name, and the links by process and broker.
+    """The brokers by name, and the links by process and broker's name.
+
+    A broker may have several names, as a server has addresses: then a process has a link to each.
 
     filters: called with each message; False drops it    hooks: called with each routed message
     """

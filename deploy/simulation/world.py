@@ -10,8 +10,9 @@ from typing import Final
 from common.net.address import BrokerAddress
 from common.net.packets import FindPlace, Place
 from common.runtime.world import Connection, Received
+from deploy.simulation.broker import SimulatedBroker
 from deploy.simulation.connection import SimulatedConnection
-from deploy.simulation.network import SimulatedNetwork
+from deploy.simulation.network import SimulatedLink, SimulatedNetwork
 from deploy.simulation.process import SimulatedProcess
 
 NOISE_DRAWN: Final = 1021  # a prime, so that chunks begin at different offsets of the pattern
@@ -21,7 +22,7 @@ EPOCH_S: Final = 1_700_000_000.0  # Unix seconds where the virtual time is 0
 class SimulatedWorld:
     """A process's simulated network, tokens drawn from the seed, and a wall clock with an offset of `clock_offset_s`.
 
-    The host of a broker's address is the broker's name. `process` is set once it exists.
+    The host of a broker's address is the broker's name, or one of its names. `process` is set once it exists.
     """
 
     process: SimulatedProcess
@@ -51,8 +52,7 @@ class SimulatedWorld:
         """Return a connection to a simulated broker."""
         connection = SimulatedConnection(
             address,
-            broker=self._network.brokers[address.host],
-            link=self._network.link(self._name, address.host),
+            reach=self._reach,
             process=self.process,
             client_id=client_id,
             keepalive_s=keepalive_s,
@@ -65,6 +65,9 @@ class SimulatedWorld:
         )
         self.connections.append(connection)
         return connection
+
+    def _reach(self, address: BrokerAddress) -> tuple[SimulatedBroker, SimulatedLink]:
+        return self._network.brokers[address.host], self._network.link(self._name, address.host)
 
     async def packet_limit(self, address: BrokerAddress) -> int | None:
         """Return the broker's packet limit in bytes, or None."""

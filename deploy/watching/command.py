@@ -9,18 +9,21 @@ from typing import Annotated, Literal
 import typer
 
 from common.protocol.topics import DEFAULT_LAB
-from deploy.console.connecting import ConnectTimeout, LabOption, PasswordFile, Username, address, run_connected
+from deploy.console.connecting import ConnectTimeout, LabOrFile, PasswordFile, Username, address, run_connected
 
 
 def watch(
     broker: Annotated[
         list[str] | None,
         typer.Option(
-            help="The MQTT broker, host[:port]. Repeat it for each institution's own broker.  [default: localhost]",
+            help=(
+                "The MQTT broker: host[:port], or several addresses of it, separated by commas. Repeat it for each "
+                "institution's own broker.  [default: those of the lab's file, else localhost]"
+            ),
             envvar="FEDSTRATA_BROKER_ADDRESS",
         ),
     ] = None,
-    lab: LabOption = DEFAULT_LAB,
+    lab: LabOrFile = DEFAULT_LAB,
     run: Annotated[
         str | None, typer.Option(help="The run's id.  [default: the newest active run]", show_default=False)
     ] = None,
@@ -58,14 +61,15 @@ def watch(
 
     It ends with the run. Exit codes: 0 finished, 1 failed, 5 the cloud was absent for transfer.idle_s.
     """
+    from deploy.kits.lab import reach
     from deploy.watching.follower import Follower
     from deploy.watching.screens import look, screen_for
 
-    logging.getLogger("fedstrata.connection").setLevel(logging.ERROR)  # the screen shows lost brokers
-    brokers = [address(text, username, password_file) for text in broker or ["localhost"]]
-
     async def follow() -> None:
-        follower = Follower(brokers, lab=lab, run=run, light=light, connect_timeout_s=connect_timeout)
+        name, addresses = reach(lab, broker)
+        brokers = [address(text, username, password_file) for text in addresses]
+        logging.getLogger("fedstrata.connection").setLevel(logging.ERROR)  # the screen shows lost brokers
+        follower = Follower(brokers, lab=name, run=run, light=light, connect_timeout_s=connect_timeout)
         if once:
             await follower.look(partial(look, json_lines=output == "json", devices=devices), timeout_s=timeout)
         else:

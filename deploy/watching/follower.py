@@ -132,7 +132,7 @@ class Follower:
     def _connection(self, place: int, address: BrokerAddress) -> BrokerConnection:
         async def connected() -> None:
             if self._lab is None:
-                connection.subscribe(list(filters(self._lab_name)), qos=1, refused=partial(self._refuse, address))
+                connection.subscribe(list(filters(self._lab_name)), qos=0, refused=partial(self._refuse, connection))
             else:
                 self._lab.connected(place, self._loop.time())
                 self._subscribe(place, connection, self._lab)
@@ -149,13 +149,13 @@ class Follower:
         return connection
 
     def _subscribe(self, place: int, connection: BrokerConnection, lab: WatchedLab) -> None:
-        """Subscribe to a run. Control messages use QoS 0: they are repeated, so the broker need not queue them."""
-        refused = partial(self._refuse, connection.address)
+        """Subscribe to a run."""
+        refused = partial(self._refuse, connection)
         name, run = self._lab_name, lab.run
         all_inboxes = [topics.inbox(name, run, "+", "+")]
         cloud = [topics.inbox(name, run, CLOUD, "+"), topics.inbox(name, run, "+", CLOUD)]
-        connection.subscribe([topics.state(name, run, "+")], qos=1, refused=refused)
-        connection.subscribe(cloud if self._light else all_inboxes, qos=0, refused=refused)
+        inboxes = cloud if self._light else all_inboxes
+        connection.subscribe([topics.state(name, run, "+"), *inboxes], qos=0, refused=refused)
 
     def _received(self, place: int, topic: str, body: bytes, retained: bool) -> None:
         now = self._loop.time()
@@ -170,8 +170,9 @@ class Follower:
             self._lab.disconnected(place, self._loop.time())
             self._show_events()
 
-    def _refuse(self, address: BrokerAddress, topic: str) -> None:
+    def _refuse(self, connection: BrokerConnection, topic: str) -> None:
         if not self._refused.done():
+            address = connection.attempts.address
             who = f"login {address.username!r}" if address.username else "a client without a login"
             remedy = f"Watch with a login that may read {topics.ROOT}/{self._lab_name}/#."
             text = f"broker {address} does not let {who} read {topic}. {remedy}"

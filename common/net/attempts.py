@@ -1,0 +1,79 @@
+"""Where and when to connect next. No clock, no I/O."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Final
+
+from common.errors import ConnectionFailed
+from common.net.address import BrokerAddress
+
+BACKOFF_S: Final = 0.1
+BACKOFF_MOST_S: Final = 5.0
+
+
+def pause_s(attempt: int, draw: Callable[[float, float], float] = random.uniform) -> float:
+    """Return the seconds to wait before another attempt to connect: doubling each time, minus a random part up to half.
+
+    Nodes that lost the same broker wait for different times, so that they do not reconnect all at once.
+    """
+    most = min(BACKOFF_MOST_S, BACKOFF_S * 2 ** min(attempt, 16))
+    return draw(most / 2, most)
+
+
+class Attempts:
+    """The attempts to connect to the addresses of one broker.
+
+    An address is kept until it fails; then the next one is tried at once, after the last one the first. There is a
+    pause when as many attempts have failed as there are addresses. The pauses grow until a connection has worked.
+    """
+
+    def __init__(self, broker: BrokerAddress, *, draw: Callable[[float, float], float] = random.uniform) -> None:
+        self._each = broker.each
+        self._draw = draw
+        self._place = 0
+        self._failed = 0  # since the last pause
+        self._pauses = 0  # since a connection has worked
+        self._give_up = math.inf
+        self._reasons: dict[BrokerAddress, str] = {}
+
+    @property
+    def address(self) -> BrokerAddress:
+        """The address that is connected, or tried."""
+        return self._each[self._place]
+
+    @property
+    def endless(self) -> bool:
+        """Whether the attempts never end: a connection has worked, or there is no time limit."""
+        return self._give_up == math.inf
+
+    def begin(self, *, give_up: float) -> None:
+        """Begin to connect; the attempts end at `give_up` if no connection has worked, but try each address once."""
+        self._give_up, self._failed, self._pauses = give_up, 0, 0
+
+    def failed(self, reason: str, *, worked: bool, now: float) -> float:
+        """Note the end of a connection or attempt; return the pause before the next attempt, in seconds.
+
+        Raises ConnectionFailed with all reasons.
+        """
+        if worked:
+            self._give_up, self._pauses = math.inf, 0
+            self._reasons.clear()
+        self._reasons[self.address] = reason
+        self._place = (self._place + 1) % len(self._each)
+        self._failed += 1
+        if self._failed < len(self._each):
+            return 0.0
+        if now >= self._give_up:
+            raise ConnectionFailed(
+                f"broker {self.reasons()}. Is it running there, and are the login and --broker right?"
+            )
+        pause = min(pause_s(self._pauses, self._draw), max(0.0, self._give_up - now))
+        self._failed, self._pauses = 0, self._pauses + 1
+        return pause
+
+    def reasons(self) -> str:
+        """Return why each address failed, since a connection has worked."""
+        return "; ".join(f"{address}: {self._reasons[address]}" for address in self._each if address in self._reasons)
