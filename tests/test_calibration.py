@@ -17,7 +17,9 @@ from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
 from common.protocol.messages import Probe, Probed
 from common.runtime import calibration
-from common.runtime.calibration import TOGETHER_BYTES_S, TOGETHER_MOST, UNDECLARED, measure_all
+from common.runtime.calibration import TOGETHER_BYTES_S, TOGETHER_MOST, UNDECLARED, Probes, measure_all
+from common.runtime.parent_endpoint import ParentEndpoint
+from common.runtime.world import REAL
 from tests.helpers.nodes import PARENT, child_of, layout_of, living, parent_of, together
 from tests.helpers.sites import SimulatedSite, virtual
 
@@ -89,6 +91,44 @@ def test_a_link_slower_than_declared_is_measured_with_little_noise(slow: str, li
             assert abs(rate / 5e4 - 1) < 0.1
             assert max(found.up_bytes, found.down_bytes) < 80_000
             assert min(other.up_bytes, other.down_bytes) > 500_000
+
+    play()
+
+
+class Exchanges(Probes):
+    """Probes of a link that carries more the longer an exchange lasts; notes what each asks for."""
+
+    def __init__(self, endpoint: ParentEndpoint, *rates: float) -> None:
+        super().__init__(endpoint, REAL)
+        self.asked: list[float] = []
+        self._rates = list(rates)
+
+    async def _exchange(self, peer: str, rate: float) -> Measured:
+        self.asked.append(rate)
+        carried = self._rates.pop(0)
+        return Measured(carried, carried)
+
+
+@pytest.mark.parametrize(
+    ("mbit", "carried", "asked"),
+    [
+        (1.0, [120e3], [125e3]),
+        (20.0, [1e6, 2.4e6], [256e3, 2.5e6]),
+        (100.0, [1e6, 8e6, 12.4e6], [256e3, 2.56e6, 12.5e6]),
+        (1000.0, [1e6, 8e6, 60e6, 120e6], [256e3, 2.56e6, 25.6e6, 125e6]),
+        (100.0, [60e3], [256e3]),
+        (100.0, [70e3, 600e3], [256e3, 2.56e6]),
+    ],
+)
+def test_an_exchange_is_followed_by_a_longer_one_while_the_link_carries_it(
+    mbit: float, carried: list[float], asked: list[float]
+) -> None:
+    @virtual
+    async def play(site: SimulatedSite) -> None:
+        link = LinkSettings(up_mbit=mbit, down_mbit=mbit)
+        probes = Exchanges(parent_of(site, ["device-0"], layout=layout_of(4000), link=link), *carried)
+        assert await probes.measure("device-0") == Measured(carried[-1], carried[-1])
+        assert probes.asked == asked
 
     play()
 

@@ -226,11 +226,11 @@ def test_a_meter_adds_up_its_connections() -> None:
 
 
 class Relay:
-    """Carries bytes between an agent and its broker, and keeps all of them."""
+    """Carries bytes between an agent and its broker, at one or more addresses, and keeps all of them."""
 
     def __init__(self, served: BrokerProcess) -> None:
         self._served = served
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
         self._agents: set[asyncio.StreamWriter] = set()
         self.up, self.down = bytearray(), bytearray()
         self.connections = 0
@@ -242,12 +242,16 @@ class Relay:
         return len(self.up), len(self.down)
 
     async def start(self) -> BrokerAddress:
-        self._server = await asyncio.start_server(self._carry, "127.0.0.1", 0)
-        return BrokerAddress(*self._server.sockets[0].getsockname())
+        self._servers.append(server := await asyncio.start_server(self._carry, "127.0.0.1", 0))
+        return BrokerAddress(*server.sockets[0].getsockname())
+
+    def close_first(self) -> None:
+        """Let the first address refuse connections."""
+        self._servers[0].close()
 
     async def close(self) -> None:
-        assert self._server is not None
-        self._server.close()
+        for server in self._servers:
+            server.close()
         for writer in self._agents:
             writer.close()
 
@@ -348,9 +352,12 @@ class Pair:
 
 
 @asynccontextmanager
-async def pair_of(served: BrokerProcess) -> AsyncIterator[tuple[Pair, tuple[asyncio.Task[Any], asyncio.Task[Any]]]]:
+async def pair_of(
+    served: BrokerProcess, *, addresses: int = 1
+) -> AsyncIterator[tuple[Pair, tuple[asyncio.Task[Any], asyncio.Task[Any]]]]:
     relay = Relay(served)
-    pair = Pair(served, relay, await relay.start())
+    first, *others = [await relay.start() for _ in range(addresses)]
+    pair = Pair(served, relay, replace(first, others=tuple((one.host, one.port) for one in others)))
     tasks = pair.live()
     try:
         yield pair, tasks
@@ -383,6 +390,25 @@ def test_the_wire_bytes_are_those_that_a_relay_counts_over_reconnections_too(ser
             assert wire.connections == 3 and wire.measured
             reported = pair.parent.ledger.links()[CHILD].wire
             assert counted[0] - 400 < reported.sent < counted[0] and counted[1] - 500 < reported.received <= counted[1]
+
+    real(run())
+
+
+@linux
+def test_the_wire_bytes_are_those_of_all_addresses_that_a_connection_has_used(served: BrokerProcess) -> None:
+    async def run() -> None:
+        async with pair_of(served, addresses=2) as (pair, _):
+            relay, connection = pair.relay, pair.child.connection
+            await pair.play(0)
+            first, before = connection.attempts.address, relay.counts
+            relay.close_first()
+            relay.end_connections()
+            await until(lambda: connection.reconnects == 1 and connection.up)
+            await pair.play(1)  # to its end: until the counts agree
+            assert connection.attempts.address.port == connection.address.others[0][1] != first.port
+            assert min(relay.counts) > min(before) + LAYOUT.row_bytes
+            wire = connection.meter.sample()
+            assert (wire.connections, relay.connections, wire.measured) == (2, 2, True)
 
     real(run())
 
@@ -444,7 +470,7 @@ def test_what_the_wire_has_more_than_the_messages_are_mqtts_own_packets(served: 
                 qos_1[name] = sum(first >> 4 == PUBLISH and first >> 1 & 3 == 1 for first, _, _ in found)
             assert set(more["up"]) <= {CONNECT, SUBSCRIBE, UNSUBSCRIBE, PUBACK, PINGREQ, PUBLISH}
             assert set(more["down"]) <= {CONNACK, SUBACK, UNSUBACK, PUBACK, PINGRESP, PUBLISH}
-            assert more["up"][PUBACK] == qos_1["down"] and more["down"][PUBACK] == qos_1["up"]
+            assert more["up"][PUBACK] == qos_1["down"] == 0 and more["down"][PUBACK] == qos_1["up"]
             assert more["up"][CONNECT] == more["down"][CONNACK] == 1
             assert more["up"][SUBSCRIBE] == more["down"][SUBACK]
             assert more["up"][UNSUBSCRIBE] == more["down"][UNSUBACK]

@@ -26,34 +26,15 @@ from common.errors import InvalidExperiment
 from common.experiment.reading import load, parse
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
-from deploy.local.namespaces import FRAME_BYTES, End, Namespace, VethPair, addressing, joined, shaping
+from deploy.links.shaping import FRAME_BYTES, shaping
+from deploy.local.namespaces import End, Namespace, VethPair, addressing, joined
 from deploy.local.netns import by_kernel, lay_out, namespaces, routing
 from deploy.local.network import LabNetwork, one_host, shares
 from deploy.simulation.outcome import model_digest
 from tests.helpers.commands import DEMO, PATIENCE_S, command, invoke, null_model, run_lab, sets
+from tests.helpers.netns import in_namespaces, with_delays, without_delays
 
 SMALL = ("topology.institutions=2", "topology.devices=4", "rounds=2", "institution.rounds=2")
-
-
-def unable() -> str:
-    """Return why no namespace can be made here, empty where it can."""
-    try:
-        Namespace().close()
-    except InvalidExperiment as error:
-        return str(error)
-    return ""
-
-
-def delays() -> bool:
-    """Return whether this kernel has netem."""
-    if unable():
-        return False
-    with Namespace() as space, space.entered():
-        words = ["tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"]
-        return subprocess.run(words, capture_output=True, check=False).returncode == 0
-
-
-in_namespaces = pytest.mark.skipif(bool(reason := unable()), reason=reason)
 
 
 def until(true: Callable[[], bool], what: str) -> None:
@@ -149,7 +130,7 @@ def test_the_kernel_and_the_network_go_together(tmp_path: Path) -> None:
 
 @given(st.floats(0.05, 1e4), st.floats(0.0, 500.0))
 def test_a_rate_is_reported_to_the_bit_with_a_small_bucket_and_a_larger_queue(mbit: float, delay_ms: float) -> None:
-    first, *rest = shaping(End("up0", "10.0.0.1", "device-0", mbit, delay_ms))
+    first, *rest = shaping("up0", mbit=mbit, delay_ms=delay_ms)
     words = first.split()
     reported = dict(pairwise(words))
     assert words[:3] == ["qdisc", "add", "dev"]
@@ -168,11 +149,11 @@ def test_a_rate_is_reported_to_the_bit_with_a_small_bucket_and_a_larger_queue(mb
 
 def test_what_is_not_wanted_is_not_reported() -> None:
     free = End("up0", "10.0.0.1", "device-0", None, 0.0)
-    assert shaping(free) == []
+    assert shaping("up0", mbit=None, delay_ms=0.0) == []
     assert addressing(free) == [
         "addr add 10.0.0.1/31 dev up0", "link set dev up0 alias device-0", "link set dev up0 up"
     ]  # fmt: skip
-    (line,) = shaping(End("up0", "10.0.0.1", "device-0", None, 20.0))
+    (line,) = shaping("up0", mbit=None, delay_ms=20.0)
     assert line.startswith("qdisc add dev up0 root netem delay 20ms limit ")
 
 
@@ -219,7 +200,7 @@ FAR = VethPair(0, "far", "above", "below", up_mbit=1.0, delay_ms=40.0)
 
 
 @in_namespaces
-@pytest.mark.skipif(not delays(), reason="this kernel has no netem")
+@with_delays
 def test_a_delay_is_kept_both_ways() -> None:
     with joined(("above", "below"), (FAR,)) as spaces, spaces["below"].entered():
         started = time.monotonic()
@@ -229,7 +210,7 @@ def test_a_delay_is_kept_both_ways() -> None:
 
 
 @in_namespaces
-@pytest.mark.skipif(delays(), reason="this kernel has netem")
+@without_delays
 def test_a_delay_that_the_kernel_cannot_keep_is_refused() -> None:
     lab = joined(("above", "below"), (FAR,))
     with pytest.raises(InvalidExperiment, match=r"delay_ms of far = 40\.0.* no netem .*modprobe"):

@@ -17,7 +17,7 @@ from common.experiment.links import LinkDirection, LinkSet
 from common.protocol import serialization, topics
 from common.protocol.identity import Identity
 from common.protocol.manifest import describe
-from common.protocol.messages import Acknowledgement, Ask, Goodbye, Key, Manifest, WhoIsThere
+from common.protocol.messages import Acknowledgement, Ask, Key, Manifest
 from common.protocol.outbox import CHUNKS_IN_CLIENT, EARLY_S, NOISE_KEPT, Outbox, Output, Publish, PublishChunk
 from common.protocol.sender import Sender
 from common.protocol.shaping import CREDIT_S, LEAD_S, Shaper
@@ -304,15 +304,8 @@ def test_a_message_is_counted_when_it_leaves() -> None:
     assert one.counters.traffic("a") == Traffic()
     (output,) = one.outbox.to_send(100.5)
     assert isinstance(output, Publish)
-    packet = packet_bytes(output.topic, len(output.body), qos=output.qos)
+    packet = packet_bytes(output.topic, len(output.body), qos=0)
     assert one.counters.traffic("a") == Traffic(sent_control_payload=len(output.body), sent_control_message=packet)
-
-
-def test_what_is_sent_again_soon_has_no_acknowledgement() -> None:
-    one = OneOutbox({"a": LinkDirection()})
-    for message in (Acknowledgement(Key(0, 0, 0), ""), WhoIsThere("n"), Goodbye()):
-        one.outbox.send("a", message, 1.0)
-    assert [output.qos for output in one.outbox.to_send(1.0) if isinstance(output, Publish)] == [0, 0, 1]
 
 
 def test_few_chunks_are_in_the_client_and_each_that_leaves_makes_room() -> None:

@@ -6,8 +6,9 @@
       | <-------- Probed --------- |   the measured rate, and noise for the way back
       | <--- asks, its chunks ---> |
 
-Both directions are measured with 64 kB first, and with as much as their rates ask for only if they carry that quickly:
-on a link that is slower than declared all else would wait behind the noise.
+Both directions are measured with 64 kB first, then with ten times as much as long as they carry that quickly, up to
+what their rates ask for: on a link that is slower than declared all else would wait behind the noise. A fast link shows
+its rate only in a longer exchange, because 64 kB are over before TCP has opened its window.
 
 Noise is counted separately from models, so a run's byte counts do not include it.
 """
@@ -35,7 +36,8 @@ CHUNKS_MOST: Final = 32
 CHUNKS_USUAL: Final = 16
 UNDECLARED: Final = 2e6  # bytes per second: a link of no declared rate is measured as if it had this one
 FIRST: Final = 256e3  # bytes per second: the most that the first exchange asks for
-FAR_LESS: Final = 0.25  # of the declared rate: no second exchange
+GROWTH: Final = 10.0  # of the rate from one exchange to the next
+FAR_LESS: Final = 0.25  # of the rate that an exchange asks for: it was the last one
 SIZE_MOST: Final = 1 << 26
 REPEAT_S: Final = 2.0
 CODEC: Final = "noise"
@@ -56,6 +58,7 @@ class Probes:
         self._fetches: dict[str, asyncio.Future[float]] = {}
         self._measuring: dict[str, list[asyncio.Future[Any]]] = {}
         self._asked: Manifest | None = None
+        self._asked_rate = FIRST
         self._answer: Probed | None = None
         self._answering: asyncio.Task[None] | None = None
 
@@ -63,12 +66,14 @@ class Probes:
         """Calibrate the link to a child. Raises TimeoutError, or RefusedModel on an invalid reply."""
         session = self._endpoint.session
         down, up = (ways[peer].rate or UNDECLARED for ways in (session.ways.to, session.ways.from_))
+        step = FIRST
         async with asyncio.timeout(PATIENCE * session.transfer.idle_s):
-            found = await self._exchange(peer, min(down, FIRST))
-            carries = all(not rate or rate > FAR_LESS * most for rate, most in ((found.down, down), (found.up, up)))
-            if max(down, up) > FIRST and carries:
-                found = await self._exchange(peer, down)
-        return found
+            while True:
+                found = await self._exchange(peer, min(down, step))
+                asked = ((found.down, min(down, step)), (found.up, min(up, step)))
+                if step >= max(down, up) or any(rate and rate <= FAR_LESS * most for rate, most in asked):
+                    return found
+                step *= GROWTH
 
     async def _exchange(self, peer: str, rate: float) -> Measured:
         """Measure both directions once, with noise for a link of `rate` bytes per second."""
@@ -96,10 +101,8 @@ class Probes:
             if answered is not None and not answered.done() and message.asked == asked:
                 answered.set_result(message)
         elif self._asked != message.model:
-            rate = self._endpoint.session.ways.to[peer].rate or UNDECLARED
-            if self._asked is None:
-                rate = min(rate, FIRST)
-            self.end()
+            rate = min(self._endpoint.session.ways.to[peer].rate or UNDECLARED, self._asked_rate)
+            self._withdraw()
             self._asked = message.model
             self._answering = asyncio.create_task(self._respond(peer, message.model, rate), name="answer a probe")
         elif self._answer is not None:
@@ -122,7 +125,11 @@ class Probes:
                 _fail(measuring, "its process has changed")
 
     def end(self) -> None:
-        """Withdraw the reply to a probe: the run begins, or another probe."""
+        """Withdraw the reply to a probe: the run begins."""
+        self._withdraw()
+        self._asked_rate = FIRST
+
+    def _withdraw(self) -> None:
         if self._answering is not None:
             self._answering.cancel()
         if self._answer is not None:
@@ -136,6 +143,7 @@ class Probes:
             self._asked = None  # the probe will be repeated
             return
         self._answer = Probed(noise.blob, found, self._offer(peer, rate))
+        self._asked_rate *= GROWTH
         self._send(peer, self._answer)
 
     async def _fetch(self, peer: str, noise: Manifest) -> float:

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -115,10 +115,12 @@ class LocalLab:
     def _start(self, home: Path, network: LabNetwork) -> None:
         file = home / "experiment.toml"
         file.write_text(to_toml(self._experiment), encoding="utf-8")
-        what = ["--resume", str(self._resume)] if self._resume else [str(file)]
         memory = ["--spool", "none"]  # the lab is killed as a whole, so no device has to announce a result again
         runs = ["--broker", network.upward[CLOUD], "--runs", str(self._runs), "--format", "json"]
-        self._spawn(home, network, CLOUD, ["cloud", "--sole", *what, *runs, *memory, "--metrics", self._metrics])
+        cloud = ["cloud", "--sole", *runs, *memory, "--metrics", self._metrics]
+        what = ["--resume", str(self._resume)] if self._resume else [str(file)]
+        self._again[CLOUD] = lambda: self._spawn(home, network, CLOUD, [*cloud, "--resume", str(self._folder)])
+        self._spawn(home, network, CLOUD, [*cloud, *what])
         tree = self._experiment.tree
         keeps = any(remembers(tier.aggregation) for tier in self._experiment.every_tier[1:])
         home_of_runs = self._resume.resolve().parent if self._resume else self._runs
@@ -139,17 +141,17 @@ class LocalLab:
             # A single process detects its cores or GPUs itself; several processes share the cores.
             several = ["--slots", str(count)] if len(slots) > 1 else []
             self._spawn(home, network, process, ["device", *names, *allowed, *several, "--once", "--together"])
-        threading.Thread(target=self._read_events, daemon=True).start()
 
     def _spawn(self, home: Path, network: LabNetwork, process: str, arguments: list[str]) -> None:
-        self._again[process] = partial(self._spawn, home, network, process, arguments)
+        self._again.setdefault(process, partial(self._spawn, home, network, process, arguments))
         command = [*ROLE, *options(), *arguments, "--lab", self._lab]
         with network.inside(process):
             self._roles[process] = spawn(command, log=home / f"{process}.log", read_output=process == CLOUD)
+        if process == CLOUD:
+            threading.Thread(target=self._read_events, args=(self._roles[CLOUD].stdout,), daemon=True).start()
 
-    def _read_events(self) -> None:
-        output = self._roles[CLOUD].stdout
-        for line in output if output is not None else ():
+    def _read_events(self, output: Iterable[bytes]) -> None:
+        for line in output:
             try:
                 event: dict[str, Any] = json.loads(line)
             except ValueError:
@@ -167,6 +169,8 @@ class LocalLab:
                     return failed
                 continue
             if item is None:
+                if self._folder is not None and self._starts_again(CLOUD, self._roles[CLOUD].wait()):
+                    continue
                 return CLOUD
             event, facts = item
             self._began = self._began or event == "progress"
@@ -185,10 +189,7 @@ class LocalLab:
             code = process.poll()
             if code is None or code == 0 or role == CLOUD or role in self._reported:
                 continue
-            if code < 0 and self._killed[role] < RESTARTS_MOST:
-                self._killed[role] += 1
-                write_line(f"{role} was killed by signal {-code}: it is started again", level=logging.WARNING)
-                self._again[role]()
+            if self._starts_again(role, code):
                 continue
             self._reported.add(role)
             if code < 0:
@@ -203,6 +204,15 @@ class LocalLab:
                     raise RunFailed(f"{role} ended with code {code}: {_last_message(home / f'{role}.log')}")
                 time.sleep(POLL_S)
         return None
+
+    def _starts_again(self, role: str, code: int) -> bool:
+        """Start a role again that was killed, unless it was too often, and return whether it was."""
+        if code >= 0 or self._killed[role] >= RESTARTS_MOST:
+            return False
+        self._killed[role] += 1
+        write_line(f"{role} was killed by signal {-code}: it is started again", level=logging.WARNING)
+        self._again[role]()
+        return True
 
     def _show_unexpected(self, home: Path) -> None:
         """Print the unexpected errors that roles logged, with their tracebacks."""

@@ -3,8 +3,6 @@
 The namespaces have no names. A namespace and its interfaces exist as long as a process, a socket or a descriptor holds
 it, so they vanish with their owner and need no cleanup. A thread enters the namespace and starts child processes there,
 so signals reach each role's process directly.
-
-Rates count Ethernet frames without preamble and checksum: a full frame has 1514 bytes, 1448 of them TCP payload.
 """
 
 from __future__ import annotations
@@ -12,8 +10,6 @@ from __future__ import annotations
 import ctypes
 import ipaddress
 import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,14 +18,9 @@ from pathlib import Path
 from typing import Final, Self
 
 from common.errors import InvalidExperiment
-
-FRAME_BYTES: Final = 1514
-BURST_S: Final = 0.02
-QUEUE_S: Final = 0.1
-QUEUE_FRAMES_LEAST: Final = 32
-SINGLE_FRAMES_MOST_MBIT: Final = 200.0
-NETEM_PACKETS_LEAST: Final = 1000
-NETEM_MBIT: Final = 1000.0  # rate by which netem's queue is sized if the link is unlimited
+from deploy.links import kernel
+from deploy.links.kernel import CommandRefused
+from deploy.links.shaping import check_delays, shaping, single_frames
 
 _CLONE_NEWNET: Final = 0x40000000
 _PRESENT: Final = "/proc/thread-self/ns/net"
@@ -45,7 +36,10 @@ class Namespace:
         """Create the namespace. Raises InvalidExperiment if this machine or this user cannot."""
         if sys.platform != "linux":
             raise _impossible(f"{sys.platform} has no network namespaces", "Run without it, or on Linux.")
-        _program("tc")
+        try:
+            kernel.path_of("tc")
+        except CommandRefused as error:
+            raise _impossible(error.problem, error.remedy) from None
         present = os.open(_PRESENT, os.O_RDONLY)
         try:
             _call("unshare", _CLONE_NEWNET)
@@ -88,13 +82,13 @@ class Namespace:
 
     def batch(self, program: str, lines: Iterable[str]) -> None:
         """Run `ip` or `tc` commands inside the namespace. Raises InvalidExperiment with the program's message."""
-        command = [_program(program), "-batch", "-"]
-        with self.entered():
-            done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, check=False)
-        if done.returncode:
+        try:
+            with self.entered():
+                kernel.batch(program, lines)
+        except CommandRefused as error:
             raise _impossible(
-                f"{program}: {' '.join(done.stderr.split())}", "Run as root, on a kernel with veth and sch_tbf."
-            )
+                error.problem, error.remedy or "Run as root, on a kernel with veth and sch_tbf."
+            ) from None
 
     def close(self) -> None:
         """Release the namespace."""
@@ -174,58 +168,34 @@ def joined(hosts: Iterable[str], wires: Sequence[VethPair]) -> Iterator[Mapping[
         for host, space in spaces.items():
             ends = [end for wire in wires for end in wire.ends(host)]
             space.batch("ip", [line for end in ends for line in addressing(end)])
-            space.batch("tc", [line for end in ends for line in shaping(end)])
+            shaped = [shaping(end.interface, mbit=end.mbit, delay_ms=end.delay_ms) for end in ends]
+            space.batch("tc", [line for lines in shaped for line in lines])
         yield spaces
 
 
 def addressing(end: End) -> list[str]:
-    """Return the `ip` commands that bring up one end of a veth pair.
-
-    A sender on a slow shaped end passes single frames to the kernel (gso_max_segs 1). With segmentation offload it
-    would pass packets of 64 KB, of which the shaper drops a part, to be sent again; the interface's counters would miss
-    their headers, and the bucket would have to hold whole packets. On fast links single frames would need more than a
-    core.
-    """
+    """Return the `ip` commands that bring up one end of a veth pair."""
     device = f"dev {end.interface}"
-    lines = [f"addr add {end.address}/31 {device}", f"link set {device} alias {end.child}"]
-    if end.mbit is not None and end.mbit <= SINGLE_FRAMES_MOST_MBIT:
-        lines.append(f"link set {device} gso_max_segs 1")
-    return [*lines, f"link set {device} up"]
-
-
-def shaping(end: End) -> list[str]:
-    """Return the `tc` commands that shape an end's outgoing traffic: tbf for the rate, netem for the delay.
-
-    The bucket holds 20 ms of the rate, which compensates for late timers on a busy machine, and at least two frames.
-    The queue holds 0.1 s, and at least 32 frames, like that of a home router.
-    """
-    lines = []
-    device = f"dev {end.interface}"
-    if end.mbit is not None:
-        rate = end.mbit * 1e6 / 8
-        burst = int(max(2 * FRAME_BYTES, rate * BURST_S))
-        limit = burst + int(max(QUEUE_FRAMES_LEAST * FRAME_BYTES, rate * QUEUE_S))
-        lines.append(f"qdisc add {device} root handle 1: tbf rate {round(8 * rate)}bit burst {burst} limit {limit}")
-    if end.delay_ms:
-        in_flight = (end.mbit or NETEM_MBIT) * 1e3 * end.delay_ms / 8 / FRAME_BYTES
-        place = "root" if end.mbit is None else "parent 1:1"
-        packets = NETEM_PACKETS_LEAST + int(in_flight)
-        lines.append(f"qdisc add {device} {place} netem delay {end.delay_ms:g}ms limit {packets}")
-    return lines
+    return [
+        f"addr add {end.address}/31 {device}",
+        f"link set {device} alias {end.child}",
+        *single_frames(end.interface, end.mbit),
+        f"link set {device} up",
+    ]
 
 
 def _check_delays(space: Namespace, wires: Sequence[VethPair]) -> None:
     """Check that the kernel can emulate delays. Raises InvalidExperiment."""
     try:
-        space.batch("tc", shaping(End("lo", "", "", mbit=None, delay_ms=1.0)))
-    except InvalidExperiment as error:
+        with space.entered():
+            check_delays("lo")
+    except CommandRefused as error:
         wire = next(wire for wire in wires if wire.delay_ms)
         raise InvalidExperiment(
             f"links: delay_ms of {wire.child}", wire.delay_ms,
-            f"with --netns the kernel emulates the links, and this kernel has no netem for delays ({error.parts[2]})",
+            f"with --netns the kernel emulates the links, and this kernel has no netem for delays ({error.problem})",
             "Load it (modprobe sch_netem), omit the delays (--no-delay), or run without --netns.",
         ) from None  # fmt: skip
-    space.batch("tc", ["qdisc del dev lo root"])
 
 
 def _call(name: str, *arguments: int) -> None:
@@ -234,13 +204,6 @@ def _call(name: str, *arguments: int) -> None:
     if getattr(library, name)(*arguments):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-
-
-def _program(name: str) -> str:
-    found = shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
-    if found is None:
-        raise _impossible(f"the program {name!r} was not found", "Install iproute2 (apt install iproute2).")
-    return found
 
 
 def _impossible(problem: str, remedy: str) -> InvalidExperiment:

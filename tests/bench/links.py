@@ -47,8 +47,9 @@ from common.runtime.round import Dispatch
 from common.runtime.work import Report, WorkResult
 from common.runtime.world import new_session
 from deploy.brokers import broker
+from deploy.links.shaping import FRAME_BYTES
 from deploy.local import namespaces
-from deploy.local.namespaces import FRAME_BYTES, Namespace, joined
+from deploy.local.namespaces import Namespace, joined
 
 RUN, PARENT, CHILD = "bench-1", "parent", "child"
 SESSION = "5e55104e"  # the parent's; a node learns it when it finds the run
