@@ -391,11 +391,7 @@ def family(role: Role) -> dict[str, psutil.Process]:
         except psutil.NoSuchProcess:
             continue
         roles = [word for word in words if word in ROLES]
-        brokers = [
-            word
-            for word in words
-            if word.endswith("mosquitto") or word in ("deploy.brokers.broker", "deploy.brokers.embedded")
-        ]
+        brokers = [word for word in words if word.endswith(("mosquitto", "nats-server"))]
         kind = roles[0] if roles else "broker" if brokers else "other"
         found[f"{kind} {process.pid}"] = process
     return found
@@ -474,6 +470,20 @@ def test_a_lab_starts_roles_again_that_were_killed(branch: Path, tmp_path: Path)
         assert "institution-0 was killed by signal 9: it is started again" in said
         assert said.count("is started again") == 2
         assert model_digest(tmp_path / "runs") == null_model(parse(BRANCH | longer))
+
+
+@pytest.mark.slow
+def test_a_lab_starts_its_cloud_again_which_resumes_the_run(branch: Path, tmp_path: Path) -> None:
+    flags = ("--set", "rounds=40", "--set", "training.epochs=1", "--runs", tmp_path / "runs")
+    with ExitStack() as stack:
+        role = lab_of(tmp_path / "lab.log", branch, *flags)
+        stack.callback(role.kill)
+        until(lambda: happened(role, "global_round"), "the first global round")
+        next(process for name, process in family(role).items() if name.startswith("cloud ")).kill()
+        assert "cloud was killed by signal 9: it is started again" in role.ends(0)
+        (folder,) = [path for path in (tmp_path / "runs").iterdir() if not path.name.startswith(".")]
+        assert model_digest(tmp_path / "runs") == null_model(parse(BRANCH | {"rounds": 40, "training": {"epochs": 1}}))
+        assert [row["global_round"] for row in table(folder / "rounds.csv")] == [str(n) for n in range(1, 41)]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills children with their parent")
@@ -801,6 +811,7 @@ def test_a_broker_that_stays_away_ends_a_role_with_5_and_is_named(tmp_path: Path
 
     with broker.start(directory=tmp_path) as dying:
         said = asyncio.run(run(dying))
-    assert said.splitlines()[-1] == f"fedstrata: broker {dying.host}:{dying.port} was away for 1 s"
+    where = f"{dying.host}:{dying.port}"
+    assert said.splitlines()[-1].startswith(f"fedstrata: broker {where} was away for 1 s ({where}: ")
     assert "trying again" in said
     assert "fedstrata.mqtt" not in said

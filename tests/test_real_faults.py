@@ -35,11 +35,12 @@ from common.protocol.messages import Acknowledgement, Key, Message, NodeState, P
 from common.runtime.children import Observe
 from deploy.brokers import broker
 from deploy.brokers.broker import BrokerProcess
-from deploy.local.namespaces import Namespace, VethPair, joined
+from deploy.local.namespaces import VethPair, joined
 from device.agent import DeviceAgent
 from device.pool.pool import Pool
 from institution.agent import InstitutionAgent
 from tests.helpers.commands import DEMO, PATIENCE_S, command, fedstrata, sets, table
+from tests.helpers.netns import in_namespaces
 
 SMALL: Final[dict[str, Any]] = {
     "name": "faults",
@@ -151,6 +152,8 @@ def test_chunks_that_the_broker_drops_end_the_run_for_lack_of_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The device sends its chunks again and again; that is no progress, as none of them arrives."""
+    if broker.choose() != "mosquitto":
+        pytest.skip("the ACL is mosquitto's")
     monkeypatch.setattr(receiver, "REPAIR_S", 0.2)  # several times in idle_s, as in a lab whose idle_s is minutes
     monkeypatch.setattr(participant, "ANNOUNCE_MOST_S", 0.5)
     (tmp_path / "acl").write_text("topic readwrite #\ntopic read $SYS/#\ntopic deny fs1/+/+/device-0/blob/#\n")
@@ -399,6 +402,8 @@ def test_a_persistent_broker_that_loses_power_with_its_lab_holds_up_no_later_one
     tmp_path: Path, stack: ExitStack
 ) -> None:
     """All are killed at once; the broker comes back with the dead run's READY, and children before their cloud."""
+    if broker.choose() != "mosquitto":
+        pytest.skip("the store is mosquitto's")
     store = tmp_path / "store"
     store.mkdir()
     settings = {
@@ -431,17 +436,8 @@ def test_a_persistent_broker_that_loses_power_with_its_lab_holds_up_no_later_one
     assert tensors(second.runs) and "Traceback" not in second.logs()
 
 
-def unable() -> str:
-    """Return why no namespace can be made here, empty where it can."""
-    try:
-        Namespace().close()
-    except InvalidExperiment as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(bool(reason := unable()), reason=reason)
+@in_namespaces
 @pytest.mark.timeout(2 * PATIENCE_S)
 def test_a_device_whose_large_packets_vanish_costs_a_quorum_its_deadlines(tmp_path: Path, stack: ExitStack) -> None:
     """Its uplink drops frames of more than 1,000 bytes: it reports and offers, but none of its chunks comes."""

