@@ -1,6 +1,6 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-aggregation bench-devices bench-kills bench-links bench-matrix bench-plan bench-slow bench-vmapped bench-tiers bench-training \
-    check clean broker simulate table1 test-slow
+.PHONY: help demo test bench bench-aggregation bench-devices bench-kills bench-kits bench-links bench-matrix bench-plan bench-slow bench-vmapped bench-tiers bench-training \
+    check clean broker simulate table1 test-slow wheel
 .DELETE_ON_ERROR:
 
 INSTALLED := .venv/.installed
@@ -44,6 +44,9 @@ bench-kills: $(INSTALLED) broker ## kill broker, sender and receiver in mid-tran
 bench-matrix: $(INSTALLED) broker ## stop each role and the broker at each state of the protocol: is the model the same?
 	.venv/bin/python tests/bench/matrix.py
 
+bench-kits: $(INSTALLED) broker wheel ## install a lab of ten machines from its kits and measure runs in a row, as root
+	.venv/bin/python tests/bench/kits.py
+
 bench-slow: $(INSTALLED) broker ## measure slow receivers beside fast ones
 	.venv/bin/python tests/bench/slow.py
 
@@ -61,6 +64,9 @@ check: $(INSTALLED) ## lint, format, types, import rules
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
 	.venv/bin/lint-imports
+
+wheel: $(INSTALLED) ## build dist/fedstrata-*.whl, which `fedstrata provision` gives to a lab's machines
+	.venv/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 SEEDS ?= 200
 FROM ?= 0

@@ -25,6 +25,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 STATES: Final = ("absent", "init", "ready", "finished", "failed", "disconnected", "lost")
 DISCOVERY: Final = "/sd"
+HEALTH: Final = "/healthz"
+BEAT_S: Final = 1.0
+HANGS_S: Final = 30.0  # without a beat: a small board under load is late, too
 SCRAPE_MOST_S: Final = 60.0
 INTERVALS: Final = 3  # without a scrape: on a loaded host one comes late
 
@@ -164,9 +167,13 @@ class _Watched:
 
 
 class Metrics:
-    """The metrics of one process, in its own registry; `serve` answers /metrics, and /sd with the scrape targets."""
+    """The metrics of one process, in its own registry.
+
+    `serve` answers /metrics, /healthz, and /sd with the scrape targets.
+    """
 
     def __init__(self) -> None:
+        self.heartbeat = Heartbeat()
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series beside each counter
         registry = self._registry = CollectorRegistry()
         self._watched = _Watched()
@@ -228,6 +235,10 @@ class Metrics:
             if environ["PATH_INFO"] == DISCOVERY:
                 start_response("200 OK", [("Content-Type", "application/json")])
                 return [json.dumps(self._targets(environ.get("HTTP_HOST", ""))).encode()]
+            if environ["PATH_INFO"] == HEALTH:
+                failure = self.heartbeat.failure()
+                start_response("503 Service Unavailable" if failure else "200 OK", [("Content-Type", "text/plain")])
+                return [f"{failure or 'ok'}\n".encode()]
             return self._scrapes.serve(lambda: scrape(environ, start_response))
 
         server = make_server(host, port, answer, _Server6 if ":" in host else _Server, _Silent)
@@ -245,6 +256,26 @@ class Metrics:
     def _counter(self, name: str) -> Counter:
         family = FAMILIES[name]
         return Counter(f"fedstrata_{name}", family.text, (*family.of, *family.labels), registry=self._registry)
+
+
+class Heartbeat:
+    """The time at which an event loop ran last, for the server's thread."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._last: float | None = None
+
+    def beat(self) -> None:
+        """Beat now, and then once a BEAT_S, as long as the running event loop runs."""
+        self._last = self._now()
+        asyncio.get_running_loop().call_later(BEAT_S, self.beat)
+
+    def failure(self) -> str:
+        """Return why the process is not healthy; empty if its loop has run in the last HANGS_S."""
+        if self._last is None:
+            return "the event loop has not begun"
+        age_s = self._now() - self._last
+        return f"the event loop last ran {age_s:.1f} s ago" if age_s > HANGS_S else ""
 
 
 class Scrapes:

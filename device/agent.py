@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.errors import InvalidExperiment
-from common.experiment.data import check_alike, permit
+from common.experiment.data import Data, check_alike, found_in, permit
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.experiment.tiers import check_parent
@@ -22,6 +22,7 @@ from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.discovery import Found, join
 from common.runtime.exports import export_child
 from common.runtime.lifecycle import live
+from common.runtime.roll import Resources
 from common.runtime.work import Report, WorkResult
 from common.runtime.world import REAL, World, new_session
 from common.storage.spool import Spool
@@ -37,7 +38,8 @@ WAITING_S = 1.0
 class DeviceAgent:
     """One device, which initially knows only its broker, its name and its parent.
 
-    `allow_models`: the packages whose models an experiment may name. `stay`: wait for the next run.
+    `allow_models`: the packages whose models an experiment may name. `data_root`: the folder of data sets on this host,
+    in place of the experiment's. `stay`: wait for the next run.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class DeviceAgent:
         lab: str = DEFAULT_LAB,
         spool: Path | None = None,
         allow_models: Sequence[str] = (),
+        data_root: str | None = None,
         stay: bool = False,
         world: World = REAL,
     ) -> None:
@@ -65,6 +68,7 @@ class DeviceAgent:
         self._metrics_address = metrics_address
         self._spool = spool
         self._allow_models = allow_models
+        self._data_root = data_root
         self._lab = check_lab(lab)
         self._stay = stay
         self._world = world
@@ -83,8 +87,12 @@ class DeviceAgent:
             world=self._world,
             stay=self._stay,
             usable=lambda: self._training.failure is None,
-            hardware=lambda: self._training.hardware,
+            resources=self._resources,
         )
+
+    def _resources(self) -> Resources:
+        root = Data.model_fields["root"].default if self._data_root is None else self._data_root
+        return Resources(self._training.hardware, ", ".join(found_in(Path(root.replace("{node}", self._name)))))
 
     async def _take_part(self, found: Found) -> None:
         try:
@@ -96,6 +104,8 @@ class DeviceAgent:
     async def _serve(self, found: Found) -> None:
         run = found.run
         experiment = parse(found.announcement.experiment)
+        if self._data_root is not None:
+            experiment = experiment.with_data_root(self._data_root)
         tree = experiment.tree
         check_parent(tree, self._name, self._parent, role="device", among=tree.devices)  # before it publishes its name
         tier, session = experiment.tier_above(self._name), new_session(self._world)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import urllib.error
 import urllib.request
 import weakref
 from collections import Counter
@@ -10,7 +11,10 @@ from pathlib import Path
 
 from common.host import machine
 from common.host.nvidia import Gpu, Gpus
-from common.metrics import FAMILIES, Metrics, Scrapes, node_labels
+from common.metrics import BEAT_S, FAMILIES, HANGS_S, Heartbeat, Metrics, Scrapes, node_labels
+from common.net.address import BrokerAddress
+from deploy.cli.serving import serve_metrics
+from deploy.simulation.loop import VirtualLoop
 
 NODE = node_labels("institution", "institution-0", parent="region-0")
 LABELS = 'device="",institution="institution-0",node="institution-0",parent="region-0",role="institution"'
@@ -110,6 +114,17 @@ def test_the_last_look_is_waited_for_only_where_somebody_looks() -> None:
     asyncio.run(looks.wait_for_next())  # nobody ever came
 
 
+def health(metrics: Metrics) -> tuple[int, str]:
+    """Return status and text of /healthz."""
+    port = metrics.serve("127.0.0.1", 0)
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
 class Hand:
     """A clock that is set by hand."""
 
@@ -118,6 +133,46 @@ class Hand:
 
     def __call__(self) -> float:
         return self.now
+
+
+def test_a_process_is_healthy_while_its_loop_runs() -> None:
+    clock = Hand()
+    metrics = Metrics()
+    metrics.heartbeat = Heartbeat(clock)
+    assert health(metrics) == (503, "the event loop has not begun\n")
+
+    async def begin() -> None:
+        metrics.heartbeat.beat()
+
+    asyncio.run(begin())
+    clock.now += HANGS_S
+    assert health(metrics) == (200, "ok\n")
+    clock.now += 1.25
+    assert health(metrics) == (503, f"the event loop last ran {HANGS_S + 1.25:.1f} s ago\n")
+
+
+def test_a_loop_beats_as_long_as_it_runs() -> None:
+    loop = VirtualLoop()
+    heartbeat = Heartbeat(loop.time)
+
+    async def live() -> list[str]:
+        heartbeat.beat()
+        found = []
+        for _ in range(3):
+            await asyncio.sleep(HANGS_S + BEAT_S)
+            found.append(heartbeat.failure())
+        return found
+
+    assert loop.run_until_complete(live()) == ["", "", ""]
+    loop.close()
+
+
+def test_a_role_serves_its_health() -> None:
+    async def ask() -> tuple[int, str]:
+        metrics, _ = serve_metrics("127.0.0.1:0", broker=BrokerAddress("127.0.0.1", 1883))
+        return await asyncio.to_thread(health, metrics)
+
+    assert asyncio.run(ask()) == (200, "ok\n")
 
 
 def test_patience_is_three_intervals_as_long_as_somebody_comes() -> None:

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from common.errors import InvalidExperiment
-from common.experiment.data import Data
+from common.experiment.data import Data, found_in
 from common.experiment.reading import parse
 from common.learning import datasets, models
 from common.learning.evaluation import evaluate
@@ -132,3 +132,19 @@ def test_made_up_images_can_be_distinguished() -> None:
                 parameter.sub_(0.1 * parameter.grad)
     found = evaluate(module, data.test_images, labels=data.test_labels, normalise=data.normaliser())
     assert found.accuracy > 0.9
+
+
+def test_a_hosts_own_folder_takes_the_place_of_the_experiments(tmp_path: Path) -> None:
+    picture(tmp_path / "device-0" / "train" / "dog" / "a.png", (1, 2, 3))
+    data = own("elsewhere")
+    experiment = parse({"data": data.model_dump(mode="json")})
+    here = experiment.with_data_root(str(tmp_path / "{node}"))
+    assert datasets.load(here.data, node="device-0").train_labels.tolist() == [0]
+    assert here.with_data_root(data.root).to_json() == experiment.to_json()
+
+
+def test_the_data_sets_of_a_folder(tmp_path: Path) -> None:
+    assert found_in(tmp_path) == []
+    for name in ("MNIST", "cifar-100-python", "notes"):
+        (tmp_path / name).mkdir()
+    assert found_in(tmp_path) == ["mnist", "cifar100"]

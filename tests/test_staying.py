@@ -26,7 +26,7 @@ from common.protocol.messages import Announcement, Here, RollCall
 from common.runtime.claim import SEEKING, claim
 from common.runtime.discovery import Found, join
 from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.roll import RollEntry, call_the_roll
+from common.runtime.roll import Resources, RollEntry, call_the_roll
 from common.runtime.world import World
 from deploy.brokers import broker
 from deploy.simulation.outcome import model_digest
@@ -153,7 +153,13 @@ class Listed:
     @staticmethod
     def _build(site: SimulatedSite, name: str, world: World) -> tuple[RollEntry, asyncio.Task[None]]:
         entry = RollEntry(
-            site.address, name, role="device", parent=PARENT, lab=LAB, hardware=lambda: "2 x cpu", world=world
+            site.address,
+            name,
+            role="device",
+            parent=PARENT,
+            lab=LAB,
+            resources=lambda: Resources("2 x cpu", "mnist"),
+            world=world,
         )
 
         async def keep() -> None:
@@ -170,9 +176,9 @@ async def test_the_roll_has_who_answers_and_what_they_do(site: SimulatedSite) ->
     await asyncio.sleep(1)
     first.entry.run = "run-7"
     found = await roll(site)
-    assert [(name, here.role, here.parent, here.run, here.hardware) for name, here in found] == [
-        ("device-0", "device", PARENT, "run-7", "2 x cpu"),
-        ("device-1", "device", PARENT, "", "2 x cpu"),
+    assert [(name, here.role, here.parent, here.run, here.hardware, here.data) for name, here in found] == [
+        ("device-0", "device", PARENT, "run-7", "2 x cpu", "mnist"),
+        ("device-1", "device", PARENT, "", "2 x cpu", "mnist"),
     ]
     assert found[0][1].release == version("fedstrata")
     of_the_same_name = Listed(site, "device-1")
@@ -276,6 +282,15 @@ devices = 2
 FOREIGN = SMALL + '[model]\nname = "mine:build"\n'
 LONG = SMALL.replace("rounds = 2", "rounds = 1000") + "[training]\nepochs = 100\n"  # a second for each
 
+DESCRIBED = """
+name = "lab"
+broker = "main"
+brokers = {{ main = {{ addresses = ["{address}"] }} }}
+machines = {{ here = {{ address = "localhost" }} }}
+institutions = {{ institution-0 = {{ machine = "here" }} }}
+devices = [{{ names = ["device-0..1", "device-7"], machine = "here", parent = "institution-0" }}]
+"""
+
 
 class Lab:
     """An institution and two devices of one process, which stay; clouds come and go."""
@@ -371,6 +386,12 @@ def test_a_lab_has_one_run_at_a_time_and_a_cloud_that_dies_leaves_it_free(lab: L
         ("institution-0", "institution", "cloud"),
     ]
     assert len({row["run"] for row in rows} - {""}) == 1
+    file = lab.home / "lab.toml"
+    file.write_text(DESCRIBED.format(address=lab.address))
+    described = fedstrata("lab", "status", "--lab", file)
+    assert described.returncode == 5, described.stderr
+    states = {line.split()[0]: line for line in described.stdout.splitlines()[1:]}
+    assert "away" in states["device-7"] and sum("away" in line for line in states.values()) == 1
     refused = ends(lab.cloud(seed=2), 3)
     assert re.search(r"lab lab on broker \S+ is used by run \S+\. Wait for its end with --queue", refused)
     assert not lab.runs(2).exists(), "a refused run leaves no folder"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
@@ -123,6 +124,11 @@ class Model(SettingsTable):
     """The model that devices train."""
 
     name: str = "cnn_digits"  # one of fedstrata's models, or `package.module:function`
+
+
+def found_in(root: Path) -> list[str]:
+    """Return the names of the data sets that have a folder below a root."""
+    return [name for name, folder in FOLDERS.items() if (root / folder).is_dir()]
 
 
 def check(data: Data, model: Model) -> None:

@@ -125,6 +125,10 @@ class Experiment(SettingsTable):
         self._check_device("topology", device)
         return self.hardware.machine(device, seed=self.seed)
 
+    def with_data_root(self, root: str) -> Self:
+        """Return the experiment with another folder of data sets."""
+        return self.model_copy(update={"data": self.data.model_copy(update={"root": root})})
+
     @cached_property
     def tree(self) -> Tree:
         """The nodes of the lab. Raises InvalidExperiment if there are too many to give them names."""

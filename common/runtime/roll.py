@@ -6,9 +6,11 @@ Asked, not retained: what is shown is there, whatever the broker stores.
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 from math import inf
 from typing import Final
@@ -25,9 +27,19 @@ ANSWER_S: Final = 0.1  # between two answers, whoever asks
 RETRY_S: Final = 5.0
 NODES_KEPT: Final = 100_000
 
+log = logging.getLogger("fedstrata.roll")
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a device's host has: its accelerators, and the data sets in its folder."""
+
+    hardware: str = ""
+    data: str = ""
+
 
 class RollEntry:
-    """A node's own entry. `run` is the run in which it takes part, "" while it waits; `hardware` describes where."""
+    """A node's own entry. `run` is the run in which it takes part, "" while it waits."""
 
     def __init__(
         self,
@@ -37,12 +49,12 @@ class RollEntry:
         role: str,
         parent: str,
         lab: str,
-        hardware: Callable[[], str] = lambda: "",
+        resources: Callable[[], Resources] = Resources,
         world: World = REAL,
     ) -> None:
         self.run = ""
         self._name, self._role, self._parent, self._lab = name, role, parent, lab
-        self._hardware = hardware
+        self._resources = resources
         self._session = new_session(world)
         self._answered = -inf
         self._loop = asyncio.get_running_loop()
@@ -73,7 +85,7 @@ class RollEntry:
                 await asyncio.sleep(RETRY_S)
 
     async def _connected(self) -> None:
-        self._connection.subscribe([topics.roll(self._lab, "+")], qos=1)
+        self._connection.subscribe([topics.roll(self._lab, "+")], qos=0)
 
     def _received(self, topic_text: str, body: bytes, retained: bool) -> None:
         try:
@@ -87,12 +99,40 @@ class RollEntry:
         if now < self._answered + ANSWER_S:
             return
         self._answered = now
+        has = self._resources()
         answer = Here(
             message.nonce, self._role, self._parent, self.run, version("fedstrata"), socket.gethostname(),
-            self._hardware(),
+            has.hardware, has.data,
         )  # fmt: skip
         where = topics.here(self._lab, topic.asker, self._name)
         self._connection.publish(where, serialization.encode(answer, self._session), qos=0)
+
+
+async def call_rolls(
+    addresses: Sequence[BrokerAddress], *, lab: str, wait_s: float, connect_timeout_s: float, world: World = REAL
+) -> list[tuple[str, Here]]:
+    """Return the nodes on all brokers of a lab, see `call_the_roll`; a broker that is away is reported.
+
+    Raises ConnectionFailed if no broker could be reached.
+    """
+    calls = [
+        call_the_roll(address, lab=lab, wait_s=wait_s, connect_timeout_s=connect_timeout_s, world=world)
+        for address in addresses
+    ]
+    found: list[tuple[str, Here]] = []
+    failures: list[ConnectionFailed] = []
+    for result in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(result, ConnectionFailed):
+            failures.append(result)
+        elif isinstance(result, BaseException):
+            raise result
+        else:
+            found += result
+    if len(failures) == len(calls):
+        raise failures[0]
+    for failure in failures:
+        log.warning("%s", failure)
+    return sorted(found, key=lambda each: each[0])
 
 
 async def call_the_roll(
@@ -116,7 +156,7 @@ async def call_the_roll(
             found[topic.node, session] = message
 
     async def subscribe() -> None:
-        connection.subscribe([topics.here(lab, asker, "+")], qos=1)
+        connection.subscribe([topics.here(lab, asker, "+")], qos=0)
         connected.set()
 
     async def ask() -> None:

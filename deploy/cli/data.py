@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from common.errors import InvalidExperiment
-from common.experiment.data import FOLDERS
+from common.experiment.data import FOLDERS, found_in
 from deploy.console.logs import write_line
 from deploy.console.options import Output, Overrides
 from deploy.console.reporting import reporting
@@ -37,7 +37,7 @@ def check(
     from common.experiment.reading import parse
     from common.learning import datasets
 
-    wanted = names or [name for name, folder in FOLDERS.items() if (root / folder).is_dir()]
+    wanted = names or found_in(root)
     with reporting():
         if not wanted:
             known = ", ".join(f"{folder} ({name})" for name, folder in FOLDERS.items())

@@ -1,18 +1,20 @@
-"""The commands `fedstrata lab ...`."""
+"""The commands `fedstrata lab ...` and `fedstrata provision`."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 from common.protocol.topics import DEFAULT_LAB
-from deploy.cli.roles import ROLL_S, BrokerOption
+from deploy.cli.roles import ROLL_S, LabBrokerOption
 from deploy.console import logs
-from deploy.console.connecting import ConnectTimeout, LabOption, PasswordFile, Username, address, run_connected
+from deploy.console.connecting import ConnectTimeout, LabOrFile, PasswordFile, Username, address, run_connected
 from deploy.console.options import Output
+from deploy.console.reporting import reporting
 from deploy.console.tabular import Column, Table
 
 app = typer.Typer(help="The nodes of a lab.", no_args_is_help=True)
@@ -25,36 +27,78 @@ def _lab() -> None:
 
 @app.command()
 def status(
-    broker: BrokerOption = "localhost",
-    lab: LabOption = DEFAULT_LAB,
+    broker: LabBrokerOption = None,
+    lab: LabOrFile = DEFAULT_LAB,
     wait: Annotated[float, typer.Option(min=0.1, help="Seconds in which nodes may answer.")] = ROLL_S,
     output: Output = "table",
     username: Username = None,
     password_file: PasswordFile = None,
     connect_timeout: ConnectTimeout = 30.0,
 ) -> None:
-    """List the nodes that stay in a lab: role, parent, run, release, host and hardware.
+    """List the nodes that stay in a lab: role, parent, run, release, host, accelerators and data sets.
 
     Institutions and devices answer, whether they wait or take part in a run. With brokers of their own the devices of
-    an institution answer on that broker. Exit code 5: nobody answered.
+    an institution answer on that broker: with the lab's file all brokers are asked, and nodes that are away are listed,
+    too. Exit code 5: nobody answered, or a node of the lab's file is away.
     """
-    from common.runtime.roll import call_the_roll
+    from common.runtime.roll import call_rolls
+    from deploy.kits.lab import load, reach
 
     async def ask() -> None:
-        where = address(broker, username, password_file)
-        found = await call_the_roll(where, lab=lab, wait_s=wait, connect_timeout_s=connect_timeout)
-        rows = [{"node": node} | asdict(here) for node, here in found]
+        name, texts = reach(lab, [broker] if broker else None)
+        expected = dict(load(Path(lab)).parents) if lab.endswith(".toml") else {}
+        brokers = [address(text, username, password_file) for text in texts]
+        found = await call_rolls(brokers, lab=name, wait_s=wait, connect_timeout_s=connect_timeout)
+        away = {node: parent for node, parent in expected.items() if node not in {node for node, _ in found}}
+        rows: list[dict[str, Any]] = [{"node": node, "there": True} | asdict(here) for node, here in found]
         for row in rows:
             del row["nonce"]
+        rows += [{"node": node, "there": False, "parent": parent} for node, parent in away.items()]
         if output == "json":
             for row in rows:
                 typer.echo(json.dumps(row))
         elif rows:
-            columns = [Column(name, text=True) for name in rows[0]]
-            cells = [[value or ("waits" if name == "run" else "-") for name, value in row.items()] for row in rows]
-            typer.echo(Table("nodes", f"lab {lab}", columns, cells).aligned(), nl=False)
-        if not rows:
-            logs.write_line(f"nobody of lab {lab} answered on broker {where} within {wait:g} s")
+            typer.echo(_table(name, rows).aligned(), nl=False)
+        if not found:
+            logs.write_line(f"nobody of lab {name} answered on broker {', '.join(map(str, brokers))} within {wait:g} s")
+        if away or not found:
             raise typer.Exit(5)
 
     run_connected(ask)
+
+
+def provision(
+    lab: Annotated[Path, typer.Argument(help="The lab's file, lab.toml.")],
+    out: Annotated[Path, typer.Option(help="Folder for the kits.")] = Path("kits"),
+    wheel: Annotated[
+        Path | None,
+        typer.Option(help="The wheel that the machines install.  [default: the newest in dist/]", show_default=False),
+    ] = None,
+) -> None:
+    """Write a kit for each machine of a lab: its services as systemd units, fedstrata's wheel, and an installer.
+
+    A kit's README has the two commands that install it; install.yml is an Ansible playbook that installs all kits.
+    """
+    from deploy.kits.lab import load
+    from deploy.kits.provision import PLAYBOOK, find_wheel, provision
+
+    with reporting():
+        found = load(lab)
+        kits = provision(found, lab, wheel=find_wheel(wheel), out=out)
+        for kit in kits:
+            typer.echo(str(kit))
+        logs.write_line(
+            f"{len(kits)} kits; each has a README. All at once: ansible-playbook -i {out}/hosts.ini {out}/{PLAYBOOK}"
+        )
+
+
+def _table(lab: str, rows: list[dict[str, Any]]) -> Table:
+    names = ("node", "role", "parent", "run", "release", "host", "hardware", "data")
+
+    def cell(row: dict[str, Any], name: str) -> str:
+        if name == "run":
+            return (row["run"] or "waits") if row["there"] else "away"
+        return row.get(name) or "-"
+
+    columns = [Column(name, text=True) for name in names]
+    return Table("nodes", f"lab {lab}", columns, [[cell(row, name) for name in names] for row in rows])

@@ -21,7 +21,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import typer
 
 from common.protocol.topics import DEFAULT_LAB
-from deploy.cli import data, inspection, lab, roles
+from deploy.cli import data, inspection, lab, links, roles
+from deploy.cli.doctor import doctor
 from deploy.cli.roles import METRICS, ExperimentFile, MetricsAddress, Resume, chosen_experiment
 from deploy.console import logs
 from deploy.console.connecting import LabOption
@@ -44,11 +45,14 @@ app = typer.Typer(
 app.add_typer(data.app, name="data")
 app.add_typer(inspection.app, name="runs")
 app.add_typer(lab.app, name="lab")
+app.add_typer(links.app, name="links")
 app.command()(roles.cloud)
 app.command()(roles.institution)
 app.command()(roles.device)
 app.command()(inspection.report)
 app.command()(inspection.compare)
+app.command()(lab.provision)
+app.command()(doctor)
 app.command()(plan)
 app.command()(watch)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,9 +13,18 @@ from common.experiment.topology import CLOUD
 from common.protocol.topics import DEFAULT_LAB
 from deploy.cli.serving import serve_metrics
 from deploy.console import logs
-from deploy.console.connecting import ConnectTimeout, LabOption, PasswordFile, Username, run_agent, run_connected
+from deploy.console.connecting import (
+    ConnectTimeout,
+    LabOption,
+    LabOrFile,
+    PasswordFile,
+    Username,
+    run_agent,
+    run_connected,
+)
 from deploy.console.connecting import address as _address
 from deploy.console.options import Output, Overrides, Runs
+from deploy.console.service import StatusHandler
 
 if TYPE_CHECKING:
     from common.experiment.schema import Experiment
@@ -25,7 +34,25 @@ SPOOL = "/var/tmp/fedstrata"  # kept when the machine restarts, unlike /tmp
 
 ExperimentFile = Annotated[Path | None, typer.Argument(help="The experiment, a TOML file.", show_default=False)]
 Resume = Annotated[Path | None, typer.Option(help="Resume the run of this folder.", show_default=False)]
-BrokerOption = Annotated[str, typer.Option(help="The MQTT broker, host[:port].", envvar="FEDSTRATA_BROKER_ADDRESS")]
+BrokerOption = Annotated[
+    str,
+    typer.Option(
+        help="The MQTT broker: host[:port], or several addresses of it, separated by commas.",
+        envvar="FEDSTRATA_BROKER_ADDRESS",
+    ),
+]
+LabBrokerOption = Annotated[
+    str | None,
+    typer.Option(
+        "--broker",
+        help=(
+            "The MQTT broker: host[:port], or several addresses of it, separated by commas.  "
+            "[default: that of the lab's file, else localhost]"
+        ),
+        envvar="FEDSTRATA_BROKER_ADDRESS",
+        show_default=False,
+    ),
+]
 SpoolFolder = Annotated[
     str, typer.Option("--spool", help="Folder of partly transferred models, kept after a crash; 'none' = memory.")
 ]
@@ -34,15 +61,17 @@ ROLL_S = 2.0  # as long as the nodes of a lab usually have to answer
 Once = Annotated[bool, typer.Option("--once", help="End with the first run, with its exit code.")]
 MetricsAddress = Annotated[
     str,
-    typer.Option("--metrics", help="Address of /metrics (and of the cloud's /sd), host:port; port 0 = a free one."),
+    typer.Option(
+        "--metrics", help="Address of /metrics, /healthz (and the cloud's /sd), host:port; port 0 = a free one."
+    ),
 ]
 
 
 def cloud(
     experiment: ExperimentFile = None,
     overrides: Overrides = None,
-    broker: BrokerOption = "localhost",
-    lab: LabOption = DEFAULT_LAB,
+    broker: LabBrokerOption = None,
+    lab: LabOrFile = DEFAULT_LAB,
     runs: Runs = Path("runs"),
     resume: Resume = None,
     output: Output = "table",
@@ -64,19 +93,22 @@ def cloud(
     from common.experiment.reading import parse
     from common.runtime.claim import claim
     from deploy.console.progress import show
-
-    def waiting(by: str) -> None:
-        logs.write_line(f"lab {lab} is used by {by}: waiting for its end")
+    from deploy.kits.lab import reach
 
     async def run_cloud() -> None:
+        def waiting(by: str) -> None:
+            logs.write_line(f"lab {name} is used by {by}: waiting for its end")
+
+        name, texts = reach(lab, [broker] if broker else None)
+        brokers = [_address(text, username, password_file) for text in texts]
+        where = brokers[0]
         tree = _tree(experiment, overrides, resume)
         of_the_lab = tree.get("topology") == LAB
         chosen = None if of_the_lab else parse(tree)
-        where = _address(broker, username, password_file)
         if not sole:
-            await claim(where, lab=lab, connect_timeout_s=connect_timeout, queue=queue, waiting=waiting)
+            await claim(where, lab=name, connect_timeout_s=connect_timeout, queue=queue, waiting=waiting)
         if chosen is None:
-            tree["topology"] = await _present(where, lab, connect_timeout)
+            tree["topology"] = await _present(brokers, name, connect_timeout)
             chosen = parse(tree)
         registry, address = serve_metrics(metrics, broker=where)
         folder = RunFolder.reopen(resume) if resume else RunFolder.create(runs, chosen)
@@ -84,7 +116,7 @@ def cloud(
             agent = CloudAgent(
                 folder,
                 broker=where,
-                lab=lab,
+                lab=name,
                 resume=resume is not None,
                 connect_timeout_s=connect_timeout,
                 metrics=registry,
@@ -107,7 +139,7 @@ def institution(
         typer.Option(
             "--child-broker",
             "--device-broker",
-            help="The broker of its children.  [default: its parent's]",
+            help="The broker of its children, like --broker.  [default: its parent's]",
             show_default=False,
         ),
     ] = None,
@@ -131,7 +163,7 @@ def institution(
             name,
             parent=parent,
             broker=upward,
-            child_broker=_address(child_broker or broker, username, password_file),
+            child_broker=_address(child_broker or broker, username, password_file, option="--child-broker"),
             lab=lab,
             connect_timeout_s=connect_timeout,
             metrics=registry,
@@ -158,7 +190,10 @@ def device(
     broker: Annotated[
         list[str] | None,
         typer.Option(
-            help="The MQTT broker, host[:port]: one for all names, or one per name.  [default: localhost]",
+            help=(
+                "The MQTT broker: host[:port], or several addresses of it, separated by commas. One broker for all "
+                "names, or one per name.  [default: localhost]"
+            ),
             envvar="FEDSTRATA_BROKER_ADDRESS",
         ),
     ] = None,
@@ -172,6 +207,14 @@ def device(
         typer.Option(
             help="A package whose models an experiment may use, besides fedstrata's own.",
             envvar="FEDSTRATA_ALLOW_MODELS",
+            show_default=False,
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="The folder of data sets on this host, in place of the experiment's data.root.",
+            envvar="FEDSTRATA_DATA",
             show_default=False,
         ),
     ] = None,
@@ -222,6 +265,7 @@ def device(
                     metrics_address=address,
                     spool=_folder(spool),
                     allow_models=allow_models or (),
+                    data_root=data,
                     stay=stays,
                 ).run
                 for each, home, where in zip(name, homes, addresses, strict=True)
@@ -250,12 +294,12 @@ def _tree(path: Path | None, overrides: list[str] | None, resume: Path | None) -
     return read(path, overrides or ())
 
 
-async def _present(where: BrokerAddress, lab: str, connect_timeout_s: float) -> dict[str, Any]:
+async def _present(brokers: Sequence[BrokerAddress], lab: str, connect_timeout_s: float) -> dict[str, Any]:
     """Return the `topology` table of the nodes that are there, and report who is left out."""
     from common.experiment.present import PresentNode, topology_of
-    from common.runtime.roll import call_the_roll
+    from common.runtime.roll import call_rolls
 
-    found = await call_the_roll(where, lab=lab, wait_s=ROLL_S, connect_timeout_s=connect_timeout_s)
+    found = await call_rolls(brokers, lab=lab, wait_s=ROLL_S, connect_timeout_s=connect_timeout_s)
     topology, left_out = topology_of([PresentNode(name, here.role, here.parent, here.host) for name, here in found])
     for line in left_out:
         logs.write_line(line)
@@ -263,9 +307,11 @@ async def _present(where: BrokerAddress, lab: str, connect_timeout_s: float) -> 
 
 
 def _stays(once: bool) -> bool:
-    """Return whether a node waits for the next run; one that does reports each on standard error."""
+    """Return whether a node waits for the next run; one that does reports each on standard error and to systemd."""
     if not once:
-        logging.getLogger("fedstrata.node").setLevel(logging.INFO)
+        activity = logging.getLogger("fedstrata.node")
+        activity.setLevel(logging.INFO)
+        activity.addHandler(StatusHandler())
     return not once
 
 

@@ -12,9 +12,10 @@ if TYPE_CHECKING:
 
 
 def serve_metrics(address: str, *, broker: BrokerAddress) -> tuple[Metrics, str]:
-    """Serve /metrics at an address, host:port; return the registry, and the address to publish.
+    """Serve /metrics and /healthz at an address, host:port; return the registry, and the address to publish.
 
-    For a wildcard host the published address is the local one that reaches the broker. Raises InvalidExperiment.
+    The health is that of the running event loop. For a wildcard host the published address is the local one that
+    reaches the broker. Raises InvalidExperiment.
     """
     from common.host.machine import export_machine
     from common.metrics import Metrics
@@ -25,6 +26,7 @@ def serve_metrics(address: str, *, broker: BrokerAddress) -> tuple[Metrics, str]
     export_machine(registry)
     try:
         found = registry.serve(host, int(port))
-        return registry, f"{reachable(host, (broker.host, broker.port))}:{found}"
+        registry.heartbeat.beat()
+        return registry, f"{reachable(host, broker)}:{found}"
     except (OSError, ValueError, OverflowError) as error:
         raise InvalidExperiment("--metrics", address, str(error), "Use a free host:port, or port 0.") from None

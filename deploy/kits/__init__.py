@@ -1,0 +1,1 @@
+"""A lab's description, and what each of its machines needs to run its nodes as services."""

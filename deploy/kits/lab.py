@@ -1,0 +1,227 @@
+"""`lab.toml`: the machines of a lab, their brokers, institutions and devices, described once."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Final, Self
+
+from pydantic import Field, ValidationError
+
+from common.errors import InvalidExperiment
+from common.experiment.links import LinkSettings, shipped
+from common.experiment.messages import explain
+from common.experiment.tables import Count, Name, Positive, SettingsTable, named, proposal
+from common.experiment.topology import CLOUD, RESERVED
+from common.net.address import host_port, parse_hosts
+
+RANGE: Final = re.compile(r"(.*?)(\d+)\.\.(\d+)")  # device-0..9
+NODES_MOST: Final = 100_000
+HERE: Final = "localhost"
+PORT: Final = 1883
+
+Address = Annotated[str, Field(pattern=r"^[A-Za-z0-9:][A-Za-z0-9_.:%-]*$")]
+AbsolutePath = Annotated[str, Field(pattern=r"^(/[^/\s\"'\\%$]+)+$")]
+Package = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.:]*$")]
+
+
+class Machine(SettingsTable):
+    """A machine of the lab. Its keys below `accelerator` count for the devices on it."""
+
+    address: Address  # host name or IP address by which the other machines reach it
+    user: Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_-]*$")] | None = None  # login for ssh, with sudo
+    cloud: bool = False  # runs are started here: install what the cloud's evaluator needs
+    link: LinkSettings | None = None  # of this machine to the brokers above its nodes: a profile's name, or a table
+    metrics: bool = False  # /metrics beyond this machine, for a Prometheus elsewhere
+    memory_gb: Positive | None = None  # most memory of each service
+    accelerator: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    slots: Count | None = None  # concurrent trainings; omitted: one per GPU, else one per core
+    data: AbsolutePath | None = None  # the folder of data sets, in place of the experiments' data.root
+    allow_models: list[Package] = Field(default_factory=list)  # packages whose models an experiment may use
+
+
+class Broker(SettingsTable):
+    """A broker: one that a machine of the lab runs, or one that exists already, with the addresses of its nodes."""
+
+    machine: Name | None = None
+    port: Annotated[int, Field(ge=1, le=65_535)] = PORT
+    addresses: Annotated[list[str], Field(min_length=1)] | None = None  # host or host:port, tried in turn
+
+
+class Institution(SettingsTable):
+    """An institution, or any node between the cloud and the devices."""
+
+    machine: Name
+    parent: Name = CLOUD
+    broker: Name | None = None  # on which it meets its children; omitted: its parent's
+
+
+class Devices(SettingsTable):
+    """Devices of one machine and one parent."""
+
+    names: Annotated[list[str], Field(min_length=1)]  # device-0, or device-0..9 for ten of them
+    machine: Name
+    parent: Name = CLOUD
+
+
+class Lab(SettingsTable):
+    """A lab: `name` is its name on the broker, `broker` the one of `brokers` on which the cloud meets its children."""
+
+    name: Name
+    broker: Name
+    machines: dict[Name, Machine]
+    brokers: dict[Name, Broker]
+    institutions: dict[Name, Institution] = Field(default_factory=dict)
+    devices: list[Devices] = Field(default_factory=list)
+    install: AbsolutePath = "/opt/fedstrata"  # folder of fedstrata on the machines
+
+    @cached_property
+    def parents(self) -> Mapping[str, str]:
+        """The parent of each institution and device."""
+        below = {name: each.parent for name, each in self.institutions.items()}
+        return below | {name: group.parent for group in self.devices for name in expand(group.names)}
+
+    def devices_of(self, machine: str) -> dict[str, str]:
+        """Return the devices of a machine, each with its parent."""
+        return {name: g.parent for g in self.devices if g.machine == machine for name in expand(g.names)}
+
+    def brokers_of(self, machine: str) -> dict[str, Broker]:
+        """Return the brokers that a machine runs."""
+        return {name: each for name, each in self.brokers.items() if each.machine == machine}
+
+    def meeting_place(self, parent: str) -> str:
+        """Return the name of the broker on which a parent meets its children."""
+        while parent != CLOUD:
+            node = self.institutions[parent]
+            if node.broker is not None:
+                return node.broker
+            parent = node.parent
+        return self.broker
+
+    def address(self, broker: str, *, machine: str | None = None) -> str:
+        """Return the address of a broker as `--broker` takes it, as seen from a machine."""
+        found = self.brokers[broker]
+        if found.addresses is not None:
+            return ",".join(found.addresses)
+        assert found.machine is not None
+        host = HERE if found.machine == machine else self.machines[found.machine].address
+        return host_port(host, found.port)
+
+    def above(self, machine: str) -> list[str]:
+        """Return the hosts of the brokers on which a machine's nodes meet their parents, other than the machine."""
+        parents = [each.parent for each in self.institutions.values() if each.machine == machine]
+        parents += self.devices_of(machine).values()
+        found = [self.address(self.meeting_place(parent), machine=machine) for parent in parents]
+        return list(dict.fromkeys(host for text in found for host, _ in parse_hosts(text) if host != HERE))
+
+    def addresses(self) -> list[str]:
+        """Return the addresses of all brokers on which nodes of the lab wait, the cloud's first."""
+        places = [self.broker, *(self.meeting_place(parent) for parent in self.parents.values())]
+        return [self.address(place) for place in dict.fromkeys(places)]
+
+    def check(self) -> Self:
+        """Check what types alone cannot check. Raises InvalidExperiment."""
+        _known("broker", self.broker, self.brokers)
+        for name, broker in self.brokers.items():
+            if (broker.machine is None) == (broker.addresses is None):
+                problem = "needs the machine that runs it, or the addresses of a broker that exists"
+                raise InvalidExperiment(f"brokers.{name}", name, problem, "Give one of machine and addresses.")
+            if broker.machine is not None:
+                _known(f"brokers.{name}.machine", broker.machine, self.machines)
+            try:
+                parse_hosts(",".join(broker.addresses or [HERE]))
+            except ValueError as error:
+                key = f"brokers.{name}.addresses"
+                raise InvalidExperiment(key, broker.addresses, str(error), "Write host or host:port.") from None
+        places = Counter((each.machine, each.port) for each in self.brokers.values() if each.machine)
+        for (machine, port), count in places.items():
+            if count > 1:
+                raise InvalidExperiment("brokers", machine, f"{count} brokers on its port {port}", "Give each a port.")
+        for name, node in self.institutions.items():
+            _known(f"institutions.{name}.machine", node.machine, self.machines)
+            if node.broker is not None:
+                _known(f"institutions.{name}.broker", node.broker, self.brokers)
+        for group in self.devices:
+            _known("devices.machine", group.machine, self.machines)
+        self._check_nodes()
+        return self
+
+    def _check_nodes(self) -> None:
+        names = [*self.institutions, *(name for group in self.devices for name in expand(group.names))]
+        for name, count in Counter(names).items():
+            if name in RESERVED:
+                raise InvalidExperiment("name", name, "a reserved name", "Give the node another name.")
+            if count > 1:
+                raise InvalidExperiment("name", name, f"{count} nodes have this name", "Give each its own.")
+        for name, parent in self.parents.items():
+            _known(f"the parent of {name}", parent, [CLOUD, *self.institutions])
+            above, seen = parent, {name}
+            while above != CLOUD and above in self.institutions:
+                if above in seen:
+                    raise InvalidExperiment("parent", parent, f"{name} is below itself", "Give another parent.")
+                seen.add(above)
+                above = self.institutions[above].parent
+
+
+def reach(lab: str, brokers: list[str] | None) -> tuple[str, list[str]]:
+    """Return a lab's name, and the addresses of its brokers, the cloud's first.
+
+    `lab` is the name, or the path of its file, which also names the brokers unless `brokers` are given. Raises
+    InvalidExperiment.
+    """
+    if lab.endswith(".toml"):
+        found = load(Path(lab))
+        return found.name, brokers or found.addresses()
+    return lab, brokers or [HERE]
+
+
+def load(path: Path) -> Lab:
+    """Return the lab of a TOML file. Raises InvalidExperiment."""
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidExperiment("lab", str(path), error.strerror or str(error), "Name a lab's TOML file.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidExperiment("lab", str(path), f"not TOML: {error}", "Fix that line.") from None
+    return parse(tree)
+
+
+def parse(tree: dict[str, Any]) -> Lab:
+    """Validate a tree and return the lab. Raises InvalidExperiment."""
+    if isinstance(machines := tree.get("machines"), dict):
+        for name, machine in machines.items():
+            if isinstance(machine, dict) and "link" in machine:
+                machine["link"] = named(f"machines.{name}.link", machine["link"], shipped())
+    try:
+        return Lab.model_validate(tree).check()
+    except ValidationError as error:
+        raise explain(error, Lab) from None
+
+
+def expand(names: Iterable[str]) -> list[str]:
+    """Return single names: `device-0..2` stands for device-0, device-1 and device-2. Raises InvalidExperiment."""
+    found: list[str] = []
+    for name in names:
+        match = RANGE.fullmatch(name)
+        if match is None:
+            found.append(name)
+            continue
+        stem, first, last = match[1], int(match[2]), int(match[3])
+        if not first <= last <= first + NODES_MOST:
+            raise InvalidExperiment("devices.names", name, "not a range of names", "Write for instance device-0..9.")
+        found += [f"{stem}{number}" for number in range(first, last + 1)]
+    for name in found:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
+            problem = "not a node's name: letters, digits, _ . -, at most 64"
+            raise InvalidExperiment("devices.names", name, problem, "Write for instance device-0.")
+    return found
+
+
+def _known(key: str, name: str, known: Iterable[str]) -> None:
+    names = list(known)
+    if name not in names:
+        raise InvalidExperiment(key, name, "nothing in this lab has this name", proposal(name, names, what="There are"))

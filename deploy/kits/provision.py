@@ -1,0 +1,109 @@
+"""`fedstrata provision`: a folder for each machine of a lab with all that it needs, and one playbook for all."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from importlib.resources import files
+from pathlib import Path
+from typing import Final
+
+from common.errors import InvalidExperiment
+from deploy.kits import units
+from deploy.kits.lab import Lab
+
+LAB_FILE: Final = "lab.toml"
+PLAYBOOK: Final = "install.yml"
+INVENTORY: Final = "hosts.ini"
+INSTALLER: Final = "install.sh"
+
+
+def find_wheel(given: Path | None, folder: Path = Path("dist")) -> Path:
+    """Return the wheel that the machines install: the given one, else the newest in a folder.
+
+    Raises InvalidExperiment.
+    """
+    if given is not None:
+        if given.suffix != ".whl" or not given.is_file():
+            raise InvalidExperiment("--wheel", str(given), "not a wheel", "Build one with `make wheel`.")
+        return given
+    wheels = sorted(folder.glob("fedstrata-*.whl"), key=lambda path: path.stat().st_mtime)
+    if not wheels:
+        problem = "has no wheel of fedstrata for the machines to install"
+        raise InvalidExperiment("--wheel", str(folder), problem, "Build one with `make wheel`, or give --wheel FILE.")
+    return wheels[-1]
+
+
+def provision(lab: Lab, source: Path, *, wheel: Path, out: Path) -> list[Path]:
+    """Write the kits of all machines below `out`, replacing earlier ones, and return their folders.
+
+    `source` is the lab's file. Raises InvalidExperiment if `out` has something else, or cannot be written.
+    """
+    kits = [out / machine for machine in lab.machines]
+    for kit in kits:
+        if kit.exists() and not (kit / INSTALLER).is_file():
+            raise InvalidExperiment("--out", str(kit), "exists and is no kit", "Name another folder.")
+    try:
+        for machine, kit in zip(lab.machines, kits, strict=True):
+            shutil.rmtree(kit, ignore_errors=True)
+            _write_kit(lab, machine, source, wheel, kit)
+        (out / INVENTORY).write_text(_inventory(lab), encoding="utf-8")
+        shutil.copyfile(str(files("deploy.kits") / PLAYBOOK), out / PLAYBOOK)
+    except OSError as error:
+        raise InvalidExperiment("--out", str(out), error.strerror or str(error), "Name a writable folder.") from None
+    return kits
+
+
+def login(lab: Lab, machine: str) -> str:
+    """Return a machine's login for ssh."""
+    own = lab.machines[machine]
+    return f"{own.user}@{own.address}" if own.user else own.address
+
+
+def _write_kit(lab: Lab, machine: str, source: Path, wheel: Path, kit: Path) -> None:
+    own, found = lab.machines[machine], units.services(lab, machine)
+    files_of = {f"fedstrata-{each.name}.service": units.unit(lab, machine, each) for each in found}
+    (kit / "units").mkdir(parents=True)
+    for name, text in files_of.items():
+        (kit / "units" / name).write_text(text, encoding="utf-8")
+    extras = "learning" if own.cloud or lab.devices_of(machine) else ""
+    facts = {
+        "MACHINE": machine,
+        "INSTALL": lab.install,
+        "WHEEL": wheel.name,
+        "EXTRAS": extras,
+        "UNITS": " ".join(files_of),
+        "MOSQUITTO": "yes" if lab.brokers_of(machine) else "no",
+    }
+    lines = [f"{name}={shlex.quote(value)}\n" for name, value in facts.items()]
+    (kit / "kit.env").write_text("".join(lines), encoding="utf-8")
+    (kit / "README.md").write_text(_readme(lab, machine, found), encoding="utf-8")
+    shutil.copyfile(source, kit / LAB_FILE)
+    shutil.copyfile(wheel, kit / wheel.name)
+    shutil.copyfile(str(files("deploy.kits") / INSTALLER), kit / INSTALLER)
+    (kit / INSTALLER).chmod(0o755)
+
+
+def _readme(lab: Lab, machine: str, found: list[units.Service]) -> str:
+    rows = "".join(f"- `fedstrata-{each.name}`: {each.description}\n" for each in found) or "- none\n"
+    where = login(lab, machine)
+    return f"""# {machine}, lab {lab.name}
+
+From the folder that contains this one:
+
+    scp -r {machine} {where}:
+    ssh -t {where} sudo ./{machine}/install.sh
+
+The same two commands renew it. `install.sh --remove` removes it. Services:
+
+{rows}
+`systemctl status 'fedstrata-*'` shows what they do, `journalctl -u 'fedstrata-*'` their logs. A login at the broker
+belongs into {units.LOGIN}, readable by root alone: FEDSTRATA_USERNAME=..., FEDSTRATA_PASSWORD=...
+"""
+
+
+def _inventory(lab: Lab) -> str:
+    lines = ["[lab]"]
+    for name, own in lab.machines.items():
+        lines.append(f"{name} ansible_host={own.address}" + (f" ansible_user={own.user}" if own.user else ""))
+    return "\n".join(lines) + "\n"

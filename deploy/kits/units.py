@@ -1,0 +1,178 @@
+"""The services of a machine as systemd units (`man systemd.service`, `man systemd.exec`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from deploy.kits.lab import Lab
+
+STATE: Final = "/var/lib/fedstrata"
+LOGIN: Final = "/etc/fedstrata/login.env"
+DEVICES: Final = "devices"
+EVERYWHERE: Final = "0.0.0.0"
+RESTART_S: Final = 5
+WATCHDOG_S: Final = 60
+START_S: Final = 300  # a small machine imports PyTorch in a minute
+
+# What no service needs. Devices keep the machine's devices and system calls: CUDA wants many.
+_SANDBOX: Final = (
+    "NoNewPrivileges=yes",
+    "CapabilityBoundingSet=",
+    "ProtectSystem=strict",
+    "ProtectHome=read-only",
+    "PrivateTmp=yes",
+    "ProtectProc=invisible",
+    "ProtectClock=yes",
+    "ProtectHostname=yes",
+    "ProtectKernelLogs=yes",
+    "ProtectKernelModules=yes",
+    "ProtectKernelTunables=yes",
+    "ProtectControlGroups=yes",
+    "RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK",
+    "RestrictNamespaces=yes",
+    "RestrictRealtime=yes",
+    "RestrictSUIDSGID=yes",
+    "LockPersonality=yes",
+    "SystemCallArchitectures=native",
+    "UMask=0077",
+)
+_WITHOUT_ACCELERATOR: Final = ("PrivateDevices=yes", "SystemCallFilter=@system-service")
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A service of a machine: its name without `fedstrata-`, its command after `fedstrata`, and what it needs."""
+
+    name: str
+    description: str
+    command: tuple[str, ...]
+    after: tuple[str, ...] = ()
+    accelerator: bool = False
+    undo: tuple[str, ...] = ()  # of a service that sets something up and ends: the command that undoes it
+
+
+def services(lab: Lab, machine: str) -> list[Service]:
+    """Return the services of a machine: its link, brokers, institutions, and one process for all its devices."""
+    own = lab.machines[machine]
+    brokers = lab.brokers_of(machine)
+    started = tuple(f"broker-{name}" for name in brokers)
+    listen = "::" if ":" in own.address else EVERYWHERE
+    found = [
+        Service(
+            f"broker-{name}",
+            f"broker {name}",
+            ("broker", "--host", listen, "--port", str(broker.port)),
+        )
+        for name, broker in brokers.items()
+    ]
+    if own.link is not None and (hosts := lab.above(machine)):
+        to = tuple(word for host in hosts for word in ("--to", host))
+        rates = (("--up", own.link.up_mbit), ("--down", own.link.down_mbit), ("--delay", own.link.delay_ms or None))
+        numbers = tuple(word for option, value in rates if value is not None for word in (option, f"{value:g}"))
+        link = Service("link", "the link's rates", ("links", "apply", *numbers, *to), undo=("links", "clear"))
+        found.append(link)
+        started = (*started, link.name)
+    common = ("--lab", lab.name, *(("--metrics", f"{listen}:0") if own.metrics else ()))
+    for name, node in lab.institutions.items():
+        if node.machine != machine:
+            continue
+        above, below = lab.meeting_place(node.parent), lab.meeting_place(name)
+        command = [
+            "institution",
+            "--name",
+            name,
+            "--parent",
+            node.parent,
+            "--broker",
+            lab.address(above, machine=machine),
+        ]
+        if below != above:
+            command += ["--child-broker", lab.address(below, machine=machine)]
+        command += ["--spool", f"{STATE}/spool", *common]
+        found.append(Service(name, name, tuple(command), started))
+    if devices := lab.devices_of(machine):
+        command = ["device"]
+        for name, parent in devices.items():
+            where = lab.address(lab.meeting_place(parent), machine=machine)
+            command += ["--name", name, "--parent", parent, "--broker", where]
+        command += ["--accelerator", own.accelerator, *(("--slots", str(own.slots)) if own.slots else ())]
+        command += [*(("--data", own.data) if own.data else ())]
+        command += [word for package in own.allow_models for word in ("--allow-models", package)]
+        summary = next(iter(devices)) if len(devices) == 1 else f"{len(devices)} devices"
+        found.append(Service(DEVICES, summary, (*command, *common), started, accelerator=own.accelerator != "cpu"))
+    return found
+
+
+def unit(lab: Lab, machine: str, service: Service) -> str:
+    """Return the unit file of a service.
+
+    It is started again whenever it ends by itself, but not after a mistake in its command (2) or settings (4). 130 is
+    the exit code of a service that was stopped.
+    """
+    if service.undo:
+        return _setup(lab, service)
+    after = " ".join(["network-online.target", *(f"fedstrata-{name}.service" for name in service.after)])
+    limit = lab.machines[machine].memory_gb
+    settings = {
+        "Unit": (
+            f"Description=fedstrata: {service.description}, lab {lab.name}",
+            "Wants=network-online.target",
+            f"After={after}",
+            "StartLimitIntervalSec=0",
+        ),
+        "Service": (
+            "Type=notify",
+            f"ExecStart={_line(lab, service.command)}",
+            "Restart=on-failure",
+            f"RestartSec={RESTART_S}",
+            "RestartPreventExitStatus=2 4",
+            "SuccessExitStatus=130",
+            f"TimeoutStartSec={START_S}",
+            f"WatchdogSec={WATCHDOG_S}",
+            "User=fedstrata",
+            "StateDirectory=fedstrata",
+            "CacheDirectory=fedstrata",
+            f"WorkingDirectory={STATE}",
+            "Environment=XDG_CACHE_HOME=/var/cache/fedstrata PYTHONUNBUFFERED=1",
+            f"EnvironmentFile=-{LOGIN}",
+            "LimitNOFILE=65536",
+            *((f"MemoryMax={round(limit * 1024)}M",) if limit else ()),
+            *_SANDBOX,
+            *(() if service.accelerator else _WITHOUT_ACCELERATOR),
+        ),
+        "Install": ("WantedBy=multi-user.target",),
+    }
+    return _written(settings)
+
+
+def _setup(lab: Lab, service: Service) -> str:
+    """Return the unit of a service that sets something up as root, and undoes it when it is stopped."""
+    return _written(
+        {
+            "Unit": (
+                f"Description=fedstrata: {service.description}, lab {lab.name}",
+                "Wants=network-online.target",
+                "After=network-online.target",
+            ),
+            "Service": (
+                "Type=oneshot",
+                "RemainAfterExit=yes",
+                f"ExecStart={_line(lab, service.command)}",
+                f"ExecStop={_line(lab, service.undo)}",
+                "Restart=on-failure",
+                f"RestartSec={RESTART_S}",
+                "RestartPreventExitStatus=2",
+            ),
+            "Install": ("WantedBy=multi-user.target",),
+        }
+    )
+
+
+def _line(lab: Lab, command: Sequence[str]) -> str:
+    return f"{lab.install}/venv/bin/fedstrata {' '.join(command).replace('%', '%%')}"
+
+
+def _written(settings: Mapping[str, Sequence[str]]) -> str:
+    return "\n".join("\n".join([f"[{section}]", *lines, ""]) for section, lines in settings.items())

@@ -1,0 +1,279 @@
+"""`lab.toml`, and the kits of its machines."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from configparser import RawConfigParser
+from pathlib import Path
+
+import pytest
+import typer
+from typer.core import TyperGroup
+
+from common.errors import InvalidExperiment
+from deploy.cli.main import app
+from deploy.kits.lab import Lab, expand, load, reach
+from deploy.kits.provision import INSTALLER, find_wheel, provision
+from deploy.kits.units import services, unit
+from tests.helpers.commands import invoke
+
+RACK = """
+name = "rack"
+broker = "main"
+
+[machines]
+server = { address = "10.0.0.1", cloud = true, metrics = true }
+pi-0 = { address = "10.0.0.10", user = "pi", memory_gb = 0.75, link = "wan-50mbit" }
+gpu-0 = { address = "fd00::20", accelerator = "cuda:0", slots = 2, data = "/srv/data", allow_models = ["nets.own"] }
+
+[brokers]
+main = { machine = "server" }
+site = { machine = "pi-0", port = 1884 }
+cluster = { addresses = ["a:1883", "b:1883"] }
+
+[institutions]
+region-0 = { machine = "server", broker = "cluster" }
+institution-0 = { machine = "pi-0", parent = "region-0", broker = "site" }
+
+[[devices]]
+names = ["device-0..2", "probe"]
+machine = "gpu-0"
+parent = "institution-0"
+
+[[devices]]
+names = ["device-3"]
+machine = "gpu-0"
+parent = "region-0"
+"""
+
+
+def rack(home: Path, text: str = RACK) -> Path:
+    file = home / "lab.toml"
+    file.write_text(text)
+    return file
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Lab:
+    return load(rack(tmp_path))
+
+
+@pytest.fixture
+def wheel(tmp_path: Path) -> Path:
+    path = tmp_path / "dist" / "fedstrata-0.1.0-py3-none-any.whl"
+    path.parent.mkdir()
+    path.write_bytes(b"wheel")
+    return path
+
+
+def test_a_node_meets_its_children_on_its_own_broker_or_its_parents(lab: Lab) -> None:
+    places = {parent: lab.meeting_place(parent) for parent in ("cloud", "region-0", "institution-0")}
+    assert places == {"cloud": "main", "region-0": "cluster", "institution-0": "site"}
+    assert lab.addresses() == ["10.0.0.1:1883", "a:1883,b:1883", "10.0.0.10:1884"]
+    assert lab.address("site", machine="pi-0") == "localhost:1884"
+    assert lab.parents["probe"] == "institution-0" and len(lab.parents) == 7
+    everywhere = Lab.model_validate(lab.model_dump() | {"brokers": {"main": {"machine": "gpu-0"}}})
+    assert everywhere.address("main") == "[fd00::20]:1883"
+
+
+def test_names_of_many_devices() -> None:
+    assert expand(["a", "d-9..11", "x2.5"]) == ["a", "d-9", "d-10", "d-11", "x2.5"]
+    for name in ("d-3..1", "d-0..999999999", "a b", "../x", ""):
+        with pytest.raises(InvalidExperiment, match="Write for instance"):
+            expand([name])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('broker = "main"', 'broker = "mian"', r"broker = 'mian': nothing in this lab .* Did you mean 'main'\?"),
+        ('machine = "pi-0"', 'machine = "pi-1"', r"brokers.site.machine = 'pi-1'.* Did you mean 'pi-0'\?"),
+        ('parent = "region-0"', 'parent = "region-1"', r"the parent of \S+ = 'region-1'.* Did you mean 'region-0'\?"),
+        ('{ machine = "server", b', '{ machine = "server", parent = "institution-0", b', "is below itself"),
+        ('"probe"', '"device-1"', "name = 'device-1': 2 nodes have this name"),
+        ('"probe"', '"cloud"', "name = 'cloud': a reserved name"),
+        ('"b:1883"', '"b:x"', r"brokers.cluster.addresses = \['a:1883', 'b:x'\]: .*"),
+        ("port = 1884", 'addresses = ["x"]', "Give one of machine and addresses"),
+        ('{ machine = "pi-0", port = 1884 }', "{ port = 1884 }", "Give one of machine and addresses"),
+        ('"pi-0", port = 1884', '"server"', "brokers = 'server': 2 brokers on its port 1883"),
+        ("slots = 2", 'link = "lte5"', r"machines.gpu-0.link = 'lte5': no profile has this name"),
+        ("slots = 2", "slot = 2", r"machines.gpu-0.slot = 2: unknown key. Did you mean 'slots'\?"),
+        ('"cuda:0"', '"gpu"', "machines.gpu-0.accelerator = 'gpu'"),
+        ('"/srv/data"', '"/srv/my data"', "machines.gpu-0.data"),
+        ('name = "rack"', 'name = "rack"\ninstall = "/"', "install = '/'"),
+        ('name = "rack"', "name = rack", "not TOML"),
+    ],
+)
+def test_mistakes_are_named_with_their_remedy(tmp_path: Path, old: str, new: str, message: str) -> None:
+    assert RACK.count(old) >= 1
+    with pytest.raises(InvalidExperiment, match=message):
+        load(rack(tmp_path, RACK.replace(old, new, 1)))
+
+
+def test_a_lab_is_reached_by_its_name_or_its_file(tmp_path: Path, lab: Lab) -> None:
+    assert reach("rack", None) == ("rack", ["localhost"])
+    assert reach(str(rack(tmp_path)), None) == ("rack", lab.addresses())
+    assert reach(str(rack(tmp_path)), ["other"]) == ("rack", ["other"])
+    with pytest.raises(InvalidExperiment, match=r"lab = 'no.toml': No such file"):
+        reach("no.toml", None)
+    refused = invoke("watch", "--lab", "no.toml", "--once")
+    assert refused.exit_code == 4 and "No such file" in refused.output
+
+
+def test_the_services_of_each_machine(lab: Lab) -> None:
+    found = {
+        machine: {each.name: " ".join(each.command) for each in services(lab, machine)} for machine in lab.machines
+    }
+    assert found == {
+        "server": {
+            "broker-main": "broker --host 0.0.0.0 --port 1883",
+            "region-0": "institution --name region-0 --parent cloud --broker localhost:1883"
+            " --child-broker a:1883,b:1883 --spool /var/lib/fedstrata/spool --lab rack --metrics 0.0.0.0:0",
+        },
+        "pi-0": {
+            "link": "links apply --up 50 --down 50 --delay 22.5 --to a --to b",
+            "broker-site": "broker --host 0.0.0.0 --port 1884",
+            "institution-0": "institution --name institution-0 --parent region-0 --broker a:1883,b:1883"
+            " --child-broker localhost:1884 --spool /var/lib/fedstrata/spool --lab rack",
+        },
+        "gpu-0": {
+            "devices": "device"
+            + "".join(
+                f" --name {name} --parent institution-0 --broker 10.0.0.10:1884"
+                for name in ("device-0", "device-1", "device-2", "probe")
+            )
+            + " --name device-3 --parent region-0 --broker a:1883,b:1883"
+            " --accelerator cuda:0 --slots 2 --data /srv/data --allow-models nets.own --lab rack",
+        },
+    }
+
+
+def commands(lab: Lab) -> Iterator[tuple[str, ...]]:
+    for machine in lab.machines:
+        for service in services(lab, machine):
+            yield service.command
+            if service.undo:
+                yield service.undo
+
+
+def test_the_command_line_accepts_each_service(lab: Lab) -> None:
+    root = typer.main.get_command(app)
+    assert isinstance(root, TyperGroup)
+    for words in commands(lab):
+        command, rest = root.commands[words[0]], list(words[1:])
+        while isinstance(command, TyperGroup):
+            command = command.commands[rest.pop(0)]
+        assert command.make_context(words[0], rest).args == []
+
+
+def settings(text: str) -> RawConfigParser:
+    parser = RawConfigParser(strict=True)
+    parser.optionxform = str  # type: ignore[assignment, method-assign]
+    parser.read_string(text)
+    return parser
+
+
+def test_a_unit_is_started_again_but_not_after_a_mistake(lab: Lab) -> None:
+    (broker, link, institution), (devices,) = services(lab, "pi-0"), services(lab, "gpu-0")
+    read = settings(unit(lab, "pi-0", institution))
+    service = read["Service"]
+    assert service["ExecStart"] == "/opt/fedstrata/venv/bin/fedstrata " + " ".join(institution.command)
+    assert (service["Type"], service["Restart"], service["RestartPreventExitStatus"]) == ("notify", "on-failure", "2 4")
+    assert service["SuccessExitStatus"] == "130" and service["MemoryMax"] == "768M"
+    assert read["Unit"]["After"] == "network-online.target fedstrata-broker-site.service fedstrata-link.service"
+    assert service["PrivateDevices"] == "yes"
+    on_gpu = settings(unit(lab, "gpu-0", devices))["Service"]
+    assert "PrivateDevices" not in on_gpu and "SystemCallFilter" not in on_gpu and "MemoryMax" not in on_gpu
+    assert "PrivateDevices" in unit(lab, "pi-0", broker)
+    once = settings(unit(lab, "pi-0", link))["Service"]
+    assert (once["Type"], once["ExecStop"]) == ("oneshot", "/opt/fedstrata/venv/bin/fedstrata links clear")
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+def test_systemd_accepts_the_units(lab: Lab, tmp_path: Path) -> None:
+    program = Path(lab.install) / "venv" / "bin" / "fedstrata"
+    for machine in lab.machines:
+        for service in services(lab, machine):
+            text = unit(lab, machine, service).replace(str(program), "/bin/true")
+            (tmp_path / f"fedstrata-{service.name}.service").write_text(text)
+    files = sorted(tmp_path.glob("*.service"))
+    done = subprocess.run(["systemd-analyze", "verify", *files], capture_output=True, text=True, check=False)
+    assert len(files) == 6 and done.returncode == 0 and done.stderr == ""
+
+
+def test_a_kit_has_all_that_its_machine_needs(lab: Lab, tmp_path: Path, wheel: Path) -> None:
+    file, out = rack(tmp_path), tmp_path / "kits"
+    for _ in range(2):  # the second time replaces the first
+        kits = provision(lab, file, wheel=wheel, out=out)
+        (out / "pi-0" / "units" / "fedstrata-stale.service").touch()
+    assert [kit.name for kit in kits] == ["server", "pi-0", "gpu-0"]
+    provision(lab, file, wheel=wheel, out=out)
+    services = [f"fedstrata-{name}.service" for name in ("broker-site", "institution-0", "link")]
+    found = sorted(path.name for path in (out / "pi-0").rglob("*") if path.is_file())
+    assert found == ["README.md", wheel.name, *services, "install.sh", "kit.env", "lab.toml"]
+    assert "ssh -t pi@10.0.0.10 sudo ./pi-0/install.sh" in (out / "pi-0" / "README.md").read_text()
+    assert "pi-0 ansible_host=10.0.0.10 ansible_user=pi\n" in (out / "hosts.ini").read_text()
+    assert (out / "install.yml").is_file()
+    extras = {kit.name: "EXTRAS=learning" in (kit / "kit.env").read_text() for kit in kits}
+    assert extras == {"server": True, "pi-0": False, "gpu-0": True}
+
+
+def test_a_folder_that_is_no_kit_is_not_replaced(lab: Lab, tmp_path: Path, wheel: Path) -> None:
+    (tmp_path / "kits" / "pi-0").mkdir(parents=True)
+    kept = tmp_path / "kits" / "pi-0" / "thesis.tex"
+    kept.touch()
+    with pytest.raises(InvalidExperiment, match="exists and is no kit"):
+        provision(lab, rack(tmp_path), wheel=wheel, out=tmp_path / "kits")
+    assert kept.exists()
+
+
+def test_provision_needs_a_wheel(tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    newer = wheel.with_name("fedstrata-0.2.0-py3-none-any.whl")
+    newer.touch()
+    os.utime(wheel, (1, 1))
+    assert find_wheel(None, wheel.parent) == newer and find_wheel(wheel) == wheel
+    monkeypatch.chdir(tmp_path / "dist")
+    refused = invoke("provision", rack(tmp_path))
+    assert refused.exit_code == 4 and "make wheel" in refused.output
+    assert invoke("provision", rack(tmp_path), "--wheel", rack(tmp_path)).exit_code == 4
+
+
+class Host:
+    """The folder of a machine into which kits are installed; its Python only notes what it is asked."""
+
+    def __init__(self, home: Path) -> None:
+        self.root, self.asked = home / "root", home / "asked"
+        python = self.root / "opt" / "fedstrata" / "venv" / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.write_text(f'#!/bin/sh\necho "$@" >> {self.asked}\n')
+        python.chmod(0o755)
+
+    def install(self, kit: Path, *options: str) -> str:
+        line = [kit / INSTALLER, "--root", self.root, *options]
+        return subprocess.run(line, capture_output=True, text=True, check=True).stdout
+
+    @property
+    def units(self) -> list[str]:
+        return sorted(path.name for path in (self.root / "etc" / "systemd" / "system").iterdir())
+
+
+def test_an_installer_puts_renews_and_removes_a_machines_part(lab: Lab, tmp_path: Path, wheel: Path) -> None:
+    file, out, host = rack(tmp_path), tmp_path / "kits", Host(tmp_path)
+    provision(lab, file, wheel=wheel, out=out)
+    assert "installed fedstrata-institution-0.service" in host.install(out / "pi-0")
+    services = ["fedstrata-broker-site.service", "fedstrata-institution-0.service", "fedstrata-link.service"]
+    assert host.units == services
+    assert (host.root / "etc" / "fedstrata" / "lab.toml").read_text() == RACK
+    assert os.readlink(host.root / "usr" / "local" / "bin" / "fedstrata") == "/opt/fedstrata/venv/bin/fedstrata"
+    assert f"install --quiet --disable-pip-version-check ./{wheel.name}\n" in host.asked.read_text()
+    smaller = rack(tmp_path, RACK.replace('{ machine = "pi-0", port = 1884 }', '{ addresses = ["pi-0:1884"] }'))
+    provision(load(smaller), smaller, wheel=wheel, out=out)
+    assert "removed fedstrata-broker-site.service" in host.install(out / "pi-0")
+    assert host.units == services[1:]
+    assert host.install(out / "pi-0", "--remove") == "".join(f"removed {name}\n" for name in services[1:])
+    assert host.units == [] and not (host.root / "opt" / "fedstrata" / "venv").exists()
+    asked = subprocess.run([out / "pi-0" / INSTALLER, "--rood"], capture_output=True, text=True, check=False)
+    assert asked.returncode == 2 and "unknown option --rood" in asked.stderr
