@@ -99,6 +99,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "chunks_published": Family("counter", (), "Chunks of models published"),
     "chunks_repeated": Family("counter", (), "Chunks published again"),
     "chunks_refused": Family("counter", (), "Chunks that were damaged or unknown"),
+    "chunks_lost": Family("counter", (), "Chunks that the broker dropped, by the gaps in their numbers"),
     "refused_models": Family("counter", (), "Uploads that were refused"),
     "late_results": Family("counter", (), "Results that arrived after their round had closed"),
     "nodes": Family("gauge", ("tier", "state"), "Children of this node by presence"),

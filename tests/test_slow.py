@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,30 @@ def test_what_a_broker_drops_for_a_slow_subscriber_is_sent_once_more(
         assert "being dropped for client slow" in served.log.read_text()
 
     with mosquitto(tmp_path, settings) as served:
+        real(run(served))
+
+
+def test_a_receiver_names_a_broker_that_drops_what_it_reads_slowly(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout, names = layout_of(20_000_000), ["fast", "slow"]
+    row = drawn(layout, 1)
+
+    async def run(served: BrokerProcess) -> None:
+        sender = Sender(site_at(served), names, layout)
+        with ThreadPoolExecutor(1) as thread:
+            pace = partial(time.sleep, 0.002)
+            slow = thread.submit(receive_on_another_loop, served, "slow", layout, per_chunk=pace)
+            fast = receiving(site_at(served), "fast", layout)
+            assert_exact(await sender.play(row), row, names)
+            await fast
+            await asyncio.wrap_future(slow)
+        assert "being dropped for client slow" in served.log.read_text()
+        assert [m.partition(" drops")[0] for m in caplog.messages if "chunks were lost" in m] == [
+            f"slow: broker 127.0.0.1:{served.port}"
+        ]
+
+    with mosquitto(tmp_path, {"max_queued_messages": 50}) as served:
         real(run(served))
 
 

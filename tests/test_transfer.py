@@ -19,7 +19,15 @@ from common.experiment.links import LinkDirection
 from common.protocol.fetches import PATIENCE_S, Fetched, FetchFailed, FetchFailure, ReceiverEvent
 from common.protocol.manifest import ModelForm, chunk_bytes_for, chunk_digest, describe, window_for
 from common.protocol.messages import Ask, Gone, Manifest
-from common.protocol.receiver import PATIENCE_MOST_S, REPAIR_MOST_S, REPAIR_S, SPOILT_S, Receiver
+from common.protocol.receiver import (
+    ASKS_LEAST,
+    LOST_LEAST,
+    PATIENCE_MOST_S,
+    REPAIR_MOST_S,
+    REPAIR_S,
+    SPOILT_S,
+    Receiver,
+)
 from common.protocol.sender import RESTART_S, Publication, Sender
 from common.protocol.shaping import Shaper
 from common.protocol.topics import ALL
@@ -719,6 +727,14 @@ def test_bytes_that_may_be_for_others_buy_no_more_than_patience() -> None:
     assert PATIENCE_S == 15.0 and PATIENCE_MOST_S == 60.0
 
 
+def test_the_longest_pause_follows_the_time_after_which_a_node_is_given_up() -> None:
+    for idle_s, pauses in ((30.0, [5.0] * 6), (60.0, [10.0] * 6), (120.0, [15.0, *[20.0] * 5])):
+        for shared, carried in ((True, lambda now: int(8000 * now)), (False, lambda now: -1)):
+            asked = asked_at(Receiver(window=8, slots=4, idle_s=idle_s), carried, until_s=idle_s)
+            assert len(asked) > ASKS_LEAST - shared
+            assert not shared or [b - a for a, b in itertools.pairwise(asked)] == pauses[: len(asked) - 1]
+
+
 def test_a_kernel_that_begins_or_ceases_to_tell_hides_no_silence() -> None:
     for carried in (lambda now: -1 if now < 1 else 10**9, lambda now: 10**9 if now < 1 else -1):
         own = Receiver(window=8, slots=4, exclusive=True)
@@ -795,6 +811,7 @@ class OneFetch:
 
     def __init__(self, chunks: int = 10, *, slots: int = 4, window: int = 8) -> None:
         self.manifest, self.data = blob_of(chunks)
+        self.window = window
         self.core = Receiver(window=window, slots=slots)
         self.buffer = bytearray(self.manifest.size)
         self.core.fetch(OWNER, self.manifest, memoryview(self.buffer), now=0.0)
@@ -905,6 +922,28 @@ def test_a_duplicate_is_counted_and_changes_nothing() -> None:
     assert one.chunk(0) and not one.chunk(0) and not one.chunk(0, b"other bytes")
     assert one.core.chunks_duplicate == 1 and one.core.chunks_refused == 1
     assert one.buffer[:CHUNK] == one.data[:CHUNK]
+
+
+def test_gaps_in_the_numbers_are_chunks_that_the_broker_dropped() -> None:
+    one = OneFetch(30)
+    one.chunk(0)
+    for index in range(1, LOST_LEAST):
+        one.number += 1
+        one.chunk(index)
+        assert one.core.chunks_lost == index and not one.core.loses
+    one.number += 10**12  # another process of the owner
+    one.chunk(LOST_LEAST)
+    assert one.core.chunks_lost == LOST_LEAST - 1 + one.window and one.core.loses
+
+
+def test_chunks_lost_with_their_connection_are_not_the_brokers() -> None:
+    one = OneFetch()
+    one.chunk(0)
+    one.core.reconnected(1.0)
+    one.core.to_send()
+    one.number += 5
+    one.chunk(6)
+    assert one.core.chunks_lost == 0 and one.core.chunks_arrived == 2
 
 
 @examples(60)

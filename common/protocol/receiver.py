@@ -8,6 +8,9 @@ connection on which bytes flow, by the kernel's count, is not silent either, eve
 1 MB takes two minutes on a link of 64 kbit/s. A connection that is kept busy by others is never silent. So a fetch that
 received nothing for `PATIENCE_S` asks again, unless everything on the connection is for this fetch.
 
+Pauses between asks become longer, up to `PATIENCE_MOST_S`, but `ASKS_LEAST` of them fit into the time without progress
+after which a node is given up: several losses in a row must not end a run.
+
 Damaged or unknown chunks are refused and change nothing. While valid chunks arrive, a fetch continues, whatever else is
 published under its owner's name. A fetch that got only damaged chunks for `SPOILT_S` has failed.
 
@@ -35,10 +38,13 @@ REPAIR_S: Final = 2.0
 CHUNKS_OF_SILENCE: Final = 3.0
 REPAIR_MOST_S: Final = 15.0
 PATIENCE_MOST_S: Final = 60.0
+ASKS_LEAST: Final = 6  # for each `idle_s`
 DAMAGED_MOST: Final = 3
 SPOILT_S: Final = 30.0  # a disturbance of some seconds may damage every chunk
 ASKS_PER_WINDOW: Final = 2
 SLOT_BYTES_S: Final = 31_250_000  # 250 Mbit/s: a link with a lower declared rate uses a fraction of a slot
+LOST_LEAST: Final = 8
+LOST_SHARE: Final = 0.01
 FLOW_BYTES_S: Final = 256  # more than the acknowledgements and pings of a connection without models, TLS included
 
 
@@ -46,7 +52,8 @@ class Receiver:
     """All fetches of one node over one connection, at most `slots` of them active at a time; slow links share slots.
 
     `window`: limit of the chunks in flight; less if they would delay the keep-alive on the owner's link. `exclusive`:
-    the connection serves one owner only, so everything it carries is a reply to this node's asks.
+    the connection serves one owner only, so everything it carries is a reply to this node's asks. `idle_s`: seconds
+    without progress after which this node is given up.
     """
 
     def __init__(
@@ -57,7 +64,9 @@ class Receiver:
         ways: Mapping[str, LinkDirection] | None = None,
         keepalive_s: float = inf,
         exclusive: bool = False,
+        idle_s: float = inf,
     ) -> None:
+        self._most_s = min(PATIENCE_MOST_S, idle_s / ASKS_LEAST)
         self._window = window
         self._ways = ways or {}
         self._keepalive_s = keepalive_s
@@ -77,6 +86,8 @@ class Receiver:
         self.chunks_refused = 0
         self.chunks_duplicate = 0
         self.chunks_asked_again = 0
+        self.chunks_arrived = 0
+        self.chunks_lost = 0  # by gaps in the numbers of what arrived
 
     def fetch(
         self,
@@ -100,6 +111,7 @@ class Receiver:
         pace_s = manifest.chunk_bytes / way.rate if way.rate else 0.0
         left, share = int(lacking.sum()), min(1.0, way.rate / SLOT_BYTES_S) if way.rate else 1.0
         self._queued.append(Fetch(owner, manifest, buffer.cast("B"), lacking, left, window, pace_s, share))
+        self._queued[-1].patience_s = min(PATIENCE_S, self._most_s)
         if not lacking.any():  # complete from the start: only report that to the owner
             self._complete(self._queued[-1], now)
         self._promote(now)
@@ -213,7 +225,7 @@ class Receiver:
 
     def note_arrival(self, now: float) -> None:
         """Note the arrival of bytes: the connection is not silent."""
-        self._repair_s = min(max(self._least_repair_s(), 2 * self._gap_s), PATIENCE_MOST_S)
+        self._repair_s = min(max(self._least_repair_s(), 2 * self._gap_s), self._most_s)
         self._last_arrival = self._arrived = now
         self._carried = None
 
@@ -239,7 +251,7 @@ class Receiver:
             starved = now >= self._starves_at(fetch)
             if starved:
                 fetch.starved += 1
-                fetch.patience_s = min(2 * fetch.patience_s, PATIENCE_MOST_S)
+                fetch.patience_s = min(2 * fetch.patience_s, self._most_s)
                 if self._queued:
                     self._park(key)
                     continue
@@ -250,7 +262,7 @@ class Receiver:
                     fetch.waits_since = now
         if silent:
             self._last_arrival = now
-            self._repair_s = max(self._repair_s, min(2 * self._repair_s, REPAIR_MOST_S))
+            self._repair_s = max(self._repair_s, min(2 * self._repair_s, REPAIR_MOST_S, self._most_s))
         self._promote(now)
 
     def next_deadline(self) -> float | None:
@@ -270,6 +282,11 @@ class Receiver:
                 fetch.due = fetch.restart = False
                 fetch.since_ask = 0
         return asks
+
+    @property
+    def loses(self) -> bool:
+        """Whether the broker drops chunks: a connection loses none of what the broker sends."""
+        return self.chunks_lost >= max(LOST_LEAST, LOST_SHARE * self.chunks_arrived)
 
     def next_event(self) -> ReceiverEvent | None:
         """Return the next finished or failed fetch."""
@@ -297,7 +314,7 @@ class Receiver:
     def _least_repair_s(self) -> float:
         """Return the shortest silence that counts: a broker forwards whole chunks, each as slow as its link."""
         slowest = max((fetch.pace_s for fetch in (*self._active.values(), *self._queued)), default=0.0)
-        return min(max(REPAIR_S, CHUNKS_OF_SILENCE * slowest), PATIENCE_MOST_S)
+        return min(max(REPAIR_S, CHUNKS_OF_SILENCE * slowest), self._most_s)
 
     def _promote(self, now: float) -> None:
         while self._queued and sum(fetch.share for fetch in self._active.values()) < self._slots:
@@ -341,6 +358,9 @@ class Receiver:
         if not sound and (not in_order or fetch.damaged > DAMAGED_MOST):
             return  # possibly not the owner's, or an owner that is not asked again forever
         self._gap_s = max(silent_s if in_order else 0.0, self._gap_s / 2)
+        self.chunks_arrived += 1
+        if last is not None and stream in fetch.trusted:
+            self.chunks_lost += min(max(0, number - last - 1), fetch.window)
         fetch.seen[stream] = max(number, last or 0) if stream in fetch.trusted else number
         fetch.trusted.add(stream)
         fetch.since_ask += 1  # a duplicate too

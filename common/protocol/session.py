@@ -45,7 +45,7 @@ from common.protocol.presence import OwnPresence, PeerProofs
 from common.protocol.receiver import Receiver
 from common.protocol.refusals import Refusal, Refusals
 from common.protocol.sender import Publication, Sender
-from common.protocol.session_events import BrokerAway, ByteMeter, NameTaken, NoiseFetched, ProbeReceived
+from common.protocol.session_events import BrokerAway, BrokerDrops, ByteMeter, NameTaken, NoiseFetched, ProbeReceived
 from common.protocol.side import Side
 from common.protocol.streams import Streams
 
@@ -84,6 +84,7 @@ class Session(Side):
             ways=ways.from_,
             keepalive_s=transfer.keepalive_s,
             exclusive=len(self.peers) == 1,
+            idle_s=transfer.idle_s,
         )
         self.outbox = Outbox(identity, sender=self.sender, counters=self.counters, ways=ways)
         self.offers = Offers(transfer, ways, sender=self.sender, outbox=self.outbox)
@@ -93,6 +94,7 @@ class Session(Side):
         self._known = frozenset(peers)
         self._connected = False
         self._away_since: float | None = None
+        self._lossy = False
         self._first: list[Output] = []  # first outputs on a new connection
         self._streams = Streams(identity)
         self._announcement: Announcement | None = None
@@ -279,6 +281,9 @@ class Session(Side):
         )
         if fresh:
             self._moved(topic.node, now)
+        if self.receiver.loses and not self._lossy:
+            self._lossy = True
+            self._events.append(BrokerDrops(self.receiver.chunks_lost, self.receiver.chunks_arrived))
 
     def _inbox(self, topic: topics.InboxTopic, text: str, body: bytes, now: float) -> None:
         sender = topic.sender

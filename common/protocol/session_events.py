@@ -33,6 +33,14 @@ class BrokerAway:
 
 
 @dataclass(frozen=True, slots=True)
+class BrokerDrops:
+    """The broker has dropped `lost` chunks for this node, while `arrived` others came; reported once."""
+
+    lost: int
+    arrived: int
+
+
+@dataclass(frozen=True, slots=True)
 class ProbeReceived:
     """A peer calibrates the link, or replies to a calibration."""
 

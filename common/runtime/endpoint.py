@@ -28,7 +28,7 @@ from common.protocol.outbox import Output, Publish, PublishChunk, Subscribe
 from common.protocol.refusals import MessageRefused
 from common.protocol.sender import Publication
 from common.protocol.session import Session
-from common.protocol.session_events import BrokerAway, NameTaken
+from common.protocol.session_events import BrokerAway, BrokerDrops, NameTaken
 from common.runtime.broker_statistics import BrokerStatistics
 from common.runtime.world import World, nothing
 
@@ -232,7 +232,13 @@ class Endpoint(ABC):
         if isinstance(event, BrokerAway):
             reasons = self.connection.attempts.reasons()
             raise NoProgress(f"broker {self.connection.address} was away for {self._idle_s:g} s ({reasons})")
-        if isinstance(event, MessageRefused):
+        if isinstance(event, BrokerDrops):
+            log.warning(
+                "%s: broker %s drops messages: %d of %d chunks were lost and are asked for again. Raise its limits "
+                "for a client's queue (docs/brokers.md).",
+                self.identity.name, self.connection.address, event.lost, event.lost + event.arrived,
+            )  # fmt: skip
+        elif isinstance(event, MessageRefused):
             log.warning(
                 "%s: refused a message (%s) from %s: %.300s [%d so far]",
                 self.identity.name, event.refusal.value, event.sender or "?", event.reason, event.count,

@@ -118,5 +118,6 @@ def _export(
         ("chunks_published", lambda: [((), session.sender.chunks_published)]),
         ("chunks_repeated", lambda: [((), session.sender.chunks_repeated)]),
         ("chunks_refused", lambda: [((), session.receiver.chunks_refused)]),
+        ("chunks_lost", lambda: [((), session.receiver.chunks_lost)]),
     ):
         metrics.watch(name, node, read)

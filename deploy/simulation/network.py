@@ -76,8 +76,7 @@ class SimulatedLink:
         is_message = packet.kind is PacketKind.PUBLISH
         may_fail = is_message and packet.qos == 0
         if may_fail and conditions.loss and rng.random() < conditions.loss:
-            flight.departed += packet.size
-            return
+            return  # as if the broker dropped it: its bytes are never sent
         if conditions.mtu_bytes is not None and packet.size > conditions.mtu_bytes and flight.stuck is None:
             flight.stuck = packet
             flight.add(packet, delay_s=conditions.delay_s)
