@@ -212,6 +212,15 @@ def play(brokers: Sequence[str], text: str, home: Path, stack: ExitStack, *, dis
     assert model_digest(home / "runs") == null_model(experiment)
 
 
+@WITH_RABBITMQ
+@pytest.mark.parametrize(("lab", "name"), [("lab", "pi.3"), ("my.lab", "pi-3")])
+def test_a_name_that_rabbitmq_does_not_carry_is_refused(lab: str, name: str, tmp_path: Path, stack: ExitStack) -> None:
+    address = RabbitMQ(tmp_path, stack).addresses(0)
+    line = command("device", "--name", name, "--parent", "cloud", "--lab", lab, "--broker", address, null=True)
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert ended.returncode == 3 and "does not carry the dot in the name of" in ended.stderr, ended.stderr
+
+
 @pytest.mark.skipif(MOSQUITTO is None, reason="mosquitto is not installed")
 def test_a_site_on_a_bridge_of_the_topics_in_the_docs(tmp_path: Path, stack: ExitStack) -> None:
     page = (Path(__file__).parents[1] / "docs" / "brokers.md").read_text()

@@ -26,6 +26,7 @@ from common.experiment.schema import TransferSettings
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
 from common.protocol.messages import Alive, Announcement, WhoIsThere
+from common.runtime.names import check_carried
 from common.runtime.roll import Resources, RollEntry
 from common.runtime.world import REAL, World, new_session, nothing
 
@@ -97,9 +98,10 @@ async def join(
 
     With `stay` wait for the next run after each one, however it ended, and for a broker that is away, and keep an entry
     in the roll of the lab, with its host's `resources`; end after a run if this process is not `usable` any more.
-    Raises ConnectionFailed if the first connection fails, DuplicateName, and what `take_part` raises if nothing
-    follows.
+    Raises ConnectionFailed if the first connection fails or the broker does not carry the names, DuplicateName, and
+    what `take_part` raises if nothing follows.
     """
+    await check_carried(address, name, lab=lab, connect_timeout_s=connect_timeout_s, world=world)
     seek = partial(discover, address, name, parent, lab=lab, connect_timeout_s=connect_timeout_s, world=world)
     if not stay:
         await _play(await seek(), name, take_part, None, usable)

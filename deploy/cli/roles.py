@@ -92,6 +92,7 @@ def cloud(
     from common.experiment.present import LAB
     from common.experiment.reading import parse
     from common.runtime.claim import claim
+    from common.runtime.names import check_carried
     from deploy.console.progress import show
     from deploy.kits.lab import reach
 
@@ -105,6 +106,7 @@ def cloud(
         tree = _tree(experiment, overrides, resume)
         of_the_lab = tree.get("topology") == LAB
         chosen = None if of_the_lab else parse(tree)
+        await check_carried(where, CLOUD, lab=name, connect_timeout_s=connect_timeout)
         if not sole:
             await claim(where, lab=name, connect_timeout_s=connect_timeout, queue=queue, waiting=waiting)
         if chosen is None:
