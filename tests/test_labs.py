@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
@@ -193,16 +192,6 @@ def test_a_watch_shows_the_runs_of_its_lab_alone(address: BrokerAddress) -> None
     scenario(run())
 
 
-@pytest.fixture
-def levels() -> Iterator[None]:
-    """Restore what a watch in this process sets."""
-    logger = logging.getLogger("fedstrata.connection")
-    before = logger.level
-    yield
-    logger.setLevel(before)
-
-
-@pytest.mark.usefixtures("levels")
 def test_a_watch_of_an_empty_lab_names_it(address: BrokerAddress) -> None:
     asyncio.run(keep(address, "north", "20260101T000000Z-aaaaaa", state=NodeState.READY))
     done = CliRunner().invoke(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from types import TracebackType
@@ -43,6 +45,18 @@ def begin(level: str, *, json_lines: bool) -> None:
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     logging.getLogger("fedstrata").critical("unforeseen", exc_info=(kind, error, trace))
+
+
+@contextmanager
+def limited(name: str, level: int) -> Iterator[None]:
+    """Log of one logger only what has at least `level`, for a while."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def options() -> list[str]:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from common.protocol.topics import DEFAULT_LAB
+from deploy.console import logs
 from deploy.console.connecting import ConnectTimeout, LabOrFile, PasswordFile, Username, address, run_connected
 
 
@@ -68,12 +69,12 @@ def watch(
     async def follow() -> None:
         name, addresses = reach(lab, broker)
         brokers = [address(text, username, password_file) for text in addresses]
-        logging.getLogger("fedstrata.connection").setLevel(logging.ERROR)  # the screen shows lost brokers
         follower = Follower(brokers, lab=name, run=run, light=light, connect_timeout_s=connect_timeout)
-        if once:
-            await follower.look(partial(look, json_lines=output == "json", devices=devices), timeout_s=timeout)
-        else:
-            with screen_for(json_lines=output == "json", devices=devices) as screen:
-                await follower.follow(screen)
+        with logs.limited("fedstrata.connection", logging.ERROR):  # the screen shows lost brokers
+            if once:
+                await follower.look(partial(look, json_lines=output == "json", devices=devices), timeout_s=timeout)
+            else:
+                with screen_for(json_lines=output == "json", devices=devices) as screen:
+                    await follower.follow(screen)
 
     run_connected(follow)
