@@ -936,15 +936,6 @@ def test_gaps_in_the_numbers_are_chunks_that_the_broker_dropped() -> None:
     assert one.core.chunks_lost == LOST_LEAST - 1 + one.window and one.core.loses
 
 
-def test_chunks_that_come_late_are_not_lost() -> None:
-    one = OneFetch(60)
-    for first in range(0, 60, 2):  # each pair in the other order
-        for number, index in ((first + 2, first + 1), (first + 1, first)):
-            one.number = number - 1
-            one.chunk(index)
-    assert one.core.chunks_lost == 1 and not one.core.loses
-
-
 def test_chunks_lost_with_their_connection_are_not_the_brokers() -> None:
     one = OneFetch()
     one.chunk(0)

@@ -88,7 +88,6 @@ class Receiver:
         self.chunks_asked_again = 0
         self.chunks_arrived = 0
         self.chunks_lost = 0  # by gaps in the numbers of what arrived
-        self._missed = 0  # less those that came late
 
     def fetch(
         self,
@@ -361,8 +360,7 @@ class Receiver:
         self._gap_s = max(silent_s if in_order else 0.0, self._gap_s / 2)
         self.chunks_arrived += 1
         if last is not None and stream in fetch.trusted:
-            self._missed = max(0, self._missed + min(max(-1, number - last - 1), fetch.window))
-            self.chunks_lost = max(self.chunks_lost, self._missed)
+            self.chunks_lost += min(max(0, number - last - 1), fetch.window)
         fetch.seen[stream] = max(number, last or 0) if stream in fetch.trusted else number
         fetch.trusted.add(stream)
         fetch.since_ask += 1  # a duplicate too

@@ -219,7 +219,7 @@ _EXPECTED: Final = [
 ]
 _EXPLAINED: Final = [
     (re.compile(r"\(malformed\)"), {FaultKind.FLIP, FaultKind.STRANGER}),
-    (re.compile(r"drops messages"), {FaultKind.LOSS, FaultKind.MUTE}),
+    (re.compile(r"drops messages"), {FaultKind.LOSS, FaultKind.MUTE, FaultKind.REORDERING}),  # no broker reorders
     (re.compile(r"\(too many\)"), {FaultKind.FLOOD, FaultKind.SEEKERS}),
     (re.compile(r"\(does not fit\)"), {FaultKind.STRANGER, *RESTARTS}),
 ]
