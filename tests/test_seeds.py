@@ -41,6 +41,7 @@ FOUND = (
     51232,  # two second nodes of one name, one after the other
     53582,  # a node's two connections to one broker had the same client id, and ended each other for ever
     62800,  # a link's measurement ran out of time at the moment in which its child was lost
+    13856,  # a presence lost as the broker came back: its parent waited for a child that sent and was answered
     63447,  # an uplink far slower than declared: all else waited behind the noise for idle_s
     2102,  # links that nobody declared are slow: their measurement had too little patience
 )

@@ -203,6 +203,24 @@ def test_a_child_whose_first_messages_are_all_lost_is_found_by_its_questions() -
     assert set(lab.round().results) == {"device-0"}
 
 
+@pytest.mark.parametrize("idle", [True, False])
+def test_a_child_that_came_back_while_its_presence_was_lost_is_asked_for_it(idle: bool) -> None:
+    """The broker restarted: it sent the child's will, and lost the presence with which the child came back."""
+    lab = Lab(names_of(1))
+    lab.rest(1.0)
+    if not idle:
+        lab.open()
+        lab.rest(0.1)
+    identity = lab.children["device-0"].session.identity
+    will = serialization.encode(Presence(NodeState.LOST, "device", reason="connection lost"), identity.session)
+    lab.broker.drop = lambda topic: topic.endswith("/device-0/state")
+    lab.parent.session.receive(topics.state(LAB, RUN, "device-0"), will, retained=False, now=lab.now)
+    assert not lab.parent.session.present()
+    within_s = QUIET_S + ASK_MOST_S + 1.0 if idle else 3.0
+    lab.until(lambda: lab.parent.session.present() == ["device-0"], within_s=within_s)
+    assert set((lab.round() if idle else lab.play()).results) == {"device-0"}
+
+
 # The remains of the dead
 
 

@@ -285,7 +285,10 @@ class ParentSession(Session):
             self.refuse(event.owner, result.key, event.reason, now)
 
     def _lives(self, peer: str, session: str, now: float) -> None:
-        pass  # progress is counted message by message
+        """Ask a child that was lost and sends for its presence: the one with which it came back was lost."""
+        last = self._last.get(peer)
+        if last is not None and last.state is NodeState.LOST:
+            self.proofs.doubt(peer, now)
 
     def _state_of_the_dead(self, peer: str, presence: Presence) -> None:
         pass  # a child is absent until it joins

@@ -355,8 +355,9 @@ class Session(Side):
             raise WireError(f"a seeker does not send a {type(message).__name__}")
         if topic.parent != self.identity.name:
             return
-        if topic.child in self._known and message.run == self.identity.run:
-            self.proofs.sought(topic.child, session, now)
+        ours = topic.child in self._known and message.run == self.identity.run
+        if ours and self.proofs.speaks(topic.child, session, now):
+            self._lives(topic.child, session, now)
         self._ask_for_proof(topic.child, message, now)
 
     def _ask_for_proof(self, asker: str, question: WhoIsThere, now: float) -> None:
