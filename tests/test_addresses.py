@@ -19,7 +19,7 @@ from common.net.connection import BrokerConnection
 from common.runtime.endpoint import PACKET_ROOM
 from deploy.brokers import broker
 from deploy.brokers.broker import BrokerProcess
-from deploy.console import connecting
+from deploy.console.login import Login
 from tests.helpers.commands import invoke
 from tests.helpers.nodes import (
     FINE,
@@ -61,7 +61,7 @@ def test_a_list_of_addresses_is_read(text: str, found: tuple[tuple[str, int], ..
 )  # fmt: skip
 def test_what_is_no_address_is_refused_with_value_and_remedy(text: str) -> None:
     with pytest.raises(InvalidExperiment) as refused:
-        connecting.address(text, None, None, option="--child-broker")
+        Login().address(text, node="device-0", option="--child-broker")
     assert str(refused.value).startswith(f"--child-broker = {text!r}: ")
     assert "[IPv6 address]:port" in str(refused.value)
 

@@ -18,6 +18,7 @@ from common.errors import ConnectionFailed
 from common.host.processes import free_port, spawn, stop
 from common.protocol import topics
 from deploy.brokers.broker import BrokerProcess, Kind, choose, start
+from deploy.brokers.guard import Guard
 
 PATIENCE_S = 10.0
 
@@ -232,7 +233,7 @@ def test_a_taken_port_is_named(kind: Kind, tmp_path: Path) -> None:
 def test_a_broker_that_cannot_start_gives_its_last_words(kind: Kind, tmp_path: Path) -> None:
     found = r"(?s)ended with code.*" if kind == "mosquitto" else "password file .*"
     with pytest.raises(ConnectionFailed, match=f"{found}no-such-file"):
-        start(directory=tmp_path, kind=kind, password_file=tmp_path / "no-such-file")
+        start(directory=tmp_path, kind=kind, guard=Guard(passwords=tmp_path / "no-such-file"))
 
 
 def test_a_broker_can_refuse_logins(kind: Kind, tmp_path: Path) -> None:
@@ -243,7 +244,10 @@ def test_a_broker_can_refuse_logins(kind: Kind, tmp_path: Path) -> None:
         async with client(broker):
             pass
 
-    with start(directory=tmp_path, kind=kind, password_file=nobody) as broker, pytest.raises(aiomqtt.MqttError):
+    with (
+        start(directory=tmp_path, kind=kind, guard=Guard(passwords=nobody)) as broker,
+        pytest.raises(aiomqtt.MqttError),
+    ):
         asyncio.run(scenario(broker))
 
 
@@ -255,13 +259,13 @@ def test_the_embedded_broker_takes_the_logins_of_a_file_of_bcrypt_hashes(tmp_pat
         async with aiomqtt.Client(broker.host, broker.port, username="me", password=password):
             pass
 
-    with start(directory=tmp_path, kind="embedded", password_file=passwords) as broker:
+    with start(directory=tmp_path, kind="embedded", guard=Guard(passwords=passwords)) as broker:
         asyncio.run(log_in(broker, "secret"))
         with pytest.raises(aiomqtt.MqttError):
             asyncio.run(log_in(broker, "wrong"))
     passwords.write_text("me:secret\n")
     with pytest.raises(ConnectionFailed, match=r"'me' has no bcrypt hash. Use htpasswd -B."):
-        start(directory=tmp_path, kind="embedded", password_file=passwords)
+        start(directory=tmp_path, kind="embedded", guard=Guard(passwords=passwords))
 
 
 def test_the_environment_goes_before_the_argument(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from common.host.processes import free_port
 from deploy.brokers import broker
+from deploy.brokers.guard import Guard
 from tests.helpers.commands import invoke
 
 TIGHT: Mapping[str, str | int] = {"max_packet_size": 100_000, "max_queued_messages": 3}
@@ -53,6 +54,6 @@ def test_a_broker_that_is_away_or_refuses_the_login(tmp_path: Path) -> None:
     assert away.exit_code == 3 and "Is it running there?" in away.output
     passwords = tmp_path / "passwords"
     passwords.touch()
-    with broker.start(directory=tmp_path, kind="mosquitto", password_file=passwords) as served:
+    with broker.start(directory=tmp_path, kind="mosquitto", guard=Guard(passwords=passwords)) as served:
         refused = invoke("doctor", "--broker", f"{served.host}:{served.port}")
     assert refused.exit_code == 3 and "Are the login and --broker right?" in refused.output

@@ -48,6 +48,7 @@ from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.world import new_session
 from deploy.brokers import broker
 from deploy.brokers.broker import BrokerProcess
+from deploy.brokers.guard import Guard
 from deploy.simulation.outcome import model_digest
 from device.agent import DeviceAgent
 from device.pool.pool import Pool
@@ -780,7 +781,7 @@ def test_a_refused_login_ends_every_role_with_3_and_names_the_address(tmp_path: 
     secret = tmp_path / "secret"
     secret.write_text("wrong")
     login = ["--username", "me", "--password-file", secret, "--connect-timeout", "1"]
-    with broker.start(directory=tmp_path, password_file=passwords) as refusing:
+    with broker.start(directory=tmp_path, guard=Guard(passwords=passwords)) as refusing:
         address = f"{refusing.host}:{refusing.port}"
         roles = [
             Role(tmp_path / f"{words[0]}.log", *words, "--broker", address, *login)

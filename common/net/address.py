@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from ipaddress import IPv6Address
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from common.net.tls import Tls
+
+if TYPE_CHECKING:
+    import paho.mqtt.client as mqtt
 
 PORT: Final = 1883
 # A name or an IPv4 address, or an IPv6 address in brackets; and a port.
@@ -16,7 +21,7 @@ HostPort: TypeAlias = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class BrokerAddress:
-    """Host, port and login of a broker; the password comes from a file or the environment.
+    """Host, port and login of a broker; the password comes from a file or the environment. `tls`: None without TLS.
 
     `others` are further addresses of the same broker, in the order in which they are tried: the other nodes of a
     cluster, or the second address of a server.
@@ -25,8 +30,9 @@ class BrokerAddress:
     host: str
     port: int = PORT
     username: str | None = None
-    password: str | None = None
+    password: str | None = field(default=None, repr=False)
     others: tuple[HostPort, ...] = ()
+    tls: Tls | None = None
 
     @property
     def hosts(self) -> tuple[HostPort, ...]:
@@ -38,6 +44,12 @@ class BrokerAddress:
         """The addresses one by one, in order."""
         return tuple(replace(self, host=host, port=port, others=()) for host, port in self.hosts)
 
+    def identify(self, client: mqtt.Client) -> None:
+        """Give a plain client of paho this login and TLS. Raises InvalidExperiment."""
+        client.username_pw_set(self.username, self.password)
+        if self.tls is not None:
+            client.tls_set_context(self.tls.client_context())
+
     def __str__(self) -> str:
         return ",".join(host_port(*one) for one in self.hosts)
 
@@ -47,9 +59,9 @@ def host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def parse_hosts(text: str) -> tuple[HostPort, ...]:
-    """Return the hosts and ports of a list such as `nats-0,nats-1:1884,[::1]:1883`. Raises ValueError."""
-    found = tuple(parse_host(item) for item in text.split(","))
+def parse_hosts(text: str, *, port: int = PORT) -> tuple[HostPort, ...]:
+    """Return the hosts and ports of a list such as `nats-0,nats-1:1884,[::1]:1883`, or this port. Raises ValueError."""
+    found = tuple(parse_host(item, port=port) for item in text.split(","))
     for one in found:
         if found.count(one) > 1:
             raise ValueError(f"{host_port(*one)} is there more than once")

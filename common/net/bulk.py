@@ -15,6 +15,7 @@ import functools
 import logging
 import os
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -25,6 +26,7 @@ from paho.mqtt import __version__ as PAHO_VERSION
 from paho.mqtt.enums import CallbackAPIVersion, MQTTErrorCode
 
 from common.net.packets import PUBLISH_QOS0, FindPlace, NotMqtt, PacketReader, Place
+from common.net.tls import reason_of
 
 _STAMPS: Final = {"2.1.0": "_last_msg_in", "2.2.0": "_last_bytes_received"}  # the keep-alive's timestamp, by version
 CLOSED: Final = "closed by the broker"
@@ -105,15 +107,17 @@ class BulkClient(mqtt.Client):
     def loop_read(self, max_packets: int = 1) -> MQTTErrorCode:
         """Read from the socket; aiomqtt calls it whenever there is data."""
         budget = _TURN_BYTES
-        while budget > 0:
+        while True:
             sock: Any = self._sock
             if sock is None:
                 return MQTTErrorCode.MQTT_ERR_NO_CONN
+            plain = type(sock) is socket.socket  # TLS has no scatter-gather
+            if budget <= 0 and (plain or not sock.pending()):  # what TLS has decrypted wakes no event loop
+                break
             buffers = self._reader.buffers()
             try:
-                plain = type(sock) is socket.socket  # TLS has no scatter-gather
                 count = sock.recvmsg_into(buffers)[0] if plain else sock.recv_into(buffers[0])
-            except (BlockingIOError, InterruptedError):
+            except (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 break
             except OSError as error:
                 self.ended = _why(error)
@@ -154,7 +158,7 @@ class BulkClient(mqtt.Client):
             raise ConnectionError("not connected")
         try:
             plain = type(sock) is socket.socket
-            sent: int = sock.sendmsg(parts) if plain else super()._sock_send(bytes(parts[0]))
+            sent: int = sock.sendmsg(parts) if plain else super()._sock_send(parts[0])  # type: ignore[arg-type]
         except BlockingIOError:
             self._call_socket_register_write()
             raise
@@ -162,7 +166,7 @@ class BulkClient(mqtt.Client):
 
 
 def _why(error: OSError) -> str:
-    return CLOSED if isinstance(error, ConnectionResetError | BrokenPipeError) else str(error)
+    return CLOSED if isinstance(error, ConnectionResetError | BrokenPipeError | ssl.SSLEOFError) else reason_of(error)
 
 
 @functools.cache

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
-import ssl
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
@@ -30,8 +30,11 @@ from aiomqtt import MqttError
 
 from common.net.bulk import CLOSED, BulkClient, usable
 from common.net.packets import FindPlace, Place
+from common.net.tls import reason_of
 
 if TYPE_CHECKING:
+    import ssl
+
     from common.net.address import BrokerAddress
 
 __all__ = ["MqttClient", "MqttError"]
@@ -60,6 +63,7 @@ class MqttClient(aiomqtt.Client):
         will: tuple[str, bytes] | None,
         find_place: FindPlace,
         landed: Callable[[str, Place], None],
+        tls: ssl.SSLContext | None,
     ) -> None:
         super().__init__(
             address.host,
@@ -71,6 +75,7 @@ class MqttClient(aiomqtt.Client):
             clean_session=True,
             keepalive=keepalive_s,
             socket_options=SOCKET_OPTIONS,
+            tls_context=tls,
             max_inflight_messages=PENDING_CALLS_MOST,
             logger=_log,
         )
@@ -89,8 +94,9 @@ class MqttClient(aiomqtt.Client):
     async def __aexit__(self, *error: Any) -> None:
         """Disconnect: send DISCONNECT, then read until the broker has closed, for at most `CLOSE_S`."""
         ours, rest = self._client.socket(), None
-        if isinstance(ours, socket.socket) and not isinstance(ours, ssl.SSLSocket) and not self._disconnected.done():
-            rest = ours.dup()  # keeps the connection open when paho closes its socket
+        if isinstance(ours, socket.socket) and not self._disconnected.done():
+            rest = socket.socket(fileno=os.dup(ours.fileno()))  # keeps the connection open when paho closes its socket
+            rest.setblocking(False)
         try:
             await super().__aexit__(*error)
             if rest is not None:
@@ -103,10 +109,11 @@ class MqttClient(aiomqtt.Client):
         """Return why the connection ended, or could not be made."""
         ended = self._client.ended if isinstance(self._client, BulkClient) else ""
         if ended and not self._disconnected.done():
-            return f"{ended} before CONNACK"
-        cause = error.__cause__ or error
+            return f"{ended} before CONNACK" if ended == CLOSED else ended
+        cause = error.__cause__ or error.__context__ or error  # aiomqtt hides that of a failed connect
         lost = isinstance(cause, aiomqtt.MqttCodeError) and str(cause.rc) == "Unspecified error"  # paho's only hint
-        return ended or ("connection lost" if lost else str(cause))
+        text = reason_of(cause) if isinstance(cause, OSError) else str(cause)
+        return ended or ("connection lost" if lost else text)
 
     def _on_disconnect(self, *arguments: Any) -> None:
         if not self._connected.done():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
@@ -12,6 +13,7 @@ from typing import Any, Final, NamedTuple
 from paho.mqtt.reasoncodes import ReasonCode
 
 from common.accounting.tcp import WireMeter
+from common.errors import InvalidExperiment
 from common.net.address import BrokerAddress
 from common.net.attempts import Attempts
 from common.net.bulk import Body, BulkClient
@@ -80,6 +82,7 @@ class BrokerConnection:
         self._find_place, self._landed = find_place, landed
         self._will = will
         self._client: MqttClient | None = None
+        self._tls: ssl.SSLContext | None = None
         self._calls: set[asyncio.Task[None]] = set()
         self._optional: set[asyncio.Task[None]] = set()
         self._unbegun: set[Coroutine[Any, Any, Any]] = set()
@@ -224,13 +227,21 @@ class BrokerConnection:
                 client.close()
 
     def _new_client(self) -> MqttClient:
+        address = self.attempts.address
+        if address.tls is not None:
+            try:
+                self._tls = address.tls.client_context()
+            except InvalidExperiment:
+                if self._tls is None:
+                    raise  # later the files are about to be renewed: the old ones go on
         client = MqttClient(
-            self.attempts.address,
+            address,
             client_id=self._client_id,
             keepalive_s=self._keepalive_s,
             will=self._will,
             find_place=self._find_place,
             landed=self._landed,
+            tls=self._tls,
         )
         self.meter.follow(client._client)
         return client

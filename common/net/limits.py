@@ -30,11 +30,11 @@ def _ask(address: BrokerAddress) -> int | None:
     client = mqtt.Client(
         CallbackAPIVersion.VERSION2, client_id=f"fedstrata-asks-{secrets.token_hex(4)}", protocol=mqtt.MQTTv5
     )
-    client.username_pw_set(address.username, address.password)
     client.connect_timeout = ASK_S
     client.on_connect = lambda _client, _data, _flags, _reason, properties: answers.append(properties)
     deadline = time.monotonic() + ASK_S
     try:
+        address.identify(client)
         client.connect(address.host, address.port, keepalive=10)
         while not answers and client.loop(max(0.0, deadline - time.monotonic())) == mqtt.MQTT_ERR_SUCCESS:
             if time.monotonic() >= deadline:

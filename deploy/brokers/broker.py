@@ -22,6 +22,7 @@ from common.errors import ConnectionFailed
 from common.host.processes import free_port, spawn, stop
 from common.net.address import host_port
 from deploy.brokers import nats
+from deploy.brokers.guard import OPEN, Guard
 from deploy.console.logs import write_line
 from deploy.console.service import notify, watchdog_s
 
@@ -98,23 +99,21 @@ def start(
     host: str = "127.0.0.1",
     port: int = 0,
     kind: Literal["auto", "mosquitto", "embedded"] = "auto",
-    password_file: Path | None = None,
+    guard: Guard = OPEN,
     settings: Mapping[str, str | int] | None = None,
 ) -> BrokerProcess:
     """Start a broker and return it once it answers an MQTT CONNECT; port 0 picks a free one.
 
-    Its configuration and log go into `directory`. Without `password_file` anonymous clients are allowed; the file is
-    written by mosquitto_passwd (for the embedded broker by `htpasswd -B`), and an empty one refuses all clients.
-    `settings` override the default settings of mosquitto's configuration, by name, so that tests can emulate brokers
-    with other configurations. Raises ConnectionFailed, with the port and the broker's last log lines.
+    Its configuration and log go into `directory`. `settings` override the default settings of mosquitto's
+    configuration, by name, so that tests can emulate brokers with other configurations. Raises ConnectionFailed, with
+    the port and the broker's last log lines.
     """
     chosen = choose(kind)
     for attempts_left in range(0 if port else 4, -1, -1):
         try:
             return _start_on(
-                port or free_port(), host=host, kind=chosen, directory=directory, passwords=password_file,
-                settings=settings or {},
-            )  # fmt: skip
+                port or free_port(), host=host, kind=chosen, directory=directory, guard=guard, settings=settings or {}
+            )
         except _PortTaken:
             if not attempts_left:
                 raise
@@ -126,7 +125,7 @@ def run_foreground(
     host: str = "127.0.0.1",
     port: int = 1883,
     kind: Literal["auto", "mosquitto", "embedded"] = "auto",
-    password_file: Path | None = None,
+    guard: Guard = OPEN,
 ) -> None:
     """Run a broker until SIGINT or SIGTERM; print its kind and address on standard error.
 
@@ -136,13 +135,13 @@ def run_foreground(
     try:
         with (
             tempfile.TemporaryDirectory(prefix="fedstrata-broker-") as directory,
-            start(directory=Path(directory), host=host, port=port, kind=kind, password_file=password_file) as broker,
+            start(directory=Path(directory), host=host, port=port, kind=kind, guard=guard) as broker,
         ):
             hint = " (for measurements: apt install mosquitto)" if broker.kind == "embedded" else ""
             where = f"{broker.kind} listens on {host_port(host, broker.port)}"
             write_line(f"broker: {where}{hint}")
             notify("READY=1", f"STATUS={where}")
-            code = _watch(broker)
+            code = _watch(broker, guard)
             raise ConnectionFailed(f"{broker.kind} ended with code {code}:{_last_lines(broker.log)}")
     except KeyboardInterrupt:
         return
@@ -150,14 +149,14 @@ def run_foreground(
         signal.signal(signal.SIGTERM, previous)
 
 
-def _watch(broker: BrokerProcess) -> int:
+def _watch(broker: BrokerProcess, guard: Guard) -> int:
     """Return the exit code of a broker that ends; report to systemd meanwhile that it answers."""
     allowed_s = watchdog_s()
     while True:
         try:
             return broker.process.wait(None if allowed_s is None else allowed_s / 3)
         except subprocess.TimeoutExpired:
-            if _answers(broker.host, broker.port):
+            if _answers(broker.host, broker.port, guard):
                 notify("WATCHDOG=1")
 
 
@@ -167,7 +166,7 @@ def _start_on(
     host: str,
     kind: Kind,
     directory: Path,
-    passwords: Path | None,
+    guard: Guard,
     settings: Mapping[str, str | int],
 ) -> BrokerProcess:
     try:
@@ -177,10 +176,10 @@ def _start_on(
         failure = _PortTaken if error.errno == errno.EADDRINUSE else ConnectionFailed
         raise failure(f"the broker cannot listen on {host_port(host, port)}: {error.strerror}") from error
     log = directory / f"broker-{port}.log"
-    argv, env = _command(kind, directory, host=host, port=port, passwords=passwords, settings=settings)
+    argv, env = _command(kind, directory, host=host, port=port, guard=guard, settings=settings)
     process = spawn(argv, log=log, env=env)
     try:
-        _await_ready(process, log, host=host, port=port)
+        _await_ready(process, log, host=host, port=port, guard=guard)
     except BaseException:
         stop(process)
         raise
@@ -193,25 +192,25 @@ def _command(
     *,
     host: str,
     port: int,
-    passwords: Path | None,
+    guard: Guard,
     settings: Mapping[str, str | int],
 ) -> tuple[Sequence[str], Mapping[str, str]]:
     config = directory / f"broker-{port}.conf"
     if kind == "embedded":
-        config.write_text(nats.configuration(directory, host=host, port=port, passwords=passwords), encoding="utf-8")
+        config.write_text(nats.configuration(directory, host=host, port=port, guard=guard), encoding="utf-8")
         return [str(nats.server()), "--config", str(config)], {}
     lines = [f"listener {port} {host}", *(f"{name} {value}" for name, value in {**_MOSQUITTO, **settings}.items())]
     lines += _LOGGED
-    lines.append("allow_anonymous true" if passwords is None else f"allow_anonymous false\npassword_file {passwords}")
+    lines += guard.mosquitto()
     if os.geteuid() == 0:
         lines.append("user root")  # the mosquitto user could not read `directory`
-    config.write_text("\n".join(lines) + "\n")
+    config.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return [str(_mosquitto()), "-c", str(config)], _MALLOC
 
 
-def _await_ready(process: subprocess.Popen[bytes], log: Path, *, host: str, port: int) -> None:
+def _await_ready(process: subprocess.Popen[bytes], log: Path, *, host: str, port: int, guard: Guard) -> None:
     deadline = time.monotonic() + _READY_S
-    while not _answers(host, port):
+    while not _answers(host, port, guard):
         if process.poll() is not None:
             lines = _last_lines(log)
             failure = _PortTaken if os.strerror(errno.EADDRINUSE).lower() in lines.lower() else ConnectionFailed
@@ -223,11 +222,14 @@ def _await_ready(process: subprocess.Popen[bytes], log: Path, *, host: str, port
         time.sleep(_POLL_S)
 
 
-def _answers(host: str, port: int) -> bool:
-    """Return whether the broker answers with a CONNACK, even a refusal."""
+def _answers(host: str, port: int, guard: Guard) -> bool:
+    """Return whether the broker answers: with a CONNACK, even a refusal, or with a TLS handshake."""
     target = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
     try:
         with socket.create_connection((target, port), timeout=1.0) as connection:
+            if (probe := guard.probe()) is not None:
+                probe.wrap_socket(connection).close()
+                return True
             connection.sendall(_CONNECT)
             answer = connection.recv(4)
             connection.sendall(_DISCONNECT)

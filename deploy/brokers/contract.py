@@ -20,6 +20,7 @@ from paho.mqtt.enums import CallbackAPIVersion
 from common.errors import ConnectionFailed
 from common.experiment.schema import TransferSettings
 from common.net.address import BrokerAddress
+from common.net.tls import reason_of
 from common.protocol import topics
 from common.runtime.broker_statistics import HEAP
 
@@ -92,7 +93,7 @@ class _Client:
             protocol=mqtt.MQTTv311,
             reconnect_on_failure=False,
         )
-        self._mqtt.username_pw_set(address.username, address.password)
+        address.identify(self._mqtt)
         self._mqtt.connect_timeout = CONNECT_S
         if will is not None:
             self._mqtt.will_set(will, b"lost", qos=1, retain=True)
@@ -104,7 +105,7 @@ class _Client:
         try:
             self._mqtt.connect(address.host, address.port, keepalive=KEEPALIVE_S)
         except OSError as error:
-            raise ConnectionFailed(f"broker {address}: {error}. Is it running there?") from None
+            raise ConnectionFailed(f"broker {address}: {reason_of(error)}. Is it running there?") from None
         if not _pump((self,), lambda: bool(self._replies), CONNECT_S):
             raise ConnectionFailed(f"broker {address}: no CONNACK within {CONNECT_S:g} s")
         if self._replies[0].is_failure:

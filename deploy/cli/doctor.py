@@ -10,12 +10,14 @@ import typer
 
 from common.protocol.topics import DEFAULT_LAB
 from deploy.console import logs
-from deploy.console.connecting import LabOption, PasswordFile, Username, address
+from deploy.console.connecting import LabOption
+from deploy.console.login import OPERATOR, Login, with_login
 from deploy.console.options import Output
 from deploy.console.reporting import reporting
 from deploy.console.tabular import Column, Table
 
 
+@with_login
 def doctor(
     broker: Annotated[
         str,
@@ -26,8 +28,8 @@ def doctor(
     ] = "localhost",
     lab: LabOption = DEFAULT_LAB,
     output: Output = "table",
-    username: Username = None,
-    password_file: PasswordFile = None,
+    *,
+    login: Login,
 ) -> None:
     """Examine a broker: does it have what fedstrata needs, and what follows where it does not?
 
@@ -38,7 +40,7 @@ def doctor(
 
     healthy = True
     with reporting():
-        for one in address(broker, username, password_file).each:
+        for one in login.address(broker, node=OPERATOR).each:
             found = list(examine(one, lab=lab))
             healthy = healthy and all(finding.there for finding in found if finding.needed)
             if output == "json":

@@ -12,7 +12,8 @@ import typer
 from common.protocol.topics import DEFAULT_LAB
 from deploy.cli.roles import ROLL_S, LabBrokerOption
 from deploy.console import logs
-from deploy.console.connecting import ConnectTimeout, LabOrFile, PasswordFile, Username, address, run_connected
+from deploy.console.connecting import ConnectTimeout, LabOrFile, run_connected
+from deploy.console.login import OPERATOR, Login, with_login
 from deploy.console.options import Output
 from deploy.console.reporting import reporting
 from deploy.console.tabular import Column, Table
@@ -26,14 +27,15 @@ def _lab() -> None:
 
 
 @app.command()
+@with_login
 def status(
     broker: LabBrokerOption = None,
     lab: LabOrFile = DEFAULT_LAB,
     wait: Annotated[float, typer.Option(min=0.1, help="Seconds in which nodes may answer.")] = ROLL_S,
     output: Output = "table",
-    username: Username = None,
-    password_file: PasswordFile = None,
     connect_timeout: ConnectTimeout = 30.0,
+    *,
+    login: Login,
 ) -> None:
     """List the nodes that stay in a lab: role, parent, run, release, host, accelerators and data sets.
 
@@ -47,7 +49,7 @@ def status(
     async def ask() -> None:
         name, texts = reach(lab, [broker] if broker else None)
         expected = dict(load(Path(lab)).parents) if lab.endswith(".toml") else {}
-        brokers = [address(text, username, password_file) for text in texts]
+        brokers = [login.address(text, node=OPERATOR) for text in texts]
         found = await call_rolls(brokers, lab=name, wait_s=wait, connect_timeout_s=connect_timeout)
         away = {node: parent for node, parent in expected.items() if node not in {node for node, _ in found}}
         rows: list[dict[str, Any]] = [{"node": node, "there": True} | asdict(here) for node, here in found]

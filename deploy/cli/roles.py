@@ -17,12 +17,10 @@ from deploy.console.connecting import (
     ConnectTimeout,
     LabOption,
     LabOrFile,
-    PasswordFile,
-    Username,
     run_agent,
     run_connected,
 )
-from deploy.console.connecting import address as _address
+from deploy.console.login import Login, with_login
 from deploy.console.options import Output, Overrides, Runs
 from deploy.console.service import StatusHandler
 
@@ -67,6 +65,7 @@ MetricsAddress = Annotated[
 ]
 
 
+@with_login
 def cloud(
     experiment: ExperimentFile = None,
     overrides: Overrides = None,
@@ -75,13 +74,13 @@ def cloud(
     runs: Runs = Path("runs"),
     resume: Resume = None,
     output: Output = "table",
-    username: Username = None,
-    password_file: PasswordFile = None,
     connect_timeout: ConnectTimeout = 30.0,
     metrics: MetricsAddress = METRICS,
     spool: SpoolFolder = SPOOL,
     queue: Annotated[bool, typer.Option("--queue", help="If another run has the lab, wait for its end.")] = False,
     sole: Annotated[bool, typer.Option("--sole", hidden=True)] = False,  # no other cloud can be on this broker
+    *,
+    login: Login,
 ) -> None:
     """Run an experiment in a lab: announce it to the nodes, run the global rounds and write the run's folder.
 
@@ -101,7 +100,7 @@ def cloud(
             logs.write_line(f"lab {name} is used by {by}: waiting for its end")
 
         name, texts = reach(lab, [broker] if broker else None)
-        brokers = [_address(text, username, password_file) for text in texts]
+        brokers = [login.address(text, node=CLOUD) for text in texts]
         where = brokers[0]
         tree = _tree(experiment, overrides, resume)
         of_the_lab = tree.get("topology") == LAB
@@ -131,6 +130,7 @@ def cloud(
     _run_role(run_cloud, "cloud")
 
 
+@with_login
 def institution(
     name: Annotated[str, typer.Option(help="This institution's name in the experiment.")],
     parent: Annotated[str, typer.Option(help="Its parent, the cloud or another institution.")] = CLOUD,
@@ -145,12 +145,12 @@ def institution(
             show_default=False,
         ),
     ] = None,
-    username: Username = None,
-    password_file: PasswordFile = None,
     connect_timeout: ConnectTimeout = 30.0,
     metrics: MetricsAddress = METRICS,
     spool: SpoolFolder = SPOOL,
     once: Once = False,
+    *,
+    login: Login,
 ) -> None:
     """Start an institution: it takes part in each run of its parent, and waits for the next.
 
@@ -159,13 +159,13 @@ def institution(
     from institution.agent import InstitutionAgent
 
     async def take_part() -> None:
-        upward = _address(broker, username, password_file)
+        upward = login.address(broker, node=name)
         registry, address = serve_metrics(metrics, broker=upward)
         agent = InstitutionAgent(
             name,
             parent=parent,
             broker=upward,
-            child_broker=_address(child_broker or broker, username, password_file, option="--child-broker"),
+            child_broker=login.address(child_broker or broker, node=name, option="--child-broker"),
             lab=lab,
             connect_timeout_s=connect_timeout,
             metrics=registry,
@@ -178,6 +178,7 @@ def institution(
     _run_role(take_part, name)
 
 
+@with_login
 def device(
     name: Annotated[list[str], typer.Option(help="This device's name. Repeat it for several devices in one process.")],
     parent: Annotated[
@@ -220,8 +221,6 @@ def device(
             show_default=False,
         ),
     ] = None,
-    username: Username = None,
-    password_file: PasswordFile = None,
     connect_timeout: ConnectTimeout = 30.0,
     metrics: MetricsAddress = METRICS,
     spool: SpoolFolder = "none",
@@ -229,6 +228,8 @@ def device(
     together: Annotated[
         bool, typer.Option("--together", help="With --once: end all devices if one fails before any has trained.")
     ] = False,
+    *,
+    login: Login,
 ) -> None:
     """Start one or more devices: they take part in each run of their parent, and wait for the next.
 
@@ -252,14 +253,14 @@ def device(
         from device.agent import DeviceAgent
         from device.pool.pool import Pool
 
-        registry, address = serve_metrics(metrics, broker=_address(addresses[0], username, password_file))
+        registry, address = serve_metrics(metrics, broker=login.address(addresses[0], node=name[0]))
         count, stays = None if slots == "auto" else int(slots), _stays(once)
         async with Pool(accelerator=accelerator, slots=count, devices=len(name)) as pool:
             agents = {
                 each: DeviceAgent(
                     each,
                     parent=home,
-                    broker=_address(where, username, password_file),
+                    broker=login.address(where, node=each),
                     lab=lab,
                     pool=pool,
                     connect_timeout_s=connect_timeout,

@@ -1,32 +1,18 @@
-"""Options for the broker connection, and the event loop of commands that keep a connection open."""
+"""Options of the lab and of waiting, and the event loop of commands that keep a connection open."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import Callable, Coroutine
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from common.errors import InvalidExperiment
 from common.protocol.topics import check_lab
 from deploy.console import logs
 from deploy.console.reporting import reporting
 from deploy.console.service import watched
-
-if TYPE_CHECKING:
-    from common.net.address import BrokerAddress
-
-Username = Annotated[str | None, typer.Option(help="Login at the broker.", envvar="FEDSTRATA_USERNAME")]
-PasswordFile = Annotated[
-    Path | None,
-    typer.Option(
-        help="File with the password. Without it, FEDSTRATA_PASSWORD is used.", envvar="FEDSTRATA_PASSWORD_FILE"
-    ),
-]
 
 
 def _checked_lab(name: str) -> str:
@@ -61,26 +47,6 @@ LabOrFile = Annotated[
     ),
 ]
 ConnectTimeout = Annotated[float, typer.Option(min=0.1, help="Timeout of the first connection to the broker, seconds.")]
-
-
-def address(text: str, username: str | None, password_file: Path | None, *, option: str = "--broker") -> BrokerAddress:
-    """Return the broker at host[:port], or at several such addresses, with the login. Raises InvalidExperiment."""
-    from common.net.address import BrokerAddress, parse_hosts
-
-    try:
-        (host, port), *others = parse_hosts(text)
-    except ValueError as error:
-        remedy = "Write host, host:port or [IPv6 address]:port; separate several addresses of one broker by commas."
-        raise InvalidExperiment(option, text, str(error), remedy) from None
-    password = os.environ.get("FEDSTRATA_PASSWORD")
-    if password_file is not None:
-        try:
-            password = password_file.read_text(encoding="utf-8").strip()
-        except OSError as error:
-            raise InvalidExperiment(
-                "--password-file", str(password_file), error.strerror or str(error), "Name a readable file."
-            ) from None
-    return BrokerAddress(host, port, username, password, tuple(others))
 
 
 async def run_agent(node: str, agent: Coroutine[Any, Any, object]) -> None:

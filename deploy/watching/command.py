@@ -10,9 +10,11 @@ import typer
 
 from common.protocol.topics import DEFAULT_LAB
 from deploy.console import logs
-from deploy.console.connecting import ConnectTimeout, LabOrFile, PasswordFile, Username, address, run_connected
+from deploy.console.connecting import ConnectTimeout, LabOrFile, run_connected
+from deploy.console.login import OPERATOR, Login, with_login
 
 
+@with_login
 def watch(
     broker: Annotated[
         list[str] | None,
@@ -46,9 +48,9 @@ def watch(
     timeout: Annotated[
         float, typer.Option(min=0.1, help="With --once: seconds to wait for a run before exit code 5.")
     ] = 10.0,
-    username: Username = None,
-    password_file: PasswordFile = None,
     connect_timeout: ConnectTimeout = 30.0,
+    *,
+    login: Login,
 ) -> None:
     """Watch a run from its brokers: presence, rounds, transfers, training progress and bytes, but not accuracy.
 
@@ -68,7 +70,7 @@ def watch(
 
     async def follow() -> None:
         name, addresses = reach(lab, broker)
-        brokers = [address(text, username, password_file) for text in addresses]
+        brokers = [login.address(text, node=OPERATOR) for text in addresses]
         follower = Follower(brokers, lab=name, run=run, light=light, connect_timeout_s=connect_timeout)
         with logs.limited("fedstrata.connection", logging.ERROR):  # the screen shows lost brokers
             if once:

@@ -1,0 +1,102 @@
+"""TLS: which authority, certificate and key a connection uses, and what went wrong in plain words."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from typing import Final
+
+from common.errors import InvalidExperiment
+
+PORT: Final = 8883
+
+_CERTIFICATE: Final = "Give a certificate of the broker's own authority: --tls-cert and --tls-key."
+_REASONS: Final = {  # OpenSSL's names of the alerts and faults that users meet
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED": f"the broker requires a certificate. {_CERTIFICATE}",
+    "SSLV3_ALERT_HANDSHAKE_FAILURE": f"the broker refuses the handshake. {_CERTIFICATE}",
+    "TLSV1_ALERT_UNKNOWN_CA": f"the broker does not know the authority of our certificate. {_CERTIFICATE}",
+    "SSLV3_ALERT_BAD_CERTIFICATE": f"the broker refuses our certificate. {_CERTIFICATE}",
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "our certificate has expired, or is not yet valid. Renew it, check the clock.",
+    "SSLV3_ALERT_CERTIFICATE_REVOKED": f"our certificate is revoked. {_CERTIFICATE}",
+    "SSLV3_ALERT_CERTIFICATE_UNKNOWN": f"the broker refuses our certificate. {_CERTIFICATE}",
+    "TLSV1_ALERT_DECRYPT_ERROR": f"the broker refuses our certificate. {_CERTIFICATE}",
+    "WRONG_VERSION_NUMBER": "no TLS on this port. Use the broker's TLS port, or omit the --tls options.",
+    "RECORD_LAYER_FAILURE": "no TLS on this port. Use the broker's TLS port, or omit the --tls options.",
+    "UNEXPECTED_EOF_WHILE_READING": "closed during the TLS handshake. Is this the broker's TLS port?",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Paths of PEM files: the authority that signs the other side (default: the system's), and our certificate."""
+
+    authority: str | None = None
+    certificate: str | None = None
+    key: str | None = None
+
+    def client_context(self) -> ssl.SSLContext:
+        """Return a context that checks the server's certificate and host name. Raises InvalidExperiment.
+
+        The files are read at each call, so that a renewed certificate is used from the next connection on.
+        """
+        context = ssl.create_default_context()
+        if self.authority is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.sslsocket_class = _ClosedOnFailure
+        self._load(context)
+        return context
+
+    def server_context(self, *, clients: ssl.VerifyMode) -> ssl.SSLContext:
+        """Return a context that shows our certificate and asks clients for one of the authority's.
+
+        Raises InvalidExperiment.
+        """
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.verify_mode = clients if self.authority is not None else ssl.CERT_NONE
+        self._load(context)
+        return context
+
+    def _load(self, context: ssl.SSLContext) -> None:
+        if self.authority is not None:
+            try:
+                context.load_verify_locations(self.authority)
+            except OSError as error:
+                raise _unusable("--tls-ca", self.authority, error, "the authority's certificate") from None
+        if self.certificate is not None:
+            try:
+                context.load_cert_chain(self.certificate, self.key, password=_no_password)
+            except OSError as error:
+                named = f"{self.certificate} {self.key or ''}".strip()
+                raise _unusable("--tls-cert, --tls-key", named, error, "a certificate and its own key") from None
+
+
+class _ClosedOnFailure(ssl.SSLSocket):
+    """A socket that a failed handshake closes; paho forgets such a socket."""
+
+    def do_handshake(self, block: bool = False) -> None:
+        try:
+            super().do_handshake(block)
+        except OSError:
+            self.close()
+            raise
+
+
+def reason_of(error: OSError) -> str:
+    """Return what an error of a TLS connection means; its own text if it is another error."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"the broker's certificate is refused: {error.verify_message.rstrip('.')}"
+    if isinstance(error, ssl.SSLError) and error.reason:
+        return _REASONS.get(error.reason, f"TLS: {error.reason.lower().replace('_', ' ')}")
+    return str(error)
+
+
+def _unusable(option: str, path: str, error: OSError, wanted: str) -> InvalidExperiment:
+    known = error.strerror if not isinstance(error, ssl.SSLError) else (error.reason or "not PEM").lower()
+    return InvalidExperiment(option, path, (known or str(error)).replace("_", " "), f"Name {wanted}, PEM files.")
+
+
+def _no_password() -> str:
+    """Refuse a key with a passphrase, for which OpenSSL would ask on the terminal."""
+    return ""

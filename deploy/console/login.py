@@ -1,0 +1,128 @@
+"""The options of the broker connection that all commands share: login and TLS."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, get_type_hints
+
+import typer
+
+from common.errors import InvalidExperiment
+
+if TYPE_CHECKING:
+    from common.net.address import BrokerAddress
+    from common.net.tls import Tls
+
+OPERATOR: Final = "operator"  # the name of commands that are no node: watch, lab status, doctor
+NODE: Final = "{name}"  # in a path or a login: the node's name
+
+Username: TypeAlias = Annotated[
+    str | None,
+    typer.Option(help="Login at the broker; {name} stands for the node's name.", envvar="FEDSTRATA_USERNAME"),
+]
+PasswordFile: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        help="File with the password. Without it, FEDSTRATA_PASSWORD is used.", envvar="FEDSTRATA_PASSWORD_FILE"
+    ),
+]
+UseTls: TypeAlias = Annotated[
+    bool, typer.Option("--tls", help="Connect by TLS, to port 8883 unless given.", envvar="FEDSTRATA_TLS")
+]
+Authority: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--tls-ca",
+        help="PEM file of the authority that signed the broker's certificate; implies --tls.  [default: the system's]",
+        envvar="FEDSTRATA_TLS_CA",
+        show_default=False,
+    ),
+]
+Certificate: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--tls-cert",
+        help="PEM file of the node's certificate; implies --tls. {name} stands for the node's name.",
+        envvar="FEDSTRATA_TLS_CERT",
+    ),
+]
+Key: TypeAlias = Annotated[
+    str | None, typer.Option("--tls-key", help="PEM file of the certificate's key.", envvar="FEDSTRATA_TLS_KEY")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Login:
+    """How a command's nodes identify themselves at the broker, and how the broker does."""
+
+    username: Username = None
+    password_file: PasswordFile = None
+    tls: UseTls = False
+    tls_ca: Authority = None
+    tls_cert: Certificate = None
+    tls_key: Key = None
+
+    def address(self, text: str, *, node: str, option: str = "--broker") -> BrokerAddress:
+        """Return the broker at host[:port], or at several such addresses, with a node's login and certificate.
+
+        Raises InvalidExperiment.
+        """
+        from common.net import address, tls
+
+        secure = self.tls_of(node)
+        try:
+            (host, port), *others = address.parse_hosts(text, port=tls.PORT if secure else address.PORT)
+        except ValueError as error:
+            remedy = "Write host, host:port or [IPv6 address]:port; separate several addresses of one broker by commas."
+            raise InvalidExperiment(option, text, str(error), remedy) from None
+        username = self.username and self.username.replace(NODE, node)
+        return address.BrokerAddress(host, port, username, self._password(node), tuple(others), secure)
+
+    def tls_of(self, node: str) -> Tls | None:
+        """Return the TLS files of a node, after reading them once; None without TLS. Raises InvalidExperiment."""
+        if not (self.tls or self.tls_ca or self.tls_cert):
+            return None
+        from common.net.tls import Tls
+
+        own, key = (path and path.replace(NODE, node) for path in (self.tls_cert, self.tls_key))
+        if key and not own:
+            raise InvalidExperiment("--tls-key", key, "a key without its certificate", "Give --tls-cert, too.")
+        found = Tls(self.tls_ca, own, key)
+        found.client_context()
+        return found
+
+    def _password(self, node: str) -> str | None:
+        if self.password_file is None:
+            return os.environ.get("FEDSTRATA_PASSWORD")
+        path = Path(self.password_file.replace(NODE, node))
+        try:
+            return path.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise InvalidExperiment("--password-file", str(path), reason, "Name a readable file.") from None
+
+
+def with_login(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of `Login` in place of its parameter `login`."""
+    signature = inspect.signature(command, eval_str=True)
+    kinds = get_type_hints(Login, include_extras=True)
+    options = [
+        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=kinds[each.name])
+        for each in fields(Login)
+    ]
+    own = [each for name, each in signature.parameters.items() if name != "login"]
+    every = [*(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own), *options]
+
+    @wraps(command)
+    def with_options(**given: Any) -> None:
+        login = Login(**{each.name: given.pop(each.name) for each in options})
+        command(**given, login=login)
+
+    with_options.__signature__ = signature.replace(parameters=every)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {each.name: each.annotation for each in every}
+    return with_options

@@ -1,0 +1,251 @@
+"""TLS with a lab's own authority: what connects, what is refused and with which line, a lab of certified nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from common.errors import ConnectionFailed, InvalidExperiment
+from common.experiment.reading import load
+from common.net.address import BrokerAddress
+from common.net.bulk import Body
+from common.net.connection import BrokerConnection
+from common.net.limits import packet_limit
+from common.net.tls import Tls
+from deploy.brokers import broker
+from deploy.brokers.broker import BrokerProcess, Kind
+from deploy.brokers.guard import Guard
+from deploy.console.login import Login
+from deploy.kits.authority import CERTIFICATE_DAYS, RENEWED_DAYS, Authority, Issued
+from deploy.simulation.outcome import model_digest
+from tests.helpers.commands import DEMO, command, fedstrata, invoke, null_model, sets
+
+NOW = datetime.now(UTC)
+LONG_AGO = NOW - timedelta(days=1000)
+NODES = ("cloud", "institution-0", "device-0", "device-1")
+HERE = ("127.0.0.1",)
+
+
+def written(folder: Path, name: str, issued: Issued) -> tuple[str, str]:
+    """Write a certificate and its key; return the paths."""
+    paths = folder / f"{name}.crt", folder / f"{name}.key"
+    for path, content in zip(paths, (issued.certificate, issued.key), strict=True):
+        path.write_bytes(content)
+    return str(paths[0]), str(paths[1])
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tls")
+
+
+@pytest.fixture(scope="module")
+def authority(home: Path) -> Authority:
+    return Authority.open(home / "authority", name="north")
+
+
+@pytest.fixture(scope="module")
+def ca(authority: Authority) -> str:
+    return str(authority.folder / "ca.crt")
+
+
+@pytest.fixture(scope="module", params=["mosquitto", "embedded"])
+def kind(request: pytest.FixtureRequest) -> Kind:
+    found: Kind = request.param
+    try:
+        broker.choose(found)
+    except ConnectionFailed as error:
+        pytest.skip(str(error))
+    return found
+
+
+@pytest.fixture(scope="module")
+def served(home: Path, authority: Authority, ca: str, kind: Kind) -> Iterator[BrokerProcess]:
+    tls = Tls(ca, *written(home, "broker", authority.issue("broker", hosts=HERE)))
+    rules = None
+    if kind == "embedded":  # the users that certificates may stand for
+        rules = home / "rules.json"
+        users = [{"user": name} for name in NODES]
+        rules.write_text(json.dumps({"users": users}))
+    with broker.start(directory=home, kind=kind, guard=Guard(tls=tls, rules=rules)) as process:
+        yield process
+
+
+def connect(port: int, tls: Tls | None, *, host: str = "127.0.0.1", body: bytes = b"hello") -> bytes:
+    """Connect, send a large body to oneself, and return what arrives. Raises ConnectionFailed."""
+    arrived: list[bytes] = []
+
+    async def play() -> None:
+        done = asyncio.Event()
+
+        def received(topic: str, payload: bytes, retained: bool) -> None:
+            if payload == b"begin":
+                connection.publish_body("t", Body(memoryview(body)), done=lambda: None)
+            else:
+                arrived.append(payload)
+                done.set()
+
+        async def connected() -> None:
+            connection.subscribe(["t"], qos=1)
+            connection.publish("t", b"begin", qos=1)
+
+        connection = BrokerConnection(
+            BrokerAddress(host, port, tls=tls), client_id="device-0-a", keepalive_s=30, received=received,
+            connected=connected, lost=lambda: None,
+        )  # fmt: skip
+        running = asyncio.create_task(connection.run(connect_timeout_s=0.2))
+        waiting = asyncio.create_task(done.wait())
+        async with asyncio.timeout(30):
+            await asyncio.wait((running, waiting), return_when=asyncio.FIRST_COMPLETED)
+        for task in (running, waiting):
+            task.cancel()
+        await asyncio.wait((running, waiting))
+        if not running.cancelled():
+            running.result()
+
+    asyncio.run(play())
+    return arrived[0]
+
+
+def test_a_certificate_of_the_authority_connects_and_large_bodies_arrive(
+    served: BrokerProcess, home: Path, authority: Authority, ca: str
+) -> None:
+    tls = Tls(ca, *written(home, "device-0", authority.issue("device-0")))
+    body = os.urandom(9_000_000)
+    assert connect(served.port, tls, body=body) == body
+    limit = asyncio.run(packet_limit(BrokerAddress("127.0.0.1", served.port, tls=tls)))
+    assert (limit is not None) == (served.kind == "mosquitto"), "asked by TLS, too"
+
+
+def test_what_is_refused_and_with_which_line(
+    served: BrokerProcess, home: Path, authority: Authority, ca: str, tmp_path: Path
+) -> None:
+    other = Authority.open(tmp_path / "other", name="other")
+    own = Tls(ca, *written(tmp_path, "own", authority.issue("device-0")))
+    cases = {
+        "certificate is refused: unable to get local issuer|self-signed": Tls(str(other.folder / "ca.crt")),
+        "requires a certificate": Tls(ca),
+        "does not know the authority|refuses our certificate": Tls(
+            ca, *written(tmp_path, "a", other.issue("device-0"))
+        ),
+        "has expired": Tls(ca, *written(tmp_path, "b", authority.issue("device-0", now=LONG_AGO))),
+        "not yet valid|refuses our certificate": Tls(
+            ca, *written(tmp_path, "c", authority.issue("device-0", now=NOW + timedelta(days=3)))
+        ),
+        "closed by the broker": None,
+    }
+    for line, tls in cases.items():
+        with pytest.raises(ConnectionFailed, match=line) as failure:
+            connect(served.port, tls)
+        assert "\n" not in str(failure.value)
+    with pytest.raises(ConnectionFailed, match="certificate is refused: Hostname mismatch"):
+        connect(served.port, own, host="localhost")
+
+
+def test_a_lab_of_nodes_with_certificates_has_the_model_of_one_without(
+    home: Path, authority: Authority, ca: str, served: BrokerProcess, tmp_path: Path
+) -> None:
+    for name in NODES:
+        written(tmp_path, name, authority.issue(name))
+    env = {
+        "FEDSTRATA_BROKER_ADDRESS": f"localhost,127.0.0.1:{served.port}",  # nobody is at the first
+        "FEDSTRATA_TLS_CA": ca,
+        "FEDSTRATA_TLS_CERT": str(tmp_path / "{name}.crt"),
+        "FEDSTRATA_TLS_KEY": str(tmp_path / "{name}.key"),
+    }
+    words = [
+        ("institution", "--name", "institution-0"),
+        ("device", "--name", "device-0", "--name", "device-1", "--parent", "institution-0"),
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in env.items():
+            patch.setenv(name, value)
+        roles = [subprocess.Popen(command(*each, null=True), stderr=subprocess.PIPE) for each in words]
+        pairs = ["topology.institutions=1", "topology.devices=2", "rounds=2"]
+        try:
+            done = fedstrata("cloud", DEMO, "--runs", tmp_path, "--format", "json", *sets(*pairs), null=True)
+            assert done.returncode == 0, done.stderr
+            assert [role.wait(30) for role in roles] == [0, 0]
+        finally:
+            for role in roles:
+                role.kill()
+                role.communicate()
+    assert model_digest(tmp_path) == null_model(load(DEMO, pairs))
+
+
+# Options
+
+
+def test_the_options_name_the_files_that_cannot_be_used(tmp_path: Path, authority: Authority, ca: str) -> None:
+    certificate, key = written(tmp_path, "device-0", authority.issue("device-0"))
+    own = Login(tls_ca=ca, tls_cert=str(tmp_path / "{name}.crt"), tls_key=str(tmp_path / "{name}.key"))
+    found = own.address("localhost", node="device-0")
+    assert found.port == 8883 and found.tls == Tls(ca, certificate, key)
+    wrong = {
+        r"--tls-ca = '.*none': No such file": Login(tls_ca=str(tmp_path / "none")),
+        r"--tls-ca = '.*device-0.key': no certificate or crl found": Login(tls_ca=key),
+        r"--tls-cert, --tls-key = '.*device-1.crt .*': No such file": own,
+        r"--tls-key = .*a key without its certificate": Login(tls=True, tls_key=key),
+        r"--tls-cert, --tls-key = .*key values mismatch": Login(
+            tls_cert=certificate, tls_key=str(authority.folder / "ca.key")
+        ),
+    }
+    for line, login in wrong.items():
+        with pytest.raises(InvalidExperiment, match=line):
+            login.address("localhost", node="device-1" if login is own else "device-0")
+
+
+def test_a_refused_certificate_ends_a_command_with_its_exit_code(served: BrokerProcess, ca: str) -> None:
+    found = invoke("lab", "status", "--broker", f"127.0.0.1:{served.port}", "--tls-ca", ca, "--connect-timeout", "0.1")
+    assert found.exit_code == 3 and "requires a certificate" in found.output
+
+
+# The authority
+
+
+def test_certificates_are_kept_and_renewed_in_time(tmp_path: Path) -> None:
+    authority = Authority.open(tmp_path, name="north", now=NOW)
+    first = authority.of("broker", hosts=["10.0.0.1", "server"], now=NOW)
+    assert Authority.open(tmp_path, name="north").of("broker", hosts=["server", "10.0.0.1"], now=NOW) == first
+    assert authority.of("broker", hosts=["10.0.0.2"], now=NOW) != first, "of another address"
+    late = NOW + timedelta(days=CERTIFICATE_DAYS - RENEWED_DAYS)
+    kept = authority.of("broker", hosts=["10.0.0.2"], now=late - timedelta(days=1))
+    assert authority.of("broker", hosts=["10.0.0.2"], now=late + timedelta(days=1)) != kept
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()} == {0o600}
+
+
+def test_a_revoked_certificate_is_refused_and_the_next_one_is_not(tmp_path: Path) -> None:
+    if broker.choose() != "mosquitto":
+        pytest.skip("mosquitto is not installed")
+    authority = Authority.open(tmp_path / "authority", name="north")
+    ca = str(tmp_path / "authority" / "ca.crt")
+    old = Tls(ca, *written(tmp_path, "old", authority.of("device-0")))
+    authority.revoke("device-0")
+    new = Tls(ca, *written(tmp_path, "new", authority.of("device-0")))
+    revoked = tmp_path / "revoked"
+    revoked.write_bytes(authority.revoked())
+    own = Tls(ca, *written(tmp_path, "broker", authority.of("broker", hosts=HERE)))
+    with broker.start(directory=tmp_path, kind="mosquitto", guard=Guard(tls=own, revoked=revoked)) as served:
+        assert connect(served.port, new) == b"hello"
+        with pytest.raises(ConnectionFailed, match="is revoked"):
+            connect(served.port, old)
+
+
+def test_what_is_no_authority_is_named(tmp_path: Path) -> None:
+    Authority.open(tmp_path / "a", name="a")
+    Authority.open(tmp_path / "b", name="b")
+    (tmp_path / "a" / "ca.key").write_bytes((tmp_path / "b" / "ca.key").read_bytes())
+    with pytest.raises(InvalidExperiment, match=r"ca.key is not the key of ca.crt. Restore"):
+        Authority.open(tmp_path / "a", name="a")
+    (tmp_path / "b" / "ca.crt").write_text("x")
+    with pytest.raises(InvalidExperiment, match="not an authority"):
+        Authority.open(tmp_path / "b", name="b")
+    with pytest.raises(InvalidExperiment, match="no certificate of this name was issued"):
+        Authority.open(tmp_path / "c", name="c").revoke("device-9")
