@@ -138,7 +138,7 @@ def test_what_ends_a_node(error: Exception, usable: bool) -> None:
 
 async def roll(site: SimulatedSite) -> list[tuple[str, Here]]:
     def build(world: World) -> asyncio.Task[list[tuple[str, Here]]]:
-        asked = call_the_roll(site.address, lab=LAB, wait_s=2.0, connect_timeout_s=30.0, world=world)
+        asked = call_the_roll(site.address, lab=LAB, name="operator", wait_s=2.0, connect_timeout_s=30.0, world=world)
         return asyncio.create_task(asked)
 
     return await site.make("laptop", build)

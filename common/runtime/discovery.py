@@ -243,7 +243,7 @@ class _Seeker:
             self._connection.subscribe([topics.spec(self._lab, "+", "+")], qos=0)
             await asyncio.sleep(pause_s / 2)
             names = ", ".join(sorted(self._others))
-            there = f"Other nodes: {names}." if names else "No other node is present either."
+            there = f"Other parents: {names}." if names else "No other parent was seen either."
             address = self._connection.address
             log.warning(
                 "%s waits for %s of lab %s on broker %s. %s", self._name, self._parent, self._lab, address, there

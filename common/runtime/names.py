@@ -25,7 +25,6 @@ async def check_carried(
     """
     if "." not in lab + name:
         return
-    asker = f"names-{new_session(world)}"
     came: set[str] = set()
     arrived = asyncio.Event()
 
@@ -34,12 +33,12 @@ async def check_carried(
         arrived.set()
 
     async def subscribe() -> None:
-        connection.subscribe([topics.here(lab, asker, "+"), topics.here(PLAIN, asker, "+")], qos=0)
+        connection.subscribe([topics.here(lab, name, "+"), topics.here(PLAIN, PLAIN, "+")], qos=0)
         connected.set()
 
     async def ask() -> None:
         await connected.wait()
-        wanted, plain = topics.here(lab, asker, name), topics.here(PLAIN, asker, PLAIN)
+        wanted, plain = topics.here(lab, name, name), topics.here(PLAIN, PLAIN, PLAIN)
         for _ in range(ASKS):
             for topic in (wanted, plain):  # in this order
                 connection.publish(topic, b"", qos=0)
@@ -62,7 +61,7 @@ async def check_carried(
     connected = asyncio.Event()
     connection = world.connection(
         address,
-        client_id=asker,
+        client_id=f"{name}-names-{new_session(world)}",
         keepalive_s=TransferSettings().keepalive_s,
         received=received,
         connected=subscribe,

@@ -109,14 +109,20 @@ class RollEntry:
 
 
 async def call_rolls(
-    addresses: Sequence[BrokerAddress], *, lab: str, wait_s: float, connect_timeout_s: float, world: World = REAL
+    addresses: Sequence[BrokerAddress],
+    *,
+    lab: str,
+    name: str,
+    wait_s: float,
+    connect_timeout_s: float,
+    world: World = REAL,
 ) -> list[tuple[str, Here]]:
     """Return the nodes on all brokers of a lab, see `call_the_roll`; a broker that is away is reported.
 
     Raises ConnectionFailed if no broker could be reached.
     """
     calls = [
-        call_the_roll(address, lab=lab, wait_s=wait_s, connect_timeout_s=connect_timeout_s, world=world)
+        call_the_roll(address, lab=lab, name=name, wait_s=wait_s, connect_timeout_s=connect_timeout_s, world=world)
         for address in addresses
     ]
     found: list[tuple[str, Here]] = []
@@ -136,11 +142,10 @@ async def call_rolls(
 
 
 async def call_the_roll(
-    address: BrokerAddress, *, lab: str, wait_s: float, connect_timeout_s: float, world: World = REAL
+    address: BrokerAddress, *, lab: str, name: str, wait_s: float, connect_timeout_s: float, world: World = REAL
 ) -> list[tuple[str, Here]]:
-    """Return the nodes that answer within `wait_s`, by name; two of one name are two. Raises ConnectionFailed."""
+    """Return the nodes that answer `name` within `wait_s`; two of one name are two. Raises ConnectionFailed."""
     nonce = new_session(world)
-    asker = f"roll-{nonce}"
     found: dict[tuple[str, str], Here] = {}
     connected = asyncio.Event()
 
@@ -156,18 +161,18 @@ async def call_the_roll(
             found[topic.node, session] = message
 
     async def subscribe() -> None:
-        connection.subscribe([topics.here(lab, asker, "+")], qos=0)
+        connection.subscribe([topics.here(lab, name, "+")], qos=0)
         connected.set()
 
     async def ask() -> None:
         await connected.wait()
         for _ in range(max(1, round(wait_s / ASK_S))):
-            connection.publish(topics.roll(lab, asker), serialization.encode(RollCall(nonce), nonce), qos=0)
+            connection.publish(topics.roll(lab, name), serialization.encode(RollCall(nonce), nonce), qos=0)
             await asyncio.sleep(ASK_S)
 
     connection = world.connection(
         address,
-        client_id=asker,
+        client_id=f"{name}-asks-{nonce}",
         keepalive_s=TransferSettings().keepalive_s,
         received=received,
         connected=subscribe,

@@ -46,38 +46,43 @@ class Finding:
     note: str
 
 
-def examine(address: BrokerAddress, *, lab: str) -> Iterator[Finding]:
+def examine(address: BrokerAddress, *, lab: str, name: str) -> Iterator[Finding]:
     """Yield the items of the contract at the first of a broker's addresses, as they are found, within some 20 seconds.
 
-    Raises ConnectionFailed if the broker cannot be reached or refuses the login.
+    Only topics of `name` are used, so that a broker's access rules for that login allow them. Raises ConnectionFailed
+    if the broker cannot be reached or refuses the login.
     """
+
+    def inbox(number: int) -> str:
+        return topics.inbox(lab, f"{run}-{number}", name, name)
+
     run = f"doctor-{secrets.token_hex(4)}"
     with _client(address) as first, _client(address) as second:
         both = (first, second)
-        inbox = topics.inbox(lab, run, "a", "b")
-        granted = second.subscribe([inbox])
-        yield Finding("subscriptions are granted", True, granted, "" if granted else f"this login may not read {inbox}")
-        first.publish(inbox, b"hello")
-        arrived = _pump(both, lambda: inbox in second.topics())
-        yield Finding("messages are delivered", True, arrived, "" if arrived else f"nothing arrives on {inbox}")
-        yield _packets(address, topics.inbox(lab, run, "a", "c"))
-        long = topics.inbox(lab, run, "a", "n" * 64)
-        long += "x" * (TOPIC_MOST - len(long))
+        granted = second.subscribe([inbox(0)])
+        yield Finding(
+            "subscriptions are granted", True, granted, "" if granted else f"this login may not read {inbox(0)}"
+        )
+        first.publish(inbox(0), b"hello")
+        arrived = _pump(both, lambda: inbox(0) in second.topics())
+        yield Finding("messages are delivered", True, arrived, "" if arrived else f"nothing arrives on {inbox(0)}")
+        yield _packets(address, inbox(1))
+        below = f"{topics.ROOT}/{lab}/{run}/{name}/blob"
+        long = f"{below}/{'x' * (TOPIC_MOST - len(below) - 1)}"
         yield Finding(
             f"topics of {TOPIC_MOST} characters", False, _passes(both, long, long),
             "keep the names of labs and nodes short",
         )  # fmt: skip
         yield Finding(
-            "names with a dot below a wildcard", False,
-            _passes(both, topics.inbox(lab, run, "a", "node.1"), topics.inbox(lab, run, "a", "+")),
+            "names with a dot below a wildcard", False, _passes(both, f"{below}/node.1", f"{below}/+"),
             "give labs and nodes names without dots",
         )  # fmt: skip
-        yield from _retained(address, both, lab, run)
-        yield _will(address, second, topics.state(lab, run, "mortal"))
+        yield from _retained(address, both, topics.state(lab, run, name))
+        yield _will(address, second, topics.state(lab, f"{run}-2", name))
         statistics = second.subscribe([HEAP])
         statistics = statistics and _pump(both, lambda: HEAP in second.topics())
         yield Finding("statistics below $SYS", False, statistics, "metrics lack the broker's memory and drops")
-    yield _slow_reader(address, topics.inbox(lab, run, "a", "d"))
+    yield _slow_reader(address, inbox(3))
 
 
 class _Client:
@@ -183,9 +188,10 @@ def _packets(address: BrokerAddress, topic: str) -> Finding:
     return Finding(item, True, False, "raise the broker's limit of packets")
 
 
-def _retained(address: BrokerAddress, both: tuple[_Client, _Client], lab: str, run: str) -> Iterator[Finding]:
+def _retained(address: BrokerAddress, both: tuple[_Client, _Client], topic: str) -> Iterator[Finding]:
     first, second = both
-    topic, every = topics.state(lab, run, "kept"), topics.state(lab, run, "+")
+    above, _, last = topic.rpartition("/")
+    every = f"{above.rpartition('/')[0]}/+/{last}"
     second.subscribe([topic])
     first.publish(topic, b"state", retain=True)
     _pump(both, lambda: topic in second.topics())

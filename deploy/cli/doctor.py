@@ -27,6 +27,7 @@ def doctor(
         ),
     ] = "localhost",
     lab: LabOption = DEFAULT_LAB,
+    name: Annotated[str, typer.Option(help="The node whose login and topics are used.")] = OPERATOR,
     output: Output = "table",
     *,
     login: Login,
@@ -40,8 +41,8 @@ def doctor(
 
     healthy = True
     with reporting():
-        for one in login.address(broker, node=OPERATOR).each:
-            found = list(examine(one, lab=lab))
+        for one in login.address(broker, node=name).each:
+            found = list(examine(one, lab=lab, name=name))
             healthy = healthy and all(finding.there for finding in found if finding.needed)
             if output == "json":
                 for finding in found:

@@ -50,7 +50,7 @@ def status(
         name, texts = reach(lab, [broker] if broker else None)
         expected = dict(load(Path(lab)).parents) if lab.endswith(".toml") else {}
         brokers = [login.address(text, node=OPERATOR) for text in texts]
-        found = await call_rolls(brokers, lab=name, wait_s=wait, connect_timeout_s=connect_timeout)
+        found = await call_rolls(brokers, lab=name, name=OPERATOR, wait_s=wait, connect_timeout_s=connect_timeout)
         away = {node: parent for node, parent in expected.items() if node not in {node for node, _ in found}}
         rows: list[dict[str, Any]] = [{"node": node, "there": True} | asdict(here) for node, here in found]
         for row in rows:

@@ -302,7 +302,7 @@ async def _present(brokers: Sequence[BrokerAddress], lab: str, connect_timeout_s
     from common.experiment.present import PresentNode, topology_of
     from common.runtime.roll import call_rolls
 
-    found = await call_rolls(brokers, lab=lab, wait_s=ROLL_S, connect_timeout_s=connect_timeout_s)
+    found = await call_rolls(brokers, lab=lab, name=CLOUD, wait_s=ROLL_S, connect_timeout_s=connect_timeout_s)
     topology, left_out = topology_of([PresentNode(name, here.role, here.parent, here.host) for name, here in found])
     for line in left_out:
         logs.write_line(line)

@@ -1,0 +1,127 @@
+"""Who may publish and receive what on the brokers of a lab, for mosquitto, NATS and EMQX.
+
+A node publishes below its own name and, as the last level, its own name into others' topics. It receives what is
+below its own name, its parent's state and models, and its children's. So a sender's name in a topic is true, and no
+node reads the models of another branch. The lab's `operator` (watch, lab status, doctor) receives everything.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from common.experiment.topology import CLOUD
+from common.protocol import topics
+from common.protocol.topics import ALL, ROOT
+from deploy.console.login import NODE, OPERATOR
+from deploy.kits.lab import Lab
+
+STATISTICS: Final = "$SYS/broker/#"
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Topic filters of one user, or of all: `{name}` then stands for the user's name."""
+
+    publish: tuple[str, ...] = ()
+    receive: tuple[str, ...] = ()
+
+    def of(self, name: str) -> Access:
+        """Return the filters of one user."""
+        publish, receive = ([each.replace(NODE, name) for each in some] for some in (self.publish, self.receive))
+        return Access(tuple(publish), tuple(receive))
+
+    def __add__(self, other: Access) -> Access:
+        return Access(self.publish + other.publish, self.receive + other.receive)
+
+
+def common(lab: str) -> Access:
+    """Return what each user may do."""
+    return Access(
+        publish=(
+            topics.state(lab, "+", NODE),
+            topics.spec(lab, "+", NODE),
+            f"{ROOT}/{lab}/+/{NODE}/blob/#",
+            topics.inbox(lab, "+", "+", NODE),
+            topics.here(lab, "+", NODE),
+        ),
+        receive=(f"{ROOT}/{lab}/+/{NODE}/#", topics.here(lab, NODE, "+"), topics.roll(lab, "+"), STATISTICS),
+    )
+
+
+def users(lab: Lab, broker: str) -> dict[str, Access]:
+    """Return the users of one broker of a lab, each with what it may do besides `common`."""
+    name = lab.name
+    found = {OPERATOR: Access((topics.roll(name, OPERATOR),), (f"{ROOT}/{name}/#",))}
+    if lab.meeting_place(CLOUD) == broker:
+        found[CLOUD] = Access((topics.seek(name, CLOUD, CLOUD), topics.roll(name, CLOUD)))
+    for child, parent in lab.parents.items():
+        if lab.meeting_place(parent) != broker:
+            continue
+        found.setdefault(parent, Access())
+        if not found[parent].receive:
+            found[parent] += Access(receive=(topics.seek(name, parent, "+"),))
+        found[parent] += Access(receive=_from(name, child, to=parent))
+        upward = Access(
+            (topics.seek(name, parent, child),), (topics.spec(name, "+", parent), *_from(name, parent, to=child))
+        )
+        found[child] = found.get(child, Access()) + upward
+    return found
+
+
+def _from(lab: str, sender: str, *, to: str) -> tuple[str, ...]:
+    return (
+        topics.state(lab, "+", sender),
+        f"{ROOT}/{lab}/+/{sender}/blob/{ALL}/#",
+        f"{ROOT}/{lab}/+/{sender}/blob/{to}/#",
+    )
+
+
+def mosquitto(lab: Lab, broker: str) -> str:
+    """Return the file of mosquitto's `acl_file`."""
+    everybody = common(lab.name).of("%u")
+    lines = [f"pattern write {each}" for each in everybody.publish]
+    lines += [f"pattern read {each}" for each in everybody.receive]
+    for name, access in users(lab, broker).items():
+        lines += ["", f"user {name}"]
+        lines += [f"topic write {each}" for each in access.publish]
+        lines += [f"topic read {each}" for each in access.receive]
+    return "\n".join(lines) + "\n"
+
+
+def nats(lab: Lab, broker: str) -> str:
+    """Return the value of NATS's `authorization`, JSON; the users are those of certificates."""
+    found = []
+    for name, own in users(lab, broker).items():
+        access = common(lab.name).of(name) + own
+        allowed: dict[str, Mapping[str, list[str]]] = {
+            "publish": {"allow": _subjects(access.publish)},
+            "subscribe": {"allow": _subjects(access.receive)},
+        }
+        found.append({"user": name, "permissions": allowed})
+    return json.dumps({"users": found}, indent=1) + "\n"
+
+
+def emqx(lab: Lab, broker: str) -> str:
+    """Return the file of EMQX's file authorizer, for users whose name is that of their certificate."""
+    everybody = common(lab.name).of("${username}")
+    lines = [_term("all", "publish", everybody.publish), _term("all", "subscribe", everybody.receive)]
+    for name, access in users(lab, broker).items():
+        who = f'{{username, "{name}"}}'
+        lines += [_term(who, what, some) for what, some in (("publish", access.publish), ("subscribe", access.receive))]
+    return "\n".join([*(line for line in lines if line), "{deny, all}."]) + "\n"
+
+
+def _term(who: str, what: str, filters: tuple[str, ...]) -> str:
+    return f"{{allow, {who}, {what}, {json.dumps(filters)}}}." if filters else ""
+
+
+def _subjects(filters: tuple[str, ...]) -> list[str]:
+    """Return topic filters as subjects of NATS, for which `a/#` is two: below `a`, and `a` itself."""
+    found = []
+    for each in filters:
+        levels = [{"+": "*", "#": ">"}.get(level, level.replace(".", "//")) for level in each.split("/")]
+        found += [".".join(levels), *([".".join(levels[:-1])] if levels[-1] == ">" else [])]
+    return found

@@ -1,0 +1,325 @@
+"""Access rules of a lab: what a node with a certificate may publish and receive, on real brokers.
+
+Refused means that no subscriber that may receive a topic got the message, and that a reader got nothing: mosquitto
+acknowledges what it denies.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import paho.mqtt.client as mqtt
+import pytest
+from paho.mqtt.enums import CallbackAPIVersion
+
+from common.errors import ConnectionFailed
+from common.experiment.reading import load
+from common.net.address import BrokerAddress
+from common.net.tls import Tls
+from deploy.brokers import broker
+from deploy.brokers.broker import BrokerProcess
+from deploy.brokers.guard import Guard
+from deploy.kits import access
+from deploy.kits.authority import Authority
+from deploy.kits.lab import parse
+from deploy.simulation.outcome import model_digest
+from tests.helpers.commands import DEMO, command, fedstrata, null_model, sets
+
+LAB_TREE: Final = {
+    "name": "north",
+    "broker": "main",
+    "machines": {"server": {"address": "127.0.0.1"}},
+    "brokers": {"main": {"machine": "server"}},
+    "institutions": {"institution-0": {"machine": "server"}, "institution-1": {"machine": "server"}},
+    "devices": [
+        {"names": ["device-0..1"], "machine": "server", "parent": "institution-0"},
+        {"names": ["device-2..3"], "machine": "server", "parent": "institution-1"},
+    ],
+}
+LAB: Final = parse(LAB_TREE)
+NAMES: Final = ("operator", "cloud", "institution-0", "institution-1", "device-0", "device-1", "device-2", "device-3")
+RUN: Final = "fs1/north/20260101T000000Z-aaaaaa"
+BLOB: Final = "0123456789abcdef"
+TURN_S: Final = 0.01
+
+# Who publishes where, as whom nobody may be believed.
+WRITES: Final = (
+    ("device-0", f"{RUN}/device-1/state"),  # the presence of a sibling
+    ("device-0", f"{RUN}/institution-0/state"),
+    ("device-0", f"{RUN}/cloud/state"),
+    ("device-0", f"{RUN}/cloud/spec"),  # another experiment
+    ("device-0", f"{RUN}/institution-0/spec"),
+    ("device-0", f"{RUN}/institution-0/blob/all/{BLOB}/0/1"),  # another model for all
+    ("device-0", f"{RUN}/institution-0/blob/device-1/{BLOB}/0/1"),
+    ("device-0", f"{RUN}/device-1/blob/all/{BLOB}/0/1"),  # a sibling's upload
+    ("device-0", f"{RUN}/cloud/blob/all/{BLOB}/0/1"),
+    ("device-0", f"{RUN}/institution-0/inbox/device-1"),  # a result under a sibling's name
+    ("device-0", f"{RUN}/institution-0/inbox/cloud"),  # a task under the cloud's
+    ("device-0", f"{RUN}/device-1/inbox/institution-0"),
+    ("device-0", f"{RUN}/cloud/inbox/institution-0"),
+    ("device-0", f"{RUN}/device-0/inbox/institution-0"),  # to itself, under its parent's name
+    ("device-0", "fs1/north/seek/institution-0/device-1"),
+    ("device-0", "fs1/north/seek/cloud/cloud"),  # a second cloud
+    ("device-0", "fs1/north/seek/institution-1/device-0"),  # a parent of another branch
+    ("device-0", "fs1/north/roll/device-0"),
+    ("device-0", "fs1/north/roll/operator"),
+    ("device-0", "fs1/north/here/operator/device-1"),
+    ("device-0", "fs1/south/20260101T000000Z-aaaaaa/device-0/state"),  # another lab
+    ("device-0", "elsewhere"),
+    ("device-0", f"{RUN}/operator/state"),
+    ("institution-0", f"{RUN}/institution-1/state"),
+    ("institution-0", f"{RUN}/cloud/inbox/institution-1"),
+    ("institution-0", f"{RUN}/device-2/inbox/institution-1"),
+    ("institution-0", f"{RUN}/institution-1/blob/all/{BLOB}/0/1"),
+    ("institution-0", f"{RUN}/device-0/blob/institution-0/{BLOB}/0/1"),  # an upload of a child of its own
+    ("cloud", f"{RUN}/institution-0/inbox/device-0"),
+    ("cloud", f"{RUN}/institution-0/state"),
+    ("operator", f"{RUN}/cloud/inbox/cloud"),
+    ("operator", f"{RUN}/institution-0/blob/all/{BLOB}/0/1"),
+)
+# What others publish, and who may not receive it.
+READS: Final = (
+    ("institution-1", f"{RUN}/institution-1/blob/all/{BLOB}/0/1", "device-0"),  # the model of another institution
+    ("institution-1", f"{RUN}/institution-1/blob/device-2/{BLOB}/0/1", "device-0"),
+    ("device-1", f"{RUN}/device-1/blob/all/{BLOB}/0/1", "device-0"),  # a sibling's upload
+    ("device-1", f"{RUN}/device-1/blob/institution-0/{BLOB}/0/1", "device-0"),
+    ("cloud", f"{RUN}/cloud/blob/all/{BLOB}/0/1", "device-0"),
+    ("institution-0", f"{RUN}/institution-0/blob/device-1/{BLOB}/0/1", "device-0"),  # a model for a sibling alone
+    ("institution-0", f"{RUN}/device-1/inbox/institution-0", "device-0"),
+    ("device-1", f"{RUN}/institution-0/inbox/device-1", "device-0"),
+    ("institution-0", f"{RUN}/cloud/inbox/institution-0", "device-0"),
+    ("device-1", f"{RUN}/device-1/state", "device-0"),
+    ("device-2", f"{RUN}/device-2/state", "device-0"),
+    ("cloud", f"{RUN}/cloud/state", "device-0"),
+    ("cloud", f"{RUN}/cloud/spec", "device-0"),
+    ("device-2", f"{RUN}/device-2/blob/institution-1/{BLOB}/0/1", "institution-0"),
+    ("device-2", f"{RUN}/institution-1/inbox/device-2", "institution-0"),
+    ("institution-1", f"{RUN}/institution-1/spec", "institution-0"),
+    ("device-0", "fs1/north/here/cloud/device-0", "institution-0"),
+)
+ALLOWED: Final = (
+    ("device-0", f"{RUN}/device-0/state", "institution-0"),
+    ("device-0", f"{RUN}/device-0/blob/institution-0/{BLOB}/0/1", "institution-0"),
+    ("device-0", f"{RUN}/device-0/blob/all/{BLOB}/0/1", "institution-0"),
+    ("device-0", f"{RUN}/institution-0/inbox/device-0", "institution-0"),
+    ("device-0", "fs1/north/seek/institution-0/device-0", "institution-0"),
+    ("device-0", "fs1/north/here/operator/device-0", "operator"),
+    ("institution-0", f"{RUN}/institution-0/spec", "device-0"),
+    ("institution-0", f"{RUN}/institution-0/blob/all/{BLOB}/0/1", "device-1"),
+    ("institution-0", f"{RUN}/institution-0/blob/device-0/{BLOB}/0/1", "device-0"),
+    ("institution-0", f"{RUN}/device-0/inbox/institution-0", "device-0"),
+    ("institution-0", f"{RUN}/institution-0/state", "cloud"),
+    ("institution-0", f"{RUN}/cloud/inbox/institution-0", "cloud"),
+    ("cloud", f"{RUN}/cloud/blob/all/{BLOB}/0/1", "institution-1"),
+    ("cloud", "fs1/north/seek/cloud/cloud", "cloud"),
+    ("cloud", "fs1/north/roll/cloud", "device-3"),
+    ("operator", "fs1/north/roll/operator", "institution-1"),
+    ("institution-1", f"{RUN}/device-2/inbox/institution-1", "operator"),
+)
+
+
+class Member:
+    """A client with the certificate of a node; it keeps the topics that it receives."""
+
+    def __init__(self, address: BrokerAddress, name: str, *, will: str | None = None) -> None:
+        self.topics: list[str] = []
+        self.client = mqtt.Client(CallbackAPIVersion.VERSION2, client_id=f"{name}-{id(self)}")
+        address.identify(self.client)
+        if will is not None:
+            self.client.will_set(will, b"will", qos=1)
+        self.client.on_message = lambda _client, _data, message: self.topics.append(message.topic)
+        self.granted: list[int] = []
+        self.client.on_subscribe = lambda _client, _data, number, *_: self.granted.append(number)
+        self.connected: list[bool] = []
+        self.client.on_connect = lambda _client, _data, _flags, reason, _properties: self.connected.append(
+            not reason.is_failure
+        )
+        self.client.connect(address.host, address.port)
+        while not self.connected:
+            self.client.loop(TURN_S)
+        assert self.connected == [True]
+
+    def subscribe(self, filter_: str) -> None:
+        """Subscribe, and wait for the broker's reply, whatever it is."""
+        _, number = self.client.subscribe(filter_, qos=0)
+        while number not in self.granted:
+            assert self.client.loop(TURN_S) == mqtt.MQTT_ERR_SUCCESS
+
+
+class Members:
+    """All members of the lab, connected."""
+
+    def __init__(self, port: int, home: Path) -> None:
+        self.address = {
+            name: BrokerAddress(
+                "127.0.0.1",
+                port,
+                tls=Tls(str(home / "ca.crt"), *(str(home / "issued" / f"{name}.{kind}") for kind in ("crt", "key"))),
+            )
+            for name in NAMES
+        }
+        self.all = {name: Member(address, name) for name, address in self.address.items()}
+
+    def flush(self, publisher: str) -> None:
+        """Wait until all that the publisher sent was delivered: a last message, to itself by way of the broker."""
+        last = f"{RUN}/{publisher}/blob/{publisher}/{BLOB}/0/0"
+        own = self.all[publisher]
+        own.subscribe(last)
+        own.topics = [topic for topic in own.topics if topic != last]
+        own.client.publish(last, b"", qos=0)
+        while last not in own.topics:
+            self.turn()
+        for _ in range(5):
+            self.turn(TURN_S)
+
+    def turn(self, most_s: float = 0.0) -> None:
+        """Let each read and write what is ready, and wait for the first at most so long."""
+        select.select([member.client.socket() for member in self.all.values()], [], [], most_s)
+        for member in self.all.values():
+            assert member.client.loop(0.0) == mqtt.MQTT_ERR_SUCCESS
+
+    def received(self, name: str, topic: str) -> bool:
+        return topic in self.all[name].topics
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("access")
+    authority = Authority.open(home, name="north")
+    authority.of("broker", hosts=["127.0.0.1"])
+    for name in NAMES:
+        authority.of(name)
+    return home
+
+
+@pytest.fixture(scope="module", params=["mosquitto", "embedded"])
+def served(home: Path, request: pytest.FixtureRequest) -> Iterator[BrokerProcess]:
+    try:
+        broker.choose(request.param)
+    except ConnectionFailed as error:
+        pytest.skip(str(error))
+    rules = home / f"rules-{request.param}"
+    rules.write_text((access.mosquitto if request.param == "mosquitto" else access.nats)(LAB, "main"))
+    own = Tls(str(home / "ca.crt"), str(home / "issued/broker.crt"), str(home / "issued/broker.key"))
+    with broker.start(directory=home, kind=request.param, guard=Guard(tls=own, rules=rules)) as process:
+        yield process
+
+
+@pytest.fixture
+def members(served: BrokerProcess, home: Path) -> Iterator[Members]:
+    members = Members(served.port, home)
+    yield members
+    for member in members.all.values():
+        member.client.disconnect()
+        member.client.loop(TURN_S)
+
+
+def test_nobody_publishes_under_another_name(members: Members) -> None:
+    """The operator may receive every topic of the lab."""
+    members.all["operator"].subscribe("fs1/north/#")
+    for name in NAMES:
+        for topic in dict.fromkeys(topic for _, topic in WRITES):
+            members.all[name].subscribe(topic)
+    for name, topic in WRITES:
+        members.all[name].client.publish(topic, b"forged", qos=0)
+        members.flush(name)
+        assert [each for each in NAMES if members.received(each, topic)] == [], (name, topic)
+
+
+def test_nobody_receives_what_is_not_for_it(members: Members) -> None:
+    members.all["operator"].subscribe("fs1/north/#")
+    for publisher, topic, reader in READS:
+        for filter_ in (topic, "fs1/north/#", "#"):
+            members.all[reader].subscribe(filter_)
+        members.all[publisher].client.publish(topic, b"secret", qos=0)
+        members.flush(publisher)
+        assert members.received("operator", topic), (publisher, topic)
+        assert not members.received(reader, topic), (publisher, topic, reader)
+
+
+def test_what_a_lab_needs_is_allowed(members: Members) -> None:
+    for publisher, topic, reader in ALLOWED:
+        members.all[reader].subscribe(topic)
+        members.all[publisher].client.publish(topic, b"", qos=0)
+        members.flush(publisher)
+        assert members.received(reader, topic), (publisher, topic, reader)
+
+
+def test_retained_presences_of_others_and_false_wills_are_refused(members: Members) -> None:
+    kept, false = f"{RUN}/institution-1/state", f"{RUN}/device-1/state"
+    members.all["institution-1"].client.publish(kept, b"state", qos=1, retain=True)
+    members.flush("institution-1")
+    for reader, may in (("device-0", False), ("institution-0", False), ("cloud", True), ("device-2", True)):
+        for filter_ in (kept, f"{RUN}/+/state"):
+            members.all[reader].subscribe(filter_)
+        members.flush(reader)
+        assert members.received(reader, kept) is may, reader
+    for watcher in ("operator", "institution-0"):
+        members.all[watcher].subscribe(false)
+    liar = Member(members.address["device-0"], "device-0", will=false)
+    sock = liar.client.socket()
+    assert sock is not None
+    sock.shutdown(socket.SHUT_RDWR)
+    while liar.client.loop(TURN_S) == mqtt.MQTT_ERR_SUCCESS:
+        pass
+    members.flush("device-0")
+    members.flush("operator")
+    assert not members.received("operator", false) and not members.received("institution-0", false)
+
+
+@pytest.mark.slow
+def test_a_lab_under_the_rules_runs_as_without_them(served: BrokerProcess, home: Path, tmp_path: Path) -> None:
+    where = {
+        "FEDSTRATA_BROKER_ADDRESS": f"127.0.0.1:{served.port}",
+        "FEDSTRATA_LAB": "north",
+        "FEDSTRATA_TLS_CA": str(home / "ca.crt"),
+        "FEDSTRATA_TLS_CERT": str(home / "issued" / "{name}.crt"),
+        "FEDSTRATA_TLS_KEY": str(home / "issued" / "{name}.key"),
+    }
+    devices = [
+        word
+        for name, parent in LAB.parents.items()
+        if parent != "cloud"
+        for word in ("--name", name, "--parent", parent)
+    ]
+    words = [("institution", "--name", name) for name in LAB.institutions] + [("device", *devices)]
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in where.items():
+            patch.setenv(key, value)
+        roles = [subprocess.Popen(command(*each, null=True, stay=True), stderr=subprocess.PIPE) for each in words]
+        pairs = ["topology.institutions=2", "topology.devices=4", "rounds=2"]
+        try:
+            done = fedstrata("cloud", DEMO, "--runs", tmp_path, "--format", "json", *sets(*pairs), null=True)
+            status = fedstrata("lab", "status", "--format", "json")
+            examined = fedstrata("doctor", "--format", "json", "--name", "device-0")
+        finally:
+            for role in roles:
+                role.terminate()
+                role.communicate()
+    assert done.returncode == 0, done.stderr
+    assert model_digest(tmp_path) == null_model(load(DEMO, pairs))
+    assert status.returncode == 0 and status.stdout.count('"there": true') == len(LAB.parents), status.stderr
+    findings = {row["item"]: row["there"] for row in map(json.loads, examined.stdout.splitlines())}
+    assert (
+        examined.returncode == 0
+        and findings["retained messages, at its topic"]
+        and findings["the will of a lost client"]
+    )
+
+
+def test_the_rules_for_other_brokers(tmp_path: Path) -> None:
+    everybody, *lines = access.emqx(LAB, "main").splitlines()
+    assert everybody.startswith('{allow, all, publish, ["fs1/north/+/${username}/state", ')
+    assert lines[-1] == "{deny, all}."
+    assert any(
+        line.startswith('{allow, {username, "device-0"}, subscribe, ["fs1/north/+/institution-0/spec"')
+        for line in lines
+    )
+    dotted = parse({**LAB_TREE, "name": "north.lab"})
+    assert "fs1.north//lab.*.operator.state" in access.nats(dotted, "main")
