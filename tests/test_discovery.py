@@ -115,7 +115,7 @@ def test_a_child_that_finds_no_parent_warns_and_names_the_others(caplog: pytest.
 
     with caplog.at_level(logging.WARNING, "fedstrata.discovery"):
         run()
-    line = f"device-0 waits for institution-o of lab lab on broker broker:1883. Other nodes: {PARENT}."
+    line = f"device-0 waits for institution-o of lab lab on broker broker:1883. Other parents: {PARENT}."
     assert caplog.messages == [line, line]  # after 10 s and 30 s
 
 
