@@ -11,10 +11,14 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 import time
+from base64 import b64encode
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from hmac import compare_digest
 from socketserver import ThreadingMixIn
 from threading import Lock, Thread
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
@@ -27,6 +31,8 @@ STATES: Final = ("absent", "init", "ready", "finished", "failed", "disconnected"
 DISCOVERY: Final = "/sd"
 HEALTH: Final = "/healthz"
 BEAT_S: Final = 1.0
+REQUEST_S: Final = 30.0  # for a client to send its request, and to take each part of the reply
+CERTIFIED: Final = "fedstrata.certified"
 HANGS_S: Final = 30.0  # without a beat: a small board under load is late, too
 SCRAPE_MOST_S: Final = 60.0
 INTERVALS: Final = 3  # without a scrape: on a loaded host one comes late
@@ -228,21 +234,28 @@ class Metrics:
         """
         self._watched.add(name, node, read)
 
-    def serve(self, host: str, port: int) -> int:
-        """Serve HTTP from a thread and return the port; port 0 selects a free one. Raises OSError."""
+    def serve(self, host: str, port: int, guard: Guard | None = None) -> int:
+        """Serve HTTP from a thread and return the port; port 0 selects a free one. Raises OSError.
+
+        With a guard all but the health needs a client's certificate or a login.
+        """
         scrape = make_wsgi_app(self._registry)
 
         def answer(environ: Any, start_response: Any) -> Iterable[bytes]:
-            if environ["PATH_INFO"] == DISCOVERY:
-                start_response("200 OK", [("Content-Type", "application/json")])
-                return [json.dumps(self._targets(environ.get("HTTP_HOST", ""))).encode()]
             if environ["PATH_INFO"] == HEALTH:
                 failure = self.heartbeat.failure()
                 start_response("503 Service Unavailable" if failure else "200 OK", [("Content-Type", "text/plain")])
                 return [f"{failure or 'ok'}\n".encode()]
+            if guard is not None and not guard.admits(environ):
+                start_response("401 Unauthorized", [("WWW-Authenticate", 'Basic realm="fedstrata"')])
+                return [b"a login or a client's certificate is needed\n"]
+            if environ["PATH_INFO"] == DISCOVERY:
+                start_response("200 OK", [("Content-Type", "application/json")])
+                return [json.dumps(self._targets(environ.get("HTTP_HOST", ""))).encode()]
             return self._scrapes.serve(lambda: scrape(environ, start_response))
 
         server = make_server(host, port, answer, _Server6 if ":" in host else _Server, _Silent)
+        server.tls = guard.tls if guard else None
         Thread(target=server.serve_forever, name="metrics", daemon=True).start()
         return int(server.server_port)
 
@@ -318,8 +331,35 @@ class Scrapes:
             self._awaited.discard(wanted)
 
 
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """Who may read the metrics: clients with a certificate that `tls` accepts, or with `login`, name:password."""
+
+    tls: ssl.SSLContext | None
+    login: str = field(default="", repr=False)
+
+    def admits(self, environ: Mapping[str, Any]) -> bool:
+        """Return whether a request may be answered."""
+        if environ[CERTIFIED]:
+            return True
+        wanted = "Basic " + b64encode(self.login.encode()).decode()
+        return bool(self.login) and compare_digest(environ.get("HTTP_AUTHORIZATION", "").encode(), wanted.encode())
+
+
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
+    tls: ssl.SSLContext | None = None
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept; a client's handshake waits for its own thread."""
+        connection, client = super().get_request()
+        connection.settimeout(REQUEST_S)
+        if self.tls is not None:
+            connection = self.tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+        return connection, client
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Log nothing: a client that speaks no HTTP or TLS, or goes away."""
 
 
 class _Server6(_Server):
@@ -327,5 +367,9 @@ class _Server6(_Server):
 
 
 class _Silent(WSGIRequestHandler):
+    def get_environ(self) -> dict[str, Any]:
+        certified = isinstance(self.connection, ssl.SSLSocket) and bool(self.connection.getpeercert())
+        return {**super().get_environ(), CERTIFIED: certified}
+
     def log_message(self, *_: object) -> None:
         """Log nothing."""

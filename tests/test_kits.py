@@ -14,7 +14,9 @@ import typer
 from typer.core import TyperGroup
 
 from common.errors import InvalidExperiment
+from common.net.tls import Tls
 from deploy.cli.main import app
+from deploy.console.login import Login
 from deploy.kits.lab import Lab, expand, load, reach
 from deploy.kits.provision import INSTALLER, find_wheel, provision
 from deploy.kits.units import services, unit
@@ -32,7 +34,7 @@ gpu-0 = { address = "fd00::20", accelerator = "cuda:0", slots = 2, data = "/srv/
 [brokers]
 main = { machine = "server" }
 site = { machine = "pi-0", port = 1884 }
-cluster = { addresses = ["a:1883", "b:1883"] }
+cluster = { addresses = ["a", "b"] }
 
 [institutions]
 region-0 = { machine = "server", broker = "cluster" }
@@ -72,11 +74,11 @@ def wheel(tmp_path: Path) -> Path:
 def test_a_node_meets_its_children_on_its_own_broker_or_its_parents(lab: Lab) -> None:
     places = {parent: lab.meeting_place(parent) for parent in ("cloud", "region-0", "institution-0")}
     assert places == {"cloud": "main", "region-0": "cluster", "institution-0": "site"}
-    assert lab.addresses() == ["10.0.0.1:1883", "a:1883,b:1883", "10.0.0.10:1884"]
+    assert lab.addresses() == ["10.0.0.1:8883", "a,b", "10.0.0.10:1884"]
     assert lab.address("site", machine="pi-0") == "localhost:1884"
     assert lab.parents["probe"] == "institution-0" and len(lab.parents) == 7
     everywhere = Lab.model_validate(lab.model_dump() | {"brokers": {"main": {"machine": "gpu-0"}}})
-    assert everywhere.address("main") == "[fd00::20]:1883"
+    assert everywhere.address("main") == "[fd00::20]:8883"
 
 
 def test_names_of_many_devices() -> None:
@@ -95,10 +97,10 @@ def test_names_of_many_devices() -> None:
         ('{ machine = "server", b', '{ machine = "server", parent = "institution-0", b', "is below itself"),
         ('"probe"', '"device-1"', "name = 'device-1': 2 nodes have this name"),
         ('"probe"', '"cloud"', "name = 'cloud': a reserved name"),
-        ('"b:1883"', '"b:x"', r"brokers.cluster.addresses = \['a:1883', 'b:x'\]: .*"),
+        ('"b"]', '"b:x"]', r"brokers.cluster.addresses = \['a', 'b:x'\]: .*"),
         ("port = 1884", 'addresses = ["x"]', "Give one of machine and addresses"),
         ('{ machine = "pi-0", port = 1884 }', "{ port = 1884 }", "Give one of machine and addresses"),
-        ('"pi-0", port = 1884', '"server"', "brokers = 'server': 2 brokers on its port 1883"),
+        ('"pi-0", port = 1884', '"server"', "brokers = 'server': 2 brokers on its port 8883"),
         ("slots = 2", 'link = "lte5"', r"machines.gpu-0.link = 'lte5': no profile has this name"),
         ("slots = 2", "slot = 2", r"machines.gpu-0.slot = 2: unknown key. Did you mean 'slots'\?"),
         ('"cuda:0"', '"gpu"', "machines.gpu-0.accelerator = 'gpu'"),
@@ -114,11 +116,12 @@ def test_mistakes_are_named_with_their_remedy(tmp_path: Path, old: str, new: str
 
 
 def test_a_lab_is_reached_by_its_name_or_its_file(tmp_path: Path, lab: Lab) -> None:
-    assert reach("rack", None) == ("rack", ["localhost"])
-    assert reach(str(rack(tmp_path)), None) == ("rack", lab.addresses())
-    assert reach(str(rack(tmp_path)), ["other"]) == ("rack", ["other"])
+    own = Login(username="me")
+    assert reach("rack", None, own) == ("rack", ["localhost"], own)
+    assert reach(str(rack(tmp_path)), None, own) == ("rack", lab.addresses(), own)
+    assert reach(str(rack(tmp_path)), ["other"], own) == ("rack", ["other"], own)
     with pytest.raises(InvalidExperiment, match=r"lab = 'no.toml': No such file"):
-        reach("no.toml", None)
+        reach("no.toml", None, own)
     refused = invoke("watch", "--lab", "no.toml", "--once")
     assert refused.exit_code == 4 and "No such file" in refused.output
 
@@ -127,16 +130,22 @@ def test_the_services_of_each_machine(lab: Lab) -> None:
     found = {
         machine: {each.name: " ".join(each.command) for each in services(lab, machine)} for machine in lab.machines
     }
+    tls = "/etc/fedstrata/tls"
+    guards = {
+        name: f" --kind mosquitto --tls-cert {tls}/broker-{name}.crt --tls-key {tls}/broker-{name}.key"
+        f" --rules {tls}/broker-{name}.acl --tls-ca {tls}/ca.crt --revoked {tls}/ca.crl"
+        for name in ("main", "site")
+    }
     assert found == {
         "server": {
-            "broker-main": "broker --host 0.0.0.0 --port 1883",
-            "region-0": "institution --name region-0 --parent cloud --broker localhost:1883"
-            " --child-broker a:1883,b:1883 --spool /var/lib/fedstrata/spool --lab rack --metrics 0.0.0.0:0",
+            "broker-main": "broker --host 0.0.0.0 --port 8883" + guards["main"],
+            "region-0": "institution --name region-0 --parent cloud --broker localhost:8883"
+            " --child-broker a,b --spool /var/lib/fedstrata/spool --lab rack --metrics 0.0.0.0:0",
         },
         "pi-0": {
             "link": "links apply --up 50 --down 50 --delay 22.5 --to a --to b",
-            "broker-site": "broker --host 0.0.0.0 --port 1884",
-            "institution-0": "institution --name institution-0 --parent region-0 --broker a:1883,b:1883"
+            "broker-site": "broker --host 0.0.0.0 --port 1884" + guards["site"],
+            "institution-0": "institution --name institution-0 --parent region-0 --broker a,b"
             " --child-broker localhost:1884 --spool /var/lib/fedstrata/spool --lab rack",
         },
         "gpu-0": {
@@ -145,10 +154,18 @@ def test_the_services_of_each_machine(lab: Lab) -> None:
                 f" --name {name} --parent institution-0 --broker 10.0.0.10:1884"
                 for name in ("device-0", "device-1", "device-2", "probe")
             )
-            + " --name device-3 --parent region-0 --broker a:1883,b:1883"
+            + " --name device-3 --parent region-0 --broker a,b"
             " --accelerator cuda:0 --slots 2 --data /srv/data --allow-models nets.own --lab rack",
         },
     }
+
+
+def test_a_lab_without_tls_says_so_in_its_commands(tmp_path: Path) -> None:
+    lab = load(rack(tmp_path, RACK.replace('broker = "main"', 'broker = "main"\ntls = false', 1)))
+    broker, region = services(lab, "server")
+    assert broker.command == ("broker", "--host", "0.0.0.0", "--port", "1883", "--insecure")
+    assert region.command[-3:] == ("--metrics", "0.0.0.0:0", "--insecure")
+    assert "TLS" not in unit(lab, "server", region)
 
 
 def commands(lab: Lab) -> Iterator[tuple[str, ...]]:
@@ -212,13 +229,44 @@ def test_a_kit_has_all_that_its_machine_needs(lab: Lab, tmp_path: Path, wheel: P
     assert [kit.name for kit in kits] == ["server", "pi-0", "gpu-0"]
     provision(lab, file, wheel=wheel, out=out)
     services = [f"fedstrata-{name}.service" for name in ("broker-site", "institution-0", "link")]
-    found = sorted(path.name for path in (out / "pi-0").rglob("*") if path.is_file())
+    found = sorted(path.name for path in (out / "pi-0").rglob("*") if path.is_file() and path.parent.name != "tls")
     assert found == ["README.md", wheel.name, *services, "install.sh", "kit.env", "lab.toml"]
+    own = [f"{name}.{kind}" for name in ("broker-site", "institution-0") for kind in ("crt", "key")]
+    assert sorted(path.name for path in (out / "pi-0" / "tls").iterdir()) == sorted(
+        [*own, "broker-site.acl", "ca.crl", "ca.crt"]
+    )
+    assert {path.stat().st_mode & 0o777 for path in (out / "pi-0" / "tls").iterdir()} == {0o600}
+    assert {path.name for path in (out / "server" / "tls").glob("*.key")} == {
+        "broker-main.key", "cloud.key", "operator.key", "region-0.key",
+    }  # fmt: skip
+    assert sorted(path.name for path in out.glob("cluster.*")) == ["cluster.emqx", "cluster.mosquitto", "cluster.nats"]
     assert "ssh -t pi@10.0.0.10 sudo ./pi-0/install.sh" in (out / "pi-0" / "README.md").read_text()
     assert "pi-0 ansible_host=10.0.0.10 ansible_user=pi\n" in (out / "hosts.ini").read_text()
     assert (out / "install.yml").is_file()
     extras = {kit.name: "EXTRAS=learning" in (kit / "kit.env").read_text() for kit in kits}
     assert extras == {"server": True, "pi-0": False, "gpu-0": True}
+
+
+def test_certificates_are_kept_revoked_and_found_beside_the_file(lab: Lab, tmp_path: Path, wheel: Path) -> None:
+    file, out = rack(tmp_path), tmp_path / "kits"
+    words = ["provision", str(file), "--out", str(out), "--wheel", str(wheel)]
+    with pytest.raises(InvalidExperiment, match=r"no certificates beside the lab's file. Install a kit"):
+        reach(str(file), None, Login())
+    assert invoke(*words).exit_code == 0
+    first = (out / "pi-0" / "tls" / "institution-0.crt").read_bytes()
+    assert invoke(*words).exit_code == 0
+    assert (out / "pi-0" / "tls" / "institution-0.crt").read_bytes() == first
+    assert invoke(*words, "--revoke", "institution-0").exit_code == 0
+    assert (out / "pi-0" / "tls" / "institution-0.crt").read_bytes() != first
+    assert invoke(*words, "--revoke", "institution-9").exit_code == 4
+    *_, login = reach(str(file), None, Login())
+    authority = tmp_path / "rack-authority"
+    assert login.tls_of("cloud") == Tls(
+        *(str(authority / path) for path in ("ca.crt", "issued/cloud.crt", "issued/cloud.key"))
+    )
+    shutil.copytree(out / "server" / "tls", tmp_path / "tls")
+    *_, login = reach(str(file), None, Login())
+    assert login.tls_ca == str(tmp_path / "tls" / "ca.crt")
 
 
 def test_a_folder_that_is_no_kit_is_not_replaced(lab: Lab, tmp_path: Path, wheel: Path) -> None:
@@ -267,6 +315,8 @@ def test_an_installer_puts_renews_and_removes_a_machines_part(lab: Lab, tmp_path
     services = ["fedstrata-broker-site.service", "fedstrata-institution-0.service", "fedstrata-link.service"]
     assert host.units == services
     assert (host.root / "etc" / "fedstrata" / "lab.toml").read_text() == RACK
+    keys = host.root / "etc" / "fedstrata" / "tls"
+    assert {path.stat().st_mode & 0o777 for path in keys.iterdir()} == {0o640} and keys.stat().st_mode & 0o777 == 0o750
     assert os.readlink(host.root / "usr" / "local" / "bin" / "fedstrata") == "/opt/fedstrata/venv/bin/fedstrata"
     assert f"install --quiet --disable-pip-version-check ./{wheel.name}\n" in host.asked.read_text()
     smaller = rack(tmp_path, RACK.replace('{ machine = "pi-0", port = 1884 }', '{ addresses = ["pi-0:1884"] }'))
@@ -274,6 +324,7 @@ def test_an_installer_puts_renews_and_removes_a_machines_part(lab: Lab, tmp_path
     assert "removed fedstrata-broker-site.service" in host.install(out / "pi-0")
     assert host.units == services[1:]
     assert host.install(out / "pi-0", "--remove") == "".join(f"removed {name}\n" for name in services[1:])
+    assert not keys.exists()
     assert host.units == [] and not (host.root / "opt" / "fedstrata" / "venv").exists()
     asked = subprocess.run([out / "pi-0" / INSTALLER, "--rood"], capture_output=True, text=True, check=False)
     assert asked.returncode == 2 and "unknown option --rood" in asked.stderr

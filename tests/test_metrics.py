@@ -169,7 +169,7 @@ def test_a_loop_beats_as_long_as_it_runs() -> None:
 
 def test_a_role_serves_its_health() -> None:
     async def ask() -> tuple[int, str]:
-        metrics, _ = serve_metrics("127.0.0.1:0", broker=BrokerAddress("127.0.0.1", 1883))
+        metrics, _ = serve_metrics("127.0.0.1:0", broker=BrokerAddress("127.0.0.1"), insecure=False)
         return await asyncio.to_thread(health, metrics)
 
     assert asyncio.run(ask()) == (200, "ok\n")

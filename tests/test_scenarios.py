@@ -598,7 +598,7 @@ def test_a_mistyped_institution_is_named_again_and_again() -> None:
     outcome = lab(mistyped)
     assert outcome.ok, outcome
     lines = [line for line in outcome.warnings if line.startswith("device-0 waits for instituion-0")]
-    assert len(lines) >= 5 and all("Other nodes: cloud, institution-0, institution-1" in line for line in lines)
+    assert len(lines) >= 5 and all("Other parents: cloud, institution-0, institution-1" in line for line in lines)
     warned(outcome, "institution-0 waits for its children: device-0 never came")
     assert outcome.virtual_s < 400.0 + 15.0
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import ssl
 import subprocess
+import urllib.error
+import urllib.request
+from base64 import b64encode
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,9 +23,12 @@ from common.net.bulk import Body
 from common.net.connection import BrokerConnection
 from common.net.limits import packet_limit
 from common.net.tls import Tls
+from common.protocol.messages import Target
+from common.runtime.targets import discovery
 from deploy.brokers import broker
 from deploy.brokers.broker import BrokerProcess, Kind
 from deploy.brokers.guard import Guard
+from deploy.cli.serving import serve_metrics
 from deploy.console.login import Login
 from deploy.kits.authority import CERTIFICATE_DAYS, RENEWED_DAYS, Authority, Issued
 from deploy.simulation.outcome import model_digest
@@ -249,3 +256,81 @@ def test_what_is_no_authority_is_named(tmp_path: Path) -> None:
         Authority.open(tmp_path / "b", name="b")
     with pytest.raises(InvalidExperiment, match="no certificate of this name was issued"):
         Authority.open(tmp_path / "c", name="c").revoke("device-9")
+
+
+# Metrics
+
+
+def scraped(port: int, context: ssl.SSLContext | None, path: str = "/metrics", login: str = "") -> int:
+    """Return the status of a request."""
+    scheme = "http" if context is None else "https"
+    request = urllib.request.Request(f"{scheme}://127.0.0.1:{port}{path}")
+    if login:
+        request.add_header("Authorization", "Basic " + b64encode(login.encode()).decode())
+    own = urllib.request.HTTPSHandler(context=context) if context is not None else urllib.request.HTTPHandler()
+    try:
+        with urllib.request.build_opener(own).open(request, timeout=10) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_metrics_beyond_this_machine_need_a_certificate_or_a_login(
+    tmp_path: Path, authority: Authority, ca: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Tls(ca, *written(tmp_path, "device-0", authority.issue("device-0", hosts=HERE)))
+    broker = BrokerAddress("127.0.0.1", tls=own)
+    monkeypatch.setenv("FEDSTRATA_METRICS_LOGIN_FILE", str(tmp_path / "login"))
+    (tmp_path / "login").write_text("prometheus:secret\n")
+
+    async def serve() -> tuple[str, str]:
+        _, guarded = serve_metrics("0.0.0.0:0", broker=broker, insecure=False)
+        _, plain = serve_metrics("127.0.0.1:0", broker=broker, insecure=False)
+        return guarded, plain
+
+    guarded, plain = asyncio.run(serve())
+    assert guarded.startswith("https://127.0.0.1:")
+    port = int(guarded.rpartition(":")[2])
+    stranger = Tls(ca).client_context()
+    assert scraped(port, own.client_context()) == 200
+    assert (
+        scraped(port, stranger) == scraped(port, stranger, "/sd") == scraped(port, stranger, login="prometheus:") == 401
+    )
+    assert scraped(port, stranger, login="prometheus:secret") == 200
+    assert scraped(port, stranger, "/healthz") in (200, 503)
+    with pytest.raises(OSError, match=r"reset|closed"):
+        scraped(port, None)
+    assert scraped(int(plain.rpartition(":")[2]), None) == 200
+
+
+def test_metrics_beyond_this_machine_are_refused_without(capsys: pytest.CaptureFixture[str]) -> None:
+    async def serve(*, insecure: bool) -> None:
+        serve_metrics("0.0.0.0:0", broker=BrokerAddress("127.0.0.1"), insecure=insecure)
+
+    with pytest.raises(InvalidExperiment, match=r"--metrics = '0.0.0.0:0': reachable by others.*--insecure"):
+        asyncio.run(serve(insecure=False))
+    asyncio.run(serve(insecure=True))
+    assert "as --insecure says" in capsys.readouterr().err
+
+
+def test_targets_say_which_are_reached_by_tls() -> None:
+    found = discovery([Target("device-0", "https://10.0.0.1:9464")], load(DEMO).tree, cloud="127.0.0.1:9464", run="r")
+    assert [(each["targets"], each["labels"].get("__scheme__")) for each in found] == [
+        (["127.0.0.1:9464"], None),
+        (["10.0.0.1:9464"], "https"),
+    ]
+
+
+def test_a_broker_that_others_reach_needs_logins_and_tls(tmp_path: Path) -> None:
+    open_tls = Tls(None, "broker.crt", "broker.key")
+    for guard, lacks in (
+        (Guard(), "no login and no TLS"),
+        (Guard(tls=open_tls), "no login"),
+        (Guard(passwords=tmp_path / "passwords"), "no TLS"),
+    ):
+        with pytest.raises(InvalidExperiment, match=f"--host = '0.0.0.0': reachable by others, with {lacks}"):
+            guard.check_reach("0.0.0.0", insecure=False)
+        guard.check_reach("0.0.0.0", insecure=True)
+        guard.check_reach("::1", insecure=False)
+    Guard(passwords=tmp_path / "passwords", tls=open_tls).check_reach("0.0.0.0", insecure=False)
+    assert invoke("broker", "--host", "0.0.0.0").exit_code == 4

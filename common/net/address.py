@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from ipaddress import IPv6Address
+from ipaddress import IPv6Address, ip_address
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from common.net.tls import Tls
@@ -52,6 +52,14 @@ class BrokerAddress:
 
     def __str__(self) -> str:
         return ",".join(host_port(*one) for one in self.hosts)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches a server that listens on a host."""
+    try:
+        return ip_address(host.strip("[]").partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def host_port(host: str, port: int) -> str:

@@ -9,6 +9,7 @@ from typing import Final
 from common.errors import InvalidExperiment
 
 PORT: Final = 8883
+REQUIRED, OPTIONAL = ssl.CERT_REQUIRED, ssl.CERT_OPTIONAL  # of a server: whether clients need a certificate
 
 _CERTIFICATE: Final = "Give a certificate of the broker's own authority: --tls-cert and --tls-key."
 _REASONS: Final = {  # OpenSSL's names of the alerts and faults that users meet

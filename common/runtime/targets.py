@@ -13,6 +13,7 @@ from common.metrics import NODE, NodeLabels, node_labels
 from common.net.address import BrokerAddress
 from common.protocol.messages import Target
 
+HTTPS: Final = "https://"  # before the address of a server that others reach by TLS only
 EVERYWHERE: Final = ("", "0.0.0.0", "::")
 
 
@@ -34,7 +35,13 @@ def discovery(targets: Iterable[Target], tree: Tree, *, cloud: str, run: str) ->
     for target in targets:
         role = "institution" if target.name in tree.children else "device"
         nodes[target.metrics].append(node_labels(role, target.name, parent=tree.parent(target.name)))
-    return [{"targets": [address], "labels": _labels(found) | {"run": run}} for address, found in nodes.items()]
+    return [
+        {
+            "targets": [address.removeprefix(HTTPS)],
+            "labels": _labels(found) | {"run": run} | ({"__scheme__": "https"} if address.startswith(HTTPS) else {}),
+        }
+        for address, found in nodes.items()
+    ]
 
 
 def reachable(host: str, broker: BrokerAddress) -> str:

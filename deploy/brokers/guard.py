@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from common.errors import InvalidExperiment
+from common.net.address import is_loopback
 from common.net.tls import Tls
+from deploy.console.logs import write_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,18 @@ class Guard:
     def open(self) -> bool:
         """Whether everybody who reaches the broker may use it."""
         return self.passwords is None and (self.tls is None or self.tls.authority is None)
+
+    def check_reach(self, host: str, *, insecure: bool) -> None:
+        """Raise InvalidExperiment if strangers could use the broker, or read what it carries, and nobody said so."""
+        if is_loopback(host):
+            return
+        lacks = [*(["no login"] if self.open else []), *(["no TLS"] if self.tls is None else [])]
+        problem = f"reachable by others, with {' and '.join(lacks)}"
+        if lacks and not insecure:
+            remedy = "Give --tls-cert, --tls-key, and --tls-ca or --password-file, or let everybody in with --insecure."
+            raise InvalidExperiment("--host", host, problem, remedy)
+        if lacks:
+            write_line(f"broker: {problem}, as --insecure says", level=logging.WARNING)
 
     def mosquitto(self) -> list[str]:
         """Return the lines of mosquitto's configuration, valid for 2.0 and 2.1."""

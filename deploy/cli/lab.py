@@ -47,9 +47,9 @@ def status(
     from deploy.kits.lab import load, reach
 
     async def ask() -> None:
-        name, texts = reach(lab, [broker] if broker else None)
+        name, texts, own = reach(lab, [broker] if broker else None, login)
         expected = dict(load(Path(lab)).parents) if lab.endswith(".toml") else {}
-        brokers = [login.address(text, node=OPERATOR) for text in texts]
+        brokers = [own.address(text, node=OPERATOR) for text in texts]
         found = await call_rolls(brokers, lab=name, name=OPERATOR, wait_s=wait, connect_timeout_s=connect_timeout)
         away = {node: parent for node, parent in expected.items() if node not in {node for node, _ in found}}
         rows: list[dict[str, Any]] = [{"node": node, "there": True} | asdict(here) for node, here in found]
@@ -76,17 +76,32 @@ def provision(
         Path | None,
         typer.Option(help="The wheel that the machines install.  [default: the newest in dist/]", show_default=False),
     ] = None,
+    authority: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the lab's certificate authority.  [default: NAME-authority beside the lab's file]",
+            show_default=False,
+        ),
+    ] = None,
+    revoke: Annotated[
+        list[str] | None,
+        typer.Option(help="First revoke the certificate of this node; it gets a new one.", show_default=False),
+    ] = None,
 ) -> None:
     """Write a kit for each machine of a lab: its services as systemd units, fedstrata's wheel, and an installer.
 
     A kit's README has the two commands that install it; install.yml is an Ansible playbook that installs all kits.
+    Certificates are kept by the lab's authority, and renewed 60 days before their end: provision and install again.
+    The authority's folder has its key: keep it on this machine.
     """
     from deploy.kits.lab import load
-    from deploy.kits.provision import PLAYBOOK, find_wheel, provision
+    from deploy.kits.provision import PLAYBOOK, find_wheel, provision, revoke_certificates
 
     with reporting():
         found = load(lab)
-        kits = provision(found, lab, wheel=find_wheel(wheel), out=out)
+        chosen = find_wheel(wheel)
+        revoke_certificates(found, lab, revoke or (), authority=authority)
+        kits = provision(found, lab, wheel=chosen, out=out, authority=authority)
         for kit in kits:
             typer.echo(str(kit))
         logs.write_line(

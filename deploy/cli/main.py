@@ -23,7 +23,8 @@ import typer
 from common.protocol.topics import DEFAULT_LAB
 from deploy.cli import data, inspection, lab, links, roles
 from deploy.cli.doctor import doctor
-from deploy.cli.roles import METRICS, ExperimentFile, MetricsAddress, Resume, chosen_experiment
+from deploy.cli.roles import ExperimentFile, Resume, chosen_experiment
+from deploy.cli.serving import METRICS, Insecure, MetricsAddress
 from deploy.console import logs
 from deploy.console.connecting import LabOption
 from deploy.console.options import Output, Overrides, Runs
@@ -106,6 +107,7 @@ def run(
     ] = False,
     lab: LabOption = DEFAULT_LAB,
     metrics: MetricsAddress = METRICS,
+    insecure: Insecure = False,
     plan_first: Annotated[
         bool, typer.Option("--plan", help="Predict the run first (`plan --one-host`) and save the prediction with it.")
     ] = False,
@@ -147,7 +149,7 @@ def run(
             json_lines=output == "json",
             network=network,
             lab=lab,
-            metrics=metrics,
+            metrics=(metrics, *(("--insecure",) if insecure else ())),
             prediction=found,
         ).run()
     raise typer.Exit(code)
@@ -156,14 +158,44 @@ def run(
 @app.command()
 def broker(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 1883,
+    port: Annotated[
+        int | None, typer.Option(help="Port to listen on.  [default: 1883, by TLS 8883]", show_default=False)
+    ] = None,
     kind: Annotated[Literal["auto", "mosquitto", "embedded"], typer.Option(help="Kind of broker.")] = "auto",
+    password_file: Annotated[
+        Path | None,
+        typer.Option(help="Logins, written by mosquitto_passwd; for the embedded broker by `htpasswd -B`."),
+    ] = None,
+    tls_cert: Annotated[str | None, typer.Option(help="PEM file of the broker's certificate: listen by TLS.")] = None,
+    tls_key: Annotated[str | None, typer.Option(help="PEM file of its key.")] = None,
+    tls_ca: Annotated[
+        str | None, typer.Option(help="PEM file of the authority of which clients need a certificate.")
+    ] = None,
+    revoked: Annotated[Path | None, typer.Option(help="PEM file of revoked certificates, for mosquitto.")] = None,
+    rules: Annotated[
+        Path | None,
+        typer.Option(help="Access rules in the broker's own form, as `provision` writes them."),
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Let everybody on the network use the broker, unencrypted.")
+    ] = False,
 ) -> None:
-    """Start a broker: mosquitto if it is installed, else the embedded one."""
+    """Start a broker: mosquitto if it is installed, else the embedded one.
+
+    On other addresses than this machine's own it needs logins or clients' certificates, and TLS, or --insecure.
+    """
+    from common.net import address, tls
     from deploy.brokers.broker import run_foreground
+    from deploy.brokers.guard import Guard
 
     with reporting():
-        run_foreground(host=host, port=port, kind=kind)
+        own = tls.Tls(tls_ca, tls_cert, tls_key) if tls_cert else None
+        if own is not None:
+            own.server_context(clients=tls.REQUIRED)  # names files that cannot be used
+        guard = Guard(password_file, own, rules, revoked)
+        guard.check_reach(host, insecure=insecure)
+        number = port or (tls.PORT if own else address.PORT)
+        run_foreground(host=host, port=number, kind=kind, guard=guard)
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import typer
 
 from common.experiment.topology import CLOUD
 from common.protocol.topics import DEFAULT_LAB
-from deploy.cli.serving import serve_metrics
+from deploy.cli.serving import METRICS, Insecure, MetricsAddress, serve_metrics
 from deploy.console import logs
 from deploy.console.connecting import (
     ConnectTimeout,
@@ -54,15 +54,8 @@ LabBrokerOption = Annotated[
 SpoolFolder = Annotated[
     str, typer.Option("--spool", help="Folder of partly transferred models, kept after a crash; 'none' = memory.")
 ]
-METRICS = "127.0.0.1:0"
 ROLL_S = 2.0  # as long as the nodes of a lab usually have to answer
 Once = Annotated[bool, typer.Option("--once", help="End with the first run, with its exit code.")]
-MetricsAddress = Annotated[
-    str,
-    typer.Option(
-        "--metrics", help="Address of /metrics, /healthz (and the cloud's /sd), host:port; port 0 = a free one."
-    ),
-]
 
 
 @with_login
@@ -76,6 +69,7 @@ def cloud(
     output: Output = "table",
     connect_timeout: ConnectTimeout = 30.0,
     metrics: MetricsAddress = METRICS,
+    insecure: Insecure = False,
     spool: SpoolFolder = SPOOL,
     queue: Annotated[bool, typer.Option("--queue", help="If another run has the lab, wait for its end.")] = False,
     sole: Annotated[bool, typer.Option("--sole", hidden=True)] = False,  # no other cloud can be on this broker
@@ -99,8 +93,8 @@ def cloud(
         def waiting(by: str) -> None:
             logs.write_line(f"lab {name} is used by {by}: waiting for its end")
 
-        name, texts = reach(lab, [broker] if broker else None)
-        brokers = [login.address(text, node=CLOUD) for text in texts]
+        name, texts, own = reach(lab, [broker] if broker else None, login)
+        brokers = [own.address(text, node=CLOUD) for text in texts]
         where = brokers[0]
         tree = _tree(experiment, overrides, resume)
         of_the_lab = tree.get("topology") == LAB
@@ -111,7 +105,7 @@ def cloud(
         if chosen is None:
             tree["topology"] = await _present(brokers, name, connect_timeout)
             chosen = parse(tree)
-        registry, address = serve_metrics(metrics, broker=where)
+        registry, address = serve_metrics(metrics, broker=where, insecure=insecure)
         folder = RunFolder.reopen(resume) if resume else RunFolder.create(runs, chosen)
         with show(json_lines=output == "json") as observe:
             agent = CloudAgent(
@@ -147,6 +141,7 @@ def institution(
     ] = None,
     connect_timeout: ConnectTimeout = 30.0,
     metrics: MetricsAddress = METRICS,
+    insecure: Insecure = False,
     spool: SpoolFolder = SPOOL,
     once: Once = False,
     *,
@@ -160,7 +155,7 @@ def institution(
 
     async def take_part() -> None:
         upward = login.address(broker, node=name)
-        registry, address = serve_metrics(metrics, broker=upward)
+        registry, address = serve_metrics(metrics, broker=upward, insecure=insecure)
         agent = InstitutionAgent(
             name,
             parent=parent,
@@ -223,6 +218,7 @@ def device(
     ] = None,
     connect_timeout: ConnectTimeout = 30.0,
     metrics: MetricsAddress = METRICS,
+    insecure: Insecure = False,
     spool: SpoolFolder = "none",
     once: Once = False,
     together: Annotated[
@@ -253,7 +249,7 @@ def device(
         from device.agent import DeviceAgent
         from device.pool.pool import Pool
 
-        registry, address = serve_metrics(metrics, broker=login.address(addresses[0], node=name[0]))
+        registry, address = serve_metrics(metrics, broker=login.address(addresses[0], node=name[0]), insecure=insecure)
         count, stays = None if slots == "auto" else int(slots), _stays(once)
         async with Pool(accelerator=accelerator, slots=count, devices=len(name)) as pool:
             agents = {

@@ -2,31 +2,81 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
+
+import typer
 
 from common.errors import InvalidExperiment
+from deploy.console import logs
 
 if TYPE_CHECKING:
-    from common.metrics import Metrics
+    from common.metrics import Guard, Metrics
     from common.net.address import BrokerAddress
 
+METRICS: Final = "127.0.0.1:0"
+LOGIN_FILE: Final = "FEDSTRATA_METRICS_LOGIN_FILE"
+MetricsAddress: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--metrics", help="Address of /metrics, /healthz (and the cloud's /sd), host:port; port 0 = a free one."
+    ),
+]
+Insecure: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--insecure",
+        help="Serve --metrics beyond this machine without login and TLS.",
+        envvar="FEDSTRATA_INSECURE",
+    ),
+]
 
-def serve_metrics(address: str, *, broker: BrokerAddress) -> tuple[Metrics, str]:
+
+def serve_metrics(address: str, *, broker: BrokerAddress, insecure: bool) -> tuple[Metrics, str]:
     """Serve /metrics and /healthz at an address, host:port; return the registry, and the address to publish.
 
-    The health is that of the running event loop. For a wildcard host the published address is the local one that
-    reaches the broker. Raises InvalidExperiment.
+    Beyond this machine by TLS with the certificate for the broker, to clients with a certificate of its authority or
+    the login in the file FEDSTRATA_METRICS_LOGIN_FILE. The health is that of the running event loop. For a wildcard
+    host the published address is the local one that reaches the broker. Raises InvalidExperiment.
     """
     from common.host.machine import export_machine
     from common.metrics import Metrics
-    from common.runtime.targets import reachable
+    from common.net.address import is_loopback
+    from common.runtime.targets import HTTPS, reachable
 
     host, _, port = address.rpartition(":")
     registry, host = Metrics(), host.strip("[]")
+    guard = None if is_loopback(host) else _guard(address, broker, insecure=insecure)
     export_machine(registry)
     try:
-        found = registry.serve(host, int(port))
-        registry.heartbeat.beat()
-        return registry, f"{reachable(host, broker)}:{found}"
+        found = registry.serve(host, int(port), guard)
     except (OSError, ValueError, OverflowError) as error:
         raise InvalidExperiment("--metrics", address, str(error), "Use a free host:port, or port 0.") from None
+    registry.heartbeat.beat()
+    scheme = HTTPS if guard is not None and guard.tls is not None else ""
+    return registry, f"{scheme}{reachable(host, broker)}:{found}"
+
+
+def _guard(address: str, broker: BrokerAddress, *, insecure: bool) -> Guard | None:
+    """Return the guard of an address that others reach; None if everybody may read, as --insecure says."""
+    from common.metrics import Guard
+    from common.net.tls import OPTIONAL
+
+    own = broker.tls
+    context = own.server_context(clients=OPTIONAL) if own is not None and own.certificate is not None else None
+    login = ""
+    if path := os.environ.get(LOGIN_FILE):
+        try:
+            login = Path(path).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidExperiment(LOGIN_FILE, path, str(error), "Name a file with name:password.") from None
+    if context is not None and (login or (own is not None and own.authority is not None)):
+        return Guard(context, login)
+    problem = "reachable by others, without login or without TLS"
+    if not insecure:
+        remedy = "Give --tls-cert and --tls-key, and --tls-ca or a login, or let everybody read with --insecure."
+        raise InvalidExperiment("--metrics", address, problem, remedy)
+    logs.write_line(f"metrics: {problem}, as --insecure says", level=logging.WARNING)
+    return Guard(context, login) if login else None

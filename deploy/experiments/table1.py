@@ -40,7 +40,7 @@ def main() -> int:
             done = _finished(given.runs, experiment.digest)
             if done is None:
                 print(f"{experiment.name}, seed {seed}", file=sys.stderr)
-                if LocalLab(experiment, runs=given.runs, resume=None, json_lines=True, metrics="127.0.0.1:0").run():
+                if LocalLab(experiment, runs=given.runs, resume=None, json_lines=True, metrics=("127.0.0.1:0",)).run():
                     return 1
                 done = _finished(given.runs, experiment.digest)
             if done is not None:

@@ -8,7 +8,7 @@ node reads the models of another branch. The lab's `operator` (watch, lab status
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -112,6 +112,9 @@ def emqx(lab: Lab, broker: str) -> str:
         who = f'{{username, "{name}"}}'
         lines += [_term(who, what, some) for what, some in (("publish", access.publish), ("subscribe", access.receive))]
     return "\n".join([*(line for line in lines if line), "{deny, all}."]) + "\n"
+
+
+FORMS: Final[Mapping[str, Callable[[Lab, str], str]]] = {"mosquitto": mosquitto, "nats": nats, "emqx": emqx}
 
 
 def _term(who: str, what: str, filters: tuple[str, ...]) -> str:

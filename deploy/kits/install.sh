@@ -37,6 +37,7 @@ done
 if [ -n "$remove" ]; then
     rm -rf "$root$INSTALL/venv"
     rm -f "$root/etc/fedstrata/lab.toml" "$root/usr/local/bin/fedstrata"
+    rm -rf "$root/etc/fedstrata/tls"
     [ -n "$root" ] || systemctl daemon-reload
     exit 0
 fi
@@ -79,6 +80,11 @@ $pip "./$WHEEL${EXTRAS:+[$EXTRAS]}"
 $pip --force-reinstall --no-deps "./$WHEEL" # a wheel of the same version may be a newer one
 
 install -D -m 644 lab.toml "$root/etc/fedstrata/lab.toml"
+rm -rf "$root/etc/fedstrata/tls"
+if [ -d tls ]; then
+    install -d -m 750 "$root/etc/fedstrata/tls"
+    install -m 640 tls/* "$root/etc/fedstrata/tls/"
+fi
 mkdir -p "$system" "$root/usr/local/bin"
 ln -sf "$INSTALL/venv/bin/fedstrata" "$root/usr/local/bin/fedstrata"
 for name in $UNITS; do
@@ -92,6 +98,7 @@ if [ "$MOSQUITTO" = yes ] && ! PATH=$PATH:/usr/sbin command -v mosquitto >/dev/n
     systemctl disable --now --quiet mosquitto # the lab's own broker takes its place
 fi
 getent passwd fedstrata >/dev/null || useradd --system --home-dir /var/lib/fedstrata --shell /usr/sbin/nologin fedstrata
+[ ! -d tls ] || chgrp -R fedstrata /etc/fedstrata/tls # who starts runs here joins this group
 systemctl daemon-reload
 for name in $UNITS; do
     systemctl enable --quiet "$name"

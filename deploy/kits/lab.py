@@ -17,12 +17,14 @@ from common.experiment.links import LinkSettings, shipped
 from common.experiment.messages import explain
 from common.experiment.tables import Count, Name, Positive, SettingsTable, named, proposal
 from common.experiment.topology import CLOUD, RESERVED
+from common.net import address, tls
 from common.net.address import host_port, parse_hosts
+from deploy.console.login import NODE, OPERATOR, Login
 
 RANGE: Final = re.compile(r"(.*?)(\d+)\.\.(\d+)")  # device-0..9
 NODES_MOST: Final = 100_000
 HERE: Final = "localhost"
-PORT: Final = 1883
+KEPT_TLS: Final = "tls"  # folder beside the lab's file on its machines
 
 Address = Annotated[str, Field(pattern=r"^[A-Za-z0-9:][A-Za-z0-9_.:%-]*$")]
 AbsolutePath = Annotated[str, Field(pattern=r"^(/[^/\s\"'\\%$]+)+$")]
@@ -48,7 +50,7 @@ class Broker(SettingsTable):
     """A broker: one that a machine of the lab runs, or one that exists already, with the addresses of its nodes."""
 
     machine: Name | None = None
-    port: Annotated[int, Field(ge=1, le=65_535)] = PORT
+    port: Annotated[int, Field(ge=1, le=65_535)] | None = None  # omitted: 8883, without tls 1883
     addresses: Annotated[list[str], Field(min_length=1)] | None = None  # host or host:port, tried in turn
 
 
@@ -77,6 +79,7 @@ class Lab(SettingsTable):
     brokers: dict[Name, Broker]
     institutions: dict[Name, Institution] = Field(default_factory=dict)
     devices: list[Devices] = Field(default_factory=list)
+    tls: bool = True  # certificates of the lab's own authority, encrypted connections, access rules
     install: AbsolutePath = "/opt/fedstrata"  # folder of fedstrata on the machines
 
     @cached_property
@@ -109,7 +112,16 @@ class Lab(SettingsTable):
             return ",".join(found.addresses)
         assert found.machine is not None
         host = HERE if found.machine == machine else self.machines[found.machine].address
-        return host_port(host, found.port)
+        return host_port(host, self.port(found))
+
+    def port(self, broker: Broker) -> int:
+        """Return the port of a broker that a machine of the lab runs."""
+        return broker.port or (tls.PORT if self.tls else address.PORT)
+
+    def nodes_of(self, machine: str) -> list[str]:
+        """Return the names that a machine's processes use at the brokers; of the cloud's, also those of commands."""
+        own = [name for name, each in self.institutions.items() if each.machine == machine]
+        return [*own, *self.devices_of(machine), *((CLOUD, OPERATOR) if self.machines[machine].cloud else ())]
 
     def above(self, machine: str) -> list[str]:
         """Return the hosts of the brokers on which a machine's nodes meet their parents, other than the machine."""
@@ -137,7 +149,7 @@ class Lab(SettingsTable):
             except ValueError as error:
                 key = f"brokers.{name}.addresses"
                 raise InvalidExperiment(key, broker.addresses, str(error), "Write host or host:port.") from None
-        places = Counter((each.machine, each.port) for each in self.brokers.values() if each.machine)
+        places = Counter((each.machine, self.port(each)) for each in self.brokers.values() if each.machine)
         for (machine, port), count in places.items():
             if count > 1:
                 raise InvalidExperiment("brokers", machine, f"{count} brokers on its port {port}", "Give each a port.")
@@ -167,16 +179,33 @@ class Lab(SettingsTable):
                 above = self.institutions[above].parent
 
 
-def reach(lab: str, brokers: list[str] | None) -> tuple[str, list[str]]:
-    """Return a lab's name, and the addresses of its brokers, the cloud's first.
+def reach(lab: str, brokers: list[str] | None, login: Login) -> tuple[str, list[str], Login]:
+    """Return a lab's name, the addresses of its brokers, the cloud's first, and the login there.
 
-    `lab` is the name, or the path of its file, which also names the brokers unless `brokers` are given. Raises
-    InvalidExperiment.
+    `lab` is the name, or the path of its file, which also names the brokers unless `brokers` are given, and beside
+    which the certificates are unless `login` has others. Raises InvalidExperiment.
     """
-    if lab.endswith(".toml"):
-        found = load(Path(lab))
-        return found.name, brokers or found.addresses()
-    return lab, brokers or [HERE]
+    if not lab.endswith(".toml"):
+        return lab, brokers or [HERE], login
+    found = load(Path(lab))
+    if found.tls and login == Login():
+        login = _kept_login(Path(lab).absolute().parent, found)
+    return found.name, brokers or found.addresses(), login
+
+
+def authority_of(lab: Lab, source: Path) -> Path:
+    """Return the folder of a lab's authority, beside the lab's file."""
+    return source.absolute().parent / f"{lab.name}-authority"
+
+
+def _kept_login(folder: Path, lab: Lab) -> Login:
+    """Return the login by the certificates beside a lab's file: of an installed kit, else of the authority itself."""
+    for authority, issued in ((folder / KEPT_TLS, ""), (authority_of(lab, folder / "lab.toml"), "issued")):
+        if (authority / "ca.crt").exists():
+            own = str(authority / issued / NODE)
+            return Login(tls_ca=str(authority / "ca.crt"), tls_cert=f"{own}.crt", tls_key=f"{own}.key")
+    remedy = f"Install a kit, run `fedstrata provision`, or set tls = false in {lab.name}'s file."
+    raise InvalidExperiment("--lab", str(folder), "there are no certificates beside the lab's file", remedy)
 
 
 def load(path: Path) -> Lab:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import shlex
 import shutil
+from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from common.errors import InvalidExperiment
-from deploy.kits import units
-from deploy.kits.lab import Lab
+from deploy.kits import access, units
+from deploy.kits.lab import HERE, KEPT_TLS, Lab, authority_of
+
+if TYPE_CHECKING:
+    from deploy.kits.authority import Authority
 
 LAB_FILE: Final = "lab.toml"
 PLAYBOOK: Final = "install.yml"
@@ -34,24 +38,40 @@ def find_wheel(given: Path | None, folder: Path = Path("dist")) -> Path:
     return wheels[-1]
 
 
-def provision(lab: Lab, source: Path, *, wheel: Path, out: Path) -> list[Path]:
+def provision(lab: Lab, source: Path, *, wheel: Path, out: Path, authority: Path | None = None) -> list[Path]:
     """Write the kits of all machines below `out`, replacing earlier ones, and return their folders.
 
-    `source` is the lab's file. Raises InvalidExperiment if `out` has something else, or cannot be written.
+    `source` is the lab's file, `authority` the folder of its authority (beside the file unless given), which is made
+    if there is none. A kit has the certificates of its machine alone. Raises InvalidExperiment if `out` has something
+    else, or cannot be written.
     """
     kits = [out / machine for machine in lab.machines]
     for kit in kits:
         if kit.exists() and not (kit / INSTALLER).is_file():
             raise InvalidExperiment("--out", str(kit), "exists and is no kit", "Name another folder.")
+    signer = _authority(lab, authority or authority_of(lab, source)) if lab.tls else None
     try:
         for machine, kit in zip(lab.machines, kits, strict=True):
             shutil.rmtree(kit, ignore_errors=True)
+            kit.mkdir(parents=True, mode=0o700)
             _write_kit(lab, machine, source, wheel, kit)
+            if signer is not None:
+                _write_certificates(lab, machine, signer, kit / KEPT_TLS)
+        for name, broker in lab.brokers.items():
+            if lab.tls and broker.addresses is not None:
+                for form, text in access.FORMS.items():
+                    (out / f"{name}.{form}").write_text(text(lab, name), encoding="utf-8")
         (out / INVENTORY).write_text(_inventory(lab), encoding="utf-8")
         shutil.copyfile(str(files("deploy.kits") / PLAYBOOK), out / PLAYBOOK)
     except OSError as error:
         raise InvalidExperiment("--out", str(out), error.strerror or str(error), "Name a writable folder.") from None
     return kits
+
+
+def revoke_certificates(lab: Lab, source: Path, names: Iterable[str], *, authority: Path | None = None) -> None:
+    """Revoke the certificates of these nodes. Raises InvalidExperiment."""
+    for name in names:
+        _authority(lab, authority or authority_of(lab, source)).revoke(name)
 
 
 def login(lab: Lab, machine: str) -> str:
@@ -63,7 +83,7 @@ def login(lab: Lab, machine: str) -> str:
 def _write_kit(lab: Lab, machine: str, source: Path, wheel: Path, kit: Path) -> None:
     own, found = lab.machines[machine], units.services(lab, machine)
     files_of = {f"fedstrata-{each.name}.service": units.unit(lab, machine, each) for each in found}
-    (kit / "units").mkdir(parents=True)
+    (kit / "units").mkdir()
     for name, text in files_of.items():
         (kit / "units" / name).write_text(text, encoding="utf-8")
     extras = "learning" if own.cloud or lab.devices_of(machine) else ""
@@ -82,6 +102,30 @@ def _write_kit(lab: Lab, machine: str, source: Path, wheel: Path, kit: Path) -> 
     shutil.copyfile(wheel, kit / wheel.name)
     shutil.copyfile(str(files("deploy.kits") / INSTALLER), kit / INSTALLER)
     (kit / INSTALLER).chmod(0o755)
+
+
+def _authority(lab: Lab, folder: Path) -> Authority:
+    try:
+        from deploy.kits.authority import Authority
+    except ModuleNotFoundError:
+        remedy = "pip install 'fedstrata[provision]', or set tls = false."
+        raise InvalidExperiment("tls", True, "certificates need the package cryptography", remedy) from None
+    return Authority.open(folder, name=lab.name)
+
+
+def _write_certificates(lab: Lab, machine: str, authority: Authority, folder: Path) -> None:
+    """Write the certificates of a machine's nodes and brokers, and the brokers' access rules."""
+    hosts = [lab.machines[machine].address, HERE, "127.0.0.1"]
+    issued = {f"broker-{name}": authority.of(f"broker-{name}", hosts=hosts) for name in lab.brokers_of(machine)}
+    issued |= {name: authority.of(name, hosts=hosts[:1]) for name in lab.nodes_of(machine)}
+    private = {f"{name}.crt": each.certificate for name, each in issued.items()}
+    private |= {f"{name}.key": each.key for name, each in issued.items()}
+    private |= {f"broker-{name}.acl": access.mosquitto(lab, name).encode() for name in lab.brokers_of(machine)}
+    private |= {"ca.crt": authority.certificate, "ca.crl": authority.revoked()}
+    folder.mkdir(mode=0o700)
+    for name, content in private.items():
+        (folder / name).touch(mode=0o600)
+        (folder / name).write_bytes(content)
 
 
 def _readme(lab: Lab, machine: str, found: list[units.Service]) -> str:

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from deploy.console.login import NODE
 from deploy.kits.lab import Lab
 
 STATE: Final = "/var/lib/fedstrata"
 LOGIN: Final = "/etc/fedstrata/login.env"
+TLS: Final = "/etc/fedstrata/tls"
 DEVICES: Final = "devices"
 EVERYWHERE: Final = "0.0.0.0"
 RESTART_S: Final = 5
@@ -63,7 +65,7 @@ def services(lab: Lab, machine: str) -> list[Service]:
         Service(
             f"broker-{name}",
             f"broker {name}",
-            ("broker", "--host", listen, "--port", str(broker.port)),
+            ("broker", "--host", listen, "--port", str(lab.port(broker)), *_guard(lab, name)),
         )
         for name, broker in brokers.items()
     ]
@@ -74,7 +76,8 @@ def services(lab: Lab, machine: str) -> list[Service]:
         link = Service("link", "the link's rates", ("links", "apply", *numbers, *to), undo=("links", "clear"))
         found.append(link)
         started = (*started, link.name)
-    common = ("--lab", lab.name, *(("--metrics", f"{listen}:0") if own.metrics else ()))
+    beyond = ("--metrics", f"{listen}:0", *(() if lab.tls else ("--insecure",)))
+    common = ("--lab", lab.name, *(beyond if own.metrics else ()))
     for name, node in lab.institutions.items():
         if node.machine != machine:
             continue
@@ -103,6 +106,26 @@ def services(lab: Lab, machine: str) -> list[Service]:
         summary = next(iter(devices)) if len(devices) == 1 else f"{len(devices)} devices"
         found.append(Service(DEVICES, summary, (*command, *common), started, accelerator=own.accelerator != "cpu"))
     return found
+
+
+def environment(lab: Lab) -> dict[str, str]:
+    """Return the environment of the roles."""
+    found = {"XDG_CACHE_HOME": "/var/cache/fedstrata", "PYTHONUNBUFFERED": "1"}
+    if lab.tls:
+        found |= {
+            "FEDSTRATA_TLS_CA": f"{TLS}/ca.crt",
+            "FEDSTRATA_TLS_CERT": f"{TLS}/{NODE}.crt",
+            "FEDSTRATA_TLS_KEY": f"{TLS}/{NODE}.key",
+        }
+    return found
+
+
+def _guard(lab: Lab, broker: str) -> tuple[str, ...]:
+    if not lab.tls:
+        return ("--insecure",)
+    own = f"{TLS}/broker-{broker}"
+    files = ("--tls-cert", f"{own}.crt", "--tls-key", f"{own}.key", "--rules", f"{own}.acl")
+    return ("--kind", "mosquitto", *files, "--tls-ca", f"{TLS}/ca.crt", "--revoked", f"{TLS}/ca.crl")
 
 
 def unit(lab: Lab, machine: str, service: Service) -> str:
@@ -135,7 +158,7 @@ def unit(lab: Lab, machine: str, service: Service) -> str:
             "StateDirectory=fedstrata",
             "CacheDirectory=fedstrata",
             f"WorkingDirectory={STATE}",
-            "Environment=XDG_CACHE_HOME=/var/cache/fedstrata PYTHONUNBUFFERED=1",
+            f"Environment={' '.join(f'{name}={value}' for name, value in environment(lab).items())}",
             f"EnvironmentFile=-{LOGIN}",
             "LimitNOFILE=65536",
             *((f"MemoryMax={round(limit * 1024)}M",) if limit else ()),

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -43,7 +43,10 @@ SPOOL: Final = ".spool"  # beside the runs' folders: files that institutions nee
 
 
 class LocalLab:
-    """One run of an experiment with every role on this machine. The prediction, if given, is saved in its folder."""
+    """One run of an experiment with every role on this machine. The prediction, if given, is saved in its folder.
+
+    `metrics`: the cloud's address of /metrics, and options that go with it.
+    """
 
     def __init__(
         self,
@@ -54,7 +57,7 @@ class LocalLab:
         json_lines: bool,
         network: Open = one_host,
         lab: str = DEFAULT_LAB,
-        metrics: str,
+        metrics: Sequence[str],
         prediction: Mapping[str, Any] | None = None,
     ) -> None:
         self._experiment = experiment
@@ -117,7 +120,7 @@ class LocalLab:
         file.write_text(to_toml(self._experiment), encoding="utf-8")
         memory = ["--spool", "none"]  # the lab is killed as a whole, so no device has to announce a result again
         runs = ["--broker", network.upward[CLOUD], "--runs", str(self._runs), "--format", "json"]
-        cloud = ["cloud", "--sole", *runs, *memory, "--metrics", self._metrics]
+        cloud = ["cloud", "--sole", *runs, *memory, "--metrics", *self._metrics]
         what = ["--resume", str(self._resume)] if self._resume else [str(file)]
         self._again[CLOUD] = lambda: self._spawn(home, network, CLOUD, [*cloud, "--resume", str(self._folder)])
         self._spawn(home, network, CLOUD, [*cloud, *what])

@@ -69,8 +69,8 @@ def watch(
     from deploy.watching.screens import look, screen_for
 
     async def follow() -> None:
-        name, addresses = reach(lab, broker)
-        brokers = [login.address(text, node=OPERATOR) for text in addresses]
+        name, addresses, own = reach(lab, broker, login)
+        brokers = [own.address(text, node=OPERATOR) for text in addresses]
         follower = Follower(brokers, lab=name, run=run, light=light, connect_timeout_s=connect_timeout)
         with logs.limited("fedstrata.connection", logging.ERROR):  # the screen shows lost brokers
             if once:

@@ -4,8 +4,8 @@
 
 The built wheel is installed by the kits' installers, once with PyTorch and once without. Each unit runs in its
 machine's network and mount namespace, under a supervisor that obeys its ExecStart, Environment, Type=notify,
-WatchdogSec, Restart, RestartSec and exit codes. The machines share nothing but the network and the installed files.
-Every run is one command at the server. Between runs a box loses its power; in one run, too, for good, which therefore
+WatchdogSec, Restart, RestartSec and exit codes. The machines share nothing but the network and the installed files; each
+has the certificates of its own nodes, and the brokers their access rules. Every run is one command at the server. Between runs a box loses its power; in one run, too, for good, which therefore
 fails. Printed: the runs, their models against `--direct`, links.csv against the kernel's counters, and the bytes of
 each pair of machines at the router. Needs root and iptables.
 """
@@ -136,6 +136,7 @@ class Machine:
             own = home / folder.strip("/").replace("/", "-")
             own.mkdir(parents=True)
             self._binds[str(own)] = folder
+        self._binds[str(kit / "tls")] = "/etc/fedstrata/tls"
         self.units = [Unit(file, self) for file in sorted((kit / "units").iterdir())]
 
     def log(self, name: str) -> Path:
@@ -187,7 +188,7 @@ class Site:
         spaces = stack.enter_context(joined(["router", *names], tuple(self.wires.values())))
         self.router = spaces["router"]
         self._route(spaces)
-        for folder in ("/opt/fedstrata", *OWN_FOLDERS):
+        for folder in ("/opt/fedstrata", "/etc/fedstrata/tls", *OWN_FOLDERS):
             os.makedirs(folder, exist_ok=True)
         self.machines = {
             name: Machine(
