@@ -313,6 +313,16 @@ def test_a_lab_under_the_rules_runs_as_without_them(served: BrokerProcess, home:
     )
 
 
+def test_a_broker_lets_those_in_that_meet_there_and_who_calls_the_roll() -> None:
+    sites = {"main": {"machine": "server"}, "site": {"machine": "server", "port": 1900}}
+    places = {"institution-0": {"machine": "server", "broker": "site"}, "institution-1": {"machine": "server"}}
+    lab = parse({**LAB_TREE, "brokers": sites, "institutions": places})
+    on_site = access.users(lab, "site")
+    assert list(on_site) == ["operator", "cloud", "institution-0", "device-0", "device-1"]
+    assert on_site["cloud"] == access.Access(("fs1/north/roll/cloud",))
+    assert not {"device-0", "device-1"} & set(access.users(lab, "main"))
+
+
 def test_the_rules_for_other_brokers(tmp_path: Path) -> None:
     everybody, *lines = access.emqx(LAB, "main").splitlines()
     assert everybody.startswith('{allow, all, publish, ["fs1/north/+/${username}/state", ')

@@ -221,6 +221,20 @@ def test_a_child_that_came_back_while_its_presence_was_lost_is_asked_for_it(idle
     assert set((lab.round() if idle else lab.play()).results) == {"device-0"}
 
 
+def test_a_strangers_presence_changes_no_count_of_samples() -> None:
+    lab = Lab(names_of(2))
+    lab.rest(1.0)
+    session = lab.parent.session
+    assert session.samples == {"device-0": 10, "device-1": 10}
+    presence = serialization.encode(Presence(NodeState.READY, "device", samples=7), "stranger")
+    session.receive(topics.state(LAB, RUN, "device-0"), presence, retained=False, now=lab.now)
+    assert session.samples["device-0"] == 10
+    child = lab.children["device-0"].session
+    child.set_state(NodeState.READY, samples=12)  # the child itself says so, and again when it is asked
+    lab.rest(1.0)
+    assert session.samples["device-0"] == 12
+
+
 # The remains of the dead
 
 

@@ -261,7 +261,10 @@ class ParentSession(Session):
         elif published or before is None or before.state not in LIVING:  # its connection is new
             self.receiver.ask_again(peer, now=now)
         if presence is not None and 0 < presence.samples <= COUNT_MOST:
-            self.samples[peer] = presence.samples
+            if published and self.samples.get(peer, presence.samples) != presence.samples:
+                self.proofs.doubt(peer, now)  # possibly a stranger's: another count is taken from an answer only
+            else:
+                self.samples[peer] = presence.samples
         self._last[peer] = presence
         if presence is None or before is None or (before.state, before.reason) != (presence.state, presence.reason):
             state, reason = ("left", "") if presence is None else (str(presence.state), presence.reason)

@@ -55,8 +55,9 @@ def users(lab: Lab, broker: str) -> dict[str, Access]:
     """Return the users of one broker of a lab, each with what it may do besides `common`."""
     name = lab.name
     found = {OPERATOR: Access((topics.roll(name, OPERATOR),), (f"{ROOT}/{name}/#",))}
+    found[CLOUD] = Access((topics.roll(name, CLOUD),))  # on all brokers, to find who is there
     if lab.meeting_place(CLOUD) == broker:
-        found[CLOUD] = Access((topics.seek(name, CLOUD, CLOUD), topics.roll(name, CLOUD)))
+        found[CLOUD] += Access((topics.seek(name, CLOUD, CLOUD),))
     for child, parent in lab.parents.items():
         if lab.meeting_place(parent) != broker:
             continue
