@@ -701,6 +701,18 @@ def test_a_broker_that_is_away_is_no_childs_fault(away_s: float) -> None:
         assert not node.of(ParentGone)
 
 
+def test_a_broker_that_came_back_is_not_away_because_nobody_sends() -> None:
+    """The parent ended while the broker was away, and the message that said so is lost."""
+    lab = Lab(names_of(1))
+    lab.rest(1.0)
+    lab.stop_parent(will_after_s=None)
+    lab.restart_broker(down_s=2.0, retained={})
+    lab.broker.drop = lambda topic: topic.endswith("/state")
+    lab.rest(3.0 + IDLE_S + ASK_MOST_S)
+    (child,) = lab.nodes()
+    assert not child.of(BrokerAway) and child.of(ParentGone) == [ParentGone()]
+
+
 # Restarts
 
 

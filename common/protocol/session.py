@@ -50,6 +50,7 @@ from common.protocol.side import Side
 from common.protocol.streams import Streams
 
 SILENT_MOST_S: Final = 30.0
+LIVED_S: Final = 5.0  # a connection that lasts this long is none that the broker drops at once
 
 
 class Session(Side):
@@ -92,7 +93,7 @@ class Session(Side):
         silent_s = min(transfer.idle_s, SILENT_MOST_S)
         self.proofs = PeerProofs(peers, identity, silent_s=silent_s, persistent=persistent)
         self._known = frozenset(peers)
-        self._connected = False
+        self._connected, self._connected_at = False, -inf
         self._away_since: float | None = None
         self._lossy = False
         self._first: list[Output] = []  # first outputs on a new connection
@@ -110,7 +111,7 @@ class Session(Side):
     def connected(self, now: float, *, packet_most: float = inf) -> None:
         """Note a new connection to a broker that accepts packets of at most `packet_most` bytes."""
         lab, run, name = self.identity.lab, self.identity.run, self.identity.name
-        self._connected = True
+        self._connected, self._connected_at = True, now
         self.offers.limit(packet_most)
         self._streams.clear()
         states = [topics.state(lab, "+", name), *(topics.state(lab, run, peer) for peer in self.peers)]
@@ -210,8 +211,9 @@ class Session(Side):
             for peer in self.proofs.silent(now):
                 self._silent(peer, now)
         if self._away_since is not None and now >= self._away_since + self.transfer.idle_s:
-            self._away_since = None
-            self._events.append(BrokerAway())
+            if not self._connected or now < self._connected_at + LIVED_S:
+                self._events.append(BrokerAway())
+            self._away_since = None  # or nobody has sent anything since the broker came back
         self._tick(now)
         self._collect(now)
 

@@ -10,6 +10,7 @@ from typing import Final
 from common.experiment.aggregation import remembers
 from common.experiment.rounds import participants
 from common.experiment.topology import CLOUD
+from common.protocol.messages import Presence
 from deploy.simulation.accounts import exact_accounts, plausible_accounts
 from deploy.simulation.drawn import DrawnLab
 from deploy.simulation.faults import RESTARTS, FaultKind, longest_s
@@ -24,6 +25,7 @@ TASKS_MOST: Final = {"cloud": (16, 2), "institution": (24, 2), "device": (16, 0)
 SIZE_MOST: Final = 48
 SIZE_EACH: Final = 14  # entries per child: its byte account has twelve cells
 FLOOD_MOST: Final = 300  # `SEEKERS_KEPT`, with a margin
+END_S: Final = 5.0  # from the last closing to the end of the run
 KEPT_MOST: Final = 3  # retained topics per node that was absent at the end: presence, experiment
 
 
@@ -43,7 +45,8 @@ def ends_as_documented(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
         return f"undocumented: {strange}"
     if drawn.permanent is not None or may_fail(drawn) or all(_is_orphan(drawn, outcome, node) for node in errors):
         return ""
-    if forgets(drawn) and any(GONE_STATE.match(error) for error in errors.values()):
+    lost_end = outcome.ended.get(CLOUD) == "" and _end_is_lost(drawn, faulty)
+    if lost_end or (forgets(drawn) and any(GONE_STATE.match(error) for error in errors.values())):
         return ""
     return f"could continue: {outcome.result}"
 
@@ -194,6 +197,13 @@ def _is_orphan(drawn: DrawnLab, outcome: LabOutcome, node: str) -> bool:
     above = [name for name in _above(drawn, node) if name != CLOUD]
     replaced = any(fault.kind is FaultKind.SECOND and fault.node == node for fault in drawn.faults)
     return outcome.ended.get(CLOUD) == "" and (replaced or any(outcome.ended.get(name) != "" for name in above))
+
+
+def _end_is_lost(drawn: DrawnLab, faulty: LabRun) -> bool:
+    """Return whether the broker lost the presence by which the run's end is known, which it had acknowledged."""
+    ends = faulty.evidence.closed_s[-1:]
+    lost = (fault for fault in drawn.faults if fault.kind is FaultKind.MUTE and fault.detail == Presence.__name__)
+    return any(fault.at_s <= end + END_S and end <= fault.end_s for fault in lost for end in ends)
 
 
 def _above(drawn: DrawnLab, node: str) -> list[str]:

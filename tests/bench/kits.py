@@ -4,10 +4,11 @@
 
 The built wheel is installed by the kits' installers, once with PyTorch and once without. Each unit runs in its
 machine's network and mount namespace, under a supervisor that obeys its ExecStart, Environment, Type=notify,
-WatchdogSec, Restart, RestartSec and exit codes. The machines share nothing but the network and the installed files; each
-has the certificates of its own nodes, and the brokers their access rules. Every run is one command at the server. Between runs a box loses its power; in one run, too, for good, which therefore
-fails. Printed: the runs, their models against `--direct`, links.csv against the kernel's counters, and the bytes of
-each pair of machines at the router. Needs root and iptables.
+WatchdogSec, Restart, RestartSec and exit codes. The machines share nothing but the network and the installed files;
+each has the certificates of its own nodes, and the brokers their access rules. Every run is one command at the server.
+Between runs a box loses its power; in one run, too, for good, which therefore fails. Printed: the runs, their models
+against `--direct`, links.csv against the kernel's counters, and the bytes of each pair of machines at the router. Needs
+root and iptables.
 """
 
 from __future__ import annotations
