@@ -197,11 +197,12 @@ def _command(
 ) -> tuple[Sequence[str], Mapping[str, str]]:
     config = directory / f"broker-{port}.conf"
     if kind == "embedded":
+        config.touch(mode=0o600)  # it may have a password
         config.write_text(nats.configuration(directory, host=host, port=port, guard=guard), encoding="utf-8")
         return [str(nats.server()), "--config", str(config)], {}
     lines = [f"listener {port} {host}", *(f"{name} {value}" for name, value in {**_MOSQUITTO, **settings}.items())]
     lines += _LOGGED
-    lines += guard.mosquitto()
+    lines += guard.in_folder(directory).mosquitto()
     if os.geteuid() == 0:
         lines.append("user root")  # the mosquitto user could not read `directory`
     config.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import ssl
-from dataclasses import dataclass
+from base64 import b64encode
+from dataclasses import dataclass, field, replace
+from hashlib import pbkdf2_hmac
 from pathlib import Path
 from typing import Final
 
@@ -12,6 +15,8 @@ from common.errors import InvalidExperiment
 from common.net.address import is_loopback
 from common.net.tls import Tls
 from deploy.console.logs import write_line
+
+HASH_ROUNDS: Final = 101  # as mosquitto_passwd: the password is random, not a word
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +27,19 @@ class Guard:
     tls: the broker's certificate and key; with an authority, clients need a certificate of it, whose common name is
         their login
     rules: the access rules, in the broker's own form    revoked: PEM list of revoked certificates (mosquitto)
+    login: the one name and password in place of `passwords`
     """
 
     passwords: Path | None = None
     tls: Tls | None = None
     rules: Path | None = None
     revoked: Path | None = None
+    login: tuple[str, str] | None = field(default=None, repr=False)
 
     @property
     def open(self) -> bool:
         """Whether everybody who reaches the broker may use it."""
-        return self.passwords is None and (self.tls is None or self.tls.authority is None)
+        return self.passwords is None and self.login is None and (self.tls is None or self.tls.authority is None)
 
     def check_reach(self, host: str, *, insecure: bool) -> None:
         """Raise InvalidExperiment if strangers could use the broker, or read what it carries, and nobody said so."""
@@ -61,6 +68,18 @@ class Guard:
             lines.append(f"crlfile {self.revoked}")
         return lines
 
+    def in_folder(self, folder: Path) -> Guard:
+        """Return the guard for mosquitto, `login` written to a password file in a folder."""
+        if self.login is None:
+            return self
+        name, password = self.login
+        salt = secrets.token_bytes(12)
+        hashed = pbkdf2_hmac("sha512", password.encode(), salt, HASH_ROUNDS)
+        path = folder / "passwords"
+        path.touch(mode=0o600)
+        path.write_text(f"{name}:$7${HASH_ROUNDS}${b64encode(salt).decode()}${b64encode(hashed).decode()}\n")
+        return replace(self, passwords=path, login=None)
+
     def probe(self) -> ssl.SSLContext | None:
         """Return a context with which to see whether the broker answers; None without TLS."""
         if self.tls is None:
@@ -68,6 +87,11 @@ class Guard:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         return context
+
+
+def one_login() -> Guard:
+    """Return a guard with a new random password."""
+    return Guard(login=("fedstrata", secrets.token_urlsafe(24)))
 
 
 OPEN: Final = Guard()

@@ -57,6 +57,9 @@ def configuration(directory: Path, *, host: str, port: int, guard: Guard) -> str
         mqtt["tls"] = tls
     if guard.rules is not None:
         settings["authorization"] = json.loads(_read(guard.rules, "access rules"))
+    elif guard.login is not None:
+        name, password = guard.login
+        settings["authorization"] = {"users": [{"user": name, "password": password}]}
     elif guard.passwords is not None:
         settings["authorization"] = {"users": _users(guard.passwords)}
     return json.dumps(settings, ensure_ascii=False, indent=2)

@@ -98,7 +98,7 @@ class Login:
 
     def _password(self, node: str) -> str | None:
         if self.password_file is None:
-            return os.environ.get("FEDSTRATA_PASSWORD")
+            return os.environ.get("FEDSTRATA_PASSWORD") or None
         path = Path(self.password_file.replace(NODE, node))
         try:
             return path.read_text(encoding="utf-8").strip()

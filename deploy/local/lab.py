@@ -149,7 +149,9 @@ class LocalLab:
         self._again.setdefault(process, partial(self._spawn, home, network, process, arguments))
         command = [*ROLE, *options(), *arguments, "--lab", self._lab]
         with network.inside(process):
-            self._roles[process] = spawn(command, log=home / f"{process}.log", read_output=process == CLOUD)
+            self._roles[process] = spawn(
+                command, log=home / f"{process}.log", read_output=process == CLOUD, env=network.environment
+            )
         if process == CLOUD:
             threading.Thread(target=self._read_events, args=(self._roles[CLOUD].stdout,), daemon=True).start()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -12,8 +12,15 @@ from common.errors import InvalidExperiment
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from deploy.brokers import broker
+from deploy.brokers.guard import Guard, one_login
 from deploy.console.logs import write_line
 from device.pool.pool import cores
+
+
+OWN_LOGIN: Final = {
+    f"FEDSTRATA_{name}": ""
+    for name in ("USERNAME", "PASSWORD", "PASSWORD_FILE", "TLS", "TLS_CA", "TLS_CERT", "TLS_KEY")
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +29,7 @@ class LabNetwork:
 
     upward: the broker (host:port) between each node and its parent; for the cloud, the one of its children
     downward: each institution's broker for its children    groups: the devices of each device process
+    environment: of each role's process, with the login at the brokers
     inside(process): context in which that process is started    flags: options of `fedstrata run` for such a network
     """
 
@@ -30,6 +38,7 @@ class LabNetwork:
     groups: Mapping[str, Sequence[str]]
     inside: Callable[[str], AbstractContextManager[None]] = lambda process: nullcontext()
     flags: str = ""
+    environment: Mapping[str, str] = field(default_factory=OWN_LOGIN.copy, repr=False)
 
 
 DEVICES_MOST: Final = 64  # in one process, if there are cores for more processes: a 250 kB round takes 0.12 s of CPU
@@ -40,6 +49,11 @@ Open: TypeAlias = Callable[[Experiment, Path], AbstractContextManager[LabNetwork
 def shares(cores: int, processes: int) -> list[int]:
     """Return each process's number of cores, at least 1; the sum is `cores` unless there are more processes."""
     return [max(1, (cores + index) // processes) for index in range(processes)]
+
+
+def environment_of(guard: Guard) -> dict[str, str]:
+    """Return the environment that gives a role the one login of a guard, and nothing of the user's own logins."""
+    return OWN_LOGIN | dict(zip(("FEDSTRATA_USERNAME", "FEDSTRATA_PASSWORD"), guard.login or (), strict=False))
 
 
 @contextmanager
@@ -55,11 +69,13 @@ def one_host(experiment: Experiment, home: Path) -> Iterator[LabNetwork]:
     tree = experiment.tree
     devices = tree.layers[-1]
     processes = min(-(-len(devices) // DEVICES_MOST), cores())
-    with broker.start(directory=home) as served:
+    guard = one_login()
+    with broker.start(directory=home, guard=guard) as served:
         address = f"{served.host}:{served.port}"
         write_line(f"broker: {served.kind} on {address}")
         yield LabNetwork(
             upward=dict.fromkeys((CLOUD, *tree.nodes), address),
             downward=dict.fromkeys(tree.aggregators, address),
+            environment=environment_of(guard),
             groups={f"devices-{index}": devices[index::processes] for index in range(processes)},
         )
