@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-aggregation bench-devices bench-kills bench-kits bench-links bench-matrix bench-plan bench-slow bench-vmapped bench-tiers bench-training \
+.PHONY: help demo test bench bench-aggregation bench-devices bench-kills bench-kits bench-links bench-matrix bench-plan bench-slow bench-tls bench-vmapped bench-tiers bench-training \
     check clean broker simulate table1 test-slow wheel
 .DELETE_ON_ERROR:
 
@@ -46,6 +46,9 @@ bench-matrix: $(INSTALLED) broker ## stop each role and the broker at each state
 
 bench-kits: $(INSTALLED) broker wheel ## install a lab of ten machines from its kits and measure runs in a row, as root
 	.venv/bin/python tests/bench/kits.py
+
+bench-tls: $(INSTALLED) broker ## measure rounds with mutual TLS beside rounds without
+	.venv/bin/python tests/bench/tls.py
 
 bench-slow: $(INSTALLED) broker ## measure slow receivers beside fast ones
 	.venv/bin/python tests/bench/slow.py

@@ -16,7 +16,6 @@ from deploy.brokers.guard import Guard, one_login
 from deploy.console.logs import write_line
 from device.pool.pool import cores
 
-
 OWN_LOGIN: Final = {
     f"FEDSTRATA_{name}": ""
     for name in ("USERNAME", "PASSWORD", "PASSWORD_FILE", "TLS", "TLS_CA", "TLS_CERT", "TLS_KEY")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 import numpy as np
+import psutil
 
 from common.aggregation import aggregator
 from common.experiment.aggregation import FedAvg
@@ -29,6 +30,7 @@ from common.experiment.schema import TransferSettings
 from common.host.memory import keep_large_buffers
 from common.model.layout import ModelLayout, Section
 from common.net.address import BrokerAddress
+from common.net.tls import Tls
 from common.protocol.identity import Identity
 from common.protocol.messages import NodeState, Task
 from common.runtime.arriving import Arriving
@@ -40,6 +42,7 @@ from common.runtime.work import Report, WorkResult
 from common.runtime.world import new_session
 from common.storage.spool import Spool
 from deploy.brokers import broker
+from deploy.brokers.guard import OPEN, Guard
 
 RUN = "bench-1"
 PARENT = "parent"
@@ -54,8 +57,11 @@ def layout_of(model_bytes: int) -> ModelLayout:
 class Rounds:
     """A broker, a parent and its devices in processes of their own; `seconds` plays a round."""
 
-    def __init__(self, model_bytes: int, devices: int, *, processes: int = 1) -> None:
+    def __init__(
+        self, model_bytes: int, devices: int, *, processes: int = 1, guard: Guard = OPEN, tls: Tls | None = None
+    ) -> None:
         self._model_bytes = model_bytes
+        self._guard, self._tls = guard, tls
         self._names = [f"device-{i}" for i in range(devices)]
         self._processes = min(processes, devices)
 
@@ -64,17 +70,17 @@ class Rounds:
         self._pipe, theirs = context.Pipe()
         with ExitStack() as stack:
             home = stack.enter_context(tempfile.TemporaryDirectory())
-            served = stack.enter_context(broker.start(directory=Path(home)))
-            parent = context.Process(
-                target=_run_parent, args=(served.port, self._names, self._model_bytes, theirs, home)
-            )
+            served = stack.enter_context(broker.start(directory=Path(home), guard=self._guard))
+            address = BrokerAddress("127.0.0.1", served.port, tls=self._tls)
+            parent = context.Process(target=_run_parent, args=(address, self._names, self._model_bytes, theirs, home))
             parts = [self._names[i :: self._processes] for i in range(self._processes)]
-            devices = [context.Process(target=_devices, args=(served.port, p, self._model_bytes)) for p in parts]
+            devices = [context.Process(target=_devices, args=(address, p, self._model_bytes)) for p in parts]
             for process in (parent, *devices):
                 process.start()
                 stack.callback(end, process)
             stack.callback(self._pipe.send, False)
             self._pids = {"broker": served.process.pid, "parent": parent.pid or 0}
+            self._pids |= {f"devices-{i}": process.pid or 0 for i, process in enumerate(devices)}
             self._stack = stack.pop_all()
         self.seconds()  # to warm up
         return self
@@ -87,6 +93,10 @@ class Rounds:
         self._pipe.send(True)
         seconds: float = self._pipe.recv()
         return seconds
+
+    def cpu_s(self) -> dict[str, float]:
+        """Return the CPU seconds of each process since it began."""
+        return {name: sum(psutil.Process(pid).cpu_times()[:2]) for name, pid in self._pids.items()}
 
     def peak_bytes(self, role: Literal["broker", "parent"]) -> int:
         """Return the most memory that a process has had resident."""
@@ -105,16 +115,16 @@ def end(process: BaseProcess) -> None:
     process.kill()
 
 
-def _run_parent(port: int, names: list[str], model_bytes: int, pipe: Connection, home: str) -> None:
+def _run_parent(address: BrokerAddress, names: list[str], model_bytes: int, pipe: Connection, home: str) -> None:
     keep_large_buffers()
-    asyncio.run(_parent(port, names, model_bytes, pipe, home))
+    asyncio.run(_parent(address, names, model_bytes, pipe, home))
 
 
-async def _parent(port: int, names: list[str], model_bytes: int, pipe: Connection, home: str) -> None:
+async def _parent(address: BrokerAddress, names: list[str], model_bytes: int, pipe: Connection, home: str) -> None:
     layout = layout_of(model_bytes)
     identity = Identity(RUN, PARENT, "institution", SESSION)
     endpoint = ParentEndpoint(
-        BrokerAddress("127.0.0.1", port),
+        address,
         identity,
         links=dict.fromkeys(names, LinkSettings()),
         transfer=TransferSettings(idle_s=30.0),
@@ -149,22 +159,22 @@ async def _parent(port: int, names: list[str], model_bytes: int, pipe: Connectio
     await live((endpoint,), rounds(), connect_timeout_s=10, goodbye=goodbye)
 
 
-def _devices(port: int, names: list[str], model_bytes: int) -> None:
+def _devices(address: BrokerAddress, names: list[str], model_bytes: int) -> None:
     keep_large_buffers()
 
     async def run() -> None:
         async with asyncio.TaskGroup() as group:
             for name in names:
-                group.create_task(_device(port, name, model_bytes))
+                group.create_task(_device(address, name, model_bytes))
 
     asyncio.run(run())
 
 
-async def _device(port: int, name: str, model_bytes: int) -> None:
+async def _device(address: BrokerAddress, name: str, model_bytes: int) -> None:
     layout = layout_of(model_bytes)
     identity = Identity(RUN, name, "device", new_session())
     endpoint = ChildEndpoint(
-        BrokerAddress("127.0.0.1", port),
+        address,
         identity,
         parent=PARENT,
         parent_session=SESSION,
