@@ -230,7 +230,7 @@ def test_a_strangers_presence_changes_no_count_of_samples() -> None:
     session.receive(topics.state(LAB, RUN, "device-0"), presence, retained=False, now=lab.now)
     assert session.samples["device-0"] == 10
     child = lab.children["device-0"].session
-    child.set_state(NodeState.READY, samples=12)  # the child itself says so, and again when it is asked
+    child.set_state(NodeState.READY, samples=12)  # the child itself reports it, and again when it is asked
     lab.rest(1.0)
     assert session.samples["device-0"] == 12
 

@@ -310,7 +310,7 @@ def test_metrics_beyond_this_machine_are_refused_without(capsys: pytest.CaptureF
     with pytest.raises(InvalidExperiment, match=r"--metrics = '0.0.0.0:0': reachable by others.*--insecure"):
         asyncio.run(serve(insecure=False))
     asyncio.run(serve(insecure=True))
-    assert "as --insecure says" in capsys.readouterr().err
+    assert "as --insecure allows" in capsys.readouterr().err
 
 
 def test_targets_say_which_are_reached_by_tls() -> None:

@@ -42,7 +42,7 @@ class Guard:
         return self.passwords is None and self.login is None and (self.tls is None or self.tls.authority is None)
 
     def check_reach(self, host: str, *, insecure: bool) -> None:
-        """Raise InvalidExperiment if strangers could use the broker, or read what it carries, and nobody said so."""
+        """Raise InvalidExperiment if strangers could use the broker, or read what it carries, without --insecure."""
         if is_loopback(host):
             return
         lacks = [*(["no login"] if self.open else []), *(["no TLS"] if self.tls is None else [])]
@@ -51,7 +51,7 @@ class Guard:
             remedy = "Give --tls-cert, --tls-key, and --tls-ca or --password-file, or let everybody in with --insecure."
             raise InvalidExperiment("--host", host, problem, remedy)
         if lacks:
-            write_line(f"broker: {problem}, as --insecure says", level=logging.WARNING)
+            write_line(f"broker: {problem}, as --insecure allows", level=logging.WARNING)
 
     def mosquitto(self) -> list[str]:
         """Return the lines of mosquitto's configuration, valid for 2.0 and 2.1."""

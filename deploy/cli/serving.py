@@ -60,7 +60,7 @@ def serve_metrics(address: str, *, broker: BrokerAddress, insecure: bool) -> tup
 
 
 def _guard(address: str, broker: BrokerAddress, *, insecure: bool) -> Guard | None:
-    """Return the guard of an address that others reach; None if everybody may read, as --insecure says."""
+    """Return the guard of an address that others reach; None if everybody may read, as --insecure allows."""
     from common.metrics import Guard
     from common.net.tls import OPTIONAL
 
@@ -78,5 +78,5 @@ def _guard(address: str, broker: BrokerAddress, *, insecure: bool) -> Guard | No
     if not insecure:
         remedy = "Give --tls-cert and --tls-key, and --tls-ca or a login, or let everybody read with --insecure."
         raise InvalidExperiment("--metrics", address, problem, remedy)
-    logs.write_line(f"metrics: {problem}, as --insecure says", level=logging.WARNING)
+    logs.write_line(f"metrics: {problem}, as --insecure allows", level=logging.WARNING)
     return Guard(context, login) if login else None

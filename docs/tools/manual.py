@@ -38,7 +38,7 @@ EXAMPLES: Final[Mapping[str, str]] = {
     "doctor": "fedstrata doctor --broker 10.0.0.1",
     "provision": "fedstrata provision rack.toml --out kits",
     "device": "fedstrata device --name device-0 --parent institution-0 --broker 10.0.0.1",
-    "broker": "fedstrata broker --host 0.0.0.0",
+    "broker": "fedstrata broker --host 0.0.0.0 --insecure",
     "watch": "fedstrata watch --broker 10.0.0.1 --devices",
     "plan": "fedstrata plan deploy/experiments/demo.toml --one-host",
     "report": "fedstrata report runs/20261120T130301Z-demo-89f8b0",
