@@ -160,7 +160,7 @@ def test_the_services_of_each_machine(lab: Lab) -> None:
     }
 
 
-def test_a_lab_without_tls_says_so_in_its_commands(tmp_path: Path) -> None:
+def test_a_lab_without_tls_is_marked_in_its_commands(tmp_path: Path) -> None:
     lab = load(rack(tmp_path, RACK.replace('broker = "main"', 'broker = "main"\ntls = false', 1)))
     broker, region = services(lab, "server")
     assert broker.command == ("broker", "--host", "0.0.0.0", "--port", "1883", "--insecure")
