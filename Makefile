@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-aggregation bench-devices bench-kills bench-kits bench-links bench-matrix bench-plan bench-slow bench-tls bench-vmapped bench-tiers bench-training \
+.PHONY: help demo test bench bench-aggregation bench-devices bench-hostile bench-kills bench-kits bench-links bench-matrix bench-plan bench-slow bench-tls bench-vmapped bench-tiers bench-training \
     check clean broker simulate table1 test-slow wheel
 .DELETE_ON_ERROR:
 
@@ -55,6 +55,9 @@ bench-slow: $(INSTALLED) broker ## measure slow receivers beside fast ones
 
 bench-vmapped: $(INSTALLED) ## measure vmapped training, on a GPU if there is one
 	.venv/bin/python tests/bench/vmapped.py
+
+bench-hostile: $(INSTALLED) broker ## attack a lab by its members with a million messages: same model, time, memory
+	.venv/bin/python tests/bench/hostile.py
 
 bench-links: $(INSTALLED) broker ## measure over links that the kernel keeps, as root
 	.venv/bin/python tests/bench/links.py

@@ -19,6 +19,7 @@ from common.metrics import Metrics
 from common.model.layout import Row
 from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
+from common.protocol.limits import limits_below
 from common.protocol.messages import Announcement, NodeState
 from common.protocol.targets import ADDRESS
 from common.protocol.timeline import GLOBAL_PHASES
@@ -96,7 +97,7 @@ class CloudAgent:
             transfer=experiment.transfer,
             shaped=experiment.links.enforce == "bucket",
             codecs=tier.transfer,
-            below=tree.below_each(CLOUD),
+            limits=limits_below(experiment, CLOUD),
             spool=spool,
             observe=self._observe,
             world=self._world,

@@ -9,7 +9,9 @@ FedstrataError                 base of all errors; has the exit code of the comm
 │   ├── NoProgress        (5)  no progress for `idle_s`
 │   └── InvalidBelow      (4)  a node below cannot take part in the experiment
 ├── WireError                  malformed or unknown bytes from the network; counted, never fatal
-│   └── OtherRelease           of a release with another version of the protocol
+│   ├── OtherRelease           of a release with another version of the protocol
+│   ├── Misfit                 a sound message that contradicts what its receiver knows
+│   └── Flooded                one of too many
 └── RefusedModel               an upload that is not used: wrong digest or layout, or not finite
 """
 
@@ -68,6 +70,14 @@ class WireError(FedstrataError):
 
 class OtherRelease(WireError):
     """A message of a release with another version of the protocol."""
+
+
+class Misfit(WireError):
+    """A sound message that contradicts what its receiver knows."""
+
+
+class Flooded(WireError):
+    """One of too many messages of a peer."""
 
 
 class RefusedModel(FedstrataError):

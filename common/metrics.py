@@ -100,7 +100,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
         ("tier", "peer", "direction"),
         "Measured rate of a link to a child: before the run, then of each model received from it in 8 chunks or more",
     ),
-    "ignored_messages": Family("counter", (), "Messages rejected as malformed or unknown"),
+    "ignored_messages": Family("counter", ("reason",), "Messages refused, by reason"),
     "reconnects": Family("counter", (), "Broken or failed connections to the broker"),
     "chunks_published": Family("counter", (), "Chunks of models published"),
     "chunks_repeated": Family("counter", (), "Chunks published again"),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.errors import InvalidExperiment
-from common.experiment.data import Data, check_alike, found_in, permit
+from common.experiment.data import Data, check_alike, found_in, permit, root_below
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.experiment.tiers import check_parent
@@ -15,6 +15,7 @@ from common.metrics import Metrics, node_labels
 from common.model.layout import ModelLayout, Row
 from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
+from common.protocol.limits import task_limits
 from common.protocol.messages import Announcement, NodeState, Phase, Task
 from common.protocol.topics import DEFAULT_LAB, check_lab
 from common.runtime.arriving import Arriving
@@ -38,8 +39,8 @@ WAITING_S = 1.0
 class DeviceAgent:
     """One device, which initially knows only its broker, its name and its parent.
 
-    `allow_models`: the packages whose models an experiment may name. `data_root`: the folder of data sets on this host,
-    in place of the experiment's. `stay`: wait for the next run.
+    `allow_models`: the packages whose models an experiment may name. `data`: the folder of data sets on this host, in
+    place of the experiment's, which must be below `data_root` otherwise. `stay`: wait for the next run.
     """
 
     def __init__(
@@ -55,7 +56,8 @@ class DeviceAgent:
         lab: str = DEFAULT_LAB,
         spool: Path | None = None,
         allow_models: Sequence[str] = (),
-        data_root: str | None = None,
+        data: str | None = None,
+        data_root: Path = Path(),
         stay: bool = False,
         world: World = REAL,
     ) -> None:
@@ -68,6 +70,7 @@ class DeviceAgent:
         self._metrics_address = metrics_address
         self._spool = spool
         self._allow_models = allow_models
+        self._data = data
         self._data_root = data_root
         self._lab = check_lab(lab)
         self._stay = stay
@@ -91,7 +94,7 @@ class DeviceAgent:
         )
 
     def _resources(self) -> Resources:
-        root = Data.model_fields["root"].default if self._data_root is None else self._data_root
+        root = self._data or str(self._data_root / Data.model_fields["root"].default)
         return Resources(self._training.hardware, ", ".join(found_in(Path(root.replace("{node}", self._name)))))
 
     async def _take_part(self, found: Found) -> None:
@@ -104,8 +107,8 @@ class DeviceAgent:
     async def _serve(self, found: Found) -> None:
         run = found.run
         experiment = parse(found.announcement.experiment)
-        if self._data_root is not None:
-            experiment = experiment.with_data_root(self._data_root)
+        root = self._data or root_below(experiment.data, self._name, allowed=self._data_root)
+        experiment = experiment.with_data_root(root)
         tree = experiment.tree
         check_parent(tree, self._name, self._parent, role="device", among=tree.devices)  # before it publishes its name
         tier, session = experiment.tier_above(self._name), new_session(self._world)
@@ -119,6 +122,7 @@ class DeviceAgent:
             transfer=experiment.transfer,
             link=experiment.link(self._name),
             shaped=experiment.links.enforce == "bucket",
+            limits=task_limits(experiment, self._name),
             codecs=tier.transfer,
             spool=spool,
             world=self._world,

@@ -14,6 +14,7 @@ from common.metrics import Metrics, node_labels
 from common.model.layout import ModelLayout
 from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
+from common.protocol.limits import limits_below, task_limits
 from common.protocol.messages import NodeState
 from common.protocol.round_state import LIVING
 from common.protocol.timeline import PHASES
@@ -101,7 +102,7 @@ class InstitutionAgent:
             transfer=experiment.transfer,
             shaped=shaped,
             codecs=tier.transfer,
-            below=tree.below_each(self._name),
+            limits=limits_below(experiment, self._name),
             spool=spool,
             observe=lambda event, facts: presence.look() if event == "child" else None,
             world=self._world,
@@ -114,6 +115,7 @@ class InstitutionAgent:
             transfer=experiment.transfer,
             link=experiment.link(self._name),
             shaped=shaped,
+            limits=task_limits(experiment, self._name),
             below=down.ledger,
             codecs=experiment.tier_above(self._name).transfer,
             spool=spool,

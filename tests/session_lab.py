@@ -28,6 +28,7 @@ from common.protocol import serialization, topics
 from common.protocol.child_events import ModelArrived, ModelFailed, TaskReceived
 from common.protocol.child_session import ChildSession
 from common.protocol.identity import Identity
+from common.protocol.limits import ChildLimits
 from common.protocol.manifest import ModelForm, describe
 from common.protocol.messages import DIGEST_BYTES, Key, Message, NodeState, Phase, Presence, Result, Task
 from common.protocol.outbox import Output, Publish, PublishChunk, Subscribe
@@ -500,11 +501,13 @@ class Lab:
         transfer: TransferSettings = CHUNKED,
         link: LinkSettings = LinkSettings(),  # noqa: B008 - it is frozen
         start: bool = True,
+        limits: Mapping[str, ChildLimits] | None = None,
     ) -> None:
         self.loop = Loop()
         self.random = random.Random(seed)
         self.broker = Broker(self.loop, seed=seed, loss=loss, duplicates=duplicates, jitter_s=jitter_s)
         self.names, self.train_s, self.transfer, self.link = list(names), train_s, transfer, link
+        self.limits = limits
         self.bad: set[str] = set()
         self.messages: Counter[tuple[str, str, int]] = Counter()
         self.kinds: Counter[str] = Counter()
@@ -671,6 +674,7 @@ class Lab:
             shaped=True,
             meter=NoMeter(),
             first_number=int(1e3 * self.now),
+            limits=self.limits,
         )
         session.set_form(FORM)
         parent = ParentNode(self, session)

@@ -9,7 +9,7 @@ import pytest
 
 from common.protocol import serialization, topics
 from common.protocol.messages import Alive, Announcement, Message, NodeState, Presence, WhoIsThere
-from common.protocol.pending import SEEKERS_KEPT
+from common.protocol.pending import SEEKERS_MOST
 from common.protocol.refusals import Refusal
 from common.runtime.discovery import Found, Moved, discover
 from common.runtime.parent_endpoint import ParentEndpoint
@@ -126,13 +126,13 @@ async def test_unknown_seekers_are_answered_and_bounded(site: SimulatedSite) -> 
     async with together(living(site, parent), serving(site, child, layout_of(4000), 0)):
         await introduced(child)
         site.routed.clear()
-        for number in range(2 * SEEKERS_KEPT):
+        for number in range(2 * SEEKERS_MOST):
             question = serialization.encode(WhoIsThere(f"nonce-{number}"), "stranger")
             site.inject(topics.seek(LAB, PARENT, f"stranger-{number}"), question)
         await asyncio.sleep(5)
         answers = [routed for routed in site.routed if "/inbox/" in routed.topic and "stranger" in routed.topic]
-        assert len(answers) == SEEKERS_KEPT
-        assert parent.session.refusals.of(Refusal.FLOOD) == SEEKERS_KEPT
+        assert len(answers) == SEEKERS_MOST
+        assert parent.session.refusals.of(Refusal.FLOOD) == SEEKERS_MOST
         site.routed.clear()
         for _ in range(100):  # one that asks without end gets five answers a second
             site.inject(topics.seek(LAB, PARENT, "stranger"), question)

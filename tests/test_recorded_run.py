@@ -25,6 +25,7 @@ from common.protocol import serialization, topics
 from common.protocol.child_events import ModelArrived, RunEnded, TaskReceived
 from common.protocol.child_session import ChildSession
 from common.protocol.identity import Identity
+from common.protocol.limits import limits_below
 from common.protocol.manifest import missing
 from common.protocol.messages import (
     Acknowledgement,
@@ -201,7 +202,7 @@ def test_a_parent_plays_the_recorded_rounds_again(node: str, messages: list[Reco
     identity = Identity(run_of(messages), node, "cloud", session_of(messages, node), ledger=run_of(messages))
     session = ParentSession(
         identity, links=dict.fromkeys(children, LinkSettings()), transfer=experiment.transfer, shaped=False,
-        meter=NoMeter(), first_number=1, below=experiment.topology.homes() if node == "cloud" else None,
+        meter=NoMeter(), first_number=1, limits=limits_below(experiment, node),
     )  # fmt: skip
     session.set_form(Models(sent="fp32", received="fp32").form(layout))
     session.announce(next(one.message for one in messages if isinstance(one.message, Announcement)))

@@ -20,6 +20,7 @@ from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
 from common.protocol.closing import Standing, Verdict, judge
 from common.protocol.coordinator import Coordinator
+from common.protocol.limits import ChildLimits
 from common.protocol.messages import (
     Acknowledgement,
     Failure,
@@ -459,11 +460,16 @@ def test_a_refused_result_leaves_the_round_to_the_others() -> None:
     assert closed.refused == {"device-1": "holds NaN"} and closed.missing == ()
 
 
+ABOVE = ChildLimits(aggregators=["institution-0"])
+
+
 @pytest.mark.parametrize("spread", ["NaN", "-Infinity", "1" + 400 * "0", '"0.1"'])
 def test_a_report_whose_spread_no_float_holds_is_refused(spread: str) -> None:
-    check_report(replace(result_of(Key(1, 0, 0)), plans='{"institution-0": [{"spread": 0.1}]}'))
+    check_report(replace(result_of(Key(1, 0, 0)), plans='{"institution-0": [{"spread": 0.1}]}'), limits=ABOVE)
     with pytest.raises(RefusedModel, match="not a finite number"):
-        check_report(replace(result_of(Key(1, 0, 0)), plans=f'{{"institution-0": [{{"spread": {spread}}}]}}'))
+        check_report(
+            replace(result_of(Key(1, 0, 0)), plans=f'{{"institution-0": [{{"spread": {spread}}}]}}'), limits=ABOVE
+        )
 
 
 def test_decisions_that_are_too_long_for_a_message_are_left_out(caplog: pytest.LogCaptureFixture) -> None:

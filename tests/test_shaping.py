@@ -360,15 +360,15 @@ def test_a_blob_that_is_dropped_or_a_connection_that_is_lost_leaves_nothing_behi
 def test_noise_is_counted_apart_and_remembered_in_bounds() -> None:
     one = OneOutbox({"a": LinkDirection()})
     manifest = one.offer(8, "a")
-    one.outbox.add_noise(manifest.blob)
+    one.outbox.add_noise("me", manifest.blob)
     while outputs := one.outbox.to_send(1.0):
         for output in outputs:
             assert isinstance(output, PublishChunk)
             one.outbox.sent(output.chunk)
     assert one.counters.traffic("a") == Traffic() and one.counters.probed("a", "sent") > manifest.size
     for number in range(2 * NOISE_KEPT):
-        one.outbox.add_noise(f"{number:016x}")
-    assert len(one.outbox.noise) == NOISE_KEPT and manifest.blob not in one.outbox.noise
+        one.outbox.add_noise("me", f"{number:016x}")
+    assert len(one.outbox.noise) == NOISE_KEPT and ("me", manifest.blob) not in one.outbox.noise
 
 
 # Accounting

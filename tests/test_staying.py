@@ -285,6 +285,7 @@ LONG = SMALL.replace("rounds = 2", "rounds = 1000") + "[training]\nepochs = 100\
 DESCRIBED = """
 name = "lab"
 broker = "main"
+tls = false
 brokers = {{ main = {{ addresses = ["{address}"] }} }}
 machines = {{ here = {{ address = "localhost" }} }}
 institutions = {{ institution-0 = {{ machine = "here" }} }}

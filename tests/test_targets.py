@@ -22,6 +22,7 @@ from common.experiment.topology import CLOUD
 from common.metrics import Metrics, node_labels
 from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
+from common.protocol.limits import ChildLimits
 from common.protocol.messages import NodeState, Presence, Target
 from common.protocol.targets import REPORT_S, STAYING, Targets
 from common.runtime.child_endpoint import ChildEndpoint
@@ -243,7 +244,7 @@ def test_devices_on_a_broker_of_their_own_are_found_lost_and_found_again(tmp_pat
             identity("cloud", "cloud"),
             links={"i0": LinkSettings()},
             transfer=TransferSettings(),
-            below={"i0": ["d0"]},
+            limits={"i0": ChildLimits(below={"d0": 1})},
         )
         middle = identity("i0", "institution")
         up = ChildEndpoint(at[wan.port], middle, parent="cloud", transfer=TransferSettings(), link=LinkSettings())

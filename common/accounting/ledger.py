@@ -83,7 +83,8 @@ class Ledger:
             _check(child, counts, counts.wire)
         page = self._pages[child]
         page.turn(session)
-        page.link, page.below = link, below
+        if _size(link, *below) >= _size(page.link, *page.below):  # an earlier message may come again
+            page.link, page.below = link, below
 
     def enter_reports(self, child: str, session: str, reports: Iterable[ChildReport]) -> None:
         """Record a child's reports on the nodes below it, whose counts grow within the child's session.
@@ -96,7 +97,8 @@ class Ledger:
         for report in found.values():
             _check(child, report.traffic, report.traffic.wire, report.broker)
         page.turn(session)
-        page.reports = found
+        if _size(*(each.traffic for each in found.values())) >= _size(*(r.traffic for r in page.reports.values())):
+            page.reports = found
 
     def links(self) -> dict[str, Traffic]:
         """Return each child's link: `received_*` as counted here (up), `sent_*` as counted at the child (down).
@@ -122,12 +124,14 @@ class Ledger:
     def tiers(self) -> tuple[Traffic, ...]:
         """Return the sums of the links to the children, then of those of each tier below.
 
-        `wire` is that of the parents' connections, all links together.
+        `wire` is that of the parents' connections, all links together. No sum exceeds what a parent accepts: a child
+        that counts too much must not silence this node.
         """
         below: tuple[Traffic, ...] = ()
         for page in self._pages.values():
             below = added(below, page.below_before, page.below)
-        return (replace(sum(self.links().values(), NOTHING), wire=self.broker()), *below)
+        link = replace(sum(self.links().values(), NOTHING), wire=self.broker())
+        return tuple(map(_bounded, (link, *below)))
 
     def broker(self) -> TcpStats:
         """Return the bytes of this node's own connection to the children's broker, all children together."""
@@ -148,7 +152,10 @@ class Ledger:
             )
         for page in self._pages.values():
             found |= {report.name: page.whole(report) for report in page.reports.values()}
-        return found
+        return {
+            name: replace(report, traffic=_bounded(report.traffic), broker=_bounded_wire(report.broker))
+            for name, report in found.items()
+        }
 
     def to_json(self) -> str:
         """Return the ledger as JSON, for `restore` in a later process."""
@@ -211,6 +218,23 @@ def added(*counts: tuple[Traffic, ...]) -> tuple[Traffic, ...]:
     return tuple(sum(tier, NOTHING) for tier in zip_longest(*counts, fillvalue=NOTHING))
 
 
+def _size(*counts: Traffic) -> int:
+    """Return the sum of all bytes, which grows within a session."""
+    return sum(sum(BYTES(traffic)) for traffic in counts)
+
+
+def _bounded(traffic: Traffic) -> Traffic:
+    """Return counts of which none exceeds BYTES_MOST."""
+    if max(*BYTES(traffic), *_WIRE_COUNTS(traffic.wire)) <= BYTES_MOST:
+        return traffic
+    counts = {name: min(getattr(traffic, name), BYTES_MOST) for name in _LINK_COUNTS}
+    return Traffic(**counts, wire=_bounded_wire(traffic.wire))
+
+
+def _bounded_wire(wire: TcpStats) -> TcpStats:
+    return TcpStats(*(min(count, BYTES_MOST) for count in _WIRE_COUNTS(wire)))
+
+
 def _check(child: str, traffic: Traffic, *wires: TcpStats) -> None:
     """Check counts, for each message: without astuple, which copies deeply. Raises WireError."""
     if max(*BYTES(traffic), *(count for wire in wires for count in _WIRE_COUNTS(wire))) > BYTES_MOST:
@@ -232,3 +256,4 @@ def _report(row: list[Any]) -> ChildReport:
 
 
 _WIRE_COUNTS: Final = attrgetter(*(f.name for f in fields(TcpStats)))
+_LINK_COUNTS: Final = tuple(f.name for f in fields(Traffic) if f.name != "wire")

@@ -32,6 +32,19 @@ FOLDERS: Final = MappingProxyType(  # of each set's files, below `root`
         "sent140": "sent140",
     }
 )
+SAMPLES: Final = MappingProxyType(  # for training in each set; of LEAF's in all of it, which its options may reduce
+    {
+        "digits": 1_438,
+        "mnist": 60_000,
+        "fashionmnist": 60_000,
+        "cifar10": 50_000,
+        "cifar100": 50_000,
+        "femnist": 805_263,
+        "shakespeare": 4_226_158,
+        "sent140": 1_600_498,
+    }
+)
+OWN_MOST: Final = 1_000_000_000  # of `folder`, of which only its device knows the size
 FolderName = Annotated[str, Field(pattern=r"^[^./\\][^/\\]*$")]
 
 MODELS: Final = (
@@ -49,7 +62,8 @@ class Data(SettingsTable):
     """
 
     dataset: DatasetName = "digits"  # the data set
-    # The folder of data sets; `{node}` in it is the name of the node that reads, `cloud` for the test set.
+    # The folder of data sets, on a device relative to its host's `--data-root`, and never outside it; `{node}` in it is
+    # the name of the node that reads, `cloud` for the test set.
     root: str = "data"
     labels: Literal["fine", "coarse"] = "fine"  # of `cifar100`: its 100 classes or their 20 groups
     # Of `folder`: the classes' folders, in order; of `synthetic`: how many.
@@ -131,6 +145,16 @@ def found_in(root: Path) -> list[str]:
     return [name for name, folder in FOLDERS.items() if (root / folder).is_dir()]
 
 
+def samples_most(data: Data, *, devices: int) -> int:
+    """Return the most training samples that one of so many devices can have."""
+    total = data.samples if data.dataset == "synthetic" else SAMPLES.get(data.dataset, OWN_MOST)
+    if data.partition == "iid":
+        return -(-total // devices)
+    if data.partition == "dirichlet_overlap":
+        return min(total, data.partition_size)
+    return min(total, data.shards * -(-total // (devices * data.shards))) if data.partition == "shards" else total
+
+
 def check(data: Data, model: Model) -> None:
     """Check the values that types alone cannot check. Raises InvalidExperiment."""
     if ":" in model.name:
@@ -181,6 +205,25 @@ def permit(model: Model, allowed: Iterable[str]) -> None:
         problem = "this host does not import custom models without its user's permission"
         remedy = f"Start its devices with --allow-models {package}, or set FEDSTRATA_ALLOW_MODELS."
         raise InvalidExperiment("model.name", name, problem, remedy)
+
+
+def root_below(data: Data, node: str, *, allowed: Path) -> str:
+    """Return where a host reads the data of an experiment that comes from another one.
+
+    `allowed`: the folder of which it may read, to which `data.root` is relative. Raises InvalidExperiment.
+    """
+    if data.dataset not in (*FOLDERS, "folder"):
+        return data.root  # no file is read
+    root = allowed / data.root
+    try:
+        inside = Path(str(root).replace("{node}", node)).resolve().is_relative_to(allowed.resolve())
+    except (OSError, ValueError, RuntimeError):  # no path, or links that go round
+        inside = False
+    if not inside:
+        problem = f"outside {allowed.absolute()}, the folder of which the host of {node} may read"
+        remedy = "Write a path below it, or start the device with --data-root DIR or --data DIR."
+        raise InvalidExperiment("data.root", data.root, problem, remedy)
+    return str(root)
 
 
 def check_alike(data: Data, node: str, *, partition: str, clouds: str) -> None:

@@ -49,6 +49,7 @@ class TransferSettings(SettingsTable):
     lan: Codecs = Codecs()
 
 
+ROUNDS_MOST: Final = 10**12  # of a device in a run; their numbers fit into messages
 SHORT_FORM: Final = (
     "topology", "institution", "cloud.participation", "cloud.aggregation", "cloud.closing", "links.wan", "links.lan",
     "transfer.wan", "transfer.lan",
@@ -95,6 +96,9 @@ class Experiment(SettingsTable):
             check_tiers(self.tiers)
         else:
             check_topology(self.topology)
+        if self.rounds * self.device_rounds > ROUNDS_MOST:
+            problem = f"{self.rounds * self.device_rounds} local rounds of each device"
+            raise InvalidExperiment("rounds", self.rounds, problem, f"Use at most {ROUNDS_MOST:,} in all.")
         self._check_form()
         check_data(self.data, self.model)
         check_training(self.training, self.data)

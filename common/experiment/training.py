@@ -41,7 +41,7 @@ class Augmentation(SettingsTable):
 
     flip: bool = False  # mirror half of the images, left to right
     # Pad with so many zero pixels on each side, then cut a window of the image's size.
-    crop: Annotated[int, Field(ge=0)] = 0
+    crop: Annotated[int, Field(ge=0, le=1024)] = 0
 
 
 class TrainingSettings(SettingsTable):

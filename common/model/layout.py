@@ -27,6 +27,8 @@ from common.errors import InvalidExperiment, RefusedModel, WireError
 Row: TypeAlias = npt.NDArray[np.uint8]
 
 MOST_DIMENSIONS: Final = 32  # numpy 1.26's limit
+NAME_MOST: Final = 512  # characters
+ROW_BYTES_MOST: Final = 1 << 35  # of an announced layout; nothing is allocated for a larger one
 
 
 class Section(StrEnum):
@@ -88,10 +90,12 @@ class ModelLayout:
         """Read what `to_json` wrote. Raises WireError."""
         try:
             tensors = [(name, shape, Section(kind)) for name, shape, kind in json.loads(text)]
-            if not all(isinstance(name, str) and _is_shape(shape) for name, shape, _ in tensors):
+            if not all(_is_name(name) and _is_shape(shape) for name, shape, _ in tensors):
                 raise ValueError("no name or no shape")
             if len({name for name, _, _ in tensors}) < len(tensors):
                 raise ValueError("duplicate name")
+            if 8 * sum(prod(shape) for _, shape, _ in tensors) > 2 * ROW_BYTES_MOST:
+                raise ValueError(f"more than {ROW_BYTES_MOST >> 30} GiB")
             return cls.build(tensors)
         except (ValueError, TypeError, RecursionError, InvalidExperiment) as error:
             raise WireError(f"not a model layout: {error}") from None
@@ -176,5 +180,11 @@ class ModelLayout:
                 raise RefusedModel(f"entry {entry.name} holds NaN or Inf")
 
 
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= NAME_MOST and value.isprintable()  # no lone surrogate is
+
+
 def _is_shape(value: object) -> bool:
-    return isinstance(value, list) and len(value) <= MOST_DIMENSIONS and all(type(d) is int and d >= 0 for d in value)
+    if not isinstance(value, list) or len(value) > MOST_DIMENSIONS:
+        return False
+    return all(type(d) is int and 0 <= d <= ROW_BYTES_MOST for d in value)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from common.accounting.child_report import ChildReport
 from common.accounting.ledger import Ledger, Mark
 from common.accounting.traffic import Traffic
-from common.errors import RefusedModel, WireError
+from common.errors import Misfit, RefusedModel, WireError
 from common.experiment.links import LinkSet, LinkSettings
 from common.experiment.schema import TransferSettings
 from common.protocol import serialization, topics
@@ -32,6 +32,7 @@ from common.protocol.child_events import (
 )
 from common.protocol.fetches import Fetched, FetchFailed, ReceiverEvent
 from common.protocol.identity import Identity
+from common.protocol.limits import TaskLimits, short
 from common.protocol.manifest import ModelForm
 from common.protocol.messages import (
     Acknowledgement,
@@ -44,6 +45,7 @@ from common.protocol.messages import (
     Phase,
     Preparing,
     Presence,
+    Probe,
     Progress,
     Reports,
     Result,
@@ -53,10 +55,9 @@ from common.protocol.messages import (
 from common.protocol.outbox import Output, Publish
 from common.protocol.participant import HEARTBEAT_S, Acknowledged, Participant
 from common.protocol.presence import Proof
-from common.protocol.refusals import Refusal
 from common.protocol.round_state import LIVING
 from common.protocol.session import Session
-from common.protocol.session_events import ByteMeter
+from common.protocol.session_events import ByteMeter, ProbeReceived
 
 FAREWELL_S: Final = 1.0  # between two farewells
 QUIET_S: Final = 30.0  # without a message from the parent, before it is asked for proof of life
@@ -68,7 +69,7 @@ class ChildSession(Session):
     """One child's session with its parent on one broker.
 
     `parent_session`: the session that replied during discovery, empty if none did. `below`: the byte ledger of this
-    node's own children, if it has any. `form`: the required form of the parent's models.
+    node's own children, if it has any. `form`: the required form of the parent's models; `limits`: of its tasks.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class ChildSession(Session):
         first_number: int,
         now: float,
         form: ModelForm | None = None,
+        limits: TaskLimits | None = None,
         below: Ledger | None = None,
     ) -> None:
         ways = LinkSet(to={parent: link.up}, from_={parent: link.down}, shaped=shaped)
@@ -99,6 +101,7 @@ class ChildSession(Session):
         self.parent = parent
         self.participant = Participant()
         self._form = form
+        self._limits = limits
         self._below = below
         self._ledger = ""
         self._marks: dict[str, Mark] = {}
@@ -206,6 +209,8 @@ class ChildSession(Session):
             self._take(message, now)
         elif isinstance(message, Acknowledgement):
             self.participant.receive(message, now=now)
+        elif isinstance(message, Probe):
+            self._events.append(ProbeReceived(sender, message))
         elif isinstance(message, Goodbye):
             self._farewell, self._farewell_at = None, inf
         else:
@@ -215,9 +220,12 @@ class ChildSession(Session):
         try:
             if self._form is not None:
                 self._form.check(task.model)
+            if self._limits is not None:
+                self._limits.check(task)
         except RefusedModel as error:
-            self._declined = Declined(task.key, str(error))
-            self._refuse(Refusal.MISFIT, self.parent, f"a task: {error}")
+            if self._budget.take(self.parent, now):  # the task is repeated until it is answered
+                self._declined = Declined(task.key, str(error))
+            raise Misfit(f"a task: {error}") from None
         else:
             self.participant.receive(task, now=now)
 
@@ -348,7 +356,7 @@ class ChildSession(Session):
     def _end(self, presence: Presence) -> None:
         if not self._ended:
             self._ended = True
-            self._events.append(RunEnded(presence.state, presence.reason))
+            self._events.append(RunEnded(presence.state, short(presence.reason)))
 
     def _begin_count(self, ledger: str) -> None:
         """Count from zero for a new ledger of the parent."""

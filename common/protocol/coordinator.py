@@ -43,8 +43,6 @@ from common.protocol.round_state import (
 from common.protocol.timeline import Timeline
 
 REPEAT_MOST_S: Final = 5.0
-CHUNKS_CARRIED: Final = 2
-CARRIED_BYTES: Final = 16_384  # of a partial chunk; acknowledgements and pings need an hour for as many bytes
 
 
 class Coordinator:
@@ -92,18 +90,23 @@ class Coordinator:
             self._send_task(child, now)
         return self._key
 
-    def receive(self, name: str, message: Progress | Result, *, now: float) -> None:
-        """Handle a message of a child's present session; one for another round is acknowledged or ignored."""
+    def receive(self, name: str, message: Progress | Result, *, now: float) -> str:
+        """Handle a message of a child's present session; one for another round is acknowledged or ignored.
+
+        Return why it is refused, empty if it is not.
+        """
         self._received_at = now
         child = self._children[name]
         if message.key != self._key or not self._open or child.assignment is None:
             if isinstance(message, Result):
                 self._acknowledge_old(name, child, message, now)
-            return
+            return "of a round that was never open" if self._key is not None and message.key > self._key else ""
+        if reason := child.contradiction(message):
+            return reason
         child.repeat_at = now + REPEAT_MOST_S  # it has the task: repeat it only after silence
         if child.go(ChildCause.MESSAGE):
             child.moved, child.declined = now, ""
-        self._note_progress(child, message, now)
+        child.note_progress(message, now)
         if isinstance(message, Progress):
             if message.phase is not Phase.FETCHING:
                 self._received_model(child, now)
@@ -119,6 +122,7 @@ class Coordinator:
             self._acknowledge_again(name, Acknowledgement(message.key, ""), now)
         elif child.state is ChildState.REFUSED:
             self._acknowledge_again(name, Acknowledgement(message.key, child.refusal), now)
+        return ""
 
     def end(self) -> None:
         """End the open round, if any, in whatever state; later messages for it are late."""
@@ -167,7 +171,7 @@ class Coordinator:
                 child.carried_from = None
             self._meet(name, child, session, now)
             if presence.state is NodeState.READY and child.state is ChildState.ASSIGNED:
-                child.repeat_at = now
+                child.repeat_at = min(child.repeat_at, self._again_at(child, now))
         return True
 
     def moved(self, name: str, *, now: float) -> None:
@@ -207,7 +211,7 @@ class Coordinator:
         """Wait for that result again: the child no longer holds the model that it announced."""
         if self.is_announced(name, key) and self._children[name].go(ChildCause.RETRY):
             self._children[name].result = None
-            self._send_task(self._children[name], now)
+            self._send_task_again(self._children[name], now)
 
     def tick(self, now: float) -> None:
         """Evaluate the round at this time."""
@@ -226,7 +230,7 @@ class Coordinator:
                 continue
             # Repeats omit an inline model: a child that did not get it fetches it.
             due.append((name, Task(self._key, given.epochs, given.model, None if child.sent else given.inline)))
-            child.sent = True
+            child.sent, child.sent_at = True, now
             child.repeat_s = min(2 * child.repeat_s, REPEAT_MOST_S)
             child.repeat_at = now + child.repeat_s
         self._quiet_until = self._earliest()
@@ -299,6 +303,14 @@ class Coordinator:
         child.repeat_at, child.repeat_s, child.sent = now, REPEAT_S / 2, False
         self._quiet_until = -inf
 
+    def _send_task_again(self, child: ChildInRound, now: float) -> None:
+        self._send_task(child, self._again_at(child, now))
+
+    @staticmethod
+    def _again_at(child: ChildInRound, now: float) -> float:
+        """Return when a task may be sent again: once per REPEAT_S, as it is far larger than what asks for it."""
+        return max(now, child.sent_at + REPEAT_S)
+
     def _meet(self, name: str, child: ChildInRound, session: str, now: float) -> None:
         if session == child.session:
             return
@@ -307,26 +319,7 @@ class Coordinator:
         child.session, child.moved, child.mark, child.prepared = session, now, None, -1
         if self._open and child.go(ChildCause.RESTART):
             child.result = None
-            self._send_task(child, now)
-
-    def _note_progress(self, child: ChildInRound, message: Progress | Result, now: float) -> None:
-        """Update a child's progress from its message.
-
-        Bytes of models since the last change count up to two chunks: on a slow link a chunk takes minutes. More bytes
-        without an arriving chunk are repeats, and so are those of a new connection up to what an earlier one carried.
-        """
-        mark = (message.phase, message.done) if isinstance(message, Progress) else (Phase.ANNOUNCING, 0)
-        carried = message.traffic.carried_models
-        if child.mark != mark:
-            child.mark, child.carried_from, child.carried_best = mark, carried, 0
-            if child.state is not ChildState.ANNOUNCED:
-                child.moved = now
-        elif child.carried_from is None:
-            child.carried_from = carried
-        elif carried - child.carried_from >= child.carried_best + CARRIED_BYTES:
-            child.carried_best = carried - child.carried_from
-            if child.carried_best <= CHUNKS_CARRIED * child.chunk_bytes:
-                child.moved = now
+            self._send_task_again(child, now)
 
     def _acknowledge(self, name: str, key: Key, reason: str, now: float) -> None:
         self._children[name].acknowledged = key, reason

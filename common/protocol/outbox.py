@@ -10,12 +10,13 @@ from common.accounting.counters import Account, packet_bytes
 from common.experiment.links import LinkSet
 from common.protocol import serialization, topics
 from common.protocol.identity import Identity
-from common.protocol.messages import Message, Result, Task
+from common.protocol.messages import Goodbye, Message, Result, Task
 from common.protocol.sender import Publication, Sender
 from common.protocol.shaping import Shaper
 
 CHUNKS_IN_CLIENT: Final = 4
 NOISE_KEPT: Final = 4096  # blobs: two for each of 2,000 links
+OTHERS: Final = "others"  # in the counts: all nodes that look for a run and are not in it
 EARLY_S: Final = 0.0005  # the event loop sleeps whole milliseconds: half of one early is as accurate as half late
 
 
@@ -63,21 +64,25 @@ class _Departure:
 
 
 class Outbox:
-    """One session's outbox. `noise`: the blobs of link calibrations."""
+    """One session's outbox. `noise`: the blobs of link calibrations, each as (owner, blob)."""
 
     def __init__(self, identity: Identity, *, sender: Sender, counters: Account, ways: LinkSet) -> None:
         self._identity = identity
         self._sender = sender
         self._counters = counters
+        self._peers = ways.to.keys()
         self._shaper = Shaper(ways.to if ways.shaped else {})
         self._waiting: list[tuple[float, int, _Departure]] = []  # by time, then in order
         self._number = 0
         self._in_client = 0
-        self.noise: dict[str, None] = {}
+        self.noise: dict[tuple[str, str], None] = {}
 
-    def add_noise(self, blob: str) -> None:
-        """Count this blob's bytes as those of a calibration; beyond NOISE_KEPT the earliest blob is forgotten."""
-        self.noise[blob] = None
+    def add_noise(self, owner: str, blob: str) -> None:
+        """Count this blob's bytes as those of a calibration; beyond NOISE_KEPT the earliest blob is forgotten.
+
+        Of its owner alone: another one's model may have the same id.
+        """
+        self.noise[owner, blob] = None
         if len(self.noise) > NOISE_KEPT:
             del self.noise[next(iter(self.noise))]
 
@@ -93,8 +98,15 @@ class Outbox:
         body = serialization.encode(message, identity.session)
         size = packet_bytes(topic, len(body), qos=0)
         due = self._shaper.reserve((peer,), size, now)
-        self._put(due, Publish(topic, body), peer, size, inline_bytes(message))
+        counted = peer if peer in self._peers else OTHERS
+        self._put(due, Publish(topic, body), counted, size, inline_bytes(message))
         return due
+
+    def count_received(self, sender: str, topic: str, body: bytes, message: Message) -> None:
+        """Count a peer's message, but no Goodbye: it answers the last count of this end, which cannot include it."""
+        if not isinstance(message, Goodbye):
+            size, model = packet_bytes(topic, len(body), qos=0), inline_bytes(message)
+            self._counters.add(sender, "received", message=size, model=model, control=len(body) - model)
 
     def to_send(self, now: float) -> list[Output]:
         """Return what is due, including chunks that receivers lack and links have room for."""
@@ -157,7 +169,7 @@ class Outbox:
             output, peer, size, model = departure.output, departure.peer, departure.size, departure.model
             if isinstance(output, PublishChunk):
                 self._in_client += 1  # counted late, so that chunks for a slow link do not block other links
-                kind = "probe" if output.chunk.blob in self.noise else "model"
+                kind = "probe" if (self._identity.name, output.chunk.blob) in self.noise else "model"
                 self._counters.add(peer, "sent", message=size, **{kind: model})
             else:
                 self._counters.add(peer, "sent", message=size, model=model, control=len(output.body) - model)

@@ -6,16 +6,18 @@ For each upload the endpoint answers `UploadAnnounced` with a buffer (`fetch`), 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from math import inf
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from common.accounting.child_report import ChildReport
 from common.accounting.ledger import Ledger
 from common.accounting.traffic import Traffic
-from common.errors import RefusedModel, WireError
+from common.errors import Misfit, RefusedModel, WireError
 from common.experiment.links import LinkSet, LinkSettings
 from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
@@ -23,6 +25,7 @@ from common.protocol import topics
 from common.protocol.coordinator import Coordinator
 from common.protocol.fetches import Fetched, FetchFailed, FetchFailure, ReceiverEvent
 from common.protocol.identity import Identity
+from common.protocol.limits import ANY, ChildLimits, short
 from common.protocol.manifest import ModelForm
 from common.protocol.messages import (
     Declined,
@@ -34,6 +37,7 @@ from common.protocol.messages import (
     NodeState,
     Preparing,
     Presence,
+    Probed,
     Progress,
     Reports,
     Result,
@@ -49,11 +53,10 @@ from common.protocol.parent_events import (
     UploadArrived,
     UploadRefused,
 )
-from common.protocol.refusals import Refusal
-from common.protocol.reports import COUNT_MOST, check_report
+from common.protocol.reports import check_report
 from common.protocol.round_state import LIVING, Assignment, Restarted, ResultAnnounced
 from common.protocol.session import Session
-from common.protocol.session_events import ByteMeter
+from common.protocol.session_events import ByteMeter, ProbeReceived
 from common.protocol.targets import STAYING, Targets
 
 QUIET_S: Final = 5.0  # without a report of a child that prepares; it reports every two seconds
@@ -64,7 +67,7 @@ class ParentSession(Session):
     """One parent's session with its children on one broker.
 
     `links`: the children's names in order, each with its link; `shaped`: this end enforces their rates and delays.
-    `below`: the names of all nodes below each child.
+    `limits`: what each child may report, and the nodes below it.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class ParentSession(Session):
         shaped: bool,
         meter: ByteMeter,
         first_number: int,
-        below: Mapping[str, Collection[str]] | None = None,
+        limits: Mapping[str, ChildLimits] | None = None,
     ) -> None:
         ways = LinkSet(
             to={name: link.down for name, link in links.items()},
@@ -93,15 +96,19 @@ class ParentSession(Session):
             persistent=False,
         )
         self.coordinator = Coordinator(self.peers, idle_s=transfer.idle_s)
+        self._limits = dict.fromkeys(self.peers, ANY) | dict(limits or {})
+        below = {name: limit.below.keys() for name, limit in self._limits.items()}
+        self._admission.reports = {name: len(names) for name, names in below.items()}
         self.ledger = Ledger(self.peers, self.counters, wire=meter.sample, below=below)
-        self.targets = Targets(below or {})
+        self.targets = Targets(below)
         self.samples: dict[str, int] = {}
+        self._counted = dict.fromkeys(self.peers, "")  # the session that reported the samples
         self.rates: dict[str, float] = {}
         self.moves = 0
         self.farewells: set[str] = set()
         self._form: ModelForm | None = None
         self._pending: dict[tuple[str, str], Result] = {}
-        self._references: dict[str, str] = {}
+        self._assignments: Mapping[str, Assignment] = {}
         self._last: dict[str, Presence | None] = {}
         self._waits_for: dict[str, str] = {}
         self._prepared_at: dict[str, float] = {}
@@ -122,7 +129,7 @@ class ParentSession(Session):
         now: float,
     ) -> Key:
         """Open a round, see `Coordinator.open`."""
-        self._references = {name: assignment.model.blob for name, assignment in assignments.items()}
+        self._assignments = assignments
         return self.coordinator.open(
             global_round=global_round, local_round=local_round, assignments=assignments, closing=closing, now=now
         )
@@ -154,7 +161,7 @@ class ParentSession(Session):
 
     def end_round(self, children: Iterable[str], now: float) -> None:
         """Stop all transfers with these children; the round's buffers may be overwritten afterwards."""
-        for blob in set(self._references.values()):
+        for blob in {assignment.model.blob for assignment in self._assignments.values()}:
             self.offers.retire(blob)
         for name in children:
             self.receiver.drop(name, now=now)
@@ -222,23 +229,24 @@ class ParentSession(Session):
 
     def _message(self, sender: str, session: str, message: Message, now: float) -> None:
         if isinstance(message, Progress):
+            self._receive(sender, message, now)  # first: an error in its counts must not hide its progress
             self._count(sender, session, message.traffic, message.below)
-            self.coordinator.receive(sender, message, now=now)
         elif isinstance(message, Result):
-            self.coordinator.receive(sender, message, now=now)
-            # Last: an error in its counts must not prevent the reply.
+            self._receive(sender, message, now)
             self._count(sender, session, message.traffic, message.below)
-            self.ledger.enter_reports(sender, session, message.children)
+            self._enter_reports(sender, session, message.children)
         elif isinstance(message, Preparing):
-            self._waits_for[sender] = message.waits_for
+            self._waits_for[sender] = short(message.waits_for)
             self._prepared_at[sender] = now
             self.coordinator.preparing(sender, message.done, waits=bool(message.waits_for), now=now)
             self.moves += 1
         elif isinstance(message, Declined):
-            self.coordinator.declined(sender, message.key, message.reason)
-            self._refuse(Refusal.MISFIT, sender, f"it declined its task: {message.reason}")
+            self.coordinator.declined(sender, message.key, short(message.reason))
+            raise Misfit(f"it declined its task: {short(message.reason)}")
+        elif isinstance(message, Probed):
+            self._events.append(ProbeReceived(sender, message))
         elif isinstance(message, Reports):
-            self.ledger.enter_reports(sender, session, message.children)
+            self._enter_reports(sender, session, message.children)
         elif isinstance(message, Farewell):
             self.farewells.add(sender)
             if self._budget.take(sender, now):
@@ -248,9 +256,18 @@ class ParentSession(Session):
         else:
             raise WireError(f"a child does not send a {type(message).__name__}")
 
+    def _receive(self, sender: str, message: Progress | Result, now: float) -> None:
+        if reason := self.coordinator.receive(sender, message, now=now):
+            raise Misfit(reason)
+
     def _presence(
         self, peer: str, session: str, presence: Presence | None, now: float, *, published: bool = True
     ) -> None:
+        if presence is not None:
+            most = self._limits[peer].samples
+            if presence.samples > most:
+                raise Misfit(f"it reports {presence.samples} samples, at most {most} are possible")
+            presence = replace(presence, reason=short(presence.reason))
         if not self.coordinator.presence(peer, session, presence, now=now):
             return
         self.targets.receive(peer, presence, now=now)
@@ -260,11 +277,11 @@ class ParentSession(Session):
             self.receiver.yield_slot(peer, now=now)
         elif published or before is None or before.state not in LIVING:  # its connection is new
             self.receiver.ask_again(peer, now=now)
-        if presence is not None and 0 < presence.samples <= COUNT_MOST:
+        if presence is not None and presence.samples and (self._limits[peer].below or session != self._counted[peer]):
             if published and self.samples.get(peer, presence.samples) != presence.samples:
                 self.proofs.doubt(peer, now)  # possibly a stranger's: another count is taken from an answer only
-            else:
-                self.samples[peer] = presence.samples
+            else:  # a device's are the same all the time
+                self.samples[peer], self._counted[peer] = presence.samples, session
         self._last[peer] = presence
         if presence is None or before is None or (before.state, before.reason) != (presence.state, presence.reason):
             state, reason = ("left", "") if presence is None else (str(presence.state), presence.reason)
@@ -329,13 +346,19 @@ class ParentSession(Session):
     def _next_deadline_away(self) -> float:
         return self.targets.due
 
+    def _enter_reports(self, child: str, session: str, reports: tuple[ChildReport, ...]) -> None:
+        self.ledger.enter_reports(child, session, reports)
+        if unknown := next((report.name for report in reports if report.name not in self._limits[child].below), None):
+            raise Misfit(f"a report on {unknown[:64]!r}, which is not below it")
+
     def _announced(self, announced: ResultAnnounced, now: float) -> None:
         child, result = announced.child, announced.result
         try:
             if self._form is None:
                 raise RefusedModel("no model is expected yet")
-            self._form.check(result.model, reference=self._references[child])
-            check_report(result)
+            assignment = self._assignments[child]
+            self._form.check(result.model, reference=assignment.model.blob)
+            check_report(result, limits=self._limits[child], epochs=assignment.epochs)
         except RefusedModel as error:
             self.refuse(child, result.key, str(error), now)
         else:

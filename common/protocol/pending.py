@@ -11,8 +11,18 @@ from common.protocol.messages import Ask, WhoIsThere
 
 ASKS_KEPT: Final = 16  # per peer, each for another blob
 ANSWER_S: Final = 0.2  # between two replies to one node's `WhoIsThere`
-SEEKERS_KEPT: Final = 256  # nodes that are not peers
+SEEKERS_MOST: Final = 256  # answers in a burst to nodes that are not peers, then one per SEEKER_S: each is large
+SEEKER_S: Final = 0.05
 ANSWERS_MOST: Final = 16  # to one peer in a burst; then one per ANSWER_S
+MESSAGES_MOST: Final = (
+    2048  # of one session in a burst, then one per MESSAGE_S: a hundred short rounds a second have fewer
+)
+MESSAGE_S: Final = 0.002
+ASKS_MOST: Final = 8192  # of one session in a burst, then one per ASK_S: more than a fast transfer of small chunks has
+ASK_S: Final = 0.0005
+PRESENCES_MOST: Final = 32  # of one name in a burst, then one per PRESENCE_S
+PRESENCE_S: Final = 0.2
+ROUNDING_S: Final = 1e-6  # of sums
 
 
 class PendingAsks:
@@ -52,10 +62,11 @@ class PendingAnswers:
         self._peers = peers
         self._questions: dict[str, tuple[float, WhoIsThere]] = {}
         self._answered: dict[str, float] = {}
+        self._strangers = Budget(SEEKERS_MOST, SEEKER_S)
 
     def receive(self, asker: str, question: WhoIsThere, *, now: float) -> bool:
-        """Store a question; return whether it will be answered."""
-        if asker not in self._peers and asker not in self._questions and len(self._questions) >= SEEKERS_KEPT:
+        """Store a question; return whether it will be answered. All nodes that are not peers share one budget."""
+        if asker not in self._peers and asker not in self._questions and not self._strangers.take("", now):
             return False
         due = max(now, self._answered.get(asker, -inf) + ANSWER_S)
         self._questions[asker] = due, question
@@ -79,16 +90,17 @@ class PendingAnswers:
         return min((due for due, _ in self._questions.values()), default=inf)
 
 
-class AnswerBudget:
-    """Limit of the small replies to each peer. The peer asks again for a reply that is not sent."""
+class Budget:
+    """Limit of what each peer may cause: `most` in a burst, then one per `each_s`."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = ANSWERS_MOST, each_s: float = ANSWER_S) -> None:
+        self._most_s, self._each_s = most * each_s, each_s
         self._full_at: dict[str, float] = {}
 
     def take(self, peer: str, now: float) -> bool:
-        """Return whether a peer may get one more reply."""
-        full_at = max(self._full_at.get(peer, now), now) + ANSWER_S
-        if full_at > now + ANSWERS_MOST * ANSWER_S:
+        """Return whether a peer may cause one more."""
+        full_at = max(self._full_at.get(peer, now), now) + self._each_s
+        if full_at > now + self._most_s + ROUNDING_S:
             return False
         self._full_at[peer] = full_at
         return True

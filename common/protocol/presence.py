@@ -135,6 +135,7 @@ class _Peer:
     ask_at: float = inf
     ask_s: float = ASK_S
     silent_at: float = inf
+    asked: bool = False  # and not answered yet
 
     def go(self, cause: ProofCause) -> None:
         self.proof = TRANSITIONS[cause].get(self.proof, self.proof)
@@ -201,10 +202,14 @@ class PeerProofs:
         return session == known.session != ""
 
     def answered(self, peer: str, session: str, answer: Alive) -> bool:
-        """Handle a reply to `WhoIsThere`; return whether it belongs to a question of this node."""
-        if answer.nonce != self.nonce:
-            return False
+        """Handle a reply to `WhoIsThere`; return whether it belongs to a question of this node.
+
+        Only an open question admits another session: a late reply of a process that ended must not replace its
+        successor.
+        """
         known = self._of[peer]
+        if answer.nonce != self.nonce or not (known.asked or session == known.session):
+            return False
         known.session = session
         self._live(known)
         return True
@@ -234,6 +239,7 @@ class PeerProofs:
         for peer, known in self._of.items():
             if now >= known.ask_at:
                 due.append((peer, WhoIsThere(self.nonce, self._identity.run)))
+                known.asked = True
                 likely = known.proof in (Proof.CLAIMED, Proof.DOUBTED)  # it may have nothing else to send
                 again = self._persistent or likely or known.ask_s < ASK_MOST_S
                 known.ask_s = min(2 * known.ask_s, ASK_MOST_S)
@@ -261,4 +267,4 @@ class PeerProofs:
     @staticmethod
     def _live(known: _Peer) -> None:
         known.go(ProofCause.LIVE)
-        known.ask_at, known.ask_s, known.silent_at = inf, ASK_S, inf
+        known.ask_at, known.ask_s, known.silent_at, known.asked = inf, ASK_S, inf, False

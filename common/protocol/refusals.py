@@ -7,6 +7,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 
+from common.errors import Flooded, Misfit, WireError
+
 
 class Refusal(Enum):
     """Why a message is refused."""
@@ -16,6 +18,11 @@ class Refusal(Enum):
     SESSION = "unknown session"
     MISFIT = "does not fit"
     FLOOD = "too many"
+
+
+def refusal_of(error: WireError) -> Refusal:
+    """Return why a message with this error is refused."""
+    return {Misfit: Refusal.MISFIT, Flooded: Refusal.FLOOD}.get(type(error), Refusal.MALFORMED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,5 +55,5 @@ class Refusals:
         return self._counts.total()
 
     def of(self, refusal: Refusal) -> int:
-        """Return the number of messages refused for this reason."""
-        return sum(count for (_, kind), count in self._counts.items() if kind is refusal)
+        """Return the number of messages refused for this reason. May be called from another thread."""
+        return sum(count for (_, kind), count in list(self._counts.items()) if kind is refusal)

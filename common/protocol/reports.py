@@ -4,41 +4,51 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from math import inf, isfinite
 from typing import Any, Final
 
 from common.accounting.child_report import ChildReport
 from common.errors import RefusedModel
+from common.protocol.limits import ANY, COUNT_MOST, SECONDS_MOST, ChildLimits
 from common.protocol.messages import Result
 
-COUNT_MOST: Final = 10**12
 FLOAT_MOST: Final = 1e300  # JSON has integers that no float holds
+LOSS_MOST: Final = 1e39  # a float32's is below
 
 
-def check_report(result: Result) -> None:
-    """Check a result's numbers and that their sums fit in a message. Raises RefusedModel."""
+def check_report(result: Result, *, limits: ChildLimits = ANY, epochs: int = COUNT_MOST) -> None:
+    """Check a result against the limits of its child and the epochs of its task. Raises RefusedModel."""
     if result.samples < 1:
         raise RefusedModel("it reports no samples")
-    if not isfinite(result.loss):
-        raise RefusedModel(f"its training loss is {result.loss}")
-    _check_work("it", result, path_steps=result.path_steps)
+    _check_work("it", result, samples=limits.samples, epochs=epochs, rounds=1, limits=limits)
+    if result.path_steps > limits.steps(epochs):
+        raise RefusedModel(f"it reports {result.path_steps} steps of SGD in a row")
     for report in result.children:
-        _check_work(f"{report.name[:64]!r}", report, path_steps=report.rounds)
-    plans_of(result)
+        if report.name not in limits.below:
+            raise RefusedModel(f"it reports on {report.name[:64]!r}, which is not below it")
+        of, rounds = limits.below[report.name], limits.rounds
+        _check_work(f"{report.name!r}", report, samples=of, epochs=epochs * rounds, rounds=rounds, limits=limits)
+    for name, found in plans_of(result).items():
+        if name not in limits.aggregators or len(found) > limits.rounds:
+            raise RefusedModel(f"it reports {len(found)} decisions of {name[:64]!r}")
 
 
-def _check_work(who: str, work: Result | ChildReport, *, path_steps: int) -> None:
-    counts = (
-        ("samples", work.samples),
-        ("epochs", work.epochs),
-        ("steps of SGD", max(work.steps, path_steps)),
-    )
-    for what, count in counts:
-        if count > COUNT_MOST:
-            raise RefusedModel(f"{who} reports {count} {what}")
+def _check_work(
+    who: str, work: Result | ChildReport, *, samples: int, epochs: int, rounds: int, limits: ChildLimits
+) -> None:
+    rounds_done = work.rounds if isinstance(work, ChildReport) else 1
+    for what, count, most in (
+        ("samples", work.samples, samples),
+        ("rounds", rounds_done, rounds),
+        ("epochs", work.epochs, epochs),
+        ("steps of SGD", work.steps, min(COUNT_MOST, epochs * limits.rounds * samples)),
+    ):
+        if count > most:
+            raise RefusedModel(f"{who} reports {count} {what}, at most {most} are possible")
     seconds = (work.train_s, work.wait_s, work.pause_s)
-    if not all(0 <= value < inf for value in seconds):
+    if not all(0 <= value <= SECONDS_MOST * limits.rounds for value in seconds):
         raise RefusedModel("{} reports {} s of training, {} s of waiting and a pause of {} s".format(who, *seconds))
+    if not abs(work.loss) <= LOSS_MOST:
+        raise RefusedModel(f"its training loss is {work.loss}" if who == "it" else f"{who} has a loss of {work.loss}")
 
 
 def plans_of(result: Result) -> dict[str, list[dict[str, Any]]]:

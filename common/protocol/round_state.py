@@ -15,10 +15,12 @@ from enum import Enum
 from math import inf
 from typing import Final, TypeAlias
 
-from common.protocol.messages import Failure, Key, Manifest, NodeState, Phase, Result
+from common.protocol.messages import Failure, Key, Manifest, NodeState, Phase, Progress, Result
 
 REPEAT_S: Final = 1.0
 ACKNOWLEDGE_S: Final = 0.2  # between two acknowledgements of one child's results, repeated once a second at most
+CHUNKS_CARRIED: Final = 2
+CARRIED_BYTES: Final = 16_384  # of a partial chunk; acknowledgements and pings need an hour for as many bytes
 LIVING: Final = (NodeState.INIT, NodeState.READY)
 
 
@@ -124,6 +126,7 @@ class ChildInRound:
     repeat_at: float = 0.0
     repeat_s: float = REPEAT_S
     sent: bool = False
+    sent_at: float = -inf  # time of the last task
     absent: bool = False  # not ready since before the round opened
     mark: tuple[Phase, int] | None = None
     carried_from: int | None = None  # bytes carried when the present attempt at a transfer began; None = at its report
@@ -143,6 +146,36 @@ class ChildInRound:
         """The largest chunk of the model that it uploads, or else receives."""
         transferred = self.assignment if self.result is None else self.result
         return 0 if transferred is None else min(transferred.model.size, transferred.model.chunk_bytes)
+
+    def contradiction(self, message: Progress | Result) -> str:
+        """Return how a message of the open round contradicts this child's result, empty if it does not.
+
+        A process sends one result, and no progress after it: another one uses its session.
+        """
+        if self.result is None:
+            return ""
+        if isinstance(message, Progress):
+            return "progress after its result"
+        return "" if message.model.blob == self.result.model.blob else "a result after another one"
+
+    def note_progress(self, message: Progress | Result, now: float) -> None:
+        """Update the progress from a message.
+
+        Bytes of models since the last change count up to two chunks: on a slow link a chunk takes minutes. More bytes
+        without an arriving chunk are repeats, and so are those of a new connection up to what an earlier one carried.
+        """
+        mark = (message.phase, message.done) if isinstance(message, Progress) else (Phase.ANNOUNCING, 0)
+        carried = message.traffic.carried_models
+        if self.mark != mark:
+            self.mark, self.carried_from, self.carried_best = mark, carried, 0
+            if self.state is not ChildState.ANNOUNCED:
+                self.moved = now
+        elif self.carried_from is None:
+            self.carried_from = carried
+        elif carried - self.carried_from >= self.carried_best + CARRIED_BYTES:
+            self.carried_best = carried - self.carried_from
+            if self.carried_best <= CHUNKS_CARRIED * self.chunk_bytes:
+                self.moved = now
 
     def go(self, cause: ChildCause) -> bool:
         """Apply a transition of the table; return whether there is one."""

@@ -61,13 +61,16 @@ def encode(message: Message, session: str) -> bytes:
     return xxh3_64_digest(packed) + packed
 
 
-def decode(data: bytes | bytearray | memoryview) -> tuple[str, Message]:
-    """Return the sender's session and the record. Raises WireError, whatever the bytes."""
+def decode(data: bytes | bytearray | memoryview, *, items: int = MAX_ITEMS) -> tuple[str, Message]:
+    """Return the sender's session and the record, whose lists have at most so many items.
+
+    Raises WireError, whatever the bytes.
+    """
     body = memoryview(data)[DIGEST_BYTES:]  # no copy: a small model may be inside
     if data[:DIGEST_BYTES] != xxh3_64_digest(body):
         raise WireError("damaged message, or one of an earlier release")
     try:
-        tree = msgpack.unpackb(body, use_list=False, strict_map_key=True, max_array_len=MAX_ITEMS, max_map_len=0)
+        tree = msgpack.unpackb(body, use_list=False, strict_map_key=True, max_array_len=items, max_map_len=0)
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise WireError(f"not msgpack: {error}") from None
     if not isinstance(tree, tuple) or len(tree) < 3:

@@ -17,10 +17,11 @@ from math import inf
 from typing import Final
 
 from common.accounting.counters import Account, packet_bytes
-from common.errors import OtherRelease, WireError
+from common.errors import Flooded, Misfit, OtherRelease, WireError
 from common.experiment.links import LinkSet
 from common.experiment.schema import TransferSettings
 from common.protocol import serialization, topics
+from common.protocol.admission import ITEMS, Admission
 from common.protocol.fetches import Landing
 from common.protocol.identity import Identity
 from common.protocol.messages import (
@@ -29,23 +30,19 @@ from common.protocol.messages import (
     Ask,
     Failure,
     Gone,
-    Goodbye,
-    Message,
     NodeState,
     Presence,
-    Probe,
-    Probed,
     Target,
     WhoIsThere,
 )
 from common.protocol.offers import Offers
-from common.protocol.outbox import Outbox, Output, Publish, Subscribe, inline_bytes
-from common.protocol.pending import AnswerBudget, PendingAnswers, PendingAsks
+from common.protocol.outbox import Outbox, Output, Publish, Subscribe
+from common.protocol.pending import Budget, PendingAnswers, PendingAsks
 from common.protocol.presence import OwnPresence, PeerProofs
 from common.protocol.receiver import Receiver
-from common.protocol.refusals import Refusal, Refusals
+from common.protocol.refusals import Refusal, Refusals, refusal_of
 from common.protocol.sender import Publication, Sender
-from common.protocol.session_events import BrokerAway, BrokerDrops, ByteMeter, NameTaken, NoiseFetched, ProbeReceived
+from common.protocol.session_events import BrokerAway, BrokerDrops, ByteMeter, NameTaken, NoiseFetched
 from common.protocol.side import Side
 from common.protocol.streams import Streams
 
@@ -101,8 +98,9 @@ class Session(Side):
         self._announcement: Announcement | None = None
         self._announce = False
         self._asks = PendingAsks()
-        self._answers = PendingAnswers(self._known)
-        self._budget = AnswerBudget()
+        self._answers = PendingAnswers(self._known | {identity.name})
+        self._budget = Budget()
+        self._admission = Admission()
         self._now = 0.0
         self._events: deque[object] = deque()
 
@@ -166,7 +164,11 @@ class Session(Side):
         except WireError as error:
             if isinstance(error, OtherRelease) and sender in self._known:
                 self.other_releases[sender] = str(error)
-            self._refuse(Refusal.MALFORMED, sender, f"{len(body)} bytes on {topic_text[:80]}: {error}")
+            if isinstance(error, Flooded) and sender in self._known:
+                self.proofs.doubt(sender, now)  # its presence may be among what is not read
+            refusal = refusal_of(error)
+            where = f"{len(body)} bytes on {topic_text[:80]}: " if refusal is Refusal.MALFORMED else ""
+            self._refuse(refusal, sender, f"{where}{error}")
 
     # To the broker
 
@@ -210,10 +212,10 @@ class Session(Side):
             self.receiver.tick(now, carried=self.meter.received())
             for peer in self.proofs.silent(now):
                 self._silent(peer, now)
-        if self._away_since is not None and now >= self._away_since + self.transfer.idle_s:
-            if not self._connected or now < self._connected_at + LIVED_S:
+        if now >= self._away_at():
+            self._away_since = None
+            if not self._connected or now < self._connected_at + LIVED_S:  # else nobody has sent anything since
                 self._events.append(BrokerAway())
-            self._away_since = None  # or nobody has sent anything since the broker came back
         self._tick(now)
         self._collect(now)
 
@@ -266,7 +268,7 @@ class Session(Side):
 
     def _collect(self, now: float) -> None:
         while (event := self.receiver.next_event()) is not None:
-            if event.blob in self.outbox.noise:
+            if (event.owner, event.blob) in self.outbox.noise:
                 self._events.append(NoiseFetched(event))
             else:
                 self._transferred(event, now)
@@ -276,7 +278,7 @@ class Session(Side):
         if topic.node not in self._known or topic.run != self.identity.run:
             self._refuse(Refusal.STRANGER, topic.node, f"a chunk on {text[:80]}")
             return
-        kind = "probe" if topic.blob in self.outbox.noise else "model"
+        kind = "probe" if (topic.node, topic.blob) in self.outbox.noise else "model"
         self.counters.add(topic.node, "received", message=packet_bytes(text, len(body), qos=0), **{kind: len(body)})
         fresh = self.receiver.receive_chunk(
             topic.node, topic.blob, stream=topic.stream, index=topic.index, number=topic.number, data=body, now=now
@@ -292,7 +294,8 @@ class Session(Side):
         if sender not in self._known:
             self._refuse(Refusal.STRANGER, sender, f"a message of {len(body)} bytes")
             return
-        session, message = serialization.decode(body)
+        self._admission.check_message(sender, self.proofs.session(sender), body, now)
+        session, message = self._admission.decode(sender, body)
         if topic.run != self.identity.run:
             self._elsewhere(topic.run, sender, session, message)
             return
@@ -306,39 +309,34 @@ class Session(Side):
             return
         else:
             self._lives(sender, session, now)
-        self._count_message(sender, text, body, message)
+        self.outbox.count_received(sender, text, body, message)
         self.receiver.note_arrival(now)
         if isinstance(message, Ask):
             if not self._asks.receive(sender, message):
-                self._refuse(Refusal.FLOOD, sender, "asks for too many blobs at once")
+                raise Flooded("asks for too many blobs at once")
         elif isinstance(message, Gone):
             self.receiver.gone(sender, message.blob, now=now)
-        elif isinstance(message, Probe | Probed):
-            self._events.append(ProbeReceived(sender, message))
         elif not isinstance(message, WhoIsThere | Alive):
             self._message(sender, session, message, now)
-
-    def _count_message(self, sender: str, text: str, body: bytes, message: Message) -> None:
-        """Count a message, but for a Goodbye: it answers the last count of this end, which cannot include it."""
-        if not isinstance(message, Goodbye):
-            size, model = packet_bytes(text, len(body), qos=0), inline_bytes(message)
-            self.counters.add(sender, "received", message=size, model=model, control=len(body) - model)
 
     def _take_answer(self, sender: str, session: str, answer: Alive, now: float) -> bool:
         """Handle a proof of life; return whether it was asked for."""
         if answer.announcement is not None:
             return False  # late reply to the search for this run, which has been found
         if not self.proofs.answered(sender, session, answer):
-            self._refuse(Refusal.MISFIT, sender, "a reply without a question")
-            return False
+            raise Misfit("a reply without a question")
         self._presence(sender, session, answer.presence, now, published=False)
         return True
 
     def _state(self, topic: topics.StateTopic, body: bytes, now: float, *, retained: bool) -> None:
-        session, message = serialization.decode(body) if body else ("", None)
+        own = topic.node == self.identity.name
+        if not retained and (own or topic.node in self._known):
+            mine = self.identity.session if own else self.proofs.session(topic.node)
+            self._admission.check_presence(topic.node, mine, body, now)
+        session, message = self._admission.decode(topic.node, body) if body else ("", None)
         if not (message is None or isinstance(message, Presence)):
             raise WireError("no presence on a state topic")
-        if topic.node == self.identity.name:
+        if own:
             self.own.receive(topic.run, session, message, retained=retained)
             if self.own.taken:
                 self._events.append(NameTaken(self.own.taken))
@@ -352,7 +350,11 @@ class Session(Side):
             self._state_of_the_dead(topic.node, message)
 
     def _sought(self, topic: topics.SeekTopic, body: bytes, now: float) -> None:
-        session, message = serialization.decode(body)
+        known = topic.child in self._known
+        self._admission.check_message(
+            topic.child if known else "", self.proofs.session(topic.child) if known else "", body, now
+        )
+        session, message = serialization.decode(body, items=ITEMS)
         if not isinstance(message, WhoIsThere):
             raise WireError(f"a seeker does not send a {type(message).__name__}")
         if topic.parent != self.identity.name:
@@ -364,7 +366,7 @@ class Session(Side):
 
     def _ask_for_proof(self, asker: str, question: WhoIsThere, now: float) -> None:
         if not self._answers.receive(asker, question, now=now):
-            self._refuse(Refusal.FLOOD, asker, "too many unknown nodes ask for proof of life")
+            raise Flooded("too many unknown nodes ask for proof of life")
 
     def _answer_questions(self, now: float) -> None:
         for peer, question in self._answers.due(now):

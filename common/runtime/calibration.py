@@ -55,7 +55,7 @@ class Probes:
         self._endpoint = endpoint
         self._world = world
         self._answers: dict[str, tuple[str, asyncio.Future[Probed]]] = {}
-        self._fetches: dict[str, asyncio.Future[float]] = {}
+        self._fetches: dict[tuple[str, str], asyncio.Future[float]] = {}
         self._measuring: dict[str, list[asyncio.Future[Any]]] = {}
         self._asked: Manifest | None = None
         self._asked_rate = FIRST
@@ -110,7 +110,7 @@ class Probes:
 
     def transferred(self, event: ReceiverEvent) -> None:
         """Handle a finished or failed fetch of noise."""
-        fetched = self._fetches.pop(event.blob, None)
+        fetched = self._fetches.pop((event.owner, event.blob), None)
         if fetched is None or fetched.done():
             return
         if isinstance(event, Fetched):
@@ -151,16 +151,16 @@ class Probes:
             raise RefusedModel(f"{peer} probes with {noise.size} bytes of {noise.codec[:32]!r}")
         receiver, now = self._endpoint.session.receiver, self._endpoint.now
         fetched: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        self._fetches[noise.blob] = fetched
+        self._fetches[peer, noise.blob] = fetched
         if peer in self._measuring:
             self._measuring[peer].append(fetched)
-        self._endpoint.session.outbox.add_noise(noise.blob)
+        self._endpoint.session.outbox.add_noise(peer, noise.blob)
         receiver.fetch(peer, noise, memoryview(bytearray(noise.size)), now=now())
         self._endpoint.wake()
         try:
             return await fetched
         finally:
-            self._fetches.pop(noise.blob, None)
+            self._fetches.pop((peer, noise.blob), None)
             receiver.drop(peer, blob=noise.blob, now=now())
 
     def _offer(self, peer: str, rate: float) -> Manifest:
@@ -170,7 +170,7 @@ class Probes:
         chunks = int(min(max(rate * PROBE_S / chunk_bytes, CHUNKS_LEAST), CHUNKS_MOST))
         data = memoryview(self._world.noise(chunk_bytes * chunks))
         noise = describe(data, chunk_bytes=chunk_bytes, codec=CODEC, layout="")
-        self._endpoint.session.outbox.add_noise(noise.blob)
+        self._endpoint.session.outbox.add_noise(self._endpoint.identity.name, noise.blob)
         self._endpoint.session.sender.offer(noise, data, (peer,))
         return noise
 

@@ -32,6 +32,7 @@ from common.protocol.child_events import (
 from common.protocol.child_session import ChildSession
 from common.protocol.fetches import Landing
 from common.protocol.identity import Identity
+from common.protocol.limits import TaskLimits
 from common.protocol.manifest import missing, shared
 from common.protocol.messages import Manifest, NodeState, Phase, Task
 from common.protocol.session_events import NoiseFetched, ProbeReceived
@@ -52,8 +53,8 @@ log = logging.getLogger("fedstrata.child")
 class ChildEndpoint(Endpoint):
     """One node's parent on one broker; `serve` works until the parent has ended the run.
 
-    `parent_session`: the parent's session during discovery. `below`: the byte ledger of this node's own children.
-    `spool`: where a model is assembled, None: in memory.
+    `parent_session`: the parent's session during discovery. `limits`: of its tasks. `below`: the byte ledger of this
+    node's own children. `spool`: where a model is assembled, None: in memory.
     """
 
     session: ChildSession
@@ -68,6 +69,7 @@ class ChildEndpoint(Endpoint):
         transfer: TransferSettings,
         link: LinkSettings,
         shaped: bool = True,
+        limits: TaskLimits | None = None,
         below: Ledger | None = None,
         spool: Spool | None = None,
         codecs: Codecs = PLAIN,
@@ -84,6 +86,7 @@ class ChildEndpoint(Endpoint):
             meter=self.connection.meter,
             first_number=int(1e3 * world.wall()),
             now=self.now(),
+            limits=limits,
             below=below,
         )
         self.models = Models(sent=codecs.up, received=codecs.down)
@@ -176,6 +179,8 @@ class ChildEndpoint(Endpoint):
 
     def _take(self, event: object) -> None:
         if isinstance(event, TaskReceived):
+            while not self._tasks.empty():
+                self._tasks.get_nowait()  # void, and never begun
             self._tasks.put_nowait(event.task)
         elif isinstance(event, ModelArrived | ModelFailed):
             self._arrived(event)

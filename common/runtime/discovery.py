@@ -17,9 +17,7 @@ from common.errors import (
     ConnectionFailed,
     DuplicateName,
     FedstrataError,
-    InvalidExperiment,
     OtherRelease,
-    RunFailed,
     WireError,
 )
 from common.experiment.schema import TransferSettings
@@ -28,6 +26,7 @@ from common.protocol import serialization, topics
 from common.protocol.messages import Alive, Announcement, WhoIsThere
 from common.runtime.names import check_carried
 from common.runtime.roll import Resources, RollEntry
+from common.runtime.unexpected import as_known
 from common.runtime.world import REAL, World, new_session, nothing
 
 ASK_S: Final = 0.25
@@ -144,10 +143,11 @@ async def _play(
             log.warning("%s leaves run %s: %s", name, found.run, moved)
             found = moved.found
             continue
-        except (ConnectionFailed, InvalidExperiment, RunFailed) as error:
-            if entry is None or isinstance(error, DuplicateName) or not usable():
+        except Exception as error:  # an announcement may contain anything
+            known = as_known(error, name)
+            if entry is None or isinstance(error, DuplicateName) or not usable() or known is None:
                 raise
-            log.error("%s leaves run %s: %s", name, found.run, error)
+            log.error("%s leaves run %s: %s", name, found.run, known)
         else:
             activity.info("%s: run %s is over", name, found.run)
         if entry is not None:

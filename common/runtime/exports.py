@@ -9,6 +9,7 @@ from typing import Final
 
 from common.accounting.traffic import Measured
 from common.metrics import STATES, Metrics, NodeLabels, Reading
+from common.protocol.refusals import Refusal
 from common.runtime.broker_statistics import DROPPED, HEAP
 from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.endpoint import Endpoint
@@ -113,7 +114,7 @@ def _export(
     ):
         metrics.watch(name, (*node, tier), read)
     for name, read in (
-        ("ignored_messages", lambda: [((), session.refusals.total)]),
+        ("ignored_messages", lambda: [((kind.value,), session.refusals.of(kind)) for kind in Refusal]),
         ("reconnects", lambda: [((), mqtt.reconnects)]),
         ("chunks_published", lambda: [((), session.sender.chunks_published)]),
         ("chunks_repeated", lambda: [((), session.sender.chunks_repeated)]),

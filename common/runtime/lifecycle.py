@@ -7,13 +7,13 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
-from common.errors import DuplicateName, FedstrataError, InvalidBelow, InvalidExperiment, NoProgress, RunFailed
+from common.errors import DuplicateName, FedstrataError, InvalidBelow, InvalidExperiment, NoProgress
 from common.protocol.messages import Failure, NodeState
 from common.runtime.discovery import Moved
 from common.runtime.endpoint import Endpoint
+from common.runtime.unexpected import as_known
 
 LAST_STATE_S: Final = 2.0
-UNEXPECTED: Final = "ended by an unexpected error"
 
 log = logging.getLogger("fedstrata.lifecycle")
 
@@ -64,31 +64,6 @@ async def live(
         raise known from known.__cause__
     finally:
         await _end((working, *serving))
-
-
-def as_known(error: BaseException, node: str) -> FedstrataError | None:
-    """Return the first FedstrataError, see `first_error`; log any other error and return it as RunFailed.
-
-    Return None for exceptions that are no errors, such as an interruption.
-    """
-    known = first_error(error)
-    if known is None and isinstance(error, Exception):
-        log.error("%s %s", node, UNEXPECTED, exc_info=error)
-        inner: BaseException = error
-        while isinstance(inner, BaseExceptionGroup):
-            inner = inner.exceptions[0]
-        known = RunFailed(f"unexpected {type(inner).__name__}: {inner}")
-        known.__cause__ = error
-    return known
-
-
-def first_error(error: BaseException) -> FedstrataError | None:
-    """Return the first FedstrataError in an exception or a group of them."""
-    if isinstance(error, FedstrataError):
-        return error
-    if isinstance(error, BaseExceptionGroup):
-        return next((found for inner in error.exceptions if (found := first_error(inner))), None)
-    return None
 
 
 async def _leave(endpoints: Sequence[Endpoint]) -> None:

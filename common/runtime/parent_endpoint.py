@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
@@ -20,6 +20,7 @@ from common.host.offload import offload
 from common.model.layout import ModelLayout, Row
 from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
+from common.protocol.limits import ChildLimits
 from common.protocol.manifest import missing
 from common.protocol.messages import Announcement, Failure, Target
 from common.protocol.parent_events import (
@@ -54,8 +55,8 @@ REPEAT_END_S: Final = 2.0  # before the end of the run is sent again to children
 class ParentEndpoint(Endpoint):
     """A parent's children on one broker; `run` keeps the connection, `round` runs a round.
 
-    `links`: the children's names in order, each with its link; `shaped`: the sender enforces rates and delays. `below`:
-    the names of all nodes below each child. `spool`: where uploads are assembled, None: in memory.
+    `links`: the children's names in order, each with its link; `shaped`: the sender enforces rates and delays.
+    `limits`: what each child may report. `spool`: where uploads are assembled, None: in memory.
     """
 
     session: ParentSession
@@ -68,7 +69,7 @@ class ParentEndpoint(Endpoint):
         links: Mapping[str, LinkSettings],
         transfer: TransferSettings,
         shaped: bool = True,
-        below: Mapping[str, Collection[str]] | None = None,
+        limits: Mapping[str, ChildLimits] | None = None,
         spool: Spool | None = None,
         codecs: Codecs = PLAIN,
         observe: Observe = lambda event, facts: None,
@@ -83,7 +84,7 @@ class ParentEndpoint(Endpoint):
             shaped=shaped,
             meter=self.connection.meter,
             first_number=int(1e3 * world.wall()),
-            below=below,
+            limits=limits,
         )
         self.transfer = transfer
         self.models = Models(sent=codecs.down, received=codecs.up)

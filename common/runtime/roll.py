@@ -23,7 +23,8 @@ from common.protocol.messages import Here, RollCall
 from common.runtime.world import REAL, World, new_session, nothing
 
 ASK_S: Final = 0.5
-ANSWER_S: Final = 0.1  # between two answers, whoever asks
+REST_S: Final = 0.4  # between two answers to one that asks
+ASKERS_MOST: Final = 4  # that are answered within REST_S
 RETRY_S: Final = 5.0
 NODES_KEPT: Final = 100_000
 
@@ -56,7 +57,7 @@ class RollEntry:
         self._name, self._role, self._parent, self._lab = name, role, parent, lab
         self._resources = resources
         self._session = new_session(world)
-        self._answered = -inf
+        self._answered: dict[str, float] = {}
         self._loop = asyncio.get_running_loop()
         self._connection = world.connection(
             address,
@@ -96,9 +97,10 @@ class RollEntry:
         now = self._loop.time()
         if not isinstance(topic, topics.RollTopic) or not isinstance(message, RollCall) or retained:
             return
-        if now < self._answered + ANSWER_S:
-            return
-        self._answered = now
+        self._answered = {asker: at for asker, at in self._answered.items() if now < at + REST_S}
+        if topic.asker in self._answered or len(self._answered) >= ASKERS_MOST:
+            return  # one that asks again and again takes no answer from another one
+        self._answered[topic.asker] = now
         has = self._resources()
         answer = Here(
             message.nonce, self._role, self._parent, self.run, version("fedstrata"), socket.gethostname(),

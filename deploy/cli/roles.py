@@ -216,6 +216,14 @@ def device(
             show_default=False,
         ),
     ] = None,
+    data_root: Annotated[
+        Path,
+        typer.Option(
+            help="Without --data: the folder to which the experiment's data.root is relative, and outside of which no "
+            "experiment makes this host read.",
+            envvar="FEDSTRATA_DATA_ROOT",
+        ),
+    ] = Path(),
     connect_timeout: ConnectTimeout = 30.0,
     metrics: MetricsAddress = METRICS,
     insecure: Insecure = False,
@@ -264,7 +272,8 @@ def device(
                     metrics_address=address,
                     spool=_folder(spool),
                     allow_models=allow_models or (),
-                    data_root=data,
+                    data=data,
+                    data_root=data_root,
                     stay=stays,
                 ).run
                 for each, home, where in zip(name, homes, addresses, strict=True)

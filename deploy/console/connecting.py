@@ -51,7 +51,7 @@ ConnectTimeout = Annotated[float, typer.Option(min=0.1, help="Timeout of the fir
 
 async def run_agent(node: str, agent: Coroutine[Any, Any, object]) -> None:
     """Run a node's agent to its end. Raises FedstrataError; an unexpected error is logged with its traceback first."""
-    from common.runtime.lifecycle import as_known
+    from common.runtime.unexpected import as_known
 
     logs.NODE.set(node)
     try:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import typer
 
 from common.errors import FedstrataError
-from common.runtime.lifecycle import as_known
+from common.runtime.unexpected import as_known
 from deploy.console import logs
 from deploy.console.reporting import report
 

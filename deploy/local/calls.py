@@ -7,7 +7,7 @@ of processes. The bytes of these blobs are counted. No child is late or missing.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -22,6 +22,7 @@ from common.experiment.codecs import Codecs
 from common.model.codecs import Codec, codec_of
 from common.model.layout import ModelLayout, Row
 from common.protocol.closing import Standing, Verdict, judge
+from common.protocol.limits import ANY, ChildLimits
 from common.protocol.manifest import describe
 from common.protocol.messages import Key, Phase, Result, Task
 from common.protocol.reports import check_report
@@ -57,7 +58,7 @@ class Clock:
 class Calls:
     """A parent's children, each as a function.
 
-    `below` returns the traffic of the tiers below a child, `names_below` has the names of all nodes below it.
+    `below` returns the traffic of the tiers below a child, `limits` has what it may report.
     """
 
     def __init__(
@@ -71,14 +72,16 @@ class Calls:
         resident_mb: float,
         clock: Clock,
         below: Callable[[str], tuple[Traffic, ...]] = lambda child: (),
-        names_below: Mapping[str, Collection[str]] | None = None,
+        limits: Mapping[str, ChildLimits] | None = None,
         observe: Observe = lambda event, facts: None,
     ) -> None:
         self.peers = tuple(children)
         self.samples = dict(samples)
         self.moves = 0
         self._account = Account()
-        self.ledger = Ledger(self.peers, self._account, below=names_below)
+        self._limits = dict.fromkeys(self.peers, ANY) | dict(limits or {})
+        names = {name: limit.below.keys() for name, limit in self._limits.items()}
+        self.ledger = Ledger(self.peers, self._account, below=names)
         self.now = clock.now
         self._children = children
         self._layout = layout
@@ -115,7 +118,7 @@ class Calls:
             done = await self._children[name](task, self._arrived(row), partial(self._progressed, on_progress))
             try:
                 result = done.announcement(task, self._manifest)
-                check_report(result)
+                check_report(result, limits=self._limits[name])
                 upload, nbytes = self._carry(self._up, done.row, reference=row)
                 self._account.add(name, "received", message=nbytes, model=nbytes)
                 self._layout.check_finite(upload)

@@ -26,6 +26,7 @@ from common.learning import splits
 from common.learning.evaluation import ModelTester
 from common.metrics import Metrics
 from common.model.layout import Row
+from common.protocol.limits import limits_below
 from common.protocol.messages import Phase, Task
 from common.runtime.arriving import Arriving
 from common.runtime.children import Observe
@@ -82,7 +83,7 @@ async def _run(folder: RunFolder, *, resume: bool, accelerator: str, observe: Ob
     def accounting(parent: str) -> dict[str, Any]:
         return {
             "below": lambda child: below[child].ledger.tiers() if child in below else (),
-            "names_below": tree.below_each(parent),
+            "limits": limits_below(experiment, parent),
         }
 
     for name in reversed(tree.aggregators):

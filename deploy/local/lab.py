@@ -26,7 +26,7 @@ from common.experiment.topology import CLOUD
 from common.host.processes import interruptible, spawn, stop_all
 from common.protocol.topics import DEFAULT_LAB
 from common.runtime.children import Observe
-from common.runtime.lifecycle import UNEXPECTED
+from common.runtime.unexpected import UNEXPECTED
 from deploy.console.logs import message_of, options, write_line
 from deploy.console.progress import show
 from deploy.local.network import LabNetwork, Open, one_host, shares
@@ -134,6 +134,8 @@ class LocalLab:
             self._spawn(home, network, name, ["institution", *own, *brokers, *states])
         model = self._experiment.model.name
         allowed = ["--allow-models", model] if ":" in model else []  # the user who starts the lab chose the model
+        # So did they choose the data.
+        data = [] if "FEDSTRATA_DATA" in os.environ else ["--data", self._experiment.data.root]
         slots = shares(cores(), len(network.groups))
         for (process, devices), count in zip(network.groups.items(), slots, strict=True):
             names = [
@@ -143,7 +145,7 @@ class LocalLab:
             ]
             # A single process detects its cores or GPUs itself; several processes share the cores.
             several = ["--slots", str(count)] if len(slots) > 1 else []
-            self._spawn(home, network, process, ["device", *names, *allowed, *several, "--once", "--together"])
+            self._spawn(home, network, process, ["device", *names, *allowed, *data, *several, "--once", "--together"])
 
     def _spawn(self, home: Path, network: LabNetwork, process: str, arguments: list[str]) -> None:
         self._again.setdefault(process, partial(self._spawn, home, network, process, arguments))

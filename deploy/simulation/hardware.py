@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from cloud.evaluator import Accuracy, Beginning
+from common.experiment.data import samples_most
 from common.experiment.schema import Experiment
 from common.model.layout import Row
 from deploy.simulation.workload import STEPS_MOST, Workload
@@ -64,6 +65,7 @@ class SimulatedMember:
         self._pool = pool
         self._hardware = pool.hardware
         self._node = node
+        self._samples = 0
 
     @property
     def moves(self) -> int:
@@ -80,7 +82,9 @@ class SimulatedMember:
             await asyncio.get_running_loop().create_future()
         await asyncio.sleep(hardware.durations.boot_s)
         workload = hardware.workload
-        return Prepared(workload.layout, workload.samples(self._node), workload.partition)
+        most = samples_most(experiment.data, devices=len(experiment.tree.devices))
+        self._samples = min(most, workload.samples(self._node))
+        return Prepared(workload.layout, self._samples, workload.partition)
 
     async def train(self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress) -> LocalResult:
         """Train after random seconds, with progress in between."""
@@ -95,7 +99,7 @@ class SimulatedMember:
         hardware.trainings += 1
         hardware.trained[self._node, local_round] += 1
         loss, steps = hardware.workload.train(self._node, row, out, epochs=epochs, local_round=local_round)
-        return LocalResult(hardware.workload.samples(self._node), loss, steps, train_s=seconds, wait_s=0.0)
+        return LocalResult(self._samples, loss, min(steps, epochs * self._samples), train_s=seconds, wait_s=0.0)
 
 
 class SimulatedEvaluator:

@@ -24,7 +24,7 @@ STALL_S: Final = 45.0  # added to two undisturbed rounds and two keep-alives: ba
 TASKS_MOST: Final = {"cloud": (16, 2), "institution": (24, 2), "device": (16, 0)}  # (base, per child)
 SIZE_MOST: Final = 48
 SIZE_EACH: Final = 14  # entries per child: its byte account has twelve cells
-FLOOD_MOST: Final = 300  # `SEEKERS_KEPT`, with a margin
+FLOOD_MOST: Final = 300  # `SEEKERS_MOST`, with a margin
 END_S: Final = 5.0  # from the last closing to the end of the run
 KEPT_MOST: Final = 3  # retained topics per node that was absent at the end: presence, experiment
 

@@ -42,9 +42,9 @@ def make_synthetic(data: Data, *, classes: int) -> Parts:
     They are the same for every seed of an experiment, and a prefix of a larger set. Raises InvalidExperiment.
     """
     shape = tuple(data.image_shape)
-    size = (data.samples + data.test_samples) * prod(shape)
-    if size > MAX_BYTES:
-        problem = f"{data.samples + data.test_samples} images of {list(shape)} take {size / 1e9:.0f} GB"
+    images = data.samples + data.test_samples + classes
+    if (size := images * prod(shape)) > MAX_BYTES:
+        problem = f"{images} images and patterns of {list(shape)} take {size / 1e9:.0f} GB"
         raise InvalidExperiment("data.samples", data.samples, problem, "Use fewer or smaller images.")
     patterns = generator(0, Purpose.PARTITION, "synthetic").integers(0, 128, (classes, *shape), np.uint8)
 

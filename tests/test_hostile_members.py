@@ -1,0 +1,508 @@
+"""What a member of a lab may do under its own name, as an access control list allows it: it costs only itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from common.accounting.child_report import ChildReport
+from common.accounting.counters import Account
+from common.accounting.ledger import BYTES_MOST, Ledger
+from common.accounting.traffic import TcpStats, Traffic
+from common.errors import InvalidExperiment, RefusedModel, WireError
+from common.experiment.data import Data, root_below, samples_most
+from common.experiment.reading import parse
+from common.experiment.schema import Experiment
+from common.learning import datasets, partitions, splits
+from common.model.layout import ROW_BYTES_MOST, ModelLayout
+from common.net.address import BrokerAddress
+from common.protocol import serialization, topics
+from common.protocol.limits import ChildLimits, limits_below, task_limits
+from common.protocol.messages import (
+    Alive,
+    Announcement,
+    Gone,
+    Key,
+    Message,
+    NodeState,
+    Phase,
+    Preparing,
+    Presence,
+    Probe,
+    Progress,
+    Reports,
+    Result,
+    RollCall,
+    Task,
+    WhoIsThere,
+)
+from common.protocol.parent_events import PeerChanged
+from common.protocol.pending import ANSWERS_MOST, MESSAGES_MOST, PRESENCES_MOST
+from common.protocol.presence import ASK_FIRST_S
+from common.protocol.refusals import Refusal
+from common.protocol.reports import check_report, work_of
+from common.protocol.round_state import ChildState
+from common.protocol.session_events import ProbeReceived
+from common.runtime.discovery import Found, _play
+from common.runtime.roll import ASKERS_MOST, RollEntry
+from tests.bench import hostile
+from tests.session_lab import LAB, MODEL_BYTES, PARENT, RUN, Lab, manifest_of, names_of
+
+READY = Presence(NodeState.READY, "device", samples=10)
+MANY = Traffic(*[BYTES_MOST] * 8, TcpStats(*[BYTES_MOST] * 11))
+THREE_TIERS = {
+    "rounds": 3,
+    "institution": {"rounds": 2},
+    "topology": {"institutions": 2, "devices": 5},
+    "training": {"epochs": 4},
+}
+
+
+def result(**fields: Any) -> Result:
+    key, model = Key(0, 0, 0), manifest_of(b"1" * MODEL_BYTES)
+    return replace(Result(key, model, None, 10, 0.5, 1, 6, 6, 1.0, 0.0, 0.0, (), ""), **fields)
+
+
+def lab_in_a_round(*, slow: str = "") -> Lab:
+    lab = Lab(names_of(2))
+    if slow:
+        lab.children[slow].train_s = 20.0
+    lab.rest(1.0)
+    lab.open()
+    lab.rest(1.0)
+    return lab
+
+
+def session_of(lab: Lab, name: str) -> str:
+    return lab.children[name].session.identity.session
+
+
+def publish_presence(lab: Lab, name: str, session: str, presence: Presence) -> None:
+    lab.publish("", name, session, presence, retained=True)
+
+
+# Results
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"samples": 301}, "301 samples, at most 300"),
+        ({"epochs": 5}, "5 epochs, at most 4"),
+        ({"steps": 2401}, "2401 steps of SGD, at most 2400"),
+        ({"path_steps": 2401}, "2401 steps of SGD in a row"),
+        ({"train_s": 2.1e9}, r"2100000000.0 s of training"),
+        ({"loss": 1e300}, r"loss is 1e\+300"),
+        ({"children": (ChildReport("nobody"),)}, "'nobody', which is not below it"),
+        ({"children": (ChildReport("d", samples=101),)}, "'d' reports 101 samples"),
+        ({"children": (ChildReport("d", samples=1, rounds=3),)}, "'d' reports 3 rounds"),
+        ({"children": (ChildReport("d", samples=1, loss=float("nan")),)}, "'d' has a loss of nan"),
+        ({"plans": json.dumps({"d": []})}, "0 decisions of 'd'"),
+        ({"plans": json.dumps({"i": [{}] * 3})}, "3 decisions of 'i'"),
+    ],
+)
+def test_a_result_beyond_what_its_child_can_have_done_is_refused(fields: dict[str, Any], reason: str) -> None:
+    limits = ChildLimits(samples=300, rounds=2, below={"d": 100}, aggregators={"i"})
+    check_report(
+        result(children=(ChildReport("d", 100, 2),), plans=json.dumps({"i": [{}, {}]})), limits=limits, epochs=4
+    )
+    with pytest.raises(RefusedModel, match=reason):
+        check_report(result(**fields), limits=limits, epochs=4)
+
+
+def test_what_passes_at_an_institution_passes_at_the_cloud() -> None:
+    """Else a device that exaggerates as far as it may costs its institution, and so all devices there, the round."""
+    experiment = parse(THREE_TIERS)
+    above, below = limits_below(experiment, "cloud"), limits_below(experiment, "institution-1")
+    worst = {
+        name: result(
+            samples=limit.samples, epochs=4, steps=limit.steps(4), path_steps=limit.steps(4), loss=1e39, train_s=1e9,
+        )
+        for name, limit in below.items()
+    }  # fmt: skip
+    for name, each in worst.items():
+        check_report(each, limits=below[name], epochs=4)
+    twice = tuple(replace(work_of(n, r), rounds=2, epochs=8, steps=2 * r.steps) for n, r in worst.items())
+    sums = {"samples": sum(r.samples for r in worst.values()), "steps": sum(each.steps for each in twice)}
+    most = max(each.steps for each in twice)
+    whole = result(**sums, epochs=4, path_steps=most, train_s=2e9, loss=1e39, children=twice)
+    check_report(whole, limits=above["institution-1"], epochs=4)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"partition": "iid"},
+        {"partition": "shards", "shards": 3},
+        {"partition": "dirichlet", "concentration": 0.2},
+        {"partition": "dirichlet_overlap", "partition_size": 70},
+        {"dataset": "synthetic", "classes": 10, "samples": 500},
+        {"partition": "institution_dirichlet"},
+    ],
+)
+def test_no_device_can_have_more_samples_than_the_limit(data: dict[str, Any]) -> None:
+    experiment = parse({"topology": {"institutions": 2, "devices": 7}, "data": data})
+    split = splits.split_of(experiment)
+    most = samples_most(experiment.data, devices=7)
+    assert max(map(len, split.partitions)) <= most
+    if data.get("partition") in ("iid", "shards", "dirichlet_overlap"):
+        assert most <= max(map(len, split.partitions)) + 3
+    assert len(partitions.split(split.labels, data=experiment.data, tree=experiment.tree, seed=1)) == 7
+
+
+def test_a_child_that_reports_more_samples_than_its_data_has_is_not_ready() -> None:
+    lab = Lab(names_of(1), limits={"device-0": ChildLimits(samples=9)})
+    lab.rest(2.0)  # it has 10
+    assert lab.parent.session.refusals.of(Refusal.MISFIT) == 1
+    assert lab.parent.session.samples == {} and not lab.parent.session.readiness(lab.now).ready
+
+
+def test_a_devices_samples_change_with_its_session_alone() -> None:
+    lab = lab_in_a_round()
+    publish_presence(lab, "device-0", session_of(lab, "device-0"), replace(READY, samples=1))
+    lab.rest(0.1)
+    assert lab.parent.session.samples["device-0"] == 10
+    body = serialization.encode(replace(READY, samples=1), "its-next-one")
+    lab.parent.session.receive(topics.state(LAB, RUN, "device-0"), body, retained=False, now=lab.now)
+    assert lab.parent.session.samples["device-0"] == 10, "a stranger's may be believed for a moment: it is asked first"
+    lab.parent.session.to_send(lab.now + ASK_FIRST_S)
+    answer = Alive(lab.parent.session.identity.session, replace(READY, samples=1), None)
+    body = serialization.encode(answer, "its-next-one")
+    lab.parent.session.receive(topics.inbox(LAB, RUN, PARENT, "device-0"), body, retained=False, now=lab.now)
+    assert lab.parent.session.samples["device-0"] == 1
+
+
+@pytest.mark.parametrize("what", ["result", "progress"])
+def test_two_processes_that_use_one_session_are_noticed(what: str) -> None:
+    """Without an access control list anybody can announce a result under a session that it has seen."""
+    lab = lab_in_a_round(slow="device-1")
+    lab.until(lambda: lab.parent.session.coordinator._children["device-0"].state is ChildState.ACCEPTED)
+    message = result() if what == "result" else Progress(Key(0, 0, 0), Phase.TRAINING, 3, 6, Traffic(), ())
+    lab.publish(PARENT, "device-0", session_of(lab, "device-0"), message)
+    lab.rest(0.1)
+    assert lab.parent.session.refusals.of(Refusal.MISFIT) == 1
+    assert len(lab.play().results) == 2  # type: ignore[union-attr]
+
+
+def test_a_child_that_counts_too_many_bytes_does_not_silence_its_institution() -> None:
+    institution = Ledger(["d0", "d1"], Account())
+    for device in ("d0", "d1"):
+        institution.enter(device, "s", link=MANY)
+    cloud = Ledger(["i0"], Account(), below={"i0": ("d0", "d1")})
+    cloud.enter("i0", "s", link=Traffic(), below=institution.tiers())
+    cloud.enter_reports("i0", "s", institution.reports().values())
+    assert cloud.tiers()[1].sent_model_payload == BYTES_MOST
+
+
+def test_a_replayed_report_takes_no_bytes_back() -> None:
+    ledger = Ledger(["i0"], Account(), below={"i0": ("d0",)})
+    early, late = (ChildReport("d0", traffic=Traffic(received_model_payload=count)) for count in (5, 9))
+    for report in (early, late, early):
+        count = report.traffic
+        ledger.enter("i0", "s", link=count, below=(count,))
+        ledger.enter_reports("i0", "s", [report])
+    assert [tier.sent_model_payload for tier in ledger.tiers()] == [9, 0]
+    assert ledger.tiers()[1].received_model_payload == ledger.reports()["d0"].traffic.received_model_payload == 9
+
+
+def test_progress_with_impossible_counts_is_progress() -> None:
+    lab = lab_in_a_round()
+    child = lab.parent.session.coordinator._children["device-0"]
+    much = Progress(Key(0, 0, 0), Phase.TRAINING, 99, 99, Traffic(2 * BYTES_MOST), ())
+    body = serialization.encode(much, session_of(lab, "device-0"))
+    lab.parent.session.receive(topics.inbox(LAB, RUN, PARENT, "device-0"), body, retained=False, now=lab.now)
+    assert child.mark == (Phase.TRAINING, 99) and lab.parent.session.refusals.of(Refusal.MALFORMED) == 1
+
+
+def test_a_list_of_more_nodes_than_there_are_is_not_read() -> None:
+    lab = lab_in_a_round()
+    body = serialization.encode(Reports(tuple(ChildReport(f"n{i}") for i in range(1000))), session_of(lab, "device-0"))
+    topic = topics.inbox(LAB, RUN, PARENT, "device-0")
+    lab.parent.session.receive(topic, body, retained=False, now=lab.now)
+    assert lab.parent.session.refusals.of(Refusal.MALFORMED) == 1
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Reports((ChildReport("nobody"),)),
+        result(key=Key(0, 99, 0)),
+        Progress(Key(7, 0, 0), Phase.TRAINING, 1, 1, Traffic(), ()),
+    ],
+)
+def test_a_message_about_what_is_not_there_is_counted(message: Message) -> None:
+    lab = lab_in_a_round()
+    body = serialization.encode(message, session_of(lab, "device-0"))
+    lab.parent.session.receive(topics.inbox(LAB, RUN, PARENT, "device-0"), body, retained=False, now=lab.now)
+    assert lab.parent.session.refusals.of(Refusal.MISFIT) == 1
+    assert len(lab.play().results) == 2  # type: ignore[union-attr]
+
+
+# Sessions
+
+
+def test_a_late_proof_of_life_does_not_replace_a_session() -> None:
+    lab = lab_in_a_round()
+    session = session_of(lab, "device-0")
+    mine = lab.parent.session.identity.session
+    lab.publish(PARENT, "device-0", "an-earlier-one", Alive(mine, READY))
+    lab.rest(0.2)
+    assert lab.parent.session.proofs.session("device-0") == session
+    assert lab.parent.session.coordinator._children["device-0"].session == session
+    assert lab.parent.session.refusals.of(Refusal.MISFIT) == 1
+    assert len(lab.play().results) == 2  # type: ignore[union-attr]
+
+
+def test_a_flood_of_presences_costs_few_tasks_and_few_events() -> None:
+    lab = lab_in_a_round()
+    sent, seen = Counter(lab.kinds), len(lab.parent.events)
+    for number in range(2000):
+        state = NodeState.READY if number % 2 else NodeState.INIT
+        presence = Presence(state, "device", samples=1, reason=f"{number}" * 9999)
+        lab.loop.after(number / 2000, lambda n=number, p=presence: publish_presence(lab, "device-0", f"s{n}", p))  # type: ignore[misc]
+    lab.rest(3.0)
+    sent = lab.kinds - sent
+    assert sent["Task"] <= 6 and sent["Presence"] <= 2 * PRESENCES_MOST and sent["WhoIsThere"] <= 10, sent
+    assert len(lab.parent.events) - seen <= 2 * PRESENCES_MOST + 60
+    assert all(len(event.reason) <= 1000 for event in lab.parent.of(PeerChanged))
+    assert lab.parent.session.refusals.of(Refusal.FLOOD) > 1500
+    lab.rest(10.0)
+    # The living process is asked who it is, and takes part again.
+    assert lab.parent.session.proofs.session("device-0") == session_of(lab, "device-0")
+    assert len(lab.play().results) == 2  # type: ignore[union-attr]
+
+
+def test_results_without_a_model_cost_few_tasks() -> None:
+    lab = lab_in_a_round()
+    session, sent = session_of(lab, "device-0"), Counter(lab.kinds)
+
+    def lie(number: int) -> None:
+        model = manifest_of(random.Random(number).randbytes(MODEL_BYTES))
+        lab.publish(PARENT, "device-0", session, result(model=model))
+        lab.loop.after(0.06, lambda: lab.publish(PARENT, "device-0", session, Gone(model.blob)))
+
+    for number in range(200):
+        lab.loop.after(number / 100, lambda number=number: lie(number))  # type: ignore[misc]
+    lab.rest(2.0)
+    assert (lab.kinds - sent)["Task"] <= 5
+
+
+def test_a_flood_of_messages_is_refused_before_it_is_read_and_hides_nobody() -> None:
+    lab = lab_in_a_round()
+    session = session_of(lab, "device-0")
+    for number in range(3 * MESSAGES_MOST):
+        lab.publish(PARENT, "device-0", session, Preparing(number, "x" * 5000))
+    lab.rest(0.5)
+    assert lab.parent.session.refusals.of(Refusal.FLOOD) > MESSAGES_MOST
+    assert len(lab.parent.session._waits_for["device-0"]) == 1000
+    lab.rest(20.0)
+    assert len(lab.play().results) == 2  # type: ignore[union-attr]
+
+
+def test_answers_to_nodes_that_are_not_in_the_run_are_counted_together() -> None:
+    lab = lab_in_a_round()
+    lab.parent.session.announce(Announcement("{}", "[]"))
+    for number in range(100):
+        body = serialization.encode(WhoIsThere("n"), "n")
+        topic = topics.seek(LAB, PARENT, f"anybody-{number}")
+        lab.parent.session.receive(topic, body, retained=False, now=lab.now)
+    lab.parent.wake()
+    lab.rest(1.0)
+    assert {peer for peer, *_ in lab.parent.session.counters.cells} <= {*lab.names, "all", "others"}
+
+
+# Link calibrations
+
+
+def test_a_child_does_not_probe_its_parent() -> None:
+    lab = lab_in_a_round()
+    lab.publish(PARENT, "device-0", session_of(lab, "device-0"), Probe(manifest_of(b"1" * 5000)))
+    lab.rest(0.1)
+    assert not lab.parent.of(ProbeReceived) and lab.parent.session.refusals.of(Refusal.MALFORMED) == 1
+
+
+def test_noise_of_one_child_is_no_noise_of_another() -> None:
+    """A blob's id is its content's: a child may know that of another one's model before it is announced."""
+    lab = lab_in_a_round()
+    for name in lab.names:
+        others = [other for other in lab.names if other != name]
+        model = lab.parent.expected[name]
+        for other in others:
+            lab.parent.session.outbox.add_noise(other, manifest_of(model).blob)
+    assert len(lab.play().results) == 2  # type: ignore[union-attr]
+
+
+# Tasks
+
+
+@pytest.mark.parametrize(
+    ("key", "epochs", "reason"),
+    [
+        (Key(0, 3, 0), 4, "round 3.0, this run has 3 global rounds of 2"),
+        (Key(0, 2, 2), 4, "round 2.2"),
+        (Key(0, 2**63 - 1, 0), 4, "this run has"),
+        (Key(9, 0, 0), 5, "5 epochs, this run has 1 to 4"),
+        (Key(0, 0, 0), 0, "0 epochs"),
+    ],
+)
+def test_a_task_that_no_round_of_the_run_has_is_declined(key: Key, epochs: int, reason: str) -> None:
+    limits = task_limits(parse(THREE_TIERS), "device-0")
+    model = manifest_of(b"1" * MODEL_BYTES)
+    limits.check(Task(Key(9, 2, 1), 4, model, None))
+    with pytest.raises(RefusedModel, match=reason):
+        limits.check(Task(key, epochs, model, None))
+
+
+def test_a_flood_of_tasks_that_do_not_fit_has_few_answers() -> None:
+    lab = lab_in_a_round()
+    sent = Counter(lab.kinds)
+    task = Task(Key(0, 9, 0), 1, manifest_of(b"1" * 9000), None)
+    for number in range(1000):
+        again = partial(lab.publish, "device-0", PARENT, lab.parent.session.identity.session, task)
+        lab.loop.after(number / 1000, again)
+    lab.rest(1.5)
+    assert (lab.kinds - sent)["Declined"] <= 2 * ANSWERS_MOST
+    assert lab.children["device-0"].session.refusals.of(Refusal.MISFIT) == 1000
+    assert len(lab.play().results) == 2  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("variant", "most"), [("paper", 8), ("plato", 8)])
+def test_tempo_gives_at_most_the_epochs_of_the_limit(variant: str, most: int) -> None:
+    tempo = {"cloud": {"epoch_control": {"name": "tempo", "variant": variant}}}
+    assert task_limits(parse(THREE_TIERS | tempo), "institution-0").epochs == most
+
+
+# Announcements
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [["w", [10**9, 10**9], "parameter"]],
+        [["w", [ROW_BYTES_MOST], "parameter"], ["b", [1], "parameter"]],
+        [["w", [10**30], "parameter"]],
+        [["\ud800", [1], "parameter"]],
+        [["w" * 10_000, [1], "parameter"]],
+    ],
+)
+def test_a_layout_beyond_its_bounds_is_refused(entries: list[object]) -> None:
+    with pytest.raises(WireError):
+        ModelLayout.from_json(json.dumps(entries))
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"training": {"augmentation": {"crop": 10**9}}},
+        {"rounds": 10**9, "institution": {"rounds": 10**9}},
+        {"rounds": 10**30},
+        {"topology": {"devices": 10**8}},
+    ],
+)
+def test_an_experiment_beyond_its_bounds_is_refused(tree: dict[str, Any]) -> None:
+    with pytest.raises(InvalidExperiment):
+        assert parse(json.dumps(tree)).tree
+
+
+def test_an_announcement_that_nobody_expected_ends_no_node_that_stays() -> None:
+    async def take_part(found: Found) -> None:
+        raise UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates")
+
+    found = Found("run-1", "s", None)  # type: ignore[arg-type]
+    entry = RollEntry.__new__(RollEntry)
+    assert asyncio.run(_play(found, "device-0", take_part, entry, lambda: True)) is found
+    assert entry.run == ""
+    with pytest.raises(UnicodeEncodeError):
+        asyncio.run(_play(found, "device-0", take_part, None, lambda: True))
+
+
+@pytest.mark.parametrize("key", ["samples", "test_samples", "classes"])
+def test_a_synthetic_data_set_beyond_its_bounds_is_not_made(key: str) -> None:
+    data = parse({"data": {"dataset": "synthetic", "classes": 10} | {key: 10**12}}).data
+    with pytest.raises(InvalidExperiment, match="Use fewer or smaller images"):
+        datasets.load(data)
+
+
+@pytest.mark.parametrize(
+    ("root", "read"),
+    [
+        ("data", True),
+        ("sets/{node}", True),
+        ("{allowed}/data", True),
+        ("..", False),
+        ("data/../../etc", False),
+        ("/etc", False),
+        ("link", False),
+        ("{node}/../..", False),
+        ("a\0b", False),
+    ],
+)
+def test_an_experiment_reads_nothing_outside_of_the_hosts_data_root(tmp_path: Path, root: str, read: bool) -> None:
+    allowed = tmp_path / "allowed"
+    allowed.mkdir()
+    (allowed / "link").symlink_to("/etc")
+    data = Data(dataset="mnist", root=root.replace("{allowed}", str(allowed)))
+    if read:
+        assert Path(root_below(data, "device-0", allowed=allowed)).is_relative_to(allowed)
+        return
+    with pytest.raises(InvalidExperiment, match=r"data\.root = .*outside .*--data-root"):
+        root_below(data, "device-0", allowed=allowed)
+
+
+def test_the_default_data_root_is_the_folder_of_the_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert root_below(Data(dataset="mnist"), "device-0", allowed=Path()) == "data"
+    with pytest.raises(InvalidExperiment):
+        root_below(Data(dataset="mnist", root="/etc"), "device-0", allowed=Path())
+    assert root_below(Data(root="/etc"), "device-0", allowed=Path()) == "/etc"  # digits have no files
+
+
+# The roll
+
+
+def test_one_that_asks_for_the_roll_all_the_time_takes_no_answer_from_another_one() -> None:
+    answers: list[str] = []
+
+    class NoConnection:
+        def publish(self, topic: str, body: bytes, *, qos: int) -> None:
+            answers.append(topics.parse(topic).asker)  # type: ignore[union-attr]
+
+    class NoWorld:
+        connection: Callable[..., NoConnection] = staticmethod(lambda *_, **__: NoConnection())
+
+        def token(self, nbytes: int) -> str:
+            return "0" * nbytes
+
+    async def ask() -> None:
+        entry = RollEntry(BrokerAddress("h"), "d", role="device", parent="cloud", lab=LAB, world=NoWorld())  # type: ignore[arg-type]
+        body = serialization.encode(RollCall("n"), "n")
+        for asker in [*["mallory"] * 1000, "person", *(f"x{number}" for number in range(100))]:
+            entry._received(topics.roll(LAB, asker), body, False)
+
+    asyncio.run(ask())
+    assert Counter(answers)["mallory"] == 1 and Counter(answers)["person"] == 1 and len(answers) == ASKERS_MOST
+
+
+def test_experiments_of_the_product_are_within_the_limits() -> None:
+    assert np.isfinite(limits_below(Experiment(), "cloud")["institution-0"].steps(1))
+
+
+# A lab of processes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_attack_by_members_leaves_a_labs_model_and_memory_as_they_are(tmp_path: Path) -> None:
+    found = hostile.measure(tmp_path, messages=24_000, rate=3000.0)
+    assert [problem for problem in found.problems() if "times as long" not in problem] == []
+    assert min(found.published.values()) == 2000
