@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from cloud.evaluator import Accuracy, Beginning, Evaluator
 from cloud.global_rounds import LABELS
 from cloud.links import tier_bytes
+from cloud.patience import until_written
 from cloud.results import RunFolder
 from cloud.run import CloudRun
-from common.errors import FedstrataError
+from common.errors import FedstrataError, StorageFailed
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
+from common.host.offload import offload
 from common.metrics import Metrics
 from common.model.layout import Row
 from common.net.address import BrokerAddress
@@ -121,14 +125,19 @@ class CloudAgent:
                 goodbye=lambda: down.farewells(timeout_s=FAREWELL_S),
                 last_scrape=self._metrics.last_scrape,
             )
+            finish = partial(self._folder.finish, down.ledger)
+            patience_s = experiment.transfer.idle_s
+            await until_written(lambda: offload(finish), patience_s=patience_s, observe=self._observe)
             spool.close()
             return model
-        except FedstrataError as error:
-            self._observe("failed", {"reason": str(error)})
+        except BaseException as error:
+            if isinstance(error, FedstrataError):
+                self._observe("failed", {"reason": str(error)})
+            with suppress(StorageFailed):  # it would hide the first error
+                self._folder.finish(down.ledger)
             raise
         finally:
             evaluator.close()
-            self._folder.write_links(down.ledger)
 
     async def _run(self, down: ParentEndpoint, evaluator: ModelEvaluator, spool: Spool) -> Path:
         experiment = self._folder.experiment

@@ -7,21 +7,22 @@ holds the state of the cloud's rule.
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from common.aggregation.aggregator import Aggregator
 from common.errors import InvalidExperiment, RefusedModel
+from common.host.files import replacing
+from common.model import tensors
 from common.model.layout import ModelLayout, Row
 from common.storage import rule_states
 
 KEPT: Final = 2
+FACTS: Final = "fedstrata"  # in a file's metadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,10 @@ class RunState:
 
 
 def save(folder: Path, state: RunState, *, layout: ModelLayout, row: Row, rule: Aggregator) -> Path:
-    """Write a checkpoint and remove all but the last two. The model's file is written last: it marks completeness."""
+    """Write a checkpoint and remove all but the last two. The model's file is written last: it marks completeness.
+
+    Each step is on the disk before the next. Raises StorageFailed.
+    """
     path = folder / f"round-{state.global_round:06d}.safetensors"
     rule_states.write(folder, path.stem, rule.save)
     save_model(path, layout=layout, row=row, facts=asdict(state))
@@ -47,27 +51,27 @@ def save(folder: Path, state: RunState, *, layout: ModelLayout, row: Row, rule: 
 
 
 def save_model(path: Path, *, layout: ModelLayout, row: Row, facts: dict[str, Any]) -> None:
-    """Write a model under its state_dict's names, atomically, with facts as JSON metadata."""
-    partial = path.with_suffix(".partial")
-    save_file(dict(layout.views(row)), partial, metadata={"fedstrata": json.dumps(facts)})
-    os.replace(partial, path)
+    """Write a model under its state_dict's names, atomically, with facts as JSON metadata. Raises StorageFailed."""
+    with replacing(path) as file:
+        tensors.write(file, dict(layout.views(row)), {FACTS: json.dumps(facts)})
 
 
-def latest(folder: Path) -> Path | None:
-    """Return the newest checkpoint of a folder; None if the run ended before its first one."""
-    return max(folder.glob("round-*.safetensors"), default=None)
+def newest_first(folder: Path) -> list[Path]:
+    """Return the checkpoints of a folder, none if the run ended before its first one."""
+    return sorted(folder.glob("round-*.safetensors"), reverse=True)
 
 
 def load(path: Path, *, layout: ModelLayout, row: Row, rule: Aggregator) -> RunState:
     """Read a checkpoint into the row, uint8 [row_bytes], from which the rule began. Raises InvalidExperiment."""
     try:
         with safe_open(path, framework="numpy") as file:
-            state = RunState(**json.loads(file.metadata()["fedstrata"]))
-            tensors: dict[str, np.ndarray[Any, Any]] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-        layout.flatten(tensors, row)
+            metadata = file.metadata()
+            found: dict[str, np.ndarray[Any, Any]] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        state = RunState(**json.loads(metadata[FACTS]))
+        if metadata.get(tensors.CONTENT) not in (None, tensors.content(found, metadata)):  # None: of an earlier release
+            raise ValueError("its content is damaged")
+        layout.flatten(found, row)
         rule_states.read(path.with_suffix(""), rule.restore)
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, RefusedModel) as error:
-        raise InvalidExperiment(
-            "--resume", str(path), f"not a checkpoint of this run: {error}", "Use another."
-        ) from None
+        raise InvalidExperiment("--resume", str(path), f"not a checkpoint of this run: {error}", "Remove it.") from None
     return state

@@ -12,6 +12,7 @@ from cloud import checkpoint, tempo
 from cloud.checkpoint import RunState
 from cloud.evaluator import Accuracy
 from cloud.links import tier_bytes
+from cloud.patience import until_written
 from cloud.records import GlobalRoundRecord
 from cloud.results import RunFolder
 from common.aggregation.aggregator import Aggregator
@@ -133,15 +134,28 @@ class GlobalRounds:
         record = self._record(closed_round, outcome, phases=phases, epochs=state.epochs, omegas=omegas)
         if self._evaluates(self._state.global_round):
             self._evaluate(record, await offload(lambda: self._rule.mixed))
-        last = self._state.global_round == self._experiment.rounds
-        due = last or self._state.global_round % self._experiment.cloud.checkpoint_every == 0
+        await self.written(self._write)
+
+    async def written(self, write: Callable[[], Awaitable[None]]) -> None:
+        """Write to the run's folder; wait while the disk is full or read-only. Raises StorageFailed after `idle_s`."""
+        await until_written(write, patience_s=self._experiment.transfer.idle_s, observe=self._observe)
+
+    async def _write(self) -> None:
+        """Write the tables, and what is due after a global round. Raises StorageFailed."""
+        state, folder = self._state, self._folder
+        folder.catch_up()
+        last = state.global_round == self._experiment.rounds
+        due = last or state.global_round % self._experiment.cloud.checkpoint_every == 0
         if due or self._down.now() - self._links_written_at >= LINKS_S:
-            self._folder.write_links(self._down.ledger)
+            folder.write_links(self._down.ledger)
             self._links_written_at = self._down.now()
         if due:
-            folder = self._folder.checkpoints
-            save = partial(checkpoint.save, folder, self._state, layout=self._layout, row=self._row, rule=self._rule)
-            await offload(save)
+            await offload(self._save)
+
+    def _save(self) -> None:
+        """Write a checkpoint, after the rows of its global rounds."""
+        self._folder.sync()
+        checkpoint.save(self._folder.checkpoints, self._state, layout=self._layout, row=self._row, rule=self._rule)
 
     def _omegas(self, closed_round: ClosedRound, outcome: Aggregated) -> dict[str, float]:
         """Return the distances of the children's models to the new mean, as the epoch control measures them."""

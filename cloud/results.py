@@ -14,8 +14,11 @@ import json
 import os
 import platform
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final, TypeVar
@@ -24,9 +27,10 @@ from cloud import links
 from cloud.records import DeviceRecord, GlobalRoundRecord, Record, rows_of, to_csv
 from common.accounting.child_report import ChildReport
 from common.accounting.ledger import Ledger
-from common.errors import InvalidExperiment
+from common.errors import InvalidExperiment, StorageFailed
 from common.experiment.reading import load, to_toml
 from common.experiment.schema import Experiment
+from common.host.files import replacing, sync, writing
 from common.runtime.world import REAL, World
 
 PACKAGES: Final = ("fedstrata", "aiomqtt", "paho-mqtt", "numpy", "msgpack", "torch")
@@ -34,6 +38,7 @@ LEDGER: Final = "ledger.json"
 FORMAT: Final = 3  # of a run's folder; `deploy.runs` also reads earlier formats
 HELD: Final = "experiment.toml"  # the file that is locked; it is never replaced
 DIRECT: Final = "direct"  # in manifest.json: marks a run without a network
+GROWING: Final = ("rounds.csv", "devices.csv", "events.jsonl")
 
 _R = TypeVar("_R", GlobalRoundRecord, DeviceRecord)
 
@@ -41,8 +46,11 @@ _R = TypeVar("_R", GlobalRoundRecord, DeviceRecord)
 class RunFolder:
     """One run's folder. `run` is its id on the brokers.
 
-    Once it is created or reopened, and while this object lives, its process holds the folder (`held`) by a file lock,
-    which the kernel releases if the process is killed.
+    Once it is created or reopened, and while this object lives, its process alone writes to the folder, by a file lock
+    (`held`), which the kernel releases if the process is killed.
+
+    Rows and events that a full disk or a read-only folder does not take are kept in memory, in their order, and written
+    with the next ones: they come from callbacks, which cannot wait. `catch_up` raises what prevents it.
     """
 
     def __init__(self, path: Path, run: str, experiment: Experiment, *, world: World = REAL) -> None:
@@ -51,17 +59,20 @@ class RunFolder:
         self.experiment = experiment
         self._world = world
         self._measured = ""
+        self._pending: deque[Callable[[], None]] = deque()
+        self._release: Callable[[], object] = lambda: None
 
     @classmethod
     def create(cls, root: Path, experiment: Experiment, *, world: World = REAL) -> RunFolder:
-        """Create `runs/<utc>-<name>-<id>/`. Raises InvalidExperiment if that fails."""
+        """Create `runs/<utc>-<name>-<id>/`. Raises StorageFailed if that fails."""
         utc, token = datetime.fromtimestamp(world.wall(), UTC).strftime("%Y%m%dT%H%M%SZ"), world.token(3)
         path = root / f"{utc}-{experiment.name}-{token}"
         try:
             path.mkdir(parents=True)
+            sync(root)
         except OSError as error:
-            raise InvalidExperiment("--runs", str(root), error.strerror or str(error), "Name another folder.") from None
-        (path / "experiment.toml").write_text(to_toml(experiment), encoding="utf-8")
+            raise StorageFailed("--runs", str(root), error.strerror or str(error), "Name another folder.") from None
+        _replace(path / HELD, to_toml(experiment))
         folder = cls(path, f"{utc}-{token}", experiment, world=world)
         folder._hold()
         folder._write_manifest(utc)
@@ -69,7 +80,11 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path, *, direct: bool = False, world: World = REAL) -> RunFolder:
-        """Reopen a run's folder. Raises InvalidExperiment if it is none, or if `direct` differs from the run's."""
+        """Reopen a run's folder.
+
+        Raises InvalidExperiment if it is none, if `direct` differs from the run's, or if another process writes to it,
+        and StorageFailed if it is read-only.
+        """
         try:
             manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
             run, earlier = str(manifest["run"]), manifest.get("format") != FORMAT
@@ -82,9 +97,13 @@ class RunFolder:
         if direct is not was_direct:  # its seconds and bytes would not be comparable
             had, remedy = ("no network", "Add --direct.") if was_direct else ("a network", "Omit --direct.")
             raise InvalidExperiment("--resume", str(path), f"the run was started with {had}", remedy)
-        folder = cls(path, run, load(path / "experiment.toml"), world=world)
+        folder = cls(path, run, load(path / HELD), world=world)
         folder._hold()
         return folder
+
+    def release(self) -> None:
+        """Let other processes write to the folder."""
+        self._release()
 
     @property
     def checkpoints(self) -> Path:
@@ -99,22 +118,15 @@ class RunFolder:
     def event(self, name: str, facts: Mapping[str, object]) -> None:
         """Append an event with its time."""
         time = datetime.fromtimestamp(self._world.wall(), UTC).isoformat(timespec="milliseconds")
-        line = json.dumps({"time": time, "event": name, **facts})
-        with (self.path / "events.jsonl").open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        self._append("events.jsonl", json.dumps({"time": time, "event": name, **facts}) + "\n")
 
     def add_round(self, record: GlobalRoundRecord) -> None:
         """Append a global round to rounds.csv."""
-        self._append("rounds.csv", [record])
+        self._add_rows("rounds.csv", [record])
 
     def complete_round(self, record: GlobalRoundRecord) -> None:
-        """Replace the last row of rounds.csv by that of the same global round with its evaluation.
-
-        The row only grows, so one write in place overwrites all of the old row.
-        """
-        with (self.path / "rounds.csv").open("r+b") as file:
-            file.seek(file.read().rindex(b"\n", 0, -1) + 1)
-            file.write(to_csv([record], header=False).encode())
+        """Replace the last row of rounds.csv by that of the same global round with its evaluation."""
+        self._later(partial(self._replace_row, to_csv([record], header=False)))
 
     def add_devices(self, global_round: int, reports: Iterable[ChildReport]) -> None:
         """Append devices to devices.csv."""
@@ -127,7 +139,22 @@ class RunFolder:
             )
             for r in reports
         ]  # fmt: skip
-        self._append("devices.csv", records)
+        self._add_rows("devices.csv", records)
+
+    def catch_up(self) -> None:
+        """Write the rows and events that could not be written before. Raises StorageFailed."""
+        while self._pending:
+            self._pending[0]()
+            self._pending.popleft()
+
+    def sync(self) -> None:
+        """Wait until the tables and events are on the disk. Raises StorageFailed."""
+        with writing(self.path):
+            self.checkpoints.mkdir(exist_ok=True)
+            for path in (self.path / name for name in GROWING):
+                if path.exists():
+                    sync(path)
+            sync(self.path)
 
     def forget_after(self, global_rounds: int) -> list[GlobalRoundRecord]:
         """Drop the rows of global rounds that a resumed run repeats, and return the remaining rows of rounds.csv."""
@@ -143,6 +170,11 @@ class RunFolder:
             self.note(wire_bytes=status)
         _replace(self.path / LEDGER, ledger.to_json() + "\n")
 
+    def finish(self, ledger: Ledger) -> None:
+        """Write what could not be written before, and the final byte counts. Raises StorageFailed."""
+        self.catch_up()
+        self.write_links(ledger)
+
     def restore(self, ledger: Ledger) -> None:
         """Restore the byte ledger of an earlier process of the run. Raises InvalidExperiment."""
         path = self.path / LEDGER
@@ -153,14 +185,37 @@ class RunFolder:
             raise InvalidExperiment("--resume", str(path), f"unreadable: {error!r}", "Remove it.") from None
 
     def _hold(self) -> None:
-        """Lock the folder until this object is gone."""
-        file = os.open(self.path / HELD, os.O_RDONLY)
-        weakref.finalize(self, os.close, file)
-        _try_lock(file, fcntl.LOCK_SH)
+        """Lock the folder until `release`, or until this object is gone. Raises InvalidExperiment, StorageFailed."""
+        path = self.path / HELD
+        with writing(path):
+            file = os.open(path, os.O_RDWR)  # NFS locks exclusively only what can be written
+        self._release = weakref.finalize(self, os.close, file)
+        while not _try_lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            if not _try_lock(file, fcntl.LOCK_SH | fcntl.LOCK_NB):  # else `held` is looking in this moment
+                problem, remedy = "another process runs this run", "Wait for its end, or stop it."
+                raise InvalidExperiment("--resume", str(self.path), problem, remedy)
 
-    def _append(self, name: str, records: Sequence[Record]) -> None:
-        with (self.path / name).open("a", newline="", encoding="utf-8") as file:
-            file.write(to_csv(records, header=file.tell() == 0))
+    def _later(self, write: Callable[[], None]) -> None:
+        self._pending.append(write)
+        with suppress(StorageFailed):
+            self.catch_up()
+
+    def _append(self, name: str, text: str) -> None:
+        self._later(partial(_append, self.path / name, text.encode()))
+
+    def _add_rows(self, name: str, records: Sequence[Record]) -> None:
+        def write() -> None:
+            path = self.path / name
+            _append(path, to_csv(records, header=not path.exists() or not path.stat().st_size).encode())
+
+        self._later(write)
+
+    def _replace_row(self, text: str) -> None:
+        """Replace the last row of rounds.csv. It only grows, so one write in place overwrites all of the old row."""
+        path = self.path / "rounds.csv"
+        with writing(path), path.open("r+b") as file:
+            file.seek(file.read().rindex(b"\n", 0, -1) + 1)
+            file.write(text.encode())
 
     def _forget(self, name: str, kind: type[_R], *, after: int) -> list[_R]:
         """Cut a table after its rows of the global rounds up to `after`, and return these."""
@@ -199,13 +254,13 @@ class RunFolder:
 
 
 def held(path: Path) -> bool:
-    """Return whether a living process writes to this run's folder; False on a file system without locks."""
+    """Return whether a process writes to this run's folder; False on a file system without locks."""
     try:
         file = os.open(path / HELD, os.O_RDONLY)
     except OSError:
         return False
     try:
-        return not _try_lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return not _try_lock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     finally:
         os.close(file)
 
@@ -222,9 +277,21 @@ def _try_lock(file: int, kind: int) -> bool:
 
 
 def _replace(path: Path, text: str) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8", newline="")
-    os.replace(partial, path)
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+def _append(path: Path, data: bytes) -> None:
+    """Append all of the data to a file, or nothing. Raises StorageFailed."""
+    with writing(path), path.open("ab", buffering=0) as file:
+        size = file.tell()
+        try:
+            while data:
+                data = data[file.write(data) :]
+        except OSError:
+            with suppress(OSError):
+                file.truncate(size)
+            raise
 
 
 def _version(package: str) -> str | None:

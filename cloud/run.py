@@ -13,6 +13,7 @@ from common.aggregation import aggregator
 from common.errors import InvalidExperiment
 from common.experiment import lint
 from common.experiment.topology import CLOUD
+from common.host.offload import offload
 from common.metrics import Metrics
 from common.model.layout import ModelLayout, Row
 from common.runtime.children import Children, Observe
@@ -62,10 +63,19 @@ class CloudRun:
         )
 
     def resume(self) -> None:
-        """Continue from the last checkpoint. Raises InvalidExperiment if that is impossible."""
+        """Continue from the last checkpoint that can be read, with a warning for each other one.
+
+        Raises InvalidExperiment if that is impossible.
+        """
         folder, state = self._folder, self._global_rounds.state
-        if newest := checkpoint.latest(folder.checkpoints):
-            state = checkpoint.load(newest, layout=self._layout, row=self._global_rounds.row, rule=self._rule)
+        for path in (found := checkpoint.newest_first(folder.checkpoints)):
+            try:
+                state = checkpoint.load(path, layout=self._layout, row=self._global_rounds.row, rule=self._rule)
+                break
+            except InvalidExperiment as error:
+                if path == found[-1]:
+                    raise
+                self._observe("warning", {"reason": f"{error} The run continues from the checkpoint before it."})
         if state.digest != self._experiment.digest:
             raise InvalidExperiment("--resume", str(folder.path), "its experiment was changed", "Restore the file.")
         self._global_rounds.resume(state)
@@ -103,7 +113,8 @@ class CloudRun:
         await global_rounds.run()
         path = folder.path / "model.safetensors"
         facts = {"run": folder.run, "experiment": experiment.name, "digest": experiment.digest}
-        checkpoint.save_model(path, layout=self._layout, row=global_rounds.row, facts=facts)
+        save = partial(checkpoint.save_model, path, layout=self._layout, row=global_rounds.row, facts=facts)
+        await global_rounds.written(lambda: offload(save))
         self._observe(
             "finished",
             {

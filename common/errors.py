@@ -5,6 +5,7 @@ FedstrataError                 base of all errors; has the exit code of the comm
 ├── ConnectionFailed      (3)  broker unreachable, login refused
 │   ├── DuplicateName     (3)  another living node on this broker has the same name
 │   └── LabInUse          (3)  another run has the lab
+├── StorageFailed         (6)  a file or folder of this machine cannot be used: disk full, read-only, another user's
 ├── RunFailed             (1)  the run cannot continue
 │   ├── NoProgress        (5)  no progress for `idle_s`
 │   └── InvalidBelow      (4)  a node below cannot take part in the experiment
@@ -30,6 +31,16 @@ class InvalidExperiment(FedstrataError):
     exit_code = 4
 
     def __init__(self, key: str, value: object, problem: str, remedy: str) -> None:
+        super().__init__(f"{key} = {value!r}: {problem}. {remedy}")
+        self.parts = (key, value, problem, remedy)
+
+
+class StorageFailed(FedstrataError):
+    """A file or folder of this machine that cannot be used."""
+
+    exit_code = 6
+
+    def __init__(self, key: str, value: str, problem: str, remedy: str) -> None:
         super().__init__(f"{key} = {value!r}: {problem}. {remedy}")
         self.parts = (key, value, problem, remedy)
 

@@ -217,6 +217,7 @@ def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(rule: Tree, tier: s
     with pytest.raises(KeyboardInterrupt):
         run_in_process(folder, resume=False, accelerator="cpu", observe=until_the_third)
     assert len(table(folder.path)) == 3
+    folder.release()  # like the end of its process
     again = RunFolder.reopen(folder.path, direct=True)
     run_in_process(again, resume=True, accelerator="cpu", observe=lambda event, facts: None)
     undisturbed = run_direct(tmp_path, tree)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from common.errors import RunFailed
+from common.errors import RunFailed, StorageFailed
 from common.storage import rule_states
 from institution.memory import Memory
 
@@ -93,7 +93,7 @@ def test_half_a_state_is_none(tmp_path: Path) -> None:
         raise OSError("no space")
 
     rule_states.write(tmp_path, "before-000001", Counting().save)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(StorageFailed, match=r"before-000002.* no space"):
         rule_states.write(tmp_path, "before-000002", broken)
     assert rule_states.latest(tmp_path, "before-000009") == tmp_path / "before-000001"
     assert rule_states.latest(tmp_path, "before-000000") is None

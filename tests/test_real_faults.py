@@ -108,7 +108,7 @@ class Agents:
     def device(self, name: str, institution: str, *, allow_models: Sequence[str] = ()) -> asyncio.Task[Any]:
         agent = DeviceAgent(
             name, parent=institution, broker=self._address, pool=self._pool, allow_models=allow_models,
-            **self._more,
+            data_root=self._runs.parent, **self._more,
         )  # fmt: skip
         return self._start(name, agent.run())
 

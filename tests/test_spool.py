@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import InvalidExperiment
+from common.errors import StorageFailed
 from common.protocol.manifest import describe, missing
 from common.storage.spool import KEPT_S, Spool
 
@@ -57,17 +57,20 @@ def test_a_run_that_is_over_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_files_of_a_run_that_nobody_took_up_again_go_after_a_week(tmp_path: Path) -> None:
-    Spool.open(tmp_path, run="old", node="n").rows("uploads", 1, 100)
-    Spool.open(tmp_path, run="young", node="n").rows("uploads", 1, 100)
+    old, young, new = (f"2026010{day}T000000Z-abcdef" for day in (1, 2, 3))
+    Spool.open(tmp_path, run=old, node="n").rows("uploads", 1, 100)
+    Spool.open(tmp_path, run=young, node="n").rows("uploads", 1, 100)
+    (tmp_path / "thesis").mkdir()  # the user's own, in a folder that was named by --spool
     long_ago = time.time() - KEPT_S - 1
-    os.utime(tmp_path / "old", (long_ago, long_ago))
-    Spool.open(tmp_path, run="new", node="n")
-    assert {path.name for path in tmp_path.iterdir()} == {"young", "new"}
+    for name in (old, "thesis"):
+        os.utime(tmp_path / name, (long_ago, long_ago))
+    Spool.open(tmp_path, run=new, node="n")
+    assert {path.name for path in tmp_path.iterdir()} == {young, new, "thesis"}
 
 
 def test_a_folder_that_cannot_be_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InvalidExperiment, match="--spool"):
+    with pytest.raises(StorageFailed, match="--spool"):
         Spool.open(tmp_path / "file", run="r", node="n")
 
 

@@ -20,11 +20,14 @@ from common.errors import WireError
 from common.model.codecs import CODECS, codec_of
 from common.protocol import messages, serialization, topics
 from common.protocol.messages import Key, Manifest, NodeState, Phase, Presence, Progress, Task
+from common.text import escaped
 from tests.helpers.examples import examples
 
 SESSION = "c0ffee"
 COUNTS = st.integers(0, serialization.MAX_INT)
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", fullmatch=True)
+
+TEXT = st.text(max_size=20).map(escaped)  # else `decode` escapes it
 
 
 @st.composite
@@ -35,13 +38,13 @@ def manifests(draw: st.DrawFn) -> Manifest:
     blob = draw(st.text("0123456789abcdef", min_size=16, max_size=16))
     digests = draw(st.binary(min_size=length, max_size=length))
     reference = draw(st.sampled_from(["", "0123456789abcdef"]))
-    return Manifest(blob, size, chunk_bytes, digests, draw(st.text(max_size=8)), draw(st.text(max_size=8)), reference)
+    return Manifest(blob, size, chunk_bytes, digests, draw(TEXT), draw(TEXT), reference)
 
 
 SCALARS: dict[Any, st.SearchStrategy[Any]] = {
     int: COUNTS,
     float: st.floats(),
-    str: st.text(max_size=20),
+    str: TEXT,
     bytes: st.binary(max_size=40),
     bool: st.booleans(),
     Manifest: manifests(),

@@ -78,7 +78,7 @@ class CachedUploadRule(OneModel):
     def save(self, folder: Path) -> dict[str, object]:
         """Write the histories, as links if they are files already, and the sum of the selected uploads."""
         self._cache.save(folder, (kept for queue in self._queues.values() for kept in queue))
-        self._sum_F.tofile(folder / "sum")
+        (folder / "sum").write_bytes(self._sum_F.data)  # `tofile` hides the errno of a full disk
         return {
             "queues": {child: [[kept.r, kept.loss] for kept in queue] for child, queue in self._queues.items()},
             "selected": {child: kept.r for child, kept in self._selected.items()},

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from common.host.files import PARTIAL, writing
 from common.model.layout import Row
 
 
@@ -63,10 +64,11 @@ class UploadCache:
         self._held = 0
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
+            with writing(folder):
+                folder.mkdir(parents=True)
 
     def keep(self, child: str, r: int, row: Row, *, loss: float) -> CachedUpload:
-        """Copy an upload. Raises OSError if the file cannot be written."""
+        """Copy an upload. Raises StorageFailed if the file cannot be written."""
         if (folder := self._folder_beyond_memory()) is None:
             self._held += self._row_bytes
             return CachedUpload(child, r, loss, row=row.copy(), path=None)
@@ -107,13 +109,17 @@ class UploadCache:
 
 
 def _write(path: Path, row: Row) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    row.tofile(partial)
-    os.replace(partial, path)
+    partial = path.with_name(path.name + PARTIAL)
+    with writing(path):
+        with partial.open("wb") as file:  # not synced: the files of an earlier process are removed
+            file.write(row.data)
+        os.replace(partial, path)
 
 
 def _link(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
+    except FileExistsError:
+        pass  # of a restoration that failed; a written file never changes
     except OSError:  # another file system, or one without hard links
         shutil.copyfile(source, target)

@@ -27,7 +27,7 @@ from typing import IO, Any, Final, Self, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import FedstrataError, InvalidExperiment, RunFailed
+from common.errors import FedstrataError, InvalidExperiment, RunFailed, StorageFailed
 from common.host.offload import offload
 
 RECORD_BYTES: Final = 1 << 24  # limit of a reply: the longest, a layout, has some 60 for each tensor
@@ -175,6 +175,8 @@ class AgentChannel:
 
 def error_record(error: FedstrataError) -> Record:
     """Return the facts of a record that passes an error to the agent."""
+    if isinstance(error, StorageFailed):
+        return {"storage": error.parts}
     return {"invalid": error.parts} if isinstance(error, InvalidExperiment) else {"failed": str(error)}
 
 
@@ -182,6 +184,8 @@ def error_in(record: Record) -> FedstrataError | None:
     """Return the error that a record passes, if any."""
     if "invalid" in record:
         return InvalidExperiment(*record["invalid"])
+    if "storage" in record:
+        return StorageFailed(*record["storage"])
     return RunFailed(record["failed"]) if "failed" in record else None
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from common.errors import InvalidExperiment
 from common.experiment import reading, schema
 from common.experiment.topology import CLOUD
+from common.host.files import writing
 from common.learning import datasets, partitions
 from common.learning.partitions import Indices
 
@@ -66,7 +67,10 @@ def keep(experiment: schema.Experiment, folder: Path) -> str:
 
 
 def write(experiment: schema.Experiment, split: Split, folder: Path) -> dict[str, Any]:
-    """Write each device's indices, int64, and facts about them into two files; return the facts. Raises OSError."""
+    """Write each device's indices, int64, and facts about them into two files; return the facts.
+
+    Raises StorageFailed.
+    """
     tree = experiment.tree
     facts: dict[str, Any] = {
         "digest": split.digest,
@@ -81,13 +85,12 @@ def write(experiment: schema.Experiment, split: Split, folder: Path) -> dict[str
             for name, part in zip(tree.devices, split.partitions, strict=True)
         },
     }
-    with zipfile.ZipFile(
-        folder / ARRAYS, "w", zipfile.ZIP_DEFLATED
-    ) as archive:  # numpy's savez rejects the name `file`
-        for name, part in zip(tree.devices, split.partitions, strict=True):
-            with archive.open(f"{name}.npy", "w") as file:
-                np.lib.format.write_array(file, part)
-    (folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    with writing(folder):
+        with zipfile.ZipFile(folder / ARRAYS, "w", zipfile.ZIP_DEFLATED) as archive:  # savez rejects the name `file`
+            for name, part in zip(tree.devices, split.partitions, strict=True):
+                with archive.open(f"{name}.npy", "w") as file:
+                    np.lib.format.write_array(file, part)
+        (folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     return facts
 
 

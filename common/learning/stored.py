@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import platform
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,20 +21,16 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from xxhash import xxh3_64
+
+from common.host.files import PARTIAL, private, private_folder
+from common.model import tensors
 
 MOST_BYTES: Final = 16 << 30
 SMALL_BYTES: Final = 8 << 20  # of source files; each process reads smaller ones itself
 
-PARTIAL: Final = ".partial"
-
 log = logging.getLogger("fedstrata.data")
-
-_NAMES: Final = {torch.int64: "I64", torch.float32: "F32", torch.uint8: "U8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +62,10 @@ def shared(digest: str, make: Callable[[], Stored]) -> Stored:
     try:
         place = folder()
         path = place / f"{digest}.safetensors"
+        for each in (place.parent, place):
+            private_folder(each)  # else other users could replace the data
         if (found := _read(path)) is not None:
             return found
-        place.mkdir(parents=True, exist_ok=True)
         with _locked(place / "lock"):
             if (found := _read(path)) is not None:
                 return found
@@ -91,16 +87,15 @@ def _read(path: Path) -> Stored | None:
     try:
         with safe_open(path, "pt") as file:
             # Private pages: an accidental write would not reach other processes.
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
             meta = file.metadata() or {}
-        facts = json.loads(meta["facts"])
+        stored = Stored(found, json.loads(meta["facts"]))
     except FileNotFoundError:
         return None
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         log.warning("%s is damaged (%s); it will be recreated", path, error)
         return None
-    stored = Stored(tensors, facts)
-    if _content(stored) != meta.get("content"):
+    if tensors.content(_arrays(stored), meta) != meta.get(tensors.CONTENT):
         log.warning("%s is damaged; it will be recreated", path)
         return None
     with suppress(OSError):
@@ -109,20 +104,9 @@ def _read(path: Path) -> Stored | None:
 
 
 def _write(path: Path, stored: Stored) -> None:
-    ordered = sorted(stored.tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))  # aligns each
-    header: dict[str, Any] = {"__metadata__": {"facts": json.dumps(stored.facts), "content": _content(stored)}}
-    end = 0
-    for name, tensor in ordered:
-        start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    partial = path.with_suffix(PARTIAL)
-    with partial.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)))
-        file.write(text)
-        for _, tensor in ordered:
-            file.write(_bytes(tensor))
+    partial = path.with_name(path.name + PARTIAL)
+    with open(partial, "wb", opener=private) as file:  # not synced: a damaged file is recreated
+        tensors.write(file, _arrays(stored), {"facts": json.dumps(stored.facts)})
     os.replace(partial, path)
 
 
@@ -141,22 +125,13 @@ def _remove_old(place: Path, *, but: Path) -> None:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock; the kernel releases it if the process dies."""
-    with path.open("wb") as file:
+    with open(path, "wb", opener=private) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def _content(stored: Stored) -> str:
-    """Return 16 hexadecimal digits over the whole content."""
-    total = xxh3_64(json.dumps(stored.facts).encode())
-    for name, tensor in sorted(stored.tensors.items()):
-        total.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        total.update(_bytes(tensor))
-    return total.hexdigest()
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8).data
+def _arrays(stored: Stored) -> tensors.Tensors:
+    return {name: tensor.numpy() for name, tensor in stored.tensors.items()}
 
 
 def _give_back() -> None:

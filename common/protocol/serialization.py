@@ -3,7 +3,8 @@
 On the wire a message is the 8-byte xxh3-64 digest of the rest, then the array `[VERSION, session, kind, field, ...]`.
 `session` identifies the sender's process; the fields follow in the order of the record. The digest detects damage and
 proves nothing about the sender. Every field is checked against its annotation and the limits below before a record is
-created. Anything else is a `WireError`, never another exception.
+created. Anything else is a `WireError`, never another exception. Control characters of texts are escaped: all texts
+enter here, whereas they end in many logs, terminals and files. JSON stays the same JSON.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from common.protocol.messages import (
     Task,
     WhoIsThere,
 )
+from common.text import escaped
 
 VERSION: Final = 4
 MAX_TEXT: Final = 4_000_000
@@ -83,7 +85,7 @@ def decode(data: bytes | bytearray | memoryview, *, items: int = MAX_ITEMS) -> t
     if type(code) is not int or not 0 <= code < len(KINDS):
         raise WireError(f"unknown kind {_brief(code)}")
     message: Message = _DECODERS[KINDS[code]](tuple(values))
-    return session, message
+    return escaped(session), message
 
 
 def _values(record: Any) -> tuple[Any, ...]:
@@ -152,9 +154,9 @@ def _real(value: Any) -> float:
 
 
 def _text(value: Any) -> str:
-    if not isinstance(value, str) or len(value) > MAX_TEXT:
+    if not isinstance(value, str) or len(text := escaped(value)) > MAX_TEXT:  # whoever passes it on escapes it no more
         raise WireError(f"{_brief(value)} is not a text")
-    return value
+    return text
 
 
 def _bytes(value: Any) -> bytes:

@@ -9,18 +9,27 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
+from common.host.files import PARTIAL, sync, writing
+
 FACTS: Final = "facts.json"
 
 
 def write(folder: Path, name: str, save: Callable[[Path], Mapping[str, object]]) -> None:
-    """Call `save` with a new folder, add the facts it returns, and rename the folder to `name` when it is complete."""
-    partial = folder / f"{name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    facts = save(partial)
-    (partial / FACTS).write_text(json.dumps(facts), encoding="utf-8")
-    shutil.rmtree(folder / name, ignore_errors=True)
-    os.replace(partial, folder / name)
+    """Call `save` with a new folder, add the facts it returns, and rename the folder to `name` when it is complete.
+
+    A power loss leaves it complete or absent, too. Raises StorageFailed.
+    """
+    partial = folder / f"{name}{PARTIAL}"
+    with writing(partial):
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        facts = save(partial)
+        (partial / FACTS).write_text(json.dumps(facts), encoding="utf-8")
+        for path in (*partial.iterdir(), partial):
+            sync(path)
+        shutil.rmtree(folder / name, ignore_errors=True)
+        os.replace(partial, folder / name)
+        sync(folder)
 
 
 def latest(folder: Path, name: str) -> Path | None:
@@ -40,4 +49,4 @@ def prune(folder: Path, *, keep: int) -> None:
 
 
 def _whole(folder: Path) -> list[Path]:
-    return [facts.parent for facts in folder.glob(f"*/{FACTS}") if facts.parent.suffix != ".partial"]
+    return [facts.parent for facts in folder.glob(f"*/{FACTS}") if facts.parent.suffix != PARTIAL]

@@ -3,6 +3,9 @@
 A node that is killed during a transfer finds its chunks again: the file is checked against the manifest's digests, so
 there is no index and the file need not be trusted. The kernel keeps the files in its page cache and may write them to
 disk when memory is short, whereas heap memory must fit.
+
+The files are their user's alone: folders have mode 0700, files 0600, and symbolic links are not followed. Else another
+user, who can predict the names, could read models or have this user's files overwritten.
 """
 
 from __future__ import annotations
@@ -10,18 +13,22 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import InvalidExperiment
+from common.errors import StorageFailed
+from common.host.files import private, private_folder
 
 KEPT_S: Final = 7 * 86_400.0
+RUN: Final = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{6}")  # a run's id; the user may have other files in the folder
 
 log = logging.getLogger("fedstrata.spool")
 
@@ -67,29 +74,30 @@ class Spool:
 
     @classmethod
     def open(cls, root: Path | None, *, run: str, node: str) -> Spool:
-        """Open a node's files, and remove files that nobody used for a week; without a root, use memory.
+        """Open a node's files, and remove those of runs that nobody used for a week; without a root, use memory.
 
-        Raises InvalidExperiment if `root` cannot be written.
+        Raises StorageFailed if `root` cannot be written, or is not this user's alone.
         """
         if root is None:
             return cls(None)
         folder = root / run / node
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            for path in (root, root / run, folder):
+                private_folder(path)
             os.utime(root / run)
             for old in root.iterdir():
-                if old.stat().st_mtime < time.time() - KEPT_S:
-                    shutil.rmtree(old, ignore_errors=True)
+                with suppress(FileNotFoundError):  # another node removes it, too
+                    if RUN.fullmatch(old.name) and old.lstat().st_mtime < time.time() - KEPT_S:
+                        shutil.rmtree(old, ignore_errors=True)
         except OSError as error:
-            raise InvalidExperiment(
-                "--spool", str(root), error.strerror or str(error), "Name another folder."
-            ) from None
+            where, problem = error.filename or str(root), error.strerror or str(error)
+            raise StorageFailed("--spool", where, problem, "Name a folder of your own that can be written.") from None
         return cls(folder)
 
     def rows(self, name: str, count: int, row_bytes: int, *, resident_bytes: float = 0.0) -> Rows:
         """Return rows for models, in a file of this name if there is a folder; `resident_bytes` may stay resident.
 
-        Falls back to memory, with a warning, if the disk is full.
+        Falls back to memory, with a warning, if the file cannot be used: a full disk, a symbolic link.
         """
         if self._folder is None or count == 0:
             return Rows(np.empty((count, row_bytes), np.uint8))
@@ -97,7 +105,7 @@ class Spool:
         stride = -(-row_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         size = count * stride
         try:
-            with path.open("a+b") as file:
+            with open(path, "a+b", opener=private) as file:
                 found = os.fstat(file.fileno()).st_size == size
                 if not found:
                     file.truncate(0)
@@ -105,7 +113,8 @@ class Spool:
                 mapped = mmap.mmap(file.fileno(), size)
         except OSError as error:
             log.warning("no room for %d bytes at %s (%s): kept in memory", size, path, error.strerror)
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink()
             return Rows(np.empty((count, row_bytes), np.uint8))
         array = np.frombuffer(mapped, np.uint8).reshape(count, stride)[:, :row_bytes]
         return Rows(array, mapped, range(count) if found else (), resident_bytes)
@@ -124,7 +133,5 @@ class Spool:
         """Remove the files at the end of the run. Rows in use stay readable."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-            try:
+            with suppress(OSError):  # other nodes of the run still have files
                 self._folder.parent.rmdir()
-            except OSError:
-                pass  # other nodes of the run still have files

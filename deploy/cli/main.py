@@ -1,7 +1,7 @@
 """The command `fedstrata`: one sub-command for each role, and `run` for a whole lab on this machine.
 
 Standard output has data, standard error has messages. Exit codes: 0 done, 1 run failed, 2 usage, 3 connection or
-login, 4 invalid experiment, 5 timed out without progress, 130 interrupted.
+login, 4 invalid experiment, 5 timed out without progress, 6 file or folder of this machine, 130 interrupted.
 
 Each command imports what it needs when it runs: a cloud or an institution never loads torch.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from common.experiment.schema import Experiment
     from common.net.address import BrokerAddress
 
-SPOOL = "/var/tmp/fedstrata"  # kept when the machine restarts, unlike /tmp
+# Kept when the machine restarts, unlike /tmp, and on its own disk: home folders may be on a network, with a quota.
+SPOOL = "/var/tmp/fedstrata-{uid}"
 
 ExperimentFile = Annotated[Path | None, typer.Argument(help="The experiment, a TOML file.", show_default=False)]
 Resume = Annotated[Path | None, typer.Option(help="Resume the run of this folder.", show_default=False)]
@@ -52,7 +54,13 @@ LabBrokerOption = Annotated[
     ),
 ]
 SpoolFolder = Annotated[
-    str, typer.Option("--spool", help="Folder of partly transferred models, kept after a crash; 'none' = memory.")
+    str,
+    typer.Option(
+        "--spool",
+        help=(
+            f"Folder of partly transferred models, kept after a crash; auto = {SPOOL.format(uid='UID')}, none = memory."
+        ),
+    ),
 ]
 ROLL_S = 2.0  # as long as the nodes of a lab usually have to answer
 Once = Annotated[bool, typer.Option("--once", help="End with the first run, with its exit code.")]
@@ -70,7 +78,7 @@ def cloud(
     connect_timeout: ConnectTimeout = 30.0,
     metrics: MetricsAddress = METRICS,
     insecure: Insecure = False,
-    spool: SpoolFolder = SPOOL,
+    spool: SpoolFolder = "auto",
     queue: Annotated[bool, typer.Option("--queue", help="If another run has the lab, wait for its end.")] = False,
     sole: Annotated[bool, typer.Option("--sole", hidden=True)] = False,  # no other cloud can be on this broker
     *,
@@ -142,7 +150,7 @@ def institution(
     connect_timeout: ConnectTimeout = 30.0,
     metrics: MetricsAddress = METRICS,
     insecure: Insecure = False,
-    spool: SpoolFolder = SPOOL,
+    spool: SpoolFolder = "auto",
     once: Once = False,
     *,
     login: Login,
@@ -324,7 +332,9 @@ def _stays(once: bool) -> bool:
 
 
 def _folder(text: str) -> Path | None:
-    return None if text == "none" else Path(text)
+    if text == "none":
+        return None
+    return Path(SPOOL.format(uid=os.getuid()) if text == "auto" else text)
 
 
 def _run_role(role: Callable[[], Coroutine[Any, Any, None]], node: str = "") -> None:

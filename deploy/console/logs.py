@@ -1,4 +1,4 @@
-"""Log lines on standard error: plain text, or one JSON object per line."""
+"""Log lines on standard error: plain text, or one JSON object per line. Neither has control characters."""
 
 from __future__ import annotations
 
@@ -10,10 +10,27 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Final
+from typing import Final, TypeAlias
+
+from common.text import escaped
 
 PLAIN: Final = "%(asctime)s %(name)s %(levelname)s %(message)s"
 NODE: ContextVar[str] = ContextVar("node", default="")  # node of the current task, in a process of several nodes
+
+
+_Raised: TypeAlias = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
+
+
+class PlainLines(logging.Formatter):
+    """Formatter that writes a record as one line of text, and the lines of a traceback below it."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        return escaped(super().formatMessage(record))
+
+    def formatException(self, ei: _Raised) -> str:
+        """Return the traceback."""
+        return "\n".join(map(escaped, super().formatException(ei).split("\n")))
 
 
 class JsonLines(logging.Formatter):
@@ -36,11 +53,11 @@ def begin(level: str, *, json_lines: bool) -> None:
     if not isinstance(number, int):
         raise ValueError(f"{level!r}: use debug, info, warning or error")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if json_lines else logging.Formatter(PLAIN))
+    handler.setFormatter(JsonLines() if json_lines else PlainLines(PLAIN))
     logging.basicConfig(level=number, handlers=[handler])
+    sys.excepthook = _log_uncaught
     if json_lines:
         logging.captureWarnings(True)
-        sys.excepthook = _log_uncaught
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -71,10 +88,16 @@ def as_json() -> bool:
 
 
 def write_line(text: str, *, level: int = logging.INFO) -> None:
-    """Write a line to standard error, regardless of the log level. `level` is recorded in JSON lines only."""
+    """Write a line to standard error, regardless of the log level. `level` is recorded in JSON lines only.
+
+    A line break at the beginning ends the `^C` of a terminal.
+    """
+    line = text.lstrip("\n")
     if as_json():
-        text = JsonLines().format(logging.LogRecord("fedstrata", level, "", 0, text.strip(), None, None))
-    print(text, file=sys.stderr, flush=True)
+        shown = JsonLines().format(logging.LogRecord("fedstrata", level, "", 0, line, None, None))
+    else:
+        shown = text[: len(text) - len(line)] + escaped(line)
+    print(shown, file=sys.stderr, flush=True)
 
 
 def message_of(line: str) -> str:

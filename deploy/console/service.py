@@ -12,6 +12,8 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
+from common.text import escaped
+
 
 def notify(*assignments: str) -> None:
     """Send assignments such as `READY=1` or `STATUS=...` to systemd, if it has started this process as a service."""
@@ -35,7 +37,7 @@ class StatusHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Report a line."""
-        notify("READY=1", f"STATUS={record.getMessage()}")
+        notify("READY=1", f"STATUS={escaped(record.getMessage())}")
 
 
 @asynccontextmanager

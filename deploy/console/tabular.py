@@ -13,6 +13,8 @@ from html import escape
 from statistics import mean, stdev
 from typing import Final, TypeAlias
 
+from common.text import escaped
+
 THIN: Final = "\u202f"  # narrow no-break space between thousands
 _BLANKS: Final = str.maketrans("\t\r\n", "   ")
 _LATEX: Final = {
@@ -149,13 +151,13 @@ def size(count: float) -> str:
 
 
 def html(text: str) -> str:
-    """Return text that is safe in HTML, SVG and UTF-8: escaped, without control characters or surrogates."""
+    """Return text that is safe in HTML, SVG and UTF-8: without markup, control characters or surrogates."""
     return escape(clean(text))
 
 
 def clean(text: str) -> str:
-    """Return text without control characters, surrogates and bidirectional marks."""
-    return "".join(letter if letter.isprintable() or letter == THIN else "\ufffd" for letter in text.translate(_BLANKS))
+    """Return text in one line, with control characters, surrogates and bidirectional marks escaped."""
+    return escaped(text.translate(_BLANKS))
 
 
 def tex(text: str) -> str:

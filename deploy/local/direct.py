@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -17,10 +18,11 @@ from typing import Any, Final
 from cloud.evaluator import Accuracy
 from cloud.results import DIRECT, RunFolder
 from cloud.run import CloudRun
-from common.errors import FedstrataError
+from common.errors import FedstrataError, StorageFailed
 from common.experiment.data import check_alike
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
+from common.host.files import writing
 from common.host.processes import interruptible
 from common.learning import splits
 from common.learning.evaluation import ModelTester
@@ -122,11 +124,13 @@ async def _run(folder: RunFolder, *, resume: bool, accelerator: str, observe: Ob
             run.resume()
         run.introduce()
         model = await run.run()
-    except FedstrataError as error:
-        record("failed", {"reason": str(error)})
+        folder.finish(down.ledger)
+    except BaseException as error:
+        if isinstance(error, FedstrataError):
+            record("failed", {"reason": str(error)})
+        with suppress(StorageFailed):  # it would hide the first error
+            folder.finish(down.ledger)
         raise
-    finally:
-        folder.write_links(down.ledger)
     for name in (*tree.aggregators, CLOUD):
         _spool(folder, name).close()
     return model
@@ -134,7 +138,8 @@ async def _run(folder: RunFolder, *, resume: bool, accelerator: str, observe: Ob
 
 def _spool(folder: RunFolder, node: str) -> Spool:
     path = folder.path / "spool" / node
-    path.mkdir(parents=True, exist_ok=True)
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
     return Spool(path)
 
 

@@ -23,10 +23,12 @@ from common.experiment.aggregation import remembers
 from common.experiment.reading import to_toml
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
+from common.host.files import failure, writing
 from common.host.processes import interruptible, spawn, stop_all
 from common.protocol.topics import DEFAULT_LAB
 from common.runtime.children import Observe
 from common.runtime.unexpected import UNEXPECTED
+from common.text import escaped
 from deploy.console.logs import message_of, options, write_line
 from deploy.console.progress import show
 from deploy.local.network import LabNetwork, Open, one_host, shares
@@ -184,7 +186,9 @@ class LocalLab:
             if event == "run":
                 self._folder = Path(str(facts["folder"]))
                 if self._prediction is not None:
-                    (self._folder / PREDICTION).write_text(json.dumps(self._prediction, indent=2) + "\n")
+                    path = self._folder / PREDICTION
+                    with writing(path):
+                        path.write_text(json.dumps(self._prediction, indent=2) + "\n")
             observe(event, facts)
 
     def _failed_role(self, home: Path) -> str | None:
@@ -227,7 +231,7 @@ class LocalLab:
             lines = (home / f"{role}.log").read_text(encoding="utf-8", errors="replace").splitlines()
             first = next((place for place, line in enumerate(lines) if UNEXPECTED in line), len(lines))
             for line in lines[first:]:
-                print(line, file=sys.stderr)
+                print(escaped(line), file=sys.stderr)
 
     def _wait_for_roles(self) -> None:
         deadline = time.monotonic() + FAREWELL_S
@@ -240,9 +244,12 @@ class LocalLab:
     def _keep_logs(self, home: Path) -> None:
         if self._folder is not None and self._folder.is_dir():
             logs = self._folder / "logs"
-            logs.mkdir(exist_ok=True)
-            for log in home.glob("*.log"):
-                shutil.copy(log, logs / log.name)
+            try:
+                logs.mkdir(exist_ok=True)
+                for log in home.glob("*.log"):
+                    shutil.copy(log, logs / log.name)
+            except OSError as error:  # the run's own error comes first
+                write_line(str(failure(error, logs)), level=logging.WARNING)
 
 
 def _last_message(log: Path) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,6 +38,7 @@ class AgentFactory:
     broker_each: bool
     spool: bool
     observe: Observe = ignore
+    folders: list[RunFolder] = field(default_factory=list)
 
     @property
     def runs(self) -> Path:
@@ -73,7 +74,10 @@ class AgentFactory:
             if begun is None:
                 folder = RunFolder.create(self.runs, self.experiment, world=world)
             else:
+                for earlier in self.folders:
+                    earlier.release()  # like the kernel, when a process is killed
                 folder = RunFolder.reopen(begun.parent, world=world)
+            self.folders.append(folder)
             evaluator = SimulatedEvaluator(self.hardware)
             return CloudAgent(
                 folder,

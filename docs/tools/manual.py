@@ -25,6 +25,7 @@ experiment's file, and that over the default.
 | 3 | no connection, or the login was refused |
 | 4 | the experiment is invalid, or a device cannot take part in it |
 | 5 | no progress for `transfer.idle_s` (while bytes or training steps move, no node is given up) |
+| 6 | a file or folder of this machine cannot be used: the disk is full or read-only, the folder is another user's |
 | 130 | interrupted |
 """
 EXAMPLES: Final[Mapping[str, str]] = {

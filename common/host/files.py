@@ -1,0 +1,100 @@
+"""Files of this machine: folders that belong to one user, writes that survive a power loss, and their errors."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from common.errors import StorageFailed
+
+PARTIAL: Final = ".partial"
+_OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
+_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
+_READ_ONLY: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+def private_folder(path: Path) -> None:
+    """Create a folder that only this user can read, mode 0700, or check an existing one.
+
+    Raises OSError, also if it is a symbolic link, belongs to another user, or can be written by others: they could
+    replace the files in it.
+    """
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700, parents=True)
+    found = path.lstat()
+    if stat.S_ISLNK(found.st_mode):
+        raise OSError(errno.ELOOP, "a symbolic link", str(path))
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(path))
+    if found.st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, f"it belongs to another user, uid {found.st_uid}", str(path))
+    if found.st_mode & _OTHERS_WRITE:
+        mode = stat.S_IMODE(found.st_mode)
+        raise PermissionError(errno.EPERM, f"other users can write there, mode {mode:04o}", str(path))
+
+
+def private(path: str, flags: int) -> int:
+    """Open a file that only this user can read, mode 0600; the `opener` of `open`. Symbolic links are an OSError."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise an OSError of the `with` block as StorageFailed, with the path and a remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise failure(error, path) from error
+
+
+def is_of_disk(error: OSError) -> bool:
+    """Return whether an error is that of a full or a read-only disk."""
+    return error.errno in (*_ROOM, errno.EROFS)
+
+
+def failure(error: OSError, path: Path) -> StorageFailed:
+    """Return the error of a file that could not be written."""
+    remedy = "Examine that disk."
+    if error.errno in _ROOM:
+        remedy = "Make room on that disk."
+    elif error.errno in _READ_ONLY:
+        remedy = "Make that folder writable."
+    return StorageFailed("file", str(path), error.strerror or str(error), remedy)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Yield a new file that replaces `path` when the `with` block ends, completely or not at all.
+
+    That holds for a power loss, too: the content is on the disk before the name. Raises StorageFailed.
+    """
+    partial = path.with_name(path.name + PARTIAL)
+    with writing(path):
+        try:
+            with partial.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        except BaseException:
+            with suppress(OSError):
+                partial.unlink()
+            raise
+        sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of names, is on the disk. Raises OSError."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that cannot do it for folders
+            raise
+    finally:
+        os.close(file)

@@ -1,0 +1,50 @@
+"""Files of named tensors in safetensors' format, which any tool can read, with a digest of their content.
+
+Its own `save_file` is not used: it gives the file mode 0600, whatever the umask, and hides the errno of a full disk.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from typing import Any, BinaryIO, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_64
+
+Tensors: TypeAlias = Mapping[str, npt.NDArray[Any]]
+
+CONTENT: Final = "content"  # in the metadata: the digest
+_NAMES: Final = {"float32": "F32", "int64": "I64", "uint8": "U8"}
+
+
+def write(file: BinaryIO, tensors: Tensors, metadata: Mapping[str, str]) -> None:
+    """Write tensors of float32, int64 or uint8 and metadata, to which the digest is added. Raises OSError."""
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))  # aligns each
+    header: dict[str, Any] = {"__metadata__": {**metadata, CONTENT: content(tensors, metadata)}}
+    end = 0
+    for name, tensor in ordered:
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _NAMES[tensor.dtype.name], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(struct.pack("<Q", len(text)))
+    file.write(text)
+    for _, tensor in ordered:
+        file.write(_bytes(tensor))
+
+
+def content(tensors: Tensors, metadata: Mapping[str, str]) -> str:
+    """Return 16 hexadecimal digits over the tensors and the metadata, without the digest in it."""
+    facts = {name: text for name, text in metadata.items() if name != CONTENT}
+    total = xxh3_64(json.dumps(facts, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        total.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        total.update(_bytes(tensor))
+    return total.hexdigest()
+
+
+def _bytes(tensor: npt.NDArray[Any]) -> memoryview:
+    return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data

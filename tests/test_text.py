@@ -1,0 +1,145 @@
+"""Text from the network is data: no terminal, log or file gets a control character of it."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from common.errors import RunFailed
+from common.experiment.reading import parse
+from common.protocol import serialization, topics
+from common.protocol.messages import Acknowledgement, Alive, Declined, Here, Key, NodeState, Preparing, Presence
+from common.text import escaped
+from deploy.console import logs, reporting, tabular
+from deploy.console.progress import RunView
+from deploy.watching import formatting
+from deploy.watching.lab import WatchedLab
+from deploy.watching.screens import Lines
+from deploy.watching.view import View
+
+# A title of the window, a colour, a cleared screen, a line of a log's own, a C1 control, a text that runs backwards.
+HOSTILE = "\x1b]0;owned\x07\x1b[31m\x1b[2J\n2026-01-01 fedstrata ERROR forged\x9b1m\u202e\x7f"
+SAFE = r"\u001b]0;owned\u0007\u001b[31m\u001b[2J\n2026-01-01 fedstrata ERROR forged\u009b1m\u202e\u007f"
+RUN = "20260101T000000Z-abcdef"
+
+
+@given(text=st.text(max_size=20))
+def test_escaped_text_is_one_printable_line(text: str) -> None:
+    once = escaped(text)
+    assert len(once.splitlines()) <= 1 and not any(letter < " " or "\x7f" <= letter < "\xa0" for letter in once)
+    assert escaped(once) == once
+    assert once == text or not text.isprintable()
+
+
+@given(text=st.text(max_size=20))
+def test_a_json_document_stays_the_same(text: str) -> None:
+    document = json.dumps({"a": text}, ensure_ascii=False)
+    assert json.loads(escaped(document)) == {"a": text}
+
+
+def test_text_without_control_characters_is_not_changed() -> None:
+    for text in ("Zürich 北京", "1\u202f000\xa0m", r"C:\new\u001b"):
+        assert escaped(text) == text
+    assert escaped(HOSTILE) == SAFE and escaped("\U000e0001\ud800") == r"\udb40\udc01\ud800"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Presence(NodeState.FAILED, HOSTILE, reason=HOSTILE),
+        Alive(HOSTILE, Presence(NodeState.LOST, "device", reason=HOSTILE)),
+        Preparing(1, HOSTILE),
+        Declined(Key(1, 0, 0), HOSTILE),
+        Acknowledgement(Key(1, 0, 0), HOSTILE),
+        Here(*[HOSTILE] * 8),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_every_text_of_a_message_is_escaped_where_it_enters(message: serialization.Message) -> None:
+    _, received = serialization.decode(serialization.encode(message, "c0ffee"))
+    assert repr(received) == repr(message).replace(repr(HOSTILE), repr(SAFE))
+
+
+def test_a_session_is_escaped() -> None:
+    session, _ = serialization.decode(serialization.encode(Preparing(1, ""), "\x1b[2J"))
+    assert session == r"\u001b[2J"
+
+
+def test_what_watch_shows_has_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    experiment = parse({"topology": {"institutions": 1, "devices": 1}})
+    lab = WatchedLab(RUN, experiment, brokers=["localhost"], now=0.0)
+    bodies = {
+        "cloud": Presence(NodeState.READY, "cloud"),
+        "institution-0": Presence(NodeState.READY, "institution"),
+        "device-0": Presence(NodeState.FAILED, HOSTILE, reason=HOSTILE),
+    }
+    for node, presence in bodies.items():
+        body = serialization.encode(presence, f"{node}\x1b[2J"[:32])
+        lab.receive(0, topics.state("lab", RUN, node), body, 0.0, retained=False)
+    preparing = serialization.encode(Preparing(1, HOSTILE), "institution-0\x1b[2J")
+    lab.receive(0, topics.inbox("lab", RUN, "cloud", "institution-0"), preparing, 0.0, retained=False)
+    events = list(iter(lab.next_event, None))
+    for screen in (Lines(json_lines=False), Lines(json_lines=True)):
+        for event, facts in events:
+            screen.event(lab, event, facts, 0.0)
+    console = Console(file=io.StringIO(), force_terminal=False, width=200)
+    notes = [line for event, facts in events if (line := formatting.line(lab, event, facts, 0.0))]
+    console.print(*View(200, 40, devices=True).picture(lab, 0.0, notes), sep="\n")
+    shown = capsys.readouterr().out + console.file.getvalue()  # type: ignore[attr-defined]
+    assert SAFE in shown and "\x1b" not in shown and "\nforged" not in shown
+    assert all(letter == "\n" or escaped(letter) == letter for letter in shown)
+
+
+def test_what_the_cloud_shows_has_no_control_characters() -> None:
+    _, received = serialization.decode(serialization.encode(Presence(NodeState.FAILED, "device", reason=HOSTILE), "s"))
+    assert isinstance(received, Presence)
+    facts = {"node": "device-0", "state": received.state, "reason": received.reason}
+    assert RunView().line("child", facts) == f"device-0: failed ({SAFE})"
+
+
+# Text that does not come in a message: of documents within one, of exceptions, of other processes
+
+
+def test_a_line_of_the_log_is_one_line() -> None:
+    handler = logging.StreamHandler(stream := io.StringIO())
+    handler.setFormatter(logs.PlainLines(logs.PLAIN))
+    log = logging.getLogger("fedstrata.test_text")
+    log.addHandler(handler)
+    try:
+        log.warning("device-0 failed: %s", HOSTILE)
+        try:
+            raise ValueError(HOSTILE)
+        except ValueError:
+            log.exception("oh")
+    finally:
+        log.removeHandler(handler)
+    first, *others = stream.getvalue().splitlines()
+    assert first.endswith(f"fedstrata.test_text WARNING device-0 failed: {SAFE}")
+    assert others[1] == "Traceback (most recent call last):"
+    assert all(escaped(line) == line for line in others)
+
+
+def test_an_error_of_a_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    reporting.report(RunFailed(f"device-0: {HOSTILE}"))
+    logs.write_line("\nresume with: it")
+    assert capsys.readouterr().err == f"fedstrata: device-0: {SAFE}\n\nresume with: it\n"
+
+
+def test_an_unforeseen_error_is_escaped() -> None:
+    code = f"from deploy.console import logs; logs.begin('info', json_lines=False); raise ValueError({HOSTILE!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and "ValueError: " in done.stderr
+    assert all(escaped(line) == line for line in done.stderr.split("\n"))
+
+
+def test_tables_and_pages_are_escaped() -> None:
+    for write in (tabular.clean, tabular.html, tabular.tex):
+        assert escaped(write(HOSTILE)) == write(HOSTILE)
