@@ -73,6 +73,7 @@ class Login:
         Raises InvalidExperiment.
         """
         from common.net import address, tls
+        from deploy.console import local_login
 
         secure = self.tls_of(node)
         try:
@@ -81,7 +82,10 @@ class Login:
             remedy = "Write host, host:port or [IPv6 address]:port; separate several addresses of one broker by commas."
             raise InvalidExperiment(option, text, str(error), remedy) from None
         username = self.username and self.username.replace(NODE, node)
-        return address.BrokerAddress(host, port, username, self._password(node), tuple(others), secure)
+        password = self._password(node)
+        if username is None and secure is None and (own := local_login.find(host, port)) is not None:
+            username, password = own
+        return address.BrokerAddress(host, port, username, password, tuple(others), secure)
 
     def tls_of(self, node: str) -> Tls | None:
         """Return the TLS files of a node, after reading them once; None without TLS. Raises InvalidExperiment."""

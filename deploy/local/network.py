@@ -13,6 +13,7 @@ from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from deploy.brokers import broker
 from deploy.brokers.guard import Guard, one_login
+from deploy.console import local_login
 from deploy.console.logs import write_line
 from device.pool.pool import cores
 
@@ -69,7 +70,7 @@ def one_host(experiment: Experiment, home: Path) -> Iterator[LabNetwork]:
     devices = tree.layers[-1]
     processes = min(-(-len(devices) // DEVICES_MOST), cores())
     guard = one_login()
-    with broker.start(directory=home, guard=guard) as served:
+    with broker.start(directory=home, guard=guard) as served, local_login.kept(served.port, guard.login or ("", "")):
         address = f"{served.host}:{served.port}"
         write_line(f"broker: {served.kind} on {address}")
         yield LabNetwork(
