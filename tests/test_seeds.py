@@ -44,6 +44,7 @@ FOUND = (
     13856,  # a presence lost as the broker came back: its parent waited for a child that sent and was answered
     14728,  # a stranger's presence had another count of samples, in the 20 ms in which Tempo decided by it
     15941,  # the end of a run is lost, and its nodes blamed a broker that had come back long ago
+    12640,  # a stranger's count came first, and the question about it was forgotten with the next message
     63447,  # an uplink far slower than declared: all else waited behind the noise for idle_s
     2102,  # links that nobody declared are slow: their measurement had too little patience
 )

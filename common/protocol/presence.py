@@ -135,6 +135,7 @@ class _Peer:
     ask_at: float = inf
     ask_s: float = ASK_S
     silent_at: float = inf
+    unclear: bool = False  # ask for its presence, although it lives
     asked: bool = False  # and not answered yet
 
     def go(self, cause: ProofCause) -> None:
@@ -192,7 +193,7 @@ class PeerProofs:
         known = self._of[peer]
         if not retained:
             if presence.state in LIVING:
-                known.session = session
+                known.session, known.unclear = session, False
                 self._live(known)
             return presence.state in LIVING or known.session in ("", session)
         if presence.state in LIVING:
@@ -210,7 +211,7 @@ class PeerProofs:
         known = self._of[peer]
         if answer.nonce != self.nonce or not (known.asked or session == known.session):
             return False
-        known.session = session
+        known.session, known.unclear = session, False
         self._live(known)
         return True
 
@@ -228,7 +229,8 @@ class PeerProofs:
         self._look_at = now
 
     def doubt(self, peer: str, now: float) -> None:
-        """Ask a peer that was lost or has left for proof of life."""
+        """Ask a peer for its presence until it answers, or publishes one, whatever else it sends."""
+        self._of[peer].unclear = True
         self._ask(self._of[peer], now + ASK_FIRST_S)
 
     def questions(self, now: float) -> list[tuple[str, WhoIsThere]]:
@@ -244,6 +246,7 @@ class PeerProofs:
                 again = self._persistent or likely or known.ask_s < ASK_MOST_S
                 known.ask_s = min(2 * known.ask_s, ASK_MOST_S)
                 known.ask_at = now + known.ask_s if again else inf
+                known.unclear = known.unclear and again
         self._look_at = min((min(known.ask_at, known.silent_at) for known in self._of.values()), default=inf)
         return due
 
@@ -267,4 +270,6 @@ class PeerProofs:
     @staticmethod
     def _live(known: _Peer) -> None:
         known.go(ProofCause.LIVE)
-        known.ask_at, known.ask_s, known.silent_at, known.asked = inf, ASK_S, inf, False
+        known.silent_at = inf
+        if not known.unclear:
+            known.ask_at, known.ask_s, known.asked = inf, ASK_S, False
