@@ -29,7 +29,7 @@ from deploy.brokers import broker
 from deploy.brokers.broker import BrokerProcess, Kind
 from deploy.brokers.guard import Guard
 from deploy.cli.serving import serve_metrics
-from deploy.console.login import Login
+from deploy.console.login import Login, warn_of_end
 from deploy.kits.authority import CERTIFICATE_DAYS, RENEWED_DAYS, Authority, Issued
 from deploy.simulation.outcome import model_digest
 from tests.helpers.commands import DEMO, command, fedstrata, invoke, null_model, sets
@@ -256,6 +256,21 @@ def test_what_is_no_authority_is_named(tmp_path: Path) -> None:
         Authority.open(tmp_path / "b", name="b")
     with pytest.raises(InvalidExperiment, match="no certificate of this name was issued"):
         Authority.open(tmp_path / "c", name="c").revoke("device-9")
+
+
+def test_a_certificate_that_ends_soon_is_reported(
+    tmp_path: Path, authority: Authority, ca: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends = {}
+    for days in (-1, 10, 100):
+        issued = authority.issue("device-0", days=CERTIFICATE_DAYS, now=NOW - timedelta(days=CERTIFICATE_DAYS - days))
+        tls = Tls(ca, *written(tmp_path, f"of-{days}", issued))
+        ends[days] = tls.ends_at() or 0.0
+        warn_of_end(BrokerAddress("127.0.0.1", tls=tls))
+    assert ends[-1] == 0.0 and ends[10] == pytest.approx((NOW + timedelta(days=10)).timestamp(), abs=2)
+    ended, soon = capsys.readouterr().err.splitlines()
+    assert "of--1.crt has ended" in ended and "of-10.crt ends in 10 days. Renew it" in soon
+    assert Tls(ca).ends_at() is None
 
 
 # Metrics

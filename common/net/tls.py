@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -10,6 +11,8 @@ from common.errors import InvalidExperiment
 
 PORT: Final = 8883
 REQUIRED, OPTIONAL = ssl.CERT_REQUIRED, ssl.CERT_OPTIONAL  # of a server: whether clients need a certificate
+HANDSHAKE_TURNS: Final = 3
+SOON_S: Final = 30 * 86_400.0  # before its end a certificate is to be renewed
 
 _CERTIFICATE: Final = "Give a certificate of the broker's own authority: --tls-cert and --tls-key."
 _REASONS: Final = {  # OpenSSL's names of the alerts and faults that users meet
@@ -58,6 +61,32 @@ class Tls:
         context.verify_mode = clients if self.authority is not None else ssl.CERT_NONE
         self._load(context)
         return context
+
+    def ends_at(self) -> float | None:
+        """Return when our certificate ends, Unix seconds; None without one. Raises InvalidExperiment.
+
+        The standard library decodes the certificates of others only, after a handshake: so this is one with ourselves.
+        """
+        if self.certificate is None:
+            return None
+        ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        self._load(ours)
+        theirs.check_hostname = False
+        theirs.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        theirs.load_verify_locations(self.certificate)
+        to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+        server = ours.wrap_bio(to_server, to_client, server_side=True)
+        client = theirs.wrap_bio(to_client, to_server)
+        try:
+            for _ in range(HANDSHAKE_TURNS):
+                for side in (client, server):
+                    with suppress(ssl.SSLWantReadError):
+                        side.do_handshake()
+        except ssl.SSLCertVerificationError:
+            return 0.0  # it has ended, or has not begun
+        found = client.getpeercert() or {}
+        return ssl.cert_time_to_seconds(str(found["notAfter"]))
 
     def _load(self, context: ssl.SSLContext) -> None:
         if self.authority is not None:

@@ -20,7 +20,7 @@ from paho.mqtt.enums import CallbackAPIVersion
 from common.errors import ConnectionFailed
 from common.experiment.schema import TransferSettings
 from common.net.address import BrokerAddress
-from common.net.tls import reason_of
+from common.net.tls import SOON_S, reason_of
 from common.protocol import topics
 from common.runtime.broker_statistics import HEAP
 
@@ -58,6 +58,10 @@ def examine(address: BrokerAddress, *, lab: str, name: str) -> Iterator[Finding]
 
     run = f"doctor-{secrets.token_hex(4)}"
     with _client(address) as first, _client(address) as second:
+        if (ends_at := address.tls.ends_at() if address.tls else None) is not None:
+            days = (ends_at - time.time()) / 86_400
+            note = f"it ends in {days:.0f} days: provision again and install the kits"
+            yield Finding("our certificate is valid for 30 days", False, days > SOON_S / 86_400, note)
         both = (first, second)
         granted = second.subscribe([inbox(0)])
         yield Finding(

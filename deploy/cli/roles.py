@@ -21,7 +21,7 @@ from deploy.console.connecting import (
     run_agent,
     run_connected,
 )
-from deploy.console.login import Login, with_login
+from deploy.console.login import Login, warn_of_end, with_login
 from deploy.console.options import Output, Overrides, Runs
 from deploy.console.service import StatusHandler
 
@@ -104,6 +104,7 @@ def cloud(
         name, texts, own = reach(lab, [broker] if broker else None, login)
         brokers = [own.address(text, node=CLOUD) for text in texts]
         where = brokers[0]
+        warn_of_end(where)
         tree = _tree(experiment, overrides, resume)
         of_the_lab = tree.get("topology") == LAB
         chosen = None if of_the_lab else parse(tree)
@@ -163,6 +164,7 @@ def institution(
 
     async def take_part() -> None:
         upward = login.address(broker, node=name)
+        warn_of_end(upward)
         registry, address = serve_metrics(metrics, broker=upward, insecure=insecure)
         agent = InstitutionAgent(
             name,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias, get_type_hin
 import typer
 
 from common.errors import InvalidExperiment
+from deploy.console import logs
 
 if TYPE_CHECKING:
     from common.net.address import BrokerAddress
@@ -109,6 +112,19 @@ class Login:
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise InvalidExperiment("--password-file", str(path), reason, "Name a readable file.") from None
+
+
+def warn_of_end(broker: BrokerAddress) -> None:
+    """Report a certificate of ours that ends soon, on standard error."""
+    from common.net.tls import SOON_S
+
+    ends_at = broker.tls.ends_at() if broker.tls is not None else None
+    if broker.tls is not None and ends_at is not None and ends_at < time.time() + SOON_S:
+        left = f"ends in {(ends_at - time.time()) / 86_400:.0f} days" if ends_at else "has ended, or has not begun"
+        line = (
+            f"certificate {broker.tls.certificate} {left}. Renew it: `fedstrata provision`, then install the kits again"
+        )
+        logs.write_line(line, level=logging.WARNING)
 
 
 def with_login(command: Callable[..., None]) -> Callable[..., None]:
