@@ -130,10 +130,10 @@ def test_an_answer_ends_the_questions() -> None:
     assert asked(proofs, until_s=1000.0) == []
 
 
-def test_a_doubted_presence_is_asked_for_although_its_owner_sends() -> None:
+def test_a_wanted_presence_is_asked_for_although_its_owner_sends() -> None:
     proofs = proofs_of()
     proofs.receive("a", "s", READY, retained=False, now=0.0)
-    proofs.doubt("a", 0.0)
+    proofs.want("a", 0.0)
     assert proofs.speaks("a", "s", 0.1)
     assert len(proofs.questions(ASK_FIRST_S)) == 1
     assert proofs.speaks("a", "s", 0.3)

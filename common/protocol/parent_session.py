@@ -279,7 +279,7 @@ class ParentSession(Session):
             self.receiver.ask_again(peer, now=now)
         if presence is not None and presence.samples and (self._limits[peer].below or session != self._counted[peer]):
             if published and self.samples.get(peer, presence.samples) != presence.samples:
-                self.proofs.doubt(peer, now)  # possibly a stranger's: another count is taken from an answer only
+                self.proofs.want(peer, now)  # possibly a stranger's: another count is taken from an answer only
             else:  # a device's are the same all the time
                 self.samples[peer], self._counted[peer] = presence.samples, session
         self._last[peer] = presence
@@ -308,7 +308,7 @@ class ParentSession(Session):
         """Ask a child that was lost and sends for its presence: the one with which it came back was lost."""
         last = self._last.get(peer)
         if last is not None and last.state is NodeState.LOST:
-            self.proofs.doubt(peer, now)
+            self.proofs.want(peer, now)
 
     def _state_of_the_dead(self, peer: str, presence: Presence) -> None:
         pass  # a child is absent until it joins

@@ -229,6 +229,10 @@ class PeerProofs:
         self._look_at = now
 
     def doubt(self, peer: str, now: float) -> None:
+        """Ask a peer that was lost or has left for proof of life."""
+        self._ask(self._of[peer], now + ASK_FIRST_S)
+
+    def want(self, peer: str, now: float) -> None:
         """Ask a peer for its presence until it answers, or publishes one, whatever else it sends."""
         self._of[peer].unclear = True
         self._ask(self._of[peer], now + ASK_FIRST_S)

@@ -165,7 +165,7 @@ class Session(Side):
             if isinstance(error, OtherRelease) and sender in self._known:
                 self.other_releases[sender] = str(error)
             if isinstance(error, Flooded) and sender in self._known:
-                self.proofs.doubt(sender, now)  # its presence may be among what is not read
+                self.proofs.want(sender, now)  # its presence may be among what is not read
             refusal = refusal_of(error)
             where = f"{len(body)} bytes on {topic_text[:80]}: " if refusal is Refusal.MALFORMED else ""
             self._refuse(refusal, sender, f"{where}{error}")

@@ -231,7 +231,7 @@ _EXPLAINED: Final = [
     (re.compile(r"\(malformed\)"), {FaultKind.FLIP, FaultKind.STRANGER}),
     (re.compile(r"drops messages"), {FaultKind.LOSS, FaultKind.MUTE, FaultKind.REORDERING}),  # no broker reorders
     (re.compile(r"\(too many\)"), {FaultKind.FLOOD, FaultKind.SEEKERS}),
-    (re.compile(r"\(does not fit\)"), {FaultKind.STRANGER, *RESTARTS}),
+    (re.compile(r"\(does not fit\)"), {FaultKind.STRANGER, FaultKind.REORDERING, *RESTARTS}),
 ]
 
 DISTURBED: Final[Mapping[str, Callable[[DrawnLab, LabRun, LabRun], str]]] = {
