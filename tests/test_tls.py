@@ -18,6 +18,7 @@ import pytest
 
 from common.errors import ConnectionFailed, InvalidExperiment
 from common.experiment.reading import load
+from common.host.processes import free_port
 from common.net.address import BrokerAddress
 from common.net.bulk import Body
 from common.net.connection import BrokerConnection
@@ -271,6 +272,17 @@ def test_a_certificate_that_ends_soon_is_reported(
     ended, soon = capsys.readouterr().err.splitlines()
     assert "of--1.crt has ended" in ended and "of-10.crt ends in 10 days. Renew it" in soon
     assert Tls(ca).ends_at() is None
+
+
+@pytest.mark.parametrize("role", [["cloud", str(DEMO)], ["institution", "--name", "n"], ["device", "--name", "n"]])
+def test_each_role_reports_a_certificate_that_ends_soon(
+    role: list[str], tmp_path: Path, authority: Authority, ca: str
+) -> None:
+    begun = NOW - timedelta(days=CERTIFICATE_DAYS - 10)
+    certificate, key = written(tmp_path, "n", authority.issue("n", now=begun))
+    words = ["--broker", f"127.0.0.1:{free_port()}", "--tls-ca", ca, "--tls-cert", certificate, "--tls-key", key]
+    done = fedstrata(*role, *words, "--connect-timeout", "0.1")
+    assert done.returncode == 3 and "n.crt ends in 10 days. Renew it" in done.stderr
 
 
 # Metrics

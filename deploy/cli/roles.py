@@ -267,14 +267,17 @@ def device(
         from device.agent import DeviceAgent
         from device.pool.pool import Pool
 
-        registry, address = serve_metrics(metrics, broker=login.address(addresses[0], node=name[0]), insecure=insecure)
+        places = {each: login.address(where, node=each) for each, where in zip(name, addresses, strict=True)}
+        first = places[name[0]]
+        warn_of_end(first)
+        registry, address = serve_metrics(metrics, broker=first, insecure=insecure)
         count, stays = None if slots == "auto" else int(slots), _stays(once)
         async with Pool(accelerator=accelerator, slots=count, devices=len(name)) as pool:
             agents = {
                 each: DeviceAgent(
                     each,
                     parent=home,
-                    broker=login.address(where, node=each),
+                    broker=places[each],
                     lab=lab,
                     pool=pool,
                     connect_timeout_s=connect_timeout,
@@ -286,7 +289,7 @@ def device(
                     data_root=data_root,
                     stay=stays,
                 ).run
-                for each, home, where in zip(name, homes, addresses, strict=True)
+                for each, home in zip(name, homes, strict=True)
             }
             await run_agents(agents, shared_failure=lambda: pool.failure, together=lambda: together and pool.moves == 0)
 
