@@ -43,8 +43,9 @@ class Tls:
 
         The files are read at each call, so that a renewed certificate is used from the next connection on.
         """
-        context = ssl.create_default_context()
-        if self.authority is not None:
+        if self.authority is None:
+            context = ssl.create_default_context()  # reads some 140 authorities
+        else:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.sslsocket_class = _ClosedOnFailure
