@@ -235,7 +235,7 @@ class PeerProofs:
     def want(self, peer: str, now: float) -> None:
         """Ask a peer for its presence until it answers, or publishes one, whatever else it sends."""
         self._of[peer].unclear = True
-        self._ask(self._of[peer], now + ASK_FIRST_S)
+        self.doubt(peer, now)
 
     def questions(self, now: float) -> list[tuple[str, WhoIsThere]]:
         """Return the questions that are due, each with its peer."""

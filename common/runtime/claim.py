@@ -16,6 +16,7 @@ from common.experiment.topology import CLOUD
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
 from common.protocol.messages import Alive, NodeState, WhoIsThere
+from common.runtime.asking import work_over
 from common.runtime.world import REAL, World, nothing
 
 ASK_S: Final = 0.25
@@ -64,15 +65,7 @@ class _Claimant:
 
     async def claim(self, *, connect_timeout_s: float) -> None:
         """Ask until nobody replies."""
-        keeping = asyncio.create_task(self._connection.run(connect_timeout_s=connect_timeout_s), name="claim")
-        asking = asyncio.create_task(self._ask(), name="ask")
-        try:
-            await asyncio.wait((keeping, asking), return_when=asyncio.FIRST_COMPLETED)
-            await (asking if asking.done() else keeping)
-        finally:
-            for task in (keeping, asking):
-                task.cancel()
-            await asyncio.wait((keeping, asking))
+        await work_over(self._connection, self._ask(), connect_timeout_s=connect_timeout_s)
 
     async def _ask(self) -> None:
         await self._connected_once.wait()

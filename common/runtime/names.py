@@ -9,6 +9,7 @@ from common.errors import ConnectionFailed
 from common.experiment.schema import TransferSettings
 from common.net.address import BrokerAddress
 from common.protocol import topics
+from common.runtime.asking import work_over
 from common.runtime.world import REAL, World, new_session, nothing
 
 PLAIN: Final = "plain"
@@ -67,12 +68,4 @@ async def check_carried(
         connected=subscribe,
         lost=nothing,
     )
-    tasks = [asyncio.create_task(connection.run(connect_timeout_s=connect_timeout_s)), asyncio.create_task(ask())]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+    await work_over(connection, ask(), connect_timeout_s=connect_timeout_s)

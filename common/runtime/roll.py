@@ -20,6 +20,7 @@ from common.experiment.schema import TransferSettings
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
 from common.protocol.messages import Here, RollCall
+from common.runtime.asking import work_over
 from common.runtime.world import REAL, World, new_session, nothing
 
 ASK_S: Final = 0.5
@@ -180,13 +181,5 @@ async def call_the_roll(
         connected=subscribe,
         lost=nothing,
     )
-    tasks = [asyncio.create_task(connection.run(connect_timeout_s=connect_timeout_s)), asyncio.create_task(ask())]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+    await work_over(connection, ask(), connect_timeout_s=connect_timeout_s)
     return [(node, here) for (node, _), here in sorted(found.items(), key=lambda item: item[0])]
