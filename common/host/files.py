@@ -43,6 +43,15 @@ def private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
+def write_private(path: Path, content: bytes) -> None:
+    """Write a file that only this user can read, in one step. Raises OSError."""
+    partial = path.with_name(path.name + PARTIAL)
+    partial.unlink(missing_ok=True)  # its mode may be another one
+    with open(partial, "xb", opener=private) as file:
+        file.write(content)
+    os.replace(partial, path)
+
+
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Raise an OSError of the `with` block as StorageFailed, with the path and a remedy."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from common.errors import ConnectionFailed
+from common.host.files import write_private
 from common.host.processes import free_port, spawn, stop
 from common.net.address import host_port
 from deploy.brokers import nats
@@ -197,8 +198,8 @@ def _command(
 ) -> tuple[Sequence[str], Mapping[str, str]]:
     config = directory / f"broker-{port}.conf"
     if kind == "embedded":
-        config.touch(mode=0o600)  # it may have a password
-        config.write_text(nats.configuration(directory, host=host, port=port, guard=guard), encoding="utf-8")
+        text = nats.configuration(directory, host=host, port=port, guard=guard)
+        write_private(config, text.encode())  # it may have a password
         return [str(nats.server()), "--config", str(config)], {}
     lines = [f"listener {port} {host}", *(f"{name} {value}" for name, value in {**_MOSQUITTO, **settings}.items())]
     lines += _LOGGED

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from common.errors import InvalidExperiment
+from common.host.files import write_private
 from common.net.address import is_loopback
 from common.net.tls import Tls
 from deploy.console.logs import write_line
@@ -75,9 +76,8 @@ class Guard:
         name, password = self.login
         salt = secrets.token_bytes(12)
         hashed = pbkdf2_hmac("sha512", password.encode(), salt, HASH_ROUNDS)
-        path = folder / "passwords"
-        path.touch(mode=0o600)
-        path.write_text(f"{name}:$7${HASH_ROUNDS}${b64encode(salt).decode()}${b64encode(hashed).decode()}\n")
+        line = f"{name}:$7${HASH_ROUNDS}${b64encode(salt).decode()}${b64encode(hashed).decode()}\n"
+        write_private(path := folder / "passwords", line.encode())
         return replace(self, passwords=path, login=None)
 
     def probe(self) -> ssl.SSLContext | None:

@@ -6,7 +6,6 @@ which a Raspberry Pi signs with in a millisecond.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -20,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from common.errors import InvalidExperiment
+from common.host.files import write_private
 
 AUTHORITY_DAYS: Final = 3650
 CERTIFICATE_DAYS: Final = 397
@@ -99,8 +99,8 @@ class Authority:
                 return Issued(kept[0].read_bytes(), kept[1].read_bytes())
         issued = self.issue(name, hosts=hosts, now=now)
         kept[0].parent.mkdir(mode=0o700, exist_ok=True)
-        _write(kept[0], issued.certificate)
-        _write(kept[1], issued.key)
+        write_private(kept[0], issued.certificate)
+        write_private(kept[1], issued.key)
         return issued
 
     def revoke(self, name: str, *, now: datetime | None = None) -> None:
@@ -109,7 +109,7 @@ class Authority:
         if not path.exists():
             raise InvalidExperiment("--revoke", name, "no certificate of this name was issued", "Name a node.")
         serial = x509.load_pem_x509_certificate(path.read_bytes()).serial_number
-        _write(self.folder / REVOKED, self._list([*self._revoked(), serial], now or datetime.now(UTC)))
+        write_private(self.folder / REVOKED, self._list([*self._revoked(), serial], now or datetime.now(UTC)))
 
     def revoked(self, *, now: datetime | None = None) -> bytes:
         """Return the list of the revoked certificates, as PEM, signed anew: brokers refuse a list that has ended."""
@@ -149,8 +149,8 @@ class Authority:
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
             .sign(key, hashes.SHA256())
         )
-        _write(folder / KEY, _pem(key))
-        _write(folder / CERTIFICATE, built.public_bytes(serialization.Encoding.PEM))
+        write_private(folder / KEY, _pem(key))
+        write_private(folder / CERTIFICATE, built.public_bytes(serialization.Encoding.PEM))
 
 
 def _builder(
@@ -177,13 +177,3 @@ def _host(text: str) -> x509.GeneralName:
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     encoding, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
     return key.private_bytes(encoding, form, serialization.NoEncryption())
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file that only its owner reads, in one step."""
-    partial = path.with_suffix(path.suffix + ".partial")
-    partial.unlink(missing_ok=True)
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
-    os.replace(partial, path)

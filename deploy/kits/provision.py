@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from common.errors import InvalidExperiment
+from common.host.files import write_private
 from deploy.kits import access, units
 from deploy.kits.lab import HERE, KEPT_TLS, Lab, authority_of
 
@@ -124,8 +125,7 @@ def _write_certificates(lab: Lab, machine: str, authority: Authority, folder: Pa
     private |= {"ca.crt": authority.certificate, "ca.crl": authority.revoked()}
     folder.mkdir(mode=0o700)
     for name, content in private.items():
-        (folder / name).touch(mode=0o600)
-        (folder / name).write_bytes(content)
+        write_private(folder / name, content)
 
 
 def _readme(lab: Lab, machine: str, found: list[units.Service]) -> str:
