@@ -234,7 +234,7 @@ class Metrics:
         """
         self._watched.add(name, node, read)
 
-    def serve(self, host: str, port: int, guard: Guard | None = None) -> int:
+    def serve(self, host: str, port: int, guard: MetricsGuard | None = None) -> int:
         """Serve HTTP from a thread and return the port; port 0 selects a free one. Raises OSError.
 
         With a guard all but the health needs a client's certificate or a login.
@@ -332,7 +332,7 @@ class Scrapes:
 
 
 @dataclass(frozen=True, slots=True)
-class Guard:
+class MetricsGuard:
     """Who may read the metrics: clients with a certificate that `tls` accepts, or with `login`, name:password."""
 
     tls: ssl.SSLContext | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections import Counter
 from importlib import import_module
 from pathlib import Path
 
@@ -35,6 +36,7 @@ def test_imports_run_strictly_downward() -> None:
         ("torch", {"common/learning", "device/"}),
         ("PIL", {"common/learning/readers/folder.py"}),
         ("matplotlib", {"deploy/report/paper.py"}),
+        ("cryptography", {"deploy/kits/authority.py"}),
     ],
 )
 def test_libraries_stay_in_their_rooms(library: str, home: set[str]) -> None:
@@ -45,6 +47,11 @@ def test_libraries_stay_in_their_rooms(library: str, home: set[str]) -> None:
     ]
     assert users
     assert all(any(user.startswith(place) for place in home) for user in users), users
+
+
+def test_a_name_of_a_class_is_unique() -> None:
+    names = Counter(re.findall(r"^class ([A-Za-z]\w*)", "\n".join(path.read_text() for path in SOURCES), re.MULTILINE))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_no_file_is_long() -> None:

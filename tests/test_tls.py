@@ -229,6 +229,14 @@ def test_certificates_are_kept_and_renewed_in_time(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()} == {0o600}
 
 
+def test_the_first_name_of_a_certificate_is_the_nodes(tmp_path: Path) -> None:
+    # NATS takes the first name that is a user: a machine's address must not make one of its nodes another.
+    issued = Authority.open(tmp_path, name="north").of("device-0", hosts=["institution-0"])
+    (tmp_path / "device-0.crt").write_bytes(issued.certificate)
+    names = ssl._ssl._test_decode_cert(str(tmp_path / "device-0.crt"))["subjectAltName"]  # type: ignore[attr-defined]
+    assert names == (("DNS", "device-0"), ("DNS", "institution-0"))
+
+
 def test_a_revoked_certificate_is_refused_and_the_next_one_is_not(tmp_path: Path) -> None:
     if broker.choose() != "mosquitto":
         pytest.skip("mosquitto is not installed")

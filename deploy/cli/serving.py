@@ -13,7 +13,7 @@ from common.errors import InvalidExperiment
 from deploy.console import logs
 
 if TYPE_CHECKING:
-    from common.metrics import Guard, Metrics
+    from common.metrics import Metrics, MetricsGuard
     from common.net.address import BrokerAddress
 
 METRICS: Final = "127.0.0.1:0"
@@ -59,9 +59,9 @@ def serve_metrics(address: str, *, broker: BrokerAddress, insecure: bool) -> tup
     return registry, f"{scheme}{reachable(host, broker)}:{found}"
 
 
-def _guard(address: str, broker: BrokerAddress, *, insecure: bool) -> Guard | None:
+def _guard(address: str, broker: BrokerAddress, *, insecure: bool) -> MetricsGuard | None:
     """Return the guard of an address that others reach; None if everybody may read, as --insecure allows."""
-    from common.metrics import Guard
+    from common.metrics import MetricsGuard
     from common.net.tls import OPTIONAL
 
     own = broker.tls
@@ -73,10 +73,10 @@ def _guard(address: str, broker: BrokerAddress, *, insecure: bool) -> Guard | No
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidExperiment(LOGIN_FILE, path, str(error), "Name a file with name:password.") from None
     if context is not None and (login or (own is not None and own.authority is not None)):
-        return Guard(context, login)
+        return MetricsGuard(context, login)
     problem = "reachable by others, without login or without TLS"
     if not insecure:
         remedy = "Give --tls-cert and --tls-key, and --tls-ca or a login, or let everybody read with --insecure."
         raise InvalidExperiment("--metrics", address, problem, remedy)
     logs.write_line(f"metrics: {problem}, as --insecure allows", level=logging.WARNING)
-    return Guard(context, login) if login else None
+    return MetricsGuard(context, login) if login else None

@@ -73,7 +73,7 @@ class Authority:
         """Return a new certificate of a node or broker, its common name `name`, valid for host names and addresses."""
         begin = now or datetime.now(UTC)
         key = ec.generate_private_key(ec.SECP256R1())
-        others = [_host(each) for each in dict.fromkeys((*hosts, name))]
+        others = [_host(each) for each in dict.fromkeys((name, *hosts))]  # NATS takes the first that is a user
         usage = [ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH]
         built = (
             _builder(name, self._certificate.subject, key, begin, days)

@@ -18,7 +18,7 @@ from common.experiment.messages import explain
 from common.experiment.tables import Count, Name, Positive, SettingsTable, named, proposal
 from common.experiment.topology import CLOUD, RESERVED
 from common.net import address, tls
-from common.net.address import host_port, parse_hosts
+from common.net.address import host_port, parse_host, parse_hosts
 from deploy.console.login import NODE, OPERATOR, Login
 
 RANGE: Final = re.compile(r"(.*?)(\d+)\.\.(\d+)")  # device-0..9
@@ -31,7 +31,7 @@ AbsolutePath = Annotated[str, Field(pattern=r"^(/[^/\s\"'\\%$]+)+$")]
 Package = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.:]*$")]
 
 
-class Machine(SettingsTable):
+class LabMachine(SettingsTable):
     """A machine of the lab. Its keys below `accelerator` count for the devices on it."""
 
     address: Address  # host name or IP address by which the other machines reach it
@@ -54,7 +54,7 @@ class Broker(SettingsTable):
     addresses: Annotated[list[str], Field(min_length=1)] | None = None  # host or host:port, tried in turn
 
 
-class Institution(SettingsTable):
+class LabInstitution(SettingsTable):
     """An institution, or any node between the cloud and the devices."""
 
     machine: Name
@@ -75,9 +75,9 @@ class Lab(SettingsTable):
 
     name: Name
     broker: Name
-    machines: dict[Name, Machine]
+    machines: dict[Name, LabMachine]
     brokers: dict[Name, Broker]
-    institutions: dict[Name, Institution] = Field(default_factory=dict)
+    institutions: dict[Name, LabInstitution] = Field(default_factory=dict)
     devices: list[Devices] = Field(default_factory=list)
     tls: bool = True  # certificates of the lab's own authority, encrypted connections, access rules
     install: AbsolutePath = "/opt/fedstrata"  # folder of fedstrata on the machines
@@ -135,6 +135,11 @@ class Lab(SettingsTable):
         places = [self.broker, *(self.meeting_place(parent) for parent in self.parents.values())]
         return [self.address(place) for place in dict.fromkeys(places)]
 
+    def _hosts(self, *, besides: str) -> set[str]:
+        """Return the hosts of all machines but one, and of all brokers that exist already."""
+        found = {each.address for name, each in self.machines.items() if name != besides}
+        return found | {parse_host(text)[0] for each in self.brokers.values() for text in each.addresses or ()}
+
     def check(self) -> Self:
         """Check what types alone cannot check. Raises InvalidExperiment."""
         _known("broker", self.broker, self.brokers)
@@ -164,11 +169,16 @@ class Lab(SettingsTable):
 
     def _check_nodes(self) -> None:
         names = [*self.institutions, *(name for group in self.devices for name in expand(group.names))]
+        files = {"ca", *(f"broker-{each}" for each in self.brokers)}  # of certificates
         for name, count in Counter(names).items():
-            if name in RESERVED:
+            if name in {*RESERVED, OPERATOR, *files}:
                 raise InvalidExperiment("name", name, "a reserved name", "Give the node another name.")
             if count > 1:
                 raise InvalidExperiment("name", name, f"{count} nodes have this name", "Give each its own.")
+        for machine in self.machines:
+            for name in sorted(self._hosts(besides=machine) & set(self.nodes_of(machine))):
+                problem = f"the address of another machine or broker, as which a node on {machine} would pass"
+                raise InvalidExperiment("name", name, problem, "Give the node another name.")
         for name, parent in self.parents.items():
             _known(f"the parent of {name}", parent, [CLOUD, *self.institutions])
             above, seen = parent, {name}
