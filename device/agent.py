@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.errors import InvalidExperiment
-from common.experiment.data import Data, check_alike, found_in, permit, root_below
+from common.experiment.data import Data, check_alike, examine_data, found_in, permit, root_below
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.experiment.tiers import check_parent
+from common.host.examination import examine_host
 from common.metrics import Metrics, node_labels
 from common.model.layout import ModelLayout, Row
 from common.net.address import BrokerAddress
@@ -59,6 +60,7 @@ class DeviceAgent:
         data: str | None = None,
         data_root: Path = Path(),
         stay: bool = False,
+        kit: str = "",
         world: World = REAL,
     ) -> None:
         self._name = name
@@ -74,6 +76,7 @@ class DeviceAgent:
         self._data_root = data_root
         self._lab = check_lab(lab)
         self._stay = stay
+        self._kit = kit
         self._world = world
         self._labels = node_labels("device", name, parent=parent)
 
@@ -90,12 +93,16 @@ class DeviceAgent:
             world=self._world,
             stay=self._stay,
             usable=lambda: self._training.failure is None,
+            kit=self._kit,
             resources=self._resources,
         )
 
     def _resources(self) -> Resources:
-        root = self._data or str(self._data_root / Data.model_fields["root"].default)
-        return Resources(self._training.hardware, ", ".join(found_in(Path(root.replace("{node}", self._name)))))
+        asked = self._data or str(self._data_root / Data.model_fields["root"].default)
+        root = Path(asked.replace("{node}", self._name))
+        folders = {"spool": self._spool} if self._spool is not None else {}
+        findings = [*examine_host(folders, learns=True), examine_data(root, needed=self._data is not None)]
+        return Resources(self._training.hardware, ", ".join(found_in(root)), tuple(findings))
 
     async def _take_part(self, found: Found) -> None:
         try:

@@ -10,6 +10,7 @@ from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.experiment.tiers import check_parent
 from common.experiment.topology import CLOUD
+from common.host.examination import examine_host
 from common.metrics import Metrics, node_labels
 from common.model.layout import ModelLayout
 from common.net.address import BrokerAddress
@@ -24,6 +25,7 @@ from common.runtime.discovery import Found, join
 from common.runtime.exports import export_child, export_parent
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
+from common.runtime.roll import Resources
 from common.runtime.world import REAL, World, new_session
 from common.storage.spool import Spool
 from institution.rounds import LocalRounds
@@ -51,6 +53,7 @@ class InstitutionAgent:
         lab: str = DEFAULT_LAB,
         spool: Path | None = None,
         stay: bool = False,
+        kit: str = "",
         world: World = REAL,
     ) -> None:
         self._name = name
@@ -63,11 +66,13 @@ class InstitutionAgent:
         self._lab = check_lab(lab)
         self._spool = spool
         self._stay = stay
+        self._kit = kit
         self._world = world
         self._labels = node_labels("institution", name, parent=parent)
 
     async def run(self) -> None:
         """Take part in one run until its end, or with `stay` in each run of its parent. Raises FedstrataError."""
+        folders = {"spool": self._spool} if self._spool is not None else {}
         await join(
             self._broker,
             self._name,
@@ -78,6 +83,8 @@ class InstitutionAgent:
             connect_timeout_s=self._connect_timeout_s,
             world=self._world,
             stay=self._stay,
+            kit=self._kit,
+            resources=lambda: Resources(findings=tuple(examine_host(folders, learns=False))),
         )
 
     async def _take_part(self, found: Found) -> None:

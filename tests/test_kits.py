@@ -17,9 +17,9 @@ from common.errors import InvalidExperiment
 from common.net.tls import Tls
 from deploy.cli.main import app
 from deploy.console.login import Login
-from deploy.kits.lab import Lab, expand, load, reach
+from deploy.kits.lab import Lab, LabAccess, expand, load, reach
 from deploy.kits.provision import INSTALLER, find_wheel, provision
-from deploy.kits.units import services, unit
+from deploy.kits.units import digest, services, unit
 from tests.helpers.commands import invoke
 
 RACK = """
@@ -122,9 +122,11 @@ def test_mistakes_are_named_with_their_remedy(tmp_path: Path, old: str, new: str
 
 def test_a_lab_is_reached_by_its_name_or_its_file(tmp_path: Path, lab: Lab) -> None:
     own = Login(username="me")
-    assert reach("rack", None, own) == ("rack", ["localhost"], own)
-    assert reach(str(rack(tmp_path)), None, own) == ("rack", lab.addresses(), own)
-    assert reach(str(rack(tmp_path)), ["other"], own) == ("rack", ["other"], own)
+    assert reach("rack", None, own) == LabAccess("rack", ["localhost"], own)
+    assert reach(str(rack(tmp_path)), None, own) == LabAccess("rack", lab.addresses(), own, lab)
+    assert reach(str(rack(tmp_path)), ["other"], own) == LabAccess("rack", ["other"], own, lab)
+    assert lab.addresses("device-0") == ["10.0.0.10:1884"]
+    assert lab.addresses("institution-0") == ["a,b", "10.0.0.10:1884"], "its parent's, and its own"
     with pytest.raises(InvalidExperiment, match=r"lab = 'no.toml': No such file"):
         reach("no.toml", None, own)
     refused = invoke("watch", "--lab", "no.toml", "--once")
@@ -171,6 +173,16 @@ def test_a_lab_without_tls_is_marked_in_its_commands(tmp_path: Path) -> None:
     assert broker.command == ("broker", "--host", "0.0.0.0", "--port", "1883", "--insecure")
     assert region.command[-3:] == ("--metrics", "0.0.0.0:0", "--insecure")
     assert "TLS" not in unit(lab, "server", region)
+
+
+def test_the_digest_of_a_kit_is_that_of_its_own_services(tmp_path: Path, lab: Lab) -> None:
+    before = {machine: digest(lab, machine) for machine in lab.machines}
+    region = next(each for each in services(lab, "server") if each.name == "region-0")
+    assert f"FEDSTRATA_KIT={before['server']} " in unit(lab, "server", region)
+    more = load(rack(tmp_path, RACK.replace('"probe"', '"probe", "device-9"')))
+    moved = load(rack(tmp_path, RACK.replace("port = 1884", "port = 1885")))
+    assert [m for m in lab.machines if digest(more, m) != before[m]] == ["gpu-0"]
+    assert [m for m in lab.machines if digest(moved, m) != before[m]] == ["pi-0", "gpu-0"]
 
 
 def commands(lab: Lab) -> Iterator[tuple[str, ...]]:
@@ -264,13 +276,13 @@ def test_certificates_are_kept_revoked_and_found_beside_the_file(lab: Lab, tmp_p
     assert invoke(*words, "--revoke", "institution-0").exit_code == 0
     assert (out / "pi-0" / "tls" / "institution-0.crt").read_bytes() != first
     assert invoke(*words, "--revoke", "institution-9").exit_code == 4
-    *_, login = reach(str(file), None, Login())
+    login = reach(str(file), None, Login()).login
     authority = tmp_path / "rack-authority"
     assert login.tls_of("cloud") == Tls(
         *(str(authority / path) for path in ("ca.crt", "issued/cloud.crt", "issued/cloud.key"))
     )
     shutil.copytree(out / "server" / "tls", tmp_path / "tls")
-    *_, login = reach(str(file), None, Login())
+    login = reach(str(file), None, Login()).login
     assert login.tls_ca == str(tmp_path / "tls" / "ca.crt")
 
 

@@ -37,6 +37,7 @@ from common.errors import WireError
 from common.experiment.links import LinkSettings
 from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
+from common.host.examination import Finding
 from common.protocol import serialization, topics
 from common.protocol.child_events import ModelFailed, ParentGone, ParentMoved, ResultRefused, RunEnded, TaskReceived
 from common.protocol.child_session import FAREWELL_S, QUIET_S
@@ -111,7 +112,19 @@ def messages_of(key: Key, blob: str) -> list[Message]:
         Declined(key, "no"),
         Goodbye(),
         RollCall("nonce"),
-        Here("nonce", "device", "cloud", RUN, "1.0", "host", "1 x cpu", "mnist"),
+        Here(
+            "nonce",
+            "device",
+            "cloud",
+            RUN,
+            "1.0",
+            "host",
+            "1 x cpu",
+            "mnist",
+            "0123456789ab",
+            1.5e9,
+            (Finding("memory", True, True, "1 GB"),),
+        ),
     ]
 
 

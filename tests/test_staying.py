@@ -9,7 +9,7 @@ import subprocess
 import threading
 import tomllib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
@@ -21,12 +21,13 @@ import pytest
 from common.errors import DuplicateName, InvalidExperiment, LabInUse, NoProgress
 from common.experiment.reading import parse
 from common.experiment.topology import CLOUD
+from common.host.examination import Finding
 from common.protocol import serialization, topics
-from common.protocol.messages import Announcement, Here, RollCall
+from common.protocol.messages import Announcement, RollCall
 from common.runtime.claim import SEEKING, claim
 from common.runtime.discovery import Found, join
 from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.roll import Resources, RollEntry, call_the_roll
+from common.runtime.roll import Answer, Resources, RollEntry, call_rolls
 from common.runtime.world import World
 from deploy.brokers import broker
 from deploy.simulation.outcome import model_digest
@@ -36,6 +37,7 @@ from tests.helpers.sites import SimulatedSite, forever, until, virtual
 
 EXPERIMENT = Announcement("{}", "[]", "split-1")
 PATIENCE_S: Final = 60
+NO_TORCH: Final = Finding("PyTorch", True, False, "not installed")
 
 
 class Staying:
@@ -136,9 +138,11 @@ def test_what_ends_a_node(error: Exception, usable: bool) -> None:
     play()
 
 
-async def roll(site: SimulatedSite) -> list[tuple[str, Here]]:
-    def build(world: World) -> asyncio.Task[list[tuple[str, Here]]]:
-        asked = call_the_roll(site.address, lab=LAB, name="operator", wait_s=2.0, connect_timeout_s=30.0, world=world)
+async def roll(site: SimulatedSite, expected: Sequence[str] = ()) -> list[Answer]:
+    def build(world: World) -> asyncio.Task[list[Answer]]:
+        asked = call_rolls(
+            [site.address], lab=LAB, name="operator", wait_s=2.0, connect_timeout_s=30.0, expected=expected, world=world
+        )
         return asyncio.create_task(asked)
 
     return await site.make("laptop", build)
@@ -158,7 +162,8 @@ class Listed:
             role="device",
             parent=PARENT,
             lab=LAB,
-            resources=lambda: Resources("2 x cpu", "mnist"),
+            kit="c0ffee",
+            resources=lambda: Resources("2 x cpu", "mnist", (NO_TORCH,)),
             world=world,
         )
 
@@ -176,14 +181,20 @@ async def test_the_roll_has_who_answers_and_what_they_do(site: SimulatedSite) ->
     await asyncio.sleep(1)
     first.entry.run = "run-7"
     found = await roll(site)
-    assert [(name, here.role, here.parent, here.run, here.hardware, here.data) for name, here in found] == [
-        ("device-0", "device", PARENT, "run-7", "2 x cpu", "mnist"),
-        ("device-1", "device", PARENT, "", "2 x cpu", "mnist"),
+    assert [each.node for each in found] == ["device-0", "device-1"]
+    assert [(each.here.role, each.here.parent, each.here.run) for each in found] == [
+        ("device", PARENT, "run-7"),
+        ("device", PARENT, ""),
     ]
-    assert found[0][1].release == version("fedstrata")
+    has = ("2 x cpu", "mnist", "c0ffee", (NO_TORCH,), version("fedstrata"))
+    assert all((h.hardware, h.data, h.kit, h.findings, h.release) == has for h in (each.here for each in found))
+    assert all(abs(each.ahead_s) < 5 for each in found)
+    began = asyncio.get_running_loop().time()
+    assert len(await roll(site, expected=["device-0", "device-1"])) == 2
+    assert asyncio.get_running_loop().time() < began + 0.5, "all that are expected have answered"
     of_the_same_name = Listed(site, "device-1")
     await asyncio.sleep(1)
-    assert [name for name, _ in await roll(site)] == ["device-0", "device-1", "device-1"]
+    assert [each.node for each in await roll(site)] == ["device-0", "device-1", "device-1"]
     for each in (first, second, of_the_same_name):
         each.task.cancel()
 

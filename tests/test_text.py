@@ -15,6 +15,7 @@ from rich.console import Console
 
 from common.errors import RunFailed
 from common.experiment.reading import parse
+from common.host.examination import Finding
 from common.protocol import serialization, topics
 from common.protocol.messages import Acknowledgement, Alive, Declined, Here, Key, NodeState, Preparing, Presence
 from common.text import escaped
@@ -59,7 +60,7 @@ def test_text_without_control_characters_is_not_changed() -> None:
         Preparing(1, HOSTILE),
         Declined(Key(1, 0, 0), HOSTILE),
         Acknowledgement(Key(1, 0, 0), HOSTILE),
-        Here(*[HOSTILE] * 8),
+        Here(*[HOSTILE] * 9, 1.5e9, (Finding(HOSTILE, True, True, HOSTILE),)),
     ],
     ids=lambda message: type(message).__name__,
 )

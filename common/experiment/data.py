@@ -15,6 +15,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from common.errors import InvalidExperiment
 from common.experiment.tables import Count, Positive, SettingsTable, proposal
+from common.host.examination import Finding
 
 DatasetName = Literal[
     "digits", "mnist", "fashionmnist", "cifar10", "cifar100", "femnist", "shakespeare", "sent140", "folder", "synthetic"
@@ -143,6 +144,13 @@ class Model(SettingsTable):
 def found_in(root: Path) -> list[str]:
     """Return the names of the data sets that have a folder below a root."""
     return [name for name, folder in FOLDERS.items() if (root / folder).is_dir()]
+
+
+def examine_data(root: Path, *, needed: bool) -> Finding:
+    """Return whether a folder of data sets has any. `digits` and `synthetic` need none."""
+    found = found_in(root)
+    problem = "has no data set" if root.is_dir() else "there is no such folder"
+    return Finding("data sets", needed, bool(found), ", ".join(found) if found else f"{root}: {problem}")
 
 
 def samples_most(data: Data, *, devices: int) -> int:

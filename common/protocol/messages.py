@@ -12,6 +12,7 @@ from typing import Final, NamedTuple, TypeAlias
 from common.accounting.child_report import ChildReport, TrainingPath
 from common.accounting.traffic import Traffic
 from common.errors import WireError
+from common.host.examination import Finding
 
 DIGEST_BYTES: Final = 8
 MIN_CHUNK_BYTES: Final = 1024
@@ -308,7 +309,8 @@ class RollCall:
 class Here:
     """The reply to `RollCall` with its nonce. `run` is empty while the node waits for one.
 
-    `hardware` are the accelerators of a device, `data` the data sets on its host.
+    `hardware` are the accelerators of a device, `data` the data sets on its host. `kit` is the digest of the machine's
+    part of the lab's file, "" outside kits, `clock_s` the time there, Unix seconds.
     """
 
     nonce: str
@@ -319,6 +321,9 @@ class Here:
     host: str
     hardware: str
     data: str
+    kit: str
+    clock_s: float
+    findings: tuple[Finding, ...]
 
 
 Message: TypeAlias = (

@@ -91,21 +91,22 @@ async def join(
     world: World,
     stay: bool,
     usable: Callable[[], bool] = lambda: True,
+    kit: str = "",
     resources: Callable[[], Resources] = Resources,
 ) -> None:
     """Find the parent's run and take part in it until its end; follow the parent to another run.
 
     With `stay` wait for the next run after each one, however it ended, and for a broker that is away, and keep an entry
-    in the roll of the lab, with its host's `resources`; end after a run if this process is not `usable` any more.
-    Raises ConnectionFailed if the first connection fails or the broker does not carry the names, DuplicateName, and
-    what `take_part` raises if nothing follows.
+    in the roll of the lab, with the digest of its `kit` and its host's `resources`; end after a run if this
+    process is not `usable` any more. Raises ConnectionFailed if the first connection fails or the broker does not carry
+    the names, DuplicateName, and what `take_part` raises if nothing follows.
     """
     await check_carried(address, name, lab=lab, connect_timeout_s=connect_timeout_s, world=world)
     seek = partial(discover, address, name, parent, lab=lab, connect_timeout_s=connect_timeout_s, world=world)
     if not stay:
         await _play(await seek(), name, take_part, None, usable)
         return
-    entry = RollEntry(address, name, role=role, parent=parent, lab=lab, resources=resources, world=world)
+    entry = RollEntry(address, name, role=role, parent=parent, lab=lab, kit=kit, resources=resources, world=world)
     left: Found | None = None
     async with entry.kept():
         while True:

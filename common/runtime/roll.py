@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from math import inf
@@ -17,6 +17,7 @@ from typing import Final
 
 from common.errors import ConnectionFailed, WireError
 from common.experiment.schema import TransferSettings
+from common.host.examination import Finding
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
 from common.protocol.messages import Here, RollCall
@@ -34,10 +35,11 @@ log = logging.getLogger("fedstrata.roll")
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What a device's host has: its accelerators, and the data sets in its folder."""
+    """What a node's host has: a device's accelerators, the data sets in its folder; what was found there."""
 
     hardware: str = ""
     data: str = ""
+    findings: tuple[Finding, ...] = ()
 
 
 class RollEntry:
@@ -51,13 +53,15 @@ class RollEntry:
         role: str,
         parent: str,
         lab: str,
+        kit: str = "",
         resources: Callable[[], Resources] = Resources,
         world: World = REAL,
     ) -> None:
         self.run = ""
-        self._name, self._role, self._parent, self._lab = name, role, parent, lab
+        self._name, self._role, self._parent, self._lab, self._kit = name, role, parent, lab, kit
         self._resources = resources
         self._session = new_session(world)
+        self._wall = world.wall
         self._answered: dict[str, float] = {}
         self._loop = asyncio.get_running_loop()
         self._connection = world.connection(
@@ -105,10 +109,19 @@ class RollEntry:
         has = self._resources()
         answer = Here(
             message.nonce, self._role, self._parent, self.run, version("fedstrata"), socket.gethostname(),
-            has.hardware, has.data,
+            has.hardware, has.data, self._kit, self._wall(), has.findings,
         )  # fmt: skip
         where = topics.here(self._lab, topic.asker, self._name)
         self._connection.publish(where, serialization.encode(answer, self._session), qos=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A node's answer; `ahead_s`: seconds by which its clock is ahead of this machine's, within ASK_S."""
+
+    node: str
+    here: Here
+    ahead_s: float
 
 
 async def call_rolls(
@@ -118,38 +131,58 @@ async def call_rolls(
     name: str,
     wait_s: float,
     connect_timeout_s: float,
+    expected: Collection[str] = (),
     world: World = REAL,
-) -> list[tuple[str, Here]]:
+) -> list[Answer]:
     """Return the nodes on all brokers of a lab, see `call_the_roll`; a broker that is away is reported.
 
-    Raises ConnectionFailed if no broker could be reached.
+    With `expected`, return as soon as these have answered. Raises ConnectionFailed if no broker could be reached.
     """
+    found: dict[tuple[str, str], Answer] = {}
+    complete = asyncio.Event()
+
+    def answered(session: str, answer: Answer) -> None:
+        if len(found) < NODES_KEPT:
+            found[answer.node, session] = answer
+        if expected and set(expected) <= {node for node, _ in found}:
+            complete.set()
+
     calls = [
-        call_the_roll(address, lab=lab, name=name, wait_s=wait_s, connect_timeout_s=connect_timeout_s, world=world)
+        call_the_roll(
+            address, lab=lab, name=name, wait_s=wait_s, connect_timeout_s=connect_timeout_s, answered=answered,
+            complete=complete, world=world,
+        )
         for address in addresses
-    ]
-    found: list[tuple[str, Here]] = []
+    ]  # fmt: skip
     failures: list[ConnectionFailed] = []
     for result in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(result, ConnectionFailed):
             failures.append(result)
         elif isinstance(result, BaseException):
             raise result
-        else:
-            found += result
     if len(failures) == len(calls):
         raise failures[0]
     for failure in failures:
         log.warning("%s", failure)
-    return sorted(found, key=lambda each: each[0])
+    return [answer for _, answer in sorted(found.items(), key=lambda item: item[0])]
 
 
 async def call_the_roll(
-    address: BrokerAddress, *, lab: str, name: str, wait_s: float, connect_timeout_s: float, world: World = REAL
-) -> list[tuple[str, Here]]:
-    """Return the nodes that answer `name` within `wait_s`; two of one name are two. Raises ConnectionFailed."""
+    address: BrokerAddress,
+    *,
+    lab: str,
+    name: str,
+    wait_s: float,
+    connect_timeout_s: float,
+    answered: Callable[[str, Answer], None],
+    complete: asyncio.Event,
+    world: World = REAL,
+) -> None:
+    """Ask on one broker for `wait_s`, or until it is complete; `answered` is called with each session's answers.
+
+    Two nodes of one name are two sessions. Raises ConnectionFailed.
+    """
     nonce = new_session(world)
-    found: dict[tuple[str, str], Here] = {}
     connected = asyncio.Event()
 
     def received(topic_text: str, body: bytes, retained: bool) -> None:
@@ -160,8 +193,7 @@ async def call_the_roll(
             return
         if not isinstance(topic, topics.HereTopic) or not isinstance(message, Here) or message.nonce != nonce:
             return
-        if len(found) < NODES_KEPT:
-            found[topic.node, session] = message
+        answered(session, Answer(topic.node, message, message.clock_s - world.wall()))
 
     async def subscribe() -> None:
         connection.subscribe([topics.here(lab, name, "+")], qos=0)
@@ -171,7 +203,10 @@ async def call_the_roll(
         await connected.wait()
         for _ in range(max(1, round(wait_s / ASK_S))):
             connection.publish(topics.roll(lab, name), serialization.encode(RollCall(nonce), nonce), qos=0)
-            await asyncio.sleep(ASK_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ASK_S):
+                    await complete.wait()
+                    return
 
     connection = world.connection(
         address,
@@ -182,4 +217,3 @@ async def call_the_roll(
         lost=nothing,
     )
     await work_over(connection, ask(), connect_timeout_s=connect_timeout_s)
-    return [(node, here) for (node, _), here in sorted(found.items(), key=lambda item: item[0])]

@@ -2,63 +2,172 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from common.errors import ConnectionFailed, InvalidExperiment
+from common.experiment.topology import CLOUD
 from common.protocol.topics import DEFAULT_LAB
+from deploy.cli.roles import ROLL_S, LabBrokerOption, SpoolFolder, spool_folder
 from deploy.console import logs
-from deploy.console.connecting import LabOption
+from deploy.console.connecting import LabOrFile
 from deploy.console.login import OPERATOR, Login, with_login
 from deploy.console.options import Output
 from deploy.console.reporting import reporting
 from deploy.console.tabular import Column, Table
 
+if TYPE_CHECKING:
+    from common.host.examination import Finding
+    from common.net.address import BrokerAddress
+    from deploy.kits.lab import LabAccess
+
+AUTO = "auto"
+HOST = "this host"
+NODES = "nodes"
+NODES_SHOWN = 50  # more of them: only those with a fault
+CONNECT_S = 10.0
+
 
 @with_login
 def doctor(
-    broker: Annotated[
-        str,
-        typer.Option(
-            help="The MQTT broker: host[:port], or several addresses of it, separated by commas: each is examined.",
-            envvar="FEDSTRATA_BROKER_ADDRESS",
-        ),
-    ] = "localhost",
-    lab: LabOption = DEFAULT_LAB,
+    broker: LabBrokerOption = None,
+    lab: LabOrFile = DEFAULT_LAB,
     name: Annotated[str, typer.Option(help="The node whose login and topics are used.")] = OPERATOR,
+    accelerator: Annotated[str, typer.Option(help="cpu, cuda, cuda:N or auto, as for `device`.")] = "auto",
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="The folder of data sets on this host, as for `device`.", envvar="FEDSTRATA_DATA", show_default=False
+        ),
+    ] = None,
+    spool: SpoolFolder = "auto",
     output: Output = "table",
     *,
     login: Login,
 ) -> None:
-    """Examine a broker: does it have what fedstrata needs, and what follows where it does not?
+    """Examine this host, the brokers and the nodes of a lab: what is missing, and what follows?
 
-    It takes some seconds and 32 MB of the broker's memory, and disturbs no run. Exit codes: 0 everything needed is
-    there, 1 something needed is missing, 3 no connection.
+    This host: clock, memory, disks, PyTorch, accelerator, data sets. Each broker: name, TCP, TLS, login, the own
+    topics, speed, access rules, and what fedstrata uses of MQTT. With the lab's file also its nodes, if this login may
+    call the roll: who is away, has an old kit, another release or clock, and what the node's own host lacks.
+
+    It takes half a minute and 32 MB of a broker's memory, and disturbs no run. Exit codes: 0 everything needed is
+    there, 1 something needed is missing, 3 a broker cannot be reached.
     """
-    from deploy.brokers.contract import examine
+    from deploy.brokers.reaching import STEPS
+    from deploy.kits.lab import reach
 
-    healthy = True
     with reporting():
-        for one in login.address(broker, node=name).each:
-            found = list(examine(one, lab=lab, name=name))
-            healthy = healthy and all(finding.there for finding in found if finding.needed)
-            if output == "json":
-                for finding in found:
-                    typer.echo(json.dumps({"broker": str(one)} | asdict(finding)))
-                continue
-            cells = [
-                [
-                    finding.item,
-                    "needed" if finding.needed else "useful",
-                    "ok" if finding.there else "missing",
-                    finding.note if not finding.there or finding.needed else "",
-                ]
-                for finding in found
-            ]
-            columns = [Column(name, text=True) for name in ("item", "", "found", "note")]
-            logs.write_line(f"broker {one}")
-            typer.echo(Table("contract", f"broker {one}", columns, cells).aligned(), nl=False)
-    if not healthy:
-        raise typer.Exit(1)
+        reached = reach(lab, [broker] if broker else None, login)
+        sections = {HOST: _host(name, accelerator, data, spool, reached)}
+        for address in _brokers(reached, name, broker):
+            sections[f"broker {address}"] = _broker(address, reached.name, name)
+        if name in (OPERATOR, CLOUD):
+            sections[NODES] = _nodes(reached, name)
+        missing: set[tuple[str, str]] = set()
+        for section, examined in sections.items():
+            if found := list(examined):
+                logs.write_line(section)
+                _write(section, found, output)
+            missing |= {(section, one.item) for one in found if one.needed and not one.there}
+    if missing:
+        unreached = any(section.startswith("broker ") and item in STEPS for section, item in missing)
+        raise typer.Exit(3 if unreached else 1)
+
+
+def _host(name: str, accelerator: str, data: Path | None, spool: str, reached: LabAccess) -> Iterator[Finding]:
+    """Yield the findings of this host, of which the lab's file may know what the node's service is given."""
+    from common.experiment.data import Data, examine_data
+    from common.host.examination import examine_host
+
+    learns = name == CLOUD
+    if reached.lab is not None and name in reached.lab.machine_of:
+        machine = reached.lab.machines[reached.lab.machine_of[name]]
+        learns = name not in reached.lab.institutions
+        accelerator = machine.accelerator if accelerator == AUTO else accelerator
+        data = Path(machine.data) if data is None and machine.data is not None else data
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    partly = spool_folder(spool)
+    found = examine_host({"cache": cache} | ({"spool": partly} if partly else {}), learns=learns)
+    yield from found
+    yield _accelerator(accelerator)
+    yield examine_data(data or Path(Data.model_fields["root"].default), needed=data is not None)
+
+
+def _accelerator(asked: str) -> Finding:
+    """Return whether PyTorch sees the accelerator asked for, or any GPU whose driver is here."""
+    from common.host.examination import Finding
+    from device.accelerators import choose, may_have_gpu
+
+    driver = may_have_gpu()
+    if asked == "cpu" or (asked == AUTO and not driver):
+        return Finding("accelerator", True, True, "cpu")
+    try:
+        from device.training.computing import accelerators
+
+        chosen = choose(asked, accelerators())
+    except (ModuleNotFoundError, InvalidExperiment) as error:
+        return Finding("accelerator", True, False, str(error))
+    blind = driver and chosen == ("cpu",)
+    note = "a GPU's driver is here, but PyTorch sees no GPU: install its CUDA build" if blind else ", ".join(chosen)
+    return Finding("accelerator", asked != AUTO, not blind, note)
+
+
+def _brokers(reached: LabAccess, name: str, given: str | None) -> list[BrokerAddress]:
+    """Return the brokers of a node of the lab's file, else those of the lab, each address alone."""
+    lab = reached.lab
+    texts = lab.addresses(name) if lab is not None and name in lab.parents and given is None else reached.brokers
+    return [one for text in texts for one in reached.login.address(text, node=name).each]
+
+
+def _broker(address: BrokerAddress, lab: str, name: str) -> Iterator[Finding]:
+    from deploy.brokers.contract import examine
+    from deploy.brokers.reaching import steps
+
+    there = True
+    for step in steps(address):
+        there = there and (step.there or not step.needed)
+        yield step
+    if there:
+        yield from examine(address, lab=lab, name=name)
+
+
+def _nodes(reached: LabAccess, name: str) -> Iterator[Finding]:
+    """Yield each node that answers or should; nothing if no broker can be reached, which its section has."""
+    from common.host.examination import Finding
+    from common.runtime.roll import call_rolls
+    from deploy.kits.answers import faults
+
+    asked = call_rolls(
+        reached.addresses(name),
+        lab=reached.name,
+        name=name,
+        wait_s=ROLL_S,
+        connect_timeout_s=CONNECT_S,
+        expected=reached.lab.parents if reached.lab is not None else (),
+    )
+    with suppress(ConnectionFailed):
+        for node, problems in faults(asyncio.run(asked), reached.lab).items():
+            yield Finding(node, True, not problems, "; ".join(problems))
+
+
+def _write(section: str, found: Sequence[Finding], output: str) -> None:
+    """Write a section's findings as a table or as JSON lines; of many nodes only those with a fault."""
+    if output == "json":
+        for one in found:
+            typer.echo(json.dumps({"section": section} | asdict(one)))
+        return
+    shown = [one for one in found if not one.there] if section == NODES and len(found) > NODES_SHOWN else found
+    cells = [
+        [one.item, "needed" if one.needed else "useful", "ok" if one.there else "missing", one.note] for one in shown
+    ]
+    columns = [Column(name, text=True) for name in ("item", "", "found", "note")]
+    typer.echo(Table("doctor", section, columns, cells).aligned(), nl=False)

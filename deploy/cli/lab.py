@@ -44,25 +44,35 @@ def status(
     too. Exit code 5: nobody answered, or a node of the lab's file is away.
     """
     from common.runtime.roll import call_rolls
-    from deploy.kits.lab import load, reach
+    from deploy.kits.lab import reach
 
     async def ask() -> None:
-        name, texts, own = reach(lab, [broker] if broker else None, login)
-        expected = dict(load(Path(lab)).parents) if lab.endswith(".toml") else {}
-        brokers = [own.address(text, node=OPERATOR) for text in texts]
-        found = await call_rolls(brokers, lab=name, name=OPERATOR, wait_s=wait, connect_timeout_s=connect_timeout)
-        away = {node: parent for node, parent in expected.items() if node not in {node for node, _ in found}}
-        rows: list[dict[str, Any]] = [{"node": node, "there": True} | asdict(here) for node, here in found]
+        reached = reach(lab, [broker] if broker else None, login)
+        expected = reached.lab.parents if reached.lab is not None else {}
+        brokers = reached.addresses(OPERATOR)
+        found = await call_rolls(
+            brokers,
+            lab=reached.name,
+            name=OPERATOR,
+            wait_s=wait,
+            connect_timeout_s=connect_timeout,
+            expected=expected,
+        )
+        away = {node: parent for node, parent in expected.items() if node not in {each.node for each in found}}
+        rows: list[dict[str, Any]] = [{"node": each.node, "there": True} | asdict(each.here) for each in found]
         for row in rows:
-            del row["nonce"]
+            for inner in ("nonce", "clock_s", "findings"):
+                del row[inner]
         rows += [{"node": node, "there": False, "parent": parent} for node, parent in away.items()]
         if output == "json":
             for row in rows:
                 typer.echo(json.dumps(row))
         elif rows:
-            typer.echo(_table(name, rows).aligned(), nl=False)
+            typer.echo(_table(reached.name, rows).aligned(), nl=False)
         if not found:
-            logs.write_line(f"nobody of lab {name} answered on broker {', '.join(map(str, brokers))} within {wait:g} s")
+            logs.write_line(
+                f"nobody of lab {reached.name} answered on broker {', '.join(map(str, brokers))} within {wait:g} s"
+            )
         if away or not found:
             raise typer.Exit(5)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from common.errors import InvalidExperiment
 from common.experiment.topology import CLOUD
 from common.protocol.topics import DEFAULT_LAB
 from deploy.cli.serving import METRICS, Insecure, MetricsAddress, serve_metrics
@@ -23,11 +24,12 @@ from deploy.console.connecting import (
 )
 from deploy.console.login import Login, warn_of_end, with_login
 from deploy.console.options import Output, Overrides, Runs
-from deploy.console.service import StatusHandler
+from deploy.console.service import KIT, StatusHandler
 
 if TYPE_CHECKING:
     from common.experiment.schema import Experiment
-    from common.net.address import BrokerAddress
+    from common.runtime.roll import Answer
+    from deploy.kits.lab import LabAccess
 
 # Kept when the machine restarts, unlike /tmp, and on its own disk: home folders may be on a network, with a quota.
 SPOOL = "/var/tmp/fedstrata-{uid}"
@@ -99,34 +101,37 @@ def cloud(
 
     async def run_cloud() -> None:
         def waiting(by: str) -> None:
-            logs.write_line(f"lab {name} is used by {by}: waiting for its end")
+            logs.write_line(f"lab {reached.name} is used by {by}: waiting for its end")
 
-        name, texts, own = reach(lab, [broker] if broker else None, login)
-        brokers = [own.address(text, node=CLOUD) for text in texts]
-        where = brokers[0]
+        reached = reach(lab, [broker] if broker else None, login)
+        where, *_ = reached.addresses(CLOUD)
         warn_of_end(where)
         tree = _tree(experiment, overrides, resume)
         of_the_lab = tree.get("topology") == LAB
         chosen = None if of_the_lab else parse(tree)
-        await check_carried(where, CLOUD, lab=name, connect_timeout_s=connect_timeout)
+        await check_carried(where, CLOUD, lab=reached.name, connect_timeout_s=connect_timeout)
         if not sole:
-            await claim(where, lab=name, connect_timeout_s=connect_timeout, queue=queue, waiting=waiting)
-        if chosen is None:
-            tree["topology"] = await _present(brokers, name, connect_timeout)
-            chosen = parse(tree)
+            await claim(where, lab=reached.name, connect_timeout_s=connect_timeout, queue=queue, waiting=waiting)
+        if chosen is None or reached.lab is not None:
+            found, old = await _call_the_roll(reached, connect_timeout)
+            if chosen is None:
+                tree["topology"] = _topology(found, old)
+                chosen = parse(tree)
+            for node in (each for each in chosen.tree.nodes if each in old):
+                raise InvalidExperiment("node", node, old[node], "Or leave it out of the experiment.")
         registry, address = serve_metrics(metrics, broker=where, insecure=insecure)
         folder = RunFolder.reopen(resume) if resume else RunFolder.create(runs, chosen)
         with show(json_lines=output == "json") as observe:
             agent = CloudAgent(
                 folder,
                 broker=where,
-                lab=name,
+                lab=reached.name,
                 resume=resume is not None,
                 connect_timeout_s=connect_timeout,
                 metrics=registry,
                 metrics_address=address,
                 observe=observe,
-                spool=_folder(spool),
+                spool=spool_folder(spool),
             )
             await run_agent("cloud", agent.run())
 
@@ -175,8 +180,9 @@ def institution(
             connect_timeout_s=connect_timeout,
             metrics=registry,
             metrics_address=address,
-            spool=_folder(spool),
+            spool=spool_folder(spool),
             stay=_stays(once),
+            kit=os.environ.get(KIT, ""),
         )
         await run_agent(name, agent.run())
 
@@ -283,11 +289,12 @@ def device(
                     connect_timeout_s=connect_timeout,
                     metrics=registry,
                     metrics_address=address,
-                    spool=_folder(spool),
+                    spool=spool_folder(spool),
                     allow_models=allow_models or (),
                     data=data,
                     data_root=data_root,
                     stay=stays,
+                    kit=os.environ.get(KIT, ""),
                 ).run
                 for each, home in zip(name, homes, strict=True)
             }
@@ -315,14 +322,33 @@ def _tree(path: Path | None, overrides: list[str] | None, resume: Path | None) -
     return read(path, overrides or ())
 
 
-async def _present(brokers: Sequence[BrokerAddress], lab: str, connect_timeout_s: float) -> dict[str, Any]:
+async def _call_the_roll(reached: LabAccess, connect_timeout_s: float) -> tuple[list[Answer], Mapping[str, str]]:
+    """Return the nodes that are there, and those whose kit is not that of the lab's file."""
+    from common.runtime.roll import call_rolls
+    from deploy.kits.answers import stale
+
+    found = await call_rolls(
+        reached.addresses(CLOUD),
+        lab=reached.name,
+        name=CLOUD,
+        wait_s=ROLL_S,
+        connect_timeout_s=connect_timeout_s,
+        expected=reached.lab.parents if reached.lab is not None else (),
+    )
+    return found, stale(found, reached.lab) if reached.lab is not None else {}
+
+
+def _topology(found: Sequence[Answer], old: Mapping[str, str]) -> dict[str, Any]:
     """Return the `topology` table of the nodes that are there, and report who is left out."""
     from common.experiment.present import PresentNode, topology_of
-    from common.runtime.roll import call_rolls
 
-    found = await call_rolls(brokers, lab=lab, name=CLOUD, wait_s=ROLL_S, connect_timeout_s=connect_timeout_s)
-    topology, left_out = topology_of([PresentNode(name, here.role, here.parent, here.host) for name, here in found])
-    for line in left_out:
+    there = [
+        PresentNode(each.node, each.here.role, each.here.parent, each.here.host)
+        for each in found
+        if each.node not in old
+    ]
+    topology, left_out = topology_of(there)
+    for line in (*(f"{node} is left out: {reason}" for node, reason in old.items()), *left_out):
         logs.write_line(line)
     return topology
 
@@ -336,7 +362,7 @@ def _stays(once: bool) -> bool:
     return not once
 
 
-def _folder(text: str) -> Path | None:
+def spool_folder(text: str) -> Path | None:
     if text == "none":
         return None
     return Path(SPOOL.format(uid=os.getuid()) if text == "auto" else text)

@@ -14,6 +14,8 @@ from contextlib import asynccontextmanager, suppress
 
 from common.text import escaped
 
+KIT = "FEDSTRATA_KIT"  # of a service's environment: the digest of its machine's part of the lab's file
+
 
 def notify(*assignments: str) -> None:
     """Send assignments such as `READY=1` or `STATUS=...` to systemd, if it has started this process as a service."""

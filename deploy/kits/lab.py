@@ -6,6 +6,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Final, Self
@@ -18,7 +19,7 @@ from common.experiment.messages import explain
 from common.experiment.tables import Count, Name, Positive, SettingsTable, named, proposal
 from common.experiment.topology import CLOUD, RESERVED
 from common.net import address, tls
-from common.net.address import host_port, parse_host, parse_hosts
+from common.net.address import BrokerAddress, host_port, parse_host, parse_hosts
 from deploy.console.login import NODE, OPERATOR, Login
 
 RANGE: Final = re.compile(r"(.*?)(\d+)\.\.(\d+)")  # device-0..9
@@ -88,6 +89,12 @@ class Lab(SettingsTable):
         below = {name: each.parent for name, each in self.institutions.items()}
         return below | {name: group.parent for group in self.devices for name in expand(group.names)}
 
+    @cached_property
+    def machine_of(self) -> Mapping[str, str]:
+        """The machine of each institution and device."""
+        found = {name: each.machine for name, each in self.institutions.items()}
+        return found | {name: group.machine for group in self.devices for name in expand(group.names)}
+
     def devices_of(self, machine: str) -> dict[str, str]:
         """Return the devices of a machine, each with its parent."""
         return {name: g.parent for g in self.devices if g.machine == machine for name in expand(g.names)}
@@ -130,10 +137,12 @@ class Lab(SettingsTable):
         found = [self.address(self.meeting_place(parent), machine=machine) for parent in parents]
         return list(dict.fromkeys(host for text in found for host, _ in parse_hosts(text) if host != HERE))
 
-    def addresses(self) -> list[str]:
-        """Return the addresses of all brokers on which nodes of the lab wait, the cloud's first."""
-        places = [self.broker, *(self.meeting_place(parent) for parent in self.parents.values())]
-        return [self.address(place) for place in dict.fromkeys(places)]
+    def addresses(self, node: str = CLOUD) -> list[str]:
+        """Return the addresses of the brokers of a node; the cloud's are all on which nodes wait, its own first."""
+        parents = [CLOUD, *self.parents.values()]
+        if node != CLOUD:
+            parents = [self.parents[node], *([node] if node in self.institutions else [])]
+        return [self.address(place) for place in dict.fromkeys(map(self.meeting_place, parents))]
 
     def _hosts(self, *, besides: str) -> set[str]:
         """Return the hosts of all machines but one, and of all brokers that exist already."""
@@ -189,18 +198,32 @@ class Lab(SettingsTable):
                 above = self.institutions[above].parent
 
 
-def reach(lab: str, brokers: list[str] | None, login: Login) -> tuple[str, list[str], Login]:
-    """Return a lab's name, the addresses of its brokers, the cloud's first, and the login there.
+@dataclass(frozen=True, slots=True)
+class LabAccess:
+    """How a command reaches a lab: its name, its brokers, the cloud's first, the login there, and what its file has."""
+
+    name: str
+    brokers: list[str]
+    login: Login
+    lab: Lab | None = None
+
+    def addresses(self, node: str) -> list[BrokerAddress]:
+        """Return the brokers with a node's login. Raises InvalidExperiment."""
+        return [self.login.address(text, node=node) for text in self.brokers]
+
+
+def reach(lab: str, brokers: list[str] | None, login: Login) -> LabAccess:
+    """Return how to reach a lab.
 
     `lab` is the name, or the path of its file, which also names the brokers unless `brokers` are given, and beside
     which the certificates are unless `login` has others. Raises InvalidExperiment.
     """
     if not lab.endswith(".toml"):
-        return lab, brokers or [HERE], login
+        return LabAccess(lab, brokers or [HERE], login)
     found = load(Path(lab))
     if found.tls and login == Login():
         login = _kept_login(Path(lab).absolute().parent, found)
-    return found.name, brokers or found.addresses(), login
+    return LabAccess(found.name, brokers or found.addresses(), login, found)
 
 
 def authority_of(lab: Lab, source: Path) -> Path:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Final
 
 from deploy.console.login import NODE
+from deploy.console.service import KIT
 from deploy.kits.lab import Lab
 
 STATE: Final = "/var/lib/fedstrata"
@@ -108,9 +111,15 @@ def services(lab: Lab, machine: str) -> list[Service]:
     return found
 
 
-def environment(lab: Lab) -> dict[str, str]:
-    """Return the environment of the roles."""
-    found = {"XDG_CACHE_HOME": "/var/cache/fedstrata", "PYTHONUNBUFFERED": "1"}
+def digest(lab: Lab, machine: str) -> str:
+    """Return 12 hexadecimal digits over a machine's services: another digest, and its kit is to be installed again."""
+    commands = [each.command for each in services(lab, machine)]
+    return blake2b(json.dumps(commands).encode(), digest_size=6).hexdigest()
+
+
+def environment(lab: Lab, machine: str) -> dict[str, str]:
+    """Return the environment of a machine's roles."""
+    found = {"XDG_CACHE_HOME": "/var/cache/fedstrata", "PYTHONUNBUFFERED": "1", KIT: digest(lab, machine)}
     if lab.tls:
         found |= {
             "FEDSTRATA_TLS_CA": f"{TLS}/ca.crt",
@@ -158,7 +167,7 @@ def unit(lab: Lab, machine: str, service: Service) -> str:
             "StateDirectory=fedstrata",
             "CacheDirectory=fedstrata",
             f"WorkingDirectory={STATE}",
-            f"Environment={' '.join(f'{name}={value}' for name, value in environment(lab).items())}",
+            f"Environment={' '.join(f'{name}={value}' for name, value in environment(lab, machine).items())}",
             f"EnvironmentFile=-{LOGIN}",
             "LimitNOFILE=65536",
             *((f"MemoryMax={round(limit * 1024)}M",) if limit else ()),

@@ -69,9 +69,10 @@ def watch(
     from deploy.watching.screens import look, screen_for
 
     async def follow() -> None:
-        name, addresses, own = reach(lab, broker, login)
-        brokers = [own.address(text, node=OPERATOR) for text in addresses]
-        follower = Follower(brokers, lab=name, run=run, light=light, connect_timeout_s=connect_timeout)
+        reached = reach(lab, broker, login)
+        follower = Follower(
+            reached.addresses(OPERATOR), lab=reached.name, run=run, light=light, connect_timeout_s=connect_timeout
+        )
         with logs.limited("fedstrata.connection", logging.ERROR):  # the screen shows lost brokers
             if once:
                 await follower.look(partial(look, json_lines=output == "json", devices=devices), timeout_s=timeout)

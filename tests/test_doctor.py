@@ -1,0 +1,250 @@
+"""`fedstrata doctor`: this host, real brokers and the nodes of a lab, with faults made on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from common.host import examination
+from common.host.examination import examine_host
+from common.host.processes import free_port
+from common.net.address import BrokerAddress
+from common.net.tls import Tls
+from common.runtime.roll import call_rolls
+from deploy.brokers import broker
+from deploy.brokers.guard import Guard
+from deploy.console.service import KIT
+from deploy.kits import access
+from deploy.kits.authority import Authority
+from deploy.kits.lab import load, parse
+from deploy.kits.units import digest
+from tests.helpers.commands import command, fedstrata, invoke
+
+TIGHT: Mapping[str, str | int] = {"max_packet_size": 100_000, "max_queued_messages": 3}
+HERE: Final = ["127.0.0.1", "localhost"]
+LONG_AGO: Final = datetime.now(UTC) - timedelta(days=500)
+
+Row = dict[str, Any]
+
+
+def findings(*arguments: str | Path) -> tuple[int, dict[tuple[str, str], Row]]:
+    """Run doctor; return its exit code, and each finding by section (host, broker, nodes) and item."""
+    done = invoke("doctor", *arguments, "--format", "json")
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    return done.exit_code, {(row["section"].split()[0], row["item"]): row for row in rows}
+
+
+def examined(served: broker.BrokerProcess) -> tuple[int, dict[str, Row]]:
+    code, found = findings("--broker", f"{served.host}:{served.port}")
+    return code, {item: row for (section, item), row in found.items() if section == "broker"}
+
+
+def missing(found: Mapping[tuple[str, str], Row]) -> set[tuple[str, str]]:
+    return {where for where, row in found.items() if row["needed"] and not row["there"]}
+
+
+def test_an_open_mosquitto_lacks_access_rules_alone(tmp_path: Path) -> None:
+    with broker.start(directory=tmp_path, kind="mosquitto") as served:
+        code, found = examined(served)
+    assert code == 0 and len(found) == 17
+    assert [item for item, row in found.items() if not row["there"]] == ["other nodes' names are refused"]
+    assert [item for item, row in found.items() if row["needed"]] == [
+        "name", "TCP", "login", "subscriptions are granted", "messages are delivered", "packets of 33792 bytes",
+    ]  # fmt: skip
+    assert float(found["round trip"]["note"].split()[0]) < 1000 and found["rate"]["note"].endswith(
+        "up and down at once"
+    )
+
+
+@pytest.mark.slow
+def test_the_embedded_broker_has_what_is_needed(tmp_path: Path) -> None:
+    with broker.start(directory=tmp_path, kind="embedded") as served:
+        code, found = examined(served)
+    assert code == 0 and all(row["there"] for row in found.values() if row["needed"])
+
+
+@pytest.mark.slow
+def test_what_a_tight_broker_lacks_is_named(tmp_path: Path) -> None:
+    with broker.start(directory=tmp_path, kind="mosquitto", settings=TIGHT) as served:
+        code, found = examined(served)
+    assert code == 0 and "65536 bytes pass" in found["packets of 33792 bytes"]["note"]
+    assert "of 32 chunks arrived" in found["a slow reader gets everything"]["note"]
+    with broker.start(directory=tmp_path, kind="mosquitto", settings={"max_packet_size": 2000}) as served:
+        code, found = examined(served)
+    assert code == 1 and not found["packets of 33792 bytes"]["there"]
+
+
+# This host
+
+
+def test_what_a_host_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 900000 kB\nMemAvailable: 90000 kB\n")
+    (tmp_path / "file").touch()
+    folders = {"spool": tmp_path / "new" / "spool", "cache": tmp_path / "file" / "cache"}
+
+    def absent(name: str) -> str:
+        raise examination.PackageNotFoundError(name)
+
+    found = {one.item: one for one in examine_host(folders, learns=True, proc=tmp_path)}
+    assert found["disk of spool"].there and str(tmp_path) in found["disk of spool"].note
+    assert not found["disk of cache"].there and "not writable" in found["disk of cache"].note
+    assert not found["memory"].there and found["memory"].note == "0.1 of 0.9 GB available"
+    assert found["PyTorch"].there
+    monkeypatch.setattr(examination, "version", absent)
+    monkeypatch.setattr(examination, "DISK_LEAST", 1 << 60)
+    found = {one.item: one for one in examine_host(folders, learns=True, proc=tmp_path)}
+    assert not found["disk of spool"].there and "make room" in found["disk of spool"].note
+    assert found["PyTorch"].needed and "fedstrata[learning]" in found["PyTorch"].note
+    (unneeded,) = (one for one in examine_host({}, learns=False, proc=tmp_path) if one.item == "PyTorch")
+    assert not unneeded.needed
+
+
+# The way to a broker, step by step
+
+
+def unserved(directory: Path, stack: ExitStack) -> list[str]:
+    return ["--broker", f"127.0.0.1:{free_port()}"]
+
+
+def unnamed(directory: Path, stack: ExitStack) -> list[str]:
+    return ["--broker", "no-such-host.invalid"]
+
+
+def without_login(directory: Path, stack: ExitStack) -> list[str]:
+    (directory / "passwords").touch()
+    guard = Guard(passwords=directory / "passwords")
+    served = stack.enter_context(broker.start(directory=directory, kind="mosquitto", guard=guard))
+    return ["--broker", f"127.0.0.1:{served.port}"]
+
+
+def secured(directory: Path, stack: ExitStack, *, now: datetime | None = None, other: bool = False) -> list[str]:
+    """Start a broker with a certificate of a time, and return the options with its authority, or with another one."""
+    authority = Authority.open(directory / "authority", name="north")
+    issued = authority.issue("broker", hosts=HERE, now=now)
+    files = [directory / "broker.crt", directory / "broker.key"]
+    files[0].write_bytes(issued.certificate)
+    files[1].write_bytes(issued.key)
+    guard = Guard(tls=Tls(None, *map(str, files)))
+    served = stack.enter_context(broker.start(directory=directory, kind="mosquitto", guard=guard))
+    if other:
+        Authority.open(directory / "other", name="south")
+    ca = directory / ("other" if other else "authority") / "ca.crt"
+    return ["--broker", f"127.0.0.1:{served.port}", "--tls-ca", str(ca)]
+
+
+@pytest.mark.parametrize(
+    ("start", "item", "note"),
+    [
+        (unnamed, "name", "no-such-host.invalid: "),
+        (unserved, "TCP", "Connection refused. Is it running there?"),
+        (without_login, "login", "Are the login and --broker right?"),
+        (lambda d, s: secured(d, s, other=True), "TLS", "unable to get local issuer certificate"),
+        (lambda d, s: secured(d, s, now=LONG_AGO), "TLS", "certificate has expired"),
+    ],
+)
+def test_the_step_to_a_broker_that_fails_is_named(
+    tmp_path: Path, start: Callable[[Path, ExitStack], list[str]], item: str, note: str
+) -> None:
+    with ExitStack() as stack:
+        code, found = findings(*start(tmp_path, stack))
+    assert code == 3 and {row for section, row in missing(found) if section == "broker"} == {item}
+    assert note in found["broker", item]["note"]
+    assert list(found)[-1] == ("broker", item), "what follows cannot be examined"
+
+
+def test_certificates_that_end_soon_are_named(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        soon = datetime.now(UTC) - timedelta(days=380)
+        code, found = findings(*secured(tmp_path, stack, now=soon))
+    assert code == 0 and "certificate by fedstrata lab north, until " in found["broker", "TLS"]["note"]
+    row = found["broker", "the broker's certificate is valid for 30 days"]
+    assert not row["there"] and "ends in 1" in row["note"] and "provision again" in row["note"]
+
+
+# A lab with its file
+
+LAB: Final[Mapping[str, Any]] = {
+    "name": "north",
+    "broker": "main",
+    "machines": {"server": {"address": "127.0.0.1", "cloud": True}, "pi": {"address": "127.0.0.1"}},
+    "brokers": {"main": {"machine": "server"}},
+    "devices": [{"names": ["device-0..2"], "machine": "pi"}],
+}
+FILE: Final = """
+name = "north"
+broker = "main"
+tls = {tls}
+machines.server = {{ address = "127.0.0.1", cloud = true }}
+machines.pi = {{ address = "127.0.0.1", accelerator = "cuda:0", data = "/no/such/folder" }}
+brokers.main = {{ machine = "server", port = {port} }}
+devices = [{{ names = ["device-0..2"], machine = "pi" }}]
+"""
+
+
+def test_access_rules_are_examined_with_a_nodes_own_certificate(tmp_path: Path) -> None:
+    authority = Authority.open(tmp_path / "north-authority", name="north")
+    for name in ("broker", "operator", "device-0"):
+        authority.of(name, hosts=HERE)
+    issued = str(tmp_path / "north-authority" / "issued" / "broker")
+    rules = tmp_path / "rules"
+    rules.write_text(access.mosquitto(parse(dict(LAB)), "main"))
+    own = Tls(str(tmp_path / "north-authority" / "ca.crt"), f"{issued}.crt", f"{issued}.key")
+    file = tmp_path / "lab.toml"
+    with broker.start(directory=tmp_path, kind="mosquitto", guard=Guard(tls=own, rules=rules)) as served:
+        file.write_text(FILE.format(tls="true", port=served.port))
+        code, as_device = findings("--lab", file, "--name", "device-0")
+        _, as_operator = findings("--lab", file)
+        _, as_stranger = findings("--lab", file.rename(tmp_path / "other.toml"), "--name", "device-0", "--broker", "x")
+    for found in (as_device, as_operator):
+        assert found["broker", "other nodes' names are refused"]["there"]
+        assert found["broker", "our certificate is valid for 30 days"]["there"]
+        assert {item for section, item in missing(found) if section == "broker"} == set()
+    assert code == 1 and missing(as_device) == {("this", "accelerator"), ("this", "data sets")}, "of its machine"
+    assert {item for section, item in missing(as_operator)} == {"device-0", "device-1", "device-2"}
+    assert as_operator["nodes", "device-1"]["note"] == "does not answer"
+    assert ("broker", "name") in missing(as_stranger)
+
+
+def staying(home: Path, stack: ExitStack, name: str, *, kit: str, port: int) -> None:
+    """Start a device that stays, as its kit's service does."""
+    words = ("--name", name, "--broker", f"127.0.0.1:{port}", "--lab", "north", "--data", "/no/such/folder")
+    with (home / f"{name}.log").open("wb") as log:
+        line = command("device", *words, null=True, stay=True)
+        process = subprocess.Popen(line, stderr=log, env={**os.environ, KIT: kit})
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+
+
+def test_nodes_with_an_old_kit_are_named_and_refused(tmp_path: Path) -> None:
+    file, experiment = tmp_path / "lab.toml", tmp_path / "experiment.toml"
+    experiment.write_text('name = "two"\nrounds = 1\ntopology = "lab"\nmodel.name = "mlp_digits"\n')
+    words = ("cloud", experiment, "--lab", file, "--runs", tmp_path / "runs", "--spool", "none")
+    with ExitStack() as stack:
+        served = stack.enter_context(broker.start(directory=tmp_path, kind="mosquitto"))
+        file.write_text(FILE.format(tls="false", port=served.port))
+        kits = {"device-0": digest(load(file), "pi"), "device-1": "0123456789ab"}
+        for name, kit in kits.items():
+            staying(tmp_path, stack, name, kit=kit, port=served.port)
+        where = [BrokerAddress("127.0.0.1", served.port)]
+        asyncio.run(call_rolls(where, lab="north", name="operator", wait_s=60.0, connect_timeout_s=10.0, expected=kits))
+        code, found = findings("--lab", file)
+        refused = invoke(*words, "--set", 'topology={devices = ["device-0", "device-1"]}')
+        taken = fedstrata(*words, null=True)
+    old = "the kit of machine pi is not that of this lab file: provision it and install it again"
+    lacks = "data sets: /no/such/folder: there is no such folder"
+    assert code == 1 and {item: row["note"] for (section, item), row in found.items() if section == "nodes"} == {
+        "device-0": lacks,
+        "device-1": f"{old}; {lacks}",
+        "device-2": "does not answer",
+    }
+    assert refused.exit_code == 4 and f"node = 'device-1': {old}" in refused.output
+    assert taken.returncode == 0 and f"device-1 is left out: {old}" in taken.stderr, taken.stderr
