@@ -12,7 +12,6 @@ from typing import Protocol
 from cloud.evaluator import Accuracy, Beginning, Evaluator
 from cloud.global_rounds import LABELS
 from cloud.links import tier_bytes
-from cloud.patience import until_written
 from cloud.results import RunFolder
 from cloud.run import CloudRun
 from common.errors import FedstrataError, StorageFailed
@@ -32,6 +31,7 @@ from common.runtime.children import Observe
 from common.runtime.exports import export_parent
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
+from common.runtime.patience import until_written
 from common.runtime.targets import ScrapeTarget, discovery
 from common.runtime.world import REAL, World, new_session
 from common.storage.spool import Spool
@@ -127,7 +127,11 @@ class CloudAgent:
             )
             finish = partial(self._folder.finish, down.ledger)
             patience_s = experiment.transfer.idle_s
-            await until_written(lambda: offload(finish), patience_s=patience_s, observe=self._observe)
+            await until_written(
+                lambda: offload(finish),
+                patience_s=patience_s,
+                warn=lambda reason: self._observe("warning", {"reason": reason}),
+            )
             spool.close()
             return model
         except BaseException as error:

@@ -12,7 +12,6 @@ from cloud import checkpoint, tempo
 from cloud.checkpoint import RunState
 from cloud.evaluator import Accuracy
 from cloud.links import tier_bytes
-from cloud.patience import until_written
 from cloud.records import GlobalRoundRecord
 from cloud.results import RunFolder
 from common.aggregation.aggregator import Aggregator
@@ -27,6 +26,7 @@ from common.model.layout import ModelLayout, Row
 from common.protocol.reports import plans_of, work_of
 from common.randomness import Purpose, generator
 from common.runtime.children import Children, Observe
+from common.runtime.patience import until_written
 from common.runtime.round import ClosedRound, Dispatch
 
 LABELS: Final = node_labels("cloud", CLOUD)
@@ -138,7 +138,11 @@ class GlobalRounds:
 
     async def written(self, write: Callable[[], Awaitable[None]]) -> None:
         """Write to the run's folder; wait while the disk is full or read-only. Raises StorageFailed after `idle_s`."""
-        await until_written(write, patience_s=self._experiment.transfer.idle_s, observe=self._observe)
+        await until_written(
+            write,
+            patience_s=self._experiment.transfer.idle_s,
+            warn=lambda reason: self._observe("warning", {"reason": reason}),
+        )
 
     async def _write(self) -> None:
         """Write the tables, and what is due after a global round. Raises StorageFailed."""

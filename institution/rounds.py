@@ -6,6 +6,7 @@ uploaded. The first round starts from the parent's model (Tempo, eqs. 4, 5 and 7
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from functools import partial
 
@@ -23,10 +24,13 @@ from common.protocol.messages import Phase, Task
 from common.protocol.reports import plans_of, with_work_of, work_of
 from common.runtime.arriving import Arriving
 from common.runtime.children import Children
+from common.runtime.patience import until_written
 from common.runtime.round import ClosedRound, Dispatch
 from common.runtime.work import Report, WorkResult
 from common.storage.spool import Spool
 from institution.memory import Memory
+
+log = logging.getLogger("fedstrata.institution")
 
 
 class LocalRounds:
@@ -117,7 +121,11 @@ class LocalRounds:
             for result in closed_round.results.values():
                 for name, found in plans_of(result).items():
                     plans.setdefault(name, []).extend(found)
-        await offload(partial(self._memory.after, number))
+        await until_written(
+            lambda: offload(partial(self._memory.after, number)),
+            patience_s=self._experiment.transfer.idle_s,
+            warn=log.warning,
+        )
         samples = sum(down.samples.values())  # n_m counts all children, not only the selected ones
         steps = sum(self._did[name].steps for name in down.peers if name in self._did)
         return WorkResult(

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import typer
 
-from cloud import patience
 from cloud.results import RunFolder
 from common.errors import StorageFailed
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
+from common.runtime import patience
 from common.storage.spool import Spool
 from deploy.console.reporting import reporting
 from deploy.simulation.lab import Scenario, SimulatedLab
@@ -103,6 +103,26 @@ def test_a_disk_that_stays_full_ends_the_run_with_one_line(tmp_path: Path) -> No
     assert 30 <= outcome.virtual_s < 120
 
 
+def test_an_institution_waits_for_room_for_its_rules_state() -> None:
+    experiment = parse(SMALL | {"institution": {"aggregation": {"name": "fedadp"}}})
+
+    async def fill(lab: SimulatedLab) -> None:
+        while not list(small.path.glob("*/*/states/*/facts.json")):  # noqa: ASYNC110 - there is no event to wait for
+            await asyncio.sleep(0.01)
+        small.fill()
+        await asyncio.sleep(20)  # of virtual time, less than idle_s
+        small.empty()
+
+    lab = SimulatedLab(experiment, scenario=fill)
+    (lab.agents.path / "spool").mkdir()
+    with disk(lab.agents.path / "spool" / "institution-0") as small:
+        outcome = lab.run()
+    assert outcome.ok, outcome
+    assert outcome.digest == SimulatedLab(experiment).run().digest
+    (warning,) = [each for each in outcome.warnings if "states" in each]
+    assert "No space left on device. Make room on that disk. The run waits for it, for 30 s." in warning
+
+
 @pytest.mark.parametrize("write", ["spool", "runs", "resume"])
 def test_a_read_only_folder_is_one_line(write: str, tmp_path: Path) -> None:
     with disk(tmp_path / "disk") as small:
@@ -147,15 +167,12 @@ def test_a_full_disk_that_a_command_meets_is_one_line(capsys: pytest.CaptureFixt
 
 def test_retries_end_with_success(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patience, "RETRY_S", 0.0)
-    left, warnings = [3], []
+    left, warnings = [3], list[str]()
 
     async def write() -> None:
         left[0] -= 1
         if left[0]:
             raise StorageFailed("file", "f", "full", "Make room.")
 
-    def observe(event: str, facts: Mapping[str, object]) -> None:
-        warnings.append(facts["reason"])
-
-    asyncio.run(patience.until_written(write, patience_s=60.0, observe=observe))
+    asyncio.run(patience.until_written(write, patience_s=60.0, warn=warnings.append))
     assert left == [0] and warnings == ["file = 'f': full. Make room. The run waits for it, for 60 s."]

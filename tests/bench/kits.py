@@ -361,6 +361,14 @@ def main() -> None:
             direct = model_digest(site.direct(run).parent)
             check(f"{run.parent.name}: the model is that of --direct, bit for bit", direct == models[run])
         check("the demo's two models are the same", models[first] == models[third])
+
+        code, _ = site.fedstrata("doctor", "--lab", site.file)
+        check("doctor: nothing needed is missing", code == 0)
+        old = site.file.with_name("edited.toml")  # the certificates are beside it
+        old.write_text(site.file.read_text().replace("slots = 1 }", "slots = 2 }", 1))
+        code, listed = site.fedstrata("doctor", "--lab", old, "--format", "json")
+        named = [row["item"] for row in map(json.loads, listed.splitlines()) if "kit of machine" in row["note"]]
+        check(f"doctor with an edited lab file: an old kit at {', '.join(named)}", (code, named) == (1, ["device-0"]))
         again = [name for name, machine in site.machines.items() if any(unit.starts > 1 for unit in machine.units)]
         check(f"services started again on {', '.join(again)}", again == ["box-2", "box-4"])
     sys.exit(1 if wrong else 0)

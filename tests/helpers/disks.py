@@ -40,7 +40,7 @@ def disk(path: Path, *, size: str = "1m") -> Iterator[Disk]:
     """Mount a file system for the `with` block; skip the test if that is refused."""
     path.mkdir()
     try:
-        _run("mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(path))
+        _run("mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "none", str(path))
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("needs root, who may mount")
     try:

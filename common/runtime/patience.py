@@ -7,12 +7,13 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from common.errors import StorageFailed
-from common.runtime.children import Observe
 
 RETRY_S: Final = 1.0
 
 
-async def until_written(write: Callable[[], Awaitable[None]], *, patience_s: float, observe: Observe) -> None:
+async def until_written(
+    write: Callable[[], Awaitable[None]], *, patience_s: float, warn: Callable[[str], None]
+) -> None:
     """Call `write` until it succeeds, with one warning. Raises its last StorageFailed after `patience_s`."""
     now = asyncio.get_running_loop().time
     deadline: float | None = None
@@ -23,7 +24,7 @@ async def until_written(write: Callable[[], Awaitable[None]], *, patience_s: flo
         except StorageFailed as error:
             if deadline is None:
                 deadline = now() + patience_s
-                observe("warning", {"reason": f"{error} The run waits for it, for {patience_s:g} s."})
+                warn(f"{error} The run waits for it, for {patience_s:g} s.")
             elif now() >= deadline:
                 raise
         await asyncio.sleep(RETRY_S)
