@@ -483,6 +483,9 @@ def test_one_that_asks_for_the_roll_all_the_time_takes_no_answer_from_another_on
         def token(self, nbytes: int) -> str:
             return "0" * nbytes
 
+        def wall(self) -> float:
+            return 1.5e9
+
     async def ask() -> None:
         entry = RollEntry(BrokerAddress("h"), "d", role="device", parent="cloud", lab=LAB, world=NoWorld())  # type: ignore[arg-type]
         body = serialization.encode(RollCall("n"), "n")
