@@ -31,17 +31,18 @@ def steps(address: BrokerAddress) -> Iterator[Finding]:
     yield Finding("name", True, True, "" if where[0] == host else str(where[0]))
     began = time.monotonic()
     try:
-        with socket.create_connection((host, port), timeout=CONNECT_S) as raw:
-            yield Finding("TCP", True, True, f"{1e3 * (time.monotonic() - began):.1f} ms")
-            if address.tls is not None:
-                yield from _tls(raw, address.tls, host)
-    except ssl.SSLError as error:
-        yield Finding("TLS", True, False, reason_of(error))
-        return
+        raw = socket.create_connection((host, port), timeout=CONNECT_S)
     except OSError as error:
         reason = f"no answer within {CONNECT_S:g} s" if isinstance(error, TimeoutError) else error.strerror
         yield Finding("TCP", True, False, f"{reason}. Is it running there? Does a firewall refuse port {port}?")
         return
+    with raw:
+        yield Finding("TCP", True, True, f"{1e3 * (time.monotonic() - began):.1f} ms")
+        try:
+            yield from _tls(raw, address.tls, host) if address.tls is not None else ()
+        except OSError as error:
+            yield Finding("TLS", True, False, reason_of(error))
+            return
     try:
         with connected(address):
             yield Finding("login", True, True, f"as {address.username}" if address.username else "")

@@ -115,7 +115,7 @@ def _accelerator(asked: str) -> Finding:
 
         chosen = choose(asked, accelerators())
     except (ModuleNotFoundError, InvalidExperiment) as error:
-        return Finding("accelerator", True, False, str(error))
+        return Finding("accelerator", asked != AUTO, False, str(error))
     blind = driver and chosen == ("cpu",)
     note = "a GPU's driver is here, but PyTorch sees no GPU: install its CUDA build" if blind else ", ".join(chosen)
     return Finding("accelerator", asked != AUTO, not blind, note)
@@ -129,15 +129,19 @@ def _brokers(reached: LabAccess, name: str, given: str | None) -> list[BrokerAdd
 
 
 def _broker(address: BrokerAddress, lab: str, name: str) -> Iterator[Finding]:
+    from common.host.examination import Finding
     from deploy.brokers.contract import examine
-    from deploy.brokers.reaching import steps
+    from deploy.brokers.reaching import STEPS, steps
 
     there = True
     for step in steps(address):
         there = there and (step.there or not step.needed)
         yield step
     if there:
-        yield from examine(address, lab=lab, name=name)
+        try:
+            yield from examine(address, lab=lab, name=name)
+        except ConnectionFailed as error:  # it ended meanwhile
+            yield Finding(STEPS[-1], True, False, str(error))
 
 
 def _nodes(reached: LabAccess, name: str) -> Iterator[Finding]:
