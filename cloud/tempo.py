@@ -25,7 +25,7 @@ from common.errors import RunFailed
 from common.experiment.rounds import EpochControl
 
 FLOOR: Final = 1e-12
-EQUAL: Final = 1e-12
+EQUAL: Final = 1e-5  # more than a float32 mean changes the logarithm of a distance, see docs/algorithms/tempo.md
 
 
 def decide(

@@ -54,6 +54,8 @@ def test_what_was_seen_elsewhere_is_compared(percent: tuple[float, float], verdi
     found = {"FedAvg": [made(0.2), made(0.4)], "other": [made(0.1), made(0.4)]}
     line = study.compared(Seen("other", 1, percent, below=True), PART, found)
     assert "5.0 ± 7.1 points below FedAvg" in line and line.endswith(f": {verdict} two deviations")
+    alone = {name: runs[:1] for name, runs in found.items()}
+    assert study.compared(Seen("other", 1, percent, below=True), PART, alone).endswith(": no verdict of one seed")
 
 
 def test_finished_runs_are_kept_and_parts_reported_when_all_are_there(tmp_path: Path) -> None:

@@ -105,7 +105,20 @@ def test_equal_distances_train_c(omega: float, count: int, c: int) -> None:
 
 def test_a_spread_below_rounding_is_none() -> None:
     assert epochs_of([1.0, 1.0 + 2**-52, 1.0 - 2**-53], 6) == [6, 6, 6]
-    assert epochs_of([1.0, 1.0 + 1e-9], 6) == [12, 3]  # but the smallest real spread is stretched, as in eq. 9
+    assert epochs_of([1.0, 1.0 + 9e-6], 6) == [6, 6]
+    assert epochs_of([1.0, 1.0 + 1e-4], 6) == [12, 3]  # but the smallest real spread is stretched, as in eq. 9
+
+
+@pytest.mark.parametrize(("variant", "samples"), [("paper", [100, 100]), ("plato", [100, 300])])
+@pytest.mark.parametrize("seed", range(5))
+def test_two_institutions_that_are_equally_far_train_c(variant: str, samples: list[int], seed: int) -> None:
+    # The weighted mean of two is equally far from both, each distance times its samples; the float32 mean is not.
+    rng = np.random.default_rng(seed)
+    both = [rng.normal(size=10_000).astype(np.float32) for _ in samples]
+    mean = np.average(both, axis=0, weights=samples).astype(np.float32)
+    omegas = [float(np.linalg.norm((each - mean).astype(np.float64))) for each in both]
+    assert omegas[0] * samples[0] != omegas[1] * samples[1]
+    assert decided(omegas, 6, samples=samples, variant=variant) == [6, 6]
 
 
 @given(c=EPOCHS, largest=st.floats(5e-324, 1e308))

@@ -158,17 +158,22 @@ def table(part: StudyPart, found: Mapping[str, Sequence[StudyRun]]) -> list[str]
 
 
 def compared(seen: Seen, part: StudyPart, found: Mapping[str, Sequence[StudyRun]]) -> str:
-    """Return a line that compares a row with a reference result: whether it is within two deviations over the seeds."""
+    """Return a line that compares a row with a reference result: whether it is within two deviations over the seeds.
+
+    One seed has no deviation, and so no verdict.
+    """
     first = next(iter(found.values()))
     at = [run.at(seen.round) for run in found[seen.rule]]
     if seen.below:
         at = [other.at(seen.round) - value for value, other in zip(at, first, strict=True)]
     low, high = seen.percent
     off = max(low - mean(at), mean(at) - high, 0.0)
-    verdict = "within" if len(at) > 1 and off <= 2 * stdev(at) else "not within"
+    verdict = "no verdict of one seed"
+    if len(at) > 1:
+        verdict = f"{'within' if off <= 2 * stdev(at) else 'not within'} two deviations"
     what = f"points below {next(iter(part.rows))}" if seen.below else "percent"
     wanted = f"{low:g}" if low == high else f"{low:g} to {high:g}"
-    return f"- {seen.rule}, round {seen.round}: {spread(at)} {what}; seen elsewhere {wanted}: {verdict} two deviations"
+    return f"- {seen.rule}, round {seen.round}: {spread(at)} {what}; seen elsewhere {wanted}: {verdict}"
 
 
 def report(out: Path, cache: StudyCache, seeds: int, *, quick: bool) -> None:
