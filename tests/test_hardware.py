@@ -79,7 +79,7 @@ def test_a_machine_keeps_its_numbers_when_a_later_release_changes_the_profile(mo
         ({"of": {"device-0": "mein"}}, r"hardware\.of\.device-0 = 'mein'.*Did you mean 'mine'"),
         ({"of": {"device-9": "mine"}}, r"hardware\.of = 'device-9': no device has this name.*Did you mean 'device-0'"),
         ({"of": {"institution-0": "mine"}}, "no device has this name"),
-        ({"default": {"slowdown": 0.5}}, r"hardware\.default\.slowdown = 0\.5: .*greater than or equal to 1"),
+        ({"default": {"slowdown": 0.5}}, r"hardware\.default\.slowdown = 0\.5: too small. Write 1 or more"),
         ({"default": {"overhead_s": -1}}, r"hardware\.default\.overhead_s = -1"),
         ({"default": {"slow": 2}}, r"hardware\.default\.slow = 2: unknown key.*Did you mean 'slowdown'"),
         ({"profiles": {"mine": {"slow": 2}}}, r"hardware\.profiles\.mine\.slow = 2: unknown key"),

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from common.errors import InvalidExperiment
-from common.experiment.tables import Count, Positive, SettingsTable, proposal
+from common.experiment.tables import Count, Positive, SettingsTable, form, proposal
 from common.host.examination import Finding
 
 DatasetName = Literal[
@@ -46,7 +46,7 @@ SAMPLES: Final = MappingProxyType(  # for training in each set; of LEAF's in all
     }
 )
 OWN_MOST: Final = 1_000_000_000  # of `folder`, of which only its device knows the size
-FolderName = Annotated[str, Field(pattern=r"^[^./\\][^/\\]*$")]
+FolderName = Annotated[str, form(r"^[^./\\][^/\\]*$", "the name of a folder, without a dot first and without slashes")]
 
 MODELS: Final = (
     "mlp_digits", "cnn_digits", "lenet5", "lenet_cifar", "cnn_femnist", "cnn_fedavg", "cnn_fedavg_padded",

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from common.errors import InvalidExperiment
 from common.experiment.aggregation import RULES
+from common.experiment.problems import problem_of
 from common.experiment.tables import proposal
 
 _FORMS: Final = frozenset({"int", "float", "constrained-int", "list[constrained-str]", "[key]"})  # pydantic's, not keys
@@ -28,7 +29,7 @@ def explain(error: ValidationError, root: type[BaseModel]) -> InvalidExperiment:
         return InvalidExperiment(f"{key}.name", name, "no rule has this name", proposal(name, RULES, what="There are"))
     if first["type"] == "json_invalid":
         return InvalidExperiment("experiment", "...", first["msg"], "Start all roles from one release.")
-    return InvalidExperiment(key, first["input"], first["msg"], "Correct the value.")
+    return InvalidExperiment(key, first["input"], *problem_of(first))
 
 
 def _unknown(key: str, loc: tuple[int | str, ...], value: object, root: type[BaseModel]) -> InvalidExperiment:

@@ -13,7 +13,17 @@ from common.errors import InvalidExperiment
 
 LISTED_MOST: Final = 20
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+FORMS: Final[dict[str, str]] = {}  # of texts: by pattern, what to write
+
+
+def form(pattern: str, instead: str) -> Any:
+    """Return the field of a text that has a form; `instead`: what to write in place of one that has not."""
+    FORMS[pattern] = instead
+    return Field(pattern=pattern)
+
+
+NAME_FORM: Final = "letters, digits, _ . and -, at most {}, a letter or digit first"
+Name = Annotated[str, form(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", NAME_FORM.format(64))]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]

@@ -19,7 +19,7 @@ from common.experiment.aggregation import Aggregation, FedAvg
 from common.experiment.codecs import Codecs
 from common.experiment.links import LinkSettings
 from common.experiment.rounds import Closing, Share
-from common.experiment.tables import Count, Name, SettingsTable, proposal
+from common.experiment.tables import NAME_FORM, Count, Name, SettingsTable, form, proposal
 from common.experiment.topology import CLOUD, RESERVED
 
 DEVICE: Final = "device"
@@ -33,9 +33,9 @@ class Tier(SettingsTable):
     """One tier, from the root down: who its children are, its parents' rounds over them, and the links between."""
 
     # Of its columns in rounds.csv and its rows in links.csv: small letters, digits, dashes.
-    name: Annotated[str, Field(pattern=rf"^{TIER_NAME}$")]
+    name: Annotated[str, form(rf"^{TIER_NAME}$", "lower-case letters, digits and -, at most 16, a letter first")]
     # What its children are: `region` makes the names `region-0`, `region-1`, ...; the last tier's are devices.
-    children: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,47}$")] = DEVICE
+    children: Annotated[str, form(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,47}$", NAME_FORM.format(48))] = DEVICE
     fan_out: Count = 1  # children of each parent
     # The children of each parent by name, in place of `fan_out`.
     members: dict[Name, list[Name]] = Field(default_factory=dict)

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 from common.errors import InvalidExperiment
 from common.experiment.links import LinkSettings, shipped
 from common.experiment.messages import explain
-from common.experiment.tables import Count, Name, Positive, SettingsTable, named, proposal
+from common.experiment.tables import Count, Name, Positive, SettingsTable, form, named, proposal
 from common.experiment.topology import CLOUD, RESERVED
 from common.net import address, tls
 from common.net.address import BrokerAddress, host_port, parse_host, parse_hosts
@@ -27,21 +27,22 @@ NODES_MOST: Final = 100_000
 HERE: Final = "localhost"
 KEPT_TLS: Final = "tls"  # folder beside the lab's file on its machines
 
-Address = Annotated[str, Field(pattern=r"^[A-Za-z0-9:][A-Za-z0-9_.:%-]*$")]
-AbsolutePath = Annotated[str, Field(pattern=r"^(/[^/\s\"'\\%$]+)+$")]
-Package = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.:]*$")]
+Address = Annotated[str, form(r"^[A-Za-z0-9:][A-Za-z0-9_.:%-]*$", "a host name or an IP address")]
+AbsolutePath = Annotated[str, form(r"^(/[^/\s\"'\\%$]+)+$", "a folder from / on, without spaces, quotes, % and $")]
+User = Annotated[str, form(r"^[a-z_][a-z0-9_-]*$", "a login, for instance pi")]
+Package = Annotated[str, form(r"^[A-Za-z_][A-Za-z0-9_.:]*$", "a package, for instance nets.own")]
 
 
 class LabMachine(SettingsTable):
     """A machine of the lab. Its keys below `accelerator` count for the devices on it."""
 
     address: Address  # host name or IP address by which the other machines reach it
-    user: Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_-]*$")] | None = None  # login for ssh, with sudo
+    user: User | None = None  # login for ssh, with sudo
     cloud: bool = False  # runs are started here: install what the cloud's evaluator needs
     link: LinkSettings | None = None  # of this machine to the brokers above its nodes: a profile's name, or a table
     metrics: bool = False  # /metrics beyond this machine, for a Prometheus elsewhere
     memory_gb: Positive | None = None  # most memory of each service
-    accelerator: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
+    accelerator: Annotated[str, form(r"^(auto|cpu|cuda(:\d+)?)$", "auto, cpu, cuda or for instance cuda:0")] = "auto"
     slots: Count | None = None  # concurrent trainings; omitted: one per GPU, else one per core
     data: AbsolutePath | None = None  # the folder of data sets, in place of the experiments' data.root
     allow_models: list[Package] = Field(default_factory=list)  # packages whose models an experiment may use
