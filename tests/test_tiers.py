@@ -115,7 +115,7 @@ def test_devices_keep_the_order_of_their_partitions() -> None:
         ({"tiers": [{"name": "epochs"}]}, ("tiers.name", "Rename")),
         ({"tiers": [{"name": "A b"}]}, ("tiers.0.name", "lower-case letters")),
         ({"tiers": [{"name": "a", "children": "x" * 49}]}, ("tiers.0.children", "at most 48")),
-        ({"tiers": [{"name": "a", "fan_out": 10**9}]}, ("tiers.0.fan_out", "Write 1 or more")),
+        ({"tiers": [{"name": "a", "fan_out": 10**9}]}, ("tiers.0.fan_out", "more than 1,000,000")),
         (
             {"tiers": [{"name": "a", "children": "b", "fan_out": 2000}, {"name": "c", "fan_out": 2000}]},
             ("tiers.1.fan_out", "2000 parents would have more than 1,000,000"),

@@ -96,9 +96,9 @@ def test_rates_written_out() -> None:
         ({"schedule": {"name": "exponential"}}, r"training\.schedule\.factor = None: .*'exponential' needs it"),
         ({"schedule": {"name": "linear"}}, r"training\.schedule\.name = 'linear': .*'cosine'"),
         ({"schedule": {"warm_up": 3}}, r"training\.schedule\.warm_up = 3: unknown key.*'warmup'"),
-        ({"schedule": {"final": 1.5}}, r"training\.schedule\.final = 1\.5: .*less than or equal to 1"),
-        ({"augmentation": {"crop": -1}}, r"training\.augmentation\.crop = -1: .*greater than or equal to 0"),
-        ({"clip_norm": 0.0}, r"training\.clip_norm = 0\.0: .*greater than 0"),
+        ({"schedule": {"final": 1.5}}, r"training\.schedule\.final = 1\.5: .*Write 1 or less"),
+        ({"augmentation": {"crop": -1}}, r"training\.augmentation\.crop = -1: .*Write 0 or more"),
+        ({"clip_norm": 0.0}, r"training\.clip_norm = 0\.0: .*Write a number above 0"),
         ({"precision": "fp16"}, r"training\.precision = 'fp16': .*'bf16'"),
     ],
 )
