@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -81,10 +82,65 @@ def test_an_invalid_experiment_ends_with_4_and_one_line(pairs: list[str], words:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["run"], ["device"], ["run", DEMO, "--resume", "x"], ["--log-level", "loud", "run", DEMO], ["fly"]],
+    [
+        ["run"],
+        ["device"],
+        ["run", DEMO, "--resume", "x"],
+        ["--log-level", "loud", "run", DEMO],
+        ["fly"],
+        ["device", "--name", "a b"],
+        ["device", "--name", "cloud"],
+        ["institution", "--name", "a/b"],
+        ["broker", "--port", "99999"],
+        ["compare", "x", "--target", "90"],
+    ],
 )
 def test_wrong_usage_ends_with_2(arguments: list[str | Path]) -> None:
     assert invoke(*arguments).exit_code == 2
+
+
+def test_an_experiment_of_fedstratas_own_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    listed = [json.loads(line) for line in invoke("experiments", "--format", "json").stdout.splitlines()]
+    assert {Path(row["file"]) for row in listed} == set(EXPERIMENTS.glob("*.toml"))
+    demo = next(row for row in listed if row["name"] == "demo")
+    assert (demo["aggregation"], demo["nodes"]) == ("fedavg + fedavg", "3 institutions, 12 devices")
+    assert "demo  " in invoke("experiments").stdout
+    by_name = invoke("run", "demo", "--dry-run")
+    assert by_name.exit_code == 0 and by_name.stdout == invoke("run", DEMO, "--dry-run").stdout
+    (tmp_path / "demo").write_text("rounds = 3")
+    assert "rounds = 3" in invoke("run", "demo", "--dry-run").stdout, "a file that is there comes first"
+    refused = invoke("run", "dem", "--dry-run")
+    assert refused.exit_code == 2 and "Did you mean 'demo'?" in refused.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "demo", "--runs", "never"],
+        ["run", "demo", "--direct", "--runs", "never"],
+        ["cloud", "demo", "--broker", "localhost:1", "--runs", "never"],
+        ["device", "--name", "device-0", "--broker", "localhost:1"],
+        ["plan", "demo"],
+        ["data", "check", "mnist"],
+        ["data", "partition", "demo"],
+    ],
+    ids=lambda arguments: " ".join(arguments[:2]),
+)
+def test_without_pytorch_what_needs_it_ends_with_one_line(arguments: list[str], tmp_path: Path) -> None:
+    program = "import sys; sys.modules['torch'] = None; from deploy.cli.main import main; main()"
+    line = [sys.executable, "-c", program, *arguments]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False, env=env)
+    assert (done.returncode, done.stdout) == (4, "")
+    assert done.stderr == "fedstrata: package = 'torch': not installed here. pip install 'fedstrata[learning]'.\n"
+    assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:99999", "127.0.0.1", "9464", "127.0.0.1:port"])
+def test_an_impossible_address_of_metrics_ends_with_4(address: str) -> None:
+    done = invoke("institution", "--name", "i", "--broker", "localhost:1", "--metrics", address)
+    assert done.exit_code == 4 and f"--metrics = '{address}': not host:port. Use a free host:port" in done.stderr
 
 
 def test_a_resume_of_nothing_ends_with_4(tmp_path: Path) -> None:

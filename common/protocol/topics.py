@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from common.errors import WireError
+from common.experiment.topology import RESERVED
 
 ROOT: Final = "fs1"
 ALL: Final = "all"
 DEFAULT_LAB: Final = "lab"
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
-_LAB: Final = re.compile(_NAME, re.ASCII)
+_LEVEL: Final = re.compile(_NAME, re.ASCII)
 _TOPIC: Final = re.compile(
     rf"{ROOT}/(?P<lab>{_NAME})/"
     rf"(?:seek/(?P<parent>{_NAME})/(?P<child>{_NAME})"
@@ -109,9 +110,20 @@ Topic: TypeAlias = StateTopic | SpecTopic | InboxTopic | ChunkTopic | OutsideRun
 
 def check_lab(name: str) -> str:
     """Return a lab's name. Raises ValueError if it is not valid as one level of a topic."""
-    if _LAB.fullmatch(name) is None:
+    return _checked(name, "lab")
+
+
+def check_node(name: str) -> str:
+    """Return the name of an institution or device. Raises ValueError if it is reserved or not one level of a topic."""
+    if name in RESERVED:
+        raise ValueError(f"{name!r} is reserved: use another name")
+    return _checked(name, "node")
+
+
+def _checked(name: str, kind: str) -> str:
+    if _LEVEL.fullmatch(name) is None:
         raise ValueError(
-            f"{name!r} is not a lab name. "
+            f"{name!r} is not a {kind} name. "
             "Use 1 to 64 letters, digits, '_', '.' or '-'; the first is a letter or a digit."
         )
     return name

@@ -15,6 +15,7 @@ from common.experiment.data import FOLDERS, found_in
 from deploy.console.logs import write_line
 from deploy.console.options import Output, Overrides
 from deploy.console.reporting import reporting
+from deploy.console.shipped import ExperimentFile
 
 if TYPE_CHECKING:
     from common.experiment.schema import Experiment
@@ -35,10 +36,11 @@ def check(
 ) -> None:
     """Read whole data sets, as a run does, and describe them. Exit code 4 if one is missing or damaged."""
     from common.experiment.reading import parse
-    from common.learning import datasets
 
     wanted = names or found_in(root)
     with reporting():
+        from common.learning import datasets
+
         if not wanted:
             known = ", ".join(f"{folder} ({name})" for name, folder in FOLDERS.items())
             raise InvalidExperiment("data.root", str(root), "contains no data set", f"Known folders: {known}.")
@@ -63,7 +65,7 @@ def check(
 
 @app.command()
 def partition(
-    experiment: Annotated[Path, typer.Argument(help="The experiment, a TOML file.")],
+    experiment: ExperimentFile,
     overrides: Overrides = None,
     out: Annotated[Path, typer.Option(help="Folder for the three files.")] = Path("partition"),
     output: Output = "table",

@@ -68,7 +68,10 @@ def compare(
     names: Names,
     runs: Runs = Path("runs"),
     target: Annotated[
-        float | None, typer.Option(help="Accuracy to reach.  [default: the experiments' own]", show_default=False)
+        float | None,
+        typer.Option(
+            min=0, max=1, help="Accuracy to reach, 0 to 1.  [default: the experiments' own]", show_default=False
+        ),
     ] = None,
     label: Annotated[
         list[str] | None,
@@ -100,6 +103,28 @@ def compare(
             return
         table = comparing.table(groups, goal)
         typer.echo({"table": table.aligned, "csv": table.csv, "latex": table.latex}[output](), nl=False)
+
+
+def experiments(output: Output = "table") -> None:
+    """List the experiments that fedstrata brings along: `fedstrata run demo` runs one of them."""
+    from common.experiment.reading import load
+    from deploy.console.shipped import shipped
+    from deploy.console.tabular import Column, Table
+
+    with reporting():
+        rows = []
+        for name, path in shipped().items():
+            one = load(path, ())
+            rules = " + ".join(tier.aggregation.name for tier in one.every_tier)
+            nodes = ", ".join(f"{count} {kind}" for kind, count in one.count_by_kind().items())
+            rows.append((name, rules, one.model.name, one.data.dataset, nodes, one.rounds))
+            if output == "json":
+                keys = ("name", "aggregation", "model", "dataset", "nodes", "rounds")
+                typer.echo(json.dumps(dict(zip(keys, rows[-1], strict=True)) | {"file": str(path)}))
+        names = ("name", "aggregation, from the cloud down", "model", "data", "nodes")
+        columns = [*(Column(name, text=True) for name in names), Column("global rounds")]
+        if output == "table":
+            typer.echo(Table("experiments", "Experiments", columns, rows).aligned(), nl=False)
 
 
 @app.command("list")
@@ -187,11 +212,8 @@ def _summary(run: Run) -> dict[str, Any]:
 
 def _export(page: Page, folder: Path, kinds: Sequence[str]) -> list[Path]:
     """Write a page's figures and tables as separate files; return their paths."""
-    try:
-        from deploy.report.paper import render
-    except ImportError:
-        remedy = "Install it: pip install 'fedstrata[report]'."
-        raise InvalidExperiment("--figures", str(folder), "needs matplotlib, which is missing", remedy) from None
+    from deploy.report.paper import render
+
     files: dict[str, str | bytes] = {}
     for figure in page.figures:
         files |= {f"{figure.name}.{kind}": content for kind, content in render(figure, kinds).items()}

@@ -23,12 +23,13 @@ import typer
 from common.protocol.topics import DEFAULT_LAB
 from deploy.cli import data, inspection, lab, links, roles
 from deploy.cli.doctor import doctor
-from deploy.cli.roles import ExperimentFile, Resume, chosen_experiment
+from deploy.cli.roles import Resume, chosen_experiment
 from deploy.cli.serving import METRICS, Insecure, MetricsAddress
 from deploy.console import logs
 from deploy.console.connecting import LabOption
 from deploy.console.options import Output, Overrides, Runs
-from deploy.console.reporting import reporting
+from deploy.console.reporting import reporting, require
+from deploy.console.shipped import OptionalExperimentFile
 from deploy.planning.command import plan, predict
 from deploy.watching.command import watch
 
@@ -52,6 +53,7 @@ app.command()(roles.institution)
 app.command()(roles.device)
 app.command()(inspection.report)
 app.command()(inspection.compare)
+app.command()(inspection.experiments)
 app.command()(lab.provision)
 app.command()(doctor)
 app.command()(plan)
@@ -83,7 +85,7 @@ def _root(
 
 @app.command()
 def run(
-    experiment: ExperimentFile = None,
+    experiment: OptionalExperimentFile = None,
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option(help="Print the effective experiment and exit.")] = False,
     runs: Runs = Path("runs"),
@@ -138,6 +140,7 @@ def run(
 
             typer.echo(f"{chosen.to_json()}\n" if output == "json" else to_toml(chosen), nl=False)
             return
+        require("torch")
         if direct:
             _run_direct(chosen, runs=runs, resume=resume, json_lines=output == "json", accelerator=accelerator or "cpu")
             return
@@ -159,7 +162,8 @@ def run(
 def broker(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[
-        int | None, typer.Option(help="Port to listen on.  [default: 1883, by TLS 8883]", show_default=False)
+        int | None,
+        typer.Option(min=1, max=65_535, help="Port to listen on.  [default: 1883, by TLS 8883]", show_default=False),
     ] = None,
     kind: Annotated[Literal["auto", "mosquitto", "embedded"], typer.Option(help="Kind of broker.")] = "auto",
     password_file: Annotated[

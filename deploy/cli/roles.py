@@ -19,12 +19,15 @@ from deploy.console.connecting import (
     ConnectTimeout,
     LabOption,
     LabOrFile,
+    checked_nodes,
     run_agent,
     run_connected,
 )
 from deploy.console.login import Login, warn_of_end, with_login
 from deploy.console.options import Output, Overrides, Runs
+from deploy.console.reporting import require
 from deploy.console.service import KIT, StatusHandler
+from deploy.console.shipped import OptionalExperimentFile
 
 if TYPE_CHECKING:
     from common.experiment.schema import Experiment
@@ -34,7 +37,6 @@ if TYPE_CHECKING:
 # Kept when the machine restarts, unlike /tmp, and on its own disk: home folders may be on a network, with a quota.
 SPOOL = "/var/tmp/fedstrata-{uid}"
 
-ExperimentFile = Annotated[Path | None, typer.Argument(help="The experiment, a TOML file.", show_default=False)]
 Resume = Annotated[Path | None, typer.Option(help="Resume the run of this folder.", show_default=False)]
 BrokerOption = Annotated[
     str,
@@ -70,7 +72,7 @@ Once = Annotated[bool, typer.Option("--once", help="End with the first run, with
 
 @with_login
 def cloud(
-    experiment: ExperimentFile = None,
+    experiment: OptionalExperimentFile = None,
     overrides: Overrides = None,
     broker: LabBrokerOption = None,
     lab: LabOrFile = DEFAULT_LAB,
@@ -109,6 +111,7 @@ def cloud(
         tree = _tree(experiment, overrides, resume)
         of_the_lab = tree.get("topology") == LAB
         chosen = None if of_the_lab else parse(tree)
+        require("torch")  # for the evaluator
         await check_carried(where, CLOUD, lab=reached.name, connect_timeout_s=connect_timeout)
         if not sole:
             await claim(where, lab=reached.name, connect_timeout_s=connect_timeout, queue=queue, waiting=waiting)
@@ -140,7 +143,7 @@ def cloud(
 
 @with_login
 def institution(
-    name: Annotated[str, typer.Option(help="This institution's name in the experiment.")],
+    name: Annotated[str, typer.Option(help="This institution's name in the experiment.", callback=checked_nodes)],
     parent: Annotated[str, typer.Option(help="Its parent, the cloud or another institution.")] = CLOUD,
     broker: BrokerOption = "localhost",
     lab: LabOption = DEFAULT_LAB,
@@ -191,7 +194,10 @@ def institution(
 
 @with_login
 def device(
-    name: Annotated[list[str], typer.Option(help="This device's name. Repeat it for several devices in one process.")],
+    name: Annotated[
+        list[str],
+        typer.Option(help="This device's name. Repeat it for several devices in one process.", callback=checked_nodes),
+    ],
     parent: Annotated[
         list[str] | None,
         typer.Option(
@@ -269,6 +275,7 @@ def device(
     addresses = brokers * len(name) if len(brokers) == 1 else brokers
 
     async def take_part() -> None:
+        require("torch")
         from deploy.local.agents import run_agents
         from device.agent import DeviceAgent
         from device.pool.pool import Pool

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from common.net.address import BrokerAddress
 
 METRICS: Final = "127.0.0.1:0"
+PORT_MOST: Final = 65_535
 LOGIN_FILE: Final = "FEDSTRATA_METRICS_LOGIN_FILE"
 MetricsAddress: TypeAlias = Annotated[
     str,
@@ -47,13 +48,17 @@ def serve_metrics(address: str, *, broker: BrokerAddress, insecure: bool) -> tup
     from common.runtime.targets import HTTPS, reachable
 
     host, _, port = address.rpartition(":")
+    if not (host and port.isdecimal() and int(port) <= PORT_MOST):
+        raise InvalidExperiment("--metrics", address, "not host:port", "Use a free host:port, or port 0.")
     registry, host = Metrics(), host.strip("[]")
     guard = None if is_loopback(host) else _guard(address, broker, insecure=insecure)
     export_machine(registry)
     try:
         found = registry.serve(host, int(port), guard)
-    except (OSError, ValueError, OverflowError) as error:
-        raise InvalidExperiment("--metrics", address, str(error), "Use a free host:port, or port 0.") from None
+    except OSError as error:
+        raise InvalidExperiment(
+            "--metrics", address, error.strerror or str(error), "Use a free host:port, or port 0."
+        ) from None
     registry.heartbeat.beat()
     scheme = HTTPS if guard is not None and guard.tls is not None else ""
     return registry, f"{scheme}{reachable(host, broker)}:{found}"

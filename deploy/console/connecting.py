@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from common.protocol.topics import check_lab
+from common.protocol.topics import check_lab, check_node
 from deploy.console import logs
 from deploy.console.reporting import reporting
 from deploy.console.service import watched
@@ -20,6 +20,16 @@ def _checked_lab(name: str) -> str:
         return check_lab(name)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def checked_nodes(given: str | list[str] | None) -> str | list[str] | None:
+    """Return the given name, or names, of nodes; the callback of an option."""
+    try:
+        for name in [given] if isinstance(given, str) else given or ():
+            check_node(name)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return given
 
 
 LabOption = Annotated[

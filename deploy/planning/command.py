@@ -10,6 +10,7 @@ import typer
 
 from deploy.console.options import Overrides
 from deploy.console.reporting import reporting
+from deploy.console.shipped import ExperimentFile
 from deploy.console.tabular import size
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ INTERFACE_MBIT = 1000.0
 
 
 def plan(
-    experiment: Annotated[Path, typer.Argument(help="The experiment, a TOML file.")],
+    experiment: ExperimentFile,
     overrides: Overrides = None,
     one_host: Annotated[
         bool, typer.Option("--one-host", help="Predict a lab on this machine, as started by `fedstrata run`.")

@@ -29,7 +29,7 @@ experiment's file, and that over the default.
 | 130 | interrupted |
 """
 EXAMPLES: Final[Mapping[str, str]] = {
-    "run": "fedstrata run deploy/experiments/demo.toml --set rounds=5",
+    "run": "fedstrata run demo --set rounds=5",
     "cloud": "fedstrata cloud my.toml --broker 10.0.0.1",
     "institution": "fedstrata institution --name institution-0 --broker 10.0.0.1 --child-broker localhost",
     "links apply": "sudo fedstrata links apply wan-50mbit --to 10.0.0.1",
@@ -41,13 +41,14 @@ EXAMPLES: Final[Mapping[str, str]] = {
     "device": "fedstrata device --name device-0 --parent institution-0 --broker 10.0.0.1",
     "broker": "fedstrata broker --host 0.0.0.0 --insecure",
     "watch": "fedstrata watch --broker 10.0.0.1 --devices",
-    "plan": "fedstrata plan deploy/experiments/demo.toml --one-host",
+    "plan": "fedstrata plan demo --one-host",
     "report": "fedstrata report runs/20261120T130301Z-demo-89f8b0",
+    "experiments": "fedstrata experiments",
     "compare": "fedstrata compare runs/*tempo* runs/*fixed* --target 0.9 --format latex",
     "runs list": "fedstrata runs list --runs runs",
     "runs show": "fedstrata runs show 89f8b0",
     "data check": "fedstrata data check --root data",
-    "data partition": "fedstrata data partition deploy/experiments/demo.toml --out partition",
+    "data partition": "fedstrata data partition demo --out partition",
 }
 TYPERS: Final = ("help", "install_completion", "show_completion")  # typer's own; their texts change with its releases
 
