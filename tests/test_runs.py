@@ -8,16 +8,20 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
 import pytest
+from typer.testing import CliRunner
 
 from cloud.records import DeviceRecord
 from cloud.results import RunFolder, held
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse
 from common.protocol.timeline import GLOBAL_PHASES
+from deploy.cli.main import app
+from deploy.console.tabular import age
 from deploy.runs.run import Run, State, find, folders
 from tests.helpers.commands import invoke
 from tests.helpers.records import BYTES
@@ -162,15 +166,52 @@ def test_a_run_is_found_by_its_folder_or_the_beginning_of_its_id(tmp_path: Path,
 
 def test_runs_are_listed(tmp_path: Path, make_run: MakeRun) -> None:
     first = make_run(tmp_path, {"name": "first", "rounds": 3})
-    make_run(tmp_path, {"name": "second", "rounds": 9}, accuracies=(0.25,), last="failed")
+    second = make_run(tmp_path, {"name": "second", "rounds": 9}, accuracies=(0.25,), last="failed")
     done = invoke("runs", "list", "--runs", tmp_path, "--format", "json")
     rows = {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
     assert rows["first"]["state"] == "finished" and rows["first"]["global_rounds_done"] == 3
     assert (rows["second"]["state"], rows["second"]["global_rounds"], rows["second"]["accuracy"]) == ("failed", 9, 0.25)
     assert rows["first"]["bytes"] == Run(first).totals and rows["first"]["seconds"] == pytest.approx(3 * 1.58)
+    assert (rows["first"]["aggregation"], rows["first"]["model"], rows["first"]["dataset"]) == (
+        "fedavg + fedavg", "cnn_digits", "digits",
+    )  # fmt: skip
+    assert rows["first"]["reason"] == "" and rows["second"]["reason"] == Run(second).reason != ""
     lines = invoke("runs", "list", "--runs", tmp_path).stdout.splitlines()
-    assert lines[0].split()[:4] == ["run", "name", "started", "state"] and len(lines) == 3
-    assert {"failed", "1/9", "0.2500"} <= set(next(line for line in lines if "second" in line).split())
+    assert lines[0].split()[:7] == ["run", "name", "aggregation", "model", "data", "age", "state"] and len(lines) == 3
+    line = next(line for line in lines if "second" in line)
+    assert {"failed", "1/9", "0.2500"} <= set(line.split()) and line.rstrip().endswith(rows["second"]["reason"])
+
+
+def test_the_age_of_a_run(tmp_path: Path, make_run: MakeRun) -> None:
+    run = Run(make_run(tmp_path, {"name": "old"}))
+    run.started = "20261120T120000Z"
+    at = datetime(2026, 11, 20, 12, tzinfo=UTC).timestamp()
+    ages = {0: "0 s", 59: "59 s", 60: "1 min", 7199: "1 h", 86_400: "1 d", 86_400 * 400: "400 d", -5: "0 s"}
+    assert {passed: age(run.age_s(at + passed) or 0.0) for passed in ages} == ages
+    run.started = "long ago"
+    assert run.age_s(at) is None
+
+
+def test_runs_are_deleted_after_a_question(tmp_path: Path, make_run: MakeRun) -> None:
+    paths = [make_run(tmp_path, {"name": name}) for name in ("first", "second")]
+    asked = CliRunner().invoke(app, ["runs", "delete", str(paths[0])], input="n\n")
+    assert asked.exit_code == 1 and "Delete 1 runs?" in asked.output and paths[0].exists()
+    assert CliRunner().invoke(app, ["runs", "delete", str(paths[0])], input="y\n").exit_code == 0
+    assert not paths[0].exists() and paths[1].exists()
+    assert invoke("runs", "delete", paths[0], "--yes").exit_code == 4, "no such run any more"
+    folder = RunFolder.reopen(paths[1])  # as the cloud does
+    running = invoke("runs", "delete", paths[1], "--yes")
+    folder.release()
+    assert running.exit_code == 4 and "still running. Stop it first." in running.output and paths[1].exists()
+
+
+def test_runs_that_never_began_a_global_round_are_pruned(tmp_path: Path, make_run: MakeRun) -> None:
+    good, late = make_run(tmp_path, {"name": "good"}), make_run(tmp_path, {"name": "late"}, last="failed")
+    never = make_run(tmp_path, {"name": "never"}, accuracies=(), last="failed")
+    assert invoke("runs", "prune", "--runs", tmp_path, "--days", "20000", "--yes").stdout == ""
+    done = invoke("runs", "prune", "--runs", tmp_path, "--yes")
+    assert done.exit_code == 0 and done.stdout.splitlines() == [str(never)]
+    assert good.exists() and late.exists() and not never.exists()
 
 
 def test_a_damaged_run_is_reported_and_the_others_are_listed(tmp_path: Path, make_run: MakeRun) -> None:

@@ -1,12 +1,14 @@
-"""The commands that read folders of runs: `report`, `compare`, `runs list`, `runs show`."""
+"""The commands on folders of runs: `report`, `compare`, `experiments`, `runs ...`."""
 
 from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from textwrap import shorten
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
@@ -19,9 +21,10 @@ if TYPE_CHECKING:
     from deploy.report.page import Page
     from deploy.runs.run import Run
 
+REASON_MOST: Final = 60  # characters of a reason in the list
 Names = Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders of runs, or prefixes of their ids.")]
 
-app = typer.Typer(help="List the runs, or show one.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="List, show and delete runs.", no_args_is_help=True, rich_markup_mode=None)
 
 
 def report(
@@ -129,28 +132,73 @@ def experiments(output: Output = "table") -> None:
 
 @app.command("list")
 def list_runs(runs: Runs = Path("runs"), output: Output = "table") -> None:
-    """List the runs of a folder, with their states and their costs so far."""
-    from deploy.console.tabular import Column, Table, size
-    from deploy.runs.run import Run, folders
+    """List the runs of a folder, with their states, their costs so far, and why they failed."""
+    from deploy.console.tabular import Column, Table, age, size
 
     with reporting():
         rows = []
-        for path in folders(runs):
-            try:
-                facts = _summary(Run(path))
-            except InvalidExperiment as error:
-                write_line(f"fedstrata: {error}", level=logging.ERROR)
-                continue
+        for run, facts in _all(runs):
             if output == "json":
                 typer.echo(json.dumps(facts))
+            old = run.age_s(time.time())
             done = f"{facts['global_rounds_done']}/{facts['global_rounds']}"
             carried = size(sum(facts["bytes"].values()))
-            rows.append((facts["run"], facts["name"], facts["started"], facts["state"], done, facts["accuracy"],
-                         facts["seconds"], carried))  # fmt: skip
-        columns = [*(Column(name, text=True) for name in ("run", "name", "started", "state")), Column("global rounds"),
-                   Column("accuracy", digits=4), Column("time", "s"), Column("bytes")]  # fmt: skip
+            rows.append((facts["run"], facts["name"], facts["aggregation"], facts["model"], facts["dataset"],
+                         "-" if old is None else age(old), facts["state"], done, facts["accuracy"], facts["seconds"],
+                         carried, shorten(facts["reason"], REASON_MOST)))  # fmt: skip
+        texts = ("run", "name", "aggregation", "model", "data", "age", "state")
+        columns = [*(Column(name, text=True) for name in texts), Column("global rounds"), Column("accuracy", digits=4),
+                   Column("time", "s"), Column("bytes"), Column("reason", text=True)]  # fmt: skip
         if output == "table":
             typer.echo(Table("runs", "Runs", columns, rows).aligned(), nl=False)
+
+
+@app.command()
+def delete(
+    names: Names,
+    runs: Runs = Path("runs"),
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Delete runs with all their files. One that is running is refused."""
+    with reporting():
+        _delete(list(_runs(names, runs)), yes=yes)
+
+
+@app.command()
+def prune(
+    runs: Runs = Path("runs"),
+    days: Annotated[float, typer.Option(min=0, help="Keep what was started within so many days.")] = 0.0,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Delete the runs that ended, by failure or interruption, before their first global round."""
+    with reporting():
+        least_s, now = days * 86_400, time.time()
+        ended = [run for run, _ in _all(runs) if run.state in ("failed", "interrupted") and not run.rounds]
+        _delete([run for run in ended if (run.age_s(now) or 0.0) >= least_s], yes=yes)
+
+
+def _delete(chosen: list[Run], *, yes: bool) -> None:
+    for run in chosen:
+        write_line(f"{run.path}: {run.state}, {len(run.rounds)} global rounds")
+    if chosen and not yes:
+        typer.confirm(f"Delete {len(chosen)} runs?", abort=True, err=True)
+    for run in chosen:
+        run.delete()
+        typer.echo(run.path)
+
+
+def _all(root: Path) -> Iterator[tuple[Run, dict[str, Any]]]:
+    """Yield the runs of a folder, each with its summary; report those whose files are damaged."""
+    from deploy.runs.run import Run, folders
+
+    for path in folders(root):
+        try:
+            run = Run(path)
+            found = run, _summary(run)
+        except InvalidExperiment as error:
+            write_line(f"fedstrata: {error}", level=logging.ERROR)
+            continue
+        yield found
 
 
 @app.command("show")
@@ -194,12 +242,22 @@ def _listed(given: str, known: Sequence[str], option: str) -> list[str]:
     return words
 
 
+def _key(run: Run, table: str, key: str) -> str:
+    """Return a text of the experiment, empty where an invalid one has none."""
+    found = run.tree.get(table)
+    return str(found.get(key, "")) if isinstance(found, dict) else ""
+
+
 def _summary(run: Run) -> dict[str, Any]:
     return {
         "run": run.id,
         "name": run.name,
         "started": run.started,
+        "aggregation": run.aggregation,
+        "model": _key(run, "model", "name"),
+        "dataset": _key(run, "data", "dataset"),
         "state": str(run.state),
+        "reason": run.reason,
         "global_rounds_done": len(run.rounds),
         "global_rounds": run.global_rounds,
         "accuracy": run.accuracy,

@@ -141,6 +141,14 @@ def show(cell: Cell, digits: int = 1, between: str = " ± ", nothing: str = "-")
     return shown if cell.deviation is None else f"{shown}{between}{show(float(cell.deviation), digits)}"
 
 
+def age(seconds: float) -> str:
+    """Return a time that has passed, in its largest unit, such as 3 h."""
+    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds // length:.0f} {unit}"
+    return f"{max(seconds, 0.0):.0f} s"
+
+
 def size(count: float) -> str:
     """Return a number of bytes with a decimal unit, such as 1.2 MB."""
     for unit in ("B", "kB", "MB", "GB"):

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
@@ -22,8 +24,10 @@ from common.errors import InvalidExperiment
 from common.experiment.reading import parse, rename_keys
 from common.experiment.tiers import Tree
 from common.experiment.topology import CLOUD
+from common.host.files import writing
 from deploy.runs.records import EARLIER_TIERS, PREDICTION, RENAMED, Event, Prediction, present, renamed
 
+STARTED: Final = "%Y%m%dT%H%M%SZ"
 STATE_EVENTS: Final = ("run", "finished", "failed")  # the events that change a run's state
 
 _R = TypeVar("_R", bound=Record)
@@ -142,6 +146,37 @@ class Run:
         if held(self.path):
             return State.RUNNING
         return State.FAILED if last == State.FAILED else State.INTERRUPTED
+
+    @property
+    def reason(self) -> str:
+        """Why the run failed; empty if it did not."""
+        if self.state is not State.FAILED:
+            return ""
+        *_, last = self._events(f'"event": "{State.FAILED}"')
+        return str(last.facts.get("reason", ""))
+
+    @property
+    def aggregation(self) -> str:
+        """The rules of the tiers from the cloud down, such as `fedcross + fedavg`; empty for an invalid experiment."""
+        try:
+            return " + ".join(tier.aggregation.name for tier in parse(self.tree).every_tier)
+        except InvalidExperiment:
+            return ""
+
+    def age_s(self, now: float) -> float | None:
+        """Return the seconds since the run was started, None if that is unknown."""
+        try:
+            began = datetime.strptime(self.started, STARTED).replace(tzinfo=UTC)
+        except ValueError:
+            return None
+        return now - began.timestamp()
+
+    def delete(self) -> None:
+        """Remove the folder. Raises InvalidExperiment while a process writes to it, StorageFailed."""
+        if held(self.path):
+            raise InvalidExperiment("RUN", str(self.path), "still running", "Stop it first.")
+        with writing(self.path):
+            shutil.rmtree(self.path)
 
     @cached_property
     def nodes(self) -> Tree:

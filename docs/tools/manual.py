@@ -47,6 +47,8 @@ EXAMPLES: Final[Mapping[str, str]] = {
     "compare": "fedstrata compare runs/*tempo* runs/*fixed* --target 0.9 --format latex",
     "runs list": "fedstrata runs list --runs runs",
     "runs show": "fedstrata runs show 89f8b0",
+    "runs delete": "fedstrata runs delete 89f8b0",
+    "runs prune": "fedstrata runs prune --days 7",
     "data check": "fedstrata data check --root data",
     "data partition": "fedstrata data partition demo --out partition",
 }
