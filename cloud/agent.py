@@ -110,6 +110,7 @@ class CloudAgent:
         facts = {"run": self._folder.run, "experiment": experiment.name, "digest": experiment.digest}
         facts["algorithm"] = tier.aggregation.name
         self._metrics.introduce(LABELS, facts, phases=GLOBAL_PHASES)
+        self._metrics.run_is(LABELS, "running")
 
         def targets(asked: str) -> list[ScrapeTarget]:
             here = asked if ADDRESS.fullmatch(asked) else self._metrics_address  # the address that Prometheus used
@@ -123,7 +124,7 @@ class CloudAgent:
                 self._run(down, evaluator, spool),
                 connect_timeout_s=self._connect_timeout_s,
                 goodbye=lambda: down.farewells(timeout_s=FAREWELL_S),
-                last_scrape=self._metrics.last_scrape,
+                last_scrape=partial(self._end_scrapes, "finished", down),
             )
             finish = partial(self._folder.finish, down.ledger)
             patience_s = experiment.transfer.idle_s
@@ -139,9 +140,24 @@ class CloudAgent:
                 self._observe("failed", {"reason": str(error)})
             with suppress(StorageFailed):  # it would hide the first error
                 self._folder.finish(down.ledger)
+            if isinstance(error, FedstrataError):
+                await self._end_scrapes("failed")
             raise
         finally:
             evaluator.close()
+
+    async def _end_scrapes(self, state: str, down: ParentEndpoint | None = None) -> None:
+        """Let Prometheus see how the run ended, and then that it has no targets any more.
+
+        `down`: with the children, whose own last scrapes need the list of targets until they have left.
+        """
+        self._metrics.run_is(LABELS, state)
+        await self._metrics.last_scrape()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._metrics.patience_s()):
+                while down is not None and down.session.targets.addresses():
+                    await down.targets_changed()
+        await self._metrics.last_discovery()
 
     async def _run(self, down: ParentEndpoint, evaluator: ModelEvaluator, spool: Spool) -> Path:
         experiment = self._folder.experiment

@@ -76,9 +76,11 @@ class Family(NamedTuple):
         return f"fedstrata_{name}" + {"counter": "_total", "gauge": "", "info": "_info"}[self.kind]
 
 
+RUN_STATES: Final = ("running", "finished", "failed")
 LINK: Final = ("tier", "peer", "direction", "kind")
 FAMILIES: Final[Mapping[str, Family]] = {
     "run": Family("info", (), "Facts of the run, as labels"),
+    "run_state": Family("gauge", ("state",), "Whether the run is in this state (1) or not (0), at the cloud"),
     "round": Family("gauge", (), "Rounds closed by this node; at the cloud the global rounds of the whole run"),
     "round_timestamp_seconds": Family("gauge", (), "When the last round closed, by this host's clock, for annotations"),
     "accuracy_ratio": Family("gauge", (), "Test accuracy of the global model"),
@@ -186,8 +188,9 @@ class Metrics:
         self._watched = _Watched()
         registry.register(self._watched)
         self._targets: Callable[[str], Sequence[Mapping[str, object]]] = lambda asked: ()
-        self._scrapes = Scrapes()
+        self._scrapes, self._discoveries = Scrapes(), Scrapes()
         self.run: Final = Info("fedstrata_run", FAMILIES["run"].text, NODE, registry=registry)
+        self.run_state: Final = self._gauge("run_state")
         self.round: Final = self._gauge("round")
         self.round_timestamp_seconds: Final = self._gauge("round_timestamp_seconds")
         self.accuracy: Final = self._gauge("accuracy_ratio")
@@ -208,6 +211,11 @@ class Metrics:
         self.steps.labels(*node)
         for phase in phases:
             self.phase_seconds.labels(*node, phase)
+
+    def run_is(self, node: NodeLabels, state: str) -> None:
+        """Set the state of the cloud's run, one of RUN_STATES."""
+        for each in RUN_STATES:
+            self.run_state.labels(*node, each).set(each == state)
 
     @contextmanager
     def run_of(self, node: NodeLabels) -> Iterator[None]:
@@ -251,7 +259,8 @@ class Metrics:
                 return [b"a login or a client's certificate is needed\n"]
             if environ["PATH_INFO"] == DISCOVERY:
                 start_response("200 OK", [("Content-Type", "application/json")])
-                return [json.dumps(self._targets(environ.get("HTTP_HOST", ""))).encode()]
+                asked = environ.get("HTTP_HOST", "")
+                return self._discoveries.serve(lambda: [json.dumps(self._targets(asked)).encode()])
             return self._scrapes.serve(lambda: scrape(environ, start_response))
 
         server = make_server(host, port, answer, _Server6 if ":" in host else _Server, _Silent)
@@ -262,6 +271,18 @@ class Metrics:
     async def last_scrape(self) -> None:
         """Wait for one more scrape if Prometheus scrapes regularly, so that it gets the last values."""
         await self._scrapes.wait_for_next()
+
+    def patience_s(self) -> float:
+        """Return how long others may wait for a scrape: 0 if nobody scrapes this process regularly."""
+        return self._scrapes.patience_s()
+
+    async def last_discovery(self) -> None:
+        """Serve no target from now on, and wait until Prometheus has seen that, if it asks regularly.
+
+        It keeps the last list that it got, and would report each role of a run that has ended as down, for ever.
+        """
+        self._targets = lambda asked: ()
+        await self._discoveries.wait_for_next()
 
     def _gauge(self, name: str) -> Gauge:
         family = FAMILIES[name]
@@ -293,7 +314,7 @@ class Heartbeat:
 
 
 class Scrapes:
-    """The times of the scrapes of /metrics."""
+    """The times of the requests for /metrics, or for /sd."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now

@@ -101,6 +101,7 @@ class Story:
     found: list[set[tuple[str, str, str]]] = field(default_factory=list)
     data: dict[str, list[Row]] = field(default_factory=dict)
     last: dict[str, list[Row]] = field(default_factory=dict)
+    alerts: set[str] = field(default_factory=set)  # at the end
     folder: Path = Path()
 
 
@@ -233,6 +234,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
             _, errors = process.communicate(timeout=PATIENCE_S)
             assert process.returncode == 0, errors.decode()
         reported.last = prometheus.last()
+        until(lambda: not prometheus.get("/api/v1/targets", state="active")["activeTargets"])
+        reported.alerts = {labels["alertname"] for labels, _ in prometheus.query('ALERTS{alertstate="firing"}')}
         yield reported
 
 
@@ -247,6 +250,11 @@ def test_a_process_of_several_devices_is_one_target(story: Story) -> None:
 def test_what_is_shipped_has_data(story: Story) -> None:
     empty = {where: expr for where, expr in expressions().items() if not story.data[where]}
     assert [where for where, expr in empty.items() if not any(name in expr for name in ABSENT)] == []
+
+
+@needs_prometheus
+def test_a_run_that_ended_well_leaves_no_target_and_no_alert_but_its_end(story: Story) -> None:
+    assert "RunFinished" in story.alerts and not story.alerts & {"RoleDown", "RunFailed", "NoProgress"}
 
 
 def assert_same_seconds(folder: Path, seen: list[Row]) -> None:
