@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from cloud.records import DeviceRecord, GlobalRoundRecord, LinkRecord
 from common.experiment.aggregation import RULES
+from common.experiment.objectives import OBJECTIVES
 from common.experiment.reading import parse
 from common.experiment.rounds import EpochControl
 from common.protocol.serialization import KINDS, VERSION
@@ -34,7 +35,10 @@ TABLE: Final = re.compile(
     r"^\| key of `([a-z_.]+)` \| default \| meaning \| range \|\n\|[-|]+\n((?:\|.*\n)+)", re.MULTILINE
 )
 LAB: Final = {"topology": {"institutions": 4, "devices": 24}}  # of snippets that name none
-TABLES: Final[Mapping[str, type[BaseModel]]] = {**RULES, "cloud.epoch_control": EpochControl}
+SELECTED: Final[Mapping[str, type[BaseModel]]] = {  # selected by their names, those without parameters left out
+    name: table for name, table in {**RULES, **OBJECTIVES}.items() if len(table.model_fields) > 1
+}
+TABLES: Final[Mapping[str, type[BaseModel]]] = {**SELECTED, "cloud.epoch_control": EpochControl}
 
 README_LINES: Final = 150
 README_COLUMNS: Final = 120
@@ -64,10 +68,10 @@ def written() -> dict[str, list[Row]]:
 
 
 def defined(name: str) -> list[Row]:
-    """Return the same of a table of the experiment; a rule's name is no parameter."""
+    """Return the same of a table of the experiment; a name that selects a table is no parameter."""
     table = TABLES[name]
     schema = table.model_json_schema()["properties"]
-    fields = {key: field for key, field in table.model_fields.items() if key != "name" or name not in RULES}
+    fields = {key: field for key, field in table.model_fields.items() if key != "name" or name not in SELECTED}
     defaults = {key: f"`{json.dumps(f.default)}`" if f.default is not None else "not set" for key, f in fields.items()}
     return [(f"`{key}`", defaults[key], experiment.values(schema[key])) for key in fields]
 

@@ -21,10 +21,11 @@ from common.learning.inputs import Inputs
 from common.learning.nets.layers import Dropout
 from common.model.layout import ModelLayout, Row
 from device.jobs import Cancelled
-from device.training import sgd
 from device.training.augmentation import Changes, change, draw
+from device.training.objectives.objective import Objective
 from device.training.sgd import forward_of, run_sgd
 from device.vmapped import calibration, loop
+from device.vmapped import models as vmapped_models
 from device.vmapped.calibration import StepTimes, measure, most_in_memory, problem_of
 from device.vmapped.loop import Turn, Visits, VmappedResult
 from device.vmapped.models import Recipe, VmappedModels
@@ -145,6 +146,7 @@ class Case:
             learning_rate=0.05,
             last_epoch=load.epochs - 1,
             watch=lambda _: None,
+            buffers=list(module.buffers()),
         )
         return dict(module.state_dict()), float(losses) / load.samples, taken
 
@@ -181,6 +183,11 @@ def of(name: str, shape: tuple[int, ...]) -> nn.Module:
     return models.build(name, 1, inputs=Inputs(shape, 10))
 
 
+def with_objective(objective: dict[str, Any], **more: Any) -> TrainingSettings:
+    settings = {"batch_size": 4, "weight_decay": 0.01, "objective": objective, **more}
+    return TrainingSettings.model_validate(settings)
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "mlp": lambda: Case(mlp(Inputs((1, 8, 8), 10)), (1, 8, 8)),
     "no momentum": lambda: Case(
@@ -195,6 +202,16 @@ CASES: dict[str, Callable[[], Case]] = {
         training=TrainingSettings.model_validate({"batch_size": 4, "augmentation": {"flip": True, "crop": 2}}),
     ),
     "odd": lambda: Case(_Odd(), (1, 8, 8)),
+    "fedprox": lambda: Case(
+        mlp(Inputs((1, 8, 8), 10)), (1, 8, 8), training=with_objective({"name": "fedprox", "mu": 1.0})
+    ),
+    "fedprox, odd": lambda: Case(_Odd(), (1, 8, 8), training=with_objective({"name": "fedprox", "mu": 1.0})),
+    "fedsam": lambda: Case(
+        mlp(Inputs((1, 8, 8), 10)), (1, 8, 8), training=with_objective({"name": "fedsam"}, clip_norm=0.5)
+    ),
+    "fedsam, resnet20": lambda: Case(
+        of("resnet20", (3, 16, 16)), (3, 16, 16), loads=RAGGED[:3], training=with_objective({"name": "fedsam"})
+    ),
     "lenet5": lambda: Case(of("lenet5", (1, 28, 28)), (1, 28, 28)),
     "cnn_fedavg": lambda: Case(of("cnn_fedavg", (1, 20, 20)), (1, 20, 20)),
     "resnet20": lambda: Case(of("resnet20", (3, 16, 16)), (3, 16, 16), loads=RAGGED[:3]),
@@ -350,7 +367,10 @@ def short_of_memory(monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize(("name", "most"), [("mlp", 1), ("mlp", 2), ("mlp", 3), ("mlp", 4), ("resnet20", 2)])
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("mlp", 1), ("mlp", 2), ("mlp", 3), ("mlp", 4), ("resnet20", 2), ("fedprox", 2), ("fedsam", 2)],
+)
 def test_a_group_without_memory_is_halved(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]()
     plenty = CASES[name]()
@@ -380,6 +400,25 @@ def test_no_step_is_taken_again_where_memory_runs_out_half_way(monkeypatch: pyte
     monkeypatch.setattr(VmappedModels, "_logits", tight)
     assert [how.steps for how in case.train()] == [4, 3, 3, 5, 4]
     assert samples == 4 + 3 + 3 + 5 + 4
+
+
+@pytest.mark.parametrize("failing", [3, 4, 9, 10])  # calls: two for each step
+def test_a_second_pass_without_memory_leaves_the_weights(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, plenty = CASES["fedsam"](), CASES["fedsam"]()
+    plenty.train()
+    logits_of, calls = VmappedModels._logits, 0
+
+    def tight(state: VmappedModels, *rest: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == failing:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return logits_of(state, *rest)
+
+    monkeypatch.setattr(VmappedModels, "_logits", tight)
+    for mine, its in zip(case.train(), plenty.ended, strict=True):
+        assert isinstance(its, VmappedResult) and mine.steps == its.steps
+        np.testing.assert_allclose(case.layout.floats(mine.row), case.layout.floats(its.row), rtol=0, atol=1e-6)
 
 
 def test_without_memory_for_one_device_none_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -503,6 +542,43 @@ def test_a_term_that_only_one_path_has_is_found_out(name: str, monkeypatch: pyte
         assert problem_of(case.recipe, case.turns) == ""
 
 
+def plain_objective(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vmapped_models, "objective_of", Objective)
+
+
+def received_that_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the objective the present weights as the received ones: its term is zero, without an error."""
+    start = VmappedModels.__init__
+
+    def moving(state: VmappedModels, *given: Any) -> None:
+        start(state, *given)
+        state._received = state._weights
+
+    monkeypatch.setattr(VmappedModels, "__init__", moving)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("objective", "ignore"),
+    [
+        ({"name": "fedprox", "mu": 1e-3}, plain_objective),
+        ({"name": "fedprox", "mu": 1e-3}, received_that_moves),
+        ({"name": "fedsam", "rho": 1e-3}, plain_objective),
+    ],
+)
+def test_an_objective_that_vmapped_steps_ignore_is_found_out(
+    objective: dict[str, Any],
+    ignore: Callable[[pytest.MonkeyPatch], None],
+    precision: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training = with_objective(objective, precision=precision)
+    case = Case(mlp(Inputs((1, 8, 8), 10)), (1, 8, 8), RAGGED[:2], training, torch.float32)
+    assert problem_of(case.recipe, case.turns) == ""
+    ignore(monkeypatch)
+    assert "vmapped steps in float64 that differ by" in problem_of(case.recipe, case.turns)
+
+
 def test_momentum_that_only_one_path_has_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     case, run = quick(), calibration.run_sgd
 
@@ -514,12 +590,12 @@ def test_momentum_that_only_one_path_has_is_found_out(monkeypatch: pytest.Monkey
 
 
 def test_both_paths_take_the_objective_of_one_step_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    losses_of = sgd._losses
+    losses_of = Objective.losses
     case, plain = CASES["nesterov, clipped"](), CASES["nesterov, clipped"]()
-    monkeypatch.setattr(sgd, "_losses", lambda *batch: 0.1 * losses_of(*batch))
+    monkeypatch.setattr(Objective, "losses", lambda *batch: 0.1 * losses_of(*batch))
     states = case.states(monkeypatch)
     own = [case.alone(k)[0] for k in range(len(states))]
-    monkeypatch.setattr(sgd, "_losses", losses_of)
+    monkeypatch.setattr(Objective, "losses", losses_of)
     for k, state in enumerate(states):
         for entry, tensor in state.items():
             torch.testing.assert_close(tensor, own[k][entry], rtol=0, atol=1e-10)

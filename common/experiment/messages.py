@@ -9,9 +9,12 @@ from pydantic import BaseModel, ValidationError
 
 from common.errors import InvalidExperiment
 from common.experiment.aggregation import RULES
+from common.experiment.objectives import OBJECTIVES
 from common.experiment.problems import problem_of
 from common.experiment.tables import proposal
 
+# Keys of tables that are selected by `name`: what the name is of, and the tables.
+SELECTED: Final = {"aggregation": ("rule", RULES), "objective": ("objective", OBJECTIVES)}
 _FORMS: Final = frozenset({"int", "float", "constrained-int", "list[constrained-str]", "[key]"})  # pydantic's, not keys
 
 
@@ -25,8 +28,9 @@ def explain(error: ValidationError, root: type[BaseModel]) -> InvalidExperiment:
     if first["type"] == "extra_forbidden":
         return _unknown(key, first["loc"], first["input"], root)
     if first["type"] == "union_tag_invalid":
-        name = first["ctx"]["tag"]
-        return InvalidExperiment(f"{key}.name", name, "no rule has this name", proposal(name, RULES, what="There are"))
+        name, (kind, tables) = first["ctx"]["tag"], SELECTED[path[-1]]
+        problem = f"no {kind} has this name"
+        return InvalidExperiment(f"{key}.name", name, problem, proposal(name, tables, what="There are"))
     if first["type"] == "json_invalid":
         return InvalidExperiment("experiment", "...", first["msg"], "Start all roles from one release.")
     return InvalidExperiment(key, first["input"], *problem_of(first))
@@ -34,18 +38,18 @@ def explain(error: ValidationError, root: type[BaseModel]) -> InvalidExperiment:
 
 def _unknown(key: str, loc: tuple[int | str, ...], value: object, root: type[BaseModel]) -> InvalidExperiment:
     *parents, last = map(str, loc)
-    rule = parents[-1] if parents[-2:-1] == ["aggregation"] else ""
-    owners = [name for name, table in RULES.items() if rule and last in table.model_fields]
+    _, tables = SELECTED.get(".".join(parents[-2:-1]), ("", {}))
+    owners = [name for name, table in tables.items() if last in table.model_fields]
     if owners:
-        remedy = f"It belongs to {' and '.join(owners)}; this is {rule}."
+        remedy = f"It belongs to {' and '.join(owners)}; this is {parents[-1]}."
     else:
         remedy = proposal(last, _known_keys(parents, root), what="Known keys")
     return InvalidExperiment(key, value, "unknown key", remedy)
 
 
 def _path(loc: tuple[int | str, ...]) -> list[str]:
-    """Return the key as in the file: without pydantic's forms, and without the rule's name below an aggregation."""
-    return [str(part) for i, part in enumerate(loc) if part not in _FORMS and (i < 2 or loc[i - 1] != "aggregation")]
+    """Return the key as in the file: without pydantic's forms, and without the name that selected a table."""
+    return [str(part) for i, part in enumerate(loc) if part not in _FORMS and (i < 2 or loc[i - 1] not in SELECTED)]
 
 
 def _known_keys(path: list[str], root: type[BaseModel]) -> list[str]:
@@ -64,5 +68,5 @@ def _below(table: Any, part: str) -> Any:
     if get_origin(table) in (dict, list):
         return get_args(table)[-1]
     if get_origin(table) is UnionType:
-        return RULES[part]
+        return next(tables[part] for _, tables in SELECTED.values() if part in tables)
     return table.model_fields[part].annotation if part in table.model_fields else None

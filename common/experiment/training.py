@@ -9,6 +9,7 @@ from pydantic import Field
 
 from common.errors import InvalidExperiment
 from common.experiment.data import TEXTS, Data
+from common.experiment.objectives import CrossEntropy, ObjectiveSettings
 from common.experiment.tables import Count, Fraction, Positive, SettingsTable
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -45,7 +46,7 @@ class Augmentation(SettingsTable):
 
 
 class TrainingSettings(SettingsTable):
-    """One local round on a device: SGD with a fresh optimiser, shuffled batches, cross-entropy."""
+    """One local round on a device: SGD with a fresh optimiser and shuffled batches, on the loss of the objective."""
 
     epochs: Count = 1  # of each local round; with Tempo those of the first global round (c)
     batch_size: Count = 10  # samples; the last batch of an epoch may be smaller
@@ -54,6 +55,7 @@ class TrainingSettings(SettingsTable):
     nesterov: bool = False  # Nesterov momentum, as in torch.optim.SGD
     weight_decay: Annotated[float, Field(ge=0)] = 0.0  # L2 penalty, as in torch.optim.SGD
     clip_norm: Positive | None = None  # largest L2 norm of a step's gradients, all together
+    objective: ObjectiveSettings = CrossEntropy()
     schedule: Schedule = Schedule()
     augmentation: Augmentation = Augmentation()
     # `bf16`: forward and backward in torch's autocast, weights and steps in fp32. It pays with convolutions. On a CPU

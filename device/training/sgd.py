@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import MethodType
 
 import torch
@@ -11,6 +12,8 @@ from torch.nn import functional
 from torch.optim.sgd import sgd
 
 from common.experiment.training import TrainingSettings
+from device.training.objectives.objective import Minibatch, Objective, norms, scale
+from device.training.objectives.table import objective_of
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -59,45 +62,71 @@ def run_sgd(
     learning_rate: float,
     last_epoch: int,
     watch: Callable[[int], None],
+    buffers: Sequence[Tensor] = (),
 ) -> tuple[Tensor, int]:
     """Take one step of SGD for each batch (epoch, inputs, labels), with a fresh momentum.
 
-    `watch(steps_done)` is called before each step; an exception that it raises ends the loop. Return the sum of the
-    last epoch's losses over its samples, float64 [], and the number of steps.
+    `watch(steps_done)` is called before each step; an exception that it raises ends the loop. `buffers` are those that
+    `forward` updates. Return the sum of the last epoch's losses over its samples, float64 [], and the number of steps.
     """
+    objective = objective_of(training)
+    received = [weight.detach().clone() for weight in weights] if objective.uses_received else []
     momenta = [torch.zeros_like(weight) if training.momentum else None for weight in weights]
     losses = torch.zeros((), dtype=torch.float64, device=weights[0].device)
-    steps = 0
+    steps, passes = 0, _Passes(forward, buffers)
     for epoch, inputs, labels in batches:
         watch(steps)
-        loss = step(forward(inputs), labels, weights, momenta, training=training, learning_rate=learning_rate)
+        batch = Minibatch(partial(passes, inputs), labels, weights, received)
+        loss = step(batch, momenta, objective=objective, training=training, learning_rate=learning_rate)
+        passes.end()
         if epoch == last_epoch:
             losses.add_(loss, alpha=len(labels))
         steps += 1
     return losses, steps
 
 
+class _Passes:
+    """The forward passes of a step in-process, of which the first one alone updates the buffers."""
+
+    def __init__(self, forward: Forward, buffers: Sequence[Tensor]) -> None:
+        self._forward = forward
+        self._buffers = buffers
+        self._taken = 0
+        self._after_first: list[Tensor] = []
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """Return the logits at the present weights."""
+        if self._taken == 1:
+            self._after_first = [buffer.clone() for buffer in self._buffers]
+        self._taken += 1
+        return self._forward(inputs)
+
+    def end(self) -> None:
+        """End the step: give the buffers their values after the first pass, which no backward pass needs any more."""
+        if self._taken > 1:
+            for buffer, value in zip(self._buffers, self._after_first, strict=True):
+                buffer.copy_(value)
+        self._taken = 0
+
+
 def step(
-    logits: Tensor,
-    labels: Tensor,
-    weights: Sequence[Tensor],
+    batch: Minibatch,
     momenta: Sequence[Tensor | None],
     *,
+    objective: Objective,
     training: TrainingSettings,
     learning_rate: float,
-    sample_weights: Tensor | None = None,
 ) -> Tensor:
-    """Take one step of SGD of one model, or of A models at once, in place; return the loss before it, detached.
+    """Take one step of SGD of one model, or of A models at once, in place; return the reported loss, detached.
 
-    One model: logits [W, classes], labels int64 [W], loss []. A models (vmapped): logits [A, W, classes], labels
-    [A, W], losses [A]; the tensors of `weights` and `momenta` are [A, ...], and each model's loss, clipping and update
-    are its own. `sample_weights` [A, W], each row of sum 1, are the samples' weights in the loss; None = equal.
+    One model: loss []. A models (vmapped): losses [A]; the tensors of the weights and of `momenta` are [A, ...], and
+    each model's loss, clipping and update are its own.
 
-    `logits` depend on `weights`, leaves without gradients. Momenta start at zero; they are None without momentum. No
-    weight changes before all gradients are computed.
+    The weights have no gradients before and after. Momenta start at zero; they are None without momentum. No weight has
+    changed if the objective fails, for example for lack of memory.
     """
-    losses = _losses(logits, labels, sample_weights)
-    torch.autograd.backward(losses.sum() if losses.dim() else losses)  # each depends on its own model's weights alone
+    weights = batch.weights
+    losses = objective.backward(batch)
     # A weight without gradient, for example of a layer that is never called, does not change.
     used = [i for i, weight in enumerate(weights) if weight.grad is not None]
     gradients = [grad for weight in weights if (grad := weight.grad) is not None]
@@ -124,20 +153,9 @@ def step(
         )
     for weight in weights:
         weight.grad = None
-    return losses.detach()
-
-
-def _losses(logits: Tensor, labels: Tensor, sample_weights: Tensor | None) -> Tensor:
-    """Return the mean cross-entropy [] of one model's samples, or the means [A] of those of A models."""
-    if labels.dim() == 1:
-        return functional.cross_entropy(logits, labels)
-    losses = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
-    return losses.mean(1) if sample_weights is None else (losses * sample_weights).sum(1)
+    return losses
 
 
 def _clip_each(gradients: Sequence[Tensor], most: float) -> None:
     """Scale each model's gradients, [A, ...], to an L2 norm of at most `most`, as nn.utils.clip_grad_norm_ does."""
-    norms = torch.stack([torch.linalg.vector_norm(grad.flatten(1), dim=1) for grad in gradients])
-    factors = (most / (torch.linalg.vector_norm(norms, dim=0) + 1e-6)).clamp(max=1.0)
-    for grad in gradients:
-        grad.mul_(factors.view(-1, *[1] * (grad.dim() - 1)))
+    scale(gradients, (most / (norms(gradients) + 1e-6)).clamp(max=1.0))

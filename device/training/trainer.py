@@ -11,8 +11,7 @@ import time
 from dataclasses import dataclass
 
 import torch
-from torch import nn
-from torch.nn import functional
+from torch import Tensor, nn
 
 from common.errors import InvalidExperiment, RunFailed
 from common.experiment import schema
@@ -157,22 +156,36 @@ class Trainer:
             ),
             last_epoch=epochs - 1,
             watch=watch,
+            buffers=list(made.module.buffers()),
         )
         loss = float(losses) / self.samples
         progress(steps, total)
         return loss, steps
 
     def _compile(self) -> None:
-        """Run a batch of each size through the module, so that no round's seconds include the compiler's."""
+        """Take a step with a batch of each size, so that no round's seconds include the compiler's.
+
+        Each training begins with another model, so the steps have no effect.
+        """
         made, size = self._prepared, self._experiment.training.batch_size
         try:
             self._move_to(self._accelerator)
             reseed(made.module, 0, self._accelerator)
+            sizes: list[tuple[int, Tensor, Tensor]] = []
             for count in {min(size, self.samples), self.samples % size or size}:
                 some = made.local.samples[:count]
                 inputs = made.local.normalise(made.local.images.index_select(0, some))
-                loss = functional.cross_entropy(made.forward(inputs), made.local.labels.index_select(0, some))
-                torch.autograd.backward(loss)
+                sizes.append((0, inputs, made.local.labels.index_select(0, some)))
+            run_sgd(
+                made.forward,
+                list(made.module.parameters()),
+                sizes,
+                training=self._experiment.training,
+                learning_rate=self._experiment.training.learning_rate,
+                last_epoch=0,
+                watch=lambda _: None,
+                buffers=list(made.module.buffers()),
+            )
         except RuntimeError as error:  # base of the compiler's errors
             if out_of_memory(error):
                 raise self._exhausted() from None

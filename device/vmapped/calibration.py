@@ -178,6 +178,7 @@ def _alone(recipe: Recipe, turn: Turn, count: int) -> Row:
         learning_rate=recipe.learning_rate,
         last_epoch=0,
         watch=lambda _: None,
+        buffers=list(module.buffers()),
     )
     row = layout.empty()
     models.write_row(module, layout, row)

@@ -22,6 +22,8 @@ from common.learning.datasets import Normalise
 from common.model.layout import ModelLayout, Row, Section
 from device.training import sgd
 from device.training.augmentation import Changes, change
+from device.training.objectives.objective import Minibatch
+from device.training.objectives.table import objective_of
 
 Tensors = dict[str, Tensor]
 
@@ -71,12 +73,18 @@ class Batch:
 
 
 class VmappedModels:
-    """The state of S trainings: weights, momenta, buffers, and the sums of their last epochs' losses."""
+    """The state of S trainings: weights, momenta, buffers, and the sums of their last epochs' losses.
+
+    For an objective that uses them, also the received weights.
+    """
 
     def __init__(self, recipe: Recipe, rows: Sequence[Row]) -> None:
         """Start with each device's flat model, uint8 [row_bytes], and zero momenta."""
         self._recipe = recipe
+        self._objective = objective_of(recipe.training)
         self._weights, self._buffers = _tensors(recipe, np.stack(rows))
+        kept = self._weights if self._objective.uses_received else {}
+        self._received = {name: weight.clone() for name, weight in kept.items()}
         moving = self._weights if recipe.training.momentum else {}
         self._momenta = {name: torch.zeros_like(weight) for name, weight in moving.items()}
         self._losses = torch.zeros(len(rows), dtype=torch.float64, device=recipe.accelerator)
@@ -89,16 +97,27 @@ class VmappedModels:
         recipe = self._recipe
         weights = {name: t.detach().requires_grad_() for name, t in _some(self._weights, places).items()}
         momenta, buffers = _some(self._momenta, places), _some(self._buffers, places)
-        logits, moved = self._logits(weights, buffers, batch)
+        passes: list[Tensors] = []
+
+        def forward() -> Tensor:
+            logits, moved = self._logits(weights, buffers, batch)
+            passes.append(moved)
+            return logits
+
         losses = sgd.step(
-            logits,
-            recipe.labels[batch.samples],
-            list(weights.values()),
+            Minibatch(
+                forward,
+                recipe.labels[batch.samples],
+                list(weights.values()),
+                list(_some(self._received, places).values()),
+                batch.weights,
+            ),
             [momenta.get(name) for name in weights],
+            objective=self._objective,
             training=recipe.training,
             learning_rate=recipe.learning_rate,
-            sample_weights=batch.weights,
         )
+        moved = passes[0]  # the batch statistics of the first pass
         with torch.no_grad():
             if isinstance(places, int):  # weights and momenta are views of the state's
                 self._losses[:places].addcmul_(losses, batch.counted)
@@ -123,17 +142,17 @@ class VmappedModels:
     def part(self, start: int, stop: int) -> VmappedModels:
         """Return the places from start to stop as a separate state, on the CPU until it is moved."""
         made = object.__new__(VmappedModels)
-        made._recipe = self._recipe
-        made._weights, made._momenta, made._buffers = (
+        made._recipe, made._objective = self._recipe, self._objective
+        made._weights, made._received, made._momenta, made._buffers = (
             {name: tensor[start:stop].cpu() for name, tensor in tensors.items()}
-            for tensors in (self._weights, self._momenta, self._buffers)
+            for tensors in (self._weights, self._received, self._momenta, self._buffers)
         )
         made._losses = self._losses[start:stop].cpu()
         return made
 
     def move_to(self, device: torch.device) -> None:
         """Move the state to another device."""
-        for tensors in (self._weights, self._momenta, self._buffers):
+        for tensors in (self._weights, self._received, self._momenta, self._buffers):
             tensors.update({name: tensor.to(device) for name, tensor in tensors.items()})
         self._losses = self._losses.to(device)
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from common.experiment.aggregation import RULES, FedAvg
+from common.experiment.objectives import OBJECTIVES, CrossEntropy
 from common.experiment.schema import Experiment
 
 INTRO: Final = """\
@@ -41,6 +42,8 @@ SEE: Final[Mapping[str, str]] = {  # pages that explain a table
     "model": "[Data and models](data.md#models) lists the models and explains how to use one's own.",
     "cloud.aggregation": "One of the rules below, selected by `name`. [Algorithms](algorithms/README.md) has a page for"
     " each.\nRounds are the node's own count: the cloud's global rounds, an institution's local rounds.",
+    "training.objective": "One of the objectives below, selected by `name`."
+    " [Algorithms](algorithms/README.md#objectives) has their pages.",
     "cloud.closing": "The [protocol](protocol.md#closing-a-round) has the details.",
     "cloud.epoch_control": "The [page of Tempo](algorithms/tempo.md) has the equations.",
     "profiles.NAME": "[Links](links.md) lists the profiles that ship.",
@@ -49,6 +52,7 @@ SEE: Final[Mapping[str, str]] = {  # pages that explain a table
     "transfer.wan": "[Links](links.md#codecs) compares the codecs.",
     "hardware": "[Devices](devices.md#emulated-hardware) explains the emulation.",
 }
+SELECTED: Final[Mapping[type[BaseModel], Mapping[str, type[BaseModel]]]] = {FedAvg: RULES, CrossEntropy: OBJECTIVES}
 NAMES: Final[Mapping[str, str]] = {"of": "NODE", "profiles": "NAME"}  # what stands for the keys of a table of tables
 COMMENT: Final = re.compile(r"^(?P<code>.*?)(?:^| ) *# (?P<text>.*)$")
 
@@ -63,10 +67,10 @@ def page() -> str:
         heading = ", ".join(f"`{path}`" for path in paths) if paths != [""] else "Top level"
         lines.append(f"## {heading}\n")
         see = [f"{SEE[paths[0]]}\n"] if paths[0] in SEE else []
-        if table is FedAvg:  # it stands for all rules
+        if table in SELECTED:  # it stands for all tables that a name selects
             lines += see
-            for name, rule in RULES.items():
-                lines += [f"### {name}\n", f"{_text(rule)}\n", *_rows(rule)]
+            for name, selected in SELECTED[table].items():
+                lines += [f"### {name}\n", f"{_text(selected)}\n", *_rows(selected)]
         else:
             lines += [f"{_text(table)}\n", *see, *_rows(table)]
     return "\n".join(lines).rstrip() + "\n"
@@ -116,7 +120,7 @@ def _tables(table: type[BaseModel], path: str) -> Iterator[tuple[str, type[BaseM
 
 
 def _table_of(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the table that a key is, or that a table of tables has; FedAvg's for a rule; None for a value."""
+    """Return the table that a key is, or that a table of tables has, the first of several; None for a value."""
     kinds: tuple[Any, ...] = get_args(field.annotation) or (field.annotation,)
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 

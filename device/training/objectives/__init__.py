@@ -1,0 +1,1 @@
+"""What a device minimises: one file per objective."""

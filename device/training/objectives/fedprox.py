@@ -1,0 +1,33 @@
+"""FedProx: cross-entropy and (mu / 2) ||w - w_received||^2 over the parameters (Li et al. 2020, Algorithm 2).
+
+The term's gradient mu (w - w_received) is added to that of the cross-entropy, as in the authors' optimiser. It is the
+gradient that autograd gives for the term, without a graph over all parameters in each step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from common.experiment.objectives import FedProx
+from device.training.objectives.objective import Minibatch, Objective
+
+
+class ProximalObjective(Objective):
+    """Cross-entropy and the proximal term. The reported loss is the cross-entropy, as for the other objectives."""
+
+    uses_received = True
+
+    def __init__(self, settings: FedProx) -> None:
+        self._mu = settings.mu
+
+    def backward(self, batch: Minibatch) -> Tensor:
+        """Write the gradients of the sum of both; return the cross-entropy."""
+        losses = super().backward(batch)
+        # A weight without gradient has not moved, so its term is zero.
+        used = [i for i, weight in enumerate(batch.weights) if weight.grad is not None]
+        gradients = [grad for weight in batch.weights if (grad := weight.grad) is not None]
+        with torch.no_grad():
+            moves = torch._foreach_sub([batch.weights[i] for i in used], [batch.received[i] for i in used])
+            torch._foreach_add_(gradients, moves, alpha=self._mu)
+        return losses

@@ -1,0 +1,71 @@
+"""The interface of an objective, and plain cross-entropy, on which the others build.
+
+Everything here is of one model, or of A models at once (vmapped): then the tensors of the weights are [A, ...], logits
+[A, W, classes], labels [A, W] and losses [A], and each model's loss and gradients are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+@dataclass(slots=True, eq=False)  # not frozen: each step makes one, and a frozen one costs a microsecond more
+class Minibatch:
+    """One step's batch and the parameters at which it is taken.
+
+    `forward()` returns the logits, float32 [W, classes], at the present `weights`, which are leaves. It may be called
+    several times; only the first call updates batch statistics. `labels` are int64 [W]. `sample_weights` [A, W], each
+    row of sum 1, are the samples' weights in the loss of A models; None = equal. `received` are the parameters that
+    training began with, in the order and with the shapes of `weights`; empty if the objective does not use them.
+    """
+
+    forward: Callable[[], Tensor]
+    labels: Tensor
+    weights: Sequence[Tensor]
+    received: Sequence[Tensor]
+    sample_weights: Tensor | None = None
+
+
+class Objective:
+    """The mean cross-entropy of a batch. Another objective has other losses, or other gradients."""
+
+    uses_received = False  # whether a copy of the received parameters is kept during training
+
+    def __init__(self, settings: Any) -> None:
+        """Take the experiment's table `training.objective`."""
+
+    def losses(self, batch: Minibatch, logits: Tensor) -> Tensor:
+        """Return the loss [] of one model, or the losses [A], differentiable."""
+        if batch.labels.dim() == 1:
+            return functional.cross_entropy(logits, batch.labels)
+        each = functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
+        each = each.view_as(batch.labels)
+        return each.mean(1) if batch.sample_weights is None else (each * batch.sample_weights).sum(1)
+
+    def backward(self, batch: Minibatch) -> Tensor:
+        """Write each weight's gradient to `.grad`, None before; return the loss [] or [A] that is reported, detached.
+
+        A weight that the logits do not depend on keeps None. Weights are the same before and after.
+        """
+        losses = self.losses(batch, batch.forward())
+        torch.autograd.backward(losses.sum() if losses.dim() else losses)  # each depends on its own model's weights
+        return losses.detach()
+
+
+def norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the L2 norm [A] of each model's tensors, [A, ...], all together."""
+    each = torch.stack([torch.linalg.vector_norm(tensor.flatten(1), dim=1) for tensor in tensors])
+    whole: Tensor = torch.linalg.vector_norm(each, dim=0)
+    return whole
+
+
+def scale(tensors: Sequence[Tensor], factors: Tensor) -> None:
+    """Multiply each model's tensors, [A, ...], in place by its factor, [A]."""
+    for tensor in tensors:
+        tensor.mul_(factors.view(-1, *[1] * (tensor.dim() - 1)))

@@ -1,0 +1,325 @@
+"""What devices minimise: against a plain PyTorch loop, in-process and vmapped, and through real labs."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+from common.errors import InvalidExperiment
+from common.experiment.objectives import OBJECTIVES, CrossEntropy, FedProx
+from common.experiment.reading import parse
+from common.experiment.schema import Experiment
+from common.experiment.training import TrainingSettings
+from common.learning import datasets, models
+from common.model.layout import Row
+from deploy.planning import calibration as planning
+from device.training.objectives import table
+from device.training.objectives.objective import Minibatch, Objective
+from device.training.objectives.table import objective_of
+from device.training.sgd import run_sgd
+from device.training.trainer import Trainer
+from tests.helpers.commands import DEMO, run_lab, tensors
+
+Batches = list[tuple[int, Tensor, Tensor]]
+SMALL = (
+    "topology.institutions=2", "topology.devices=4", "rounds=2", "institution.rounds=2", "training.batch_size=50",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+# The experiment's tables
+
+
+def test_the_default_is_cross_entropy() -> None:
+    assert parse({}).training.objective == CrossEntropy()
+    assert parse({"training": {"objective": {}}}).training.objective == CrossEntropy()
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_an_objective_is_known_by_its_name(name: str) -> None:
+    lab = parse({"training": {"objective": {"name": name}}})
+    assert type(lab.training.objective) is OBJECTIVES[name] and parse(lab.to_json()) == lab
+    assert isinstance(objective_of(lab.training), Objective)
+    assert set(table._BUILT) == set(OBJECTIVES)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"name": "fedprx"}, r"training\.objective\.name = 'fedprx': no objective has this name.*mean 'fedprox'\?"),
+        ({"name": "x"}, r"training\.objective\.name = 'x': .*There are: cross_entropy, fedprox, fedsam\."),
+        ({"mu": 0.1}, r"training\.objective\.mu = 0\.1: unknown key.*belongs to fedprox; this is cross_entropy"),
+        ({"name": "fedsam", "mu": 0.1}, r"training\.objective\.mu = 0\.1: .*belongs to fedprox; this is fedsam"),
+        ({"name": "fedprox", "muu": 0.1}, r"training\.objective\.muu = 0\.1: unknown key.*Did you mean 'mu'\?"),
+        ({"name": "fedprox", "mu": -0.1}, r"training\.objective\.mu = -0\.1: .*greater than or equal to 0"),
+        ({"name": "fedprox", "mu": float("nan")}, r"training\.objective\.mu = nan: .*finite"),
+        ({"name": "fedprox", "mu": "0.1"}, r"training\.objective\.mu = '0\.1': .*number"),
+        ({"name": "fedsam", "rho": -1.0}, r"training\.objective\.rho = -1\.0: .*greater than or equal to 0"),
+        ("fedprox", r"training\.objective = 'fedprox'"),
+    ],
+)
+def test_what_cannot_be_is_refused(settings: Any, problem: str) -> None:
+    with pytest.raises(InvalidExperiment, match=problem):
+        parse({"training": {"objective": settings}})
+
+
+# Steps against a plain loop
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def some_batches() -> Batches:
+    source = torch.Generator().manual_seed(1)
+    return [
+        (epoch, torch.randn(size, 6, generator=source, dtype=torch.float64), torch.arange(size) % 3)
+        for epoch, size in ((0, 5), (0, 2), (1, 5), (1, 2))
+    ]
+
+
+def proximal_gradients(module: nn.Module, received: Sequence[Tensor], mu: float, inputs: Tensor, labels: Tensor) -> Any:
+    """Write the gradients of the whole loss, by autograd; return the cross-entropy."""
+    loss = functional.cross_entropy(module(inputs), labels)
+    pairs = zip(module.parameters(), received, strict=True)
+    torch.autograd.backward(loss + mu / 2 * sum((w - w0).square().sum() for w, w0 in pairs))
+    return loss.item()
+
+
+def sharpness_aware_gradients(
+    module: nn.Module, received: Sequence[Tensor], rho: float, inputs: Tensor, labels: Tensor
+) -> Any:
+    """Write the gradients at the moved parameters, of a second module; return the cross-entropy."""
+    moved = copy.deepcopy(module)
+    loss = functional.cross_entropy(module(inputs), labels)
+    slopes = torch.autograd.grad(loss, list(module.parameters()))
+    norm = torch.cat([slope.flatten() for slope in slopes]).norm()
+    with torch.no_grad():
+        for w, slope in zip(moved.parameters(), slopes, strict=True):
+            w.add_(rho * slope / norm)
+    torch.autograd.backward(functional.cross_entropy(moved(inputs), labels))
+    for w, other in zip(module.parameters(), moved.parameters(), strict=True):
+        w.grad = other.grad
+    return loss.item()
+
+
+TWINS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "fedprox": ("mu", proximal_gradients),
+    "fedsam": ("rho", sharpness_aware_gradients),
+}
+
+
+@pytest.mark.parametrize("name", TWINS)
+@given(
+    value=st.sampled_from([0.0, 0.01, 1.0]),
+    momentum=st.sampled_from([0.0, 0.9]),
+    nesterov=st.booleans(),
+    weight_decay=st.sampled_from([0.0, 0.05]),
+    clip_norm=st.sampled_from([None, 0.3]),
+)
+def test_steps_are_those_of_a_plain_loop(
+    name: str, value: float, momentum: float, nesterov: bool, weight_decay: float, clip_norm: float | None
+) -> None:
+    ours, theirs = net(), net()
+    key, gradients = TWINS[name]
+    training = TrainingSettings.model_validate(
+        {
+            "momentum": momentum,
+            "nesterov": nesterov and momentum > 0,
+            "weight_decay": weight_decay,
+            "clip_norm": clip_norm,
+            "objective": {"name": name, key: value},
+        }
+    )
+    losses, _ = run_sgd(
+        ours,
+        list(ours.parameters()),
+        some_batches(),
+        training=training,
+        learning_rate=0.1,
+        last_epoch=1,
+        watch=lambda _: None,
+        buffers=list(ours.buffers()),
+    )
+    received = [weight.detach().clone() for weight in theirs.parameters()]
+    optimiser = torch.optim.SGD(
+        theirs.parameters(), 0.1, momentum, weight_decay=weight_decay, nesterov=training.nesterov
+    )
+    last = 0.0
+    for epoch, inputs, labels in some_batches():
+        optimiser.zero_grad()
+        loss = gradients(theirs, received, value, inputs, labels)
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(theirs.parameters(), clip_norm)
+        optimiser.step()
+        last += loss * len(labels) if epoch == 1 else 0.0
+    for (entry, mine), other in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12, msg=entry)
+    assert float(losses) == pytest.approx(last, rel=1e-10)
+
+
+def test_a_layer_that_is_never_called_stays_as_it_is() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused, self.fc = nn.Linear(4, 3), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits: Tensor = self.fc(x)
+            return logits
+
+    for name in TWINS:
+        module = Odd().double()
+        before = copy.deepcopy(module.state_dict())
+        run_sgd(
+            module,
+            list(module.parameters()),
+            some_batches(),
+            training=TrainingSettings.model_validate({"weight_decay": 0.1, "objective": {"name": name}}),
+            learning_rate=0.1,
+            last_epoch=1,
+            watch=lambda _: None,
+        )
+        changed = {entry for entry, tensor in module.state_dict().items() if not torch.equal(tensor, before[entry])}
+        assert changed == {"fc.weight", "fc.bias"}
+
+
+def test_an_objective_may_have_a_loss_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proximal term as a loss, differentiated by autograd, gives FedProx."""
+
+    class Own(Objective):
+        uses_received = True
+
+        def losses(self, batch: Minibatch, logits: Tensor) -> Tensor:
+            pairs = zip(batch.weights, batch.received, strict=True)
+            return super().losses(batch, logits) + 0.5 * sum((w - w0).square().sum() for w, w0 in pairs)
+
+    def trained() -> list[Tensor]:
+        module, settings = net(), {"objective": FedProx(mu=1.0)}
+        run_sgd(
+            module,
+            list(module.parameters()),
+            some_batches(),
+            training=TrainingSettings().model_copy(update=settings),
+            learning_rate=0.1,
+            last_epoch=1,
+            watch=lambda _: None,
+        )
+        return list(module.parameters())
+
+    wanted = trained()
+    monkeypatch.setattr(table, "_BUILT", {"fedprox": Own})
+    for mine, other in zip(trained(), wanted, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
+
+
+# Devices
+
+
+def lab_of(objective: dict[str, Any] | None, model: str = "cnn_digits", **training: Any) -> Experiment:
+    chosen = {} if objective is None else {"objective": objective}
+    data = (
+        {"dataset": "synthetic", "image_shape": [3, 16, 16], "samples": 50, "classes": 10}
+        if model == "resnet20"
+        else {}
+    )
+    return parse({"model": {"name": model}, "data": data, "training": {**training, **chosen}})
+
+
+def trained(lab: Experiment) -> tuple[bytes, float]:
+    trainer = Trainer(lab, node="device-0", accelerator="cpu")
+    trainer.prepare()
+    row, out = trainer.layout.empty(), trainer.layout.empty()
+    module = models.build(lab.model.name, lab.seed, inputs=datasets.load(lab.data).inputs)
+    models.write_row(module, trainer.layout, row)
+    result = trainer.train(row, out, epochs=2, local_round=1, progress=lambda *_: None, cancelled=threading.Event())
+    return bytes(out), result.loss
+
+
+NULLS: Sequence[dict[str, Any]] = (
+    {"name": "cross_entropy"},
+    {"name": "fedprox", "mu": 0.0},
+    {"name": "fedsam", "rho": 0.0},
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "training"),
+    [
+        ("cnn_digits", {"batch_size": 32, "weight_decay": 0.01}),
+        ("mlp_digits", {"batch_size": 50, "momentum": 0.0, "clip_norm": 0.5}),
+        ("mlp_digits", {"batch_size": 50, "nesterov": True, "precision": "bf16"}),
+        ("resnet20", {"batch_size": 10}),
+    ],
+)
+def test_the_null_setting_is_fedavg_bit_for_bit(model: str, training: dict[str, Any]) -> None:
+    plain = trained(lab_of(None, model, **training))
+    for null in NULLS:
+        assert trained(lab_of(null, model, **training)) == plain
+    for other in ({"name": "fedprox"}, {"name": "fedsam"}):
+        again = [trained(lab_of(other, model, **training)) for _ in range(2)]
+        assert again[0] == again[1] and again[0][0] != plain[0]
+
+
+def test_a_larger_mu_stays_nearer_to_the_received_model() -> None:
+    module = models.build("cnn_digits", 1, inputs=datasets.load(lab_of(None).data).inputs)
+    layout = models.layout_of(module)
+    first: Row = layout.empty()
+    models.write_row(module, layout, first)
+    apart = []
+    for mu in (0.0, 0.1, 1.0, 10.0):
+        row = np.frombuffer(trained(lab_of({"name": "fedprox", "mu": mu}, batch_size=32))[0], np.uint8)
+        apart.append(float(np.linalg.norm(layout.floats(row) - layout.floats(first))))
+    assert all(a > b for a, b in pairwise(apart)) and apart[-1] < 0.5 * apart[0]
+
+
+def test_calibration_measures_the_steps_of_the_objective(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seconds of a step, from which plans and emulated hardware follow, include the objective's."""
+    passes = 0
+    losses_of = Objective.losses
+
+    def counted(*batch: Any) -> Tensor:
+        nonlocal passes
+        passes += 1
+        return losses_of(*batch)
+
+    monkeypatch.setattr(Objective, "losses", counted)
+    steps = []
+    for objective in (None, {"name": "fedsam"}):
+        passes = 0
+        lab = lab_of(objective, "mlp_digits")
+        data = len(datasets.load(lab.data).train_labels)
+        speed = planning.train(lab.to_json(), 0.0)
+        assert speed.step_s > 0
+        steps.append(passes / -(-data // lab.training.batch_size))
+    assert steps[1] == 2 * steps[0]
+
+
+# Labs
+
+
+@pytest.mark.parametrize("objective", [{"name": "fedprox", "mu": 0.0}, {"name": "fedprox", "mu": 1.0}])
+def test_real_agents_train_with_the_announced_objective(objective: dict[str, Any], tmp_path: Path) -> None:
+    pairs = (*SMALL, f'training.objective={{name="fedprox", mu={objective["mu"]}}}')
+    plain = run_lab(DEMO, tmp_path / "plain", *SMALL, flags=["--direct"])
+    direct = run_lab(DEMO, tmp_path / "direct", *pairs, flags=["--direct"])
+    real = run_lab(DEMO, tmp_path / "real", *pairs)
+    assert tensors(real) == tensors(direct)
+    assert (tensors(real) == tensors(plain)) == (objective["mu"] == 0)
