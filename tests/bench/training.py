@@ -62,6 +62,11 @@ CASES = (
     Case("ResNet-20", "resnet20", (3, 32, 32), 50, 1.1, {}),
     Case("FedAvg CNN, bf16", "cnn_fedavg_padded", (1, 28, 28), 100, 1.7, {"precision": "bf16"}),
 )
+OBJECTIVES = tuple(  # against a plain loop of FedAvg, whose loss must be near
+    Case(f"{case.title}, {objective['name']}", case.model, case.shape, case.samples, 0.0, {"objective": objective})
+    for case in CASES[:3]
+    for objective in ({"name": "fedprox"}, {"name": "fedsam", "rho": 0.001})
+)
 COMPILED = tuple(
     Case(f"{case.title}, compiled", case.model, case.shape, case.samples, 0.0, {**case.training, "compile": True})
     for case in CASES
@@ -177,12 +182,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="lines whose title has this")
     parser.add_argument("--repeats", type=int, default=15, help="pairs of trainings for each line")
+    parser.add_argument("--objectives", action="store_true", help="measure other objectives than cross-entropy too")
     parser.add_argument("--compile", action="store_true", help="measure torch.compile too, which takes minutes")
     given = parser.parse_args()
     table = Table("model", "ours", "plain loop", "ratio", "of the fastest", "target", "first round within")
     for column in table.columns[1:]:
         column.justify = "right"
-    cases = [case for case in (*CASES, *(COMPILED if given.compile else ())) if given.only in case.title]
+    chosen = (*CASES, *(OBJECTIVES if given.objectives else ()), *(COMPILED if given.compile else ()))
+    cases = [case for case in chosen if given.only in case.title]
     for case in cases:
         own, theirs, ratio, best, start_s = measure(case, repeats=given.repeats)
         rates = f"{own:,.0f}/s", f"{theirs:,.0f}/s"
