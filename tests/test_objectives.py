@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -31,6 +32,7 @@ from device.training.objectives.table import objective_of
 from device.training.sgd import run_sgd
 from device.training.trainer import Trainer
 from tests.helpers.commands import DEMO, run_lab, tensors
+from tests.helpers.commands import table as device_rows
 
 Batches = list[tuple[int, Tensor, Tensor]]
 SMALL = (
@@ -323,3 +325,27 @@ def test_real_agents_train_with_the_announced_objective(objective: dict[str, Any
     real = run_lab(DEMO, tmp_path / "real", *pairs)
     assert tensors(real) == tensors(direct)
     assert (tensors(real) == tensors(plain)) == (objective["mu"] == 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", [{"name": "fedprox", "mu": 1.0}, {"name": "fedsam"}])
+def test_compiled_it_is_nearly_the_same(objective: dict[str, Any]) -> None:
+    own, loss = trained(lab_of(objective))
+    by_compiler, compiled_loss = trained(lab_of(objective, compile=True))
+    layout = models.layout_of(models.build("cnn_digits", 1, inputs=datasets.load(lab_of(None).data).inputs))
+    mine, other = (layout.floats(np.frombuffer(row, np.uint8)) for row in (own, by_compiler))
+    np.testing.assert_allclose(other, mine, rtol=0, atol=1e-3)
+    assert compiled_loss == pytest.approx(loss, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_real_agents_train_vmapped_with_the_announced_objective(tmp_path: Path) -> None:
+    pairs = (*SMALL, 'training.objective={name="fedprox", mu=1.0}')
+    direct = run_lab(DEMO, tmp_path / "direct", *pairs, flags=["--direct"])
+    real = run_lab(DEMO, tmp_path / "real", *pairs, env={"FEDSTRATA_VMAPPED": "always"})
+    assert "vmapped" in {row["path"] for row in device_rows(real / "devices.csv")}
+    plain = run_lab(DEMO, tmp_path / "plain", *SMALL, flags=["--direct"])
+    found, wanted, without = (load_file(folder / "model.safetensors") for folder in (real, direct, plain))
+    for entry, tensor in found.items():
+        np.testing.assert_allclose(tensor, wanted[entry], rtol=0, atol=1e-4)
+    assert max(np.abs(found[entry] - without[entry]).max() for entry in found) > 1e-3
