@@ -69,10 +69,10 @@ def test_an_objective_is_known_by_its_name(name: str) -> None:
         ({"mu": 0.1}, r"training\.objective\.mu = 0\.1: unknown key.*belongs to fedprox; this is cross_entropy"),
         ({"name": "fedsam", "mu": 0.1}, r"training\.objective\.mu = 0\.1: .*belongs to fedprox; this is fedsam"),
         ({"name": "fedprox", "muu": 0.1}, r"training\.objective\.muu = 0\.1: unknown key.*Did you mean 'mu'\?"),
-        ({"name": "fedprox", "mu": -0.1}, r"training\.objective\.mu = -0\.1: .*greater than or equal to 0"),
+        ({"name": "fedprox", "mu": -0.1}, r"training\.objective\.mu = -0\.1: too small. Write 0 or more"),
         ({"name": "fedprox", "mu": float("nan")}, r"training\.objective\.mu = nan: .*finite"),
         ({"name": "fedprox", "mu": "0.1"}, r"training\.objective\.mu = '0\.1': .*number"),
-        ({"name": "fedsam", "rho": -1.0}, r"training\.objective\.rho = -1\.0: .*greater than or equal to 0"),
+        ({"name": "fedsam", "rho": -1.0}, r"training\.objective\.rho = -1\.0: too small. Write 0 or more"),
         ("fedprox", r"training\.objective = 'fedprox'"),
     ],
 )
