@@ -18,6 +18,7 @@ from common.aggregation.aggregator import Aggregator
 from common.aggregation.selection import select
 from common.aggregation.statistics import tensor_distances
 from common.aggregation.uploads import Aggregated
+from common.errors import RunFailed
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.host.offload import offload
@@ -167,6 +168,8 @@ class GlobalRounds:
         if self._experiment.cloud.epoch_control.variant == "plato":
             distances_K = tensor_distances(list(closed_round.models.values()), self._rule.model, layout=self._layout)
             found = dict(zip(closed_round.models, distances_K.tolist(), strict=True))
+        if self._experiment.cloud.epoch_control.name != "fixed" and (lost := closed_round.models.keys() - found.keys()):
+            raise RunFailed(f"Tempo: the rule has no distance of {', '.join(sorted(lost))} to the next model")
         return {name: found[name] for name in self._down.peers if name in found}
 
     def _next_epochs(self, omegas: Mapping[str, float]) -> dict[str, int]:

@@ -14,7 +14,6 @@ from common.accounting.child_report import ChildReport
 from common.aggregation import aggregator
 from common.aggregation.selection import select
 from common.aggregation.uploads import Aggregated
-from common.experiment.aggregation import remembers
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.host.offload import offload
@@ -67,7 +66,7 @@ class LocalRounds:
         )
         self._memory = Memory(
             build,
-            remembers=remembers(self._tier.aggregation),
+            remembers=self._tier.aggregation.remembers,
             folder=spool.folder("states"),
             kept=(experiment.cloud.checkpoint_every + 1) * self._tasks,
             must_remember=self._took_part_before,

@@ -17,7 +17,7 @@ from common.aggregation.aggregator import Aggregator, Uploads, build
 from common.aggregation.fedadp import gompertz
 from common.aggregation.statistics import gram, gram_by_entry
 from common.aggregation.uploads import Aggregated, Dispatched
-from common.experiment.aggregation import FedCross, FedMR, remembers
+from common.experiment.aggregation import FedCross, FedMR
 from common.experiment.reading import parse
 from common.model.layout import ModelLayout, Row, Section
 from common.randomness import Purpose, generator
@@ -46,6 +46,13 @@ SINGLE: list[dict[str, Any]] = [
     {"name": "fedcda", "warmup_rounds": 3, "depth": 2},
     {"name": "fedcda", "warmup_rounds": 0, "history": "keep"},
 ]
+STEPPED: list[dict[str, Any]] = [
+    {"name": "fedavgm", "momentum": 0.5},
+    {"name": "fedadagrad", "learning_rate": 0.05},
+    {"name": "fedadam", "learning_rate": 0.1},
+    {"name": "fedyogi", "learning_rate": 0.1, "weights": "uniform"},
+    {"name": "fedexp"},
+]
 SEVERAL: list[dict[str, Any]] = [
     {"name": "independent"},
     {"name": "fedcross", "strategy": "in_order", "alpha": 0.9},
@@ -64,7 +71,7 @@ def label(tree: dict[str, Any]) -> str:
     return "-".join(str(value) for value in tree.values())
 
 
-each_rule = pytest.mark.parametrize("tree", [*SINGLE, *SEVERAL], ids=label)
+each_rule = pytest.mark.parametrize("tree", [*SINGLE, *STEPPED, *SEVERAL], ids=label)
 each_of_several = pytest.mark.parametrize("tree", SEVERAL, ids=label)
 
 
@@ -226,8 +233,8 @@ def test_losses_distances_and_spread_are_brute_force(tree: dict[str, Any]) -> No
             if report
         }
         assert outcome.distances == pytest.approx(expected, rel=1e-5)
-        if tree in SINGLE:
-            assert outcome.spread is None and rule.mixed is None
+        if tree not in SEVERAL:
+            assert outcome.spread is None and (rule.mixed is None or tree["name"] == "fedexp")
             continue
         rows_KD = floats_of(rows_of(rule, r + 1, CHILDREN))[:, :parameters]
         mean_D = rows_KD.mean(axis=0)
@@ -249,7 +256,7 @@ def test_an_institution_finds_the_same_spread_without_distances(tree: dict[str, 
         assert dispatched(cloud, r + 1, CHILDREN) == dispatched(site, r + 1, CHILDREN)
 
 
-@each_rule
+@pytest.mark.parametrize("tree", [*SINGLE, *SEVERAL], ids=label)
 def test_a_single_child_is_copied(tree: dict[str, Any]) -> None:
     rule = aggregator(tree | ({"warmup_rounds": 0, "depth": 1} if tree["name"] == "fedcda" else {}))
     rule.begin(first_model())
@@ -297,7 +304,7 @@ def test_what_outlives_a_global_round_is_said(tree: dict[str, Any], tmp_path: Pa
     for r in range(4):
         play(rules[0], r, CHILDREN)
     (tmp_path / "saved").mkdir()
-    if remembers(parse({"institution": {"aggregation": tree}}).institution.aggregation):
+    if parse({"institution": {"aggregation": tree}}).institution.aggregation.remembers:
         rules[1].restore(tmp_path / "saved", rules[0].save(tmp_path / "saved"))
     for rule in rules:
         rule.begin(first_model(7))

@@ -165,6 +165,8 @@ def test_tempo_with_equal_distances_is_fedavg_with_c_epochs(tmp_path: Path) -> N
 RULES = [
     {"name": "fedavg"},
     {"name": "fedadp"},
+    {"name": "fedavgm"},
+    {"name": "fedadam", "learning_rate": 0.01},
     {"name": "fedcda", "warmup_rounds": 1, "history": "keep"},
     {"name": "independent", "on_new_model": "recentre"},
     {"name": "fedcross", "on_new_model": "recentre"},

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from common.aggregation.cached_uploads import CachedUploadRule
 from common.aggregation.fedcda import Candidates, group, plan, search
 from common.aggregation.statistics import gram
-from common.aggregation.uploads import Aggregated, Uploads
+from common.aggregation.uploads import Aggregated, RuleContext, Uploads
 from common.errors import InvalidExperiment
-from common.experiment.aggregation import FedCDA, remembers
+from common.experiment.aggregation import FedCDA
 from common.experiment.reading import parse
 from common.model.layout import ModelLayout, Section
 from common.randomness import Purpose, generator
@@ -207,6 +207,11 @@ def test_ten_thousands_of_combinations_are_searched_at_once() -> None:
 
 # The node
 
+
+def no_rows(name: str, count: int) -> npt.NDArray[np.uint8]:
+    raise AssertionError(name)  # it has none
+
+
 LAYOUT = ModelLayout.build(
     [
         ("w", (5,), Section.PARAMETER),
@@ -233,9 +238,8 @@ class Node:
     selected: dict[str, tuple[int, Doubles, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.rule = CachedUploadRule(
-            self.settings, layout=LAYOUT, node="cloud", seed=self.seed, measures=True, folder=self.folder
-        )
+        context = RuleContext(LAYOUT, "cloud", self.seed, measures=True, rows=no_rows, folder=self.folder)
+        self.rule = CachedUploadRule(self.settings, context)
         row = LAYOUT.empty()
         LAYOUT.floats(row)[:] = 0.5
         LAYOUT.integers(row)[:] = 3
@@ -339,7 +343,7 @@ def test_a_model_from_above_clears_the_histories_unless_kept(tmp_path: Path, his
     node = Node(settings, tmp_path / "histories")
     for r in range(3):
         node.play(r, "abc")
-    assert remembers(settings) == (history == "keep") and not node.rule.reads_start
+    assert settings.remembers == (history == "keep") and not node.rule.reads_start
     model = node.rule.model.copy()
     node.rule.begin(model)
     assert len(list((tmp_path / "histories").iterdir())) == left

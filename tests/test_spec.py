@@ -20,6 +20,7 @@ from common.experiment.links import LinkDirection, LinkSettings, Profile, shippe
 from common.experiment.reading import load, parse, to_toml
 from common.experiment.rounds import participants
 from common.experiment.schema import Experiment
+from tests.helpers.rules import LEAST
 
 FILES = sorted((Path(__file__).parent.parent / "deploy" / "experiments").glob("*.toml"))
 
@@ -194,7 +195,7 @@ CHANGES: list[dict[str, Any]] = [
     {"links": {"wan": {"up_mbit": 1}}}, {"links": {"wan": {"down_mbit": 1}}}, {"links": {"lan": {"up_mbit": 1}}},
     {"links": {"lan": {"delay_ms": 1}}}, {"links": {"wan": "lte"}}, {"links": {"lan": "lte"}},
     {"links": {"of": {"device-0": "lte"}}}, {"links": {"of": {"institution-0": "lte"}}},
-    *({tier: {"aggregation": {"name": name}}} for tier in ("cloud", "institution") for name in list(RULES)[1:]),
+    *({tier: {"aggregation": table}} for tier in ("cloud", "institution") for table in list(LEAST.values())[1:]),
     {"cloud": {"epoch_control": {"variant": "plato"}}}, {"cloud": {"epoch_control": {"control": "shuffled"}}},
     {"cloud": {"epoch_control": {"per_epoch": True}}}, {"cloud": {"aggregation": {"name": "fedcross", "alpha": 0.9}}},
     {"links": {"enforce": "kernel"}}, {"links": {"enforce": "none"}}, {"transfer": {"keepalive_s": 31}},
@@ -423,7 +424,7 @@ def test_a_mistyped_value_is_named(tree: dict[str, Any], key: str, value: str, p
     [
         ("fedcros", "Did you mean 'fedcross'?"),
         ("FedAvg", "Did you mean 'fedavg'?"),
-        ("xyzzy", "There are: fedavg, independent, fedcross, fedmr, fedcda, fedadp."),
+        ("xyzzy", "There are: fedavg, independent, fedcross, fedmr, fedcda, fedadp, fedavgm, "),
     ],
 )
 @pytest.mark.parametrize("tier", ["cloud", "institution"])
@@ -438,11 +439,13 @@ def test_an_unknown_rule_has_a_proposal(tier: str, name: str, remedy: str) -> No
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_is_known_by_its_name(tmp_path: Path, name: str) -> None:
-    tree = {"cloud": {"aggregation": {"name": name}}, "topology": {"institutions": 3, "devices": 3}}
+    tree = {"cloud": {"aggregation": LEAST[name]}, "topology": {"institutions": 3, "devices": 3}}
     experiment = parse(tree)
-    assert type(experiment.cloud.aggregation) is RULES[name] and experiment.cloud.aggregation == RULES[name]()
+    assert type(experiment.cloud.aggregation) is RULES[name]
+    assert experiment.cloud.aggregation == RULES[name](**LEAST[name])
     assert load_text(tmp_path, to_toml(experiment)) == experiment == parse(experiment.to_json())
-    assert load_text(tmp_path, "", f"institution.aggregation.name={name}").institution.aggregation.name == name
+    override = ", ".join(f"{key}={json.dumps(value)}" for key, value in LEAST[name].items())
+    assert load_text(tmp_path, "", f"institution.aggregation={{{override}}}").institution.aggregation.name == name
 
 
 def test_a_device_may_have_a_rules_name() -> None:

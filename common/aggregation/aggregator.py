@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from common.aggregation.cached_uploads import CachedUploadRule
 from common.aggregation.multi_model import MultiModelRule
+from common.aggregation.server_steps import STEPS
 from common.aggregation.single_model import SingleModelRule
-from common.aggregation.uploads import Aggregated, Dispatched, Uploads
-from common.experiment.aggregation import FedAdp, FedAvg, FedCDA, Rule
+from common.aggregation.uploads import Aggregated, Dispatched, RuleContext, Uploads
+from common.experiment.aggregation import FedAdp, FedAvg, FedCDA, FedCross, FedMR, Independent, RuleSettings
 from common.model.layout import ModelLayout, Row
 
 __all__ = ["Aggregated", "Aggregator", "Uploads", "build"]
@@ -64,8 +65,19 @@ class Aggregator(Protocol):
         """Restore the state that `save` wrote; the folder may be removed afterwards."""
 
 
+BUILT: Final[Mapping[type[RuleSettings], Callable[[Any, RuleContext], Aggregator]]] = {
+    FedAvg: SingleModelRule,
+    FedAdp: SingleModelRule,
+    **dict.fromkeys(STEPS, SingleModelRule),
+    Independent: MultiModelRule,
+    FedCross: MultiModelRule,
+    FedMR: MultiModelRule,
+    FedCDA: CachedUploadRule,
+}
+
+
 def build(
-    settings: Rule,
+    settings: RuleSettings,
     *,
     layout: ModelLayout,
     node: str,
@@ -74,13 +86,5 @@ def build(
     rows: Callable[[str, int], npt.NDArray[np.uint8]],
     folder: Path | None = None,
 ) -> Aggregator:
-    """Return a node's rule. `measures`: compute the uploads' distances, which Tempo reads, even if no plan needs them.
-
-    `rows(name, count)` allocates memory for models, uint8 [count, row_bytes]. `folder`: where FedCDA stores cached
-    uploads that exceed its memory limit; None: all stay in memory.
-    """
-    if isinstance(settings, FedAvg | FedAdp):
-        return SingleModelRule(settings, layout=layout, measures=measures)
-    if isinstance(settings, FedCDA):
-        return CachedUploadRule(settings, layout=layout, node=node, seed=seed, measures=measures, folder=folder)
-    return MultiModelRule(settings, layout=layout, node=node, seed=seed, measures=measures, rows=rows)
+    """Return a node's rule; for the arguments see `RuleContext`."""
+    return BUILT[type(settings)](settings, RuleContext(layout, node, seed, measures, rows, folder))

@@ -19,24 +19,23 @@ from common.aggregation.mixing import Mixture, whole
 from common.aggregation.single_model import OneModel
 from common.aggregation.statistics import Doubles, gram
 from common.aggregation.upload_cache import CachedUpload, UploadCache
-from common.aggregation.uploads import Aggregated, Uploads
+from common.aggregation.uploads import Aggregated, RuleContext, Uploads
 from common.experiment.aggregation import FedCDA
-from common.model.layout import ModelLayout, Row
+from common.model.layout import Row
 from common.randomness import Purpose, generator
 
 
 class CachedUploadRule(OneModel):
-    """One model at one node, and each child's last uploads. `measures`: compute distances in the warm-up too."""
+    """One model at one node, and each child's last uploads."""
 
-    def __init__(
-        self, settings: FedCDA, *, layout: ModelLayout, node: str, seed: int, measures: bool, folder: Path | None
-    ) -> None:
+    def __init__(self, settings: FedCDA, context: RuleContext) -> None:
+        layout = context.layout
         super().__init__(layout)
         self._settings = settings
-        self._node = node
-        self._seed = seed
-        self._measures = measures
-        self._cache = UploadCache(folder, row_bytes=layout.row_bytes, memory_bytes=settings.memory_mb * 1e6)
+        self._node = context.node
+        self._seed = context.seed
+        self._measures = context.measures
+        self._cache = UploadCache(context.folder, row_bytes=layout.row_bytes, memory_bytes=settings.memory_mb * 1e6)
         self._queues: dict[str, list[CachedUpload]] = {}  # oldest first
         self._selected: dict[str, CachedUpload] = {}
         self._sum_F: Doubles = np.zeros(layout.columns)

@@ -13,11 +13,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp
+from typing import Any
 
 import numpy as np
 
 from common.aggregation.mixing import Mixture
 from common.aggregation.statistics import Doubles, Gram, Statistics, shares
+from common.experiment.aggregation import FedAdp
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +68,31 @@ def plan(
     weights_K = shares(counts_K * np.exp(gains_K - gains_K.max()))  # relative to the largest: equal angles give p_k
     facts: dict[str, object] = {"angles": dict(zip(children, thetas_K.tolist(), strict=True))}
     return Mixture.of(weights_K), {**known, **seen}, facts
+
+
+class AngleMean:
+    """The mean by angles, which are kept from round to round."""
+
+    compares = True
+
+    def __init__(self, settings: FedAdp) -> None:
+        self._a = settings.a
+        self._angles: Angles = {}
+
+    def of(
+        self, statistics: Statistics, products: Gram | None, children: Sequence[str]
+    ) -> tuple[Mixture, Mapping[str, object]]:
+        """Return the weights, and the angles as facts."""
+        assert products is not None
+        mixture, self._angles, facts = plan(self._angles, statistics, products, children=children, a=self._a)
+        return mixture, facts
+
+    def save(self) -> dict[str, object]:
+        """Return the children's angles."""
+        return {"angles": {child: [angle.count, angle.smoothed] for child, angle in self._angles.items()}}
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Restore the children's angles."""
+        self._angles = {
+            child: Angle(int(count), float(smoothed)) for child, (count, smoothed) in facts["angles"].items()
+        }

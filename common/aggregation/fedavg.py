@@ -2,9 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
 from common.aggregation.mixing import Mixture
-from common.aggregation.statistics import Statistics
+from common.aggregation.statistics import Gram, Statistics
 from common.experiment.aggregation import Weights
+
+
+class Weighted(Protocol):
+    """Settings with weights."""
+
+    weights: Weights
+
+
+class ShareMean:
+    """The mean by shares of the samples, or uniform; without state."""
+
+    compares = False
+
+    def __init__(self, settings: Weighted) -> None:
+        self._weights = settings.weights
+
+    def of(
+        self, statistics: Statistics, products: Gram | None, children: Sequence[str]
+    ) -> tuple[Mixture, Mapping[str, object]]:
+        """Return the weights."""
+        return plan(statistics, weights=self._weights), {}
+
+    def save(self) -> dict[str, object]:
+        """Return nothing."""
+        return {}
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Do nothing."""
 
 
 def plan(statistics: Statistics, *, weights: Weights) -> Mixture:

@@ -16,31 +16,23 @@ import numpy.typing as npt
 from common.aggregation import fedcross, fedmr, independent, mixing
 from common.aggregation.mixing import MixedColumns, Mixture, whole
 from common.aggregation.statistics import Doubles, Gram, gram, gram_by_entry, spread
-from common.aggregation.uploads import Aggregated, Dispatched, Uploads
+from common.aggregation.uploads import Aggregated, Dispatched, RuleContext, Uploads
 from common.experiment.aggregation import FedMR, Independent, MultiModel
-from common.model.layout import ModelLayout, Row
+from common.model.layout import Row
 from common.randomness import Purpose, generator
 
 
 class MultiModelRule:
-    """K models at one node; equal models are stored once. `measures`: always compute distances."""
+    """K models at one node; equal models are stored once."""
 
-    def __init__(
-        self,
-        settings: MultiModel,
-        *,
-        layout: ModelLayout,
-        node: str,
-        seed: int,
-        measures: bool,
-        rows: Callable[[str, int], npt.NDArray[np.uint8]],
-    ) -> None:
+    def __init__(self, settings: MultiModel, context: RuleContext) -> None:
+        layout = context.layout
         self._settings = settings
-        self._measures = measures
+        self._measures = context.measures
         self._layout = layout
-        self._node = node
-        self._seed = seed
-        self._memory = rows
+        self._node = context.node
+        self._seed = context.seed
+        self._memory = context.rows
         self._layers = fedmr.layers(settings, layout) if isinstance(settings, FedMR) else ()
         self._mean = layout.empty()
         self._start: Row = self._mean  # the common value of all models while they are equal

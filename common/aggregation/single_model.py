@@ -1,18 +1,41 @@
-"""Rules of one model that all children train. FedAvg and FedAdp: the next model is the mean of the uploads."""
+"""Rules of one model that all children train: the next model is a mean of the uploads, or a step towards it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Protocol
 
-from common.aggregation import fedadp, fedavg, mixing
-from common.aggregation.fedadp import Angle, Angles
-from common.aggregation.mixing import Mixture, whole
-from common.aggregation.statistics import Gram, gram
-from common.aggregation.uploads import Aggregated, Dispatched, Uploads
-from common.experiment.aggregation import FedAdp, FedAvg
+import numpy as np
+
+from common.aggregation import fedadp, fedavg, mixing, server_steps
+from common.aggregation.mixing import Floats, Mixture, whole
+from common.aggregation.server_steps import STEPS
+from common.aggregation.statistics import Gram, Statistics, gram
+from common.aggregation.uploads import Aggregated, Dispatched, RuleContext, Uploads
+from common.experiment.aggregation import FedAdp, RuleSettings
 from common.model.layout import ModelLayout, Row
+
+
+class MeanPlan(Protocol):
+    """How the uploads are averaged."""
+
+    compares: bool  # whether `of` needs the products of the uploads' steps
+
+    def of(
+        self, statistics: Statistics, products: Gram | None, children: Sequence[str]
+    ) -> tuple[Mixture, Mapping[str, object]]:
+        """Return W [1, K] for the uploads of these children, and facts for the plan."""
+
+    def save(self) -> dict[str, object]:
+        """Return the state, in a form that JSON can hold."""
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Restore what `save` returned."""
+
+
+MEANS: Final[Mapping[type[RuleSettings], Callable[[Any], MeanPlan]]] = {FedAdp: fedadp.AngleMean}  # others: by shares
 
 
 class OneModel:
@@ -34,8 +57,9 @@ class OneModel:
         return self._mean
 
     @property
-    def mixed(self) -> None:
+    def mixed(self) -> Row | None:
         """The mean after mixing: None, because nothing is mixed."""
+        return None
 
     def begin(self, model: Row) -> None:
         """Dispatch this model next."""
@@ -44,6 +68,9 @@ class OneModel:
     def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
         """Return the one model for all children."""
         return [(self._current, children)]
+
+    def _trainable(self, row: Row) -> Floats:
+        return self._layout.floats(row)[: self._layout.parameters]
 
     def _products(self, uploads: Uploads) -> Gram:
         """Return the products of the uploads' steps relative to the dispatched model, in the order of the uploads."""
@@ -57,42 +84,64 @@ class OneModel:
 
 
 class SingleModelRule(OneModel):
-    """FedAvg or FedAdp at one node. `measures`: compute distances even if the plan does not need them."""
+    """A mean of the uploads, and what follows it: nothing, or a server optimiser's step."""
 
-    def __init__(self, settings: FedAvg | FedAdp, *, layout: ModelLayout, measures: bool) -> None:
-        super().__init__(layout)
-        self._settings = settings
-        self._measures = measures
-        self._angles: Angles = {}
+    def __init__(self, settings: RuleSettings, context: RuleContext) -> None:
+        super().__init__(context.layout)
+        self._measures = context.measures
+        self._mean_plan: MeanPlan = MEANS.get(type(settings), fedavg.ShareMean)(settings)
+        step = STEPS.get(type(settings))
+        self._step = step(settings, context.layout.parameters) if step is not None else None
+        self._before_D: Floats | None = None  # the model before the last step
+
+    @property
+    def mixed(self) -> Row | None:
+        """The mean of the last two models, in a new row, of a rule that is judged by it; else None."""
+        if self._step is None or not self._step.averages or self._before_D is None:
+            return None
+        row = self._mean.copy()
+        trainable = self._trainable(row)
+        np.add(trainable, self._before_D, out=trainable)
+        np.multiply(trainable, np.float32(0.5), out=trainable)
+        return row
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
-        """Write the mean of the uploads."""
-        settings, answered, statistics = self._settings, uploads.answered, uploads.statistics
+        """Write the mean of the uploads, then take the step."""
+        answered, statistics, step = uploads.answered, uploads.statistics, self._step
         children = [uploads.children[k] for k in answered]
-        products = self._products(uploads) if self._measures or isinstance(settings, FedAdp) else None
-        facts: dict[str, object] = {}
-        if isinstance(settings, FedAdp):
-            assert products is not None
-            mixture, self._angles, facts = fedadp.plan(
-                self._angles, statistics, products, children=children, a=settings.a
-            )
-        else:
-            mixture = fedavg.plan(statistics, weights=settings.weights)
+        compares = self._mean_plan.compares or (step.compares if step is not None else self._measures)
+        products = self._products(uploads) if compares else None
+        mixture, facts = self._mean_plan.of(statistics, products, children)
         weights_K = mixture.dense(len(answered))
+        self._before_D = self._trainable(self._current).copy() if step is not None else None
         rows = Mixture(tuple(answered[i] for i in mixture.indices), mixture.weights)
         plan = whole(self._layout, [rows])
         mixing.apply(plan, uploads.rows_K, layout=self._layout, out=[self._mean], release=uploads.release)
         self._current = self._mean
-        facts["weights"] = dict(zip(children, weights_K.tolist(), strict=True))
-        distances = {} if products is None else dict(zip(children, products.distances(weights_K).tolist(), strict=True))
-        return Aggregated(float(weights_K @ statistics.losses_K), distances, None, facts)
+        facts = {**facts, "weights": dict(zip(children, weights_K.tolist(), strict=True))}
+        distances = [] if products is None else products.distances(weights_K).tolist()
+        if step is not None and self._before_D is not None:
+            facts |= step.begin(products, weights_K)
+            server_steps.take(step, self._before_D, self._trainable(self._mean))
+            distances = self._distances(uploads) if self._measures else []
+        loss = float(weights_K @ statistics.losses_K)
+        return Aggregated(loss, dict(zip(children, distances, strict=False)), None, facts)
 
     def save(self, folder: Path) -> dict[str, object]:
-        """Return the children's angles."""
-        return {"angles": {child: [angle.count, angle.smoothed] for child, angle in self._angles.items()}}
+        """Write the state of the plan and of the step."""
+        if self._step is not None:
+            server_steps.save(self._step, folder)
+        return self._mean_plan.save()
 
     def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """Restore the children's angles."""
-        self._angles = {
-            child: Angle(int(count), float(smoothed)) for child, (count, smoothed) in facts["angles"].items()
-        }
+        """Restore both."""
+        if self._step is not None:
+            server_steps.restore(self._step, folder)
+        self._mean_plan.restore(facts)
+
+    def _distances(self, uploads: Uploads) -> list[float]:
+        """Return the distance of each upload to the next model, which is not their mean."""
+        floats_K, parameters = self._layout.floats(uploads.rows_K), self._layout.parameters
+        rows = [floats_K[k, :parameters] for k in uploads.answered]
+        squares_KK = gram(rows, self._trainable(self._mean), release=uploads.release).offsets_KK
+        return [sqrt(square) for square in np.diagonal(squares_KK).tolist()]

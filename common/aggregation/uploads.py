@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from common.aggregation.statistics import Statistics, Trained
-from common.model.layout import Row
+from common.model.layout import ModelLayout, Row
 
 Dispatched: TypeAlias = Sequence[tuple[Row, Sequence[str]]]
 """A round's models, uint8 [row_bytes], each with the children that receive it."""
@@ -39,6 +40,23 @@ class Uploads:
     def statistics(self) -> Statistics:
         """Samples and losses of the children with uploads, in row order."""
         return Statistics.of([report for report in self.reports if report is not None])
+
+
+@dataclass(frozen=True, slots=True)
+class RuleContext:
+    """What a rule is built for: the node, the form of its models, and memory.
+
+    `measures`: the distances of the uploads to the next model are wanted, which Tempo reads. `rows(name, count)`
+    allocates memory for models, uint8 [count, row_bytes]. `folder`: where a rule stores what exceeds its memory limit;
+    None: all stays in memory.
+    """
+
+    layout: ModelLayout
+    node: str
+    seed: int
+    measures: bool
+    rows: Callable[[str, int], npt.NDArray[np.uint8]]
+    folder: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

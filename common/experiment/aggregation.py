@@ -19,21 +19,33 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BeforeValidator, Field
 
 from common.errors import InvalidExperiment
-from common.experiment.tables import Count, Fraction, SettingsTable
+from common.experiment.tables import Count, Fraction, Positive, SettingsTable
 
 Weights = Literal["data", "uniform"]
 OnNewModel = Literal["reset", "recentre"]
 Rounds = Annotated[int, Field(ge=0)]
 
 
-class FedAvg(SettingsTable):
+class RuleSettings(SettingsTable):
+    """The settings of a rule."""
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the rule at an institution has state that persists between global rounds."""
+        return False
+
+    def check(self, key: str, children: int) -> None:
+        """Check the settings against the number of children that take part in a round. Raises InvalidExperiment."""
+
+
+class FedAvg(RuleSettings):
     """One model: the mean of the uploads."""
 
     name: Literal["fedavg"] = "fedavg"  # the rule
     weights: Weights = "data"  # each upload's weight: its share of the samples, or 1/K
 
 
-class _MultiModelSettings(SettingsTable):
+class _MultiModelSettings(RuleSettings):
     """K models, one for each child that takes part."""
 
     name: str  # the rule
@@ -41,6 +53,11 @@ class _MultiModelSettings(SettingsTable):
     # How an institution's K models start its next global round: all from the model received, or each at its old offset
     # from their mean.
     on_new_model: OnNewModel = "reset"
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the offsets of the models persist."""
+        return self.on_new_model == "recentre"
 
 
 class Independent(_MultiModelSettings):
@@ -79,7 +96,7 @@ class FedMR(_MultiModelSettings):
     first_stage_rounds: Rounds = 0  # first rounds, in which all models become their mean
 
 
-class FedCDA(SettingsTable):
+class FedCDA(RuleSettings):
     """One model: the mean of one cached upload of each child, chosen to lie close together at a low loss."""
 
     name: Literal["fedcda"] = "fedcda"  # the rule
@@ -94,19 +111,111 @@ class FedCDA(SettingsTable):
     memory_mb: Annotated[float, Field(ge=0)] = 512.0  # megabytes of cached uploads in memory; those beyond it are files
     weights: Weights = "data"  # of the warm-up: shares of the samples, or 1/K
 
+    @property
+    def remembers(self) -> bool:
+        """Whether the cached uploads persist."""
+        return self.history == "keep"
 
-class FedAdp(SettingsTable):
+    def check(self, key: str, children: int) -> None:
+        """Check the number of combinations of a group. Raises InvalidExperiment."""
+        group = ceil(children / self.groups)
+        if self.depth**group > self.combinations:
+            raise InvalidExperiment(
+                f"{key}.combinations",
+                self.combinations,
+                f"a group of {group} children with {self.depth} uploads each has {self.depth}^{group} combinations",
+                f"Raise {key}.groups or lower {key}.depth.",
+            )
+
+
+class FedAdp(RuleSettings):
     """One model: a mean that favours children whose step points where the mean of all points."""
 
     name: Literal["fedadp"] = "fedadp"  # the rule
     a: Annotated[float, Field(ge=0)] = 5.0  # height and steepness of the weight over the angle; 0 is FedAvg
 
+    @property
+    def remembers(self) -> bool:
+        """Whether the angles persist: always."""
+        return True
 
-RULES: Final[Mapping[str, type[SettingsTable]]] = MappingProxyType(
-    {rule.model_fields["name"].default: rule for rule in (FedAvg, Independent, FedCross, FedMR, FedCDA, FedAdp)}
+
+class FedAvgM(RuleSettings):
+    """One model: the server moves it by the mean of the steps, with momentum."""
+
+    name: Literal["fedavgm"] = "fedavgm"  # the rule
+    weights: Weights = "data"  # of the mean: shares of the samples, or 1/K
+    learning_rate: Positive = 1.0  # of the server (eta); 1 without momentum is FedAvg
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # share of the last move that is kept (beta)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the momentum persists: always."""
+        return True
+
+
+class _AdaptiveSettings(RuleSettings):
+    """One model: the server moves each weight at its own rate."""
+
+    name: str  # the rule
+    weights: Weights = "data"  # of the mean: shares of the samples, or 1/K
+    learning_rate: Positive | None = None  # of the server (eta): none suits all, the paper tunes it from 0.003 to 1
+    beta_1: Annotated[float, Field(ge=0, lt=1)] = 0.9  # decay of the first moments
+    tau: Positive = 0.001  # added to the root of the second moments: small values adapt more
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the moments persist: always."""
+        return True
+
+    def check(self, key: str, children: int) -> None:
+        """Check that there is a learning rate. Raises InvalidExperiment."""
+        if self.learning_rate is None:
+            problem = f"{self.name} needs the server's learning rate; the paper tunes it"
+            raise InvalidExperiment(f"{key}.learning_rate", "not set", problem, "Try 0.01, 0.1 and 1.")
+
+
+class FedAdagrad(_AdaptiveSettings):
+    """One model: the server moves it by Adagrad."""
+
+    name: Literal["fedadagrad"] = "fedadagrad"  # the rule
+    beta_1: Annotated[float, Field(ge=0, lt=1)] = 0.0  # decay of the first moments
+
+
+class FedAdam(_AdaptiveSettings):
+    """One model: the server moves it by Adam, without bias correction."""
+
+    name: Literal["fedadam"] = "fedadam"  # the rule
+    beta_2: Annotated[float, Field(ge=0, lt=1)] = 0.99  # decay of the second moments
+
+
+class FedYogi(_AdaptiveSettings):
+    """One model: the server moves it by Yogi, whose second moments fall slowly."""
+
+    name: Literal["fedyogi"] = "fedyogi"  # the rule
+    beta_2: Annotated[float, Field(ge=0, lt=1)] = 0.99  # decay of the second moments
+
+
+class FedExP(RuleSettings):
+    """One model: the server goes farther than the mean where the steps of the children differ."""
+
+    name: Literal["fedexp"] = "fedexp"  # the rule
+    weights: Weights = "data"  # of the mean: shares of the samples, or 1/K
+    epsilon: Positive = 0.001  # times the children that took part, added to the squared length of the mean step
+
+
+RULES: Final[Mapping[str, type[RuleSettings]]] = MappingProxyType(
+    {
+        rule.model_fields["name"].default: rule
+        for rule in (
+            *(FedAvg, Independent, FedCross, FedMR, FedCDA, FedAdp),
+            *(FedAvgM, FedAdagrad, FedAdam, FedYogi, FedExP),
+        )
+    }
 )
 
-Rule = FedAvg | Independent | FedCross | FedMR | FedCDA | FedAdp
+Stepped = FedAvgM | FedAdagrad | FedAdam | FedYogi | FedExP
+Rule = FedAvg | Independent | FedCross | FedMR | FedCDA | FedAdp | Stepped
 MultiModel = Independent | FedCross | FedMR
 
 
@@ -115,23 +224,3 @@ def _named(tree: Any) -> Any:
 
 
 Aggregation = Annotated[Annotated[Rule, Field(discriminator="name")], BeforeValidator(_named)]
-
-
-def remembers(rule: Rule) -> bool:
-    """Return whether a rule at an institution has state that persists between global rounds."""
-    if isinstance(rule, FedCDA):
-        return rule.history == "keep"
-    return isinstance(rule, FedAdp) or (isinstance(rule, MultiModel) and rule.on_new_model == "recentre")
-
-
-def check(key: str, rule: Rule, children: int) -> None:
-    """Check a rule against the number of children that take part in a round. Raises InvalidExperiment."""
-    if isinstance(rule, FedCDA):
-        group = ceil(children / rule.groups)
-        if rule.depth**group > rule.combinations:
-            raise InvalidExperiment(
-                f"{key}.combinations",
-                rule.combinations,
-                f"a group of {group} children with {rule.depth} uploads each has {rule.depth}^{group} combinations",
-                f"Raise {key}.groups or lower {key}.depth.",
-            )

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final, Self
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from common.errors import InvalidExperiment
-from common.experiment import aggregation, codecs, hardware, links
+from common.experiment import codecs, hardware, links
 from common.experiment.codecs import Codecs
 from common.experiment.data import Data, Model
 from common.experiment.data import check as check_data
@@ -108,7 +108,7 @@ class Experiment(SettingsTable):
                 raise InvalidExperiment(f"{key}.participation", tier.participation, "selects no clients", remedy)
             selected = [participants(size, tier.participation) for size in set(sizes)]
             check_closing(f"{key}.closing", tier.closing, min(selected))
-            aggregation.check(f"{key}.aggregation", tier.aggregation, max(selected))
+            tier.aggregation.check(f"{key}.aggregation", max(selected))
         for child in self.links.of:
             self._check_node("links.of", child)
         for device in self.hardware.of:

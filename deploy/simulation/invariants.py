@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Final
 
-from common.experiment.aggregation import remembers
 from common.experiment.rounds import participants
 from common.experiment.topology import CLOUD
 from common.protocol.messages import Presence
@@ -187,7 +186,7 @@ def may_fail(drawn: DrawnLab) -> bool:
 
 def forgets(drawn: DrawnLab) -> bool:
     """Return whether a restart may lose the state of an institution's rule."""
-    if not any(remembers(tier.aggregation) for tier in drawn.experiment.every_tier[1:]):
+    if not any(tier.aggregation.remembers for tier in drawn.experiment.every_tier[1:]):
         return False
     return any(fault.restarts and (not fault.keep or not drawn.spool) for fault in drawn.faults)
 

@@ -35,6 +35,7 @@ from common.experiment.aggregation import RULES, FedCDA, FedMR, Rule
 from common.learning import models
 from common.learning.inputs import Inputs
 from common.model.layout import ModelLayout
+from tests.helpers.rules import LEAST
 
 REPEATS = 5
 MODELS = (10, 40)
@@ -183,7 +184,8 @@ def rounds(layout: ModelLayout, count: int, table: Table) -> None:
     reports = tuple(Report(100 + k, 0.5) for k in range(count))
     cells = []
     for name, table_ in RULES.items():
-        settings: Any = table_(warmup_rounds=0, memory_mb=1e6, groups=10) if table_ is FedCDA else table_()
+        more = {"warmup_rounds": 0, "memory_mb": 1e6, "groups": 10} if table_ is FedCDA else {}
+        settings: Any = table_(**LEAST[name], **more)
         rule = node(settings, layout)
         rule.begin(rows_K[0].copy())
         r = 0

@@ -1,0 +1,168 @@
+"""Server optimisers: against plain twins over many rounds, at their null settings, saved and restored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from common.aggregation.aggregator import Aggregated, Aggregator, Uploads, build
+from common.errors import InvalidExperiment
+from common.experiment.reading import parse
+from common.model.layout import ModelLayout, Section
+from tests.test_aggregators import STEPPED, Report
+
+LAYOUT: Final = ModelLayout.build(
+    [
+        ("fc.weight", (40, 1000), Section.PARAMETER),  # more than a block of columns
+        ("bn.running_mean", (3,), Section.BUFFER),
+        ("bn.num_batches_tracked", (), Section.COUNTER),
+    ]
+)
+ROUNDS: Final = 50
+CHILDREN: Final = ("a", "b", "c")
+SHARES: Final = np.array([0.5, 0.25, 0.25])
+NULL: Final[list[dict[str, Any]]] = [
+    {"name": "fedavgm", "momentum": 0.0},
+    {"name": "fedexp", "epsilon": 1e12},
+]
+
+Doubles = npt.NDArray[np.float64]
+
+
+def rule_of(tree: dict[str, Any], *, measures: bool = True) -> Aggregator:
+    settings = parse({"cloud": {"aggregation": tree}}).cloud.aggregation
+    rule = build(
+        settings, layout=LAYOUT, node="cloud", seed=1, measures=measures, rows=lambda name, count: np.empty(0, np.uint8)
+    )
+    rule.begin(np.zeros(LAYOUT.row_bytes, np.uint8))
+    return rule
+
+
+def play(rule: Aggregator, r: int) -> tuple[Doubles, Aggregated]:
+    """Play a round in which each child moves a random step; return the uploads [K, D] and the outcome."""
+    ((model, _),) = rule.dispatch(r, CHILDREN)
+    rows_K = np.stack([model] * len(CHILDREN))
+    floats_K = LAYOUT.floats(rows_K)
+    floats_K += np.random.default_rng(r).normal(scale=0.1, size=floats_K.shape).astype(np.float32)
+    LAYOUT.integers(rows_K)[:] += 1
+    reports = tuple(Report(int(100 * share), 0.5) for share in SHARES)
+    uploads = floats_K[:, : LAYOUT.parameters].astype(np.float64)
+    return uploads, rule.aggregate(r, Uploads(CHILDREN, rows_K, reports, lambda: None))
+
+
+def model_of(rule: Aggregator) -> Doubles:
+    return LAYOUT.floats(rule.model)[: LAYOUT.parameters].astype(np.float64)
+
+
+def momentum(beta: float, eta: float) -> Callable[[Doubles, Doubles], Doubles]:
+    m = np.zeros(LAYOUT.parameters, np.float32)  # as the rule keeps it
+
+    def step(z: Doubles, delta: Doubles) -> Doubles:
+        now = beta * m.astype(np.float64) + delta
+        m[:] = now
+        return z + eta * now
+
+    return step
+
+
+def adaptive(kind: str, eta: float, beta_1: float, beta_2: float, tau: float) -> Callable[[Doubles, Doubles], Doubles]:
+    m, v = np.zeros(LAYOUT.parameters, np.float32), np.full(LAYOUT.parameters, tau**2, np.float32)
+
+    def step(z: Doubles, delta: Doubles) -> Doubles:
+        before = v.astype(np.float64)
+        first = beta_1 * m.astype(np.float64) + (1 - beta_1) * delta
+        second = {
+            "adagrad": before + delta**2,
+            "adam": beta_2 * before + (1 - beta_2) * delta**2,
+            "yogi": before - (1 - beta_2) * delta**2 * np.sign(before - delta**2),
+        }[kind]
+        m[:], v[:] = first, second
+        return z + eta * first / (np.sqrt(second) + tau)
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("tree", "step"),
+    [
+        ({"name": "fedavgm", "momentum": 0.9, "learning_rate": 0.5}, momentum(0.9, 0.5)),
+        ({"name": "fedadagrad", "learning_rate": 0.1}, adaptive("adagrad", 0.1, 0.0, 0.0, 1e-3)),
+        ({"name": "fedadam", "learning_rate": 0.01}, adaptive("adam", 0.01, 0.9, 0.99, 1e-3)),
+        ({"name": "fedyogi", "learning_rate": 0.02, "tau": 0.01}, adaptive("yogi", 0.02, 0.9, 0.99, 1e-2)),
+    ],
+    ids=lambda value: value["name"] if isinstance(value, dict) else "",
+)
+def test_fifty_rounds_are_those_of_a_plain_twin(
+    tree: dict[str, Any], step: Callable[[Doubles, Doubles], Doubles]
+) -> None:
+    rule = rule_of(tree)
+    for r in range(ROUNDS):
+        z = model_of(rule) if r else np.zeros(LAYOUT.parameters)
+        uploads, outcome = play(rule, r)
+        expected = step(z, SHARES @ uploads - z)
+        wrong = ~np.isclose(model_of(rule), expected, rtol=1e-5, atol=2e-6)
+        # The mean is rounded to float32: where v is nearly delta^2, Yogi's sign may differ.
+        assert wrong.sum() <= (2 if tree["name"] == "fedyogi" else 0)
+        far = [float(np.linalg.norm(upload - model_of(rule))) for upload in uploads]
+        assert list(outcome.distances.values()) == pytest.approx(far, rel=1e-6), "to the next model, not to the mean"
+        assert LAYOUT.integers(rule.model).tolist() == [r + 1], "counters are those of the mean"
+
+
+def test_fedexp_goes_as_far_as_its_formula() -> None:
+    rule = rule_of({"name": "fedexp", "epsilon": 0.5})
+    for r in range(5):
+        z = model_of(rule) if r else np.zeros(LAYOUT.parameters)
+        uploads, outcome = play(rule, r)
+        delta = SHARES @ uploads - z
+        squares = SHARES @ ((uploads - z) ** 2).sum(axis=1)
+        eta = max(1.0, float(squares / (2 * (delta @ delta + 3 * 0.5))))
+        assert eta > 1.2, "random steps point nowhere together"
+        assert outcome.facts["server_learning_rate"] == pytest.approx(eta, rel=1e-6)
+        np.testing.assert_allclose(model_of(rule), z + eta * delta, rtol=1e-5, atol=1e-6)
+        assert rule.mixed is not None
+        judged = LAYOUT.floats(rule.mixed)[: LAYOUT.parameters]
+        np.testing.assert_allclose(judged, (z + model_of(rule)) / 2, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("tree", NULL, ids=lambda tree: tree["name"])
+def test_the_null_setting_is_fedavg(tree: dict[str, Any]) -> None:
+    one, other = rule_of(tree), rule_of({"name": "fedavg"})
+    for r in range(10):
+        play(one, r)
+        play(other, r)
+        assert one.model.tobytes() == other.model.tobytes()
+
+
+@pytest.mark.parametrize("tree", STEPPED, ids=lambda tree: tree["name"])
+def test_a_restored_rule_continues_bit_for_bit(tree: dict[str, Any], tmp_path: Path) -> None:
+    rule, other = rule_of(tree, measures=False), rule_of(tree, measures=False)
+    for r in range(3):
+        assert play(rule, r)[1].distances == {}, "at an institution nobody asks for them"
+    facts = rule.save(tmp_path)
+    other.begin(rule.model.copy())
+    other.restore(tmp_path, facts)
+    for r in range(3, 6):
+        play(rule, r)
+        play(other, r)
+        assert rule.model.tobytes() == other.model.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"name": "fedavgm", "momentum": 1.0}, r"momentum = 1.0: too large. Write a number below 1"),
+        ({"name": "fedadam", "tau": 0.0}, r"tau = 0.0: too small. Write a number above 0"),
+        ({"name": "fedyogi", "learning_rate": -1.0}, r"learning_rate = -1.0: too small"),
+        ({"name": "fedadagrad"}, r"learning_rate = 'not set': fedadagrad needs .* Try 0.01, 0.1 and 1"),
+        ({"name": "fedexp", "epsilon": 0.0}, r"epsilon = 0.0: too small"),
+        ({"name": "fedavgm", "beta_2": 0.9}, r"beta_2 = 0.9: unknown key. It belongs to fedadam and fedyogi"),
+    ],
+)
+def test_what_cannot_be_is_refused(tree: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidExperiment, match=message):
+        parse({"cloud": {"aggregation": tree}})
