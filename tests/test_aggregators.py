@@ -53,6 +53,11 @@ STEPPED: list[dict[str, Any]] = [
     {"name": "fedyogi", "learning_rate": 0.1, "weights": "uniform"},
     {"name": "fedexp"},
 ]
+ROBUST: list[dict[str, Any]] = [
+    {"name": "median"},
+    {"name": "trimmed_mean", "trim": 0.25},
+    {"name": "krum", "wrong": 0},
+]
 SEVERAL: list[dict[str, Any]] = [
     {"name": "independent"},
     {"name": "fedcross", "strategy": "in_order", "alpha": 0.9},
@@ -71,7 +76,7 @@ def label(tree: dict[str, Any]) -> str:
     return "-".join(str(value) for value in tree.values())
 
 
-each_rule = pytest.mark.parametrize("tree", [*SINGLE, *STEPPED, *SEVERAL], ids=label)
+each_rule = pytest.mark.parametrize("tree", [*SINGLE, *STEPPED, *ROBUST, *SEVERAL], ids=label)
 each_of_several = pytest.mark.parametrize("tree", SEVERAL, ids=label)
 
 
@@ -256,7 +261,7 @@ def test_an_institution_finds_the_same_spread_without_distances(tree: dict[str, 
         assert dispatched(cloud, r + 1, CHILDREN) == dispatched(site, r + 1, CHILDREN)
 
 
-@pytest.mark.parametrize("tree", [*SINGLE, *SEVERAL], ids=label)
+@pytest.mark.parametrize("tree", [*SINGLE, *ROBUST, *SEVERAL], ids=label)
 def test_a_single_child_is_copied(tree: dict[str, Any]) -> None:
     rule = aggregator(tree | ({"warmup_rounds": 0, "depth": 1} if tree["name"] == "fedcda" else {}))
     rule.begin(first_model())

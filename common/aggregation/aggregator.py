@@ -18,9 +18,9 @@ import numpy.typing as npt
 from common.aggregation.cached_uploads import CachedUploadRule
 from common.aggregation.multi_model import MultiModelRule
 from common.aggregation.server_steps import STEPS
-from common.aggregation.single_model import SingleModelRule
+from common.aggregation.single_model import COLUMNS, SingleModelRule
 from common.aggregation.uploads import Aggregated, Dispatched, RuleContext, Uploads
-from common.experiment.aggregation import FedAdp, FedAvg, FedCDA, FedCross, FedMR, Independent, RuleSettings
+from common.experiment.aggregation import FedAdp, FedAvg, FedCDA, FedCross, FedMR, Independent, Krum, RuleSettings
 from common.model.layout import ModelLayout, Row
 
 __all__ = ["Aggregated", "Aggregator", "Uploads", "build"]
@@ -68,7 +68,7 @@ class Aggregator(Protocol):
 BUILT: Final[Mapping[type[RuleSettings], Callable[[Any, RuleContext], Aggregator]]] = {
     FedAvg: SingleModelRule,
     FedAdp: SingleModelRule,
-    **dict.fromkeys(STEPS, SingleModelRule),
+    **dict.fromkeys((*STEPS, *COLUMNS, Krum), SingleModelRule),
     Independent: MultiModelRule,
     FedCross: MultiModelRule,
     FedMR: MultiModelRule,

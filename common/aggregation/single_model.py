@@ -9,12 +9,13 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from common.aggregation import fedadp, fedavg, mixing, server_steps
+from common.aggregation import fedadp, fedavg, mixing, robust, server_steps
+from common.aggregation.blocks import cut, over
 from common.aggregation.mixing import Floats, Mixture, whole
 from common.aggregation.server_steps import STEPS
-from common.aggregation.statistics import Gram, Statistics, gram
+from common.aggregation.statistics import Doubles, Gram, Statistics, gram
 from common.aggregation.uploads import Aggregated, Dispatched, RuleContext, Uploads
-from common.experiment.aggregation import FedAdp, RuleSettings
+from common.experiment.aggregation import FedAdp, Krum, Median, RuleSettings, TrimmedMean
 from common.model.layout import ModelLayout, Row
 
 
@@ -35,7 +36,21 @@ class MeanPlan(Protocol):
         """Restore what `save` returned."""
 
 
-MEANS: Final[Mapping[type[RuleSettings], Callable[[Any], MeanPlan]]] = {FedAdp: fedadp.AngleMean}  # others: by shares
+class ColumnPlan(MeanPlan, Protocol):
+    """A mean whose trainable columns are not a mixture of the uploads."""
+
+    def columns(self, block_KC: Floats) -> Doubles:
+        """Return columns of the next model, float64 [C], from those of the uploads, float32 [K, C]."""
+
+
+COLUMNS: Final[Mapping[type[RuleSettings], Callable[[Any], ColumnPlan]]] = {
+    Median: robust.MedianColumns,
+    TrimmedMean: robust.TrimmedColumns,
+}
+MEANS: Final[Mapping[type[RuleSettings], Callable[[Any], MeanPlan]]] = {  # others: by shares
+    FedAdp: fedadp.AngleMean,
+    Krum: robust.KrumMean,
+}
 
 
 class OneModel:
@@ -89,7 +104,9 @@ class SingleModelRule(OneModel):
     def __init__(self, settings: RuleSettings, context: RuleContext) -> None:
         super().__init__(context.layout)
         self._measures = context.measures
-        self._mean_plan: MeanPlan = MEANS.get(type(settings), fedavg.ShareMean)(settings)
+        column_plan = COLUMNS.get(type(settings))
+        self._columns = column_plan(settings) if column_plan is not None else None
+        self._mean_plan: MeanPlan = self._columns or MEANS.get(type(settings), fedavg.ShareMean)(settings)
         step = STEPS.get(type(settings))
         self._step = step(settings, context.layout.parameters) if step is not None else None
         self._before_D: Floats | None = None  # the model before the last step
@@ -109,7 +126,8 @@ class SingleModelRule(OneModel):
         """Write the mean of the uploads, then take the step."""
         answered, statistics, step = uploads.answered, uploads.statistics, self._step
         children = [uploads.children[k] for k in answered]
-        compares = self._mean_plan.compares or (step.compares if step is not None else self._measures)
+        mixes = step is None and self._columns is None  # then the next model is a mixture of the uploads
+        compares = self._mean_plan.compares or (self._measures if mixes else step is not None and step.compares)
         products = self._products(uploads) if compares else None
         mixture, facts = self._mean_plan.of(statistics, products, children)
         weights_K = mixture.dense(len(answered))
@@ -120,9 +138,12 @@ class SingleModelRule(OneModel):
         self._current = self._mean
         facts = {**facts, "weights": dict(zip(children, weights_K.tolist(), strict=True))}
         distances = [] if products is None else products.distances(weights_K).tolist()
+        if self._columns is not None:
+            self._replace_columns(self._columns, uploads)
         if step is not None and self._before_D is not None:
             facts |= step.begin(products, weights_K)
             server_steps.take(step, self._before_D, self._trainable(self._mean))
+        if not mixes:
             distances = self._distances(uploads) if self._measures else []
         loss = float(weights_K @ statistics.losses_K)
         return Aggregated(loss, dict(zip(children, distances, strict=False)), None, facts)
@@ -138,6 +159,16 @@ class SingleModelRule(OneModel):
         if self._step is not None:
             server_steps.restore(self._step, folder)
         self._mean_plan.restore(facts)
+
+    def _replace_columns(self, plan: ColumnPlan, uploads: Uploads) -> None:
+        """Write the trainable columns of the next model."""
+        floats_K, answered = self._layout.floats(uploads.rows_K), list(uploads.answered)
+        target_D = self._trainable(self._mean)
+
+        def block(columns: slice) -> None:
+            target_D[columns] = plan.columns(floats_K[answered, columns])
+
+        over(list(cut(0, self._layout.parameters)), block, release=uploads.release)
 
     def _distances(self, uploads: Uploads) -> list[float]:
         """Return the distance of each upload to the next model, which is not their mean."""

@@ -204,18 +204,50 @@ class FedExP(RuleSettings):
     epsilon: Positive = 0.001  # times the children that took part, added to the squared length of the mean step
 
 
+class Median(RuleSettings):
+    """One model: the median of each column of the uploads."""
+
+    name: Literal["median"] = "median"  # the rule
+
+
+class TrimmedMean(RuleSettings):
+    """One model: the mean of each column without its largest and smallest values."""
+
+    name: Literal["trimmed_mean"] = "trimmed_mean"  # the rule
+    trim: Annotated[float, Field(ge=0, lt=0.5)] = 0.1  # share of the uploads left out at each end, rounded down
+
+
+class Krum(RuleSettings):
+    """One model: the mean of the uploads that lie closest to most others."""
+
+    name: Literal["krum"] = "krum"  # the rule
+    wrong: Annotated[int, Field(ge=0)] = 1  # wrong uploads that are expected (f)
+    keep: Count = 1  # uploads of which the mean is taken (m): 1 is Krum, more multi-Krum
+
+    def check(self, key: str, children: int) -> None:
+        """Check that enough children take part. Raises InvalidExperiment."""
+        if self.wrong and children < (least := 2 * self.wrong + 3):
+            problem = f"needs {least} uploads, of {children} children that take part"
+            raise InvalidExperiment(f"{key}.wrong", self.wrong, problem, "Lower it, or let more children take part.")
+        if self.keep > children:
+            problem = f"more than the {children} children that take part"
+            raise InvalidExperiment(f"{key}.keep", self.keep, problem, f"Use at most {children}.")
+
+
 RULES: Final[Mapping[str, type[RuleSettings]]] = MappingProxyType(
     {
         rule.model_fields["name"].default: rule
         for rule in (
             *(FedAvg, Independent, FedCross, FedMR, FedCDA, FedAdp),
             *(FedAvgM, FedAdagrad, FedAdam, FedYogi, FedExP),
+            *(Median, TrimmedMean, Krum),
         )
     }
 )
 
 Stepped = FedAvgM | FedAdagrad | FedAdam | FedYogi | FedExP
-Rule = FedAvg | Independent | FedCross | FedMR | FedCDA | FedAdp | Stepped
+Robust = Median | TrimmedMean | Krum
+Rule = FedAvg | Independent | FedCross | FedMR | FedCDA | FedAdp | Stepped | Robust
 MultiModel = Independent | FedCross | FedMR
 
 

@@ -1,0 +1,123 @@
+"""Median, trimmed mean and Krum: against plain twins, and what poisoned uploads can do to them."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.aggregation.aggregator import Aggregated, Uploads, build
+from common.errors import InvalidExperiment
+from common.experiment.reading import parse
+from common.model.layout import ModelLayout, Section
+from tests.test_aggregators import Report
+
+LAYOUT: Final = ModelLayout.build(
+    [("weight", (40, 1000), Section.PARAMETER), ("mean", (3,), Section.BUFFER), ("steps", (), Section.COUNTER)]
+)
+D: Final = LAYOUT.parameters
+SPREAD: Final = 0.1
+
+Floats = npt.NDArray[np.float32]
+
+
+def aggregated(tree: dict[str, Any], models_KD: Floats) -> tuple[npt.NDArray[np.float64], Aggregated]:
+    """Return the next model's trainable columns from these uploads, which have 1, 2, 3, ... samples."""
+    topology = {"institutions": 20, "devices": 20}
+    rule = build(
+        parse({"cloud": {"aggregation": tree}, "topology": topology}).cloud.aggregation,
+        layout=LAYOUT, node="cloud", seed=1, measures=True, rows=lambda name, count: np.empty(0, np.uint8),
+    )  # fmt: skip
+    rule.begin(np.zeros(LAYOUT.row_bytes, np.uint8))
+    rows_K = np.zeros((len(models_KD), LAYOUT.row_bytes), np.uint8)
+    LAYOUT.floats(rows_K)[:, :D] = models_KD
+    LAYOUT.floats(rows_K)[:, D:] = np.arange(len(models_KD))[:, None]
+    children = tuple(f"c{k}" for k in range(len(models_KD)))
+    reports = tuple(Report(k + 1, 0.5) for k in range(len(models_KD)))
+    outcome = rule.aggregate(0, Uploads(children, rows_K, reports, lambda: None))
+    found = LAYOUT.floats(rule.model)[:D].astype(np.float64)
+    for k, child in enumerate(children):
+        far = np.linalg.norm(models_KD[k].astype(np.float64) - found)
+        assert outcome.distances[child] == pytest.approx(float(far), rel=1e-5, abs=1e-4)
+    return found, outcome
+
+
+def models(count: int, *, poisoned: int = 0, seed: int = 1) -> Floats:
+    """Return uploads around zero; the last ones are far away, in one direction."""
+    found = np.random.default_rng(seed).normal(scale=SPREAD, size=(count, D)).astype(np.float32)
+    found[count - poisoned :] = 1000.0
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 6, 11])
+def test_columns_are_those_of_plain_twins(count: int) -> None:
+    uploads = models(count)
+    median, _ = aggregated({"name": "median"}, uploads)
+    np.testing.assert_allclose(median, np.median(uploads.astype(np.float64), axis=0), rtol=1e-6, atol=1e-8)
+    for trim in (0.0, 0.1, 0.3, 0.49):
+        left = np.sort(uploads.astype(np.float64), axis=0)[int(trim * count) : count - int(trim * count)]
+        trimmed, _ = aggregated({"name": "trimmed_mean", "trim": trim}, uploads)
+        np.testing.assert_allclose(trimmed, left.mean(axis=0), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("tree", [{"name": "trimmed_mean", "trim": 0.0}, {"name": "krum", "keep": 7}])
+def test_the_null_setting_is_uniform_fedavg(tree: dict[str, Any]) -> None:
+    uploads = models(7)
+    uniform, _ = aggregated({"name": "fedavg", "weights": "uniform"}, uploads)
+    np.testing.assert_allclose(aggregated(tree, uploads)[0], uniform, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("count", "wrong", "keep"), [(5, 1, 1), (7, 2, 3), (11, 4, 2)])
+def test_krum_chooses_by_its_formula(count: int, wrong: int, keep: int) -> None:
+    uploads = models(count)
+    found, outcome = aggregated({"name": "krum", "wrong": wrong, "keep": keep}, uploads)
+    apart = np.array([[((a - b).astype(np.float64) ** 2).sum() for b in uploads] for a in uploads])
+    scores = [float(np.sort(np.delete(row, k))[: count - wrong - 2].sum()) for k, row in enumerate(apart)]
+    scored: Any = outcome.facts["scores"]
+    assert list(scored.values()) == pytest.approx(scores, rel=1e-5)
+    chosen = sorted(np.argsort(scores)[:keep])
+    assert outcome.facts["chosen"] == [f"c{k}" for k in chosen]
+    np.testing.assert_allclose(found, uploads[chosen].mean(axis=0), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("tree", [{"name": "median"}, {"name": "trimmed_mean", "trim": 0.3}])
+@given(seed=st.integers(0, 1000), poisoned=st.integers(0, 3))
+def test_poisoned_uploads_move_no_column_beyond_the_others(tree: dict[str, Any], seed: int, poisoned: int) -> None:
+    uploads = models(11, poisoned=poisoned, seed=seed)
+    honest = uploads[: 11 - poisoned].astype(np.float64)
+    found, _ = aggregated(tree, uploads)
+    assert (found >= honest.min(axis=0) - 1e-6).all() and (found <= honest.max(axis=0) + 1e-6).all()
+    average, _ = aggregated({"name": "fedavg"}, uploads)
+    assert poisoned == 0 or (average > honest.max(axis=0)).all()
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+@given(seed=st.integers(0, 1000))
+def test_krum_stays_within_the_bound_of_its_theorem(keep: int, seed: int) -> None:
+    # Blanchard et al. 2017, Proposition 1: eta sigma sqrt(d), for f of n uploads.
+    n, f = 11, 3
+    uploads = models(n, poisoned=f, seed=seed)
+    found, outcome = aggregated({"name": "krum", "wrong": f, "keep": keep}, uploads)
+    eta = np.sqrt(2 * (n - f + (f * (n - f - 2) + f**2 * (n - f - 1)) / (n - 2 * f - 2)))
+    assert np.linalg.norm(found) <= eta * SPREAD * np.sqrt(D)
+    assert not {f"c{k}" for k in range(n - f, n)} & set(outcome.facts["chosen"])  # type: ignore[call-overload]
+    average, _ = aggregated({"name": "fedavg"}, uploads)
+    assert np.linalg.norm(average) > 100 * eta * SPREAD * np.sqrt(D)
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"name": "krum", "wrong": 9}, r"wrong = 9: needs 21 uploads, of 20 children that take part. Lower it"),
+        ({"name": "krum", "keep": 21}, r"keep = 21: more than the 20 children that take part. Use at most 20"),
+        ({"name": "trimmed_mean", "trim": 0.5}, r"trim = 0.5: too large. Write a number below 0.5"),
+        ({"name": "median", "weights": "data"}, r"weights = 'data': unknown key. It belongs to fedavg and"),
+    ],
+)
+def test_what_cannot_be_is_refused(tree: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidExperiment, match=message):
+        parse({"cloud": {"aggregation": tree}, "topology": {"institutions": 20, "devices": 20}})
