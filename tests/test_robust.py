@@ -56,7 +56,8 @@ def models(count: int, *, poisoned: int = 0, seed: int = 1) -> Floats:
 @pytest.mark.parametrize("count", [1, 2, 5, 6, 11])
 def test_columns_are_those_of_plain_twins(count: int) -> None:
     uploads = models(count)
-    median, _ = aggregated({"name": "median"}, uploads)
+    median, outcome = aggregated({"name": "median"}, uploads)
+    assert "weights" not in outcome.facts, "no upload has one"
     np.testing.assert_allclose(median, np.median(uploads.astype(np.float64), axis=0), rtol=1e-6, atol=1e-8)
     for trim in (0.0, 0.1, 0.3, 0.49):
         left = np.sort(uploads.astype(np.float64), axis=0)[int(trim * count) : count - int(trim * count)]

@@ -136,7 +136,9 @@ class SingleModelRule(OneModel):
         plan = whole(self._layout, [rows])
         mixing.apply(plan, uploads.rows_K, layout=self._layout, out=[self._mean], release=uploads.release)
         self._current = self._mean
-        facts = {**facts, "weights": dict(zip(children, weights_K.tolist(), strict=True))}
+        facts = dict(facts)
+        if self._columns is None:  # else the weights are those of buffers and of the loss alone
+            facts["weights"] = dict(zip(children, weights_K.tolist(), strict=True))
         distances = [] if products is None else products.distances(weights_K).tolist()
         if self._columns is not None:
             self._replace_columns(self._columns, uploads)
