@@ -157,6 +157,11 @@ def close(_kind: int, _body: bytes) -> None:
     return None
 
 
+def client_id(connect: bytes) -> str:
+    """Return the client id in a CONNECT of MQTT 3.1.1: after the protocol's name, its version, flags and keep-alive."""
+    return connect[12 : 12 + int.from_bytes(connect[10:12], "big")].decode()
+
+
 class FakeBroker:
     """A TCP server that answers each MQTT packet by `answer(type, body)`; None closes the connection.
 
@@ -571,6 +576,8 @@ def test_a_connection_goes_to_the_next_address_when_it_dies_and_stays_there(atte
                 connection.publish("drop", b"", qos=0)
                 await until(lambda: connection._worked and len(first.times) == 2)
                 assert attempts == [0]  # both addresses have failed, though after they had worked
+                names = [client_id(body) for _, kind, body in first.packets + second.packets if kind == CONNECT]
+                assert names == ["c-0", "c-0", "c-1"]  # a server of a cluster cleans up after a dead one by client ids
 
     assert scenario(run()) == []
 

@@ -45,6 +45,11 @@ class Attempts:
         return self._each[self._place]
 
     @property
+    def place(self) -> int:
+        """The place of `address` among the broker's addresses, from 0."""
+        return self._place
+
+    @property
     def endless(self) -> bool:
         """Whether the attempts never end: a connection has worked, or there is no time limit."""
         return self._give_up == math.inf

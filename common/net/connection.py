@@ -53,7 +53,9 @@ class BrokerConnection:
 
     A connection *has worked* once the broker acknowledged its subscriptions, or it lasted for `LIVED_S`. Only that
     resets the pauses between attempts, so a broker that drops a client immediately is not flooded. `lost` runs when the
-    connection is lost, not when `run` is cancelled. `attempts` has the broker's address that is connected or tried.
+    connection is lost, not when `run` is cancelled. `attempts` has the broker's address that is connected or tried. Each
+    address gets a client id of its own: when a server of a RabbitMQ cluster dies, the others delete the queues of its
+    clients by their ids, also of one that has come to them meanwhile, without a word to it.
 
     `find_place(topic, bytes)` may return memory for the payload of a QoS 0 message, where it is written as it arrives;
     then `landed(topic, place)` is called in place of `received`.
@@ -236,7 +238,7 @@ class BrokerConnection:
                     raise  # later the files are about to be renewed: the old ones go on
         client = MqttClient(
             address,
-            client_id=self._client_id,
+            client_id=f"{self._client_id}-{self.attempts.place}",
             keepalive_s=self._keepalive_s,
             will=self._will,
             find_place=self._find_place,
