@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.errors import InvalidExperiment
-from common.experiment.data import Data, check_alike, examine_data, found_in, permit, root_below
+from common.experiment.data import Data, check_alike, examine_data, found_in, root_below
+from common.experiment.own import permit
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.experiment.tiers import check_parent
@@ -40,7 +41,7 @@ WAITING_S = 1.0
 class DeviceAgent:
     """One device, which initially knows only its broker, its name and its parent.
 
-    `allow_models`: the packages whose models an experiment may name. `data`: the folder of data sets on this host, in
+    `allow`: the packages whose code an experiment may name. `data`: the folder of data sets on this host, in
     place of the experiment's, which must be below `data_root` otherwise. `stay`: wait for the next run.
     """
 
@@ -56,7 +57,7 @@ class DeviceAgent:
         metrics_address: str = "",
         lab: str = DEFAULT_LAB,
         spool: Path | None = None,
-        allow_models: Sequence[str] = (),
+        allow: Sequence[str] = (),
         data: str | None = None,
         data_root: Path = Path(),
         stay: bool = False,
@@ -71,7 +72,7 @@ class DeviceAgent:
         self._metrics = metrics
         self._metrics_address = metrics_address
         self._spool = spool
-        self._allow_models = allow_models
+        self._allow = allow
         self._data = data
         self._data_root = data_root
         self._lab = check_lab(lab)
@@ -146,7 +147,7 @@ class DeviceAgent:
         spool.close()
 
     async def _train_all(self, up: ChildEndpoint, experiment: Experiment, announcement: Announcement) -> None:
-        permit(experiment.model, self._allow_models)
+        permit(experiment.code_at(self._name), self._allow)
         prepared = await up.unless_over(self._prepare(up, experiment))
         if prepared is None:
             return

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
+from common.experiment.own import permit
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.experiment.tiers import check_parent
@@ -38,7 +40,10 @@ log = logging.getLogger("fedstrata.institution")
 
 
 class InstitutionAgent:
-    """One institution; its children may be on another broker than its parent. `stay`: wait for the next run."""
+    """One institution; its children may be on another broker than its parent. `stay`: wait for the next run.
+
+    `allow`: the packages whose code an experiment may name.
+    """
 
     def __init__(
         self,
@@ -52,6 +57,7 @@ class InstitutionAgent:
         metrics_address: str = "",
         lab: str = DEFAULT_LAB,
         spool: Path | None = None,
+        allow: Sequence[str] = (),
         stay: bool = False,
         kit: str = "",
         world: World = REAL,
@@ -65,6 +71,7 @@ class InstitutionAgent:
         self._metrics_address = metrics_address
         self._lab = check_lab(lab)
         self._spool = spool
+        self._allow = allow
         self._stay = stay
         self._kit = kit
         self._world = world
@@ -142,6 +149,7 @@ class InstitutionAgent:
         async def work() -> None:
             passing_on = asyncio.create_task(self._pass_targets_on(up, down), name="targets")
             try:
+                permit(experiment.code_at(self._name), self._allow)
                 if await up.unless_over(self._prepare(up, down, experiment)):
                     presence.publish(NodeState.READY, samples=sum(down.samples.values()))
                     await up.serve(layout, rounds.work)

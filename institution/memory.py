@@ -39,29 +39,29 @@ class Memory:
         self._folder = folder
         self._kept = kept
         self._must_remember = must_remember
-        self._rule = build()
+        self._rule: Aggregator | None = None
         self._stands: int | None = None  # the state precedes this task; None: unknown, or within a task
 
     def before(self, task: int) -> Aggregator:
         """Return the rule with its state before a task, about to do it. Raises RunFailed."""
-        if self._remembers and (self._stands is None or self._stands > task):
+        if self._rule is None or (self._remembers and (self._stands is None or self._stands > task)):
             self._rule = self._build()
-            if task > 0:
-                self._restore(task)
+            if self._remembers and task > 0:
+                self._restore(self._rule, task)
         self._stands = None
         return self._rule
 
     def after(self, task: int) -> None:
         """Save the rule's state after a task."""
         self._stands = task + 1
-        if self._remembers and self._folder is not None:
+        if self._remembers and self._folder is not None and self._rule is not None:
             rule_states.write(self._folder, _name(task + 1), self._rule.save)
             rule_states.prune(self._folder, keep=self._kept)
 
-    def _restore(self, task: int) -> None:
+    def _restore(self, rule: Aggregator, task: int) -> None:
         found = rule_states.latest(self._folder, _name(task)) if self._folder is not None else None
         if found is not None:
-            rule_states.read(found, self._rule.restore)
+            rule_states.read(found, rule.restore)
         elif self._must_remember(task):
             raise RunFailed(
                 f"the state of this institution's rule before its task {task} is lost. Start institutions "

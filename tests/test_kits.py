@@ -29,7 +29,7 @@ broker = "main"
 [machines]
 server = { address = "10.0.0.1", cloud = true, metrics = true }
 pi-0 = { address = "10.0.0.10", user = "pi", memory_gb = 0.75, link = "wan-50mbit" }
-gpu-0 = { address = "fd00::20", accelerator = "cuda:0", slots = 2, data = "/srv/data", allow_models = ["nets.own"] }
+gpu-0 = { address = "fd00::20", accelerator = "cuda:0", slots = 2, data = "/srv/data", allow = ["nets.own"] }
 
 [brokers]
 main = { machine = "server" }
@@ -162,7 +162,7 @@ def test_the_services_of_each_machine(lab: Lab) -> None:
                 for name in ("device-0", "device-1", "device-2", "probe")
             )
             + " --name device-3 --parent region-0 --broker a,b"
-            " --accelerator cuda:0 --slots 2 --data /srv/data --allow-models nets.own --lab rack",
+            " --accelerator cuda:0 --slots 2 --data /srv/data --allow nets.own --lab rack",
         },
     }
 

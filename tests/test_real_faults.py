@@ -105,9 +105,9 @@ class Agents:
         agent = InstitutionAgent(name, broker=self._address, child_broker=self._address, **self._more)
         return self._start(name, agent.run())
 
-    def device(self, name: str, institution: str, *, allow_models: Sequence[str] = ()) -> asyncio.Task[Any]:
+    def device(self, name: str, institution: str, *, allow: Sequence[str] = ()) -> asyncio.Task[Any]:
         agent = DeviceAgent(
-            name, parent=institution, broker=self._address, pool=self._pool, allow_models=allow_models,
+            name, parent=institution, broker=self._address, pool=self._pool, allow=allow,
             data_root=self._runs.parent, **self._more,
         )  # fmt: skip
         return self._start(name, agent.run())
@@ -268,20 +268,20 @@ def test_a_device_that_is_wrong_in_three_ways_holds_up_the_lab_until_it_is_right
             agents.cloud()
             for name in ("institution-0", "institution-1"):
                 agents.institution(name)
-            agents.device("device-1", "institution-1", allow_models=mine)
+            agents.device("device-1", "institution-1", allow=mine)
             for reason, parent, allowed in (
-                ("--allow-models net_of_mine", "institution-0", []),
+                ("--allow net_of_mine", "institution-0", []),
                 ("it belongs to institution-0", "institution-1", mine),
                 ("data.root = .*device-0", "institution-0", mine),
             ):
                 with pytest.raises(InvalidExperiment, match=reason):
-                    await agents.device("device-0", parent, allow_models=allowed)
+                    await agents.device("device-0", parent, allow=allowed)
                 await asyncio.sleep(1.0)
                 ended = {name: task for name, task in agents.tasks.items() if task.done()}
                 assert ended.keys() == {"device-0"}, ended
             await asyncio.sleep(4.0)  # longer than idle_s
             pictures(tmp_path / "device-0" / "train")
-            agents.device("device-0", "institution-0", allow_models=mine)
+            agents.device("device-0", "institution-0", allow=mine)
             await asyncio.gather(*agents.tasks.values())
 
     asyncio.run(run())

@@ -186,7 +186,7 @@ class AllowingFactory(AgentFactory):
     def new(self, node: str, world: SimulatedWorld, **how: Any) -> Any:
         agent = super().new(node, world, **how)
         if isinstance(agent, DeviceAgent):
-            agent._allow_models = ("mine",)
+            agent._allow = ("mine",)
         return agent
 
 

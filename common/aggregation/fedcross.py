@@ -7,15 +7,16 @@ The papers leave the propellers' weights and offsets and the schedule of dynamic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from common.aggregation.mixing import Mixture, Mixtures
-from common.aggregation.statistics import Gram
+from common.aggregation.mixing import MixedColumns, Mixture, Mixtures, whole
+from common.aggregation.statistics import Gram, gram_by_entry
+from common.aggregation.uploads import Planner, RuleContext, Uploads
 from common.experiment.aggregation import FedCross
 
 LEAST_ALPHA: Final = 0.5
@@ -32,6 +33,31 @@ class FedCrossStage:
     alpha: float
     partners: int
     similar: bool
+
+
+def planner(settings: FedCross, context: RuleContext) -> Planner:
+    """Return what decides a node's rounds."""
+    layout = context.layout
+
+    def decide(
+        r: int, uploads: Uploads, compare: Callable[[], Gram]
+    ) -> tuple[Sequence[MixedColumns], Mapping[str, object]]:
+        if r < settings.first_stage_rounds:
+            return (), {"stage": "first"}
+        count = len(uploads.children)
+        found = stage(settings, r, count)
+        if found.similar:
+            entries = [compare()]  # the spread needs these products anyway
+            if settings.similarity == "pairwise":
+                entries = gram_by_entry(uploads.rows_K, layout, release=uploads.release)
+            similarity_KK = similarity(settings, entries)
+            partners = [by_similarity(similarity_KK, lowest=settings.strategy == "lowest")]
+        else:
+            partners = [in_order(r, count, place) for place in range(found.partners)]
+        facts: dict[str, object] = {"stage": found.name, "alpha": found.alpha, "partners": partners}
+        return whole(layout, plan(found, partners, count)), facts
+
+    return decide
 
 
 def stage(settings: FedCross, r: int, count: int) -> FedCrossStage:

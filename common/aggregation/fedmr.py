@@ -7,16 +7,32 @@ Every layer of every upload is used exactly once; nothing is averaged.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import groupby
 
 from common.aggregation.mixing import MixedColumns, Mixture
+from common.aggregation.statistics import Gram
+from common.aggregation.uploads import Planner, RuleContext, Uploads
 from common.experiment.aggregation import FedMR
 from common.model.layout import Entry, ModelLayout
 from common.randomness import Purpose, generator
 
 Layer = tuple[Entry, ...]
+
+
+def planner(settings: FedMR, context: RuleContext) -> Planner:
+    """Return what decides a node's rounds."""
+    found = layers(settings, context.layout)
+
+    def decide(
+        r: int, uploads: Uploads, compare: Callable[[], Gram]
+    ) -> tuple[Sequence[MixedColumns], Mapping[str, object]]:
+        if r < settings.first_stage_rounds:
+            return (), {"stage": "first"}
+        return plan(found, len(uploads.children), seed=context.seed, node=context.node, r=r)
+
+    return decide
 
 
 def layers(settings: FedMR, layout: ModelLayout) -> tuple[Layer, ...]:

@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
-from common.aggregation.mixing import Mixture, Mixtures
+from collections.abc import Callable, Mapping, Sequence
+
+from common.aggregation.mixing import MixedColumns, Mixture, Mixtures, whole
+from common.aggregation.statistics import Gram
+from common.aggregation.uploads import Planner, RuleContext, Uploads
+from common.experiment.aggregation import Independent
+
+
+def planner(settings: Independent, context: RuleContext) -> Planner:
+    """Return what decides a node's rounds."""
+
+    def decide(
+        r: int, uploads: Uploads, compare: Callable[[], Gram]
+    ) -> tuple[Sequence[MixedColumns], Mapping[str, object]]:
+        return whole(context.layout, plan(len(uploads.children))), {"stage": "unmixed"}
+
+    return decide
 
 
 def plan(count: int) -> Mixtures:

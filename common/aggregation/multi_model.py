@@ -9,23 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from common.aggregation import fedcross, fedmr, independent, mixing
 from common.aggregation.mixing import MixedColumns, Mixture, whole
-from common.aggregation.statistics import Doubles, Gram, gram, gram_by_entry, spread
-from common.aggregation.uploads import Aggregated, Dispatched, RuleContext, Uploads
-from common.experiment.aggregation import FedMR, Independent, MultiModel
+from common.aggregation.statistics import Doubles, Gram, gram, spread
+from common.aggregation.uploads import Aggregated, Dispatched, Planner, RuleContext, Uploads
+from common.experiment.aggregation import FedCross, FedMR, Independent, MultiModelSettings
 from common.model.layout import Row
 from common.randomness import Purpose, generator
+
+PLANNERS: Final[Mapping[type[MultiModelSettings], Callable[[Any, RuleContext], Planner]]] = {
+    Independent: independent.planner,
+    FedCross: fedcross.planner,
+    FedMR: fedmr.planner,
+}
 
 
 class MultiModelRule:
     """K models at one node; equal models are stored once."""
 
-    def __init__(self, settings: MultiModel, context: RuleContext) -> None:
+    def __init__(self, settings: MultiModelSettings, context: RuleContext) -> None:
         layout = context.layout
         self._settings = settings
         self._measures = context.measures
@@ -33,7 +40,7 @@ class MultiModelRule:
         self._node = context.node
         self._seed = context.seed
         self._memory = context.rows
-        self._layers = fedmr.layers(settings, layout) if isinstance(settings, FedMR) else ()
+        self._planner = PLANNERS[type(settings)](settings, context)
         self._mean = layout.empty()
         self._start: Row = self._mean  # the common value of all models while they are equal
         self._rows: npt.NDArray[np.uint8] | None = None
@@ -159,28 +166,8 @@ class MultiModelRule:
 
     def _plan(
         self, r: int, uploads: Uploads, compare: Callable[[], Gram]
-    ) -> tuple[Sequence[MixedColumns], dict[str, object]]:
-        """Return how to mix the uploads, and facts about the decision; an empty plan makes all models the mean.
-
-        A plan by similarity calls `compare` for the products of the uploads.
-        """
-        settings, count = self._settings, len(uploads.children)
-        if count == 1:
+    ) -> tuple[Sequence[MixedColumns], Mapping[str, object]]:
+        """Return how to mix the uploads, and facts about the decision; an empty plan makes all models the mean."""
+        if len(uploads.children) == 1:
             return (), {"stage": "one model"}
-        if isinstance(settings, Independent):
-            return whole(self._layout, independent.plan(count)), {"stage": "unmixed"}
-        if r < settings.first_stage_rounds:
-            return (), {"stage": "first"}
-        if isinstance(settings, FedMR):
-            return fedmr.plan(self._layers, count, seed=self._seed, node=self._node, r=r)
-        stage = fedcross.stage(settings, r, count)
-        if stage.similar:
-            entries = [compare()]  # the spread needs these products anyway
-            if settings.similarity == "pairwise":
-                entries = gram_by_entry(uploads.rows_K, self._layout, release=uploads.release)
-            similarity_KK = fedcross.similarity(settings, entries)
-            partners = [fedcross.by_similarity(similarity_KK, lowest=settings.strategy == "lowest")]
-        else:
-            partners = [fedcross.in_order(r, count, place) for place in range(stage.partners)]
-        facts: dict[str, object] = {"stage": stage.name, "alpha": stage.alpha, "partners": partners}
-        return whole(self._layout, fedcross.plan(stage, partners, count)), facts
+        return self._planner(r, uploads, compare)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from common.aggregation.columns import Columns
 from common.aggregation.mixing import Floats, Mixture
 from common.aggregation.statistics import Doubles, Gram, Statistics
 from common.experiment.aggregation import Krum, Median, TrimmedMean
@@ -23,7 +24,7 @@ from common.experiment.aggregation import Krum, Median, TrimmedMean
 class _Uniform:
     """The uniform mean, of which a rule replaces the trainable columns."""
 
-    compares = False
+    compares = reads_model = False
 
     def of(
         self, statistics: Statistics, products: Gram | None, children: Sequence[str]
@@ -39,30 +40,34 @@ class _Uniform:
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Do nothing."""
 
+    def state(self) -> Mapping[str, Floats]:
+        """Return nothing."""
+        return {}
+
 
 class MedianColumns(_Uniform):
     """The median of each column."""
 
-    def __init__(self, settings: Median) -> None:
+    def __init__(self, settings: Median, parameters: int) -> None:
         """Take the rule's settings, which have no key."""
 
-    def columns(self, block_KC: Floats) -> Doubles:
+    def columns(self, block: Columns) -> Doubles:
         """Return the medians [C]."""
-        found: Doubles = np.median(block_KC, axis=0)
+        found: Doubles = np.median(block.uploads_KC, axis=0)
         return found
 
 
 class TrimmedColumns(_Uniform):
     """The trimmed mean of each column."""
 
-    def __init__(self, settings: TrimmedMean) -> None:
+    def __init__(self, settings: TrimmedMean, parameters: int) -> None:
         self._trim = settings.trim
 
-    def columns(self, block_KC: Floats) -> Doubles:
+    def columns(self, block: Columns) -> Doubles:
         """Return the means [C] of the values that are left."""
-        count = len(block_KC)
+        count = len(block.uploads_KC)
         out = int(self._trim * count)
-        found: Doubles = np.sort(block_KC, axis=0)[out : count - out].mean(axis=0, dtype=np.float64)
+        found: Doubles = np.sort(block.uploads_KC, axis=0)[out : count - out].mean(axis=0, dtype=np.float64)
         return found
 
 

@@ -165,13 +165,13 @@ def take(step: ServerStep, base_D: Floats, mean_D: Floats) -> None:
     over(list(cut(0, len(base_D))), block)
 
 
-def save(step: ServerStep, folder: Path) -> None:
-    """Write a step's state as files."""
-    for name, values in step.state().items():
+def save(state: Mapping[str, Floats], folder: Path) -> None:
+    """Write vectors of state as files."""
+    for name, values in state.items():
         (folder / name).write_bytes(values.data)
 
 
-def restore(step: ServerStep, folder: Path) -> None:
+def restore(state: Mapping[str, Floats], folder: Path) -> None:
     """Read what `save` wrote."""
-    for name, values in step.state().items():
+    for name, values in state.items():
         values[:] = np.fromfile(folder / name, np.float32)

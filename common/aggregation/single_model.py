@@ -11,11 +11,13 @@ import numpy as np
 
 from common.aggregation import fedadp, fedavg, mixing, robust, server_steps
 from common.aggregation.blocks import cut, over
+from common.aggregation.columns import Columns
 from common.aggregation.mixing import Floats, Mixture, whole
+from common.aggregation.own_rule import OwnColumns
 from common.aggregation.server_steps import STEPS
 from common.aggregation.statistics import Doubles, Gram, Statistics, gram
 from common.aggregation.uploads import Aggregated, Dispatched, RuleContext, Uploads
-from common.experiment.aggregation import FedAdp, Krum, Median, RuleSettings, TrimmedMean
+from common.experiment.aggregation import FedAdp, Krum, Median, OwnRule, RuleSettings, TrimmedMean
 from common.model.layout import ModelLayout, Row
 
 
@@ -39,13 +41,19 @@ class MeanPlan(Protocol):
 class ColumnPlan(MeanPlan, Protocol):
     """A mean whose trainable columns are not a mixture of the uploads."""
 
-    def columns(self, block_KC: Floats) -> Doubles:
-        """Return columns of the next model, float64 [C], from those of the uploads, float32 [K, C]."""
+    reads_model: bool  # whether `columns` reads the model that the children received
+
+    def columns(self, block: Columns) -> Doubles:
+        """Return columns of the next model, float64 [C]."""
+
+    def state(self) -> Mapping[str, Floats]:
+        """Return the state besides that of `save`, float32 [D] each, by name; written in place by `restore`."""
 
 
-COLUMNS: Final[Mapping[type[RuleSettings], Callable[[Any], ColumnPlan]]] = {
+COLUMNS: Final[Mapping[type[RuleSettings], Callable[[Any, int], ColumnPlan]]] = {
     Median: robust.MedianColumns,
     TrimmedMean: robust.TrimmedColumns,
+    OwnRule: OwnColumns,
 }
 MEANS: Final[Mapping[type[RuleSettings], Callable[[Any], MeanPlan]]] = {  # others: by shares
     FedAdp: fedadp.AngleMean,
@@ -105,10 +113,11 @@ class SingleModelRule(OneModel):
         super().__init__(context.layout)
         self._measures = context.measures
         column_plan = COLUMNS.get(type(settings))
-        self._columns = column_plan(settings) if column_plan is not None else None
+        parameters = context.layout.parameters
+        self._columns = column_plan(settings, parameters) if column_plan is not None else None
         self._mean_plan: MeanPlan = self._columns or MEANS.get(type(settings), fedavg.ShareMean)(settings)
         step = STEPS.get(type(settings))
-        self._step = step(settings, context.layout.parameters) if step is not None else None
+        self._step = step(settings, parameters) if step is not None else None
         self._before_D: Floats | None = None  # the model before the last step
 
     @property
@@ -131,7 +140,8 @@ class SingleModelRule(OneModel):
         products = self._products(uploads) if compares else None
         mixture, facts = self._mean_plan.of(statistics, products, children)
         weights_K = mixture.dense(len(answered))
-        self._before_D = self._trainable(self._current).copy() if step is not None else None
+        reads_model = step is not None or (self._columns is not None and self._columns.reads_model)
+        self._before_D = self._trainable(self._current).copy() if reads_model else None
         rows = Mixture(tuple(answered[i] for i in mixture.indices), mixture.weights)
         plan = whole(self._layout, [rows])
         mixing.apply(plan, uploads.rows_K, layout=self._layout, out=[self._mean], release=uploads.release)
@@ -141,7 +151,7 @@ class SingleModelRule(OneModel):
             facts["weights"] = dict(zip(children, weights_K.tolist(), strict=True))
         distances = [] if products is None else products.distances(weights_K).tolist()
         if self._columns is not None:
-            self._replace_columns(self._columns, uploads)
+            self._replace_columns(self._columns, uploads, weights_K)
         if step is not None and self._before_D is not None:
             facts |= step.begin(products, weights_K)
             server_steps.take(step, self._before_D, self._trainable(self._mean))
@@ -152,23 +162,27 @@ class SingleModelRule(OneModel):
 
     def save(self, folder: Path) -> dict[str, object]:
         """Write the state of the plan and of the step."""
-        if self._step is not None:
-            server_steps.save(self._step, folder)
+        server_steps.save(self._vectors(), folder)
         return self._mean_plan.save()
 
     def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
         """Restore both."""
-        if self._step is not None:
-            server_steps.restore(self._step, folder)
+        server_steps.restore(self._vectors(), folder)
         self._mean_plan.restore(facts)
 
-    def _replace_columns(self, plan: ColumnPlan, uploads: Uploads) -> None:
+    def _vectors(self) -> Mapping[str, Floats]:
+        owner = self._step or self._columns
+        return owner.state() if owner is not None else {}
+
+    def _replace_columns(self, plan: ColumnPlan, uploads: Uploads, weights_K: Doubles) -> None:
         """Write the trainable columns of the next model."""
         floats_K, answered = self._layout.floats(uploads.rows_K), list(uploads.answered)
-        target_D = self._trainable(self._mean)
+        target_D, state = self._trainable(self._mean), plan.state()
+        model_D = self._before_D if self._before_D is not None else target_D
 
         def block(columns: slice) -> None:
-            target_D[columns] = plan.columns(floats_K[answered, columns])
+            found = {name: values[columns] for name, values in state.items()}
+            target_D[columns] = plan.columns(Columns(floats_K[answered, columns], model_D[columns], weights_K, found))
 
         over(list(cut(0, self._layout.parameters)), block, release=uploads.release)
 

@@ -10,7 +10,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from common.aggregation.statistics import Statistics, Trained
+from common.aggregation.mixing import MixedColumns
+from common.aggregation.statistics import Gram, Statistics, Trained
 from common.model.layout import ModelLayout, Row
 
 Dispatched: TypeAlias = Sequence[tuple[Row, Sequence[str]]]
@@ -40,6 +41,11 @@ class Uploads:
     def statistics(self) -> Statistics:
         """Samples and losses of the children with uploads, in row order."""
         return Statistics.of([report for report in self.reports if report is not None])
+
+
+Planner: TypeAlias = Callable[[int, Uploads, Callable[[], Gram]], tuple[Sequence[MixedColumns], Mapping[str, object]]]
+"""How K models are mixed in round r: from the uploads, and a function for their products, to the mixtures of all
+columns and facts about the decision. No mixture: all models become their mean."""
 
 
 @dataclass(frozen=True, slots=True)

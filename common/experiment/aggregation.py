@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import ceil
 from types import MappingProxyType
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from common.errors import InvalidExperiment
-from common.experiment.tables import Count, Fraction, Positive, SettingsTable
+from common.experiment.own import OwnName, OwnSettings
+from common.experiment.tables import Count, Fraction, Positive, Selected, SettingsTable
 
 Weights = Literal["data", "uniform"]
 OnNewModel = Literal["reset", "recentre"]
@@ -28,6 +29,8 @@ Rounds = Annotated[int, Field(ge=0)]
 
 class RuleSettings(SettingsTable):
     """The settings of a rule."""
+
+    name: str  # the rule
 
     @property
     def remembers(self) -> bool:
@@ -38,6 +41,18 @@ class RuleSettings(SettingsTable):
         """Check the settings against the number of children that take part in a round. Raises InvalidExperiment."""
 
 
+class OwnRule(RuleSettings, OwnSettings):
+    """A rule of the user's own; the other keys are its keywords."""
+
+    name: OwnName  # the class, `package.module:Name`
+    weights: Weights = "data"  # of the buffers, and of the loss that is reported: shares of the samples, or 1/K
+
+    @property
+    def remembers(self) -> bool:
+        """Whether its state persists: always, it may have some."""
+        return True
+
+
 class FedAvg(RuleSettings):
     """One model: the mean of the uploads."""
 
@@ -45,10 +60,9 @@ class FedAvg(RuleSettings):
     weights: Weights = "data"  # each upload's weight: its share of the samples, or 1/K
 
 
-class _MultiModelSettings(RuleSettings):
+class MultiModelSettings(RuleSettings):
     """K models, one for each child that takes part."""
 
-    name: str  # the rule
     weights: Weights = "uniform"  # of the mean that is evaluated and sent up: shares of the samples, or 1/K
     # How an institution's K models start its next global round: all from the model received, or each at its old offset
     # from their mean.
@@ -60,13 +74,13 @@ class _MultiModelSettings(RuleSettings):
         return self.on_new_model == "recentre"
 
 
-class Independent(_MultiModelSettings):
+class Independent(MultiModelSettings):
     """K models that are never mixed: the baseline that separates mixing from averaging."""
 
     name: Literal["independent"] = "independent"  # the rule
 
 
-class FedCross(_MultiModelSettings):
+class FedCross(MultiModelSettings):
     """K models, each mixed with a partner: w_j = alpha v_j + (1 - alpha) v_co(j).
 
     In the first stage all models become their mean. Propellers take rounds 0 .. propeller_rounds - 1, dynamic alpha the
@@ -87,7 +101,7 @@ class FedCross(_MultiModelSettings):
     first_stage_rounds: Rounds = 0
 
 
-class FedMR(_MultiModelSettings):
+class FedMR(MultiModelSettings):
     """K models whose layers are permuted among them in every round after the first stage."""
 
     name: Literal["fedmr"] = "fedmr"  # the rule
@@ -245,14 +259,4 @@ RULES: Final[Mapping[str, type[RuleSettings]]] = MappingProxyType(
     }
 )
 
-Stepped = FedAvgM | FedAdagrad | FedAdam | FedYogi | FedExP
-Robust = Median | TrimmedMean | Krum
-Rule = FedAvg | Independent | FedCross | FedMR | FedCDA | FedAdp | Stepped | Robust
-MultiModel = Independent | FedCross | FedMR
-
-
-def _named(tree: Any) -> Any:
-    return {"name": "fedavg", **tree} if isinstance(tree, Mapping) else tree
-
-
-Aggregation = Annotated[Annotated[Rule, Field(discriminator="name")], BeforeValidator(_named)]
+Aggregation = Annotated[RuleSettings, Selected(RULES, OwnRule)]

@@ -6,7 +6,7 @@ The formulas and their sources are in `common/learning/`: `datasets.py`, `partit
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal, NamedTuple
@@ -14,12 +14,15 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from common.errors import InvalidExperiment
+from common.experiment import own
+from common.experiment.own import is_own
 from common.experiment.tables import Count, Positive, SettingsTable, form, proposal
 from common.host.examination import Finding
 
-DatasetName = Literal[
-    "digits", "mnist", "fashionmnist", "cifar10", "cifar100", "femnist", "shakespeare", "sent140", "folder", "synthetic"
-]
+DATASETS: Final = (
+    "digits", "mnist", "fashionmnist", "cifar10", "cifar100", "femnist",
+    "shakespeare", "sent140", "folder", "synthetic",
+)  # fmt: skip
 TEXTS: Final = ("shakespeare", "sent140")
 WITH_USERS: Final = ("femnist", *TEXTS)
 FOLDERS: Final = MappingProxyType(  # of each set's files, below `root`
@@ -45,7 +48,7 @@ SAMPLES: Final = MappingProxyType(  # for training in each set; of LEAF's in all
         "sent140": 1_600_498,
     }
 )
-OWN_MOST: Final = 1_000_000_000  # of `folder`, of which only its device knows the size
+OWN_MOST: Final = 1_000_000_000  # of `folder` and of own data, of which only a device knows the size
 FolderName = Annotated[str, form(r"^[^./\\][^/\\]*$", "the name of a folder, without a dot first and without slashes")]
 
 MODELS: Final = (
@@ -53,7 +56,9 @@ MODELS: Final = (
     "resnet20", "resnet20_b", "resnet20_preact", "resnet18_cifar", "vgg16_bn", "vgg16", "vgg_femnist",
     "char_lstm", "sent_lstm",
 )  # fmt: skip
-OWN_MODEL: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+OWN_FORM: Final = "package.module:function"
 
 
 class Data(SettingsTable):
@@ -62,7 +67,8 @@ class Data(SettingsTable):
     A key that does nothing with the data set and the partition chosen is an error, which names what it belongs to.
     """
 
-    dataset: DatasetName = "digits"  # the data set
+    # One of fedstrata's, or a function of one's own, `package.module:function`.
+    dataset: Annotated[str, Field(json_schema_extra={"enum": [*DATASETS]})] = "digits"
     # The folder of data sets, on a device relative to its host's `--data-root`, and never outside it; `{node}` in it is
     # the name of the node that reads, `cloud` for the test set.
     root: str = "data"
@@ -165,20 +171,13 @@ def samples_most(data: Data, *, devices: int) -> int:
 
 def check(data: Data, model: Model) -> None:
     """Check the values that types alone cannot check. Raises InvalidExperiment."""
-    if ":" in model.name:
-        if not OWN_MODEL.fullmatch(model.name):
-            raise InvalidExperiment(
-                "model.name",
-                model.name,
-                "not of the form package.module:function",
-                "Write for instance nets.own:build.",
-            )
-    elif model.name not in MODELS:
-        remedy = proposal(model.name, [*MODELS, "package.module:function"], what="There are")
-        raise InvalidExperiment("model.name", model.name, "no such model", remedy)
+    _check_named("model.name", model.name, MODELS, what="model")
+    _check_named("data.dataset", data.dataset, DATASETS, what="data set")
     if data.noise and data.dataset in TEXTS:
         raise InvalidExperiment("data.noise", data.noise, f"{data.dataset} is text", "Omit it.")
-    if data.partition == "natural" and data.dataset not in (*WITH_USERS, "folder"):
+    if data.noise and is_own(data.dataset):
+        raise InvalidExperiment("data.noise", data.noise, "own data has its own", "Add it in the function.")
+    if data.partition == "natural" and data.dataset not in (*WITH_USERS, "folder") and not is_own(data.dataset):
         problem = f"the samples of {data.dataset} have no users"
         raise InvalidExperiment("data.partition", "natural", problem, "Use iid, dirichlet or shards.")
     if data.dataset == "folder" and data.partition != "natural":
@@ -202,17 +201,12 @@ def check(data: Data, model: Model) -> None:
             raise InvalidExperiment(f"data.{key}", getattr(data, key), problem, remedy)
 
 
-def permit(model: Model, allowed: Iterable[str]) -> None:
-    """Check that this host allows a custom model: `allowed` lists packages, modules and single functions.
-
-    Raises InvalidExperiment.
-    """
-    name = model.name
-    if ":" in name and not any(name == prefix or name.startswith((f"{prefix}.", f"{prefix}:")) for prefix in allowed):
-        package = name.partition(":")[0].partition(".")[0]
-        problem = "this host does not import custom models without its user's permission"
-        remedy = f"Start its devices with --allow-models {package}, or set FEDSTRATA_ALLOW_MODELS."
-        raise InvalidExperiment("model.name", name, problem, remedy)
+def _check_named(key: str, name: str, known: Sequence[str], *, what: str) -> None:
+    if is_own(name):
+        if not re.fullmatch(own.FORM, name):
+            raise InvalidExperiment(key, name, f"not of the form {OWN_FORM}", "Write for instance nets.own:build.")
+    elif name not in known:
+        raise InvalidExperiment(key, name, f"no such {what}", proposal(name, [*known, OWN_FORM], what="There are"))
 
 
 def root_below(data: Data, node: str, *, allowed: Path) -> str:
@@ -220,7 +214,7 @@ def root_below(data: Data, node: str, *, allowed: Path) -> str:
 
     `allowed`: the folder of which it may read, to which `data.root` is relative. Raises InvalidExperiment.
     """
-    if data.dataset not in (*FOLDERS, "folder"):
+    if data.dataset not in (*FOLDERS, "folder") and not is_own(data.dataset):
         return data.root  # no file is read
     root = allowed / data.root
     try:

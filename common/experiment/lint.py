@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from common.experiment.aggregation import FedAdp, FedCDA, FedCross, FedMR, Independent, MultiModel, Rule
+from common.experiment.aggregation import FedAdp, FedCDA, FedCross, FedMR, Independent, MultiModelSettings, RuleSettings
 from common.experiment.data import Data
 from common.experiment.rounds import participants
 from common.experiment.schema import Experiment
@@ -55,9 +55,9 @@ def warnings(experiment: Experiment) -> list[str]:
     return found
 
 
-def _at_each_tier(tier: str, rule: Rule, experiment: Experiment, *, rounds: int, fewest: int) -> Iterator[str]:
+def _at_each_tier(tier: str, rule: RuleSettings, experiment: Experiment, *, rounds: int, fewest: int) -> Iterator[str]:
     key = f"{tier}.aggregation"
-    if isinstance(rule, MultiModel) and fewest == 1:
+    if isinstance(rule, MultiModelSettings) and fewest == 1:
         yield f"{key}.name = {rule.name!r}: with one child there is one model, and nothing to mix."
     if isinstance(rule, FedCross | FedMR) and 0 < rounds <= rule.first_stage_rounds:
         yield (
@@ -91,19 +91,19 @@ def _mixing(key: str, rule: FedCross) -> Iterator[str]:
         yield f"{key}.normalise = true: it has an effect only with similarity 'pairwise'."
 
 
-def _at_the_cloud(key: str, rule: Rule) -> Iterator[str]:
-    if isinstance(rule, MultiModel) and rule.on_new_model != "reset":
+def _at_the_cloud(key: str, rule: RuleSettings) -> Iterator[str]:
+    if isinstance(rule, MultiModelSettings) and rule.on_new_model != "reset":
         yield f"{key}.aggregation.on_new_model = {rule.on_new_model!r}: the cloud has no parent that sends it a model."
 
 
-def _below_the_cloud(tier: str, rule: Rule, rounds: int, *, alone: bool) -> Iterator[str]:
+def _below_the_cloud(tier: str, rule: RuleSettings, rounds: int, *, alone: bool) -> Iterator[str]:
     key = f"{tier}.aggregation"
-    if isinstance(rule, MultiModel) and rule.on_new_model == "reset" and rounds == 1:
+    if isinstance(rule, MultiModelSettings) and rule.on_new_model == "reset" and rounds == 1:
         yield (
             f"{key}.name = {rule.name!r}: with {tier}.rounds = 1 and on_new_model 'reset' the mixed models are"
             f" discarded before any device trains on them; this is fedavg with {rule.weights} weights."
         )
-    if isinstance(rule, MultiModel) and rule.on_new_model == "recentre" and not alone:
+    if isinstance(rule, MultiModelSettings) and rule.on_new_model == "recentre" and not alone:
         if not isinstance(rule, FedCross):
             yield f"{key}.on_new_model = 'recentre': hurts {rule.name} (fedmr on digits: 85 % against 93 %)."
         elif rule.alpha > RECENTRE_ALPHA_MOST:

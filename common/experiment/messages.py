@@ -68,5 +68,8 @@ def _below(table: Any, part: str) -> Any:
     if get_origin(table) in (dict, list):
         return get_args(table)[-1]
     if get_origin(table) is UnionType:
-        return next(tables[part] for _, tables in SELECTED.values() if part in tables)
+        return None
+    for _, tables in SELECTED.values():
+        if part in tables and issubclass(tables[part], table):
+            return tables[part]
     return table.model_fields[part].annotation if part in table.model_fields else None

@@ -7,42 +7,49 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from common.experiment.tables import SettingsTable
+from common.experiment.own import OwnName, OwnSettings
+from common.experiment.tables import Selected, SettingsTable
 
 
-class CrossEntropy(SettingsTable):
+class ObjectiveTable(SettingsTable):
+    """The settings of an objective."""
+
+    name: str  # the objective
+
+
+class CrossEntropy(ObjectiveTable):
     """The mean cross-entropy of a batch, and nothing else."""
 
     name: Literal["cross_entropy"] = "cross_entropy"  # the objective
 
 
-class FedProx(SettingsTable):
+class FedProx(ObjectiveTable):
     """Cross-entropy and a proximal term: mu / 2 times the squared distance to the parameters received."""
 
     name: Literal["fedprox"] = "fedprox"  # the objective
     mu: Annotated[float, Field(ge=0)] = 0.01  # weight of the term; 0 is cross-entropy alone
 
 
-class FedSAM(SettingsTable):
+class FedSAM(ObjectiveTable):
     """Cross-entropy with sharpness-aware minimisation: each gradient is taken at parameters moved up the slope."""
 
     name: Literal["fedsam"] = "fedsam"  # the objective
     rho: Annotated[float, Field(ge=0)] = 0.1  # L2 norm of that move, over all parameters; 0 is cross-entropy alone
 
 
-OBJECTIVES: Final[Mapping[str, type[SettingsTable]]] = MappingProxyType(
+class OwnObjective(ObjectiveTable, OwnSettings):
+    """An objective of the user's own; the other keys are its keywords."""
+
+    name: OwnName  # the class, `package.module:Name`
+
+
+OBJECTIVES: Final[Mapping[str, type[ObjectiveTable]]] = MappingProxyType(
     {table.model_fields["name"].default: table for table in (CrossEntropy, FedProx, FedSAM)}
 )
 
 
-def _named(tree: Any) -> Any:
-    return {"name": "cross_entropy", **tree} if isinstance(tree, Mapping) else tree
-
-
-ObjectiveSettings = Annotated[
-    Annotated[CrossEntropy | FedProx | FedSAM, Field(discriminator="name")], BeforeValidator(_named)
-]
+ObjectiveSettings = Annotated[ObjectiveTable, Selected(OBJECTIVES, OwnObjective)]

@@ -47,8 +47,8 @@ def read(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
         raise InvalidExperiment("experiment", str(path), f"not TOML: {error}", "Fix that line.") from None
     for old, new in rename_keys(tree):
         log.warning("%s: the key %s is deprecated. Write %s.", path, old, new)
-    for override in overrides:
-        _override(tree, override)
+    for each in overrides:
+        override(tree, each)
     return tree
 
 
@@ -106,7 +106,8 @@ def _tables(tree: dict[str, Any], parents: list[str]) -> Iterator[tuple[list[str
                 yield [key, *path], table
 
 
-def _override(tree: dict[str, Any], text: str) -> None:
+def override(tree: dict[str, Any], text: str) -> None:
+    """Set one `key=value` in a tree. Raises InvalidExperiment."""
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals or not key:

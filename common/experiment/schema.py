@@ -198,6 +198,17 @@ class Experiment(SettingsTable):
         """The local rounds of a device in each global round: those of its parent."""
         return self.rounds_of(len(self.every_tier) - 1)
 
+    def code_at(self, node: str) -> dict[str, str]:
+        """Return the names of what runs at a node, by key: fedstrata's own, or `package.module:Name`."""
+        if self.tree.depth(node) < len(self.every_tier):
+            key = self.keyed_tiers()[self.tree.depth(node)][0]
+            return {f"{key}.aggregation.name": self.tier_below(node).aggregation.name}
+        return {
+            "model.name": self.model.name,
+            "data.dataset": self.data.dataset,
+            "training.objective.name": self.training.objective.name,
+        }
+
     def to_json(self) -> str:
         """Return the effective experiment as canonical JSON, the form in which the nodes receive it."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))

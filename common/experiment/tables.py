@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 from common.errors import InvalidExperiment
 
@@ -33,6 +35,38 @@ class SettingsTable(BaseModel):
     """A table that rejects unknown keys and does not convert values between types."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class Selected:
+    """Makes a field one of several tables: that of its `name`, the first one without it, and `own` for `package:Name`.
+
+    It annotates the tables' common base.
+    """
+
+    tables: Mapping[str, type[SettingsTable]]
+    own: type[SettingsTable]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return pydantic's schema."""
+        choices = {name: handler.generate_schema(table) for name, table in self.tables.items()}
+        union = core_schema.tagged_union_schema({**choices, OWN: handler.generate_schema(self.own)}, _tag)
+        return core_schema.no_info_before_validator_function(self._with_name, union)
+
+    def _with_name(self, tree: Any) -> Any:
+        if isinstance(tree, SettingsTable):
+            return tree
+        if not isinstance(tree, Mapping):
+            raise PydanticKnownError("dict_type")
+        return {"name": next(iter(self.tables)), **tree}
+
+
+OWN: Final = "own"  # stands for the names of own code
+
+
+def _tag(table: Any) -> Any:
+    name = table.get("name") if isinstance(table, Mapping) else getattr(table, "name", None)
+    return OWN if isinstance(name, str) and ":" in name else name
 
 
 def proposal(name: str, known: Iterable[str], *, what: str) -> str:

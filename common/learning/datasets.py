@@ -21,10 +21,12 @@ from torch import Tensor
 
 from common.errors import InvalidExperiment
 from common.experiment.data import FOLDERS, Data
+from common.experiment.own import is_own
 from common.experiment.topology import CLOUD
 from common.learning import readers, stored
 from common.learning.inputs import Inputs
 from common.learning.readers import cifar, folder, idx, leaf, made
+from common.learning.readers.own_data import read_own
 from common.learning.readers.parts import Labels, Parts, Samples
 from common.randomness import Purpose, generator
 
@@ -77,7 +79,7 @@ class Dataset:
     def normaliser(self, device: torch.device | str = "cpu") -> Normalise:
         """Return (pixel * scale - mean) / std as a function for images on the device; text is unchanged."""
         if self.tokens:
-            return _as_it_is
+            return _unchanged
         mean, std = torch.tensor(self.mean, dtype=torch.float64), torch.tensor(self.std, dtype=torch.float64)
         factor, offset = self.scale / std, -mean / std
         shape = (len(self.mean), 1, 1)
@@ -131,7 +133,7 @@ def _size(data: Data, files: list[Path]) -> int:
 
 def _make_stored(data: Data, root: Path, *, cloud: bool) -> stored.Stored:
     """Read and check a data set."""
-    source = _SOURCES[data.dataset]
+    source = _source(data)
     parts = source.read(data, root, cloud)
     alone = data.dataset == "folder"  # every node has only training or only test images
     _check(data, parts.train, parts.train_labels, classes=parts.classes, needed=not (alone and cloud))
@@ -148,7 +150,8 @@ def _make_stored(data: Data, root: Path, *, cloud: bool) -> stored.Stored:
 
 
 def _dataset(data: Data, made: stored.Stored) -> Dataset:
-    source, tensors = _SOURCES[data.dataset], made.tensors
+    tensors = made.tensors
+    source = _AS_IT_IS if is_own(data.dataset) and tensors["train"].is_floating_point() else _source(data)
     owners = tensors.get("owners")
     return Dataset(
         tensors["train"],
@@ -163,6 +166,10 @@ def _dataset(data: Data, made: stored.Stored) -> Dataset:
         tuple(made.facts["users"]),
         None if owners is None else owners.numpy(),
     )
+
+
+def _source(data: Data) -> _Source:
+    return _SOURCES.get(data.dataset, _OWN)
 
 
 def _noisy(samples: Samples, deviation: float, name: str) -> Tensor:
@@ -189,7 +196,7 @@ def _check(data: Data, samples: Samples, labels: Labels, *, classes: int, needed
         )
 
 
-def _as_it_is(rows: Tensor) -> Tensor:
+def _unchanged(rows: Tensor) -> Tensor:
     return rows
 
 
@@ -212,6 +219,8 @@ class _Source:
     std: tuple[float, ...] = (0.5,)
 
 
+_OWN = _Source(lambda data, root, _: read_own(data.dataset, root))
+_AS_IT_IS = _Source(_OWN.read, 1.0, (0.0,), (1.0,))
 _SOURCES = MappingProxyType(
     {
         "digits": _Source(lambda *_: made.read_digits(), 1 / 16, (0.305,), (0.376,)),

@@ -53,9 +53,9 @@ class BrokerConnection:
 
     A connection *has worked* once the broker acknowledged its subscriptions, or it lasted for `LIVED_S`. Only that
     resets the pauses between attempts, so a broker that drops a client immediately is not flooded. `lost` runs when the
-    connection is lost, not when `run` is cancelled. `attempts` has the broker's address that is connected or tried. Each
-    address gets a client id of its own: when a server of a RabbitMQ cluster dies, the others delete the queues of its
-    clients by their ids, also of one that has come to them meanwhile, without a word to it.
+    connection is lost, not when `run` is cancelled. `attempts` has the broker's address that is connected or tried.
+    Each address gets a client id of its own: when a server of a RabbitMQ cluster dies, the others delete the queues of
+    its clients by their ids, also of one that has come to them meanwhile, without a word to it.
 
     `find_place(topic, bytes)` may return memory for the payload of a QoS 0 message, where it is written as it arrives;
     then `landed(topic, place)` is called in place of `received`.

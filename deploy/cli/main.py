@@ -22,6 +22,7 @@ import typer
 
 from common.protocol.topics import DEFAULT_LAB
 from deploy.cli import data, inspection, lab, links, roles
+from deploy.cli.check import check
 from deploy.cli.doctor import doctor
 from deploy.cli.roles import Resume, chosen_experiment
 from deploy.cli.serving import METRICS, Insecure, MetricsAddress
@@ -55,6 +56,7 @@ app.command()(inspection.report)
 app.command()(inspection.compare)
 app.command()(inspection.experiments)
 app.command()(lab.provision)
+app.command()(check)
 app.command()(doctor)
 app.command()(plan)
 app.command()(watch)

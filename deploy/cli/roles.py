@@ -67,6 +67,16 @@ SpoolFolder = Annotated[
     ),
 ]
 ROLL_S = 2.0  # as long as the nodes of a lab usually have to answer
+Allow = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow",
+        "--allow-models",
+        help="A package whose code an experiment may name here: models, data, objectives and rules, package:Name.",
+        envvar=["FEDSTRATA_ALLOW", "FEDSTRATA_ALLOW_MODELS"],
+        show_default=False,
+    ),
+]
 Once = Annotated[bool, typer.Option("--once", help="End with the first run, with its exit code.")]
 
 
@@ -156,6 +166,7 @@ def institution(
             show_default=False,
         ),
     ] = None,
+    allow: Allow = None,
     connect_timeout: ConnectTimeout = 30.0,
     metrics: MetricsAddress = METRICS,
     insecure: Insecure = False,
@@ -184,6 +195,7 @@ def institution(
             metrics=registry,
             metrics_address=address,
             spool=spool_folder(spool),
+            allow=allow or (),
             stay=_stays(once),
             kit=os.environ.get(KIT, ""),
         )
@@ -222,14 +234,7 @@ def device(
     slots: Annotated[
         str, typer.Option(help="Concurrent trainings: a number, or auto = one per GPU, else one per core.")
     ] = "auto",
-    allow_models: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A package whose models an experiment may use, besides fedstrata's own.",
-            envvar="FEDSTRATA_ALLOW_MODELS",
-            show_default=False,
-        ),
-    ] = None,
+    allow: Allow = None,
     data: Annotated[
         str | None,
         typer.Option(
@@ -297,7 +302,7 @@ def device(
                     metrics=registry,
                     metrics_address=address,
                     spool=spool_folder(spool),
-                    allow_models=allow_models or (),
+                    allow=allow or (),
                     data=data,
                     data_root=data_root,
                     stay=stays,

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Final, Self
 
-from pydantic import Field, ValidationError
+from pydantic import AliasChoices, Field, ValidationError
 
 from common.errors import InvalidExperiment
 from common.experiment.links import LinkSettings, shipped
@@ -45,7 +45,8 @@ class LabMachine(SettingsTable):
     accelerator: Annotated[str, form(r"^(auto|cpu|cuda(:\d+)?)$", "auto, cpu, cuda or for instance cuda:0")] = "auto"
     slots: Count | None = None  # concurrent trainings; omitted: one per GPU, else one per core
     data: AbsolutePath | None = None  # the folder of data sets, in place of the experiments' data.root
-    allow_models: list[Package] = Field(default_factory=list)  # packages whose models an experiment may use
+    # Packages whose code an experiment may name; an earlier name of the key is allow_models.
+    allow: list[Package] = Field(default_factory=list, validation_alias=AliasChoices("allow", "allow_models"))
 
 
 class Broker(SettingsTable):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from common.errors import RunFailed
+from common.experiment.own import is_own
 from common.experiment.reading import to_toml
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
@@ -132,10 +133,8 @@ class LocalLab:
         for name in tree.aggregators:
             brokers = ["--broker", network.upward[name], "--child-broker", network.downward[name]]
             own = ["--once", "--name", name, "--parent", tree.parent(name)]
-            self._spawn(home, network, name, ["institution", *own, *brokers, *states])
-        model = self._experiment.model.name
-        allowed = ["--allow-models", model] if ":" in model else []  # the user who starts the lab chose the model
-        # So did they choose the data.
+            self._spawn(home, network, name, ["institution", *own, *brokers, *states, *self._allowed(name)])
+        # The user who starts the lab chose the data, and the code.
         data = [] if "FEDSTRATA_DATA" in os.environ else ["--data", self._experiment.data.root]
         slots = shares(cores(), len(network.groups))
         for (process, devices), count in zip(network.groups.items(), slots, strict=True):
@@ -146,7 +145,12 @@ class LocalLab:
             ]
             # A single process detects its cores or GPUs itself; several processes share the cores.
             several = ["--slots", str(count)] if len(slots) > 1 else []
+            allowed = self._allowed(devices[0])
             self._spawn(home, network, process, ["device", *names, *allowed, *data, *several, "--once", "--together"])
+
+    def _allowed(self, node: str) -> list[str]:
+        names = self._experiment.code_at(node).values()
+        return [word for name in names if is_own(name) for word in ("--allow", name)]
 
     def _spawn(self, home: Path, network: LabNetwork, process: str, arguments: list[str]) -> None:
         self._again.setdefault(process, partial(self._spawn, home, network, process, arguments))

@@ -23,6 +23,7 @@ from common.randomness import Purpose, torch_seed
 from device.jobs import Cancelled, LocalResult, Progress
 from device.training.batches import LocalDataset, batches, load_local_dataset
 from device.training.computing import first_line, out_of_memory, resolve_accelerator, set_up, set_up_thread
+from device.training.objectives.table import objective_of
 from device.training.sgd import Forward, forward_of, keep_linear_fp32, run_sgd
 
 __all__ = ["Cancelled", "LocalResult", "Progress", "Trainer", "resolve_accelerator"]
@@ -57,6 +58,7 @@ class Trainer:
         """Load the data, select this device's samples and build the model. Takes seconds. Raises InvalidExperiment."""
         experiment, accelerator = self._experiment, self._accelerator
         set_up(accelerator, experiment.training)
+        objective_of(experiment.training)  # one's own that cannot be built ends here
         local = load_local_dataset(experiment, self._node, accelerator=accelerator)
         module = models.build(experiment.model.name, experiment.seed, inputs=local.inputs)
         layout = models.layout_of(module)

@@ -20,7 +20,7 @@ from cloud import tempo
 from common.aggregation.aggregator import Uploads, build
 from common.aggregation.fedadp import gompertz
 from common.aggregation.statistics import Doubles
-from common.experiment.aggregation import FedAdp, FedAvg, FedCDA, FedCross, FedMR, Independent, Rule
+from common.experiment.aggregation import FedAdp, FedAvg, FedCDA, FedCross, FedMR, Independent, RuleSettings
 from common.model.layout import ModelLayout, Section
 from deploy.report.charts import Axis, curves
 from docs.tools.svg import SvgPanel, matrices
@@ -47,7 +47,7 @@ class Report:
 class MixingProbe:
     """A rule over models with a point of the plane and a buffer of `marks` values in each layer."""
 
-    def __init__(self, rule: Rule, *, marks: int, layers: Sequence[str] = ("layer",)) -> None:
+    def __init__(self, rule: RuleSettings, *, marks: int, layers: Sequence[str] = ("layer",)) -> None:
         kinds = [("weight", 2, Section.PARAMETER), ("mark", marks, Section.BUFFER)]
         self._layers = layers
         self._layout = ModelLayout.build(
@@ -86,7 +86,11 @@ class MixingProbe:
 
 
 def mix(
-    rule: Rule, global_round: int = 0, *, samples: Sequence[int] = (100,) * 4, layers: Sequence[str] = ("layer",)
+    rule: RuleSettings,
+    global_round: int = 0,
+    *,
+    samples: Sequence[int] = (100,) * 4,
+    layers: Sequence[str] = ("layer",),
 ) -> dict[str, Doubles]:
     """Return W [4, 4] of each layer after a round of a rule."""
     probe = MixingProbe(rule, marks=4, layers=layers)

@@ -14,8 +14,8 @@ from typing import Any, Final, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from common.experiment.aggregation import RULES, FedAvg
-from common.experiment.objectives import OBJECTIVES, CrossEntropy
+from common.experiment.aggregation import RULES, OwnRule, RuleSettings
+from common.experiment.objectives import OBJECTIVES, ObjectiveTable, OwnObjective
 from common.experiment.schema import Experiment
 
 INTRO: Final = """\
@@ -52,7 +52,10 @@ SEE: Final[Mapping[str, str]] = {  # pages that explain a table
     "transfer.wan": "[Links](links.md#codecs) compares the codecs.",
     "hardware": "[Devices](devices.md#emulated-hardware) explains the emulation.",
 }
-SELECTED: Final[Mapping[type[BaseModel], Mapping[str, type[BaseModel]]]] = {FedAvg: RULES, CrossEntropy: OBJECTIVES}
+SELECTED: Final[Mapping[type[BaseModel], Mapping[str, type[BaseModel]]]] = {
+    RuleSettings: {**RULES, "package.module:Name": OwnRule},
+    ObjectiveTable: {**OBJECTIVES, "package.module:Name": OwnObjective},
+}
 NAMES: Final[Mapping[str, str]] = {"of": "NODE", "profiles": "NAME"}  # what stands for the keys of a table of tables
 COMMENT: Final = re.compile(r"^(?P<code>.*?)(?:^| ) *# (?P<text>.*)$")
 

@@ -36,6 +36,7 @@ EXAMPLES: Final[Mapping[str, str]] = {
     "links clear": "sudo fedstrata links clear",
     "links measure": "fedstrata links measure wan-50mbit --to 10.0.0.1",
     "lab status": "fedstrata lab status --broker 10.0.0.1",
+    "check": "PYTHONPATH=. fedstrata check mine:Rule --set beta=0.9",
     "doctor": "fedstrata doctor --lab rack.toml",
     "provision": "fedstrata provision rack.toml --out kits",
     "device": "fedstrata device --name device-0 --parent institution-0 --broker 10.0.0.1",
@@ -83,8 +84,14 @@ def _options(command: Any) -> Iterator[str]:
         yield ""
 
 
+def _variables(parameter: Any) -> list[str]:
+    """Return the environment variables of an option."""
+    given = parameter.envvar or []
+    return [given] if isinstance(given, str) else list(given)
+
+
 def _row(parameter: Any) -> str:
-    text = " ".join((parameter.help or "", *(f"`{name}`" for name in [parameter.envvar] if name)))
+    text = " ".join((parameter.help or "", *(f"`{name}`" for name in _variables(parameter))))
     named = parameter.param_type_name == "option"
     name = (
         " / ".join(f"`{o}`" for o in (*parameter.opts, *parameter.secondary_opts)) if named else parameter.name.upper()

@@ -31,7 +31,7 @@ from common.aggregation.aggregator import Aggregator, Uploads, build
 from common.aggregation.fedcross import FedCrossStage
 from common.aggregation.mixing import Mixture, whole
 from common.aggregation.statistics import gram
-from common.experiment.aggregation import RULES, FedCDA, FedMR, Rule
+from common.experiment.aggregation import RULES, FedCDA, FedMR, RuleSettings
 from common.learning import models
 from common.learning.inputs import Inputs
 from common.model.layout import ModelLayout
@@ -168,7 +168,7 @@ def blas(layout: ModelLayout, rows_K: Rows, width: int) -> npt.NDArray[np.float6
     return total_KK
 
 
-def node(settings: Rule, layout: ModelLayout, folder: Path | None = None) -> Aggregator:
+def node(settings: RuleSettings, layout: ModelLayout, folder: Path | None = None) -> Aggregator:
     """Return a node that keeps its models in memory."""
 
     def rows(name: str, count: int) -> Rows:

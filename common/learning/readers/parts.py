@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from common.errors import InvalidExperiment
 
-Samples = npt.NDArray[np.uint8] | npt.NDArray[np.int64]
+Samples = npt.NDArray[np.uint8] | npt.NDArray[np.int64] | npt.NDArray[np.float32]
 Labels = npt.NDArray[np.int64]
 
 
@@ -19,8 +19,8 @@ Labels = npt.NDArray[np.int64]
 class Parts:
     """Images uint8 [N, C, H, W] or texts int64 [N, L]; labels int64 [N], below `classes`.
 
-    `tokens` is 0 for images. If the files name the users of the training samples, `owners` int64 [N] are indices in
-    `users`, which are sorted.
+    Own data may be float32 [N, C, H, W], which is taken as it is; its uint8 becomes -1 to 1. `tokens` is 0 for images.
+    If the files name the users of the training samples, `owners` int64 [N] are indices in `users`, which are sorted.
     """
 
     train: Samples

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,12 +32,12 @@ class Minibatch:
 
 
 class Objective:
-    """The mean cross-entropy of a batch. Another objective has other losses, or other gradients."""
+    """The mean cross-entropy of a batch. Another objective has other losses, or other gradients.
+
+    One's own inherits from it (docs/extend.md): its keywords are the experiment's keys of `training.objective`.
+    """
 
     uses_received = False  # whether a copy of the received parameters is kept during training
-
-    def __init__(self, settings: Any) -> None:
-        """Take the experiment's table `training.objective`."""
 
     def losses(self, batch: Minibatch, logits: Tensor) -> Tensor:
         """Return the loss [] of one model, or the losses [A], differentiable."""

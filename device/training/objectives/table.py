@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
+from common.experiment.objectives import OwnObjective
+from common.experiment.own import build
 from common.experiment.training import TrainingSettings
 from device.training.objectives.fedprox import ProximalObjective
 from device.training.objectives.fedsam import SharpnessAwareObjective
@@ -13,7 +15,7 @@ from device.training.objectives.objective import Objective
 
 _BUILT: Final[Mapping[str, Callable[[Any], Objective]]] = MappingProxyType(
     {
-        "cross_entropy": Objective,
+        "cross_entropy": lambda _: Objective(),
         "fedprox": ProximalObjective,
         "fedsam": SharpnessAwareObjective,
     }
@@ -21,5 +23,10 @@ _BUILT: Final[Mapping[str, Callable[[Any], Objective]]] = MappingProxyType(
 
 
 def objective_of(training: TrainingSettings) -> Objective:
-    """Return the objective that an experiment selects."""
-    return _BUILT[training.objective.name](training.objective)
+    """Return the objective that an experiment selects. Raises InvalidExperiment."""
+    settings = training.objective
+    if isinstance(settings, OwnObjective):
+        found = build("training.objective.name", settings, Objective)
+        assert isinstance(found, Objective)
+        return found
+    return _BUILT[settings.name](settings)

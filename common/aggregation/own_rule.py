@@ -1,0 +1,117 @@
+"""Rules of the user's own: `aggregation.name = "package.module:Class"`, a class that inherits from `ColumnRule`.
+
+docs/extend.md has an example. The rest is not its work: distances for Tempo, checkpoints, resuming, buffers (batch
+statistics are the weighted mean), and memory, which is used block by block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from common.aggregation.columns import Columns
+from common.aggregation.fedavg import plan
+from common.aggregation.mixing import Floats, Mixture
+from common.aggregation.statistics import Doubles, Gram, Statistics
+from common.experiment import own
+from common.experiment.aggregation import OwnRule
+
+KEY = "aggregation.name"
+
+
+@dataclass(frozen=True, slots=True)
+class RoundFacts:
+    """What is known of a round's K uploads, in their order.
+
+    `children`: the children that sent them. `samples_K`, int64 [K], and `losses_K`, float64 [K]: what they reported.
+    `weights_K`, float64 [K]: by `weights` of the experiment. `products`: the inner products of the uploads' steps v_k -
+    z from the model z that they received, if the rule `compares`; else None.
+    """
+
+    children: Sequence[str]
+    samples_K: np.ndarray[Any, np.dtype[np.int64]]
+    losses_K: Doubles
+    weights_K: Doubles
+    products: Gram | None
+
+
+class ColumnRule:
+    """A rule that computes the next model column by column. Its keywords are the experiment's keys.
+
+    `vectors` names vectors of state, float32 [D] each, zeros at first. `numbers` is further state, of what JSON can
+    hold. Both persist, also if the node is killed and resumed.
+    """
+
+    vectors: ClassVar[Sequence[str]] = ()
+    compares: ClassVar[bool] = False
+    numbers: dict[str, Any]
+
+    def begin(self, facts: RoundFacts) -> Mapping[str, object] | None:
+        """Prepare a round; return facts for its published plan, of what JSON can hold."""
+
+    def columns(self, block: Columns) -> Doubles | Floats:
+        """Return columns of the next model, [C]. Several threads may call it: write only into `block.state`."""
+        raise NotImplementedError
+
+
+class OwnColumns:
+    """The user's rule as a plan of columns. An error in it ends the run as InvalidExperiment."""
+
+    reads_model = True
+
+    def __init__(self, settings: OwnRule, parameters: int) -> None:
+        rule = own.build(KEY, settings, ColumnRule)
+        assert isinstance(rule, ColumnRule)
+        if not hasattr(rule, "numbers"):
+            rule.numbers = {}
+        self.compares = rule.compares
+        self._rule = rule
+        self._settings = settings
+        self._vectors = {name: np.zeros(parameters, np.float32) for name in rule.vectors}
+
+    def of(
+        self, statistics: Statistics, products: Gram | None, children: Sequence[str]
+    ) -> tuple[Mixture, Mapping[str, object]]:
+        """Return the weights of the buffers, and the rule's facts."""
+        mixture = plan(statistics, weights=self._settings.weights)
+        weights_K = mixture.dense(len(children))
+        facts = RoundFacts(
+            children,
+            statistics.samples_K,
+            statistics.losses_K,
+            weights_K,
+            products if self.compares else None,
+        )
+        try:
+            return mixture, self._rule.begin(facts) or {}
+        except Exception as error:  # noqa: BLE001 - own code may raise anything
+            own.refuse(KEY, self._settings.name, f"fails in begin with {own.short(error)}", "Correct it.")
+
+    def columns(self, block: Columns) -> Doubles:
+        """Return the rule's columns as float64. Raises InvalidExperiment unless they are C finite numbers."""
+        name = self._settings.name
+        try:
+            found = np.asarray(self._rule.columns(block), np.float64)
+        except Exception as error:  # noqa: BLE001 - own code may raise anything
+            own.refuse(KEY, name, f"fails in columns with {own.short(error)}", "Correct it.")
+        if found.shape != block.model_C.shape:
+            problem = f"returns {list(found.shape)} for columns of {list(block.model_C.shape)}"
+            own.refuse(KEY, name, problem, "Return one number for each column.")
+        if not np.isfinite(found).all():
+            own.refuse(KEY, name, "computes numbers that are not finite", "Look for a division by zero.")
+        return found
+
+    def state(self) -> Mapping[str, Floats]:
+        """Return the rule's vectors."""
+        return self._vectors
+
+    def save(self) -> dict[str, object]:
+        """Return the rule's numbers."""
+        return {"numbers": self._rule.numbers}
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Restore them."""
+        self._rule.numbers = facts["numbers"]

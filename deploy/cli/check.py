@@ -1,0 +1,46 @@
+"""The command `fedstrata check`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from deploy.console.options import Output
+from deploy.console.reporting import reporting
+from deploy.console.tabular import Column, Table
+
+
+def check(
+    name: Annotated[str, typer.Argument(help="A rule or an objective of your own: package.module:Class.")],
+    keywords: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="A keyword of the class, key=value. Repeatable.", show_default=False),
+    ] = None,
+    output: Output = "table",
+) -> None:
+    """Check a rule or an objective of your own, as fedstrata's own are: does a lab get what you mean?
+
+    A rule: three rounds, the same twice, whichever blocks of columns, killed and resumed, with one upload. An
+    objective: gradients, weights, loss, the same twice, and vmapped as in-process. Exit codes: 0 right, 1 something is
+    wrong, 4 it cannot be imported or built.
+    """
+    from common.experiment.reading import override
+    from deploy.local.own_checks import checks
+
+    with reporting():
+        given: dict[str, object] = {}
+        for text in keywords or ():
+            override(given, text)
+        kind, steps = checks(name, given)
+        found = list(steps)
+        if output == "json":
+            for one in found:
+                typer.echo(json.dumps({"kind": kind, "item": one.item, "right": one.there, "note": one.note}))
+        else:
+            cells = [[one.item, "right" if one.there else "wrong", one.note] for one in found]
+            columns = [Column(title, text=True) for title in (kind, "is", "note")]
+            typer.echo(Table("check", name, columns, cells).aligned(), nl=False)
+    if not all(one.there for one in found):
+        raise typer.Exit(1)

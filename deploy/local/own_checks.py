@@ -1,0 +1,156 @@
+"""What own code must do before a lab relies on it: the properties that fedstrata's own rules and objectives have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from common.aggregation import aggregator
+from common.aggregation.blocks import COLUMNS, cut
+from common.aggregation.columns import Columns
+from common.aggregation.own_rule import KEY, ColumnRule, OwnColumns
+from common.aggregation.statistics import Statistics, gram
+from common.aggregation.uploads import Uploads
+from common.errors import InvalidExperiment
+from common.experiment import own
+from common.experiment.aggregation import OwnRule
+from common.experiment.reading import parse
+from common.host.examination import Finding
+from common.model.layout import ModelLayout, Section
+
+CHILDREN: Final = 5
+ROUNDS: Final = 3
+PARAMETERS: Final = 2 * COLUMNS + 11  # three blocks, the last one short
+
+
+class Report(NamedTuple):
+    """A child's statistics."""
+
+    samples: int
+    loss: float
+
+
+def checks(name: str, keywords: Mapping[str, Any]) -> tuple[str, Iterator[Finding]]:
+    """Return what a name of own code is, and its checks, which run one by one. Raises InvalidExperiment."""
+    found = own.load("name", name)
+    if isinstance(found, type) and issubclass(found, ColumnRule):
+        return "rule", _each(_rule(parse({"cloud": {"aggregation": {**keywords, "name": name}}}).cloud.aggregation))
+    if isinstance(found, type):
+        from device.training.objectives.objective import Objective
+
+        if issubclass(found, Objective):
+            from device.vmapped import objective_checks
+
+            settings = parse({"training": {"objective": {**keywords, "name": name}}}).training
+            return "objective", _each(objective_checks.of(settings))
+    problem = "is neither a rule (ColumnRule) nor an objective (Objective)"
+    remedy = "docs/extend.md has an example of each. A run names what is wrong with models and data sets."
+    raise InvalidExperiment("name", name, problem, remedy)
+
+
+def _each(steps: Iterator[tuple[str, str]]) -> Iterator[Finding]:
+    """Yield a finding for each pair of an item and its problem, "" for none; the first error of own code ends them."""
+    try:
+        for item, problem in steps:
+            yield Finding(item, True, not problem, problem)
+    except InvalidExperiment as error:
+        yield Finding("runs", True, False, str(error))
+
+
+def _rule(settings: Any) -> Iterator[tuple[str, str]]:
+    assert isinstance(settings, OwnRule)
+    first, again = _Lab(settings), _Lab(settings)
+    models = [first.round(r) for r in range(ROUNDS)]
+    yield "three rounds", ""
+    yield "the same twice", _differs(models, [again.round(r) for r in range(ROUNDS)])
+    yield "any cut of the columns", _cuts(settings)
+    with TemporaryDirectory() as folder:
+        killed, resumed = _Lab(settings), _Lab(settings)
+        for r in range(ROUNDS - 1):
+            killed.round(r)
+        facts = killed.rule.save(Path(folder))
+        problem = _json_problem(facts)
+        if not problem:
+            resumed.rule.begin(killed.rule.model.copy())
+            resumed.rule.restore(Path(folder), json.loads(json.dumps(facts)))
+            problem = _differs(models[-1:], [resumed.round(ROUNDS - 1)])
+        yield "killed and resumed", problem
+    _Lab(settings).round(0, missing=CHILDREN - 1)
+    yield "one upload alone", ""
+    yield "facts for the plan", _json_problem(first.facts)
+
+
+class _Lab:
+    """A node with a rule, and children whose uploads are random, the same for each lab."""
+
+    def __init__(self, settings: OwnRule) -> None:
+        sections = (("w", (PARAMETERS,), Section.PARAMETER), ("mean", (3,), Section.BUFFER))
+        self._layout = ModelLayout.build(sections)
+        self.rule = aggregator.build(
+            settings, layout=self._layout, node="cloud", seed=1, measures=True, rows=self._memory
+        )
+        self.facts: Mapping[str, object] = {}
+        start = self._layout.empty()
+        self._layout.floats(start)[:] = _random(0, (PARAMETERS + 3,))
+        self.rule.begin(start)
+
+    def _memory(self, name: str, count: int) -> npt.NDArray[np.uint8]:
+        return np.zeros((count, self._layout.row_bytes), np.uint8)
+
+    def round(self, r: int, *, missing: int = 0) -> npt.NDArray[np.float32]:
+        """Play a round, and return its model."""
+        children = tuple(f"device-{k}" for k in range(CHILDREN))
+        ((sent, _),) = self.rule.dispatch(r, children)
+        rows_K = self._memory("uploads", CHILDREN)
+        floats_K = self._layout.floats(rows_K)
+        floats_K[:] = self._layout.floats(sent) + _random(r + 1, (CHILDREN, PARAMETERS + 3))
+        reports = [Report(100 * (k + 1), 1.0 / (k + 1)) if k >= missing else None for k in range(CHILDREN)]
+        done = self.rule.aggregate(r, Uploads(children, rows_K, tuple(reports), lambda: None))
+        self.facts = done.facts
+        return self._layout.floats(self.rule.model).copy()
+
+
+def _random(seed: int, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def _differs(wanted: list[npt.NDArray[np.float32]], found: list[npt.NDArray[np.float32]]) -> str:
+    apart = max(float(np.abs(one - other).max()) for one, other in zip(wanted, found, strict=True))
+    return f"its models differ by up to {apart:.2g}" if apart else ""
+
+
+def _json_problem(facts: Mapping[str, object]) -> str:
+    try:
+        json.dumps(facts, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        return f"JSON cannot hold its state or facts: {error}"
+    return ""
+
+
+def _cuts(settings: OwnRule) -> str:
+    """Return why columns computed in other blocks differ, or ""."""
+    uploads_KD, model_D = _random(1, (CHILDREN, PARAMETERS)), _random(2, (PARAMETERS,))
+    statistics = Statistics.of([Report(100 * (k + 1), 1.0 / (k + 1)) for k in range(CHILDREN)])
+    found = []
+    for width in (PARAMETERS, COLUMNS, 1000):
+        rule = OwnColumns(settings, PARAMETERS)
+        products = gram(list(uploads_KD), model_D) if rule.compares else None
+        mixture, _ = rule.of(statistics, products, [f"device-{k}" for k in range(CHILDREN)])
+        whole = Columns(uploads_KD, model_D, mixture.dense(CHILDREN), rule.state())
+        parts = [rule.columns(_part(whole, columns)) for columns in cut(0, PARAMETERS, width)]
+        found.append(np.concatenate(parts).astype(np.float32))
+    if all(np.array_equal(found[0], other) for other in found[1:]):
+        return ""
+    return f"its columns depend on others of the same block. What needs all of them belongs into `begin` ({KEY})"
+
+
+def _part(whole: Columns, columns: slice) -> Columns:
+    state = {name: values[columns] for name, values in whole.state.items()}
+    return replace(whole, uploads_KC=whole.uploads_KC[:, columns].copy(), model_C=whole.model_C[columns], state=state)

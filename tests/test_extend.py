@@ -1,0 +1,281 @@
+"""Own code in files outside the packages: the examples of docs/extend.md, checked, in labs, and refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import pytest
+import torch
+
+from common.errors import InvalidExperiment
+from common.experiment.own import permit
+from common.experiment.reading import parse, to_toml
+from common.learning import datasets
+from common.learning.inputs import Inputs
+from deploy.simulation.outcome import model_digest
+from tests.helpers.commands import fedstrata, invoke
+
+PAGE: Final = Path(__file__).parents[1] / "docs" / "extend.md"
+CODE: Final = re.compile(r"^```python\n# (\w+)\.py\n(.*?)^```", re.MULTILINE | re.DOTALL)
+EXAMPLES: Final = dict(CODE.findall(PAGE.read_text(encoding="utf-8")))
+LINES_MOST: Final = 40
+
+LAB: Final = """
+rounds = 3
+topology = { institutions = 2, devices = 4 }
+data = { dataset = "rings:load" }
+model = { name = "nets:build" }
+training = { epochs = 1, objective = { name = "focal:Focal", gamma = 1.5 } }
+[cloud]
+aggregation = { name = "mine:ServerMomentum", beta = 0.5 }
+epoch_control = { name = "tempo" }
+[institution]
+rounds = 2
+aggregation = { name = "clipping:Clipped", weights = "uniform" }
+"""
+WRONG: Final = '''
+import numpy as np
+from common.aggregation.own_rule import ColumnRule
+from device.training.objectives.objective import Objective
+
+class Whole(ColumnRule):
+    """Takes a norm of the block for one of the model."""
+    def columns(self, block):
+        step = block.weights_K @ block.uploads_KC - block.model_C
+        return block.model_C + step / np.linalg.norm(step)
+
+class Forgetful(ColumnRule):
+    """Keeps a number where nobody saves it."""
+    def begin(self, facts):
+        self.round = getattr(self, "round", 0) + 1
+    def columns(self, block):
+        return self.round * (block.weights_K @ block.uploads_KC)
+
+class Short(ColumnRule):
+    def columns(self, block):
+        return block.model_C[:-1]
+
+class Infinite(ColumnRule):
+    def columns(self, block):
+        return block.model_C * float("inf")
+
+class Failing(ColumnRule):
+    def begin(self, facts):
+        return facts.absent
+
+class Unwritten(ColumnRule):
+    compares = True
+    def begin(self, facts):
+        return {"products": facts.products}
+    def columns(self, block):
+        return block.model_C
+
+class Mixed(Objective):
+    """One loss for all models of a vmapped step."""
+    def losses(self, batch, logits):
+        return 2 * super().losses(batch, logits).mean()
+
+class Nothing(Objective):
+    pass
+
+class Dividing(Objective):
+    def losses(self, batch, logits):
+        return 1 / 0
+'''
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the examples, from which they can be imported."""
+    for name, text in {**EXAMPLES, "wrong": WRONG}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    (tmp_path / "lab.toml").write_text(LAB)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")])))
+    return tmp_path
+
+
+def test_each_example_is_short() -> None:
+    assert EXAMPLES.keys() == {"mine", "clipping", "focal", "rings", "nets"}
+    assert all(len(text.splitlines()) + 1 <= LINES_MOST for text in EXAMPLES.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "keywords"),
+    [("mine:ServerMomentum", ["beta=0.5"]), ("clipping:Clipped", []), ("focal:Focal", ["gamma=1"])],
+)
+def test_the_examples_pass_the_check(name: str, keywords: Sequence[str], home: Path) -> None:
+    done = invoke("check", name, *(word for each in keywords for word in ("--set", each)), "--format", "json")
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.exit_code == 0 and len(found) == 6 and all(one["right"] for one in found), done.output
+
+
+@pytest.mark.parametrize(
+    ("name", "item", "note"),
+    [
+        ("Whole", "any cut of the columns", "others of the same block"),
+        ("Forgetful", "killed and resumed", "its models differ"),
+        ("Short", "runs", "returns .* for columns of"),
+        ("Infinite", "runs", "not finite"),
+        ("Failing", "runs", "fails in begin with AttributeError"),
+        ("Unwritten", "facts for the plan", "JSON cannot hold"),
+        ("Mixed", "vmapped as in-process", "differ by"),
+        ("Nothing", "other than cross-entropy", "does it have an effect"),
+        ("Dividing", "runs", "ZeroDivisionError"),
+    ],
+)
+def test_what_is_wrong_is_named(name: str, item: str, note: str, home: Path) -> None:
+    done = invoke("check", f"wrong:{name}", "--format", "json")
+    wrong = {one["item"]: one["note"] for one in map(json.loads, done.stdout.splitlines()) if not one["right"]}
+    assert done.exit_code == 1 and re.search(note, wrong[item]), done.output
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("mine", "not of the form package.module:Name"),
+        ("mine:absent", "cannot be imported"),
+        ("os:getcwd", "in Python's standard library"),
+        ("rings:load", "neither a rule"),
+    ],
+)
+def test_what_is_no_own_code_is_refused(name: str, problem: str, home: Path) -> None:
+    done = invoke("check", name)
+    assert done.exit_code == 4 and problem in done.stderr
+
+
+def test_a_lab_of_own_code_has_the_model_of_one_process(home: Path) -> None:
+    alone = fedstrata("run", home / "lab.toml", "--direct", "--runs", home / "direct")
+    assert alone.returncode == 0, alone.stderr
+    lab = fedstrata("run", home / "lab.toml", "--runs", home / "runs")
+    assert lab.returncode == 0, lab.stderr
+    assert model_digest(home / "runs") == model_digest(home / "direct")
+    (run,) = (home / "runs").glob("*-*")
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert any("clipped" in json.dumps(event) for event in events)
+
+
+@pytest.mark.parametrize("key", ["cloud.aggregation", "institution.aggregation", "training.objective"])
+def test_keywords_that_the_class_does_not_have_end_the_run(key: str, home: Path) -> None:
+    done = fedstrata("run", home / "lab.toml", "--set", f"{key}.absent=1", "--runs", home / "runs")
+    assert done.returncode == 4 and "does not accept the keywords" in done.stderr, done.stderr
+
+
+def test_an_experiment_keeps_the_keywords_of_own_code() -> None:
+    tree = {"cloud": {"aggregation": {"name": "mine:Rule", "layers": ["a", "b"], "table": {"x": 1.5}}}}
+    experiment = parse(tree)
+    assert parse(experiment.to_json()) == experiment
+    assert 'layers = ["a", "b"]' in to_toml(experiment)
+    assert experiment.code_at("cloud") == {"cloud.aggregation.name": "mine:Rule"}
+    assert experiment.code_at("institution-0") == {"institution.aggregation.name": "fedavg"}
+
+
+@pytest.mark.parametrize(
+    ("allowed", "may"),
+    [
+        ([], False),
+        (["mynets"], True),
+        (["mynets.small"], True),
+        (["other", "mynets.small:build"], True),
+        (["mynet"], False),
+        (["mynets.sma"], False),
+        (["mynets.small:buil"], False),
+        ([""], False),
+    ],
+)
+def test_a_host_imports_only_what_its_user_allows(allowed: list[str], may: bool) -> None:
+    names = {"model.name": "mynets.small:build", "data.dataset": "digits"}
+    if may:
+        permit(names, allowed)
+        return
+    with pytest.raises(InvalidExperiment, match=r"model\.name = 'mynets.small:build'.*--allow mynets,") as reported:
+        permit(names, allowed)
+    assert reported.value.exit_code == 4
+
+
+# Data
+
+
+DATA: Final = """
+import numpy as np
+from common.learning.readers.parts import Parts
+
+IMAGES = np.zeros((4, 1, 2, 2), np.uint8)
+
+def parts(*, train=IMAGES, labels=np.arange(4), test=IMAGES[:2], **more):
+    return Parts(train, labels, test, np.arange(2), **{"classes": 4, **more})
+
+def right(*, root): return parts()
+def pixels(*, root): return parts(train=np.full((4, 1, 2, 2), 255, np.uint8))
+def users(*, root): return parts(users=("a", "b"), owners=np.array([0, 1, 1, 0]))
+def tokens(*, root): return parts(train=np.full((4, 3), 6), test=np.zeros((2, 3), np.int64), tokens=7)
+
+def nothing(*, root): return None
+def other(*, folder): return parts()
+def failing(*, root): return open(root / "absent")
+def flat(*, root): return parts(train=np.zeros((4, 4), np.uint8))
+def double(*, root): return parts(train=np.zeros((4, 1, 2, 2)))
+def mixed(*, root): return parts(train=np.zeros((4, 1, 2, 2), np.float32))
+def labelled(*, root): return parts(labels=np.arange(4, dtype=np.int32))
+def beyond(*, root): return parts(labels=np.arange(1, 5))
+def fewer(*, root): return parts(labels=np.arange(3))
+def strange(*, root): return parts(train=np.full((4, 3), 7), test=np.zeros((2, 3), np.int64), tokens=7)
+"""
+
+
+@pytest.fixture
+def read(home: Path) -> Callable[..., datasets.Dataset]:
+    """A function that loads a data set by its function's name."""
+    (home / "sets.py").write_text(DATA)
+    sys.modules.pop("sets", None)
+    return lambda name, **more: datasets.load(parse({"data": {"dataset": f"sets:{name}", **more}}).data)
+
+
+def test_own_data_are_images_or_texts_of_everybodys(read: Callable[..., datasets.Dataset]) -> None:
+    assert read("right").inputs == Inputs((1, 2, 2), 4)
+    pixels = read("pixels")
+    assert torch.equal(pixels.normaliser()(pixels.train_images), torch.ones(4, 1, 2, 2))
+    texts = read("tokens")
+    assert texts.inputs == Inputs((3,), 4, 7) and texts.train_images.dtype == torch.int64
+    users = read("users", partition="natural")
+    assert users.users == ("a", "b") and users.owners is not None and users.owners.tolist() == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("absent", "cannot be imported"),
+        ("nothing", "returns NoneType.*Return the Parts"),
+        ("other", "does not accept the keywords root"),
+        ("failing", "fails with FileNotFoundError"),
+        ("flat", r"not arrays of uint8 or float32 \[N, C, H, W\]"),
+        ("double", r"not arrays of uint8 or float32 \[N, C, H, W\]"),
+        ("mixed", "of different shapes or types"),
+        ("labelled", "labels that are not arrays of int64"),
+        ("beyond", "labels that should be 0 to 3"),
+        ("fewer", "4 samples, and 3 labels"),
+        ("strange", "tokens outside of 0 to 6"),
+    ],
+)
+def test_own_data_that_are_wrong_are_refused(name: str, problem: str, read: Callable[..., datasets.Dataset]) -> None:
+    with pytest.raises(InvalidExperiment, match=problem):
+        read(name)
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        ({"dataset": "sets:right", "noise": 0.5}, "own data has its own"),
+        ({"dataset": "a b:c"}, "not of the form"),
+        ({"dataset": "digit"}, "no such data set.*Did you mean 'digits'"),
+    ],
+)
+def test_keys_of_own_data(data: dict[str, object], problem: str) -> None:
+    with pytest.raises(InvalidExperiment, match=problem):
+        parse({"data": data})
