@@ -7,7 +7,7 @@ holds the state of the cloud's rule.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,6 +34,7 @@ class RunState:
     global_round: int
     elapsed_s: float
     epochs: dict[str, int]
+    selection: dict[str, Any] = field(default_factory=dict)  # the state of client selection; {} in earlier releases
 
 
 def save(folder: Path, state: RunState, *, layout: ModelLayout, row: Row, rule: Aggregator) -> Path:

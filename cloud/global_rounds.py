@@ -15,7 +15,7 @@ from cloud.links import tier_bytes
 from cloud.records import GlobalRoundRecord
 from cloud.results import RunFolder
 from common.aggregation.aggregator import Aggregator
-from common.aggregation.selection import select
+from common.aggregation.selection.client_selection import ClientSelection
 from common.aggregation.statistics import tensor_distances
 from common.aggregation.uploads import Aggregated
 from common.errors import RunFailed
@@ -59,6 +59,8 @@ class GlobalRounds:
         self._rule = rule
         rule.begin(row)
         self._down = down
+        tier = self._experiment.tier_below(CLOUD)
+        self._selection = ClientSelection(tier, seed=self._experiment.seed, node=CLOUD)
         tree = self._experiment.tree
         below = {child: (child, *names) for child, names in tree.below_each(CLOUD).items()}
         self._devices = {child: [name for name in names if name not in tree.children] for child, names in below.items()}
@@ -77,6 +79,7 @@ class GlobalRounds:
     def resume(self, state: RunState) -> None:
         """Continue after a checkpoint, whose model is in the row and whose rule state is restored."""
         self._state = state
+        self._selection.restore(state.selection)
         self._metrics.round.labels(*LABELS).set(state.global_round)
         written = self._folder.forget_after(state.global_round)
         self._folder.restore(self._down.ledger)
@@ -111,12 +114,14 @@ class GlobalRounds:
     async def _run_round(self) -> None:
         state, tier = self._state, self._experiment.tier_below(CLOUD)
         started = self._down.now()
-        seed, r = self._experiment.seed, state.global_round
-        selected = select(self._down.peers, tier.participation, seed=seed, node=CLOUD, r=r)
+        r = state.global_round
+        selected = self._selection.select(self._down.peers, r, samples=self._down.samples)
         models = self._rule.dispatch(r, selected)
         dispatch = Dispatch(r, 0, models=models, epochs=state.epochs, closing=tier.closing)
         closed_round = await self._down.round(dispatch)
         outcome = await offload(partial(self._rule.aggregate, r, closed_round.uploads))
+        self._selection.observe(r, selected, closed_round.facts)
+        outcome = replace(outcome, facts={**outcome.facts, **self._selection.facts(selected)})
         self._row = self._rule.model
         omegas = await offload(partial(self._omegas, closed_round, outcome))
         epochs = state.epochs | self._next_epochs(omegas)
@@ -131,7 +136,8 @@ class GlobalRounds:
         phases = {phase: round(seconds, 6) for phase, seconds in phases.items()}  # equal in the file and the metrics
         elapsed_s = state.elapsed_s + ended - self._mark
         self._mark = ended
-        self._state = RunState(state.run, state.digest, state.global_round + 1, elapsed_s, epochs)
+        kept = self._selection.save()
+        self._state = RunState(state.run, state.digest, state.global_round + 1, elapsed_s, epochs, kept)
         record = self._record(closed_round, outcome, phases=phases, epochs=state.epochs, omegas=omegas)
         if self._evaluates(self._state.global_round):
             self._evaluate(record, await offload(lambda: self._rule.mixed))

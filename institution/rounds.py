@@ -12,7 +12,7 @@ from functools import partial
 
 from common.accounting.child_report import ChildReport
 from common.aggregation import aggregator
-from common.aggregation.selection import select
+from common.aggregation.selection.client_selection import ClientSelection
 from common.aggregation.uploads import Aggregated
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
@@ -66,7 +66,8 @@ class LocalRounds:
         )
         self._memory = Memory(
             build,
-            remembers=self._tier.aggregation.remembers,
+            partial(ClientSelection, self._tier, seed=experiment.seed, node=name),
+            remembers=self._tier.remembers,
             folder=spool.folder("states"),
             kept=(experiment.cloud.checkpoint_every + 1) * self._tasks,
             must_remember=self._took_part_before,
@@ -76,7 +77,7 @@ class LocalRounds:
     def _took_part_before(self, task: int) -> bool:
         """Return whether this institution was selected for an earlier task.
 
-        False if that is unknown: a quorum may have closed rounds without it.
+        False if that is unknown: a quorum may have closed rounds without it, or the selection depended on results.
         """
         return any(_takes_part(self._experiment, self._name, earlier) for earlier in range(task))
 
@@ -86,19 +87,19 @@ class LocalRounds:
         If the rule only passes the model on, the first round begins at once: the children get its chunks as they arrive
         from the parent. Raises RunFailed if the state of an earlier task is needed and lost.
         """
-        settings, seed, down = self._tier, self._experiment.seed, self._down
+        settings, down = self._tier, self._down
         self._did = {}
         train_s = wait_s = pause_s = 0.0
         path_steps = 0
         plans: dict[str, list[dict[str, object]]] = {self._name: []}
         number = task.key.global_round * self._tasks + task.key.local_round
-        rule = await offload(partial(self._memory.before, number))
+        rule, selection = await offload(partial(self._memory.before, number))
         if rule.reads_start:
             await model.whole()
         await offload(partial(rule.begin, model.row))
         for i in range(settings.rounds):
             r = number * settings.rounds + i
-            selected = select(down.peers, settings.participation, seed=seed, node=self._name, r=r)
+            selected = selection.select(down.peers, r, samples=down.samples)
             dispatch = Dispatch(
                 task.key.global_round,
                 task.key.local_round * settings.rounds + i,
@@ -111,12 +112,13 @@ class LocalRounds:
             closed_round = await down.round(dispatch, on_progress=lambda: report(Phase.TRAINING, down.moves, 0))
             await model.whole()  # the children may have finished before it is decoded here
             outcome = await offload(partial(rule.aggregate, r, closed_round.uploads))
+            selection.observe(r, selected, closed_round.facts)
             train_s += max(result.train_s for result in closed_round.results.values())
             wait_s += max(result.wait_s for result in closed_round.results.values())
             pause_s += max(result.pause_s for result in closed_round.results.values())
             path_steps += max(result.path_steps for result in closed_round.results.values())
             self._count(closed_round, outcome, epochs=task.epochs)
-            plans[self._name].append(outcome.plan)
+            plans[self._name].append(outcome.plan | selection.facts(selected))
             for result in closed_round.results.values():
                 for name, found in plans_of(result).items():
                     plans.setdefault(name, []).extend(found)
@@ -165,7 +167,7 @@ def _takes_part(experiment: Experiment, node: str, round_: int) -> bool:
     """Return whether a node takes part in a round of its parent, counted over the run, whatever becomes of others."""
     tree, parent = experiment.tree, experiment.tree.parent(node)
     tier = experiment.tier_above(node)
-    if tier.closing.rule != "all":
+    if tier.closing.rule != "all" or tier.selection.remembers:
         return False
-    selected = select(tree.children[parent], tier.participation, seed=experiment.seed, node=parent, r=round_)
+    selected = ClientSelection(tier, seed=experiment.seed, node=parent).select(tree.children[parent], round_)
     return node in selected and (parent == CLOUD or _takes_part(experiment, parent, round_ // tier.rounds))

@@ -18,6 +18,7 @@ from common.experiment.aggregation import RULES
 from common.experiment.objectives import OBJECTIVES
 from common.experiment.reading import parse
 from common.experiment.rounds import EpochControl
+from common.experiment.selection import SELECTIONS
 from common.protocol.serialization import KINDS, VERSION
 from common.protocol.timeline import GLOBAL_PHASES
 from deploy.kits.lab import parse as lab_of
@@ -36,7 +37,7 @@ TABLE: Final = re.compile(
 )
 LAB: Final = {"topology": {"institutions": 4, "devices": 24}}  # of snippets that name none
 SELECTED: Final[Mapping[str, type[BaseModel]]] = {  # selected by their names, those without parameters left out
-    name: table for name, table in {**RULES, **OBJECTIVES}.items() if len(table.model_fields) > 1
+    name: table for name, table in {**RULES, **OBJECTIVES, **SELECTIONS}.items() if len(table.model_fields) > 1
 }
 TABLES: Final[Mapping[str, type[BaseModel]]] = {**SELECTED, "cloud.epoch_control": EpochControl}
 

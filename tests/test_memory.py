@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from common.aggregation.selection.client_selection import ClientSelection
 from common.errors import RunFailed, StorageFailed
+from common.experiment.tiers import Tier
 from common.storage import rule_states
 from institution.memory import Memory
 
@@ -29,16 +31,20 @@ class Counting:
         assert facts["count"] == len(self.played)
 
 
+def selection() -> ClientSelection:
+    return ClientSelection(Tier(name="lan"), seed=1, node="institution-0")
+
+
 def memory(folder: Path | None, *, kept: int = 2, took_part: bool = True) -> Any:
     build: Any = Counting
-    return Memory(build, remembers=True, folder=folder, kept=kept, must_remember=lambda _: took_part)
+    return Memory(build, selection, remembers=True, folder=folder, kept=kept, must_remember=lambda _: took_part)
 
 
 def play(one: Any, *global_rounds: int) -> list[int]:
     """Play global rounds, and return what the rule remembered before the last of them."""
     before: list[int] = []
     for global_round in global_rounds:
-        rule = one.before(global_round)
+        rule, _ = one.before(global_round)
         before = list(rule.played)
         rule.played.append(global_round)
         one.after(global_round)
@@ -58,7 +64,7 @@ def test_a_new_process_goes_on_with_what_the_last_one_left(tmp_path: Path) -> No
 def test_a_global_round_that_was_broken_off_begins_where_it_began(tmp_path: Path) -> None:
     one = memory(tmp_path)
     play(one, 0, 1)
-    one.before(2).played.append("half")
+    one.before(2)[0].played.append("half")
     assert play(one, 2) == [0, 1]
     assert play(memory(None), 0) == []
 
@@ -101,7 +107,7 @@ def test_half_a_state_is_none(tmp_path: Path) -> None:
 
 def test_a_rule_that_remembers_nothing_is_never_kept(tmp_path: Path) -> None:
     build: Any = Counting
-    one = Memory(build, remembers=False, folder=tmp_path, kept=2, must_remember=lambda _: True)
+    one = Memory(build, selection, remembers=False, folder=tmp_path, kept=2, must_remember=lambda _: True)
     assert one.before(7) is one.before(3)
     one.after(3)
     assert not list(tmp_path.iterdir())

@@ -30,6 +30,10 @@ def warnings(experiment: Experiment) -> list[str]:
         fewest = min(participants(size, tier.participation) for size in experiment.sizes()[depth])
         rounds = experiment.rounds * experiment.rounds_of(depth)
         found += _at_each_tier(key, tier.aggregation, experiment, rounds=rounds, fewest=fewest)
+        if tier.selection.name != "fraction" and tier.participation >= 1:
+            found.append(
+                f"{key}.selection.name = {tier.selection.name!r}: with participation = 1 all children take part."
+            )
         if depth == 0:
             found += _at_the_cloud(key, tier.aggregation)
         else:

@@ -11,10 +11,15 @@ from common.errors import InvalidExperiment
 from common.experiment.aggregation import RULES
 from common.experiment.objectives import OBJECTIVES
 from common.experiment.problems import problem_of
+from common.experiment.selection import SELECTIONS
 from common.experiment.tables import proposal
 
 # Keys of tables that are selected by `name`: what the name is of, and the tables.
-SELECTED: Final = {"aggregation": ("rule", RULES), "objective": ("objective", OBJECTIVES)}
+SELECTED: Final = {
+    "aggregation": ("rule", RULES),
+    "objective": ("objective", OBJECTIVES),
+    "selection": ("selector", SELECTIONS),
+}
 _FORMS: Final = frozenset({"int", "float", "constrained-int", "list[constrained-str]", "[key]"})  # pydantic's, not keys
 
 

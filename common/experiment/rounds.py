@@ -8,6 +8,7 @@ from pydantic import Field
 
 from common.errors import InvalidExperiment
 from common.experiment.aggregation import Aggregation, FedAvg
+from common.experiment.selection import FractionSelection, Selection
 from common.experiment.tables import Count, Positive, SettingsTable
 
 Share = Annotated[float, Field(le=1)]
@@ -37,6 +38,7 @@ class Cloud(SettingsTable):
     """The cloud's global rounds over the institutions selected."""
 
     participation: Share = 1.0  # share of the institutions in a global round, above 0: max(1, floor(share * number))
+    selection: Selection = FractionSelection()
     aggregation: Aggregation = FedAvg()
     closing: Closing = Closing()
     epoch_control: EpochControl = EpochControl()
@@ -49,6 +51,7 @@ class Institution(SettingsTable):
 
     rounds: Count = 1  # local rounds in each global round (tau_i)
     participation: Share = 1.0  # share of the institution's devices in a local round, above 0
+    selection: Selection = FractionSelection()
     aggregation: Aggregation = FedAvg()
     closing: Closing = Closing()
 

@@ -51,8 +51,8 @@ class TransferSettings(SettingsTable):
 
 ROUNDS_MOST: Final = 10**12  # of a device in a run; their numbers fit into messages
 SHORT_FORM: Final = (
-    "topology", "institution", "cloud.participation", "cloud.aggregation", "cloud.closing", "links.wan", "links.lan",
-    "transfer.wan", "transfer.lan",
+    "topology", "institution", "cloud.participation", "cloud.selection", "cloud.aggregation", "cloud.closing",
+    "links.wan", "links.lan", "transfer.wan", "transfer.lan",
 )  # fmt: skip
 BELOW_INSTITUTIONS: Final = ("institution", "links.lan", "transfer.lan")
 
@@ -109,6 +109,7 @@ class Experiment(SettingsTable):
             selected = [participants(size, tier.participation) for size in set(sizes)]
             check_closing(f"{key}.closing", tier.closing, min(selected))
             tier.aggregation.check(f"{key}.aggregation", max(selected))
+            tier.selection.check(f"{key}.selection", max(sizes), max(selected))
         for child in self.links.of:
             self._check_node("links.of", child)
         for device in self.hardware.of:
@@ -151,13 +152,14 @@ class Experiment(SettingsTable):
             return tuple(self.tiers)
         cloud, institution = self.cloud, self.institution
         wan = Tier(
-            name="wan", participation=cloud.participation, aggregation=cloud.aggregation, closing=cloud.closing,
-            link=self.links.wan, transfer=self.transfer.wan,
+            name="wan", participation=cloud.participation, selection=cloud.selection, aggregation=cloud.aggregation,
+            closing=cloud.closing, link=self.links.wan, transfer=self.transfer.wan,
             children="institution" if self.topology.institutions else DEVICE,
         )  # fmt: skip
         lan = Tier(
-            name="lan", participation=institution.participation, aggregation=institution.aggregation,
-            closing=institution.closing, link=self.links.lan, transfer=self.transfer.lan, rounds=institution.rounds,
+            name="lan", participation=institution.participation, selection=institution.selection,
+            aggregation=institution.aggregation, closing=institution.closing, link=self.links.lan,
+            transfer=self.transfer.lan, rounds=institution.rounds,
         )  # fmt: skip
         return (wan, lan) if self.topology.institutions else (wan,)
 
@@ -202,7 +204,8 @@ class Experiment(SettingsTable):
         """Return the names of what runs at a node, by key: fedstrata's own, or `package.module:Name`."""
         if self.tree.depth(node) < len(self.every_tier):
             key = self.keyed_tiers()[self.tree.depth(node)][0]
-            return {f"{key}.aggregation.name": self.tier_below(node).aggregation.name}
+            tier = self.tier_below(node)
+            return {f"{key}.aggregation.name": tier.aggregation.name, f"{key}.selection.name": tier.selection.name}
         return {
             "model.name": self.model.name,
             "data.dataset": self.data.dataset,

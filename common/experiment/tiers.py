@@ -19,6 +19,7 @@ from common.experiment.aggregation import Aggregation, FedAvg
 from common.experiment.codecs import Codecs
 from common.experiment.links import LinkSettings
 from common.experiment.rounds import Closing, Share
+from common.experiment.selection import FractionSelection, Selection
 from common.experiment.tables import NAME_FORM, Count, Name, SettingsTable, form, proposal
 from common.experiment.topology import CLOUD, RESERVED
 
@@ -41,10 +42,16 @@ class Tier(SettingsTable):
     members: dict[Name, list[Name]] = Field(default_factory=dict)
     rounds: Count = 1  # of a parent, for each round of the tier above; the first tier's are the experiment's `rounds`
     participation: Share = 1.0  # share of a parent's children in a round, above 0: max(1, floor(share * number))
+    selection: Selection = FractionSelection()
     aggregation: Aggregation = FedAvg()
     closing: Closing = Closing()
     link: LinkSettings = LinkSettings()  # between a parent and a child; `links.of.NODE` is that of a single node
     transfer: Codecs = Codecs()
+
+    @property
+    def remembers(self) -> bool:
+        """Whether its parents below the cloud have state that persists between their tasks."""
+        return self.aggregation.remembers or self.selection.remembers
 
 
 class Tree:

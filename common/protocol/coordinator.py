@@ -113,6 +113,7 @@ class Coordinator:
         elif child.go(ChildCause.RESULT):
             self._received_model(child, now)
             child.result, child.moved = message, now
+            self.timeline.announced[name] = now
             first = self.timeline.first_result
             self.timeline.first_result = now if first is None else first
             if all(c.result for c in self._taking_part()):

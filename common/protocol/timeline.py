@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 PHASES: Final = ("dispatch", "train", "wait", "collect")
@@ -18,6 +18,7 @@ class Timeline:
     first_result: float | None = None
     last_result: float | None = None
     closed: float | None = None
+    announced: dict[str, float] = field(default_factory=dict)  # by child that has a result
 
     def phases(self) -> dict[str, float]:
         """Return the round's seconds by phase; they add up to closed - opened.

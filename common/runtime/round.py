@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from common.aggregation.selection.situation import ResultFacts
 from common.aggregation.uploads import Uploads
 from common.experiment.rounds import Closing
 from common.model.layout import Row
@@ -46,6 +47,15 @@ class ClosedRound:
     missing: tuple[str, ...]
     refused: Mapping[str, str]
     timeline: Timeline
+
+    @property
+    def facts(self) -> dict[str, ResultFacts]:
+        """What client selection may know of each result."""
+        opened, announced = self.timeline.opened, self.timeline.announced
+        return {
+            name: ResultFacts(result.samples, result.loss, announced[name] - opened, result.model.size)
+            for name, result in self.results.items()
+        }
 
     @property
     def models(self) -> dict[str, Row]:

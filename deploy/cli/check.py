@@ -13,18 +13,18 @@ from deploy.console.tabular import Column, Table
 
 
 def check(
-    name: Annotated[str, typer.Argument(help="A rule or an objective of your own: package.module:Class.")],
+    name: Annotated[str, typer.Argument(help="A rule, a selector or an objective of your own: package.module:Class.")],
     keywords: Annotated[
         list[str] | None,
         typer.Option("--set", help="A keyword of the class, key=value. Repeatable.", show_default=False),
     ] = None,
     output: Output = "table",
 ) -> None:
-    """Check a rule or an objective of your own, as fedstrata's own are: does a lab get what you mean?
+    """Check a rule, a selector or an objective of your own, as fedstrata's own are: does a lab get what you mean?
 
-    A rule: three rounds, the same twice, whichever blocks of columns, killed and resumed, with one upload. An
-    objective: gradients, weights, loss, the same twice, and vmapped as in-process. Exit codes: 0 right, 1 something is
-    wrong, 4 it cannot be imported or built.
+    A rule: three rounds, the same twice, whichever blocks of columns, killed and resumed, with one upload. A selector:
+    some rounds, the same twice, killed and resumed. An objective: gradients, weights, loss, the same twice, and vmapped
+    as in-process. Exit codes: 0 right, 1 something is wrong, 4 it cannot be imported or built.
     """
     from common.experiment.reading import override
     from deploy.local.own_checks import checks

@@ -72,7 +72,7 @@ Allow = Annotated[
     typer.Option(
         "--allow",
         "--allow-models",
-        help="A package whose code an experiment may name here: models, data, objectives and rules, package:Name.",
+        help="A package whose code an experiment may name here, package:Name: models, data, objectives, rules.",
         envvar=["FEDSTRATA_ALLOW", "FEDSTRATA_ALLOW_MODELS"],
         show_default=False,
     ),

@@ -112,6 +112,7 @@ class Calls:
         key = Key(1, dispatch.global_round, dispatch.local_round)
         of = (model for model, names in dispatch.models for _ in names)
         for place, (name, model) in enumerate(zip(children, of, strict=True)):
+            called = self.now()
             row, nbytes = self._carry(self._down, await model.whole() if isinstance(model, Arriving) else model)
             self._sent[name] += nbytes
             task = Task(key, dispatch.epochs[name], self._manifest, None)
@@ -129,6 +130,7 @@ class Calls:
                 self._observe("refused", {"node": name, "reason": str(error)})
             self._enter(name, result)
             timeline.last_result = self.now()
+            timeline.announced[name] = opened + timeline.last_result - called  # as if all had been called at once
             timeline.first_result = timeline.first_result or timeline.last_result
         if judge(dispatch.closing, Standing(len(results), len(refused), 0, 0), overdue=False) is not Verdict.CLOSE:
             raise RunFailed("; ".join(f"{name}'s model was refused: {reason}" for name, reason in refused.items()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,12 +16,17 @@ from common.aggregation import aggregator
 from common.aggregation.blocks import COLUMNS, cut
 from common.aggregation.columns import Columns
 from common.aggregation.own_rule import KEY, ColumnRule, OwnColumns
+from common.aggregation.selection.client_selection import ClientSelection
+from common.aggregation.selection.own_selector import Selector
+from common.aggregation.selection.situation import ResultFacts
 from common.aggregation.statistics import Statistics, gram
 from common.aggregation.uploads import Uploads
 from common.errors import InvalidExperiment
 from common.experiment import own
 from common.experiment.aggregation import OwnRule
 from common.experiment.reading import parse
+from common.experiment.tiers import Tier
+from common.experiment.topology import CLOUD
 from common.host.examination import Finding
 from common.model.layout import ModelLayout, Section
 
@@ -42,6 +47,9 @@ def checks(name: str, keywords: Mapping[str, Any]) -> tuple[str, Iterator[Findin
     found = own.load("name", name)
     if isinstance(found, type) and issubclass(found, ColumnRule):
         return "rule", _each(_rule(parse({"cloud": {"aggregation": {**keywords, "name": name}}}).cloud.aggregation))
+    if isinstance(found, type) and issubclass(found, Selector):
+        tree = {"cloud": {"selection": {**keywords, "name": name}, "participation": 0.4}}
+        return "selector", _each(_selector(parse(tree).tier_below(CLOUD)))
     if isinstance(found, type):
         from device.training.objectives.objective import Objective
 
@@ -50,7 +58,7 @@ def checks(name: str, keywords: Mapping[str, Any]) -> tuple[str, Iterator[Findin
 
             settings = parse({"training": {"objective": {**keywords, "name": name}}}).training
             return "objective", _each(objective_checks.of(settings))
-    problem = "is neither a rule (ColumnRule) nor an objective (Objective)"
+    problem = "is neither a rule (ColumnRule), nor a selector (Selector), nor an objective (Objective)"
     remedy = "docs/extend.md has an example of each. A run names what is wrong with models and data sets."
     raise InvalidExperiment("name", name, problem, remedy)
 
@@ -85,6 +93,36 @@ def _rule(settings: Any) -> Iterator[tuple[str, str]]:
     _Lab(settings).round(0, missing=CHILDREN - 1)
     yield "one upload alone", ""
     yield "facts for the plan", _json_problem(first.facts)
+
+
+def _selector(tier: Tier) -> Iterator[tuple[str, str]]:
+    first, again, killed, resumed = (ClientSelection(tier, seed=1, node=CLOUD) for _ in range(4))
+    chosen = _select(first, range(2 * ROUNDS))
+    yield f"{2 * ROUNDS} rounds", ""
+    yield "the same twice", "it selects others" if _select(again, range(2 * ROUNDS)) != chosen else ""
+    _select(killed, range(ROUNDS))
+    facts = killed.save()
+    problem = _json_problem(facts)
+    if not problem:
+        resumed.restore(json.loads(json.dumps(facts)))
+        others = _select(resumed, range(ROUNDS, 2 * ROUNDS)) != chosen[ROUNDS:]
+        problem = "it selects others; what it needs to keep belongs into `numbers`" if others else ""
+    yield "killed and resumed", problem
+
+
+def _select(one: ClientSelection, rounds: Iterable[int]) -> list[list[str]]:
+    """Play rounds of ten children, of which some results are missing; return who was selected."""
+    children, found = [f"device-{k}" for k in range(10)], []
+    for r in rounds:
+        chosen = one.select(children, r, samples={name: 100 * (k + 1) for k, name in enumerate(children)})
+        results = {
+            name: ResultFacts(100 * (k + 1), 1 / (k + 1 + r), 1.0 + k, 1000)
+            for k, name in enumerate(children)
+            if name in chosen and (k + r) % 4
+        }
+        one.observe(r, chosen, results)
+        found.append(chosen)
+    return found
 
 
 class _Lab:

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from common.aggregation.selection import select
+from common.aggregation.selection.client_selection import ClientSelection
 from common.errors import InvalidExperiment
 from common.experiment.hardware import Machine
 from common.experiment.links import LinkSettings
@@ -152,7 +152,9 @@ def _listed(work: PlannedWorkload, speeds: MachineSpeeds, parent: str, epochs: i
     experiment, tree = work.experiment, work.experiment.tree
     tier = experiment.tier_below(parent)
     kinds: Counter[Kind] = Counter()
-    for name in select(tree.children[parent], tier.participation, seed=experiment.seed, node=parent, r=0):
+    samples = {name: _below(work, name) for name in tree.children[parent]}
+    selection = ClientSelection(tier, seed=experiment.seed, node=parent)
+    for name in selection.select(tree.children[parent], 0, samples=samples):
         link = experiment.link(name)
         own = work.epochs.get(name, epochs)
         if name in tree.children:
@@ -161,6 +163,12 @@ def _listed(work: PlannedWorkload, speeds: MachineSpeeds, parent: str, epochs: i
         else:
             kinds[_device(work, speeds, link, experiment.machine(name), samples=work.samples_of(name), epochs=own)] += 1
     return tuple(replace(kind, count=count) for kind, count in kinds.items())
+
+
+def _below(work: PlannedWorkload, name: str) -> int:
+    """Return the samples of a device, or of all devices below a node."""
+    below = work.experiment.tree.children.get(name)
+    return work.samples_of(name) if below is None else sum(_below(work, child) for child in below)
 
 
 def _alike(work: PlannedWorkload, speeds: MachineSpeeds) -> tuple[Kind, ...]:

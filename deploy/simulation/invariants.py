@@ -185,8 +185,8 @@ def may_fail(drawn: DrawnLab) -> bool:
 
 
 def forgets(drawn: DrawnLab) -> bool:
-    """Return whether a restart may lose the state of an institution's rule."""
-    if not any(tier.aggregation.remembers for tier in drawn.experiment.every_tier[1:]):
+    """Return whether a restart may lose the state of an institution's rule or client selection."""
+    if not any(tier.remembers for tier in drawn.experiment.every_tier[1:]):
         return False
     return any(fault.restarts and (not fault.keep or not drawn.spool) for fault in drawn.faults)
 

@@ -38,7 +38,7 @@ def of(training: TrainingSettings) -> Iterator[tuple[str, str]]:
     except Exception as error:  # noqa: BLE001 - own code may raise anything
         own.refuse(KEY, training.objective.name, f"fails with {own.short(error)}", "Correct it.")
     problem = calibration.problem_of(*_vmapped(training))
-    yield "vmapped as in-process", problem and f"{problem}. Devices train one by one, unless this is mended"
+    yield "vmapped as in-process", problem and f"{problem}. Until then devices train one by one"
 
 
 def _in_process(training: TrainingSettings) -> Iterator[tuple[str, str]]:

@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from common.experiment.aggregation import RULES, OwnRule, RuleSettings
 from common.experiment.objectives import OBJECTIVES, ObjectiveTable, OwnObjective
 from common.experiment.schema import Experiment
+from common.experiment.selection import SELECTIONS, OwnSelection, SelectionSettings
 
 INTRO: Final = """\
 # The experiment
@@ -42,6 +43,8 @@ SEE: Final[Mapping[str, str]] = {  # pages that explain a table
     "model": "[Data and models](data.md#models) lists the models and explains how to use one's own.",
     "cloud.aggregation": "One of the rules below, selected by `name`. [Algorithms](algorithms/README.md) has a page for"
     " each.\nRounds are the node's own count: the cloud's global rounds, an institution's local rounds.",
+    "cloud.selection": "One of the selectors below, selected by `name`. [Client selection](algorithms/selection.md)"
+    " has the formulas.",
     "training.objective": "One of the objectives below, selected by `name`."
     " [Algorithms](algorithms/README.md#objectives) has their pages.",
     "cloud.closing": "The [protocol](protocol.md#closing-a-round) has the details.",
@@ -54,6 +57,7 @@ SEE: Final[Mapping[str, str]] = {  # pages that explain a table
 }
 SELECTED: Final[Mapping[type[BaseModel], Mapping[str, type[BaseModel]]]] = {
     RuleSettings: {**RULES, "package.module:Name": OwnRule},
+    SelectionSettings: {**SELECTIONS, "package.module:Name": OwnSelection},
     ObjectiveTable: {**OBJECTIVES, "package.module:Name": OwnObjective},
 }
 NAMES: Final[Mapping[str, str]] = {"of": "NODE", "profiles": "NAME"}  # what stands for the keys of a table of tables

@@ -1,0 +1,1 @@
+"""Which children take part in a round: one file per selector."""

@@ -1,0 +1,91 @@
+"""Client selection at one node: the table of selectors, and what it knows of earlier rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from types import MappingProxyType
+from typing import Any, Final
+
+from common.aggregation.selection.fraction import fraction
+from common.aggregation.selection.oort import oort
+from common.aggregation.selection.own_selector import OwnSelector
+from common.aggregation.selection.power_of_choice import power_of_choice
+from common.aggregation.selection.round_robin import round_robin
+from common.aggregation.selection.situation import Choose, Participation, ResultFacts, Situation
+from common.experiment.rounds import participants
+from common.experiment.selection import (
+    FractionSelection,
+    Oort,
+    OwnSelection,
+    PowerOfChoice,
+    RoundRobin,
+    SelectionSettings,
+)
+from common.experiment.tiers import Tier
+
+SELECTORS: Final[Mapping[type[SelectionSettings], Callable[[Any], Choose]]] = MappingProxyType(
+    {
+        FractionSelection: fraction,
+        RoundRobin: round_robin,
+        PowerOfChoice: power_of_choice,
+        Oort: oort,
+        OwnSelection: OwnSelector,
+    }
+)
+NOTHING: Final[Mapping[str, int]] = MappingProxyType({})
+
+
+class ClientSelection:
+    """One node's client selection. Its state is the history of the children."""
+
+    def __init__(self, tier: Tier, *, seed: int, node: str) -> None:
+        self._tier = tier
+        self._seed = seed
+        self._node = node
+        self._choose = SELECTORS[type(tier.selection)](tier.selection)
+        self._history: dict[str, Participation] = {}
+
+    def select(self, children: Sequence[str], r: int, *, samples: Mapping[str, int] = NOTHING) -> list[str]:
+        """Return K = max(1, floor(participation * children)) of the children, in their order, for the node's round r.
+
+        `samples`: of each child that has reported them. Raises InvalidExperiment if own code fails.
+        """
+        count = participants(len(children), self._tier.participation)
+        if count == len(children):
+            return list(children)
+        now = Situation(children, count, samples, self._history, self._seed, self._node, r)
+        chosen = set(self._choose(now))
+        return [child for child in children if child in chosen]
+
+    def observe(self, r: int, selected: Sequence[str], results: Mapping[str, ResultFacts]) -> None:
+        """Take note of a closed round. Children without a result keep their last one."""
+        for name in selected if self._tier.selection.remembers else ():
+            past = self._history.get(name, Participation())
+            self._history[name] = replace(
+                past,
+                rounds=past.rounds + 1,
+                missed=past.missed + (name not in results),
+                last_round=r,
+                result=results.get(name, past.result),
+            )
+
+    def facts(self, selected: Sequence[str]) -> dict[str, object]:
+        """Return what a round's plan records: who was selected, unless seed and round alone determine it."""
+        return {"taking_part": list(selected)} if self._tier.selection.remembers else {}
+
+    def save(self) -> dict[str, Any]:
+        """Return the state, in a form that JSON can hold."""
+        found: dict[str, Any] = {"history": {name: asdict(past) for name, past in self._history.items()}}
+        if isinstance(self._choose, OwnSelector):
+            found["numbers"] = self._choose.selector.numbers
+        return found
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Restore what `save` returned; {} in checkpoints of earlier releases."""
+        self._history = {
+            name: Participation(**{**past, "result": past["result"] and ResultFacts(*past["result"])})
+            for name, past in facts.get("history", {}).items()
+        }
+        if isinstance(self._choose, OwnSelector):
+            self._choose.selector.numbers = facts.get("numbers", {})

@@ -1,0 +1,250 @@
+"""Client selection: properties of every selector in the table, formulas, and state that is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.aggregation.selection.client_selection import SELECTORS, ClientSelection
+from common.aggregation.selection.oort import scores
+from common.aggregation.selection.situation import Participation, ResultFacts, Situation
+from common.errors import InvalidExperiment
+from common.experiment.reading import parse
+from common.experiment.selection import SELECTIONS, Oort, OwnSelection
+from common.experiment.tiers import Tier
+from common.randomness import Purpose, generator
+from deploy.simulation.lab import SimulatedLab
+from deploy.simulation.outcome import LabOutcome
+from tests.helpers.examples import examples
+
+NAMES: Final = [f"device-{i}" for i in range(10)]
+SAMPLES: Final = {name: 10 + i for i, name in enumerate(NAMES)}
+
+
+def selection(name: str, share: float = 0.4, **keys: Any) -> ClientSelection:
+    tier = {"name": "wan", "participation": share, "selection": {"name": name, **keys}}
+    return ClientSelection(Tier.model_validate(tier), seed=3, node="a")
+
+
+def result(k: int, *, loss: float = 1.0, seconds: float = 1.0) -> ResultFacts:
+    return ResultFacts(10 + k, loss, seconds, 1000)
+
+
+def play(one: ClientSelection, rounds: Sequence[int], *, quorum: bool = False) -> list[list[str]]:
+    """Play rounds, in which child k has loss 1 / (1 + k) and takes k seconds; return who was selected in each."""
+    found = []
+    for r in rounds:
+        chosen = one.select(NAMES, r, samples=SAMPLES)
+        arrived = chosen[1:] if quorum and r % 2 else chosen
+        facts = {name: result(k, loss=1 / (1 + k), seconds=k) for k, name in enumerate(NAMES) if name in arrived}
+        one.observe(r, chosen, facts)
+        found.append(chosen)
+    return found
+
+
+def test_each_selector_has_settings() -> None:
+    assert set(SELECTORS) == {*SELECTIONS.values(), OwnSelection}
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+@given(share=st.floats(0.05, 1.0), rounds=st.integers(1, 12), quorum=st.booleans())
+@examples(40)
+def test_it_selects_k_different_children_in_their_order(name: str, share: float, rounds: int, quorum: bool) -> None:
+    count = max(1, int(share * len(NAMES) + 1e-9))
+    for chosen in play(selection(name, share), range(rounds), quorum=quorum):
+        assert len(chosen) == count and chosen == [child for child in NAMES if child in chosen]
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+@pytest.mark.parametrize("quorum", [False, True])
+def test_a_restored_one_goes_on_as_the_other(name: str, quorum: bool) -> None:
+    whole = play(selection(name), range(12), quorum=quorum)
+    killed, resumed = selection(name), selection(name)
+    assert play(killed, range(6), quorum=quorum) == whole[:6]
+    resumed.restore(json.loads(json.dumps(killed.save())))
+    assert play(resumed, range(6, 12), quorum=quorum) == whole[6:]
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_a_plan_records_what_seed_and_round_do_not_determine(name: str) -> None:
+    one = selection(name)
+    recorded = {"taking_part": NAMES[:4]} if SELECTIONS[name]().remembers else {}
+    assert one.facts(NAMES[:4]) == recorded and (name in ("fraction", "round_robin")) == (recorded == {})
+
+
+def test_fraction_is_the_choice_of_earlier_releases() -> None:
+    for r in range(20):
+        places = generator(3, Purpose.SELECTION, "a", r).choice(10, 4, replace=False)
+        assert selection("fraction").select(NAMES, r) == [NAMES[place] for place in sorted(places)]
+
+
+def test_round_robin_selects_each_child_equally_often() -> None:
+    found = play(selection("round_robin"), range(5))  # 4 of 10 in each
+    assert set(Counter(name for chosen in found for name in chosen).values()) == {2}
+
+
+def test_power_of_choice_selects_the_highest_losses_after_everybody_was_selected() -> None:
+    one = selection("power_of_choice", candidates=10)
+    found = play(one, range(4))
+    assert {name for chosen in found[:3] for name in chosen} == set(NAMES)  # children without a loss come first
+    assert found[3] == NAMES[:4]
+
+
+def test_power_of_choice_of_k_candidates_draws_by_samples() -> None:
+    """With d = K the losses decide nothing: the null setting is a draw by samples."""
+    one = selection("power_of_choice", 0.1, candidates=1)
+    samples = {name: 1_000 if name == NAMES[0] else 1 for name in NAMES}
+    drawn = Counter(name for r in range(400) for name in one.select(NAMES, r, samples=samples))
+    assert drawn[NAMES[0]] > 380
+
+
+def test_oort_explores_unseen_children_first_then_prefers_high_losses_and_short_times() -> None:
+    one = selection("oort", exploration=0.0, exploration_least=0.0, staleness=1e-9, cut_off=1.0)
+    facts = {name: result(0, loss=1 + k, seconds=100.0 if k == 9 else 1.0) for k, name in enumerate(NAMES)}
+    one.observe(0, NAMES, facts)
+    assert one.select(NAMES, 1) == NAMES[5:9]  # the last one has the highest loss, and is too slow
+    unseen = selection("oort")
+    unseen.observe(0, NAMES[:6], {name: facts[name] for name in NAMES[:6]})
+    assert set(NAMES[6:]) == set(unseen.select(NAMES, 1))  # a share of 0.882 of four
+
+
+def test_oorts_scores_are_those_of_a_plain_twin() -> None:
+    settings = Oort(penalty=1.5, staleness=0.2, duration_share=0.5)
+    results = [ResultFacts(10 * (k + 1), 1 / (k + 1) ** 2, 1.0 + k, 1) for k in range(5)]
+    history = {NAMES[k]: Participation(1, 0, k, one) for k, one in enumerate(results)}
+    now = Situation(NAMES[:5], 2, {}, history, 1, "a", 7)
+    utilities = [one.samples * one.loss for one in results]
+    top = float(np.quantile(utilities, 0.95))
+    cut = [min(u, top) for u in utilities]
+    for k, score in enumerate(scores(settings, now, NAMES[:5])):
+        wanted = (cut[k] - min(cut)) / (max(cut) - min(cut)) + (0.2 * np.log(8) / (k + 1)) ** 0.5
+        seconds = results[k].seconds
+        wanted *= (3.0 / seconds) ** 1.5 if seconds > 3.0 else 1.0  # the median of 1 .. 5 is 3
+        assert score == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("table", "problem"),
+    [
+        (
+            {"name": "power_of_choice", "candidates": 2},
+            "selection.candidates = 2: 4 of 8 children take part.*Use 4 to 8",
+        ),
+        ({"name": "power_of_choice", "candidates": 9}, "selection.candidates = 9: 4 of 8 children"),
+        ({"name": "power_of_choise"}, "no selector has this name. Did you mean 'power_of_choice'"),
+        ({"name": "fraction", "candidates": 4}, "unknown key. It belongs to power_of_choice"),
+        ({"name": "oort", "cut_off": 0.0}, "cut_off = 0.0: too small"),
+    ],
+)
+def test_what_cannot_be_is_refused(table: Mapping[str, object], problem: str) -> None:
+    tree = {"topology": {"institutions": 0, "devices": 8}, "cloud": {"participation": 0.5, "selection": table}}
+    with pytest.raises(InvalidExperiment, match=problem):
+        parse(tree)
+
+
+OWN: Final = """
+from common.aggregation.selection.own_selector import Selector
+
+class Latest(Selector):
+    def __init__(self, *, start=0):
+        self.start = start
+    def select(self, now):
+        at = self.numbers.get("at", self.start)
+        self.numbers["at"] = at + 1
+        return [now.children[(at + i) % len(now.children)] for i in range(now.count)]
+
+class Twice(Selector):
+    def select(self, now):
+        return [now.children[0]] * now.count
+
+class Few(Selector):
+    def select(self, now):
+        return now.children[:1]
+
+class Failing(Selector):
+    def select(self, now):
+        return now.absent
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_selectors.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("own")
+def test_a_selector_of_ones_own_keeps_its_numbers() -> None:
+    one, other = (selection("own_selectors:Latest", start=2) for _ in range(2))
+    assert play(one, range(2)) == [NAMES[2:6], NAMES[3:7]]
+    other.restore(json.loads(json.dumps(one.save())))
+    assert play(other, [2]) == [NAMES[4:8]]
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("Twice", "Return 4 different ones"), ("Few", "Return 4 different"), ("Failing", "fails with AttributeError")],
+)
+def test_a_selector_of_ones_own_that_is_wrong_ends_the_run(name: str, problem: str) -> None:
+    with pytest.raises(InvalidExperiment, match=problem):
+        selection(f"own_selectors:{name}").select(NAMES, 0)
+
+
+# Labs
+
+LAB: Final = {
+    "rounds": 4,
+    "links": {"check": "off"},
+    "topology": {"institutions": 3, "devices": 12},
+    "cloud": {"participation": 0.67, "selection": {"name": "power_of_choice", "candidates": 2}},
+    "institution": {"rounds": 2, "participation": 0.5, "selection": {"name": "power_of_choice"}},
+}
+
+
+def digest_of(**options: Any) -> LabOutcome:
+    outcome = SimulatedLab(parse(LAB), seed=1, model_bytes=10_000, **options).run()
+    assert outcome.ok, outcome.result
+    return outcome
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> LabOutcome:
+    return digest_of()
+
+
+@pytest.mark.parametrize("node", ["cloud", "institution-0", "institution-1", "device-3"])
+@pytest.mark.parametrize("share", [0.4, 0.8])
+def test_a_node_that_is_killed_selects_as_if_it_had_not_been(node: str, share: float, undisturbed: LabOutcome) -> None:
+    async def kill(lab: SimulatedLab) -> None:
+        await asyncio.sleep(share * undisturbed.virtual_s)
+        lab.kill(node)
+        await asyncio.sleep(1.0)
+        lab.start(node)
+
+    assert digest_of(scenario=kill).digest == undisturbed.digest
+
+
+def test_the_selection_matters_and_is_recorded(undisturbed: LabOutcome) -> None:
+    found: list[Mapping[str, Any]] = []
+
+    def at_end(lab: SimulatedLab) -> None:
+        (folder,) = lab.agents.runs.iterdir()
+        lines = (folder / "events.jsonl").read_text().splitlines()
+        found.extend(event for event in map(json.loads, lines) if event["event"] == "plan")
+
+    assert digest_of(at_end=at_end).digest == undisturbed.digest
+    recorded = [set(event["taking_part"]) for event in found if event["node"] == "cloud"]
+    assert len(recorded) == 4 and all(len(names) == 2 for names in recorded)
+    assert recorded[0] | recorded[1] == {"institution-0", "institution-1", "institution-2"}
+    plain = parse({**LAB, "cloud": {"participation": 0.67}})
+    assert SimulatedLab(plain, seed=1, model_bytes=10_000).run().digest != undisturbed.digest
