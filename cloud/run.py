@@ -50,6 +50,7 @@ class CloudRun:
             measures=True,
             rows=partial(spool.memory, row_bytes=layout.row_bytes, resident_mb=experiment.transfer.resident_mb),
             folder=folder.path / "cache",
+            momentum=experiment.momentum_below(CLOUD),
         )
         self._global_rounds = GlobalRounds(
             folder,

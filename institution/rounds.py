@@ -63,6 +63,7 @@ class LocalRounds:
             measures=False,
             rows=partial(spool.memory, row_bytes=layout.row_bytes, resident_mb=experiment.transfer.resident_mb),
             folder=spool.folder("cache"),
+            momentum=experiment.momentum_below(name),
         )
         self._memory = Memory(
             build,

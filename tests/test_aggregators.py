@@ -84,6 +84,7 @@ each_of_several = pytest.mark.parametrize("tree", SEVERAL, ids=label)
 class Report:
     samples: int
     loss: float
+    path_steps: int = 1
 
 
 def aggregator(

@@ -24,6 +24,7 @@ NAMES = "abcdefgh"
 class Report:
     samples: int
     loss: float = 0.0
+    path_steps: int = 1
 
 
 def statistics_of(samples: list[int]) -> Statistics:

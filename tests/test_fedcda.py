@@ -225,6 +225,7 @@ LAYOUT = ModelLayout.build(
 class Report:
     samples: int
     loss: float
+    path_steps: int = 1
 
 
 @dataclass

@@ -31,6 +31,7 @@ MODELS = hnp.arrays(np.float32, st.tuples(st.integers(1, 6), st.integers(1, 7)),
 class Report:
     samples: int
     loss: float = 0.0
+    path_steps: int = 1
 
 
 def statistics_of(samples: Sequence[int]) -> Statistics:

@@ -85,6 +85,7 @@ def build(
     measures: bool,
     rows: Callable[[str, int], npt.NDArray[np.uint8]],
     folder: Path | None = None,
+    momentum: float = 0.0,
 ) -> Aggregator:
     """Return a node's rule; for the arguments see `RuleContext`."""
-    return BUILT[type(settings)](settings, RuleContext(layout, node, seed, measures, rows, folder))
+    return BUILT[type(settings)](settings, RuleContext(layout, node, seed, measures, rows, folder, momentum))

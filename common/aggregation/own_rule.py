@@ -16,6 +16,7 @@ from common.aggregation.columns import Columns
 from common.aggregation.fedavg import plan
 from common.aggregation.mixing import Floats, Mixture
 from common.aggregation.statistics import Doubles, Gram, Statistics
+from common.aggregation.uploads import RuleContext
 from common.experiment import own
 from common.experiment.aggregation import OwnRule
 
@@ -26,14 +27,15 @@ KEY = "aggregation.name"
 class RoundFacts:
     """What is known of a round's K uploads, in their order.
 
-    `children`: the children that sent them. `samples_K`, int64 [K], and `losses_K`, float64 [K]: what they reported.
-    `weights_K`, float64 [K]: by `weights` of the experiment. `products`: the inner products of the uploads' steps v_k -
-    z from the model z that they received, if the rule `compares`; else None.
+    `children`: the children that sent them. `samples_K`, int64 [K], `losses_K` and `steps_K`, float64 [K]: what they
+    reported. `weights_K`, float64 [K]: by `weights` of the experiment. `products`: the inner products of the uploads'
+    steps v_k - z from the model z that they received, if the rule `compares`; else None.
     """
 
     children: Sequence[str]
     samples_K: np.ndarray[Any, np.dtype[np.int64]]
     losses_K: Doubles
+    steps_K: Doubles
     weights_K: Doubles
     products: Gram | None
 
@@ -62,7 +64,7 @@ class OwnColumns:
 
     reads_model = True
 
-    def __init__(self, settings: OwnRule, parameters: int) -> None:
+    def __init__(self, settings: OwnRule, context: RuleContext) -> None:
         rule = own.build(KEY, settings, ColumnRule)
         assert isinstance(rule, ColumnRule)
         if not hasattr(rule, "numbers"):
@@ -70,7 +72,7 @@ class OwnColumns:
         self.compares = rule.compares
         self._rule = rule
         self._settings = settings
-        self._vectors = {name: np.zeros(parameters, np.float32) for name in rule.vectors}
+        self._vectors = {name: np.zeros(context.layout.parameters, np.float32) for name in rule.vectors}
 
     def of(
         self, statistics: Statistics, products: Gram | None, children: Sequence[str]
@@ -82,6 +84,7 @@ class OwnColumns:
             children,
             statistics.samples_K,
             statistics.losses_K,
+            statistics.steps_K,
             weights_K,
             products if self.compares else None,
         )

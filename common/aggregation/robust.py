@@ -18,6 +18,7 @@ import numpy as np
 from common.aggregation.columns import Columns
 from common.aggregation.mixing import Floats, Mixture
 from common.aggregation.statistics import Doubles, Gram, Statistics
+from common.aggregation.uploads import RuleContext
 from common.experiment.aggregation import Krum, Median, TrimmedMean
 
 
@@ -48,7 +49,7 @@ class _Uniform:
 class MedianColumns(_Uniform):
     """The median of each column."""
 
-    def __init__(self, settings: Median, parameters: int) -> None:
+    def __init__(self, settings: Median, context: RuleContext) -> None:
         """Take the rule's settings, which have no key."""
 
     def columns(self, block: Columns) -> Doubles:
@@ -60,7 +61,7 @@ class MedianColumns(_Uniform):
 class TrimmedColumns(_Uniform):
     """The trimmed mean of each column."""
 
-    def __init__(self, settings: TrimmedMean, parameters: int) -> None:
+    def __init__(self, settings: TrimmedMean, context: RuleContext) -> None:
         self._trim = settings.trim
 
     def columns(self, block: Columns) -> Doubles:

@@ -12,12 +12,13 @@ import numpy as np
 from common.aggregation import fedadp, fedavg, mixing, robust, server_steps
 from common.aggregation.blocks import cut, over
 from common.aggregation.columns import Columns
+from common.aggregation.fednova import NormalisedSteps
 from common.aggregation.mixing import Floats, Mixture, whole
 from common.aggregation.own_rule import OwnColumns
 from common.aggregation.server_steps import STEPS
 from common.aggregation.statistics import Doubles, Gram, Statistics, gram
 from common.aggregation.uploads import Aggregated, Dispatched, RuleContext, Uploads
-from common.experiment.aggregation import FedAdp, Krum, Median, OwnRule, RuleSettings, TrimmedMean
+from common.experiment.aggregation import FedAdp, FedNova, Krum, Median, OwnRule, RuleSettings, TrimmedMean
 from common.model.layout import ModelLayout, Row
 
 
@@ -50,9 +51,10 @@ class ColumnPlan(MeanPlan, Protocol):
         """Return the state besides that of `save`, float32 [D] each, by name; written in place by `restore`."""
 
 
-COLUMNS: Final[Mapping[type[RuleSettings], Callable[[Any, int], ColumnPlan]]] = {
+COLUMNS: Final[Mapping[type[RuleSettings], Callable[[Any, RuleContext], ColumnPlan]]] = {
     Median: robust.MedianColumns,
     TrimmedMean: robust.TrimmedColumns,
+    FedNova: NormalisedSteps,
     OwnRule: OwnColumns,
 }
 MEANS: Final[Mapping[type[RuleSettings], Callable[[Any], MeanPlan]]] = {  # others: by shares
@@ -114,7 +116,7 @@ class SingleModelRule(OneModel):
         self._measures = context.measures
         column_plan = COLUMNS.get(type(settings))
         parameters = context.layout.parameters
-        self._columns = column_plan(settings, parameters) if column_plan is not None else None
+        self._columns = column_plan(settings, context) if column_plan is not None else None
         self._mean_plan: MeanPlan = self._columns or MEANS.get(type(settings), fedavg.ShareMean)(settings)
         step = STEPS.get(type(settings))
         self._step = step(settings, parameters) if step is not None else None

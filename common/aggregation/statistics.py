@@ -35,19 +35,25 @@ class Trained(Protocol):
     def loss(self) -> float:
         """The loss F_k."""
 
+    @property
+    def path_steps(self) -> int:
+        """The SGD steps, of an institution those on its critical path."""
+
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Statistics of K uploads in row order: samples, and mean training loss of the last epoch."""
+    """Statistics of K uploads in row order: samples, mean training loss of the last epoch, SGD steps."""
 
     samples_K: npt.NDArray[np.int64]
     losses_K: Doubles
+    steps_K: Doubles
 
     @classmethod
     def of(cls, results: Sequence[Trained]) -> Statistics:
         """Collect the statistics from the children's results."""
         samples = np.array([result.samples for result in results], np.int64)
-        return cls(samples, np.array([result.loss for result in results], np.float64))
+        losses, steps = ([result.loss for result in results], [result.path_steps for result in results])
+        return cls(samples, np.array(losses, np.float64), np.array(steps, np.float64))
 
     @property
     def shares_K(self) -> Doubles:

@@ -54,7 +54,7 @@ class RuleContext:
 
     `measures`: the distances of the uploads to the next model are wanted, which Tempo reads. `rows(name, count)`
     allocates memory for models, uint8 [count, row_bytes]. `folder`: where a rule stores what exceeds its memory limit;
-    None: all stays in memory.
+    None: all stays in memory. `momentum`: of the children's SGD, 0 if they are not devices.
     """
 
     layout: ModelLayout
@@ -63,6 +63,7 @@ class RuleContext:
     measures: bool
     rows: Callable[[str, int], npt.NDArray[np.uint8]]
     folder: Path | None = None
+    momentum: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -218,6 +218,13 @@ class FedExP(RuleSettings):
     epsilon: Positive = 0.001  # times the children that took part, added to the squared length of the mean step
 
 
+class FedNova(RuleSettings):
+    """One model: the mean of the steps, each divided by the child's number of SGD steps."""
+
+    name: Literal["fednova"] = "fednova"  # the rule
+    weights: Weights = "data"  # of the mean: shares of the samples, or 1/K
+
+
 class Median(RuleSettings):
     """One model: the median of each column of the uploads."""
 
@@ -254,7 +261,7 @@ RULES: Final[Mapping[str, type[RuleSettings]]] = MappingProxyType(
         for rule in (
             *(FedAvg, Independent, FedCross, FedMR, FedCDA, FedAdp),
             *(FedAvgM, FedAdagrad, FedAdam, FedYogi, FedExP),
-            *(Median, TrimmedMean, Krum),
+            *(FedNova, Median, TrimmedMean, Krum),
         )
     }
 )

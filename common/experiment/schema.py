@@ -171,6 +171,10 @@ class Experiment(SettingsTable):
         """Return the tier between a node and its children. Raises KeyError."""
         return self.every_tier[self.tree.depth(parent)]
 
+    def momentum_below(self, parent: str) -> float:
+        """Return the momentum of a parent's children in training, 0 if they are no devices. Raises KeyError."""
+        return self.training.momentum if self.tree.depth(parent) == len(self.every_tier) - 1 else 0.0
+
     def count_by_kind(self) -> dict[str, int]:
         """Return the number of nodes by what they are: `{"institutions": 3, "devices": 12}`."""
         return {f"{tier.children}s": sum(sizes) for tier, sizes in zip(self.every_tier, self.sizes(), strict=True)}

@@ -20,7 +20,7 @@ from common.aggregation.selection.client_selection import ClientSelection
 from common.aggregation.selection.own_selector import Selector
 from common.aggregation.selection.situation import ResultFacts
 from common.aggregation.statistics import Statistics, gram
-from common.aggregation.uploads import Uploads
+from common.aggregation.uploads import RuleContext, Uploads
 from common.errors import InvalidExperiment
 from common.experiment import own
 from common.experiment.aggregation import OwnRule
@@ -40,6 +40,7 @@ class Report(NamedTuple):
 
     samples: int
     loss: float
+    path_steps: int = 1
 
 
 def checks(name: str, keywords: Mapping[str, Any]) -> tuple[str, Iterator[Finding]]:
@@ -129,30 +130,32 @@ class _Lab:
     """A node with a rule, and children whose uploads are random, the same for each lab."""
 
     def __init__(self, settings: OwnRule) -> None:
-        sections = (("w", (PARAMETERS,), Section.PARAMETER), ("mean", (3,), Section.BUFFER))
-        self._layout = ModelLayout.build(sections)
-        self.rule = aggregator.build(
-            settings, layout=self._layout, node="cloud", seed=1, measures=True, rows=self._memory
-        )
+        self._layout = _layout()
+        self.rule = aggregator.build(settings, layout=self._layout, node=CLOUD, seed=1, measures=True, rows=_memory)
         self.facts: Mapping[str, object] = {}
         start = self._layout.empty()
         self._layout.floats(start)[:] = _random(0, (PARAMETERS + 3,))
         self.rule.begin(start)
 
-    def _memory(self, name: str, count: int) -> npt.NDArray[np.uint8]:
-        return np.zeros((count, self._layout.row_bytes), np.uint8)
-
     def round(self, r: int, *, missing: int = 0) -> npt.NDArray[np.float32]:
         """Play a round, and return its model."""
         children = tuple(f"device-{k}" for k in range(CHILDREN))
         ((sent, _),) = self.rule.dispatch(r, children)
-        rows_K = self._memory("uploads", CHILDREN)
+        rows_K = _memory("uploads", CHILDREN)
         floats_K = self._layout.floats(rows_K)
         floats_K[:] = self._layout.floats(sent) + _random(r + 1, (CHILDREN, PARAMETERS + 3))
         reports = [Report(100 * (k + 1), 1.0 / (k + 1)) if k >= missing else None for k in range(CHILDREN)]
         done = self.rule.aggregate(r, Uploads(children, rows_K, tuple(reports), lambda: None))
         self.facts = done.facts
         return self._layout.floats(self.rule.model).copy()
+
+
+def _layout() -> ModelLayout:
+    return ModelLayout.build((("w", (PARAMETERS,), Section.PARAMETER), ("mean", (3,), Section.BUFFER)))
+
+
+def _memory(name: str, count: int) -> npt.NDArray[np.uint8]:
+    return np.zeros((count, _layout().row_bytes), np.uint8)
 
 
 def _random(seed: int, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
@@ -174,11 +177,12 @@ def _json_problem(facts: Mapping[str, object]) -> str:
 
 def _cuts(settings: OwnRule) -> str:
     """Return why columns computed in other blocks differ, or ""."""
+    context = RuleContext(_layout(), CLOUD, 1, measures=True, rows=_memory)
     uploads_KD, model_D = _random(1, (CHILDREN, PARAMETERS)), _random(2, (PARAMETERS,))
     statistics = Statistics.of([Report(100 * (k + 1), 1.0 / (k + 1)) for k in range(CHILDREN)])
     found = []
     for width in (PARAMETERS, COLUMNS, 1000):
-        rule = OwnColumns(settings, PARAMETERS)
+        rule = OwnColumns(settings, context)
         products = gram(list(uploads_KD), model_D) if rule.compares else None
         mixture, _ = rule.of(statistics, products, [f"device-{k}" for k in range(CHILDREN)])
         whole = Columns(uploads_KD, model_D, mixture.dense(CHILDREN), rule.state())

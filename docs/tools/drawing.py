@@ -42,6 +42,7 @@ class Report:
 
     samples: int
     loss: float = 0.5
+    path_steps: int = 1
 
 
 class MixingProbe:
@@ -74,7 +75,7 @@ class MixingProbe:
                 views[f"{layer}.weight"][:] = point
                 views[f"{layer}.mark"][mark] = 1
         order = tuple(child for _, dealt in self._rule.dispatch(global_round, children) for child in dealt)
-        received = Uploads(order, uploads, tuple(map(Report, samples)), lambda: None)
+        received = Uploads(order, uploads, tuple(Report(count) for count in samples), lambda: None)
         self.facts = self._rule.aggregate(global_round, received).facts
         following = [
             self._layout.views(row) for row, dealt in self._rule.dispatch(global_round + 1, children) for _ in dealt

@@ -48,6 +48,7 @@ States = list[dict[str, torch.Tensor]]
 class Report:
     samples: int
     loss: float
+    path_steps: int = 1
 
 
 def least_s(*works: Callable[[], object], repeats: int = REPEATS) -> list[float]:
