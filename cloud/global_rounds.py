@@ -122,6 +122,8 @@ class GlobalRounds:
         outcome = await offload(partial(self._rule.aggregate, r, closed_round.uploads))
         self._selection.observe(r, selected, closed_round.facts)
         outcome = replace(outcome, facts={**outcome.facts, **self._selection.facts(selected)})
+        for name, reason in outcome.left_out.items():
+            self._observe("refused", {"node": name, "reason": reason})
         self._row = self._rule.model
         omegas = await offload(partial(self._omegas, closed_round, outcome))
         epochs = state.epochs | self._next_epochs(omegas)
@@ -174,7 +176,8 @@ class GlobalRounds:
         if self._experiment.cloud.epoch_control.variant == "plato":
             distances_K = tensor_distances(list(closed_round.models.values()), self._rule.model, layout=self._layout)
             found = dict(zip(closed_round.models, distances_K.tolist(), strict=True))
-        if self._experiment.cloud.epoch_control.name != "fixed" and (lost := closed_round.models.keys() - found.keys()):
+        lost = closed_round.models.keys() - found.keys() - outcome.left_out.keys()
+        if lost and self._experiment.cloud.epoch_control.name != "fixed":
             raise RunFailed(f"Tempo: the rule has no distance of {', '.join(sorted(lost))} to the next model")
         return {name: found[name] for name in self._down.peers if name in found}
 
@@ -215,7 +218,7 @@ class GlobalRounds:
             path_steps=max(result.path_steps for result in results.values()),
             bytes_={name: count - before[name] for name, count in self._bytes.items()},
             missing=closed_round.missing,
-            refused=tuple(closed_round.refused),
+            refused=(*closed_round.refused, *outcome.left_out),
             epochs={name: epochs[name] if name in results else None for name in names},
             omega={name: omegas.get(name) for name in names},
             spread={name: spreads.get(name) for name in (CLOUD, *self._experiment.tree.aggregators)},

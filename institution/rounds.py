@@ -64,6 +64,7 @@ class LocalRounds:
             rows=partial(spool.memory, row_bytes=layout.row_bytes, resident_mb=experiment.transfer.resident_mb),
             folder=spool.folder("cache"),
             momentum=experiment.momentum_below(name),
+            bound=self._tier.norm_bound,
         )
         self._memory = Memory(
             build,
@@ -114,6 +115,8 @@ class LocalRounds:
             await model.whole()  # the children may have finished before it is decoded here
             outcome = await offload(partial(rule.aggregate, r, closed_round.uploads))
             selection.observe(r, selected, closed_round.facts)
+            for child, reason in outcome.left_out.items():
+                log.warning("%s: %s's model is left out: %s", self._name, child, reason)
             train_s += max(result.train_s for result in closed_round.results.values())
             wait_s += max(result.wait_s for result in closed_round.results.values())
             pause_s += max(result.pause_s for result in closed_round.results.values())

@@ -1,4 +1,4 @@
-"""FedNova: against a plain twin, at equal steps, and the objective inconsistency that it mends."""
+"""FedNova: against a plain twin, at equal steps, and where FedAvg is pulled aside by children of many steps."""
 
 from __future__ import annotations
 

@@ -8,62 +8,36 @@ arrives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from common.aggregation.cached_uploads import CachedUploadRule
 from common.aggregation.multi_model import MultiModelRule
+from common.aggregation.norm_bound import NormBoundedRule
 from common.aggregation.server_steps import STEPS
 from common.aggregation.single_model import COLUMNS, SingleModelRule
-from common.aggregation.uploads import Aggregated, Dispatched, RuleContext, Uploads
-from common.experiment.aggregation import FedAdp, FedAvg, FedCDA, FedCross, FedMR, Independent, Krum, RuleSettings
-from common.model.layout import ModelLayout, Row
+from common.aggregation.uploads import Aggregated, Aggregator, RuleContext, Uploads
+from common.experiment.aggregation import (
+    FedAdp,
+    FedAvg,
+    FedCDA,
+    FedCross,
+    FedMR,
+    Independent,
+    Krum,
+    NormBound,
+    RuleSettings,
+)
+from common.model.layout import ModelLayout
 
 __all__ = ["Aggregated", "Aggregator", "Uploads", "build"]
 
 
-class Aggregator(Protocol):
-    """One node's aggregation rule over its children."""
-
-    @property
-    def reads_start(self) -> bool:
-        """Whether the next `begin` reads the model's values, which must have arrived then."""
-
-    @property
-    def model(self) -> Row:
-        """The mean: evaluated, uploaded and deployed. One array, written by each `aggregate`."""
-
-    @property
-    def mixed(self) -> Row | None:
-        """The mean of the models after mixing if it differs from `model`, else None."""
-
-    def begin(self, model: Row) -> None:
-        """Start from a model, uint8 [row_bytes], which must not change until the next `begin`.
-
-        Unless `reads_start`, it may still be arriving: all children receive it in the next round. It must be complete
-        when the first uploads are aggregated.
-        """
-
-    def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
-        """Return the models of round r with their children, whose order is that of the uploads' rows.
-
-        Equal models are one. The arrays are valid until the next `aggregate` or `begin`.
-        Raises ValueError if a multi-model rule has another number of models than there are children.
-        """
-
-    def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
-        """Compute the next models from round r's uploads, whose values are finite. May overwrite missing rows."""
-
-    def save(self, folder: Path) -> dict[str, object]:
-        """Write the state besides `model` as files into a new folder; return facts that JSON can hold."""
-
-    def restore(self, folder: Path, facts: Mapping[str, object]) -> None:
-        """Restore the state that `save` wrote; the folder may be removed afterwards."""
-
+NO_BOUND: Final = NormBound()
 
 BUILT: Final[Mapping[type[RuleSettings], Callable[[Any, RuleContext], Aggregator]]] = {
     FedAvg: SingleModelRule,
@@ -86,6 +60,8 @@ def build(
     rows: Callable[[str, int], npt.NDArray[np.uint8]],
     folder: Path | None = None,
     momentum: float = 0.0,
+    bound: NormBound = NO_BOUND,
 ) -> Aggregator:
-    """Return a node's rule; for the arguments see `RuleContext`."""
-    return BUILT[type(settings)](settings, RuleContext(layout, node, seed, measures, rows, folder, momentum))
+    """Return a node's rule, behind the bound of its children's steps; for the other arguments see `RuleContext`."""
+    rule = BUILT[type(settings)](settings, RuleContext(layout, node, seed, measures, rows, folder, momentum))
+    return rule if bound.action == "off" else NormBoundedRule(rule, bound, layout)

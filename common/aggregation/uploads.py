@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -73,16 +73,56 @@ class Aggregated:
     `loss`: the mean training loss, weighted like the node's own mean. `distances`: ||upload - new mean|| of each child
     with an upload, over trainable columns; empty at an institution whose rule does not need them. `spread`:
     mean_k ||w_k - mean||^2 / ||mean||^2 of K models after mixing, None for rules of one model. `facts`: the decisions
-    of the plan, in a form that JSON can hold.
+    of the plan, in a form that JSON can hold. `left_out`: why these children's uploads were not used.
     """
 
     loss: float
     distances: Mapping[str, float]
     spread: float | None
     facts: Mapping[str, object]
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def plan(self) -> dict[str, object]:
         """The published plan: the loss, the spread if there is one, and the facts."""
         spread = {} if self.spread is None else {"spread": self.spread}
         return {"loss": self.loss, **spread, **self.facts}
+
+
+class Aggregator(Protocol):
+    """One node's aggregation rule over its children."""
+
+    @property
+    def reads_start(self) -> bool:
+        """Whether the next `begin` reads the model's values, which must have arrived then."""
+
+    @property
+    def model(self) -> Row:
+        """The mean: evaluated, uploaded and deployed. One array, written by each `aggregate`."""
+
+    @property
+    def mixed(self) -> Row | None:
+        """The mean of the models after mixing if it differs from `model`, else None."""
+
+    def begin(self, model: Row) -> None:
+        """Start from a model, uint8 [row_bytes], which must not change until the next `begin`.
+
+        Unless `reads_start`, it may still be arriving: all children receive it in the next round. It must be complete
+        when the first uploads are aggregated.
+        """
+
+    def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
+        """Return the models of round r with their children, whose order is that of the uploads' rows.
+
+        Equal models are one. The arrays are valid until the next `aggregate` or `begin`.
+        Raises ValueError if a multi-model rule has another number of models than there are children.
+        """
+
+    def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
+        """Compute the next models from round r's uploads, whose values are finite. May overwrite missing rows."""
+
+    def save(self, folder: Path) -> dict[str, object]:
+        """Write the state besides `model` as files into a new folder; return facts that JSON can hold."""
+
+    def restore(self, folder: Path, facts: Mapping[str, object]) -> None:
+        """Restore the state that `save` wrote; the folder may be removed afterwards."""

@@ -255,6 +255,14 @@ class Krum(RuleSettings):
             raise InvalidExperiment(f"{key}.keep", self.keep, problem, f"Use at most {children}.")
 
 
+class NormBound(SettingsTable):
+    """A bound for the length of a child's step, before any rule: `factor` times the median of the round's lengths."""
+
+    # What happens to a longer step: nothing, it is clipped to the bound, or the upload is left out.
+    action: Literal["off", "clip", "refuse"] = "off"
+    factor: Annotated[float, Field(ge=1)] = 3.0  # times the median length
+
+
 RULES: Final[Mapping[str, type[RuleSettings]]] = MappingProxyType(
     {
         rule.model_fields["name"].default: rule

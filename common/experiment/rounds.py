@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from common.errors import InvalidExperiment
-from common.experiment.aggregation import Aggregation, FedAvg
+from common.experiment.aggregation import Aggregation, FedAvg, NormBound
 from common.experiment.selection import FractionSelection, Selection
 from common.experiment.tables import Count, Positive, SettingsTable
 
@@ -40,6 +40,7 @@ class Cloud(SettingsTable):
     participation: Share = 1.0  # share of the institutions in a global round, above 0: max(1, floor(share * number))
     selection: Selection = FractionSelection()
     aggregation: Aggregation = FedAvg()
+    norm_bound: NormBound = NormBound()
     closing: Closing = Closing()
     epoch_control: EpochControl = EpochControl()
     evaluate_every: Count = 1  # evaluate after every so many global rounds, and after the last one
@@ -53,6 +54,7 @@ class Institution(SettingsTable):
     participation: Share = 1.0  # share of the institution's devices in a local round, above 0
     selection: Selection = FractionSelection()
     aggregation: Aggregation = FedAvg()
+    norm_bound: NormBound = NormBound()
     closing: Closing = Closing()
 
 

@@ -51,8 +51,8 @@ class TransferSettings(SettingsTable):
 
 ROUNDS_MOST: Final = 10**12  # of a device in a run; their numbers fit into messages
 SHORT_FORM: Final = (
-    "topology", "institution", "cloud.participation", "cloud.selection", "cloud.aggregation", "cloud.closing",
-    "links.wan", "links.lan", "transfer.wan", "transfer.lan",
+    "topology", "institution", "cloud.participation", "cloud.selection", "cloud.aggregation", "cloud.norm_bound",
+    "cloud.closing", "links.wan", "links.lan", "transfer.wan", "transfer.lan",
 )  # fmt: skip
 BELOW_INSTITUTIONS: Final = ("institution", "links.lan", "transfer.lan")
 
@@ -153,13 +153,13 @@ class Experiment(SettingsTable):
         cloud, institution = self.cloud, self.institution
         wan = Tier(
             name="wan", participation=cloud.participation, selection=cloud.selection, aggregation=cloud.aggregation,
-            closing=cloud.closing, link=self.links.wan, transfer=self.transfer.wan,
+            norm_bound=cloud.norm_bound, closing=cloud.closing, link=self.links.wan, transfer=self.transfer.wan,
             children="institution" if self.topology.institutions else DEVICE,
         )  # fmt: skip
         lan = Tier(
             name="lan", participation=institution.participation, selection=institution.selection,
-            aggregation=institution.aggregation, closing=institution.closing, link=self.links.lan,
-            transfer=self.transfer.lan, rounds=institution.rounds,
+            aggregation=institution.aggregation, norm_bound=institution.norm_bound, closing=institution.closing,
+            link=self.links.lan, transfer=self.transfer.lan, rounds=institution.rounds,
         )  # fmt: skip
         return (wan, lan) if self.topology.institutions else (wan,)
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final
 from pydantic import Field
 
 from common.errors import InvalidExperiment
-from common.experiment.aggregation import Aggregation, FedAvg
+from common.experiment.aggregation import Aggregation, FedAvg, NormBound
 from common.experiment.codecs import Codecs
 from common.experiment.links import LinkSettings
 from common.experiment.rounds import Closing, Share
@@ -44,6 +44,7 @@ class Tier(SettingsTable):
     participation: Share = 1.0  # share of a parent's children in a round, above 0: max(1, floor(share * number))
     selection: Selection = FractionSelection()
     aggregation: Aggregation = FedAvg()
+    norm_bound: NormBound = NormBound()
     closing: Closing = Closing()
     link: LinkSettings = LinkSettings()  # between a parent and a child; `links.of.NODE` is that of a single node
     transfer: Codecs = Codecs()
