@@ -50,12 +50,15 @@ class Memory:
         self._made: tuple[Aggregator, ClientSelection] | None = None
         self._stands: int | None = None  # the state precedes this task; None: unknown, or within a task
 
-    def before(self, task: int) -> tuple[Aggregator, ClientSelection]:
-        """Return the rule and the selection with their state before a task, about to do it. Raises RunFailed."""
+    def before(self, task: int, *, had_tasks: bool = False) -> tuple[Aggregator, ClientSelection]:
+        """Return the rule and the selection with their state before a task, about to do it.
+
+        `had_tasks`: whether the parent has reported earlier ones. Raises RunFailed if their state is lost.
+        """
         if self._made is None or (self._remembers and (self._stands is None or self._stands > task)):
             self._made = self._build(), self._select()
             if self._remembers and task > 0:
-                self._restore(task, *self._made)
+                self._restore(task, *self._made, had_tasks=had_tasks)
         self._stands = None
         return self._made
 
@@ -66,12 +69,12 @@ class Memory:
             rule_states.write(self._folder, _name(task + 1), partial(_save, *self._made))
             rule_states.prune(self._folder, keep=self._kept)
 
-    def _restore(self, task: int, rule: Aggregator, selection: ClientSelection) -> None:
+    def _restore(self, task: int, rule: Aggregator, selection: ClientSelection, *, had_tasks: bool) -> None:
         found = rule_states.latest(self._folder, _name(task)) if self._folder is not None else None
         if found is not None:
             rule_states.read(found, rule.restore)
             rule_states.read(found, lambda _, facts: selection.restore(_selection_of(facts)))
-        elif self._must_remember(task):
+        elif had_tasks or self._must_remember(task):
             raise RunFailed(
                 f"the state of this institution's rule before its task {task} is lost. Start institutions "
                 "with the same --spool DIR after a restart, or start a new run."

@@ -79,7 +79,7 @@ class LocalRounds:
     def _took_part_before(self, task: int) -> bool:
         """Return whether this institution was selected for an earlier task.
 
-        False if that is unknown: a quorum may have closed rounds without it, or the selection depended on results.
+        False if that is unknown here: a quorum may have closed rounds without it, or the selection depends on results.
         """
         return any(_takes_part(self._experiment, self._name, earlier) for earlier in range(task))
 
@@ -95,7 +95,8 @@ class LocalRounds:
         path_steps = 0
         plans: dict[str, list[dict[str, object]]] = {self._name: []}
         number = task.key.global_round * self._tasks + task.key.local_round
-        rule, selection = await offload(partial(self._memory.before, number))
+        had_tasks = task.tasks_before > 0 and self._experiment.tier_above(self._name).closing.rule == "all"
+        rule, selection = await offload(partial(self._memory.before, number, had_tasks=had_tasks))
         if rule.reads_start:
             await model.whole()
         await offload(partial(rule.begin, model.row))
@@ -108,6 +109,7 @@ class LocalRounds:
                 models=rule.dispatch(r, selected),
                 epochs=dict.fromkeys(down.peers, task.epochs),
                 closing=settings.closing,
+                tasks_before=selection.rounds_of(selected),
             )
             if not model.complete:  # then the rule passes it on
                 dispatch = replace(dispatch, models=[(model, dispatch.children)])

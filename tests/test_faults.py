@@ -744,9 +744,9 @@ def test_a_device_imports_no_model_that_its_host_did_not_allow(
         waits_for = [""]
         async with announcing(address, "institution-0", experiment, children=["device-0"]) as institution:
             gathering = asyncio.create_task(institution.gather(Closing(), waiting=waits_for.append))
-            with pytest.raises(InvalidExperiment, match="--allow-models announced"):
+            with pytest.raises(InvalidExperiment, match="--allow announced"):
                 await device(address, "device-0", "institution-0")
-            await true(lambda: "device-0 gave up: " in waits_for[-1] and "--allow-models announced" in waits_for[-1])
+            await true(lambda: "device-0 gave up: " in waits_for[-1] and "--allow announced" in waits_for[-1])
             gathering.cancel()
             await asyncio.wait((gathering,))
         assert "announced" not in sys.modules

@@ -111,3 +111,10 @@ def test_a_rule_that_remembers_nothing_is_never_kept(tmp_path: Path) -> None:
     assert one.before(7) is one.before(3)
     one.after(3)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_parent_that_selects_by_results_reports_that_there_was_a_task(tmp_path: Path) -> None:
+    """Then the institution cannot compute by itself whether it took part."""
+    with pytest.raises(RunFailed, match="before its task 3 is lost"):
+        memory(tmp_path, took_part=False).before(3, had_tasks=True)
+    assert memory(tmp_path, took_part=False).before(3, had_tasks=False)[0].played == []

@@ -219,7 +219,10 @@ def test_a_parent_plays_the_recorded_rounds_again(node: str, messages: list[Reco
         if mine and isinstance(one.message, Task) and one.message.key not in opened:
             key = one.message.key
             opened.add(key)
-            given = {child: Assignment(task.model, task.epochs) for child, task in tasks[key].items()}
+            given = {
+                child: Assignment(task.model, task.epochs, tasks_before=task.tasks_before)
+                for child, task in tasks[key].items()
+            }
             for task in tasks[key].values():
                 session.offers.offer(task.model, memoryview(blobs[task.model.blob]), children)
             assert (

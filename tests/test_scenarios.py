@@ -562,10 +562,10 @@ def test_a_device_that_is_wrong_in_three_ways_holds_up_the_lab_until_it_is_right
     outcome = lab(one_after_another, tree=MINE, autostart=[CLOUD])
     assert outcome.ok, outcome
     assert outcome.digest == undisturbed.digest
-    for error, words in zip(wrong, ("--allow-models mine", "belongs to institution-0", "splits the data"), strict=True):
+    for error, words in zip(wrong, ("--allow mine", "belongs to institution-0", "splits the data"), strict=True):
         assert error.startswith("InvalidExperiment") and words in error
     assert outcome.virtual_s < 6 * IDLE_S + undisturbed.virtual_s + 5.0
-    warned(outcome, "institution-0 waits for its children: device-0 gave up: .*--allow-models mine",
+    warned(outcome, "institution-0 waits for its children: device-0 gave up: .*--allow mine",
            "cloud waits for its children: institution-0 waits for .*device-0 gave up: .*splits the data")  # fmt: skip
 
 

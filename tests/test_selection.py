@@ -81,6 +81,14 @@ def test_a_plan_records_what_seed_and_round_do_not_determine(name: str) -> None:
     assert one.facts(NAMES[:4]) == recorded and (name in ("fraction", "round_robin")) == (recorded == {})
 
 
+def test_a_round_that_is_repeated_counts_once() -> None:
+    one = selection("power_of_choice")
+    for r in (0, 1, 2, 1, 2):
+        one.observe(r, NAMES[:2], {NAMES[0]: result(r)})
+    assert one.rounds_of(NAMES[:3]) == {NAMES[0]: 3, NAMES[1]: 3}
+    assert [past["missed"] for past in one.save()["history"].values()] == [0, 3]
+
+
 def test_fraction_is_the_choice_of_earlier_releases() -> None:
     for r in range(20):
         places = generator(3, Purpose.SELECTION, "a", r).choice(10, 4, replace=False)
@@ -232,6 +240,25 @@ def test_a_node_that_is_killed_selects_as_if_it_had_not_been(node: str, share: f
         lab.start(node)
 
     assert digest_of(scenario=kill).digest == undisturbed.digest
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_an_institution_that_loses_its_state_does_not_go_on_without(keep: bool) -> None:
+    adam = {"aggregation": {"name": "fedadam", "learning_rate": 0.1}}
+    experiment = parse(LAB | {"institution": LAB["institution"] | adam})
+    whole = SimulatedLab(experiment, seed=1, model_bytes=10_000).run()
+
+    async def kill(lab: SimulatedLab) -> None:
+        await asyncio.sleep(0.8 * whole.virtual_s)
+        lab.kill("institution-0")
+        lab.start("institution-0", keep_files=keep)
+
+    outcome = SimulatedLab(experiment, seed=1, model_bytes=10_000, scenario=kill).run()
+    assert outcome.ok == keep, outcome.result
+    if keep:
+        assert outcome.digest == whole.digest
+    else:
+        assert "the state of this institution's rule before its task" in outcome.result
 
 
 def test_the_selection_matters_and_is_recorded(undisturbed: LabOutcome) -> None:

@@ -543,7 +543,7 @@ def test_a_term_that_only_one_path_has_is_found_out(name: str, monkeypatch: pyte
 
 
 def plain_objective(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vmapped_models, "objective_of", Objective)
+    monkeypatch.setattr(vmapped_models, "objective_of", lambda _: Objective())
 
 
 def received_that_moves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,10 +228,10 @@ def test_deep_nesting_is_a_wire_error(depth: int) -> None:
         assert survives(sealed(b"\x95" + b"".join(parts))) is None
 
 
-@pytest.mark.parametrize("version", [0, 1, 4, 6, -1, True, 5.0, "5", b"\x05", None, [5]], ids=repr)
+@pytest.mark.parametrize("version", [0, 1, 5, 7, -1, True, 6.0, "6", b"\x06", None, [6]], ids=repr)
 def test_another_version_is_refused_by_its_name(version: Any) -> None:
     text = refusal(pack([version, SESSION, 7, "0" * 16]))
-    assert "protocol version" in text and "uses 5" in text
+    assert "protocol version" in text and "uses 6" in text
 
 
 @pytest.mark.parametrize("session", ["", "x" * 33, 7, None, b"abc", ["a"]], ids=repr)
@@ -354,7 +354,7 @@ def test_a_manifest_beyond_its_caps_is_refused(lie: dict[str, Any], reports: str
     with pytest.raises(WireError, match=reports):
         replace(GOOD, **lie)
     values = {**{f.name: getattr(GOOD, f.name) for f in fields(GOOD)}, **lie}
-    assert reports in refusal(pack([serialization.VERSION, SESSION, 2, [0, 0, 0], 1, list(values.values()), None]))
+    assert reports in refusal(pack([serialization.VERSION, SESSION, 2, [0, 0, 0], 1, list(values.values()), None, 0]))
 
 
 @given(manifest=manifests())
@@ -368,18 +368,18 @@ def test_the_chunks_of_a_manifest_tile_the_blob(manifest: Manifest) -> None:
 def test_a_presence_task_and_progress_by_hand() -> None:
     """The bytes that another release must still read."""
     assert serialization.encode(Presence(NodeState.READY, "device", samples=7), "s") == (
-        bytes.fromhex("c428a1920f7b5f40") + b"\x9c\x05\xa1s\x00\xa5ready\xa6device\xa0\x07\xa0\xa0\xa0\xa0\x90"
+        bytes.fromhex("735b9a2aca03e3db") + b"\x9c\x06\xa1s\x00\xa5ready\xa6device\xa0\x07\xa0\xa0\xa0\xa0\x90"
     )
-    task = Task(Key(1, 2, 3), 4, replace(GOOD, size=1, digests=b"d" * 8), None)
+    task = Task(Key(1, 2, 3), 4, replace(GOOD, size=1, digests=b"d" * 8), None, 5)
     assert serialization.encode(task, "s") == (
-        bytes.fromhex("25c69829db817dc8")
-        + b"\x97\x05\xa1s\x02\x93\x01\x02\x03\x04\x97\xb00123456789abcdef\x01\xcd\x04\x00\xc4\x08ddddddddd"[:-1]
-        + b"\xa4fp32\xa6layout\xa0\xc0"
+        bytes.fromhex("77cd9cde1ccf5dbc")
+        + b"\x98\x06\xa1s\x02\x93\x01\x02\x03\x04\x97\xb00123456789abcdef\x01\xcd\x04\x00\xc4\x08ddddddddd"[:-1]
+        + b"\xa4fp32\xa6layout\xa0\xc0\x05"
     )
     progress = Progress(Key(0, 0, 0), Phase.TRAINING, 1, 2, Traffic(), (Traffic(),))
     assert serialization.encode(progress, "s") == (
-        bytes.fromhex("b2b8ae31408366d9")
-        + b"\x99\x05\xa1s\x03\x93\x00\x00\x00\xa8training\x01\x02"
+        bytes.fromhex("72f3b4d48bde566f")
+        + b"\x99\x06\xa1s\x03\x93\x00\x00\x00\xa8training\x01\x02"
         + (b"\x99" + bytes(8) + b"\x9b" + bytes(11))
         + (b"\x91\x99" + bytes(8) + b"\x9b" + bytes(11))
     )

@@ -106,4 +106,4 @@ class NormBoundedRule:
 
 
 def _reason(length: float, median: float) -> str:
-    return f"its step is {length / median:.3g} times as long as the median" if median else "the median step is zero"
+    return f"its step is {length / median:.4g} times as long as the median" if median else "the median step is zero"

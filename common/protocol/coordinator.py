@@ -230,7 +230,8 @@ class Coordinator:
             if given is None or not self._needs_task(child) or now < child.repeat_at:
                 continue
             # Repeats omit an inline model: a child that did not get it fetches it.
-            due.append((name, Task(self._key, given.epochs, given.model, None if child.sent else given.inline)))
+            inline = None if child.sent else given.inline
+            due.append((name, Task(self._key, given.epochs, given.model, inline, given.tasks_before)))
             child.sent, child.sent_at = True, now
             child.repeat_s = min(2 * child.repeat_s, REPEAT_MOST_S)
             child.repeat_at = now + child.repeat_s

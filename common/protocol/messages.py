@@ -146,12 +146,16 @@ class Alive:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Assignment of a model and a number of epochs to a child, resent until it is answered."""
+    """Assignment of a model and a number of epochs to a child, resent until it is answered.
+
+    `tasks_before`: in how many earlier rounds the parent gave it a task. A child that has lost its state knows by it.
+    """
 
     key: Key
     epochs: int
     model: Manifest
     inline: bytes | None
+    tasks_before: int = 0
 
 
 class Phase(StrEnum):

@@ -61,11 +61,12 @@ UNFINISHED: Final = (ChildState.ASSIGNED, ChildState.WORKING, ChildState.ANNOUNC
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The task of one child; `inline` is a small model to send with it."""
+    """The task of one child; `inline` is a small model to send with it, `tasks_before` the message's."""
 
     model: Manifest
     epochs: int
     inline: bytes | None = None
+    tasks_before: int = 0
 
 
 @dataclass(frozen=True, slots=True)

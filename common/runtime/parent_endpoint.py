@@ -305,7 +305,10 @@ class ParentEndpoint(Endpoint):
                 except RefusedModel as error:
                     raise RunFailed(f"the model cannot be sent: {error}") from None
                 inline = session.offers.offer(manifest, blob, receivers)
-            assignments |= {name: Assignment(manifest, dispatch.epochs[name], inline) for name in receivers}
+            before = dispatch.tasks_before
+            assignments |= {
+                name: Assignment(manifest, dispatch.epochs[name], inline, before.get(name, 0)) for name in receivers
+            }
         return assignments
 
     def _forwards(self, model: Arriving, receivers: Sequence[str]) -> bool:

@@ -384,5 +384,8 @@ def _run_role(role: Callable[[], Coroutine[Any, Any, None]], node: str = "") -> 
     from common.host.memory import keep_large_buffers
 
     keep_large_buffers()
-    logs.NODE.set(node)
-    run_connected(role)
+    before = logs.NODE.set(node)
+    try:
+        run_connected(role)
+    finally:
+        logs.NODE.reset(before)

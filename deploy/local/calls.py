@@ -115,7 +115,7 @@ class Calls:
             called = self.now()
             row, nbytes = self._carry(self._down, await model.whole() if isinstance(model, Arriving) else model)
             self._sent[name] += nbytes
-            task = Task(key, dispatch.epochs[name], self._manifest, None)
+            task = Task(key, dispatch.epochs[name], self._manifest, None, dispatch.tasks_before.get(name, 0))
             done = await self._children[name](task, self._arrived(row), partial(self._progressed, on_progress))
             try:
                 result = done.announcement(task, self._manifest)

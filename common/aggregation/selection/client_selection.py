@@ -59,16 +59,21 @@ class ClientSelection:
         return [child for child in children if child in chosen]
 
     def observe(self, r: int, selected: Sequence[str], results: Mapping[str, ResultFacts]) -> None:
-        """Take note of a closed round. Children without a result keep their last one."""
-        for name in selected if self._tier.selection.remembers else ():
+        """Take note of a closed round; one that is repeated counts once. Children without a result keep their last."""
+        for name in selected:
             past = self._history.get(name, Participation())
+            is_new = r > past.last_round
             self._history[name] = replace(
                 past,
-                rounds=past.rounds + 1,
-                missed=past.missed + (name not in results),
-                last_round=r,
+                rounds=past.rounds + is_new,
+                missed=past.missed + (is_new and name not in results),
+                last_round=max(r, past.last_round),
                 result=results.get(name, past.result),
             )
+
+    def rounds_of(self, selected: Sequence[str]) -> dict[str, int]:
+        """Return in how many rounds each of these children was selected before."""
+        return {name: self._history[name].rounds for name in selected if name in self._history}
 
     def facts(self, selected: Sequence[str]) -> dict[str, object]:
         """Return what a round's plan records: who was selected, unless seed and round alone determine it."""

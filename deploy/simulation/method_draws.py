@@ -1,0 +1,48 @@
+"""Newer methods in a drawn lab, from a generator of their own: labs of lower seeds stay what they were."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+METHODS_FROM: Final = 100_000  # the first seed whose lab has them
+
+_RULES: Final[tuple[Mapping[str, Any], ...]] = (
+    {"name": "fedavgm", "momentum": 0.5},
+    {"name": "fedadam", "learning_rate": 0.1},
+    {"name": "fedyogi", "learning_rate": 0.1},
+    {"name": "fedexp"},
+    {"name": "fednova"},
+    {"name": "median"},
+    {"name": "trimmed_mean", "trim": 0.3},
+    {"name": "krum", "wrong": 0},
+)
+# Not `oort`: it depends on time, so a disturbed lab has another model than an undisturbed one.
+_SELECTORS: Final[tuple[Mapping[str, Any], ...]] = ({"name": "round_robin"}, {"name": "power_of_choice"})
+
+
+def with_methods(rng: random.Random, tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a drawn lab in which some tiers have newer rules, selectors and bounds."""
+    found = dict(tree)
+    for key in ("cloud", "institution"):
+        if key in tree and ("tiers" not in tree):
+            found[key] = _tier(rng, tree[key])
+    if "tiers" in tree:
+        found["tiers"] = [_tier(rng, tier) for tier in tree["tiers"]]
+    return found
+
+
+def _tier(rng: random.Random, tier: Mapping[str, Any]) -> dict[str, Any]:
+    return {**tier, **dict(_changes(rng, tier))}
+
+
+def _changes(rng: random.Random, tier: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    if rng.random() < 0.6:
+        yield "aggregation", dict(rng.choice(_RULES))
+    if rng.random() < 0.3:
+        yield "norm_bound", {"action": rng.choice(["clip", "refuse"]), "factor": rng.choice([1.0, 2.0])}
+    if rng.random() < 0.7:
+        yield "selection", dict(rng.choice(_SELECTORS))
+        if not tier.get("closing"):  # else the quorum may not fit
+            yield "participation", rng.choice([0.5, 0.75])
