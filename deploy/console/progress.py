@@ -59,6 +59,7 @@ class RunView:
         self._rates: dict[str, float] = {}
         self._last: tuple[float, dict[str, int]] | None = None
         self._notes: list[str] = []
+        self._waits_for = ""
         self.finished: Mapping[str, Any] = {}
 
     def take(self, event: str, facts: Mapping[str, Any]) -> None:
@@ -70,8 +71,10 @@ class RunView:
                 self._row = facts
             case "evaluated":
                 self._accuracy = facts["accuracy"]
+            case "waiting":
+                self._waits_for = str(facts["for"])
             case "progress":
-                self._progress = facts
+                self._waits_for, self._progress = "", facts
                 self._measure(facts)
             case "refused":
                 self._notes.append(f"refused {facts['node']}'s model: {facts['reason']}")
@@ -129,6 +132,9 @@ class RunView:
             sizes = (size(seen.get(up, 0)), size(seen.get(down, 0)))
             links.add_row(tier.upper(), *sizes, f"{size(rates.get(up, 0))}/s", f"{size(rates.get(down, 0))}/s")
         notes = [Text(note, style="yellow") for note in self._notes[-3:]]
+        if self._waits_for:
+            where = Text(f"run {run['run']} in {run['folder']}") if "run" in run else Text()
+            return Group(head, where, Text(f"waits for {self._waits_for}", style="yellow"), *notes)
         return Group(head, nodes, links, *notes)
 
     def summary(self) -> Table:
