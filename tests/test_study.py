@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from common.experiment.objectives import CrossEntropy
 from deploy.experiments import study
 from deploy.experiments.configurations import PARTS, Seen, StudyPart
 from deploy.experiments.study import StudyCache, StudyRun
@@ -38,7 +39,10 @@ def test_all_rows_of_a_part_do_equal_local_work() -> None:
             drawn = float(len(one.tree.devices))
             for tier in one.every_tier:
                 drawn *= tier.participation
-            work.add((one.rounds * one.device_rounds * round(drawn), one.training))
+            training = one.training.model_copy(
+                update={"objective": CrossEntropy()}
+            )  # FedSAM's steps have two gradients
+            work.add((one.rounds * one.device_rounds * round(drawn), training))
     assert len(work) == 1
 
 

@@ -92,6 +92,33 @@ def two_layers() -> dict[str, Tree]:
     return {"FedAvg": {"cloud": {"aggregation": UNIFORM}}, **found}
 
 
+def methods() -> dict[str, Tree]:
+    """Return the methods that are not in `rules`: of devices, of the cloud, of selection; each with uniform weights."""
+    cloud: dict[str, Tree] = {
+        "FedAvgM 0.5": {"name": "fedavgm", "momentum": 0.5},
+        "FedAdagrad 0.03": {"name": "fedadagrad", "learning_rate": 0.03},
+        "FedAdam 0.01": {"name": "fedadam", "learning_rate": 0.01},
+        "FedYogi 0.01": {"name": "fedyogi", "learning_rate": 0.01},
+        "FedExP": {"name": "fedexp"},
+        "FedNova": {"name": "fednova"},
+        "median": {"name": "median"},
+        "trimmed mean 0.2": {"name": "trimmed_mean", "trim": 0.2},
+        "multi-Krum 1 of 6": {"name": "krum", "wrong": 1, "keep": 5},
+    }
+    weighted = ("fedavgm", "fedadagrad", "fedadam", "fedyogi", "fedexp", "fednova")
+    found: dict[str, Tree] = {"FedAvg": {}}
+    for name, mu in (("FedProx 0.01", 0.01), ("FedProx 0.1", 0.1)):
+        found[name] = {"training": {"objective": {"name": "fedprox", "mu": mu}}}
+    found["FedSAM 0.05"] = {"training": {"objective": {"name": "fedsam", "rho": 0.05}}}
+    for name, rule in cloud.items():
+        weights = {"weights": "uniform"} if rule["name"] in weighted else {}
+        found[name] = {"cloud": {"aggregation": {**rule, **weights}}}
+    found["norm bound 1.5, clipped"] = {"cloud": {"norm_bound": {"action": "clip", "factor": 1.5}}}
+    found["round robin"] = {"cloud": {"selection": {"name": "round_robin"}}}
+    found["power-of-choice 12"] = {"cloud": {"selection": {"name": "power_of_choice", "candidates": 12}}}
+    return {name: merged({"cloud": {"aggregation": UNIFORM}}, tree) for name, tree in found.items()}
+
+
 def three_layers() -> dict[str, Tree]:
     """Return each rule at the cloud, at the institutions (with uniform FedAvg at the other level) and at both."""
     found: dict[str, Tree] = {
@@ -142,6 +169,7 @@ _SPLITS: Final = {
 _NOISES: Final = {"clean": ("clean images", 0.0, 0.9), "noisy": ("noise 0.4", 0.4, 0.72)}
 _KINDS: Final = {
     "two": ("Two layers, 30 devices, 6 selected", TWO_LAYERS, two_layers, 25),
+    "methods": ("Two layers, 30 devices, 6 selected; other methods", TWO_LAYERS, methods, 25),
     "three": ("Three layers, 5 institutions of 6 devices, 3 selected", THREE_LAYERS, three_layers, 10),
     "tempo": ("Tempo, 5 institutions of 6 devices, 3 selected, c = 4", TEMPO, tempo, 10),
 }
@@ -165,8 +193,10 @@ def _parts() -> dict[str, StudyPart]:
     for kind, (what, base, rows, early) in _KINDS.items():
         for noisy, (images, noise, target) in _NOISES.items():
             for split, (devices, partition, concentration) in _SPLITS.items():
-                if kind == "two" and partition == "institution_dirichlet":
-                    continue  # each institution has only one device
+                if kind in ("two", "methods") and partition == "institution_dirichlet":
+                    continue  # there is no institution
+                if kind == "methods" and noise:
+                    continue  # its rows are twice as many
                 name = f"{kind}-{noisy}-{split}"
                 tree = merged(base, _data(partition, concentration, noise))
                 parts[name] = StudyPart(
