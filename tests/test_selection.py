@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,20 +13,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cloud import checkpoint
+from cloud.checkpoint import RunState
+from common.aggregation import aggregator
 from common.aggregation.selection.client_selection import SELECTORS, ClientSelection
 from common.aggregation.selection.oort import scores
 from common.aggregation.selection.situation import Participation, ResultFacts, Situation
 from common.errors import InvalidExperiment
+from common.experiment.aggregation import FedAvg
 from common.experiment.reading import parse
 from common.experiment.selection import SELECTIONS, Oort, OwnSelection
 from common.experiment.tiers import Tier
+from common.model.layout import ModelLayout, Section
 from common.randomness import Purpose, generator
-from deploy.simulation.lab import SimulatedLab
-from deploy.simulation.outcome import LabOutcome
 from tests.helpers.examples import examples
 
 NAMES: Final = [f"device-{i}" for i in range(10)]
 SAMPLES: Final = {name: 10 + i for i, name in enumerate(NAMES)}
+
+
+LAYOUT: Final = ModelLayout.build([("weight", (10,), Section.PARAMETER)])
+
+
+def rule_of() -> Any:
+    rows: Any = lambda name, count: np.empty((count, LAYOUT.row_bytes), np.uint8)  # noqa: E731
+    return aggregator.build(FedAvg(), layout=LAYOUT, node="cloud", seed=1, measures=True, rows=rows)
 
 
 def selection(name: str, share: float = 0.4, **keys: Any) -> ClientSelection:
@@ -39,13 +49,17 @@ def result(k: int, *, loss: float = 1.0, seconds: float = 1.0) -> ResultFacts:
     return ResultFacts(10 + k, loss, seconds, 1000)
 
 
-def play(one: ClientSelection, rounds: Sequence[int], *, quorum: bool = False) -> list[list[str]]:
-    """Play rounds, in which child k has loss 1 / (1 + k) and takes k seconds; return who was selected in each."""
+def play(
+    one: ClientSelection, rounds: Sequence[int], *, quorum: bool = False, pace_s: Sequence[float] = range(10)
+) -> list[list[str]]:
+    """Play rounds, in which child k has loss 1 / (1 + k) and takes pace_s[k]; return who was selected in each."""
     found = []
     for r in rounds:
         chosen = one.select(NAMES, r, samples=SAMPLES)
         arrived = chosen[1:] if quorum and r % 2 else chosen
-        facts = {name: result(k, loss=1 / (1 + k), seconds=k) for k, name in enumerate(NAMES) if name in arrived}
+        facts = {
+            name: result(k, loss=1 / (1 + k), seconds=pace_s[k]) for k, name in enumerate(NAMES) if name in arrived
+        }
         one.observe(r, chosen, facts)
         found.append(chosen)
     return found
@@ -89,6 +103,34 @@ def test_a_round_that_is_repeated_counts_once() -> None:
     assert [past["missed"] for past in one.save()["history"].values()] == [0, 3]
 
 
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_a_cloud_that_loads_its_checkpoint_goes_on_as_the_other(name: str, tmp_path: Path) -> None:
+    whole = play(selection(name), range(12), quorum=True)
+    killed, resumed = selection(name), selection(name)
+    play(killed, range(6), quorum=True)
+    row = LAYOUT.empty()
+    state = RunState("run", "digest", 6, 1.0, {}, killed.save())
+    path = checkpoint.save(tmp_path, state, layout=LAYOUT, row=row, rule=rule_of())
+    loaded = checkpoint.load(path, layout=LAYOUT, row=row, rule=rule_of())
+    resumed.restore(loaded.selection)
+    assert resumed.save() == killed.save()
+    assert play(resumed, range(6, 12), quorum=True) == whole[6:]
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+@given(pace_s=st.lists(st.floats(0.0, 1e6), min_size=10, max_size=10), quorum=st.booleans())
+@examples(20)
+def test_only_oort_depends_on_durations(name: str, pace_s: list[float], quorum: bool) -> None:
+    keys = {"penalty": 0.0} if name == "oort" else {}  # its null setting: t / T to the power 0
+    measured = play(selection(name, **keys), range(8), quorum=quorum, pace_s=pace_s)
+    assert measured == play(selection(name, **keys), range(8), quorum=quorum)
+
+
+def test_oort_depends_on_durations() -> None:
+    slow_first = [100.0] * 3 + [1.0] * 7
+    assert play(selection("oort"), range(12), pace_s=slow_first) != play(selection("oort"), range(12))
+
+
 def test_fraction_is_the_choice_of_earlier_releases() -> None:
     for r in range(20):
         places = generator(3, Purpose.SELECTION, "a", r).choice(10, 4, replace=False)
@@ -113,6 +155,24 @@ def test_power_of_choice_of_k_candidates_draws_by_samples() -> None:
     samples = {name: 1_000 if name == NAMES[0] else 1 for name in NAMES}
     drawn = Counter(name for r in range(400) for name in one.select(NAMES, r, samples=samples))
     assert drawn[NAMES[0]] > 380
+
+
+def test_power_of_choice_of_k_candidates_is_a_weighted_draw_whatever_the_losses() -> None:
+    one = selection("power_of_choice", candidates=4)
+    weights = np.array(list(SAMPLES.values()), np.float64)
+    for r, chosen in enumerate(play(one, range(12))):
+        chance = generator(3, Purpose.SELECTION, "a", r)
+        places = chance.choice(10, 4, replace=False, p=weights / weights.sum())
+        assert chosen == [NAMES[place] for place in sorted(places)]
+
+
+def test_a_child_without_a_result_keeps_its_last_loss() -> None:
+    one = selection("power_of_choice", candidates=10)
+    one.observe(0, NAMES, {name: result(k, loss=10.0 - k) for k, name in enumerate(NAMES)})
+    one.observe(1, NAMES[:4], {name: result(k, loss=0.5) for k, name in enumerate(NAMES[:3])})  # the fourth is late
+    assert one.select(NAMES, 2, samples=SAMPLES) == NAMES[3:7]
+    history = one.save()["history"]
+    assert [history[name]["missed"] for name in NAMES[2:5]] == [0, 1, 0]
 
 
 def test_oort_explores_unseen_children_first_then_prefers_high_losses_and_short_times() -> None:
@@ -206,72 +266,3 @@ def test_a_selector_of_ones_own_keeps_its_numbers() -> None:
 def test_a_selector_of_ones_own_that_is_wrong_ends_the_run(name: str, problem: str) -> None:
     with pytest.raises(InvalidExperiment, match=problem):
         selection(f"own_selectors:{name}").select(NAMES, 0)
-
-
-# Labs
-
-LAB: Final = {
-    "rounds": 4,
-    "links": {"check": "off"},
-    "topology": {"institutions": 3, "devices": 12},
-    "cloud": {"participation": 0.67, "selection": {"name": "power_of_choice", "candidates": 2}},
-    "institution": {"rounds": 2, "participation": 0.5, "selection": {"name": "power_of_choice"}},
-}
-
-
-def digest_of(**options: Any) -> LabOutcome:
-    outcome = SimulatedLab(parse(LAB), seed=1, model_bytes=10_000, **options).run()
-    assert outcome.ok, outcome.result
-    return outcome
-
-
-@pytest.fixture(scope="module")
-def undisturbed() -> LabOutcome:
-    return digest_of()
-
-
-@pytest.mark.parametrize("node", ["cloud", "institution-0", "institution-1", "device-3"])
-@pytest.mark.parametrize("share", [0.4, 0.8])
-def test_a_node_that_is_killed_selects_as_if_it_had_not_been(node: str, share: float, undisturbed: LabOutcome) -> None:
-    async def kill(lab: SimulatedLab) -> None:
-        await asyncio.sleep(share * undisturbed.virtual_s)
-        lab.kill(node)
-        await asyncio.sleep(1.0)
-        lab.start(node)
-
-    assert digest_of(scenario=kill).digest == undisturbed.digest
-
-
-@pytest.mark.parametrize("keep", [True, False])
-def test_an_institution_that_loses_its_state_does_not_go_on_without(keep: bool) -> None:
-    adam = {"aggregation": {"name": "fedadam", "learning_rate": 0.1}}
-    experiment = parse(LAB | {"institution": LAB["institution"] | adam})
-    whole = SimulatedLab(experiment, seed=1, model_bytes=10_000).run()
-
-    async def kill(lab: SimulatedLab) -> None:
-        await asyncio.sleep(0.8 * whole.virtual_s)
-        lab.kill("institution-0")
-        lab.start("institution-0", keep_files=keep)
-
-    outcome = SimulatedLab(experiment, seed=1, model_bytes=10_000, scenario=kill).run()
-    assert outcome.ok == keep, outcome.result
-    if keep:
-        assert outcome.digest == whole.digest
-    else:
-        assert "the state of this institution's rule before its task" in outcome.result
-
-
-def test_the_selection_matters_and_is_recorded(undisturbed: LabOutcome) -> None:
-    found: list[Mapping[str, Any]] = []
-
-    def at_end(lab: SimulatedLab) -> None:
-        (folder,) = lab.agents.runs.iterdir()
-        lines = (folder / "events.jsonl").read_text().splitlines()
-        found.extend(event for event in map(json.loads, lines) if event["event"] == "plan")
-
-    assert digest_of(at_end=at_end).digest == undisturbed.digest
-    recorded = [set(event["taking_part"]) for event in found if event["node"] == "cloud"]
-    assert len(recorded) == 4 and all(len(names) == 2 for names in recorded)
-    assert recorded[0] | recorded[1] == {"institution-0", "institution-1", "institution-2"}
-    plain = parse({**LAB, "cloud": {"participation": 0.67}})
-    assert SimulatedLab(plain, seed=1, model_bytes=10_000).run().digest != undisturbed.digest

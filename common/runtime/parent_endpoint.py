@@ -178,10 +178,10 @@ class ParentEndpoint(Endpoint):
                 await asyncio.wait(self._checks)  # a late one still writes its row
             for blob in {assignment.model.blob for assignment in assignments.values()}:
                 self.models.release(blob)
-        reports = tuple(closed.results.get(name) for name in children)
-        uploads = Uploads(children, self._uploads.array, reports, self._uploads.release)
         results = {name: closed.results[name] for name in children if name in closed.results}
-        return ClosedRound(results, uploads, closed.missing, closed.refused, self.session.coordinator.timeline)
+        uploads = Uploads(children, self._uploads.array, tuple(map(results.get, children)), self._uploads.release)
+        nbytes = {name: assignments[name].model.size + result.model.size for name, result in results.items()}
+        return ClosedRound(results, uploads, closed.missing, closed.refused, self.session.coordinator.timeline, nbytes)
 
     async def gather(self, closing: Closing, *, waiting: Callable[[str], None] = lambda text: None) -> None:
         """Wait until the children are ready: all of them, or a quorum if rounds may close without some.

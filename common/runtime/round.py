@@ -41,7 +41,7 @@ class ClosedRound:
     """A closed round, its children in the order of `Dispatch.children`.
 
     `results`: those of the children that answered, in that order. `uploads`: their models, in rows that are valid until
-    the next round opens.
+    the next round opens. `model_bytes`: of each child that answered, the encoded models that it received and returned.
     """
 
     results: Mapping[str, Result]
@@ -49,13 +49,14 @@ class ClosedRound:
     missing: tuple[str, ...]
     refused: Mapping[str, str]
     timeline: Timeline
+    model_bytes: Mapping[str, int]
 
     @property
     def facts(self) -> dict[str, ResultFacts]:
         """What client selection may know of each result."""
         opened, announced = self.timeline.opened, self.timeline.announced
         return {
-            name: ResultFacts(result.samples, result.loss, announced[name] - opened, result.model.size)
+            name: ResultFacts(result.samples, result.loss, announced[name] - opened, self.model_bytes[name])
             for name, result in self.results.items()
         }
 

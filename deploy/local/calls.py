@@ -109,12 +109,13 @@ class Calls:
         timeline = Timeline(opened, opened)
         results: dict[str, Result] = {}
         refused: dict[str, str] = {}
+        model_bytes: dict[str, int] = {}
         key = Key(1, dispatch.global_round, dispatch.local_round)
         of = (model for model, names in dispatch.models for _ in names)
         for place, (name, model) in enumerate(zip(children, of, strict=True)):
             called = self.now()
-            row, nbytes = self._carry(self._down, await model.whole() if isinstance(model, Arriving) else model)
-            self._sent[name] += nbytes
+            row, sent = self._carry(self._down, await model.whole() if isinstance(model, Arriving) else model)
+            self._sent[name] += sent
             task = Task(key, dispatch.epochs[name], self._manifest, None, dispatch.tasks_before.get(name, 0))
             done = await self._children[name](task, self._arrived(row), partial(self._progressed, on_progress))
             try:
@@ -124,7 +125,7 @@ class Calls:
                 self._account.add(name, "received", message=nbytes, model=nbytes)
                 self._layout.check_finite(upload)
                 self._uploads[place] = upload
-                results[name] = result
+                results[name], model_bytes[name] = result, sent + nbytes
             except RefusedModel as error:
                 refused[name] = str(error)
                 self._observe("refused", {"node": name, "reason": str(error)})
@@ -137,7 +138,7 @@ class Calls:
         timeline.closed = self.now()
         reports = tuple(results.get(name) for name in children)
         uploads = Uploads(children, self._uploads, reports, lambda: None)
-        return ClosedRound(results, uploads, (), refused, timeline)
+        return ClosedRound(results, uploads, (), refused, timeline, model_bytes)
 
     def _carry(self, codec: Codec, row: Row, *, reference: Row | None = None) -> tuple[Row, int]:
         """Return a copy of the flat model after encoding and decoding, and the bytes of the encoded model."""

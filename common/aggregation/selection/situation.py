@@ -12,7 +12,11 @@ from common.randomness import Purpose, generator
 
 
 class ResultFacts(NamedTuple):
-    """One result: its samples and mean training loss, seconds from the round's opening to its announcement, bytes."""
+    """One result: its samples and mean training loss, its seconds, its bytes.
+
+    `seconds`: from the round's opening to the announcement of the result, by the parent's monotonic clock. `bytes`: of
+    the two encoded models, sent and returned, each counted once; so they are the same wherever the roles run.
+    """
 
     samples: int
     loss: float
