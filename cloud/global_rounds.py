@@ -117,8 +117,8 @@ class GlobalRounds:
         r = state.global_round
         selected = self._selection.select(self._down.peers, r, samples=self._down.samples)
         models = self._rule.dispatch(r, selected)
-        before = self._selection.rounds_of(selected)
-        dispatch = Dispatch(r, 0, models=models, epochs=state.epochs, closing=tier.closing, tasks_before=before)
+        had_tasks = self._selection.had_tasks(selected, r)
+        dispatch = Dispatch(r, 0, models=models, epochs=state.epochs, closing=tier.closing, had_tasks=had_tasks)
         closed_round = await self._down.round(dispatch)
         outcome = await offload(partial(self._rule.aggregate, r, closed_round.uploads))
         self._selection.observe(r, selected, closed_round.facts)

@@ -95,7 +95,7 @@ class LocalRounds:
         path_steps = 0
         plans: dict[str, list[dict[str, object]]] = {self._name: []}
         number = task.key.global_round * self._tasks + task.key.local_round
-        had_tasks = task.tasks_before > 0 and self._experiment.tier_above(self._name).closing.rule == "all"
+        had_tasks = task.had_tasks and self._experiment.tier_above(self._name).closing.rule == "all"
         rule, selection = await offload(partial(self._memory.before, number, had_tasks=had_tasks))
         if rule.reads_start:
             await model.whole()
@@ -109,7 +109,7 @@ class LocalRounds:
                 models=rule.dispatch(r, selected),
                 epochs=dict.fromkeys(down.peers, task.epochs),
                 closing=settings.closing,
-                tasks_before=selection.rounds_of(selected),
+                had_tasks=selection.had_tasks(selected, r),
             )
             if not model.complete:  # then the rule passes it on
                 dispatch = replace(dispatch, models=[(model, dispatch.children)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -12,7 +13,7 @@ import time
 import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -52,8 +53,8 @@ class Cluster(ABC):
 
     def __init__(self, home: Path, stack: ExitStack) -> None:
         self.home, self._stack = home, stack
-        self.ports = [free_port() for _ in range(SERVERS)]
-        self.inner = [free_port() for _ in range(SERVERS)]  # by which the servers know each other
+        self.ports = [_quiet_port() for _ in range(SERVERS)]
+        self.inner = [_quiet_port() for _ in range(SERVERS)]  # by which the servers know each other
         self.servers = []
         for i in range(SERVERS):
             self.servers.append(self._start(i))
@@ -81,7 +82,7 @@ class Cluster(ABC):
         with (self.home / f"server-{i}.log").open("wb") as log:
             server = subprocess.Popen(line, stdout=log, stderr=log, env={**os.environ, **env}, start_new_session=True)
         self._stack.callback(server.wait)
-        self._stack.callback(os.killpg, server.pid, signal.SIGKILL)
+        self._stack.callback(_kill, server)
         return server
 
 
@@ -109,7 +110,7 @@ class RabbitMQ(Cluster):
     one_by_one = True  # servers that form a cluster at the same time wait for each other, and may give up
 
     def __init__(self, home: Path, stack: ExitStack) -> None:
-        self._names = free_port()  # of an epmd of its own
+        self._names = _quiet_port()  # of an epmd of its own
         cookie = home / ".erlang.cookie"
         cookie.write_text("lab")
         cookie.chmod(0o400)
@@ -135,6 +136,20 @@ class RabbitMQ(Cluster):
             RABBITMQ_MNESIA_BASE=str(self.home / f"store-{i}"), RABBITMQ_LOG_BASE=str(self.home / f"logs-{i}"),
             RABBITMQ_ENABLED_PLUGINS_FILE=str(self.home / "plugins"),
         )  # fmt: skip
+
+
+def _kill(server: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):  # it may have ended
+        os.killpg(server.pid, signal.SIGKILL)
+
+
+def _quiet_port() -> int:
+    """Return a free port that no connection takes while servers start, one after the other: below those of clients."""
+    while True:
+        port = random.randrange(15_000, 30_000)
+        with suppress(OSError):
+            socket.create_server(("127.0.0.1", port)).close()
+            return port
 
 
 def _listens(port: int) -> bool:

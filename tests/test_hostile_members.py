@@ -361,9 +361,6 @@ def test_a_task_that_no_round_of_the_run_has_is_declined(key: Key, epochs: int, 
     limits.check(Task(Key(9, 2, 1), 4, model, None))
     with pytest.raises(RefusedModel, match=reason):
         limits.check(Task(key, epochs, model, None))
-    limits.check(Task(Key(9, 1, 1), 4, model, None, tasks_before=limits.local_rounds + 1))
-    with pytest.raises(RefusedModel, match="tasks before this one, there were"):
-        limits.check(Task(Key(9, 1, 1), 4, model, None, tasks_before=limits.local_rounds + 2))
 
 
 def test_a_flood_of_tasks_that_do_not_fit_has_few_answers() -> None:

@@ -54,6 +54,7 @@ FOUND = (
     12640,  # a stranger's count came first, and the question about it was forgotten with the next message
     63447,  # an uplink far slower than declared: all else waited behind the noise for idle_s
     100108,  # an institution selected by losses lost its rule's state, and could not know that it had one
+    11832,  # the cloud began anew at its first round, and its institution counted tasks of rounds yet to come
     2102,  # links that nobody declared are slow: their measurement had too little patience
 )
 PERMANENT = (134,)  # a broker comes back with an old store, in which a device that was killed for good is READY

@@ -99,7 +99,8 @@ def test_a_round_that_is_repeated_counts_once() -> None:
     one = selection("power_of_choice")
     for r in (0, 1, 2, 1, 2):
         one.observe(r, NAMES[:2], {NAMES[0]: result(r)})
-    assert one.rounds_of(NAMES[:3]) == {NAMES[0]: 3, NAMES[1]: 3}
+    assert [past["rounds"] for past in one.save()["history"].values()] == [3, 3]
+    assert [one.had_tasks(NAMES[:3], r) for r in (0, 1)] == [frozenset(), frozenset(NAMES[:2])]
     assert [past["missed"] for past in one.save()["history"].values()] == [0, 3]
 
 
@@ -188,7 +189,7 @@ def test_oort_explores_unseen_children_first_then_prefers_high_losses_and_short_
 def test_oorts_scores_are_those_of_a_plain_twin() -> None:
     settings = Oort(penalty=1.5, staleness=0.2, duration_share=0.5)
     results = [ResultFacts(10 * (k + 1), 1 / (k + 1) ** 2, 1.0 + k, 1) for k in range(5)]
-    history = {NAMES[k]: Participation(1, 0, k, one) for k, one in enumerate(results)}
+    history = {NAMES[k]: Participation(1, 0, 0, k, one) for k, one in enumerate(results)}
     now = Situation(NAMES[:5], 2, {}, history, 1, "a", 7)
     utilities = [one.samples * one.loss for one in results]
     top = float(np.quantile(utilities, 0.95))

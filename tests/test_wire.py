@@ -354,7 +354,9 @@ def test_a_manifest_beyond_its_caps_is_refused(lie: dict[str, Any], reports: str
     with pytest.raises(WireError, match=reports):
         replace(GOOD, **lie)
     values = {**{f.name: getattr(GOOD, f.name) for f in fields(GOOD)}, **lie}
-    assert reports in refusal(pack([serialization.VERSION, SESSION, 2, [0, 0, 0], 1, list(values.values()), None, 0]))
+    assert reports in refusal(
+        pack([serialization.VERSION, SESSION, 2, [0, 0, 0], 1, list(values.values()), None, False])
+    )
 
 
 @given(manifest=manifests())
@@ -370,11 +372,11 @@ def test_a_presence_task_and_progress_by_hand() -> None:
     assert serialization.encode(Presence(NodeState.READY, "device", samples=7), "s") == (
         bytes.fromhex("735b9a2aca03e3db") + b"\x9c\x06\xa1s\x00\xa5ready\xa6device\xa0\x07\xa0\xa0\xa0\xa0\x90"
     )
-    task = Task(Key(1, 2, 3), 4, replace(GOOD, size=1, digests=b"d" * 8), None, 5)
+    task = Task(Key(1, 2, 3), 4, replace(GOOD, size=1, digests=b"d" * 8), None, True)
     assert serialization.encode(task, "s") == (
-        bytes.fromhex("77cd9cde1ccf5dbc")
+        bytes.fromhex("f1d9d3bcc4474956")
         + b"\x98\x06\xa1s\x02\x93\x01\x02\x03\x04\x97\xb00123456789abcdef\x01\xcd\x04\x00\xc4\x08ddddddddd"[:-1]
-        + b"\xa4fp32\xa6layout\xa0\xc0\x05"
+        + b"\xa4fp32\xa6layout\xa0\xc0\xc3"
     )
     progress = Progress(Key(0, 0, 0), Phase.TRAINING, 1, 2, Traffic(), (Traffic(),))
     assert serialization.encode(progress, "s") == (

@@ -59,8 +59,6 @@ class TaskLimits:
             raise RefusedModel(f"round {key.global_round}.{key.local_round}, this run has {least}")
         if not 1 <= task.epochs <= self.epochs:
             raise RefusedModel(f"{task.epochs} epochs, this run has 1 to {self.epochs}")
-        if task.tasks_before > (before := key.global_round * self.local_rounds + key.local_round):
-            raise RefusedModel(f"{task.tasks_before} tasks before this one, there were {before} rounds")
 
 
 def limits_below(experiment: Experiment, parent: str) -> dict[str, ChildLimits]:

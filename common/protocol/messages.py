@@ -148,14 +148,14 @@ class Alive:
 class Task:
     """Assignment of a model and a number of epochs to a child, resent until it is answered.
 
-    `tasks_before`: in how many earlier rounds the parent gave it a task. A child that has lost its state knows by it.
+    `had_tasks`: whether the parent gave it one in an earlier round. A child that has lost its state knows by it.
     """
 
     key: Key
     epochs: int
     model: Manifest
     inline: bytes | None
-    tasks_before: int = 0
+    had_tasks: bool = False
 
 
 class Phase(StrEnum):

@@ -305,9 +305,9 @@ class ParentEndpoint(Endpoint):
                 except RefusedModel as error:
                     raise RunFailed(f"the model cannot be sent: {error}") from None
                 inline = session.offers.offer(manifest, blob, receivers)
-            before = dispatch.tasks_before
             assignments |= {
-                name: Assignment(manifest, dispatch.epochs[name], inline, before.get(name, 0)) for name in receivers
+                name: Assignment(manifest, dispatch.epochs[name], inline, name in dispatch.had_tasks)
+                for name in receivers
             }
         return assignments
 

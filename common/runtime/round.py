@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from common.aggregation.selection.situation import ResultFacts
 from common.aggregation.uploads import Uploads
@@ -19,8 +19,8 @@ class Dispatch:
     """The tasks of a round.
 
     `models`: each flat model, uint8 [row_bytes], with the children that receive it; a model that is still arriving is
-    forwarded chunk by chunk. `epochs`: at least those of the children that take part. `tasks_before`: in how many
-    earlier rounds each of them had a task; those without had none.
+    forwarded chunk by chunk. `epochs`: at least those of the children that take part. `had_tasks`: those of
+    them that had a task in an earlier round.
     """
 
     global_round: int
@@ -28,7 +28,7 @@ class Dispatch:
     models: Sequence[tuple[Row | Arriving, Sequence[str]]]
     epochs: Mapping[str, int]
     closing: Closing
-    tasks_before: Mapping[str, int] = field(default_factory=dict)
+    had_tasks: frozenset[str] = frozenset()
 
     @property
     def children(self) -> tuple[str, ...]:

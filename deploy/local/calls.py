@@ -116,7 +116,7 @@ class Calls:
             called = self.now()
             row, sent = self._carry(self._down, await model.whole() if isinstance(model, Arriving) else model)
             self._sent[name] += sent
-            task = Task(key, dispatch.epochs[name], self._manifest, None, dispatch.tasks_before.get(name, 0))
+            task = Task(key, dispatch.epochs[name], self._manifest, None, name in dispatch.had_tasks)
             done = await self._children[name](task, self._arrived(row), partial(self._progressed, on_progress))
             try:
                 result = done.announcement(task, self._manifest)

@@ -61,7 +61,7 @@ class ClientSelection:
     def observe(self, r: int, selected: Sequence[str], results: Mapping[str, ResultFacts]) -> None:
         """Take note of a closed round; one that is repeated counts once. Children without a result keep their last."""
         for name in selected:
-            past = self._history.get(name, Participation())
+            past = self._history.get(name, Participation(first_round=r))
             is_new = r > past.last_round
             self._history[name] = replace(
                 past,
@@ -71,9 +71,9 @@ class ClientSelection:
                 result=results.get(name, past.result),
             )
 
-    def rounds_of(self, selected: Sequence[str]) -> dict[str, int]:
-        """Return in how many rounds each of these children was selected before."""
-        return {name: self._history[name].rounds for name in selected if name in self._history}
+    def had_tasks(self, selected: Sequence[str], r: int) -> frozenset[str]:
+        """Return which of these children were selected in a round before r, which may be one that is repeated."""
+        return frozenset(name for name in selected if name in self._history and self._history[name].first_round < r)
 
     def facts(self, selected: Sequence[str]) -> dict[str, object]:
         """Return what a round's plan records: who was selected, unless seed and round alone determine it."""

@@ -28,11 +28,13 @@ class ResultFacts(NamedTuple):
 class Participation:
     """A child's earlier rounds. `rounds`: in how many it was selected; `missed`: those without its result.
 
-    `last_round`: the last one in which it was selected. `result`: its last result; None if there is none yet.
+    `first_round`, `last_round`: the first and the last one in which it was selected. `result`: its last result; None if
+    there is none yet.
     """
 
     rounds: int = 0
     missed: int = 0
+    first_round: int = 0
     last_round: int = -1
     result: ResultFacts | None = None
 
