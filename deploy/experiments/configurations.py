@@ -96,9 +96,11 @@ def methods() -> dict[str, Tree]:
     """Return the methods that are not in `rules`: of devices, of the cloud, of selection; each with uniform weights."""
     cloud: dict[str, Tree] = {
         "FedAvgM 0.5": {"name": "fedavgm", "momentum": 0.5},
-        "FedAdagrad 0.03": {"name": "fedadagrad", "learning_rate": 0.03},
-        "FedAdam 0.01": {"name": "fedadam", "learning_rate": 0.01},
-        "FedYogi 0.01": {"name": "fedyogi", "learning_rate": 0.01},
+        **{
+            f"{title} {rate}": {"name": title.lower(), "learning_rate": rate}
+            for title in ("FedAdagrad", "FedAdam", "FedYogi")
+            for rate in (0.01, 0.03, 0.1)
+        },
         "FedExP": {"name": "fedexp"},
         "FedNova": {"name": "fednova"},
         "median": {"name": "median"},
