@@ -86,7 +86,6 @@ class CloudAgent:
         self._lab = check_lab(lab)
         self._new_evaluator = evaluator
         self._world = world
-        self._waits_for = ""
 
     async def run(self) -> Path:
         """Run all global rounds and return the path of the final model. Raises FedstrataError."""
@@ -182,18 +181,13 @@ class CloudAgent:
         down.set_state(NodeState.READY)
         run.introduce(metrics_address=self._metrics_address)
         if not run.complete:  # else the children may have left
-            await down.gather(experiment.tier_below(CLOUD).closing, waiting=self._show_waiting)
+            await down.gather(experiment.tier_below(CLOUD).closing)
             await down.measure(experiment.links)
         showing = asyncio.create_task(self._show_progress(down), name="progress")
         try:
             return await run.run()
         finally:
             showing.cancel()
-
-    def _show_waiting(self, children: str) -> None:
-        if children != self._waits_for:
-            self._waits_for = children
-            self._show("waiting", {"for": children})
 
     async def _show_progress(self, down: ParentEndpoint) -> None:
         while True:

@@ -19,6 +19,7 @@ from common.experiment.reading import parse, to_toml
 from common.learning import datasets
 from common.learning.inputs import Inputs
 from deploy.simulation.outcome import model_digest
+from device.training.objectives.table import objective_of
 from tests.helpers.commands import fedstrata, invoke
 
 PAGE: Final = Path(__file__).parents[1] / "docs" / "extend.md"
@@ -168,10 +169,17 @@ def test_a_lab_of_own_code_has_the_model_of_one_process(home: Path) -> None:
     assert any("clipped" in json.dumps(event) for event in events)
 
 
-@pytest.mark.parametrize("key", ["cloud.aggregation", "institution.aggregation", "training.objective"])
-def test_keywords_that_the_class_does_not_have_end_the_run(key: str, home: Path) -> None:
-    done = fedstrata("run", home / "lab.toml", "--set", f"{key}.absent=1", "--runs", home / "runs")
+def test_keywords_that_the_class_does_not_have_end_the_run(home: Path) -> None:
+    absent = ("--set", "institution.aggregation.absent=1")
+    done = fedstrata("run", home / "lab.toml", "--direct", *absent, "--runs", home / "runs")
     assert done.returncode == 4 and "does not accept the keywords" in done.stderr, done.stderr
+
+
+@pytest.mark.usefixtures("home")
+def test_keywords_that_an_objective_does_not_have_are_refused() -> None:
+    training = parse({"training": {"objective": {"name": "focal:Focal", "absent": 1}}}).training
+    with pytest.raises(InvalidExperiment, match=r"training\.objective\.name = 'focal:Focal': does not accept"):
+        objective_of(training)
 
 
 def test_an_experiment_keeps_the_keywords_of_own_code() -> None:

@@ -24,7 +24,7 @@ def test_it_shows_whom_it_waits_for_until_the_run_has_begun() -> None:
     view.take("run", RUN)
     view.take("waiting", {"for": "device-3 gave up: no data; institution-1 never came"})
     assert shown(view)[1:] == ["run r in runs/r-lab", "waits for device-3 gave up: no data; institution-1 never came"]
-    view.take("waiting", {"for": "institution-1 never came"})
+    view.take("child", {"node": "device-3", "state": "ready"})
     assert shown(view)[-1] == "waits for institution-1 never came"
     states = {"device-0": {"presence": "ready", "phase": "training", "state": "accepted", "epochs": 2}}
     view.take("progress", {"states": states, "wan_up_bytes": 1, "wan_down_bytes": 2})

@@ -80,6 +80,9 @@ class RunView:
                 self._notes.append(f"refused {facts['node']}'s model: {facts['reason']}")
             case "warning":
                 self._notes.append(f"warning: {facts['reason']}")
+            case "child" if facts["state"] == "ready":
+                rest = [each for each in self._waits_for.split("; ") if not each.startswith(f"{facts['node']} ")]
+                self._waits_for = "; ".join(rest)
             case "child" if facts["state"] == "lost":
                 self._notes.append(f"lost {facts['node']}")
             case "finished":
