@@ -340,11 +340,12 @@ def test_compiled_it_is_nearly_the_same(objective: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_real_agents_train_vmapped_with_the_announced_objective(tmp_path: Path) -> None:
-    pairs = (*SMALL, 'training.objective={name="fedprox", mu=1.0}')
+    lab = (*SMALL, "topology.institutions=1", "topology.devices=8")  # so many that some come together at any load
+    pairs = (*lab, 'training.objective={name="fedprox", mu=1.0}')
     direct = run_lab(DEMO, tmp_path / "direct", *pairs, flags=["--direct"])
     real = run_lab(DEMO, tmp_path / "real", *pairs, env={"FEDSTRATA_VMAPPED": "always"})
     assert "vmapped" in {row["path"] for row in device_rows(real / "devices.csv")}
-    plain = run_lab(DEMO, tmp_path / "plain", *SMALL, flags=["--direct"])
+    plain = run_lab(DEMO, tmp_path / "plain", *lab, flags=["--direct"])
     found, wanted, without = (load_file(folder / "model.safetensors") for folder in (real, direct, plain))
     for entry, tensor in found.items():
         np.testing.assert_allclose(tensor, wanted[entry], rtol=0, atol=1e-4)
