@@ -139,8 +139,7 @@ class GlobalRounds:
         phases = {phase: round(seconds, 6) for phase, seconds in phases.items()}  # equal in the file and the metrics
         elapsed_s = state.elapsed_s + ended - self._mark
         self._mark = ended
-        kept = self._selection.save()
-        self._state = RunState(state.run, state.digest, state.global_round + 1, elapsed_s, epochs, kept)
+        self._state = RunState(state.run, state.digest, state.global_round + 1, elapsed_s, epochs)
         record = self._record(closed_round, outcome, phases=phases, epochs=state.epochs, omegas=omegas)
         if self._evaluates(self._state.global_round):
             self._evaluate(record, await offload(lambda: self._rule.mixed))
@@ -169,7 +168,8 @@ class GlobalRounds:
     def _save(self) -> None:
         """Write a checkpoint, after the rows of its global rounds."""
         self._folder.sync()
-        checkpoint.save(self._folder.checkpoints, self._state, layout=self._layout, row=self._row, rule=self._rule)
+        state = replace(self._state, selection=self._selection.save())
+        checkpoint.save(self._folder.checkpoints, state, layout=self._layout, row=self._row, rule=self._rule)
 
     def _omegas(self, closed_round: ClosedRound, outcome: Aggregated) -> dict[str, float]:
         """Return the distances of the children's models to the new mean, as the epoch control measures them."""
