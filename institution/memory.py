@@ -23,12 +23,12 @@ log = logging.getLogger("fedstrata.institution")
 
 
 class Memory:
-    """One institution's rule and client selection. `build` and `select` create new ones; `remembers`: their state
-    persists between tasks.
+    """One institution's rule and client selection.
 
-    `folder`: None if there is no persistent state, or only in this process. `kept`: the number of tasks that the
-    parent may return to. `must_remember`: whether this institution was selected for a task before the given one. Tasks
-    are counted over the run.
+    `build` and `select` create new ones. `remembers`: their state persists between tasks. `folder`: None if there is no
+    persistent state, or only in this process. `kept`: the number of tasks that the parent may return to.
+    `must_remember`: whether this institution was selected for a task before the given one. Tasks are counted over the
+    run.
     """
 
     def __init__(
@@ -72,8 +72,7 @@ class Memory:
     def _restore(self, task: int, rule: Aggregator, selection: ClientSelection, *, had_tasks: bool) -> None:
         found = rule_states.latest(self._folder, _name(task)) if self._folder is not None else None
         if found is not None:
-            rule_states.read(found, rule.restore)
-            rule_states.read(found, lambda _, facts: selection.restore(_selection_of(facts)))
+            rule_states.read(found, partial(_load, rule, selection))
         elif had_tasks or self._must_remember(task):
             raise RunFailed(
                 f"the state of this institution's rule before its task {task} is lost. Start institutions "
@@ -91,6 +90,6 @@ def _save(rule: Aggregator, selection: ClientSelection, folder: Path) -> dict[st
     return rule.save(folder) | {SELECTION: selection.save()}
 
 
-def _selection_of(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = facts.get(SELECTION, {})
-    return found
+def _load(rule: Aggregator, selection: ClientSelection, folder: Path, facts: Mapping[str, Any]) -> None:
+    rule.restore(folder, facts)
+    selection.restore(facts.get(SELECTION, {}))  # a state of an earlier release has none
