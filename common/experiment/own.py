@@ -12,8 +12,9 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Final, Never
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any, Final, Never, Self, TypeVar
 
 from pydantic import ConfigDict
 
@@ -21,6 +22,7 @@ from common.errors import InvalidExperiment
 from common.experiment.tables import SettingsTable, form
 
 FORM: Final = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
+Base = TypeVar("Base")
 OwnName = Annotated[str, form(FORM, "package.module:Name")]
 
 
@@ -35,6 +37,18 @@ class OwnSettings(SettingsTable):
     def keywords(self) -> Mapping[str, Any]:
         """The keywords for the class."""
         return self.model_extra or {}
+
+
+class Kept:
+    """Base of own code with state: `numbers`, of what JSON can hold, persists if the node is killed and resumed."""
+
+    numbers: dict[str, Any]
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        """Make an object without numbers, which its own constructor may add."""
+        made = super().__new__(cls)
+        made.numbers = {}
+        return made
 
 
 def is_own(name: str) -> bool:
@@ -79,18 +93,26 @@ def call(key: str, name: str, found: Any, keywords: Mapping[str, Any]) -> Any:
     except (TypeError, ValueError) as error:
         given = f"the keywords {', '.join(keywords)}" if keywords else "a call without keywords"
         refuse(key, name, f"does not accept {given} ({error})", "Let it accept these, and no others without default.")
-    try:
+    with guarded(key, name, remedy="Correct it, or its values."):
         return found(**keywords)
+
+
+@contextmanager
+def guarded(key: str, name: str, *, where: str = "", remedy: str = "Correct it.") -> Iterator[None]:
+    """Raise InvalidExperiment for any error of own code; `where`: in which of its functions."""
+    try:
+        yield
     except Exception as error:  # noqa: BLE001 - own code may raise anything
-        refuse(key, name, f"fails with {short(error)}", "Correct it, or its values.")
+        refuse(key, name, f"fails {where and f'in {where} '}with {short(error)}", remedy)
 
 
-def build(key: str, settings: OwnSettings, base: type) -> Any:
+def build(key: str, settings: OwnSettings, base: type[Base]) -> Base:
     """Return an object of the class that settings name. Raises InvalidExperiment unless it is of the class `base`."""
     found = load(key, settings.name)
     if not (isinstance(found, type) and issubclass(found, base)):
         refuse(key, settings.name, f"is not a class of {base.__name__}", f"Let it inherit from {base.__module__}.")
-    return call(key, settings.name, found, settings.keywords)
+    made: Base = call(key, settings.name, found, settings.keywords)
+    return made
 
 
 def short(error: Exception) -> str:

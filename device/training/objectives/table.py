@@ -26,7 +26,5 @@ def objective_of(training: TrainingSettings) -> Objective:
     """Return the objective that an experiment selects. Raises InvalidExperiment."""
     settings = training.objective
     if isinstance(settings, OwnObjective):
-        found = build("training.objective.name", settings, Objective)
-        assert isinstance(found, Objective)
-        return found
+        return build("training.objective.name", settings, Objective)
     return _BUILT[settings.name](settings)
