@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from common.aggregation.fedavg import ShareMean
 from common.aggregation.mixing import Floats
 from common.aggregation.statistics import Doubles
 
@@ -22,3 +23,13 @@ class Columns:
     model_C: Floats
     weights_K: Doubles
     state: Mapping[str, Floats]
+
+
+class ColumnMean(ShareMean):
+    """Base of the rules whose buffers are the mean: a subclass has `columns`, which replaces the trainable ones."""
+
+    reads_model = False
+
+    def state(self) -> Mapping[str, Floats]:
+        """Return nothing: no vector is kept."""
+        return {}

@@ -12,26 +12,23 @@ trainable columns; buffers are the mean by p_k, as in the authors' code (JYWa/Fe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from common.aggregation.columns import Columns
-from common.aggregation.fedavg import plan
-from common.aggregation.mixing import Floats, Mixture
+from common.aggregation.columns import ColumnMean, Columns
+from common.aggregation.mixing import Mixture
 from common.aggregation.statistics import Doubles, Gram, Statistics
 from common.aggregation.uploads import RuleContext
 from common.experiment.aggregation import FedNova
 
 
-class NormalisedSteps:
+class NormalisedSteps(ColumnMean):
     """The plan of a round."""
 
-    compares = False
     reads_model = True
 
     def __init__(self, settings: FedNova, context: RuleContext) -> None:
-        self._weights = settings.weights
+        super().__init__(settings)
         self._momentum = context.momentum
         self._factors_K: Doubles = np.ones(0)
 
@@ -39,7 +36,7 @@ class NormalisedSteps:
         self, statistics: Statistics, products: Gram | None, children: Sequence[str]
     ) -> tuple[Mixture, Mapping[str, object]]:
         """Return the weights p_k; facts: each child's a_k, and tau_eff."""
-        mixture = plan(statistics, weights=self._weights)
+        mixture, _ = super().of(statistics, products, children)
         shares_K = mixture.dense(len(children))
         norms_K = norms(statistics.steps_K, self._momentum)
         effective = float(shares_K @ norms_K)
@@ -51,17 +48,6 @@ class NormalisedSteps:
         z = block.model_C.astype(np.float64)
         found: Doubles = z + self._factors_K @ (block.uploads_KC - z)
         return found
-
-    def state(self) -> Mapping[str, Floats]:
-        """Return nothing."""
-        return {}
-
-    def save(self) -> dict[str, object]:
-        """Return nothing."""
-        return {}
-
-    def restore(self, facts: Mapping[str, Any]) -> None:
-        """Do nothing."""
 
 
 def norms(steps_K: Doubles, momentum: float) -> Doubles:

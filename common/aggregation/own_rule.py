@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from common.aggregation.columns import Columns
-from common.aggregation.fedavg import plan
+from common.aggregation.columns import ColumnMean, Columns
 from common.aggregation.mixing import Floats, Mixture
 from common.aggregation.statistics import Doubles, Gram, Statistics
 from common.aggregation.uploads import RuleContext
@@ -40,16 +39,14 @@ class RoundFacts:
     products: Gram | None
 
 
-class ColumnRule:
+class ColumnRule(own.Kept):
     """A rule that computes the next model column by column. Its keywords are the experiment's keys.
 
-    `vectors` names vectors of state, float32 [D] each, zeros at first. `numbers` is further state, of what JSON can
-    hold. Both persist, also if the node is killed and resumed.
+    `vectors` names vectors of state, float32 [D] each, zeros at first, which persist as `numbers` do.
     """
 
     vectors: ClassVar[Sequence[str]] = ()
     compares: ClassVar[bool] = False
-    numbers: dict[str, Any]
 
     def begin(self, facts: RoundFacts) -> Mapping[str, object] | None:
         """Prepare a round; return facts for its published plan, of what JSON can hold."""
@@ -59,26 +56,24 @@ class ColumnRule:
         raise NotImplementedError
 
 
-class OwnColumns:
+class OwnColumns(ColumnMean):
     """The user's rule as a plan of columns. An error in it ends the run as InvalidExperiment."""
 
     reads_model = True
 
     def __init__(self, settings: OwnRule, context: RuleContext) -> None:
+        super().__init__(settings)
         rule = own.build(KEY, settings, ColumnRule)
-        assert isinstance(rule, ColumnRule)
-        if not hasattr(rule, "numbers"):
-            rule.numbers = {}
         self.compares = rule.compares
         self._rule = rule
-        self._settings = settings
+        self._name = settings.name
         self._vectors = {name: np.zeros(context.layout.parameters, np.float32) for name in rule.vectors}
 
     def of(
         self, statistics: Statistics, products: Gram | None, children: Sequence[str]
     ) -> tuple[Mixture, Mapping[str, object]]:
         """Return the weights of the buffers, and the rule's facts."""
-        mixture = plan(statistics, weights=self._settings.weights)
+        mixture, _ = super().of(statistics, products, children)
         weights_K = mixture.dense(len(children))
         facts = RoundFacts(
             children,
@@ -88,18 +83,14 @@ class OwnColumns:
             weights_K,
             products if self.compares else None,
         )
-        try:
+        with own.guarded(KEY, self._name, where="begin"):
             return mixture, self._rule.begin(facts) or {}
-        except Exception as error:  # noqa: BLE001 - own code may raise anything
-            own.refuse(KEY, self._settings.name, f"fails in begin with {own.short(error)}", "Correct it.")
 
     def columns(self, block: Columns) -> Doubles:
         """Return the rule's columns as float64. Raises InvalidExperiment unless they are C finite numbers."""
-        name = self._settings.name
-        try:
+        name = self._name
+        with own.guarded(KEY, name, where="columns"):
             found = np.asarray(self._rule.columns(block), np.float64)
-        except Exception as error:  # noqa: BLE001 - own code may raise anything
-            own.refuse(KEY, name, f"fails in columns with {own.short(error)}", "Correct it.")
         if found.shape != block.model_C.shape:
             problem = f"returns {list(found.shape)} for columns of {list(block.model_C.shape)}"
             own.refuse(KEY, name, problem, "Return one number for each column.")

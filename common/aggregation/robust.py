@@ -11,46 +11,22 @@ Over trainable columns and without weights. Buffers are those of the uniform mea
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from common.aggregation.columns import Columns
-from common.aggregation.mixing import Floats, Mixture
+from common.aggregation.columns import ColumnMean, Columns
+from common.aggregation.fedavg import ShareMean
+from common.aggregation.mixing import Mixture
 from common.aggregation.statistics import Doubles, Gram, Statistics
 from common.aggregation.uploads import RuleContext
-from common.experiment.aggregation import Krum, Median, TrimmedMean
+from common.experiment.aggregation import FedAvg, Krum, Median, TrimmedMean
 
 
-class _Uniform:
-    """The uniform mean, of which a rule replaces the trainable columns."""
-
-    compares = reads_model = False
-
-    def of(
-        self, statistics: Statistics, products: Gram | None, children: Sequence[str]
-    ) -> tuple[Mixture, Mapping[str, object]]:
-        """Return equal weights."""
-        count = len(children)
-        return Mixture.of([1 / count] * count), {}
-
-    def save(self) -> dict[str, object]:
-        """Return nothing."""
-        return {}
-
-    def restore(self, facts: Mapping[str, Any]) -> None:
-        """Do nothing."""
-
-    def state(self) -> Mapping[str, Floats]:
-        """Return nothing."""
-        return {}
-
-
-class MedianColumns(_Uniform):
+class MedianColumns(ColumnMean):
     """The median of each column."""
 
     def __init__(self, settings: Median, context: RuleContext) -> None:
-        """Take the rule's settings, which have no key."""
+        super().__init__(FedAvg(weights="uniform"))
 
     def columns(self, block: Columns) -> Doubles:
         """Return the medians [C]."""
@@ -58,10 +34,11 @@ class MedianColumns(_Uniform):
         return found
 
 
-class TrimmedColumns(_Uniform):
+class TrimmedColumns(ColumnMean):
     """The trimmed mean of each column."""
 
     def __init__(self, settings: TrimmedMean, context: RuleContext) -> None:
+        super().__init__(FedAvg(weights="uniform"))
         self._trim = settings.trim
 
     def columns(self, block: Columns) -> Doubles:
@@ -72,12 +49,13 @@ class TrimmedColumns(_Uniform):
         return found
 
 
-class KrumMean(_Uniform):
+class KrumMean(ShareMean):
     """The mean of the uploads that lie closest to most others."""
 
     compares = True
 
     def __init__(self, settings: Krum) -> None:
+        super().__init__(FedAvg(weights="uniform"))
         self._settings = settings
 
     def of(
