@@ -24,13 +24,9 @@ _SELECTORS: Final[tuple[Mapping[str, Any], ...]] = ({"name": "round_robin"}, {"n
 
 def with_methods(rng: random.Random, tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return a drawn lab in which some tiers have newer rules, selectors and bounds."""
-    found = dict(tree)
-    for key in ("cloud", "institution"):
-        if key in tree and ("tiers" not in tree):
-            found[key] = _tier(rng, tree[key])
     if "tiers" in tree:
-        found["tiers"] = [_tier(rng, tier) for tier in tree["tiers"]]
-    return found
+        return {**tree, "tiers": [_tier(rng, tier) for tier in tree["tiers"]]}
+    return {**tree, **{key: _tier(rng, tree[key]) for key in ("cloud", "institution") if key in tree}}
 
 
 def _tier(rng: random.Random, tier: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from functools import partial
 from typing import Final
 
 import torch
@@ -92,8 +91,7 @@ def _vmapped(training: TrainingSettings) -> tuple[Recipe, list[Turn]]:
     models.write_row(module, layout, row)
     recipe = Recipe(module, layout, images, labels, _unchanged, training, 0.05)
     places = torch.arange(SAMPLES).view(2, -1)
-    ignore = partial(_ignore)
-    turns = [Turn(row, Load(len(each), 1), Visits(each, None), ignore, threading.Event(), ignore) for each in places]
+    turns = [Turn(row, Load(len(each), 1), Visits(each, None), _ignore, threading.Event(), _ignore) for each in places]
     return recipe, turns
 
 
