@@ -210,7 +210,7 @@ def test_a_receiver_names_a_broker_that_drops_what_it_reads_slowly(
             f"slow: broker 127.0.0.1:{served.port}"
         ]
 
-    with mosquitto(tmp_path, {"max_queued_messages": 50}) as served:
+    with mosquitto(tmp_path, {"max_queued_messages": 10}) as served:
         real(run(served))
 
 
