@@ -14,6 +14,7 @@ from cloud.global_rounds import LABELS
 from cloud.links import tier_bytes
 from cloud.results import RunFolder
 from cloud.run import CloudRun
+from common.aggregation.extras import link_layouts
 from common.errors import FedstrataError, StorageFailed
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
@@ -163,7 +164,7 @@ class CloudAgent:
         experiment = self._folder.experiment
         beginning = await evaluator.start()
         layout = beginning.layout
-        down.set_layout(layout)
+        down.set_layouts(link_layouts(experiment.tier_below(CLOUD).aggregation, layout))
         run = CloudRun(
             self._folder,
             layout=layout,

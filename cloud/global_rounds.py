@@ -117,11 +117,11 @@ class GlobalRounds:
         r = state.global_round
         selected = self._selection.select(self._down.peers, r, samples=self._down.samples)
         models = self._rule.dispatch(r, selected)
-        had_tasks = self._selection.had_tasks(selected, r)
-        dispatch = Dispatch(r, 0, models=models, epochs=state.epochs, closing=tier.closing, had_tasks=had_tasks)
+        follows = self._selection.follows(selected, r)
+        dispatch = Dispatch(r, 0, models=models, epochs=state.epochs, closing=tier.closing, follows=follows)
         closed_round = await self._down.round(dispatch)
         outcome = await offload(partial(self._rule.aggregate, r, closed_round.uploads))
-        self._selection.observe(r, selected, closed_round.facts)
+        self._selection.observe(r, selected, closed_round.facts, unused=outcome.left_out)
         outcome = replace(outcome, facts={**outcome.facts, **self._selection.facts(selected)})
         for name, reason in outcome.left_out.items():
             self._observe("refused", {"node": name, "reason": reason})

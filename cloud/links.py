@@ -1,4 +1,4 @@
-"""Rows of links.csv: per link and direction the bytes of models, of control messages, and of both (`all`).
+"""Rows of links.csv: per link and direction the bytes of models, of their extras, of control messages, and of all.
 
 The `all` rows have three counts: payload (blobs and message bodies), MQTT packets, and the bytes of the child's broker
 connection, as its kernel counted them. That connection carries only this link. So the kernel's count exceeds the others
@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain, repeat
 from typing import Final, NamedTuple
 
 from cloud.records import BROKER, LinkRecord
 from common.accounting.child_report import ChildReport
+from common.accounting.counters import LINK_KINDS, Direction
 from common.accounting.ledger import Ledger
 from common.accounting.traffic import Measured, TcpStats, Traffic
 from common.experiment.schema import Experiment
@@ -81,30 +81,38 @@ def _links(reports: Mapping[str, ChildReport], experiment: Experiment) -> Iterat
 
 
 def _link_records(link: _Link) -> list[LinkRecord]:
-    """Return a link's six rows; `traffic.sent_*` is the downward direction, `received_*` the upward one."""
-    tier, parent, child, t, before = link
+    """Return a link's rows; `traffic.sent_*` is the downward direction, `received_*` the upward one."""
+    tier, parent, child, traffic, before = link
     down = _calibrated(LinkRecord(tier=tier, from_=parent, to=child, kind="all"), before.down, before.down_bytes)
     up = _calibrated(LinkRecord(tier=tier, from_=child, to=parent, kind="all"), before.up, before.up_bytes)
     return [
-        *_direction(_received(down, t.wire), (t.sent_model_payload, t.sent_control_payload),
-                    (t.sent_model_message, t.sent_control_message)),
-        *_direction(_sent(up, t.wire), (t.received_model_payload, t.received_control_payload),
-                    (t.received_model_message, t.received_control_message)),
-    ]  # fmt: skip
+        *_direction(_received(down, traffic.wire), traffic, "sent"),
+        *_direction(_sent(up, traffic.wire), traffic, "received"),
+    ]
 
 
-def _direction(whole: LinkRecord, payload: tuple[int, int], message: tuple[int, int]) -> list[LinkRecord]:
-    """Return the three rows of one direction; `payload` and `message` are counts of models and of control messages.
+def _direction(whole: LinkRecord, traffic: Traffic, direction: Direction) -> list[LinkRecord]:
+    """Return the rows of one direction by kind, those of extras only if there were any, and of all kinds.
 
     The overhead is the excess of wire bytes over payload; it is empty where the child's report lags behind.
     """
-    total, carried = sum(payload), (whole.wire_bytes or 0) - (whole.probe_bytes or 0)
+    parts = [
+        LinkRecord(
+            tier=whole.tier,
+            from_=whole.from_,
+            to=whole.to,
+            kind=kind,
+            payload_bytes=getattr(traffic, f"{direction}_{kind}_payload"),
+            message_bytes=getattr(traffic, f"{direction}_{kind}_message"),
+        )
+        for kind in LINK_KINDS
+    ]
+    total = sum(part.payload_bytes or 0 for part in parts)
+    message = sum(part.message_bytes or 0 for part in parts)
+    carried = (whole.wire_bytes or 0) - (whole.probe_bytes or 0)
     overhead = 100 * (carried - total) / total if 0 < total <= carried else None
-    part = partial(LinkRecord, tier=whole.tier, from_=whole.from_, to=whole.to)
-    model = part(kind="model", payload_bytes=payload[0], message_bytes=message[0])
-    control = part(kind="control", payload_bytes=payload[1], message_bytes=message[1])
-    both = replace(whole, payload_bytes=total, message_bytes=sum(message), overhead_percent=overhead)
-    return [model, control, both]
+    whole = replace(whole, payload_bytes=total, message_bytes=message, overhead_percent=overhead)
+    return [*(part for part in parts if part.message_bytes or part.kind != "extras"), whole]
 
 
 def _calibrated(record: LinkRecord, rate: float, probe_bytes: int) -> LinkRecord:

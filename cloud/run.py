@@ -50,7 +50,8 @@ class CloudRun:
             measures=True,
             rows=partial(spool.memory, row_bytes=layout.row_bytes, resident_mb=experiment.transfer.resident_mb),
             folder=folder.path / "cache",
-            momentum=experiment.momentum_below(CLOUD),
+            children=len(down.peers),
+            training=experiment.training_below(CLOUD),
             bound=experiment.tier_below(CLOUD).norm_bound,
         )
         self._global_rounds = GlobalRounds(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+from common.aggregation.extras import link_layouts
 from common.errors import InvalidExperiment
 from common.experiment.data import Data, check_alike, examine_data, found_in, root_below
 from common.experiment.own import permit
@@ -13,6 +16,7 @@ from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.experiment.tiers import check_parent
 from common.host.examination import examine_host
+from common.host.offload import offload
 from common.metrics import Metrics, node_labels
 from common.model.layout import ModelLayout, Row
 from common.net.address import BrokerAddress
@@ -25,24 +29,29 @@ from common.runtime.child_endpoint import ChildEndpoint
 from common.runtime.discovery import Found, join
 from common.runtime.exports import export_child
 from common.runtime.lifecycle import live
+from common.runtime.patience import until_written
 from common.runtime.roll import Resources
 from common.runtime.work import Report, WorkResult
 from common.runtime.world import REAL, World, new_session
 from common.storage.spool import Spool
 from device.emulation import emulate
 from device.jobs import Prepared, TrainingPool
-from device.training.work import result_of, round_of
+from device.memory import DeviceMemory
+from device.training.work import result_of
 
 FAREWELL_S = 3.0
 PHASES = ("train", "wait", "pause", "vmapped")
 WAITING_S = 1.0
+
+log = logging.getLogger("fedstrata.device")
 
 
 class DeviceAgent:
     """One device, which initially knows only its broker, its name and its parent.
 
     `allow`: the packages whose code an experiment may name. `data`: the folder of data sets on this host, in
-    place of the experiment's, which must be below `data_root` otherwise. `stay`: wait for the next run.
+    place of the experiment's, which must be below `data_root` otherwise. `states`: the folder of what its objective
+    keeps from task to task, None: in memory. `stay`: wait for the next run.
     """
 
     def __init__(
@@ -57,6 +66,7 @@ class DeviceAgent:
         metrics_address: str = "",
         lab: str = DEFAULT_LAB,
         spool: Path | None = None,
+        states: Path | None = None,
         allow: Sequence[str] = (),
         data: str | None = None,
         data_root: Path = Path(),
@@ -72,6 +82,7 @@ class DeviceAgent:
         self._metrics = metrics
         self._metrics_address = metrics_address
         self._spool = spool
+        self._states = states
         self._allow = allow
         self._data = data
         self._data_root = data_root
@@ -122,6 +133,8 @@ class DeviceAgent:
         tier, session = experiment.tier_above(self._name), new_session(self._world)
         identity = Identity(run, self._name, "device", session, self._metrics_address, lab=self._lab)
         spool = Spool.open(self._spool, run=run, node=self._name)
+        keeps = experiment.training.objective.remembers
+        states = Spool.open(self._states if keeps else None, run=run, node=self._name)
         up = ChildEndpoint(
             self._broker,
             identity,
@@ -139,14 +152,17 @@ class DeviceAgent:
         self._metrics.introduce(self._labels, {"run": run, "experiment": experiment.name}, phases=PHASES)
         await live(
             (up,),
-            self._train_all(up, experiment, found.announcement),
+            self._train_all(up, experiment, found.announcement, states=states),
             connect_timeout_s=self._connect_timeout_s,
             goodbye=lambda: up.farewell((), timeout_s=FAREWELL_S),
             last_scrape=self._metrics.last_scrape,
         )
         spool.close()
+        states.close()
 
-    async def _train_all(self, up: ChildEndpoint, experiment: Experiment, announcement: Announcement) -> None:
+    async def _train_all(
+        self, up: ChildEndpoint, experiment: Experiment, announcement: Announcement, *, states: Spool
+    ) -> None:
         permit(experiment.code_at(self._name), self._allow)
         prepared = await up.unless_over(self._prepare(up, experiment))
         if prepared is None:
@@ -161,17 +177,30 @@ class DeviceAgent:
                 "Use one release of fedstrata, and of the model's package, everywhere.",
             )
         up.set_state(NodeState.READY, samples=prepared.samples)
-        out, rounds = prepared.layout.empty(), experiment.device_rounds
         machine = experiment.machine(self._name)
+        layouts = link_layouts(experiment.tier_above(self._name).aggregation, prepared.layout)
+        keeps = prepared.kept_bytes > 0
+        memory = DeviceMemory(
+            layouts,
+            kept_bytes=prepared.kept_bytes,
+            rounds=experiment.device_rounds,
+            rounds_back=experiment.cloud.rounds_back,
+            spool=states,
+        )
 
         async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
             row, since = await model.whole(), up.now()
-            result = await self._train(task, row, out, rounds=rounds, report=report)
+            if keeps:
+                row = await offload(partial(memory.begin, task, row))
+            result = await self._train(task, row, memory, report=report)
             result = await emulate(machine, result, since=since, report=report)
             self._metrics.phase_seconds.labels(*self._labels, "pause").inc(result.pause_s)
+            if keeps:
+                end, idle_s = partial(memory.end, task), experiment.transfer.idle_s
+                await until_written(lambda: offload(end), patience_s=idle_s, warn=log.warning)
             return result
 
-        await up.serve(prepared.layout, work)
+        await up.serve(layouts, work)
 
     async def _prepare(self, up: ChildEndpoint, experiment: Experiment) -> Prepared:
         """Prepare, and meanwhile report the progress of this process's preparations."""
@@ -187,7 +216,7 @@ class DeviceAgent:
         finally:
             reporting.cancel()
 
-    async def _train(self, task: Task, row: Row, out: Row, *, rounds: int, report: Report) -> WorkResult:
+    async def _train(self, task: Task, row: Row, memory: DeviceMemory, *, report: Report) -> WorkResult:
         def report_training(done: int, total: int) -> None:
             waiting.cancel()
             report(Phase.TRAINING, done, total)
@@ -200,11 +229,11 @@ class DeviceAgent:
         waiting = asyncio.create_task(report_waiting(), name=f"{self._name} waits")
         try:
             trained = await self._training.train(
-                row, out, epochs=task.epochs, local_round=round_of(task, rounds=rounds), progress=report_training
+                row, memory.out, epochs=task.epochs, local_round=memory.number(task), progress=report_training
             )
         finally:
             waiting.cancel()
-        result = result_of(task, out, trained)
+        result = result_of(task, memory.result, trained)
         self._metrics.closed(self._labels)
         self._metrics.steps.labels(*self._labels).inc(result.steps)
         self._metrics.train_loss.labels(*self._labels).set(result.loss)

@@ -42,16 +42,20 @@ Ending: TypeAlias = LocalResult | FedstrataError | Cancelled
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A device's model layout, the number of its training samples, and the digest of the split of its files."""
+    """A device's model layout, the number of its training samples, and the digest of the split of its files.
+
+    `kept_bytes`: of the vectors that its objective keeps from task to task.
+    """
 
     layout: ModelLayout
     samples: int
     partition: str
+    kept_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Order:
-    """Train the model in `row` for `epochs` and write it into `out`, both uint8 [row_bytes].
+    """Train the model in `row` for `epochs` and write it into `out`, uint8; `device.vectors` has their form.
 
     `progress(steps_done, steps_total)` is called in the thread of the training.
     """
@@ -143,7 +147,7 @@ class PoolMember(Protocol):
         """Join an experiment. Raises InvalidExperiment, RunFailed."""
 
     async def train(self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress) -> LocalResult:
-        """Train the model in `row` and write it into `out`, both uint8 [row_bytes]. Raises RunFailed."""
+        """Train the model in `row` and write it into `out`, as in Order. Raises RunFailed."""
 
 
 class TrainingPool(Protocol):

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.aggregation.extras import link_layouts
 from common.experiment.own import permit
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
@@ -135,7 +136,8 @@ class InstitutionAgent:
             spool=spool,
             world=self._world,
         )
-        down.set_layout(layout)
+        above = link_layouts(experiment.tier_above(self._name).aggregation, layout)
+        down.set_layouts(link_layouts(tier.aggregation, layout))
         down.announce(announcement)
         facts = {"run": run, "experiment": experiment.name, "algorithm": tier.aggregation.name}
         self._metrics.introduce(self._labels, facts, phases=PHASES)
@@ -152,7 +154,7 @@ class InstitutionAgent:
                 permit(experiment.code_at(self._name), self._allow)
                 if await up.unless_over(self._prepare(up, down, experiment)):
                     presence.publish(NodeState.READY, samples=sum(down.samples.values()))
-                    await up.serve(layout, rounds.work)
+                    await up.serve(above, rounds.work)
             finally:
                 passing_on.cancel()
                 presence.close()

@@ -1,12 +1,11 @@
-"""The state of an institution's rule and client selection between its tasks, on disk if there is a folder.
+"""The state of an institution's rule and client selection between its tasks.
 
-The parent may repeat a task: after a restart the cloud continues from its last checkpoint, and a killed institution
-starts its task again. The rule must then have the state it had before that task.
+A task names the one whose state it follows: the parent may repeat a task after a restart, or not use a result, and a
+killed institution starts its task again.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,20 +14,17 @@ from typing import Any, Final
 from common.aggregation.aggregator import Aggregator
 from common.aggregation.selection.client_selection import ClientSelection
 from common.errors import RunFailed
-from common.storage import rule_states
+from common.storage.spool import Spool
+from common.storage.task_states import TaskStates
 
 SELECTION: Final = "selection"  # among the facts of a rule's state
-
-log = logging.getLogger("fedstrata.institution")
 
 
 class Memory:
     """One institution's rule and client selection.
 
-    `build` and `select` create new ones. `remembers`: their state persists between tasks. `folder`: None if there is no
-    persistent state, or only in this process. `kept`: the number of tasks that the parent may return to.
-    `must_remember`: whether this institution was selected for a task before the given one. Tasks are counted over the
-    run.
+    `build` and `select` create new ones. `remembers`: their state persists between tasks, in the spool. `rounds_back`:
+    the global rounds that the cloud may return. Tasks are counted over the run, from 1.
     """
 
     def __init__(
@@ -37,53 +33,41 @@ class Memory:
         select: Callable[[], ClientSelection],
         *,
         remembers: bool,
-        folder: Path | None,
-        kept: int,
-        must_remember: Callable[[int], bool],
+        spool: Spool,
+        rounds_back: int,
     ) -> None:
         self._build = build
         self._select = select
-        self._remembers = remembers
-        self._folder = folder
-        self._kept = kept
-        self._must_remember = must_remember
+        self._states = TaskStates(spool.states(), rounds_back=rounds_back) if remembers else None
         self._made: tuple[Aggregator, ClientSelection] | None = None
-        self._stands: int | None = None  # the state precedes this task; None: unknown, or within a task
+        self._stands: int | None = None  # the task after which the state is; None: within a task
+        self._follows = 0
 
-    def before(self, task: int, *, had_tasks: bool = False) -> tuple[Aggregator, ClientSelection]:
-        """Return the rule and the selection with their state before a task, about to do it.
+    def before(self, follows: int) -> tuple[Aggregator, ClientSelection]:
+        """Return the rule and the selection with their state after task `follows`, 0: new ones, about to do another.
 
-        `had_tasks`: whether the parent has reported earlier ones. Raises RunFailed if their state is lost.
+        Raises RunFailed if their state is lost.
         """
-        if self._made is None or (self._remembers and (self._stands is None or self._stands > task)):
+        if self._made is None or (self._states is not None and self._stands != follows):
             self._made = self._build(), self._select()
-            if self._remembers and task > 0:
-                self._restore(task, *self._made, had_tasks=had_tasks)
-        self._stands = None
+            if self._states is not None and follows:
+                _restore(self._states, follows, *self._made)
+        self._stands, self._follows = None, follows
         return self._made
 
-    def after(self, task: int) -> None:
-        """Save the state after a task."""
-        self._stands = task + 1
-        if self._remembers and self._folder is not None and self._made is not None:
-            rule_states.write(self._folder, _name(task + 1), partial(_save, *self._made))
-            rule_states.prune(self._folder, keep=self._kept)
-
-    def _restore(self, task: int, rule: Aggregator, selection: ClientSelection, *, had_tasks: bool) -> None:
-        found = rule_states.latest(self._folder, _name(task)) if self._folder is not None else None
-        if found is not None:
-            rule_states.read(found, partial(_load, rule, selection))
-        elif had_tasks or self._must_remember(task):
-            raise RunFailed(
-                f"the state of this institution's rule before its task {task} is lost. Start institutions "
-                "with the same --spool DIR after a restart, or start a new run."
-            )
-        else:
-            log.warning("no state of the rule from before task %d: this institution took no part yet, or lost it", task)
+    def after(self, task: int, *, global_round: int) -> None:
+        """Save the state after a task. Raises StorageFailed."""
+        if self._states is not None and self._made is not None:
+            self._states.write(task, partial(_save, *self._made), follows=self._follows, global_round=global_round)
+        self._stands = task
 
 
-def _name(task: int) -> str:
-    return f"before-{task:06d}"
+def _restore(states: TaskStates, task: int, rule: Aggregator, selection: ClientSelection) -> None:
+    if not states.read(task, partial(_load, rule, selection)):
+        raise RunFailed(
+            f"the state of this institution's rule after its task {task} is lost. Start institutions "
+            "with the same --spool DIR after a restart, or start a new run."
+        )
 
 
 def _save(rule: Aggregator, selection: ClientSelection, folder: Path) -> dict[str, object]:
@@ -92,4 +76,4 @@ def _save(rule: Aggregator, selection: ClientSelection, folder: Path) -> dict[st
 
 def _load(rule: Aggregator, selection: ClientSelection, folder: Path, facts: Mapping[str, Any]) -> None:
     rule.restore(folder, facts)
-    selection.restore(facts.get(SELECTION, {}))  # a state of an earlier release has none
+    selection.restore(facts[SELECTION])

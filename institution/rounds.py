@@ -15,7 +15,6 @@ from common.aggregation import aggregator
 from common.aggregation.selection.client_selection import ClientSelection
 from common.aggregation.uploads import Aggregated
 from common.experiment.schema import Experiment
-from common.experiment.topology import CLOUD
 from common.host.offload import offload
 from common.metrics import Metrics, node_labels
 from common.model.layout import ModelLayout
@@ -63,25 +62,18 @@ class LocalRounds:
             measures=False,
             rows=partial(spool.memory, row_bytes=layout.row_bytes, resident_mb=experiment.transfer.resident_mb),
             folder=spool.folder("cache"),
-            momentum=experiment.momentum_below(name),
+            children=len(down.peers),
+            training=experiment.training_below(name),
             bound=self._tier.norm_bound,
         )
         self._memory = Memory(
             build,
             partial(ClientSelection, self._tier, seed=experiment.seed, node=name),
-            remembers=self._tier.remembers,
-            folder=spool.folder("states"),
-            kept=(experiment.cloud.checkpoint_every + 1) * self._tasks,
-            must_remember=self._took_part_before,
+            remembers=experiment.remembers(name),
+            spool=spool,
+            rounds_back=experiment.cloud.rounds_back,
         )
         self._did: dict[str, ChildReport] = {}
-
-    def _took_part_before(self, task: int) -> bool:
-        """Return whether this institution was selected for an earlier task.
-
-        False if that is unknown here: a quorum may have closed rounds without it, or the selection depends on results.
-        """
-        return any(_takes_part(self._experiment, self._name, earlier) for earlier in range(task))
 
     async def work(self, task: Task, model: Arriving, report: Report) -> WorkResult:
         """Run the local rounds of one task from the parent's model; return the last mean.
@@ -95,8 +87,7 @@ class LocalRounds:
         path_steps = 0
         plans: dict[str, list[dict[str, object]]] = {self._name: []}
         number = task.key.global_round * self._tasks + task.key.local_round
-        had_tasks = task.had_tasks and self._experiment.tier_above(self._name).closing.rule == "all"
-        rule, selection = await offload(partial(self._memory.before, number, had_tasks=had_tasks))
+        rule, selection = await offload(partial(self._memory.before, task.follows))
         if rule.reads_start:
             await model.whole()
         await offload(partial(rule.begin, model.row))
@@ -109,14 +100,14 @@ class LocalRounds:
                 models=rule.dispatch(r, selected),
                 epochs=dict.fromkeys(down.peers, task.epochs),
                 closing=settings.closing,
-                had_tasks=selection.had_tasks(selected, r),
+                follows=selection.follows(selected, r),
             )
             if not model.complete:  # then the rule passes it on
                 dispatch = replace(dispatch, models=[(model, dispatch.children)])
             closed_round = await down.round(dispatch, on_progress=lambda: report(Phase.TRAINING, down.moves, 0))
             await model.whole()  # the children may have finished before it is decoded here
             outcome = await offload(partial(rule.aggregate, r, closed_round.uploads))
-            selection.observe(r, selected, closed_round.facts)
+            selection.observe(r, selected, closed_round.facts, unused=outcome.left_out)
             for child, reason in outcome.left_out.items():
                 log.warning("%s: %s's model is left out: %s", self._name, child, reason)
             train_s += max(result.train_s for result in closed_round.results.values())
@@ -129,7 +120,7 @@ class LocalRounds:
                 for name, found in plans_of(result).items():
                     plans.setdefault(name, []).extend(found)
         await until_written(
-            lambda: offload(partial(self._memory.after, number)),
+            lambda: offload(partial(self._memory.after, number + 1, global_round=task.key.global_round)),
             patience_s=self._experiment.transfer.idle_s,
             warn=log.warning,
         )
@@ -167,13 +158,3 @@ class LocalRounds:
         metrics.steps.labels(*labels).inc(sum(result.steps for result in closed_round.results.values()))
         for phase, seconds in closed_round.timeline.phases().items():
             metrics.phase_seconds.labels(*labels, phase).inc(seconds)
-
-
-def _takes_part(experiment: Experiment, node: str, round_: int) -> bool:
-    """Return whether a node takes part in a round of its parent, counted over the run, whatever becomes of others."""
-    tree, parent = experiment.tree, experiment.tree.parent(node)
-    tier = experiment.tier_above(node)
-    if tier.closing.rule != "all" or tier.selection.remembers:
-        return False
-    selected = ClientSelection(tier, seed=experiment.seed, node=parent).select(tree.children[parent], round_)
-    return node in selected and (parent == CLOUD or _takes_part(experiment, parent, round_ // tier.rounds))

@@ -10,7 +10,7 @@ import pytest
 from common.experiment.aggregation import RULES
 from common.experiment.lint import warnings
 from common.experiment.reading import load, parse
-from tests.helpers.rules import LEAST
+from tests.helpers.rules import LEAST, WITH_OBJECTIVE
 
 FILES = sorted((Path(__file__).parent.parent / "deploy" / "experiments").glob("*.toml"))
 SIZE: dict[str, Any] = {"rounds": 100, "topology": {"institutions": 3, "devices": 12}}
@@ -28,9 +28,15 @@ def at(tier: str, name: str, *, tree: dict[str, Any] | None = None, **settings: 
 
 
 @pytest.mark.parametrize("tier", ["cloud", "institution"])
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", [name for name in RULES if name not in WITH_OBJECTIVE])
 def test_a_rules_defaults_are_sound(tier: str, name: str) -> None:
     assert lines(at(tier, **LEAST[name])) == []
+
+
+@pytest.mark.parametrize("name", WITH_OBJECTIVE)
+def test_the_defaults_of_a_rule_with_an_objective_are_sound(name: str) -> None:
+    objective = {"training": {"objective": {"name": WITH_OBJECTIVE[name]}}}
+    assert lines(at("institution", **LEAST[name], tree=objective)) == []
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -21,7 +21,7 @@ from common.errors import InvalidExperiment, RunFailed
 from common.experiment.codecs import Codecs
 from common.experiment.reading import parse
 from common.experiment.rounds import Closing
-from common.model.layout import ModelLayout, Section
+from common.model.layout import LinkLayouts, ModelLayout, Section
 from common.protocol.messages import Task
 from common.runtime.arriving import Arriving
 from common.runtime.round import Dispatch
@@ -263,7 +263,7 @@ def called(children: Mapping[str, float], closing: Closing) -> tuple[dict[str, l
     async def run() -> tuple[dict[str, list[float]], Mapping[str, str]]:
         calls = Calls(
             {name: child(value) for name, value in children.items()}, samples=dict.fromkeys(children, 5),
-            layout=LAYOUT, codecs=Codecs(), spool=Spool(None), resident_mb=1.0, clock=Clock(),
+            layouts=LinkLayouts.plain(LAYOUT), codecs=Codecs(), spool=Spool(None), resident_mb=1.0, clock=Clock(),
         )  # fmt: skip
         row = LAYOUT.empty()
         LAYOUT.floats(row)[:] = 1

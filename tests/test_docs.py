@@ -37,7 +37,10 @@ TABLE: Final = re.compile(
 )
 LAB: Final = {"topology": {"institutions": 4, "devices": 24}}  # of snippets that name none
 SELECTED: Final[Mapping[str, type[BaseModel]]] = {  # selected by their names, those without parameters left out
-    name: table for name, table in {**RULES, **OBJECTIVES, **SELECTIONS}.items() if len(table.model_fields) > 1
+    name: table
+    for tables in (RULES, OBJECTIVES, SELECTIONS)
+    for name, table in tables.items()
+    if len(table.model_fields) > 1
 }
 TABLES: Final[Mapping[str, type[BaseModel]]] = {**SELECTED, "cloud.epoch_control": EpochControl}
 

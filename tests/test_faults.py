@@ -37,7 +37,7 @@ from common.experiment.reading import parse, to_toml
 from common.experiment.rounds import Closing
 from common.experiment.schema import Experiment
 from common.metrics import Metrics
-from common.model.layout import ModelLayout, Row, Section
+from common.model.layout import LinkLayouts, ModelLayout, Row, Section
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
 from common.protocol.identity import Identity
@@ -576,7 +576,7 @@ async def announcing(
     parent = ParentEndpoint(
         address, identity, links={name: experiment.link(name) for name in children}, transfer=experiment.transfer
     )
-    parent.set_layout(layout)
+    parent.set_layouts(LinkLayouts.plain(layout))
     parent.announce(Announcement(experiment.to_json(), layout.to_json()))
     parent.set_state(NodeState.READY)
     over = asyncio.Event()

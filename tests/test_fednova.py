@@ -11,6 +11,7 @@ import pytest
 from common.aggregation.aggregator import Aggregated, Uploads, build
 from common.aggregation.fednova import norms
 from common.experiment.reading import parse
+from common.experiment.training import TrainingSettings
 from common.model.layout import ModelLayout, Section
 from deploy.simulation.lab import SimulatedLab
 from tests.test_aggregators import Report
@@ -31,7 +32,7 @@ def play(
     """Return the next model from uploads that moved so far from a model of ones."""
     settings = parse({"cloud": {"aggregation": tree}}).cloud.aggregation
     rule = build(
-        settings, layout=LAYOUT, node="cloud", seed=1, measures=True, momentum=momentum,
+        settings, layout=LAYOUT, node="cloud", seed=1, measures=True, training=TrainingSettings(momentum=momentum),
         rows=lambda name, count: np.empty(0, np.uint8),
     )  # fmt: skip
     start = LAYOUT.empty()
@@ -94,7 +95,7 @@ def test_norms_of_one_step_and_of_none() -> None:
 
 def test_the_momentum_is_that_of_devices_alone() -> None:
     experiment = parse({"topology": {"institutions": 2, "devices": 4}, "training": {"momentum": 0.5}})
-    assert [experiment.momentum_below(node) for node in ("cloud", "institution-0")] == [0.0, 0.5]
+    assert [experiment.training_below(node) for node in ("cloud", "institution-0")] == [None, experiment.training]
 
 
 def test_a_lab_counts_steps_at_both_tiers() -> None:

@@ -59,7 +59,7 @@ from tests.bench import hostile
 from tests.session_lab import LAB, MODEL_BYTES, PARENT, RUN, Lab, manifest_of, names_of
 
 READY = Presence(NodeState.READY, "device", samples=10)
-MANY = Traffic(*[BYTES_MOST] * 8, TcpStats(*[BYTES_MOST] * 11))
+MANY = Traffic(*[BYTES_MOST] * 12, TcpStats(*[BYTES_MOST] * 11))
 THREE_TIERS = {
     "rounds": 3,
     "institution": {"rounds": 2},

@@ -19,7 +19,7 @@ from common.accounting.traffic import TcpStats, Traffic
 from common.errors import NoProgress, RunFailed, WireError
 from common.experiment.links import LinkSettings
 from common.experiment.schema import TransferSettings
-from common.model.layout import ModelLayout
+from common.model.layout import LinkLayouts, ModelLayout
 from common.protocol import serialization, topics
 from common.protocol.manifest import describe
 from common.protocol.messages import (
@@ -64,7 +64,7 @@ from tests.helpers.nodes import (
 from tests.helpers.sites import SimulatedSite, until, virtual
 
 MANY = 2**63 - 1
-EVERYTHING = Traffic(*[MANY] * 8, TcpStats(*[MANY] * 11))
+EVERYTHING = Traffic(*[MANY] * 12, TcpStats(*[MANY] * 11))
 CYCLE_S = 0.4
 
 Change = Callable[[Result], Result]
@@ -350,7 +350,7 @@ async def test_a_task_that_does_not_fit_is_declined_and_the_parent_names_the_rea
         with pytest.raises(NoProgress, match=reason):
             await play(parent, drawn(other, 1))
         assert all(child.session.refusals.of(Refusal.MISFIT) for child in children)
-        parent.set_layout(ours)
+        parent.set_layouts(LinkLayouts.plain(ours))
         row = drawn(ours, 1)
         played = await play(parent, row, global_round=1)
         assert_models(played, row, layout=ours, places={name: place for place, name in enumerate(names)})

@@ -29,7 +29,7 @@ from common.accounting.tcp import WireMeter, tcp_info
 from common.accounting.traffic import Measured, TcpStats, Traffic
 from common.experiment.rounds import Closing
 from common.experiment.schema import Experiment, TransferSettings
-from common.model.layout import ModelLayout, Section
+from common.model.layout import LinkLayouts, ModelLayout, Section
 from common.net.address import BrokerAddress
 from common.protocol.messages import Gone, Task
 from common.protocol.participant import ParticipantState
@@ -333,7 +333,10 @@ class Pair:
         begin, serve = partial(living, self.site, parent), partial(living, self.site, child)
         return (
             begin(work=self.finished(), goodbye=partial(parent.farewells, timeout_s=PATIENCE_S)),
-            serve(work=child.serve(LAYOUT, work), goodbye=partial(child.farewell, (), timeout_s=PATIENCE_S)),
+            serve(
+                work=child.serve(LinkLayouts.plain(LAYOUT), work),
+                goodbye=partial(child.farewell, (), timeout_s=PATIENCE_S),
+            ),
         )
 
     async def finished(self) -> None:
@@ -522,7 +525,7 @@ def test_a_child_is_received_though_its_acknowledgements_wait_behind_a_chunk(ser
 
 
 def a_link(wire: TcpStats) -> Traffic:
-    return Traffic(10_000, 10_100, 200, 300, 20_000, 20_100, 400, 500, wire)
+    return Traffic(10_000, 10_100, 200, 300, 20_000, 20_100, 400, 500, wire=wire)
 
 
 def links_of(folder: RunFolder) -> dict[tuple[str, str, str], dict[str, str]]:

@@ -71,11 +71,17 @@ def test_trainable_columns_come_first_and_counters_last() -> None:
 
 @given(layout=layouts())
 def test_the_sections_tile_the_row(layout: ModelLayout) -> None:
-    for counters, end in ((False, layout.columns), (True, layout.counters)):
-        spans = [(e.start, e.stop) for e in layout.entries if (e.section is Section.COUNTER) is counters]
+    numberings = (
+        ((Section.PARAMETER, Section.BUFFER), layout.columns),
+        ((Section.COUNTER,), layout.counters),
+        ((Section.EXTRA,), layout.extras),
+    )
+    for sections, end in numberings:
+        spans = [(e.start, e.stop) for e in layout.entries if e.section in sections]
         assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])][: len(spans)]
         assert (spans[-1][1] if spans else 0) == end
-    assert layout.row_bytes == 4 * layout.columns + 8 * layout.counters == layout.empty().nbytes
+    assert layout.model_bytes == 4 * layout.columns + 8 * layout.counters
+    assert layout.row_bytes == layout.model_bytes + 4 * layout.extras == layout.empty().nbytes
     buffers = [e.start for e in layout.entries if e.section is Section.BUFFER]
     assert all(start >= layout.parameters for start in buffers)
 

@@ -1,23 +1,28 @@
-"""What an institution's rule remembers: the same after a restart, a step back, global rounds without it."""
+"""An institution's state between tasks: after a restart, a step back, results that were not used."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from common.aggregation.selection.client_selection import ClientSelection
 from common.errors import RunFailed, StorageFailed
 from common.experiment.tiers import Tier
-from common.storage import rule_states
+from common.storage.spool import Spool
+from common.storage.task_states import TaskStates
 from institution.memory import Memory
+from tests.helpers.examples import examples
 
 
 class Counting:
-    """A rule that remembers which global rounds it played."""
+    """A rule that remembers which tasks it did."""
 
     def __init__(self) -> None:
         self.played: list[int] = []
@@ -35,62 +40,109 @@ def selection() -> ClientSelection:
     return ClientSelection(Tier(name="lan"), seed=1, node="institution-0")
 
 
-def memory(folder: Path | None, *, kept: int = 2, took_part: bool = True) -> Any:
+def memory(folder: Path | None, *, rounds_back: int = 2, remembers: bool = True) -> Any:
     build: Any = Counting
-    return Memory(build, selection, remembers=True, folder=folder, kept=kept, must_remember=lambda _: took_part)
+    return Memory(build, selection, remembers=remembers, spool=Spool(folder), rounds_back=rounds_back)
 
 
-def play(one: Any, *global_rounds: int) -> list[int]:
-    """Play global rounds, and return what the rule remembered before the last of them."""
+def play(one: Any, *tasks: tuple[int, int], rounds: int = 1) -> list[int]:
+    """Do tasks, each (number, follows), `rounds` in each global round; return what the last one found."""
     before: list[int] = []
-    for global_round in global_rounds:
-        rule, _ = one.before(global_round)
+    for task, follows in tasks:
+        rule, _ = one.before(follows)
         before = list(rule.played)
-        rule.played.append(global_round)
-        one.after(global_round)
+        rule.played.append(task)
+        one.after(task, global_round=(task - 1) // rounds)
     return before
 
 
-def test_it_goes_on_from_global_round_to_global_round(tmp_path: Path) -> None:
+def chain(*tasks: int) -> list[tuple[int, int]]:
+    return list(zip(tasks, (0, *tasks), strict=False))
+
+
+def kept(folder: Path) -> list[int]:
+    return sorted(int(path.name.partition("-")[2]) for path in (folder / "states").iterdir())
+
+
+def test_it_goes_on_from_task_to_task(tmp_path: Path) -> None:
     for folder in (None, tmp_path):
-        assert play(memory(folder), 0, 1, 2, 3) == [0, 1, 2]
+        assert play(memory(folder), *chain(1, 2, 3, 4)) == [1, 2, 3]
 
 
 def test_a_new_process_goes_on_with_what_the_last_one_left(tmp_path: Path) -> None:
-    play(memory(tmp_path), 0, 1, 2)
-    assert play(memory(tmp_path), 3) == [0, 1, 2]
+    play(memory(tmp_path), *chain(1, 2, 3))
+    assert play(memory(tmp_path), (4, 3)) == [1, 2, 3]
 
 
-def test_a_global_round_that_was_broken_off_begins_where_it_began(tmp_path: Path) -> None:
+def test_a_task_that_was_broken_off_begins_where_it_began(tmp_path: Path) -> None:
     one = memory(tmp_path)
-    play(one, 0, 1)
+    play(one, *chain(1, 2))
     one.before(2)[0].played.append("half")
-    assert play(one, 2) == [0, 1]
-    assert play(memory(None), 0) == []
+    assert play(one, (3, 2)) == [1, 2]
+    assert play(memory(None), (1, 0)) == []
 
 
 def test_the_cloud_may_go_back_as_far_as_its_checkpoints(tmp_path: Path) -> None:
-    one = memory(tmp_path, kept=3)
-    play(one, 0, 1, 2, 3, 4)
-    assert play(one, 3) == [0, 1, 2]
-    assert play(one, 4) == [0, 1, 2, 3]
-    assert len(list(tmp_path.iterdir())) == 3
+    one = memory(tmp_path, rounds_back=2)
+    play(one, *chain(1, 2, 3, 4, 5, 6))
+    assert kept(tmp_path) == [3, 4, 5, 6]  # global rounds 3 to 5 began after tasks 3 to 5
+    assert play(one, (4, 3)) == [1, 2, 3]
+    assert play(one, (5, 4)) == [1, 2, 3, 4]
     with pytest.raises(RunFailed, match="--spool"):
-        play(one, 1)
-    assert play(one, 0) == []
+        play(one, (2, 1))
+    assert play(one, (1, 0)) == []
+
+
+def test_a_result_that_was_not_used_leaves_no_trace(tmp_path: Path) -> None:
+    for folder in (None, tmp_path):
+        assert play(memory(folder), (1, 0), (2, 1), (3, 1), (4, 1), (5, 4)) == [1, 4]
+    assert play(memory(tmp_path), (6, 4)) == [1, 4]
+
+
+def test_a_state_that_is_followed_is_kept_however_long_no_result_is_used(tmp_path: Path) -> None:
+    one = memory(tmp_path, rounds_back=1)
+    assert play(one, *chain(1, 2), *((task, 2) for task in range(3, 30))) == [1, 2]
+    assert kept(tmp_path) == [2, 29]
+
+
+def test_a_parent_goes_back_to_the_start_of_its_own_task_in_the_present_global_round(tmp_path: Path) -> None:
+    one = memory(tmp_path, rounds_back=1)
+    play(one, *chain(*range(1, 12)), rounds=4)
+    assert kept(tmp_path) == [4, 8, 9, 10, 11]
+    for again in (8, 9, 10):
+        assert play(memory(tmp_path), (again + 1, again), rounds=4) == list(range(1, again + 1))
+
+
+@given(st.data())
+@examples(60)
+def test_each_task_that_a_parent_may_give_finds_the_state_it_follows(data: st.DataObject) -> None:
+    """A parent that goes back and forth: it returns to a checkpoint of its history, and uses some results."""
+    rounds, back = data.draw(st.integers(1, 3), "rounds"), data.draw(st.integers(1, 3), "back")
+    with TemporaryDirectory() as name:
+        one = memory(Path(name), rounds_back=back)
+        used: list[int] = []  # the tasks whose results were used: the history that a rule's state must equal
+        histories = {0: used}  # at the start of each global round
+        task = 1
+        for _ in range(data.draw(st.integers(1, 25), "steps")):
+            if data.draw(st.booleans(), "restart"):
+                one = memory(Path(name), rounds_back=back)
+            if data.draw(st.integers(0, 3), "return") == 0:
+                present = (task - 1) // rounds
+                returned = data.draw(st.integers(max(0, present - back), present), "to")
+                task, used = returned * rounds + 1, histories[returned]
+            follows = used[-1] if used else 0
+            assert play(one, (task, follows), rounds=rounds) == used
+            if data.draw(st.booleans(), "used"):
+                used = [*used, task]
+            task += 1
+            if (task - 1) % rounds == 0:
+                histories[(task - 1) // rounds] = used
 
 
 def test_what_is_lost_is_an_error_with_its_remedy(tmp_path: Path) -> None:
-    with pytest.raises(RunFailed, match=r"task 2 is lost.*--spool"):
-        memory(tmp_path).before(2)
-    with pytest.raises(RunFailed, match="--spool"):
-        memory(None).before(2)
-
-
-def test_an_institution_that_is_not_drawn_remembers_its_last_global_round(tmp_path: Path) -> None:
-    one = memory(tmp_path, took_part=False)
-    assert play(one, 2, 5, 6) == [2, 5]
-    assert play(memory(tmp_path, took_part=False), 9) == [2, 5, 6]
+    for folder in (tmp_path, None):
+        with pytest.raises(RunFailed, match=r"after its task 2 is lost.*--spool"):
+            memory(folder).before(2)
 
 
 def test_half_a_state_is_none(tmp_path: Path) -> None:
@@ -98,23 +150,17 @@ def test_half_a_state_is_none(tmp_path: Path) -> None:
         (folder / "played").write_text("[0]")
         raise OSError("no space")
 
-    rule_states.write(tmp_path, "before-000001", Counting().save)
-    with pytest.raises(StorageFailed, match=r"before-000002.* no space"):
-        rule_states.write(tmp_path, "before-000002", broken)
-    assert rule_states.latest(tmp_path, "before-000009") == tmp_path / "before-000001"
-    assert rule_states.latest(tmp_path, "before-000000") is None
+    states = TaskStates(Spool(tmp_path).states(), rounds_back=1)
+    states.write(1, Counting().save, follows=0, global_round=0)
+    with pytest.raises(StorageFailed, match=r"after-0+2.* no space"):
+        states.write(2, broken, follows=1, global_round=1)
+    assert states.read(1, Counting().restore) and not states.read(2, Counting().restore)
+    states.write(3, Counting().save, follows=1, global_round=2)
+    assert kept(tmp_path) == [1, 3]
 
 
-def test_a_rule_that_remembers_nothing_is_never_kept(tmp_path: Path) -> None:
-    build: Any = Counting
-    one = Memory(build, selection, remembers=False, folder=tmp_path, kept=2, must_remember=lambda _: True)
+def test_a_rule_without_state_is_never_kept(tmp_path: Path) -> None:
+    one = memory(tmp_path, remembers=False)
     assert one.before(7) is one.before(3)
-    one.after(3)
+    one.after(3, global_round=3)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_parent_that_selects_by_results_reports_that_there_was_a_task(tmp_path: Path) -> None:
-    """Then the institution cannot compute by itself whether it took part."""
-    with pytest.raises(RunFailed, match="before its task 3 is lost"):
-        memory(tmp_path, took_part=False).before(3, had_tasks=True)
-    assert memory(tmp_path, took_part=False).before(3, had_tasks=False)[0].played == []

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from common.aggregation.aggregator import Aggregated, Uploads, build
 from common.aggregation.uploads import Aggregator
 from common.errors import InvalidExperiment
-from common.experiment.aggregation import NormBound
+from common.experiment.aggregation import RULES, NormBound
 from common.experiment.reading import parse
 from common.model.layout import ModelLayout, Section
 from deploy.simulation.lab import SimulatedLab
@@ -32,7 +32,8 @@ Doubles = npt.NDArray[np.float64]
 
 
 def rule_of(bound: NormBound, tree: dict[str, Any] | None = None) -> Aggregator:
-    settings = parse({"cloud": {"aggregation": tree or {"name": "fedavg", "weights": "uniform"}}}).cloud.aggregation
+    tree = tree or {"name": "fedavg", "weights": "uniform"}
+    settings = RULES[tree["name"]](**tree)
     rule = build(
         settings, layout=LAYOUT, node="cloud", seed=1, measures=True, bound=bound,
         rows=lambda name, count: np.zeros((count, LAYOUT.row_bytes), np.uint8),

@@ -55,7 +55,8 @@ def test_the_default_is_cross_entropy() -> None:
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_an_objective_is_known_by_its_name(name: str) -> None:
-    lab = parse({"training": {"objective": {"name": name}}})
+    rule = {"institution": {"aggregation": {"name": OBJECTIVES[name].rule}}} if OBJECTIVES[name].rule else {}
+    lab = parse({"training": {"objective": {"name": name}}} | rule)
     assert type(lab.training.objective) is OBJECTIVES[name] and parse(lab.to_json()) == lab
     assert isinstance(objective_of(lab.training), Objective)
     assert set(table._BUILT) == set(OBJECTIVES)
@@ -65,7 +66,10 @@ def test_an_objective_is_known_by_its_name(name: str) -> None:
     ("settings", "problem"),
     [
         ({"name": "fedprx"}, r"training\.objective\.name = 'fedprx': no objective has this name.*mean 'fedprox'\?"),
-        ({"name": "x"}, r"training\.objective\.name = 'x': .*There are: cross_entropy, fedprox, fedsam\."),
+        (
+            {"name": "x"},
+            r"training\.objective\.name = 'x': .*There are: cross_entropy, fedprox, fedsam, scaffold, feddyn\.",
+        ),
         ({"mu": 0.1}, r"training\.objective\.mu = 0\.1: unknown key.*belongs to fedprox; this is cross_entropy"),
         ({"name": "fedsam", "mu": 0.1}, r"training\.objective\.mu = 0\.1: .*belongs to fedprox; this is fedsam"),
         ({"name": "fedprox", "muu": 0.1}, r"training\.objective\.muu = 0\.1: unknown key.*Did you mean 'mu'\?"),

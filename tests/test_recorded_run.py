@@ -220,8 +220,7 @@ def test_a_parent_plays_the_recorded_rounds_again(node: str, messages: list[Reco
             key = one.message.key
             opened.add(key)
             given = {
-                child: Assignment(task.model, task.epochs, had_tasks=task.had_tasks)
-                for child, task in tasks[key].items()
+                child: Assignment(task.model, task.epochs, follows=task.follows) for child, task in tasks[key].items()
             }
             for task in tasks[key].values():
                 session.offers.offer(task.model, memoryview(blobs[task.model.blob]), children)

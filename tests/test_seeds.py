@@ -26,8 +26,9 @@ SEEDS = (
     8,
     19,
     100_001,
-)  # the last one has newer methods; 4 and 19 have a permanent fault; tests below play 0, 7, 14 and 24
-MANY = (*range(4), *range(10_000, 12_000), *range(100_000, 100_400))
+    200_001,
+)  # newer methods, devices that keep vectors (the last two); 4 and 19 have a permanent fault; others play 0, 7, 14, 24
+MANY = (*range(4), *range(10_000, 12_000), *range(100_000, 100_400), *range(200_000, 200_100))
 FOUND = (
     83,  # a task and the end of the run come at once: the child began the task, and never ended
     177,  # a device restarts while its link is measured: the institution waited for idle_s
@@ -55,6 +56,8 @@ FOUND = (
     63447,  # an uplink far slower than declared: all else waited behind the noise for idle_s
     100108,  # an institution selected by losses lost its rule's state, and could not know that it had one
     11832,  # the cloud began anew at its first round, and its institution counted tasks of rounds yet to come
+    200252,  # a device without files had its last vectors alone, and the result that they led to was refused
+    200337,  # the same, of results that came too late
     2102,  # links that nobody declared are slow: their measurement had too little patience
 )
 PERMANENT = (134,)  # a broker comes back with an old store, in which a device that was killed for good is READY

@@ -100,8 +100,17 @@ def test_a_round_that_is_repeated_counts_once() -> None:
     for r in (0, 1, 2, 1, 2):
         one.observe(r, NAMES[:2], {NAMES[0]: result(r)})
     assert [past["rounds"] for past in one.save()["history"].values()] == [3, 3]
-    assert [one.had_tasks(NAMES[:3], r) for r in (0, 1)] == [frozenset(), frozenset(NAMES[:2])]
     assert [past["missed"] for past in one.save()["history"].values()] == [0, 3]
+
+
+def test_a_task_follows_the_last_one_whose_result_was_used() -> None:
+    one = selection("fraction")
+    one.observe(0, NAMES[:3], {name: result(k) for k, name in enumerate(NAMES[:3])}, unused=[NAMES[1]])
+    one.observe(1, NAMES[:3], {NAMES[0]: result(0)})
+    assert one.follows(NAMES[:4], 2) == {NAMES[0]: 2, NAMES[1]: 0, NAMES[2]: 1, NAMES[3]: 0}
+    resumed = selection("fraction")
+    resumed.restore(json.loads(json.dumps(one.save())))
+    assert resumed.follows(NAMES, 2) == one.follows(NAMES, 2)
 
 
 @pytest.mark.parametrize("name", SELECTIONS)
@@ -189,7 +198,7 @@ def test_oort_explores_unseen_children_first_then_prefers_high_losses_and_short_
 def test_oorts_scores_are_those_of_a_plain_twin() -> None:
     settings = Oort(penalty=1.5, staleness=0.2, duration_share=0.5)
     results = [ResultFacts(10 * (k + 1), 1 / (k + 1) ** 2, 1.0 + k, 1) for k in range(5)]
-    history = {NAMES[k]: Participation(1, 0, 0, k, one) for k, one in enumerate(results)}
+    history = {NAMES[k]: Participation(1, 0, k, k, one) for k, one in enumerate(results)}
     now = Situation(NAMES[:5], 2, {}, history, 1, "a", 7)
     utilities = [one.samples * one.loss for one in results]
     top = float(np.quantile(utilities, 0.95))

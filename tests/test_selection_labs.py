@@ -71,7 +71,7 @@ def test_an_institution_that_loses_its_state_does_not_go_on_without(keep: bool) 
     if keep:
         assert outcome.digest == whole.digest
     else:
-        assert "the state of this institution's rule before its task" in outcome.result
+        assert "the state of this institution's rule after its task" in outcome.result
 
 
 def test_the_selection_matters_and_is_recorded(undisturbed: LabOutcome) -> None:

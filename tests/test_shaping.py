@@ -435,6 +435,17 @@ def test_overhead_goes_to_control_where_both_travel_together() -> None:
     )
 
 
+def test_a_chunk_of_a_model_and_its_extras_is_counted_by_its_bytes() -> None:
+    account = Account()
+    account.add("a", "sent", message=1050, model=600, extras=400)
+    account.add("a", "sent", message=1050, extras=1000)
+    account.add("a", "sent", message=1300, model=700, extras=300, control=260)
+    assert account.traffic("a") == Traffic(
+        sent_model_payload=1300, sent_model_message=1350, sent_extras_payload=1700, sent_extras_message=1750,
+        sent_control_payload=260, sent_control_message=300,
+    )  # fmt: skip
+
+
 def test_an_unknown_peer_has_no_bytes() -> None:
     account = Account()
     account.add("a", "received", message=10, control=5)
@@ -445,7 +456,7 @@ def test_every_cell_has_a_field_of_its_own() -> None:
     account, size = Account(), itertools.count(1)
     expected = {}
     for direction in ("sent", "received"):
-        for kind in ("model", "control"):
+        for kind in ("model", "extras", "control"):
             payload = 100 * next(size)
             account.add("a", direction, message=payload + 7, **{kind: payload})  # type: ignore[arg-type]
             expected |= {f"{direction}_{kind}_payload": payload, f"{direction}_{kind}_message": payload + 7}

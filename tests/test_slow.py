@@ -20,7 +20,7 @@ import pytest
 from common.errors import ConnectionFailed
 from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
-from common.model.layout import ModelLayout, Row
+from common.model.layout import LinkLayouts, ModelLayout, Row
 from common.net.address import BrokerAddress
 from common.protocol import serialization, topics
 from common.protocol.messages import Task
@@ -131,7 +131,7 @@ def receiving(
 
     child.session.receiver.receive_chunk = slowly  # type: ignore[method-assign]
     made(child)
-    return living(site, child, work=child.serve(layout, work))
+    return living(site, child, work=child.serve(LinkLayouts.plain(layout), work))
 
 
 def receive_on_another_loop(served: BrokerProcess, name: str, layout: ModelLayout, **options: Any) -> None:

@@ -20,7 +20,7 @@ from common.experiment.links import LinkDirection, LinkSettings, Profile, shippe
 from common.experiment.reading import load, parse, to_toml
 from common.experiment.rounds import participants
 from common.experiment.schema import Experiment
-from tests.helpers.rules import LEAST
+from tests.helpers.rules import LEAST, WITH_OBJECTIVE, least_lab
 
 FILES = sorted((Path(__file__).parent.parent / "deploy" / "experiments").glob("*.toml"))
 
@@ -195,7 +195,12 @@ CHANGES: list[dict[str, Any]] = [
     {"links": {"wan": {"up_mbit": 1}}}, {"links": {"wan": {"down_mbit": 1}}}, {"links": {"lan": {"up_mbit": 1}}},
     {"links": {"lan": {"delay_ms": 1}}}, {"links": {"wan": "lte"}}, {"links": {"lan": "lte"}},
     {"links": {"of": {"device-0": "lte"}}}, {"links": {"of": {"institution-0": "lte"}}},
-    *({tier: {"aggregation": table}} for tier in ("cloud", "institution") for table in list(LEAST.values())[1:]),
+    *(
+        {tier: {"aggregation": table}}
+        for tier in ("cloud", "institution")
+        for table in list(LEAST.values())[1:]
+        if table["name"] not in WITH_OBJECTIVE
+    ),
     {"cloud": {"epoch_control": {"variant": "plato"}}}, {"cloud": {"epoch_control": {"control": "shuffled"}}},
     {"cloud": {"epoch_control": {"per_epoch": True}}}, {"cloud": {"aggregation": {"name": "fedcross", "alpha": 0.9}}},
     {"links": {"enforce": "kernel"}}, {"links": {"enforce": "none"}}, {"transfer": {"keepalive_s": 31}},
@@ -439,13 +444,14 @@ def test_an_unknown_rule_has_a_proposal(tier: str, name: str, remedy: str) -> No
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_is_known_by_its_name(tmp_path: Path, name: str) -> None:
-    tree = {"cloud": {"aggregation": LEAST[name]}, "topology": {"institutions": 3, "devices": 3}}
-    experiment = parse(tree)
+    experiment = parse(least_lab(name))
     assert type(experiment.cloud.aggregation) is RULES[name]
     assert experiment.cloud.aggregation == RULES[name](**LEAST[name])
     assert load_text(tmp_path, to_toml(experiment)) == experiment == parse(experiment.to_json())
     override = ", ".join(f"{key}={json.dumps(value)}" for key, value in LEAST[name].items())
-    assert load_text(tmp_path, "", f"institution.aggregation={{{override}}}").institution.aggregation.name == name
+    more = [f"training.objective.name={json.dumps(WITH_OBJECTIVE[name])}"] if name in WITH_OBJECTIVE else []
+    lab = load_text(tmp_path, "", f"institution.aggregation={{{override}}}", *more)
+    assert lab.institution.aggregation.name == name
 
 
 def test_a_device_may_have_a_rules_name() -> None:

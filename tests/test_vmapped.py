@@ -24,6 +24,7 @@ from device.jobs import Cancelled
 from device.training.augmentation import Changes, change, draw
 from device.training.objectives.objective import Objective
 from device.training.sgd import forward_of, run_sgd
+from device.vectors import TaskVectors
 from device.vmapped import calibration, loop
 from device.vmapped import models as vmapped_models
 from device.vmapped.calibration import StepTimes, measure, most_in_memory, problem_of
@@ -110,7 +111,13 @@ class Case:
     def recipe(self) -> Recipe:
         where = self.device
         return Recipe(
-            self.module, self.layout, self.images.to(where), self.labels.to(where), self.normalise, self.training, 0.05
+            self.module,
+            TaskVectors(self.layout),
+            self.images.to(where),
+            self.labels.to(where),
+            self.normalise,
+            self.training,
+            0.05,
         )
 
     @property
@@ -606,7 +613,9 @@ def test_recurrent_layers_cannot_be_vmapped() -> None:
     layout_of = models.build("char_lstm", 1, inputs=Inputs((6,), 20, 20))
     case = quick(RAGGED[:2])
     texts = torch.randint(0, 20, (100, 6))
-    recipe = Recipe(layout_of, models.layout_of(layout_of), texts, texts[:, 0], lambda rows: rows, case.training, 0.05)
+    recipe = Recipe(
+        layout_of, TaskVectors(models.layout_of(layout_of)), texts, texts[:, 0], lambda rows: rows, case.training, 0.05
+    )
     row = recipe.layout.empty()
     models.write_row(layout_of, recipe.layout, row)
     turns = [Turn(row, turn.load, turn.visits, turn.progress, turn.cancelled, turn.done) for turn in case.turns]

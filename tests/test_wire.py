@@ -38,7 +38,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
     blob = draw(st.text("0123456789abcdef", min_size=16, max_size=16))
     digests = draw(st.binary(min_size=length, max_size=length))
     reference = draw(st.sampled_from(["", "0123456789abcdef"]))
-    return Manifest(blob, size, chunk_bytes, digests, draw(TEXT), draw(TEXT), reference)
+    return Manifest(blob, size, chunk_bytes, digests, draw(TEXT), draw(TEXT), reference, draw(st.integers(0, size)))
 
 
 SCALARS: dict[Any, st.SearchStrategy[Any]] = {
@@ -228,10 +228,10 @@ def test_deep_nesting_is_a_wire_error(depth: int) -> None:
         assert survives(sealed(b"\x95" + b"".join(parts))) is None
 
 
-@pytest.mark.parametrize("version", [0, 1, 5, 7, -1, True, 6.0, "6", b"\x06", None, [6]], ids=repr)
+@pytest.mark.parametrize("version", [0, 1, 6, 8, -1, True, 7.0, "7", b"\x07", None, [7]], ids=repr)
 def test_another_version_is_refused_by_its_name(version: Any) -> None:
     text = refusal(pack([version, SESSION, 7, "0" * 16]))
-    assert "protocol version" in text and "uses 6" in text
+    assert "protocol version" in text and "uses 7" in text
 
 
 @pytest.mark.parametrize("session", ["", "x" * 33, 7, None, b"abc", ["a"]], ids=repr)
@@ -370,20 +370,20 @@ def test_the_chunks_of_a_manifest_tile_the_blob(manifest: Manifest) -> None:
 def test_a_presence_task_and_progress_by_hand() -> None:
     """The bytes that another release must still read."""
     assert serialization.encode(Presence(NodeState.READY, "device", samples=7), "s") == (
-        bytes.fromhex("735b9a2aca03e3db") + b"\x9c\x06\xa1s\x00\xa5ready\xa6device\xa0\x07\xa0\xa0\xa0\xa0\x90"
+        bytes.fromhex("e5a4dea7bf61f541") + b"\x9c\x07\xa1s\x00\xa5ready\xa6device\xa0\x07\xa0\xa0\xa0\xa0\x90"
     )
-    task = Task(Key(1, 2, 3), 4, replace(GOOD, size=1, digests=b"d" * 8), None, True)
+    task = Task(Key(1, 2, 3), 4, replace(GOOD, size=1, digests=b"d" * 8), None, 5)
     assert serialization.encode(task, "s") == (
-        bytes.fromhex("f1d9d3bcc4474956")
-        + b"\x98\x06\xa1s\x02\x93\x01\x02\x03\x04\x97\xb00123456789abcdef\x01\xcd\x04\x00\xc4\x08ddddddddd"[:-1]
-        + b"\xa4fp32\xa6layout\xa0\xc0\xc3"
+        bytes.fromhex("3a9416116fab52b1")
+        + b"\x98\x07\xa1s\x02\x93\x01\x02\x03\x04\x98\xb00123456789abcdef\x01\xcd\x04\x00\xc4\x08ddddddddd"[:-1]
+        + b"\xa4fp32\xa6layout\xa0\x00\xc0\x05"
     )
     progress = Progress(Key(0, 0, 0), Phase.TRAINING, 1, 2, Traffic(), (Traffic(),))
     assert serialization.encode(progress, "s") == (
-        bytes.fromhex("72f3b4d48bde566f")
-        + b"\x99\x06\xa1s\x03\x93\x00\x00\x00\xa8training\x01\x02"
-        + (b"\x99" + bytes(8) + b"\x9b" + bytes(11))
-        + (b"\x91\x99" + bytes(8) + b"\x9b" + bytes(11))
+        bytes.fromhex("a8675a11250a391c")
+        + b"\x99\x07\xa1s\x03\x93\x00\x00\x00\xa8training\x01\x02"
+        + (b"\x9d" + bytes(12) + b"\x9b" + bytes(11))
+        + (b"\x91\x9d" + bytes(12) + b"\x9b" + bytes(11))
     )
 
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from common.accounting.traffic import Traffic
 
 Direction: TypeAlias = Literal["sent", "received"]
-Kind: TypeAlias = Literal["model", "control", "probe"]
+Kind: TypeAlias = Literal["control", "model", "extras", "probe"]
+
+DIRECTIONS: Final[tuple[Direction, ...]] = ("sent", "received")
+LINK_KINDS: Final[tuple[Kind, ...]] = ("model", "extras", "control")  # those of a run; probes precede it
 
 
 def packet_bytes(topic: str, body: int, *, qos: int) -> int:
@@ -39,25 +42,30 @@ class Account:
     cells: defaultdict[tuple[str, Direction, Kind], Tally] = field(default_factory=lambda: defaultdict(Tally))
 
     def add(
-        self, peer: str, direction: Direction, *, message: int, model: int = 0, control: int = 0, probe: int = 0
+        self,
+        peer: str,
+        direction: Direction,
+        *,
+        message: int,
+        control: int = 0,
+        model: int = 0,
+        extras: int = 0,
+        probe: int = 0,
     ) -> None:
-        """Count one packet of `message` bytes with model, probe or control payload.
+        """Count one packet of `message` bytes by its payload of each kind.
 
-        A packet with both a model and control payload (a small model inside its announcement) counts its overhead as
-        control.
+        The overhead of a packet with several (a small model inside its announcement, a chunk with the end of a model
+        and the first extras) counts for the first kind in this order.
         """
-        if probe:
-            cell = self.cells[peer, direction, "probe"]
-            cell.payload += probe
-            cell.message += message
-        if model:
-            cell = self.cells[peer, direction, "model"]
-            cell.payload += model
-            cell.message += model if control else message
-        if control:
-            cell = self.cells[peer, direction, "control"]
-            cell.payload += control
-            cell.message += message - model
+        overhead = message - control - model - extras - probe
+        payloads: tuple[tuple[Kind, int], ...]
+        payloads = ("control", control), ("model", model), ("extras", extras), ("probe", probe)
+        for kind, payload in payloads:
+            if payload:
+                cell = self.cells[peer, direction, kind]
+                cell.payload += payload
+                cell.message += payload + overhead
+                overhead = 0
 
     def probed(self, peer: str, direction: Direction) -> int:
         """Return the MQTT bytes of probes to or from one peer."""
@@ -65,9 +73,9 @@ class Account:
 
     def traffic(self, peer: str) -> Traffic:
         """Return the bytes to and from one peer, without wire bytes."""
-        counts: list[Any] = []
-        for direction in ("sent", "received"):
-            for kind in ("model", "control"):
+        counts: dict[str, Any] = {}
+        for direction in DIRECTIONS:
+            for kind in LINK_KINDS:
                 cell = self.cells.get((peer, direction, kind), Tally())
-                counts += [cell.payload, cell.message]
-        return Traffic(*counts)
+                counts |= {f"{direction}_{kind}_payload": cell.payload, f"{direction}_{kind}_message": cell.message}
+        return Traffic(**counts)

@@ -108,17 +108,9 @@ class Ledger:
         links = {}
         for name, page in self._pages.items():
             here, there = self._here(name), page.link_before + page.link
-            links[name] = Traffic(
-                there.received_model_payload,
-                there.received_model_message,
-                there.received_control_payload,
-                there.received_control_message,
-                here.received_model_payload,
-                here.received_model_message,
-                here.received_control_payload,
-                here.received_control_message,
-                there.wire,
-            )
+            down = {_sent(count): getattr(there, count) for count in _RECEIVED}
+            up = {count: getattr(here, count) for count in _RECEIVED}
+            links[name] = Traffic(**down, **up, wire=there.wire)
         return links
 
     def tiers(self) -> tuple[Traffic, ...]:
@@ -242,8 +234,12 @@ def _check(child: str, traffic: Traffic, *wires: TcpStats) -> None:
 
 
 def _traffic(row: list[Any]) -> Traffic:
-    values = [*row[:-1], TcpStats(*row[-1])]
-    return Traffic(*values)
+    return replace(Traffic(*row[:-1]), wire=TcpStats(*row[-1]))
+
+
+def _sent(received: str) -> str:
+    """Return the name of a count in the other direction."""
+    return received.replace("received", "sent")
 
 
 def _reports(rows: list[list[Any]]) -> dict[str, ChildReport]:
@@ -256,4 +252,5 @@ def _report(row: list[Any]) -> ChildReport:
 
 
 _WIRE_COUNTS: Final = attrgetter(*(f.name for f in fields(TcpStats)))
+_RECEIVED: Final = tuple(f.name for f in fields(Traffic) if f.name.startswith("received"))
 _LINK_COUNTS: Final = tuple(f.name for f in fields(Traffic) if f.name != "wire")

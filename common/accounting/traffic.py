@@ -56,7 +56,7 @@ class Traffic:
     """Bytes of one link, counted by one end since its first contact with the other end's ledger.
 
     `payload`: bytes of blobs, or message bodies; `message`: whole MQTT packets; `wire`: the connection of the link's
-    lower end, which carries only this link.
+    lower end, which carries only this link. `extras`: vectors behind a model in its blob.
     """
 
     sent_model_payload: int = 0
@@ -67,6 +67,10 @@ class Traffic:
     received_model_message: int = 0
     received_control_payload: int = 0
     received_control_message: int = 0
+    sent_extras_payload: int = 0
+    sent_extras_message: int = 0
+    received_extras_payload: int = 0
+    received_extras_message: int = 0
     wire: TcpStats = TcpStats()
 
     def __add__(self, other: Traffic) -> Traffic:
@@ -80,16 +84,16 @@ class Traffic:
     @property
     def sent(self) -> int:
         """All MQTT bytes sent."""
-        return self.sent_model_message + self.sent_control_message
+        return self.sent_model_message + self.sent_extras_message + self.sent_control_message
 
     @property
     def received(self) -> int:
         """All MQTT bytes received."""
-        return self.received_model_message + self.received_control_message
+        return self.received_model_message + self.received_extras_message + self.received_control_message
 
     @property
     def carried_models(self) -> int:
-        """Model bytes on the wire, including unfinished chunks; 0 without kernel statistics.
+        """Bytes of models and extras on the wire, including unfinished chunks; 0 without kernel statistics.
 
         Includes acknowledgements and similar packets, a few bytes per message.
         """

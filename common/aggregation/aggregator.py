@@ -18,6 +18,7 @@ import numpy.typing as npt
 from common.aggregation.cached_uploads import CachedUploadRule
 from common.aggregation.multi_model import MultiModelRule
 from common.aggregation.norm_bound import NormBoundedRule
+from common.aggregation.scaffold import ControlVariateRule
 from common.aggregation.server_steps import STEPS
 from common.aggregation.single_model import COLUMNS, SingleModelRule
 from common.aggregation.uploads import Aggregated, Aggregator, RuleContext, Uploads
@@ -31,7 +32,9 @@ from common.experiment.aggregation import (
     Krum,
     NormBound,
     RuleSettings,
+    Scaffold,
 )
+from common.experiment.training import TrainingSettings
 from common.model.layout import ModelLayout
 
 __all__ = ["Aggregated", "Aggregator", "Uploads", "build"]
@@ -47,6 +50,7 @@ BUILT: Final[Mapping[type[RuleSettings], Callable[[Any, RuleContext], Aggregator
     FedCross: MultiModelRule,
     FedMR: MultiModelRule,
     FedCDA: CachedUploadRule,
+    Scaffold: ControlVariateRule,
 }
 
 
@@ -59,9 +63,11 @@ def build(
     measures: bool,
     rows: Callable[[str, int], npt.NDArray[np.uint8]],
     folder: Path | None = None,
-    momentum: float = 0.0,
+    children: int = 1,
+    training: TrainingSettings | None = None,
     bound: NormBound = NO_BOUND,
 ) -> Aggregator:
     """Return a node's rule, behind the bound of its children's steps; for the other arguments see `RuleContext`."""
-    rule = BUILT[type(settings)](settings, RuleContext(layout, node, seed, measures, rows, folder, momentum))
+    context = RuleContext(layout, node, seed, measures, rows, folder, children, training)
+    rule = BUILT[type(settings)](settings, context)
     return rule if bound.action == "off" else NormBoundedRule(rule, bound, layout)

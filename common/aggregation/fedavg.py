@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from common.aggregation.mixing import Mixture
 from common.aggregation.statistics import Gram, Statistics
-from common.experiment.aggregation import Weights
+from common.experiment.aggregation import FedAvg, Weights
+
+UNIFORM: Final = FedAvg(weights="uniform")
 
 
 class Weighted(Protocol):
@@ -36,6 +38,11 @@ class ShareMean:
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Do nothing."""
+
+
+def uniform(_: object) -> ShareMean:
+    """Return the uniform mean, whatever the settings of the rule."""
+    return ShareMean(UNIFORM)
 
 
 def plan(statistics: Statistics, *, weights: Weights) -> Mixture:

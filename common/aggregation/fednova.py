@@ -29,7 +29,7 @@ class NormalisedSteps(ColumnMean):
 
     def __init__(self, settings: FedNova, context: RuleContext) -> None:
         super().__init__(settings)
-        self._momentum = context.momentum
+        self._momentum = context.training.momentum if context.training is not None else 0.0
         self._factors_K: Doubles = np.ones(0)
 
     def of(

@@ -15,18 +15,18 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from common.aggregation.columns import ColumnMean, Columns
-from common.aggregation.fedavg import ShareMean
+from common.aggregation.fedavg import UNIFORM, ShareMean
 from common.aggregation.mixing import Mixture
 from common.aggregation.statistics import Doubles, Gram, Statistics
 from common.aggregation.uploads import RuleContext
-from common.experiment.aggregation import FedAvg, Krum, Median, TrimmedMean
+from common.experiment.aggregation import Krum, Median, TrimmedMean
 
 
 class MedianColumns(ColumnMean):
     """The median of each column."""
 
     def __init__(self, settings: Median, context: RuleContext) -> None:
-        super().__init__(FedAvg(weights="uniform"))
+        super().__init__(UNIFORM)
 
     def columns(self, block: Columns) -> Doubles:
         """Return the medians [C]."""
@@ -38,7 +38,7 @@ class TrimmedColumns(ColumnMean):
     """The trimmed mean of each column."""
 
     def __init__(self, settings: TrimmedMean, context: RuleContext) -> None:
-        super().__init__(FedAvg(weights="uniform"))
+        super().__init__(UNIFORM)
         self._trim = settings.trim
 
     def columns(self, block: Columns) -> Doubles:
@@ -55,7 +55,7 @@ class KrumMean(ShareMean):
     compares = True
 
     def __init__(self, settings: Krum) -> None:
-        super().__init__(FedAvg(weights="uniform"))
+        super().__init__(UNIFORM)
         self._settings = settings
 
     def of(

@@ -7,11 +7,13 @@
         FedAdagrad                       v = v + delta^2
         FedAdam                          v = beta_2 v + (1 - beta_2) delta^2
         FedYogi                          v = v - (1 - beta_2) delta^2 sign(v - delta^2)
+    SCAFFOLD (Karimireddy et al. 2020)   next = z + eta delta
     FedExP (Jhunjhunwala et al. 2023)    next = z + eta delta
         eta = max(1, sum of p_k ||v_k - z||^2 / (2 (||delta||^2 + S epsilon)))
 
 S uploads; their authors' code has it, their paper has epsilon alone. FedExP is judged by the mean of its last two
-models, as both ask. v begins at tau^2, m at zero. Buffers and counters are those of the mean.
+models, as both ask. v begins at tau^2, m at zero. Buffers and counters are those of the mean. FedDyn's step is in
+`feddyn.py`.
 """
 
 from __future__ import annotations
@@ -23,9 +25,11 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from common.aggregation.blocks import cut, over
+from common.aggregation.feddyn import DynamicStep
 from common.aggregation.mixing import Floats
 from common.aggregation.statistics import Doubles, Gram
-from common.experiment.aggregation import FedAdagrad, FedAdam, FedAvgM, FedExP, FedYogi
+from common.aggregation.uploads import RuleContext
+from common.experiment.aggregation import FedAdagrad, FedAdam, FedAvgM, FedDyn, FedExP, FedYogi, Scaffold
 
 
 class ServerStep(Protocol):
@@ -49,9 +53,9 @@ class Momentum:
 
     compares = averages = False
 
-    def __init__(self, settings: FedAvgM, parameters: int) -> None:
+    def __init__(self, settings: FedAvgM, context: RuleContext) -> None:
         self._settings = settings
-        self._momentum = np.zeros(parameters, np.float32)
+        self._momentum = np.zeros(context.layout.parameters, np.float32)
 
     def begin(self, products: Gram | None, weights_K: Doubles) -> Mapping[str, object]:
         """Do nothing."""
@@ -76,14 +80,14 @@ class Adaptive:
     def __init__(
         self,
         settings: FedAdagrad | FedAdam | FedYogi,
-        parameters: int,
+        context: RuleContext,
         *,
         second: Callable[[Doubles, Doubles], Doubles],
     ) -> None:
         self._settings = settings
         self._second = second
-        self._first_moments = np.zeros(parameters, np.float32)
-        self._second_moments = np.full(parameters, settings.tau**2, np.float32)
+        self._first_moments = np.zeros(context.layout.parameters, np.float32)
+        self._second_moments = np.full(context.layout.parameters, settings.tau**2, np.float32)
 
     def begin(self, products: Gram | None, weights_K: Doubles) -> Mapping[str, object]:
         """Do nothing."""
@@ -108,7 +112,7 @@ class Extrapolation:
 
     compares = averages = True
 
-    def __init__(self, settings: FedExP, parameters: int) -> None:
+    def __init__(self, settings: FedExP, context: RuleContext) -> None:
         self._epsilon = settings.epsilon
         self._eta = 1.0
 
@@ -129,29 +133,52 @@ class Extrapolation:
         return {}
 
 
-def adagrad(settings: FedAdagrad, parameters: int) -> ServerStep:
+class Relaxation:
+    """SCAFFOLD's: a share of the way to the mean, or beyond it."""
+
+    compares = averages = False
+
+    def __init__(self, settings: Scaffold, context: RuleContext) -> None:
+        self._eta = settings.learning_rate
+
+    def begin(self, products: Gram | None, weights_K: Doubles) -> Mapping[str, object]:
+        """Do nothing."""
+        return {}
+
+    def apply(self, z: Doubles, delta: Doubles, columns: slice) -> Doubles:
+        """Return z + eta delta."""
+        return z + self._eta * delta
+
+    def state(self) -> Mapping[str, Floats]:
+        """Return nothing."""
+        return {}
+
+
+def adagrad(settings: FedAdagrad, context: RuleContext) -> ServerStep:
     """Return FedAdagrad's step."""
-    return Adaptive(settings, parameters, second=lambda v, squares: v + squares)
+    return Adaptive(settings, context, second=lambda v, squares: v + squares)
 
 
-def adam(settings: FedAdam, parameters: int) -> ServerStep:
+def adam(settings: FedAdam, context: RuleContext) -> ServerStep:
     """Return FedAdam's step."""
     beta = settings.beta_2
-    return Adaptive(settings, parameters, second=lambda v, squares: beta * v + (1 - beta) * squares)
+    return Adaptive(settings, context, second=lambda v, squares: beta * v + (1 - beta) * squares)
 
 
-def yogi(settings: FedYogi, parameters: int) -> ServerStep:
+def yogi(settings: FedYogi, context: RuleContext) -> ServerStep:
     """Return FedYogi's step."""
     rate = 1 - settings.beta_2
-    return Adaptive(settings, parameters, second=lambda v, squares: v - rate * squares * np.sign(v - squares))
+    return Adaptive(settings, context, second=lambda v, squares: v - rate * squares * np.sign(v - squares))
 
 
-STEPS: Final[Mapping[type, Callable[[Any, int], ServerStep]]] = {
+STEPS: Final[Mapping[type, Callable[[Any, RuleContext], ServerStep]]] = {
     FedAvgM: Momentum,
     FedAdagrad: adagrad,
     FedAdam: adam,
     FedYogi: yogi,
     FedExP: Extrapolation,
+    Scaffold: Relaxation,
+    FedDyn: DynamicStep,
 }
 
 

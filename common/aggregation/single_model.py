@@ -18,7 +18,17 @@ from common.aggregation.own_rule import OwnColumns
 from common.aggregation.server_steps import STEPS
 from common.aggregation.statistics import Doubles, Gram, Statistics, gram
 from common.aggregation.uploads import Aggregated, Dispatched, RuleContext, Uploads
-from common.experiment.aggregation import FedAdp, FedNova, Krum, Median, OwnRule, RuleSettings, TrimmedMean
+from common.experiment.aggregation import (
+    FedAdp,
+    FedDyn,
+    FedNova,
+    Krum,
+    Median,
+    OwnRule,
+    RuleSettings,
+    Scaffold,
+    TrimmedMean,
+)
 from common.model.layout import ModelLayout, Row
 
 
@@ -60,6 +70,8 @@ COLUMNS: Final[Mapping[type[RuleSettings], Callable[[Any, RuleContext], ColumnPl
 MEANS: Final[Mapping[type[RuleSettings], Callable[[Any], MeanPlan]]] = {  # others: by shares
     FedAdp: fedadp.AngleMean,
     Krum: robust.KrumMean,
+    Scaffold: fedavg.uniform,
+    FedDyn: fedavg.uniform,
 }
 
 
@@ -115,11 +127,10 @@ class SingleModelRule(OneModel):
         super().__init__(context.layout)
         self._measures = context.measures
         column_plan = COLUMNS.get(type(settings))
-        parameters = context.layout.parameters
         self._columns = column_plan(settings, context) if column_plan is not None else None
         self._mean_plan: MeanPlan = self._columns or MEANS.get(type(settings), fedavg.ShareMean)(settings)
         step = STEPS.get(type(settings))
-        self._step = step(settings, parameters) if step is not None else None
+        self._step = step(settings, context) if step is not None else None
         self._before_D: Floats | None = None  # the model before the last step
 
     @property

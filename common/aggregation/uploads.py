@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from common.aggregation.mixing import MixedColumns
 from common.aggregation.statistics import Gram, Statistics, Trained
+from common.experiment.training import TrainingSettings
 from common.model.layout import ModelLayout, Row
 
 Dispatched: TypeAlias = Sequence[tuple[Row, Sequence[str]]]
@@ -54,7 +55,7 @@ class RuleContext:
 
     `measures`: the distances of the uploads to the next model are wanted, which Tempo reads. `rows(name, count)`
     allocates memory for models, uint8 [count, row_bytes]. `folder`: where a rule stores what exceeds its memory limit;
-    None: all stays in memory. `momentum`: of the children's SGD, 0 if they are not devices.
+    None: all stays in memory. `children`: how many the node has. `training`: theirs, None if they are no devices.
     """
 
     layout: ModelLayout
@@ -63,7 +64,8 @@ class RuleContext:
     measures: bool
     rows: Callable[[str, int], npt.NDArray[np.uint8]]
     folder: Path | None = None
-    momentum: float = 0.0
+    children: int = 1
+    training: TrainingSettings | None = None
 
 
 @dataclass(frozen=True, slots=True)

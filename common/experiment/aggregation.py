@@ -11,10 +11,10 @@ uniform after its warm-up: there is nothing to choose.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import ceil
 from types import MappingProxyType
-from typing import Annotated, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field
 
@@ -28,7 +28,14 @@ Rounds = Annotated[int, Field(ge=0)]
 
 
 class RuleSettings(SettingsTable):
-    """The settings of a rule."""
+    """The settings of a rule. `sends` and `returns`: the vectors, float32 [D] each, behind the models down and up.
+
+    `objective`: that of the devices below, which it needs.
+    """
+
+    sends: ClassVar[Sequence[str]] = ()
+    returns: ClassVar[Sequence[str]] = ()
+    objective: ClassVar[str | None] = None
 
     name: str  # the rule
 
@@ -225,6 +232,35 @@ class FedNova(RuleSettings):
     weights: Weights = "data"  # of the mean: shares of the samples, or 1/K
 
 
+class Scaffold(RuleSettings):
+    """One model: the mean of the uploads, which devices correct by control variates."""
+
+    sends = ("control",)
+    returns = ("control_change",)
+    objective = "scaffold"
+
+    name: Literal["scaffold"] = "scaffold"  # the rule
+    learning_rate: Positive = 1.0  # of the server (eta): 1 takes the mean of the uploads
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the control variate persists: always."""
+        return True
+
+
+class FedDyn(RuleSettings):
+    """One model: the mean of the uploads, moved by the sum of all steps so far."""
+
+    objective = "feddyn"
+
+    name: Literal["feddyn"] = "feddyn"  # the rule
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the sum persists: always."""
+        return True
+
+
 class Median(RuleSettings):
     """One model: the median of each column of the uploads."""
 
@@ -269,7 +305,8 @@ RULES: Final[Mapping[str, type[RuleSettings]]] = MappingProxyType(
         for rule in (
             *(FedAvg, Independent, FedCross, FedMR, FedCDA, FedAdp),
             *(FedAvgM, FedAdagrad, FedAdam, FedYogi, FedExP),
-            *(FedNova, Median, TrimmedMean, Krum),
+            *(FedNova, Scaffold, FedDyn),
+            *(Median, TrimmedMean, Krum),
         )
     }
 )

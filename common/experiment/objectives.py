@@ -5,9 +5,9 @@ The formulas and their sources are in `device/training/objectives/`, one file pe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field
 
@@ -16,9 +16,20 @@ from common.experiment.tables import Selected, SettingsTable
 
 
 class ObjectiveTable(SettingsTable):
-    """The settings of an objective."""
+    """The settings of an objective. `keeps`: the vectors, float32 [D] each, that a device keeps from task to task.
+
+    `rule`: that of the devices' tier which it needs.
+    """
+
+    keeps: ClassVar[Sequence[str]] = ()
+    rule: ClassVar[str | None] = None
 
     name: str  # the objective
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a device has state that persists between its tasks."""
+        return bool(self.keeps)
 
 
 class CrossEntropy(ObjectiveTable):
@@ -41,14 +52,41 @@ class FedSAM(ObjectiveTable):
     rho: Annotated[float, Field(ge=0)] = 0.1  # L2 norm of that move, over all parameters; 0 is cross-entropy alone
 
 
+class ScaffoldCorrection(ObjectiveTable):
+    """Cross-entropy, each gradient corrected by the difference of the devices' control variate and one's own."""
+
+    keeps = ("own_control",)
+    rule = "scaffold"
+
+    name: Literal["scaffold"] = "scaffold"  # the objective
+
+
+class DynamicRegulariser(ObjectiveTable):
+    """Cross-entropy with a dynamic regulariser, by which the devices' optima become those of the whole."""
+
+    keeps = ("own_gradient",)
+    rule = "feddyn"
+
+    name: Literal["feddyn"] = "feddyn"  # the objective
+    alpha: Annotated[float, Field(ge=0)] = 0.01  # weight of the regulariser; 0 is cross-entropy alone
+
+
 class OwnObjective(ObjectiveTable, OwnSettings):
     """An objective of the user's own; the other keys are its keywords."""
 
     name: OwnName  # the class, `package.module:Name`
 
+    @property
+    def remembers(self) -> bool:
+        """Whether a device has state that persists: always, it may have some."""
+        return True
+
 
 OBJECTIVES: Final[Mapping[str, type[ObjectiveTable]]] = MappingProxyType(
-    {table.model_fields["name"].default: table for table in (CrossEntropy, FedProx, FedSAM)}
+    {
+        table.model_fields["name"].default: table
+        for table in (CrossEntropy, FedProx, FedSAM, ScaffoldCorrection, DynamicRegulariser)
+    }
 )
 
 

@@ -46,6 +46,11 @@ class Cloud(SettingsTable):
     evaluate_every: Count = 1  # evaluate after every so many global rounds, and after the last one
     checkpoint_every: Count = 1  # save a checkpoint after every so many global rounds, and after the last one
 
+    @property
+    def rounds_back(self) -> int:
+        """How many global rounds a resumed cloud may return: to the checkpoint before the last, if that is damaged."""
+        return 2 * self.checkpoint_every
+
 
 class Institution(SettingsTable):
     """An institution's local rounds over the devices selected."""

@@ -27,7 +27,7 @@ from common.experiment.rounds import Cloud, Institution, check_closing, particip
 from common.experiment.tables import Count, Fraction, Name, Positive, SettingsTable, proposal
 from common.experiment.tiers import DEVICE, NODES_MOST, Tier, Tree, check_tiers, layers_of
 from common.experiment.topology import CLOUD, Topology, check_topology
-from common.experiment.training import TrainingSettings
+from common.experiment.training import TrainingSettings, learning_rate
 from common.experiment.training import check as check_training
 
 
@@ -110,6 +110,7 @@ class Experiment(SettingsTable):
             check_closing(f"{key}.closing", tier.closing, min(selected))
             tier.aggregation.check(f"{key}.aggregation", max(selected))
             tier.selection.check(f"{key}.selection", max(sizes), max(selected))
+        self._check_objective()
         for child in self.links.of:
             self._check_node("links.of", child)
         for device in self.hardware.of:
@@ -171,9 +172,18 @@ class Experiment(SettingsTable):
         """Return the tier between a node and its children. Raises KeyError."""
         return self.every_tier[self.tree.depth(parent)]
 
-    def momentum_below(self, parent: str) -> float:
-        """Return the momentum of a parent's children in training, 0 if they are no devices. Raises KeyError."""
-        return self.training.momentum if self.tree.depth(parent) == len(self.every_tier) - 1 else 0.0
+    def training_below(self, parent: str) -> TrainingSettings | None:
+        """Return the training of a parent's children, None if they are no devices. Raises KeyError."""
+        return self.training if self.tree.depth(parent) == len(self.every_tier) - 1 else None
+
+    def remembers(self, parent: str) -> bool:
+        """Return whether a parent below the cloud has state between its tasks. Raises KeyError.
+
+        Its rule or its selection may have some. So may a node below it: then it must know what that node's next task
+        follows. Devices have some if the objective keeps vectors.
+        """
+        below = self.every_tier[self.tree.depth(parent) :]
+        return self.training.objective.remembers or any(tier.remembers for tier in below)
 
     def count_by_kind(self) -> dict[str, int]:
         """Return the number of nodes by what they are: `{"institutions": 3, "devices": 12}`."""
@@ -203,6 +213,11 @@ class Experiment(SettingsTable):
     def device_rounds(self) -> int:
         """The local rounds of a device in each global round: those of its parent."""
         return self.rounds_of(len(self.every_tier) - 1)
+
+    def learning_rate_in(self, local_round: int) -> float:
+        """Return the devices' learning rate in one of their local rounds, counted over the run from 0."""
+        global_round = local_round // self.device_rounds
+        return learning_rate(self.training, global_round=global_round, global_rounds=self.rounds)
 
     def code_at(self, node: str) -> dict[str, str]:
         """Return the names of what runs at a node, by key: fedstrata's own, or `package.module:Name`."""
@@ -239,6 +254,22 @@ class Experiment(SettingsTable):
             if found != default:
                 problem = "[[tiers]] has these settings" if self.tiers else "this lab has no institution"
                 raise InvalidExperiment(key, str(found), problem, f"Remove {key}.")
+
+    def _check_objective(self) -> None:
+        """Check that the objective and the rule of the devices' tier belong together."""
+        objective, key = self.training.objective, "training.objective.name"
+        *above, (last_key, last) = self.keyed_tiers()
+        for tier_key, tier in above:
+            if tier.aggregation.objective is not None:
+                name, remedy = tier.aggregation.name, f"Use it in {last_key}.aggregation."
+                raise InvalidExperiment(f"{tier_key}.aggregation.name", name, "its children must be devices", remedy)
+        rule = last.aggregation
+        if rule.objective not in (None, objective.name):
+            problem, remedy = f"{last_key}.aggregation.name = {rule.name!r} needs another", f"Use {rule.objective!r}."
+            raise InvalidExperiment(key, objective.name, problem, remedy)
+        if objective.rule not in (None, rule.name):
+            problem = f"needs the rule {objective.rule!r}, {last_key}.aggregation.name is {rule.name!r}"
+            raise InvalidExperiment(key, objective.name, problem, f"Set {last_key}.aggregation.name.")
 
     def _check_node(self, key: str, name: str) -> None:
         if name not in self.tree or name == CLOUD:

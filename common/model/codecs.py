@@ -1,10 +1,10 @@
 """Codecs: conversion of a flat model to the bytes of a blob and back.
 
-    blob = [ trainable columns in the codec's form | float32 buffers | int64 buffers ]      zstd: the whole, one frame
+    blob = [ trainable columns in the codec's form | float32 buffers | int64 buffers ] [ float32 extras ]
 
-Buffers are always transferred exactly. They are few, and a variance of a normalisation layer that rounding made zero or
-negative would ruin the model. `common.experiment.codecs` lists the codecs; `common.model.quantizers` has the forms and
-their errors.
+With zstd all before the extras is one frame. Buffers and extras are always transferred exactly. Buffers are few, and a
+variance of a normalisation layer that rounding made zero or negative would ruin the model. `common.experiment.codecs`
+lists the codecs; `common.model.quantizers` has the forms and their errors.
 
 A codec whose blob *is* the flat model (`fp32`, bit for bit) needs no copy at either end: chunks are slices of the model
 that the node holds, and are assembled in the row that the algorithm reads. The other forms are assembled at the end of
@@ -102,18 +102,19 @@ class Packed:
 
     def size(self, layout: ModelLayout) -> int:
         plain = self._plain_size(layout)
-        return plain if self.fixed else _bound(plain)
+        return (plain if self.fixed else _bound(plain)) + 4 * layout.extras
 
     def encode(
         self, layout: ModelLayout, row: Row, *, reference: Row | None = None, out: Row | None = None
     ) -> memoryview:
         blob = np.empty(self.size(layout), np.uint8) if out is None else out
         if self.fixed:
-            at = 0
-            for packed in self._pack(layout, row, reference, blob):
-                at += packed.size
-            return blob.data[:at]
-        return _compress(self._pack(layout, row, reference, None), blob, self._plain_size(layout))
+            end = sum(packed.size for packed in self._pack(layout, row, reference, blob))
+        else:
+            end = _compress(self._pack(layout, row, reference, None), blob, self._plain_size(layout))
+        whole = end + 4 * layout.extras
+        blob[end:whole] = row[layout.model_bytes :]
+        return blob.data[:whole]
 
     def buffer(self, layout: ModelLayout, row: Row, *, size: int) -> memoryview:
         # Unpacking from the start of the row must not overtake the packed bytes at its end. It cannot if no piece is
@@ -123,6 +124,11 @@ class Packed:
         return np.empty(size, np.uint8).data
 
     def decode(self, layout: ModelLayout, blob: memoryview, row: Row, *, reference: Row | None = None) -> None:
+        extras = 4 * layout.extras
+        if len(blob) < extras:
+            raise WireError(f"a blob of {len(blob)} bytes is too short")
+        row[layout.model_bytes :] = np.frombuffer(blob, np.uint8)[len(blob) - extras :]
+        blob = blob[: len(blob) - extras]
         source: _BlobSource = _Plain(blob) if self.fixed else _Frame(blob)
         columns_D = layout.floats(row)
         against_D = layout.floats(self._required(reference)) if self.delta else None
@@ -137,7 +143,7 @@ class Packed:
             if against_D is not None:
                 with np.errstate(over="ignore", invalid="ignore"):
                     self._form.restore(columns, against_D[piece.start : piece.stop])
-        source.read(row[4 * layout.parameters :])
+        source.read(row[4 * layout.parameters : layout.model_bytes])
         source.close()
 
     def _pack(self, layout: ModelLayout, row: Row, reference: Row | None, blob: Bytes | None) -> Iterator[Bytes]:
@@ -158,7 +164,7 @@ class Packed:
             self._form.pack(columns, packed, scratch)
             at += piece.nbytes
             yield packed
-        tail = row[4 * layout.parameters :]
+        tail = row[4 * layout.parameters : layout.model_bytes]
         if blob is not None:
             blob[at : at + tail.size] = tail
         yield tail
@@ -167,7 +173,7 @@ class Packed:
         return _pieces(self._form_name, layout)
 
     def _plain_size(self, layout: ModelLayout) -> int:
-        tail = layout.row_bytes - 4 * layout.parameters
+        tail = layout.model_bytes - 4 * layout.parameters
         return sum(piece.nbytes for piece in self._pieces(layout)) + tail
 
     def _required(self, reference: Row | None) -> Row:
@@ -223,8 +229,8 @@ class _Frame:
             raise WireError(f"not a zstd frame: {error}") from None
 
 
-def _compress(parts: Iterator[Bytes], blob: Bytes, size: int) -> memoryview:
-    """Write the parts, `size` bytes together, as one frame into `blob` and return the used part."""
+def _compress(parts: Iterator[Bytes], blob: Bytes, size: int) -> int:
+    """Write the parts, `size` bytes together, as one frame into `blob` and return its length."""
     chunker = zstandard.ZstdCompressor(level=ZSTD_LEVEL).chunker(size=size, chunk_size=ZSTD_PIECE_BYTES)
     at = 0
 
@@ -237,7 +243,7 @@ def _compress(parts: Iterator[Bytes], blob: Bytes, size: int) -> memoryview:
     for part in parts:
         write(chunker.compress(part.data))
     write(chunker.finish())  # type: ignore[no-untyped-call]
-    return blob.data[:at]
+    return at
 
 
 def _bound(size: int) -> int:

@@ -1,10 +1,11 @@
 """Layout of a model's state in one flat buffer.
 
-    row = [ trainable float32 columns | float32 buffers | int64 buffers ]
-            D                            Db               Q
+    row = [ trainable float32 columns | float32 buffers | int64 buffers | float32 extras ]
+            D                            Db               Q               E
 
-Entries keep the order of the model's state_dict *within* each of the three sections. So the trainable columns are
-contiguous: norms and similarities read `row[:D]` and never need a mask. This module depends only on numpy;
+Entries keep the order of the model's state_dict *within* each section. So the trainable columns are contiguous: norms
+and similarities read `row[:D]` and never need a mask. Extras are vectors that some methods send behind the model, such
+as SCAFFOLD's control variates; without them the row is the model. This module depends only on numpy;
 `common.learning.models.layout_of` creates layouts of torch modules.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -37,13 +39,15 @@ class Section(StrEnum):
     PARAMETER = "parameter"
     BUFFER = "buffer"
     COUNTER = "counter"
+    EXTRA = "extra"
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One tensor of the state: `start` and `stop` are columns in the numbering of its section.
 
-    PARAMETER and BUFFER share the numbering 0 .. D+Db of the float32 part; COUNTER has its own, 0 .. Q.
+    PARAMETER and BUFFER share the numbering 0 .. D+Db of the float32 part. COUNTER has its own, 0 .. Q, and EXTRA its
+    own, 0 .. E.
     """
 
     name: str
@@ -69,18 +73,14 @@ class ModelLayout:
         """Place the tensors, given in state_dict order, into the row."""
         listed = list(tensors)
         entries: list[Entry] = []
-        column = counter = 0
+        used = Counter[Section]()
         for section in Section:
+            numbering = Section.PARAMETER if section is Section.BUFFER else section
             for name, shape, kind in listed:
-                if kind is not section:
-                    continue
-                width = prod(shape)
-                start = counter if section is Section.COUNTER else column
-                entries.append(Entry(name, tuple(shape), section, start, start + width))
-                if section is Section.COUNTER:
-                    counter += width
-                else:
-                    column += width
+                if kind is section:
+                    start = used[numbering]
+                    used[numbering] += prod(shape)
+                    entries.append(Entry(name, tuple(shape), section, start, used[numbering]))
         if not any(entry.section is Section.PARAMETER for entry in entries):
             raise InvalidExperiment("model.name", "", "the model has no trainable parameter", "Choose another model.")
         return cls(tuple(entries))
@@ -112,7 +112,7 @@ class ModelLayout:
     @cached_property
     def columns(self) -> int:
         """D + Db: all float32 columns."""
-        return max(e.stop for e in self.entries if e.section is not Section.COUNTER)
+        return max(e.stop for e in self.entries if e.section in (Section.PARAMETER, Section.BUFFER))
 
     @cached_property
     def counters(self) -> int:
@@ -120,9 +120,24 @@ class ModelLayout:
         return max((e.stop for e in self.entries if e.section is Section.COUNTER), default=0)
 
     @cached_property
-    def row_bytes(self) -> int:
-        """Bytes of one row: 4 * (D + Db) + 8 * Q."""
+    def extras(self) -> int:
+        """E: float32 columns of extras."""
+        return max((e.stop for e in self.entries if e.section is Section.EXTRA), default=0)
+
+    @cached_property
+    def model_bytes(self) -> int:
+        """Bytes of the model at the start of a row: 4 * (D + Db) + 8 * Q."""
         return 4 * self.columns + 8 * self.counters
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of one row: those of the model, and 4 * E."""
+        return self.model_bytes + 4 * self.extras
+
+    def with_extras(self, vectors: Mapping[str, Sequence[int]]) -> ModelLayout:
+        """Return the layout of this model with vectors of these names and shapes behind it."""
+        listed = [(entry.name, entry.shape, entry.section) for entry in self.entries]
+        return self.build([*listed, *((f"extras.{name}", shape, Section.EXTRA) for name, shape in vectors.items())])
 
     @cached_property
     def in_state_order(self) -> tuple[Entry, ...]:
@@ -151,13 +166,16 @@ class ModelLayout:
         """Return the counters of a row, int64 [Q], as a view (possibly unaligned)."""
         return np.frombuffer(row, np.int64, self.counters, 4 * self.columns)
 
+    def extra_columns(self, row: Row) -> npt.NDArray[np.float32]:
+        """Return the extras of a row, or of rows [K, row_bytes], as a view [..., E]."""
+        return row[..., self.model_bytes :].view(np.float32)
+
     def views(self, row: Row) -> dict[str, npt.NDArray[np.float32] | npt.NDArray[np.int64]]:
         """Return each entry as a view of the row in its own shape, by name."""
-        floats, integers = self.floats(row), self.integers(row)
-        return {
-            e.name: (integers if e.section is Section.COUNTER else floats)[e.start : e.stop].reshape(e.shape)
-            for e in self.entries
-        }
+        floats = self.floats(row)
+        sections: dict[Section, npt.NDArray[np.float32] | npt.NDArray[np.int64]]
+        sections = {Section.COUNTER: self.integers(row), Section.EXTRA: self.extra_columns(row)}
+        return {e.name: sections.get(e.section, floats)[e.start : e.stop].reshape(e.shape) for e in self.entries}
 
     def flatten(self, state: Mapping[str, npt.NDArray[np.generic]], row: Row) -> None:
         """Write named arrays into a row. Raises RefusedModel on a missing name or another shape."""
@@ -170,14 +188,28 @@ class ModelLayout:
 
     def check_finite(self, row: Row) -> None:
         """Refuse a row with NaN or Inf. Raises RefusedModel naming the entry."""
-        floats = self.floats(row)
         with np.errstate(over="ignore", invalid="ignore"):  # large finite values overflow here, and pass below
-            squares = np.dot(floats, floats)  # one pass, no temporary: any NaN or Inf survives the sum
-        if np.isfinite(squares):
+            # One pass, no temporary: any NaN or Inf survives the sum.
+            sums = [np.dot(columns, columns) for columns in (self.floats(row), self.extra_columns(row))]
+        if np.isfinite(sums).all():
             return
-        for entry in self.entries:
-            if entry.section is not Section.COUNTER and not np.isfinite(floats[entry.start : entry.stop]).all():
-                raise RefusedModel(f"entry {entry.name} holds NaN or Inf")
+        for name, values in self.views(row).items():
+            if not np.isfinite(values).all():
+                raise RefusedModel(f"entry {name} holds NaN or Inf")
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLayouts:
+    """What the rows of a tier's links hold: the model, and the model with the extras that go down and up."""
+
+    model: ModelLayout
+    down: ModelLayout
+    up: ModelLayout
+
+    @classmethod
+    def plain(cls, model: ModelLayout) -> LinkLayouts:
+        """Return the layouts without extras."""
+        return cls(model, model, model)
 
 
 def _is_name(value: object) -> bool:

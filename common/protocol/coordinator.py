@@ -231,7 +231,7 @@ class Coordinator:
                 continue
             # Repeats omit an inline model: a child that did not get it fetches it.
             inline = None if child.sent else given.inline
-            due.append((name, Task(self._key, given.epochs, given.model, inline, given.had_tasks)))
+            due.append((name, Task(self._key, given.epochs, given.model, inline, given.follows)))
             child.sent, child.sent_at = True, now
             child.repeat_s = min(2 * child.repeat_s, REPEAT_MOST_S)
             child.repeat_at = now + child.repeat_s

@@ -57,6 +57,9 @@ class TaskLimits:
         if key.global_round >= self.global_rounds or key.local_round >= self.local_rounds:
             least = f"{self.global_rounds} global rounds of {self.local_rounds}"
             raise RefusedModel(f"round {key.global_round}.{key.local_round}, this run has {least}")
+        number = key.global_round * self.local_rounds + key.local_round
+        if task.follows > number:
+            raise RefusedModel(f"follows task {task.follows}, only {number} can precede it")
         if not 1 <= task.epochs <= self.epochs:
             raise RefusedModel(f"{task.epochs} epochs, this run has 1 to {self.epochs}")
 

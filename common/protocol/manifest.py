@@ -20,18 +20,25 @@ WINDOW_MOST: Final = 64
 
 
 def describe(
-    data: memoryview, *, chunk_bytes: int, codec: str, layout: str, reference: str = "", salt: str = ""
+    data: memoryview,
+    *,
+    chunk_bytes: int,
+    codec: str,
+    layout: str,
+    reference: str = "",
+    salt: str = "",
+    extras: int = 0,
 ) -> Manifest:
     """Return the manifest of a blob: xxh3-64 of each chunk, and their hash as the blob's id.
 
     The same bytes with another `salt` are another blob, whose streams have their own pace. The same holds for another
-    `reference`, the id of the model that a delta is based on.
+    `reference`, the id of the model that a delta is based on. `extras`: the last bytes that are no model.
     """
     size = data.nbytes
     digests = b"".join(chunk_digest(data[at : at + chunk_bytes]) for at in range(0, size, chunk_bytes))
     head = struct.pack("<QQ", size, chunk_bytes) + (codec + layout + reference + salt).encode()
     blob = xxhash.xxh3_64_hexdigest(head + digests)
-    return Manifest(blob, size, chunk_bytes, digests, codec, layout, reference)
+    return Manifest(blob, size, chunk_bytes, digests, codec, layout, reference, extras)
 
 
 def renamed(manifest: Manifest, *, salt: str) -> Manifest:
@@ -83,7 +90,8 @@ def window_for(way: LinkDirection, chunk_bytes: int, usual: int, keepalive_s: fl
 class ModelForm:
     """The required form of a run's models: `size` bytes (at most, if not `exact`) in one codec.
 
-    `layout`: the model layout's digest; `delta`: each blob is a delta to a model that its receiver holds.
+    `layout`: the layout's digest; `delta`: each blob is a delta to a model that its receiver holds; `extras`: the bytes
+    behind the model in each blob.
     """
 
     layout: str
@@ -91,6 +99,7 @@ class ModelForm:
     size: int
     exact: bool
     delta: bool
+    extras: int = 0
 
     def check(self, manifest: Manifest, *, reference: str = "") -> None:
         """Validate the manifest of a model of this run. Raises RefusedModel."""
@@ -102,5 +111,7 @@ class ModelForm:
         if manifest.size > self.size or (self.exact and manifest.size < self.size):
             at_most = "" if self.exact else "at most "
             raise RefusedModel(f"{manifest.size} bytes, a model of this run has {at_most}{self.size}")
+        if manifest.extras != self.extras:
+            raise RefusedModel(f"{manifest.extras} bytes of extras, a blob of this tier has {self.extras}")
         if manifest.reference != against:
             raise RefusedModel(f"wrong reference model {manifest.reference!r}, expected {against!r}")

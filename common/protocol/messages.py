@@ -34,7 +34,8 @@ class Key(NamedTuple):
 class Manifest:
     """Description of a blob: its content id, size, chunks (xxh3-64 of each), codec and model layout digest.
 
-    `reference`: the blob id of the model that a delta is based on, else empty.
+    `reference`: the blob id of the model that a delta is based on, else empty. `extras`: how many of the last bytes are
+    no model, but the vectors behind it.
     """
 
     blob: str
@@ -44,6 +45,7 @@ class Manifest:
     codec: str
     layout: str
     reference: str = ""
+    extras: int = 0
 
     def __post_init__(self) -> None:
         for blob in (self.blob, self.reference or self.blob):
@@ -53,6 +55,8 @@ class Manifest:
             raise WireError("a blob of no bytes")
         if not MIN_CHUNK_BYTES <= self.chunk_bytes <= MAX_CHUNK_BYTES:
             raise WireError(f"chunk_bytes {self.chunk_bytes} is outside {MIN_CHUNK_BYTES}..{MAX_CHUNK_BYTES}")
+        if self.extras > self.size:
+            raise WireError(f"{self.extras} bytes of extras in a blob of {self.size}")
         if len(self.digests) != DIGEST_BYTES * self.chunks:
             raise WireError(f"{len(self.digests)} digest bytes for {self.chunks} chunks")
 
@@ -64,6 +68,11 @@ class Manifest:
     def span(self, index: int) -> slice:
         """Return the range of bytes of chunk `index`."""
         return slice(index * self.chunk_bytes, min(self.size, (index + 1) * self.chunk_bytes))
+
+    def extras_in(self, index: int) -> int:
+        """Return how many bytes of chunk `index` are extras."""
+        begin, end = index * self.chunk_bytes, min(self.size, (index + 1) * self.chunk_bytes)
+        return max(0, end - max(begin, self.size - self.extras))
 
 
 class NodeState(StrEnum):
@@ -148,14 +157,15 @@ class Alive:
 class Task:
     """Assignment of a model and a number of epochs to a child, resent until it is answered.
 
-    `had_tasks`: whether the parent gave it one in an earlier round. A child that has lost its state knows by it.
+    `follows`: the child's last task whose result was used, counted over the run from 1; 0 if there is none. Its state
+    after that task is the one that this task starts from.
     """
 
     key: Key
     epochs: int
     model: Manifest
     inline: bytes | None
-    had_tasks: bool = False
+    follows: int = 0
 
 
 class Phase(StrEnum):

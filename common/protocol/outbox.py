@@ -61,6 +61,7 @@ class _Departure:
     peer: str
     size: int
     model: int
+    extras: int
 
 
 class Outbox:
@@ -99,14 +100,15 @@ class Outbox:
         size = packet_bytes(topic, len(body), qos=0)
         due = self._shaper.reserve((peer,), size, now)
         counted = peer if peer in self._peers else OTHERS
-        self._put(due, Publish(topic, body), counted, size, inline_bytes(message))
+        self._put(due, Publish(topic, body), counted, size, *inline_bytes(message))
         return due
 
     def count_received(self, sender: str, topic: str, body: bytes, message: Message) -> None:
         """Count a peer's message, but no Goodbye: it answers the last count of this end, which cannot include it."""
         if not isinstance(message, Goodbye):
-            size, model = packet_bytes(topic, len(body), qos=0), inline_bytes(message)
-            self._counters.add(sender, "received", message=size, model=model, control=len(body) - model)
+            size, (model, extras) = packet_bytes(topic, len(body), qos=0), inline_bytes(message)
+            control = len(body) - model - extras
+            self._counters.add(sender, "received", message=size, control=control, model=model, extras=extras)
 
     def to_send(self, now: float) -> list[Output]:
         """Return what is due, including chunks that receivers lack and links have room for."""
@@ -157,25 +159,35 @@ class Outbox:
         size = packet_bytes(topic, len(chunk.data), qos=0)
         peer = chunk.receivers[0] if len(chunk.receivers) == 1 else topics.ALL
         due = self._shaper.reserve(chunk.receivers, size, now)
-        self._put(due, PublishChunk(topic, chunk), peer, size, len(chunk.data))
+        self._put(due, PublishChunk(topic, chunk), peer, size, len(chunk.data) - chunk.extras, chunk.extras)
 
-    def _put(self, due: float, output: Publish | PublishChunk, peer: str, size: int, model: int) -> None:
+    def _put(self, due: float, output: Publish | PublishChunk, peer: str, size: int, model: int, extras: int) -> None:
         self._number += 1
-        heapq.heappush(self._waiting, (due, self._number, _Departure(output, peer, size, model)))
+        heapq.heappush(self._waiting, (due, self._number, _Departure(output, peer, size, model, extras)))
 
     def _release(self, now: float, out: list[Output]) -> None:
         while self._waiting and self._waiting[0][0] <= now + EARLY_S:
             departure = heapq.heappop(self._waiting)[2]
-            output, peer, size, model = departure.output, departure.peer, departure.size, departure.model
-            if isinstance(output, PublishChunk):
+            self._count(departure)
+            if isinstance(departure.output, PublishChunk):
                 self._in_client += 1  # counted late, so that chunks for a slow link do not block other links
-                kind = "probe" if (self._identity.name, output.chunk.blob) in self.noise else "model"
-                self._counters.add(peer, "sent", message=size, **{kind: model})
-            else:
-                self._counters.add(peer, "sent", message=size, model=model, control=len(output.body) - model)
-            out.append(output)
+            out.append(departure.output)
+
+    def _count(self, departure: _Departure) -> None:
+        output, peer, size = departure.output, departure.peer, departure.size
+        model, extras = departure.model, departure.extras
+        if isinstance(output, Publish):
+            control = len(output.body) - model - extras
+            self._counters.add(peer, "sent", message=size, control=control, model=model, extras=extras)
+        elif (self._identity.name, output.chunk.blob) in self.noise:
+            self._counters.add(peer, "sent", message=size, probe=model)
+        else:
+            self._counters.add(peer, "sent", message=size, model=model, extras=extras)
 
 
-def inline_bytes(message: Message) -> int:
-    """Return the bytes of a model inside a message."""
-    return len(message.inline or b"") if isinstance(message, (Task, Result)) else 0
+def inline_bytes(message: Message) -> tuple[int, int]:
+    """Return the bytes of a model, and of its extras, inside a message."""
+    if not isinstance(message, (Task, Result)) or message.inline is None:
+        return 0, 0
+    extras = min(message.model.extras, len(message.inline))
+    return len(message.inline) - extras, extras

@@ -174,8 +174,8 @@ class Participant:
     def _take(self, task: Task, now: float) -> None:
         mine, self._task = self._task, task
         same = mine is not None and (
-            (mine.key.global_round, mine.key.local_round, mine.model.blob, mine.epochs)
-            == (task.key.global_round, task.key.local_round, task.model.blob, task.epochs)
+            (mine.key.global_round, mine.key.local_round, mine.model.blob, mine.epochs, mine.follows)
+            == (task.key.global_round, task.key.local_round, task.model.blob, task.epochs, task.follows)
         )
         if same and self._result is not None and self._go(ParticipantCause.SAME_TASK):
             self._result = replace(self._result, key=task.key)

@@ -30,6 +30,7 @@ import numpy.typing as npt
 
 from common.experiment.links import LinkDirection
 from common.protocol.fetches import PATIENCE_S, Fetch, Fetched, FetchFailed, FetchFailure, Landing, ReceiverEvent
+from common.protocol.known_extras import KnownExtras
 from common.protocol.manifest import chunk_digest, window_for
 from common.protocol.messages import Ask, Manifest
 from common.protocol.topics import ALL
@@ -78,6 +79,7 @@ class Receiver:
         self._completed: deque[tuple[str, Ask]] = deque()
         self._events: deque[ReceiverEvent] = deque()
         self._landing: Landing | None = None
+        self.extras = KnownExtras()
         self._last_arrival = 0.0
         self._arrived = 0.0
         self._gap_s = 0.0
@@ -105,6 +107,8 @@ class Receiver:
         """
         if any((f.owner, f.manifest.blob) == (owner, manifest.blob) for f in (*self._active.values(), *self._queued)):
             return False
+        if manifest.extras:
+            self.extras.note(owner, manifest)
         lacking = np.ones(manifest.chunks, np.bool_) if lacking is None else lacking
         way = self._ways.get(owner, LinkDirection())
         window = window_for(way, manifest.chunk_bytes, self._window, self._keepalive_s)

@@ -61,12 +61,12 @@ UNFINISHED: Final = (ChildState.ASSIGNED, ChildState.WORKING, ChildState.ANNOUNC
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The task of one child; `inline` is a small model to send with it, `had_tasks` the message's."""
+    """The task of one child; `inline` is a small model to send with it, `follows` the message's."""
 
     model: Manifest
     epochs: int
     inline: bytes | None = None
-    had_tasks: bool = False
+    follows: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,10 @@ RESTART_S: Final = 1.0  # between two restarts of one receiver; limits the cost 
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """One chunk to publish; `receivers` are those that lack it and get it by this stream."""
+    """One chunk to publish; `receivers` are those that lack it and get it by this stream.
+
+    `extras`: how many of its last bytes are no model.
+    """
 
     stream: str
     blob: str
@@ -36,6 +39,7 @@ class Publication:
     number: int
     data: memoryview
     receivers: tuple[str, ...]
+    extras: int = 0
 
 
 @dataclass(slots=True)
@@ -235,8 +239,7 @@ class Sender:
                 asker.own[index] = asker.last_own
                 asker.lost[index] = False
                 blob.leaving.add((name, index))
-                data = blob.data[blob.manifest.span(index)]
-                return Publication(name, blob.manifest.blob, index, asker.last_own, data, (name,))
+                return _publication(blob, name, index, asker.last_own, (name,))
         return None
 
     def _publish_all(self, blob: _Blob, index: int, receivers: list[str]) -> Publication:
@@ -246,10 +249,15 @@ class Sender:
         for name in receivers:
             blob.askers[name].lost[index] = False
         blob.leaving.add((ALL, index))
-        data = blob.data[blob.manifest.span(index)]
-        return Publication(ALL, blob.manifest.blob, index, blob.last_all, data, tuple(blob.askers))
+        return _publication(blob, ALL, index, blob.last_all, tuple(blob.askers))
 
     @staticmethod
     def _room(blob: _Blob, asker: _Asker) -> bool:
         in_flight = (blob.last_all - asker.seen_all) + (asker.last_own - asker.seen_own)
         return in_flight < asker.window
+
+
+def _publication(blob: _Blob, stream: str, index: int, number: int, receivers: tuple[str, ...]) -> Publication:
+    manifest = blob.manifest
+    data = blob.data[manifest.span(index)]
+    return Publication(stream, manifest.blob, index, number, data, receivers, manifest.extras_in(index))

@@ -278,8 +278,12 @@ class Session(Side):
         if topic.node not in self._known or topic.run != self.identity.run:
             self._refuse(Refusal.STRANGER, topic.node, f"a chunk on {text[:80]}")
             return
-        kind = "probe" if (topic.node, topic.blob) in self.outbox.noise else "model"
-        self.counters.add(topic.node, "received", message=packet_bytes(text, len(body), qos=0), **{kind: len(body)})
+        size = packet_bytes(text, len(body), qos=0)
+        if (topic.node, topic.blob) in self.outbox.noise:
+            self.counters.add(topic.node, "received", message=size, probe=len(body))
+        else:
+            extras = min(len(body), self.receiver.extras.in_chunk(topic.node, topic.blob, topic.index))
+            self.counters.add(topic.node, "received", message=size, model=len(body) - extras, extras=extras)
         fresh = self.receiver.receive_chunk(
             topic.node, topic.blob, stream=topic.stream, index=topic.index, number=topic.number, data=body, now=now
         )

@@ -18,7 +18,7 @@ from common.experiment.codecs import PLAIN, Codecs
 from common.experiment.links import LinkSettings
 from common.experiment.schema import TransferSettings
 from common.host.offload import offload
-from common.model.layout import ModelLayout, Row
+from common.model.layout import LinkLayouts, ModelLayout, Row
 from common.net.address import BrokerAddress
 from common.protocol.child_events import (
     ModelArrived,
@@ -94,7 +94,7 @@ class ChildEndpoint(Endpoint):
         self.refusals: list[str] = []
         self._spool = spool or Spool(None)
         self._rows = self._spool.rows("model", 0, 0)
-        self._layout: ModelLayout | None = None
+        self._layouts: LinkLayouts | None = None
         self._tasks: asyncio.Queue[Task] = asyncio.Queue()
         self._fetching: Arriving | None = None
         self._decoding: asyncio.Task[None] | None = None
@@ -124,15 +124,15 @@ class ChildEndpoint(Endpoint):
         finally:
             await _stop(task)
 
-    async def serve(self, layout: ModelLayout, work: Work) -> None:
-        """Do the parent's tasks until it has finished.
+    async def serve(self, layouts: LinkLayouts, work: Work) -> None:
+        """Do the parent's tasks until it has finished; `layouts`: of the models and extras that go down and up.
 
         Raises RunFailed if the parent gave up.
         """
-        self._layout = layout
-        self.session.set_form(self.models.form(layout))
+        self._layouts = layouts
+        self.session.set_form(self.models.form(layouts.down))
         self.session.prepared()
-        self._rows = self._spool.rows("model", 1, layout.row_bytes)
+        self._rows = self._spool.rows("model", 1, layouts.down.row_bytes)
         row = self._rows.array[0]
         current: asyncio.Task[None] | None = None
         async with asyncio.TaskGroup() as group:
@@ -143,7 +143,7 @@ class ChildEndpoint(Endpoint):
                 if self._over.done():  # a task that arrived together with the end is void
                     begin.cancel()
                     break
-                current = group.create_task(self._do(begin.result(), layout, row, work), name="task")
+                current = group.create_task(self._do(begin.result(), layouts, row, work), name="task")
         self._model = None
         self._check_end()
 
@@ -204,7 +204,7 @@ class ChildEndpoint(Endpoint):
     def _arrived(self, event: ModelArrived | ModelFailed) -> None:
         """Let the work continue with an arrived model, or without an unavailable one."""
         model = self._fetching
-        if model is None or self._layout is None or event.blob != model.manifest.blob:
+        if model is None or self._layouts is None or event.blob != model.manifest.blob:
             return
         self._fetching = None
         if isinstance(event, ModelFailed):
@@ -212,17 +212,17 @@ class ChildEndpoint(Endpoint):
         elif self.models.received.is_row:
             self._has(model)
         else:
-            self._decoding = asyncio.create_task(self._decode(model, self._layout), name="decode")
+            self._decoding = asyncio.create_task(self._decode(model, self._layouts.down), name="decode")
 
     # Work
 
-    async def _do(self, task: Task, layout: ModelLayout, row: Row, work: Work) -> None:
+    async def _do(self, task: Task, layouts: LinkLayouts, row: Row, work: Work) -> None:
         session = self.session
         if self._result_model is not None:
             self.retire(self._result_model[0].blob)  # its row will be overwritten
             self.models.release(self._result_model[0].blob)
         self.probes.end()
-        model = await self._fetch(task, layout, row)
+        model = await self._fetch(task, layouts.down, row)
         self._result_model = None
 
         def report(phase: Phase, done: int, total: int) -> None:
@@ -243,7 +243,7 @@ class ChildEndpoint(Endpoint):
             await _stop(self._decoding)  # it writes the row
         reference = DeltaReference(task.model.blob, row) if self.models.sent.delta else None
         manifest, blob = await self.models.encode(
-            layout, result.row, cut=session.offers.cut(session.peers), reference=reference
+            layouts.up, result.row, cut=session.offers.cut(session.peers), reference=reference
         )
         inline = session.offers.offer(manifest, blob, session.peers)
         self._result_model = manifest, result.row

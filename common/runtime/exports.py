@@ -7,6 +7,7 @@ from functools import partial
 from itertools import product
 from typing import Final
 
+from common.accounting.counters import DIRECTIONS, LINK_KINDS
 from common.accounting.traffic import Measured
 from common.metrics import STATES, Metrics, NodeLabels, Reading
 from common.protocol.refusals import Refusal
@@ -16,8 +17,7 @@ from common.runtime.endpoint import Endpoint
 from common.runtime.parent_endpoint import ParentEndpoint
 
 BROKER: Final = "broker"
-DIRECTIONS: Final = ("sent", "received")
-KINDS: Final = ("model", "control", "probe")
+KINDS: Final = (*LINK_KINDS, "probe")
 # Children that never joined, or left at the end, are omitted.
 UP: Final = {"init": 1, "ready": 1, "finished": 1, "failed": 0, "disconnected": 0, "lost": 0}
 

@@ -61,7 +61,13 @@ class Models:
             if decoded is not None:
                 _read(codec, layout, blob, decoded[: layout.row_bytes], against)
             manifest = describe(
-                blob, chunk_bytes=chunk_bytes, codec=codec.name, layout=layout.digest, reference=held, salt=salt
+                blob,
+                chunk_bytes=chunk_bytes,
+                codec=codec.name,
+                layout=layout.digest,
+                reference=held,
+                salt=salt,
+                extras=4 * layout.extras,
             )
             return manifest, blob
 
@@ -83,7 +89,8 @@ class Models:
     def form(self, layout: ModelLayout) -> ModelForm:
         """Return the required form of fetched models."""
         codec = self.received
-        return ModelForm(layout.digest, codec.name, codec.size(layout), codec.fixed, codec.delta)
+        extras = 4 * layout.extras
+        return ModelForm(layout.digest, codec.name, codec.size(layout), codec.fixed, codec.delta, extras)
 
     def decoder(
         self, layout: ModelLayout, blob: memoryview, row: Row, *, reference: str = ""

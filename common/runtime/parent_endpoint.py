@@ -17,7 +17,7 @@ from common.experiment.links import LinkDirection, Links, LinkSettings
 from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
 from common.host.offload import offload
-from common.model.layout import ModelLayout, Row
+from common.model.layout import LinkLayouts, Row
 from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
 from common.protocol.limits import ChildLimits
@@ -89,7 +89,7 @@ class ParentEndpoint(Endpoint):
         self.transfer = transfer
         self.models = Models(sent=codecs.down, received=codecs.up)
         self.probes = Probes(self, world)
-        self._layout: ModelLayout | None = None
+        self._layouts: LinkLayouts | None = None
         self._spool = spool or Spool(None)
         self._uploads = self._spool.rows("uploads", 0, 0)
         self._places: dict[str, int] = {}
@@ -124,10 +124,10 @@ class ParentEndpoint(Endpoint):
         """A count that grows with any progress below."""
         return self.session.moves
 
-    def set_layout(self, layout: ModelLayout) -> None:
-        """Set the model's layout; must be known before the first round."""
-        self._layout = layout
-        self.session.set_form(self.models.form(layout))
+    def set_layouts(self, layouts: LinkLayouts) -> None:
+        """Set what models and extras go down and up; must be known before the first round."""
+        self._layouts = layouts
+        self.session.set_form(self.models.form(layouts.up))
 
     def announce(self, announcement: Announcement) -> None:
         """Publish the experiment, retained, and send it to nodes that look for a run."""
@@ -147,7 +147,7 @@ class ParentEndpoint(Endpoint):
         if a required child has given up, NoProgress if the round can never close, ModelUnavailable if the arriving
         model is not available.
         """
-        layout = self._require_layout()
+        layout = self._require_layouts().up
         now = self.now()
         children = dispatch.children
         assignments = await self._offer(dispatch)
@@ -286,7 +286,7 @@ class ParentEndpoint(Endpoint):
 
     async def _offer(self, dispatch: Dispatch) -> dict[str, Assignment]:
         """Offer each model once per group of equal links: in a common stream the slowest link would set the pace."""
-        layout, session = self._require_layout(), self.session
+        layout, session = self._require_layouts().down, self.session
         groups: dict[tuple[int, LinkDirection], list[str]] = {}
         for i, (_, children) in enumerate(dispatch.models):
             for name in children:
@@ -306,7 +306,7 @@ class ParentEndpoint(Endpoint):
                     raise RunFailed(f"the model cannot be sent: {error}") from None
                 inline = session.offers.offer(manifest, blob, receivers)
             assignments |= {
-                name: Assignment(manifest, dispatch.epochs[name], inline, name in dispatch.had_tasks)
+                name: Assignment(manifest, dispatch.epochs[name], inline, dispatch.follows.get(name, 0))
                 for name in receivers
             }
         return assignments
@@ -322,7 +322,7 @@ class ParentEndpoint(Endpoint):
         if upload.child in self._checking:  # an announcement after a restart must not change the row meanwhile
             self._soon(self._fetch_later(upload), name=f"fetch {upload.child}")
             return
-        layout, manifest = self._require_layout(), upload.result.model
+        layout, manifest = self._require_layouts().up, upload.result.model
         place = self._places[upload.child]
         buffer = self.models.received.buffer(layout, self._uploads.array[place], size=manifest.size)
         if upload.result.inline is None and self._uploads.take_found(place) and self.models.received.is_row:
@@ -346,7 +346,7 @@ class ParentEndpoint(Endpoint):
         """Decode an upload and accept it if it is valid; a small one at once, without a task."""
         if not self.session.coordinator.is_announced(upload.child, upload.result.key):
             return  # the round has ended, and with it the references of its deltas
-        layout, row = self._require_layout(), self._uploads.array[self._places[upload.child]]
+        layout, row = self._require_layouts().up, self._uploads.array[self._places[upload.child]]
         buffer, reference = self._buffers[upload.child], upload.result.model.reference
         decode = self.models.decoder(layout, buffer, row, reference=reference)
         if decode is None:
@@ -359,7 +359,8 @@ class ParentEndpoint(Endpoint):
 
     async def _check_later(self, upload: UploadArrived, buffer: memoryview, row: Row) -> None:
         with self._judging(upload):
-            await self.models.decode(self._require_layout(), buffer, row, reference=upload.result.model.reference)
+            reference = upload.result.model.reference
+            await self.models.decode(self._require_layouts().up, buffer, row, reference=reference)
         self.wake()
 
     @contextmanager
@@ -385,10 +386,9 @@ class ParentEndpoint(Endpoint):
         idle = stalled.idle or Failure.STALLED in stalled.failures
         return NoProgress(stalled.reason) if idle else RunFailed(stalled.reason)
 
-    def _require_layout(self) -> ModelLayout:
-        if self._layout is None:
-            raise AssertionError("call set_layout before the first round")
-        return self._layout
+    def _require_layouts(self) -> LinkLayouts:
+        assert self._layouts is not None, "call set_layouts before the first round"
+        return self._layouts
 
 
 def _break_off(closing: asyncio.Future[Closed], error: BaseException) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.aggregation.selection.situation import ResultFacts
 from common.aggregation.uploads import Uploads
@@ -19,8 +19,8 @@ class Dispatch:
     """The tasks of a round.
 
     `models`: each flat model, uint8 [row_bytes], with the children that receive it; a model that is still arriving is
-    forwarded chunk by chunk. `epochs`: at least those of the children that take part. `had_tasks`: those of
-    them that had a task in an earlier round.
+    forwarded chunk by chunk. `epochs`: at least those of the children that take part. `follows`: their tasks, as in the
+    message Task; 0 for others.
     """
 
     global_round: int
@@ -28,7 +28,7 @@ class Dispatch:
     models: Sequence[tuple[Row | Arriving, Sequence[str]]]
     epochs: Mapping[str, int]
     closing: Closing
-    had_tasks: frozenset[str] = frozenset()
+    follows: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def children(self) -> tuple[str, ...]:

@@ -32,11 +32,6 @@ def write(folder: Path, name: str, save: Callable[[Path], Mapping[str, object]])
         sync(folder)
 
 
-def latest(folder: Path, name: str) -> Path | None:
-    """Return the last state whose name is not greater than this name; None if there is none."""
-    return max((path for path in _whole(folder) if path.name <= name), default=None)
-
-
 def read(state: Path, restore: Callable[[Path, Mapping[str, object]], None]) -> None:
     """Call `restore` with a state's folder and facts."""
     restore(state, json.loads((state / FACTS).read_text(encoding="utf-8")))

@@ -15,7 +15,9 @@ import mmap
 import os
 import re
 import shutil
+import tempfile
 import time
+import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -71,6 +73,7 @@ class Spool:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
+        self._temporary: Path | None = None
 
     @classmethod
     def open(cls, root: Path | None, *, run: str, node: str) -> Spool:
@@ -129,8 +132,19 @@ class Spool:
         """Return the folder for persistent data, None if there is none."""
         return None if self._folder is None else self._folder / name
 
+    def states(self) -> Path:
+        """Return the folder for the states between a node's tasks; a temporary one, lost with the process, if none."""
+        if self._folder is not None:
+            return self._folder / "states"
+        if self._temporary is None:
+            self._temporary = Path(tempfile.mkdtemp(prefix="fedstrata-states-"))
+            weakref.finalize(self, shutil.rmtree, self._temporary, ignore_errors=True)
+        return self._temporary
+
     def close(self) -> None:
         """Remove the files at the end of the run. Rows in use stay readable."""
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             with suppress(OSError):  # other nodes of the run still have files

@@ -62,7 +62,8 @@ SpoolFolder = Annotated[
     typer.Option(
         "--spool",
         help=(
-            f"Folder of partly transferred models, kept after a crash; auto = {SPOOL.format(uid='UID')}, none = memory."
+            f"Folder of partly transferred models, kept after a crash; auto = {SPOOL.format(uid='UID')}, none = memory "
+            "but for what a method keeps on a device from round to round: that is in auto's folder then."
         ),
     ),
 ]
@@ -302,6 +303,7 @@ def device(
                     metrics=registry,
                     metrics_address=address,
                     spool=spool_folder(spool),
+                    states=spool_folder("auto" if spool == "none" else spool),
                     allow=allow or (),
                     data=data,
                     data_root=data_root,

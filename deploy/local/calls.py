@@ -20,7 +20,7 @@ from common.aggregation.uploads import Uploads
 from common.errors import RefusedModel, RunFailed
 from common.experiment.codecs import Codecs
 from common.model.codecs import Codec, codec_of
-from common.model.layout import ModelLayout, Row
+from common.model.layout import LinkLayouts, ModelLayout, Row
 from common.protocol.closing import Standing, Verdict, judge
 from common.protocol.limits import ANY, ChildLimits
 from common.protocol.manifest import describe
@@ -66,7 +66,7 @@ class Calls:
         children: Mapping[str, Work],
         *,
         samples: Mapping[str, int],
-        layout: ModelLayout,
+        layouts: LinkLayouts,
         codecs: Codecs,
         spool: Spool,
         resident_mb: float,
@@ -84,7 +84,7 @@ class Calls:
         self.ledger = Ledger(self.peers, self._account, below=names)
         self.now = clock.now
         self._children = children
-        self._layout = layout
+        self._layouts = layouts
         self._down, self._up = codec_of(codecs.down), codec_of(codecs.up)
         self._spool = spool
         self._resident_mb = resident_mb
@@ -92,10 +92,11 @@ class Calls:
         self._observe = observe
         self._session = new_session()
         self._sent = dict.fromkeys(self.peers, 0)
-        self._uploads = np.empty((0, layout.row_bytes), np.uint8)
-        blank = np.zeros(layout.row_bytes, np.uint8)
+        self._tasks = dict.fromkeys(self.peers, 0)
+        self._uploads = np.empty((0, layouts.up.row_bytes), np.uint8)
+        blank = np.zeros(layouts.down.row_bytes, np.uint8)
         self._manifest = describe(
-            blank.data, chunk_bytes=1_000_000, codec=self._down.name, layout=layout.digest, reference="", salt=""
+            blank.data, chunk_bytes=1_000_000, codec=self._down.name, layout=layouts.down.digest, reference="", salt=""
         )
 
     async def round(self, dispatch: Dispatch, *, on_progress: Callable[[], None] = nothing) -> ClosedRound:
@@ -103,27 +104,31 @@ class Calls:
         children = dispatch.children
         if len(self._uploads) != len(children):
             self._uploads = self._spool.memory(
-                "uploads", len(children), row_bytes=self._layout.row_bytes, resident_mb=self._resident_mb
+                "uploads", len(children), row_bytes=self._layouts.up.row_bytes, resident_mb=self._resident_mb
             )
         opened = self.now()
         timeline = Timeline(opened, opened)
         results: dict[str, Result] = {}
         refused: dict[str, str] = {}
         model_bytes: dict[str, int] = {}
+        down, up = self._layouts.down, self._layouts.up
         key = Key(1, dispatch.global_round, dispatch.local_round)
         of = (model for model, names in dispatch.models for _ in names)
         for place, (name, model) in enumerate(zip(children, of, strict=True)):
             called = self.now()
-            row, sent = self._carry(self._down, await model.whole() if isinstance(model, Arriving) else model)
+            given = await model.whole() if isinstance(model, Arriving) else model
+            row, sent = _carry(self._down, down, given)
             self._sent[name] += sent
-            task = Task(key, dispatch.epochs[name], self._manifest, None, name in dispatch.had_tasks)
+            self._tasks[name] += 1
+            task = Task(key, dispatch.epochs[name], self._manifest, None, dispatch.follows.get(name, 0))
             done = await self._children[name](task, self._arrived(row), partial(self._progressed, on_progress))
             try:
                 result = done.announcement(task, self._manifest)
                 check_report(result, limits=self._limits[name])
-                upload, nbytes = self._carry(self._up, done.row, reference=row)
-                self._account.add(name, "received", message=nbytes, model=nbytes)
-                self._layout.check_finite(upload)
+                upload, nbytes = _carry(self._up, up, done.row, reference=row)
+                extras = 4 * up.extras
+                self._account.add(name, "received", message=nbytes, model=nbytes - extras, extras=extras)
+                up.check_finite(upload)
                 self._uploads[place] = upload
                 results[name], model_bytes[name] = result, sent + nbytes
             except RefusedModel as error:
@@ -140,15 +145,6 @@ class Calls:
         uploads = Uploads(children, self._uploads, reports, lambda: None)
         return ClosedRound(results, uploads, (), refused, timeline, model_bytes)
 
-    def _carry(self, codec: Codec, row: Row, *, reference: Row | None = None) -> tuple[Row, int]:
-        """Return a copy of the flat model after encoding and decoding, and the bytes of the encoded model."""
-        if codec.is_row:
-            return row.copy(), row.nbytes
-        blob = codec.encode(self._layout, row, reference=reference)
-        arrived = self._layout.empty()
-        codec.decode(self._layout, blob, arrived, reference=reference)
-        return arrived, len(blob)
-
     def _arrived(self, row: Row) -> Arriving:
         """Return a completely received model."""
         model = Arriving(self._manifest, row, row.data, np.zeros(self._manifest.chunks, np.bool_))
@@ -157,11 +153,27 @@ class Calls:
 
     def _enter(self, child: str, result: Result) -> None:
         """Enter the byte counts that the child would have reported into the byte ledger."""
-        sent = self._sent[child]
-        link = Traffic(received_model_payload=sent, received_model_message=sent)
+        extras = 4 * self._layouts.down.extras * self._tasks[child]
+        sent = self._sent[child] - extras
+        link = Traffic(
+            received_model_payload=sent,
+            received_model_message=sent,
+            received_extras_payload=extras,
+            received_extras_message=extras,
+        )
         self.ledger.enter(child, self._session, link=link, below=self._below(child))
         self.ledger.enter_reports(child, self._session, result.children)
 
     def _progressed(self, on_progress: Callable[[], None], phase: Phase, done: int, total: int) -> None:
         self.moves += 1
         on_progress()
+
+
+def _carry(codec: Codec, layout: ModelLayout, row: Row, *, reference: Row | None = None) -> tuple[Row, int]:
+    """Return a copy of the flat model after encoding and decoding, and the bytes of the encoded model."""
+    if codec.is_row:
+        return row.copy(), row.nbytes
+    blob = codec.encode(layout, row, reference=reference)
+    arrived = layout.empty()
+    codec.decode(layout, blob, arrived, reference=reference)
+    return arrived, len(blob)

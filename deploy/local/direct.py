@@ -18,6 +18,7 @@ from typing import Any, Final
 from cloud.evaluator import Accuracy
 from cloud.results import DIRECT, RunFolder
 from cloud.run import CloudRun
+from common.aggregation.extras import link_layouts
 from common.errors import FedstrataError, StorageFailed
 from common.experiment.data import check_alike
 from common.experiment.schema import Experiment
@@ -35,6 +36,7 @@ from common.runtime.children import Observe
 from common.runtime.work import Report, Work, WorkResult
 from common.storage.spool import Spool
 from deploy.local.calls import Calls, Clock
+from device.memory import DeviceMemory
 from device.training.trainer import Trainer
 from device.training.work import LocalWork
 from institution.rounds import LocalRounds
@@ -75,11 +77,11 @@ async def _run(folder: RunFolder, *, resume: bool, accelerator: str, observe: Ob
         return Accuracy(global_round, found.accuracy, found.loss)
 
     layout = tester.layout
-    calls = partial(Calls, layout=layout, resident_mb=experiment.transfer.resident_mb, clock=clock)
+    calls = partial(Calls, resident_mb=experiment.transfer.resident_mb, clock=clock)
     below: dict[str, Calls] = {}
     tree = experiment.tree
     trainers = {device: _trainer(experiment, device, accelerator, partition=partition) for device in tree.devices}
-    work = {device: _device(trainer, experiment) for device, trainer in trainers.items()}
+    work = {device: _device(folder, device, trainer) for device, trainer in trainers.items()}
     samples = {device: trainer.samples for device, trainer in trainers.items()}
 
     def accounting(parent: str) -> dict[str, Any]:
@@ -93,6 +95,7 @@ async def _run(folder: RunFolder, *, resume: bool, accelerator: str, observe: Ob
         below[name] = calls(
             {child: work[child] for child in children},
             samples={child: samples[child] for child in children},
+            layouts=link_layouts(experiment.tier_below(name).aggregation, layout),
             codecs=experiment.tier_below(name).transfer,
             spool=spool,
             **accounting(name),
@@ -103,6 +106,7 @@ async def _run(folder: RunFolder, *, resume: bool, accelerator: str, observe: Ob
     down = calls(
         {child: work[child] for child in tree.children[CLOUD]},
         samples={child: samples[child] for child in tree.children[CLOUD]},
+        layouts=link_layouts(experiment.tier_below(CLOUD).aggregation, layout),
         codecs=experiment.tier_below(CLOUD).transfer,
         spool=spool,
         observe=record,
@@ -131,7 +135,8 @@ async def _run(folder: RunFolder, *, resume: bool, accelerator: str, observe: Ob
         with suppress(StorageFailed):  # it would hide the first error
             folder.finish(down.ledger)
         raise
-    for name in (*tree.aggregators, CLOUD):
+    keeping = [name for name, trainer in trainers.items() if trainer.vectors.kept]
+    for name in (*tree.aggregators, *keeping, CLOUD):
         _spool(folder, name).close()
     return model
 
@@ -150,8 +155,16 @@ def _trainer(experiment: Experiment, name: str, accelerator: str, *, partition: 
     return trainer
 
 
-def _device(trainer: Trainer, experiment: Experiment) -> Work:
-    local = LocalWork(trainer, rounds=experiment.device_rounds)
+def _device(folder: RunFolder, name: str, trainer: Trainer) -> Work:
+    experiment = folder.experiment
+    memory = DeviceMemory(
+        link_layouts(experiment.tier_above(name).aggregation, trainer.layout),
+        kept_bytes=trainer.vectors.kept_bytes,
+        rounds=experiment.device_rounds,
+        rounds_back=experiment.cloud.rounds_back,
+        spool=_spool(folder, name) if trainer.vectors.kept else Spool(None),
+    )
+    local = LocalWork(trainer, memory)
     never = threading.Event()
 
     async def work(task: Task, model: Arriving, report: Report) -> WorkResult:

@@ -127,7 +127,7 @@ class LocalLab:
         self._again[CLOUD] = lambda: self._spawn(home, network, CLOUD, [*cloud, "--resume", str(self._folder)])
         self._spawn(home, network, CLOUD, [*cloud, *what])
         tree = self._experiment.tree
-        keeps = any(tier.remembers for tier in self._experiment.every_tier[1:])
+        keeps = any(self._experiment.remembers(name) for name in tree.aggregators)
         home_of_runs = self._resume.resolve().parent if self._resume else self._runs
         states = ["--spool", str(home_of_runs / SPOOL)] if keeps else memory
         for name in tree.aggregators:

@@ -17,6 +17,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
+from common.aggregation.extras import link_layouts
 from common.aggregation.selection.client_selection import ClientSelection
 from common.errors import InvalidExperiment
 from common.experiment.hardware import Machine
@@ -229,10 +230,13 @@ def _sizes(experiment: Experiment, layout: ModelLayout, row: Row) -> Sizes:
     after = row.copy()
     layout.floats(after)[...] *= 1 + floats / 100
 
-    def size(name: str) -> int:
-        return codec_of(name).encode(layout, after, reference=row).nbytes
+    def size(name: str, sent: ModelLayout) -> int:
+        return codec_of(name).encode(layout, after, reference=row).nbytes + 4 * sent.extras
 
-    tiers = (TierSizes(t.name, size(t.transfer.up), size(t.transfer.down)) for t in experiment.every_tier)
+    tiers = []
+    for tier in experiment.every_tier:
+        links = link_layouts(tier.aggregation, layout)
+        tiers.append(TierSizes(tier.name, size(tier.transfer.up, links.up), size(tier.transfer.down, links.down)))
     return Sizes(layout.row_bytes, tuple(tiers))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from cloud.records import BROKER, LinkRecord
+from common.accounting.counters import LINK_KINDS
 from common.experiment.topology import CLOUD
 from deploy.console.tabular import Cell, Column, Table
 from deploy.report import charts, maps
@@ -27,12 +28,13 @@ DIRECT: Final = (
 )
 TOPOLOGY: Final = "Rates as declared in the experiment, and as measured before the run if link calibration was on."
 
-_BYTE_PARTS: Final = [
+_BYTE_PARTS: Final = (
     ("fill-s0", "models"),
+    ("fill-s3", "extras"),
     ("fill-s2", "control"),
     ("fill-s4", "MQTT's own"),
     ("fill-s1", "rest of TCP"),
-]
+)
 _THREE: Final = (Column("payload"), Column("MQTT packets"), Column("TCP stream"))
 
 
@@ -49,18 +51,20 @@ def bytes_axis(name: str, lines: Mapping[str, Sequence[charts.Point]]) -> Axis:
 
 
 def traffic(run: Run) -> Figure:
-    """Return a figure of each tier's bytes: models, control messages, MQTT overhead and TCP overhead."""
+    """Return a figure of each tier's bytes: models, extras if any, control messages, MQTT overhead, TCP overhead."""
     rows = {}
     for (tier, direction), found in _by_direction(run).items():
-        models = sum(link.payload_bytes or 0 for link in found if link.kind == "model")
-        control = sum(link.payload_bytes or 0 for link in found if link.kind == "control")
+        payloads = [sum(link.payload_bytes or 0 for link in found if link.kind == kind) for kind in LINK_KINDS]
         whole = [link for link in found if link.kind == "all"]
         message = sum(link.message_bytes or 0 for link in whole)
         wire = _carried(whole)
         rest = 0 if wire is None else max(0, wire - message)
-        rows[f"{tier.upper()} {direction}"] = [models, control, message - models - control, rest]
+        rows[f"{tier.upper()} {direction}"] = [*payloads, message - sum(payloads), rest]
     axis = bytes_axis("bytes", {"": [(sum(values), 0.0) for values in rows.values()]})
-    return charts.bars(file_name("bytes", run), "Bytes of the run", _BYTE_PARTS, rows, axis=axis)
+    shown = [i for i, (_, part) in enumerate(_BYTE_PARTS) if part != "extras" or any(row[i] for row in rows.values())]
+    parts = [_BYTE_PARTS[i] for i in shown]
+    rows = {name: [row[i] for i in shown] for name, row in rows.items()}
+    return charts.bars(file_name("bytes", run), "Bytes of the run", parts, rows, axis=axis)
 
 
 def tiers(run: Run) -> Table:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from common.accounting.counters import LINK_KINDS
 from common.protocol.topics import ALL
 from deploy.simulation.drawn import DrawnLab
 from deploy.simulation.faults import FaultKind
@@ -12,7 +13,7 @@ from deploy.simulation.monitor import Evidence, LinkCount
 
 INVENTED: Final = (FaultKind.DUPLICATION, FaultKind.STRANGER, FaultKind.FLOOD, FaultKind.SEEKERS, FaultKind.SECOND)
 LAST_BYTES: Final = 400  # messages that may be sent after the other end has left: an answer, a goodbye
-KINDS: Final = ("model", "control", "probe")
+KINDS: Final = (*LINK_KINDS, "probe")
 
 
 def exact_accounts(drawn: DrawnLab, evidence: Evidence) -> str:
@@ -32,7 +33,7 @@ def exact_accounts(drawn: DrawnLab, evidence: Evidence) -> str:
         control = link.sent["control"] - evidence.before_join[parent, child]
         if not 0 <= control - link.received["control"] <= LAST_BYTES:
             wrong.append(f"{parent} sent {control} control bytes, {child} received {link.received['control']}")
-        for kind in ("model", "probe"):
+        for kind in ("model", "extras", "probe"):
             # A broadcast chunk may replace a unicast one, whose topic is longer.
             whole = link.sent[f"{kind} payload"] <= link.received[f"{kind} payload"]
             if not (whole and link.received[kind] <= _sent(evidence, parent, kind)):
@@ -58,9 +59,9 @@ def plausible_accounts(drawn: DrawnLab, evidence: Evidence) -> str:
         parent = tree.parent(child)
         up = evidence.up.get((parent, child), LinkCount()).received
         down = evidence.down.get((parent, child), LinkCount()).received
-        if traffic.received > up["model"] + up["control"]:
+        if traffic.received > sum(up[kind] for kind in LINK_KINDS):
             wrong.append(f"{owner}'s ledger has {traffic.received} bytes of {child}, received were {dict(up)}")
-        if traffic.sent > down["model"] + down["control"]:
+        if traffic.sent > sum(down[kind] for kind in LINK_KINDS):
             wrong.append(f"{owner}'s ledger has {traffic.sent} bytes to {child}, it received {dict(down)}")
     return "; ".join(wrong[:6])
 

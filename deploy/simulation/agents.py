@@ -90,7 +90,8 @@ class AgentFactory:
         parent = parent or self.experiment.tree.parent(node)
         if node in self.experiment.tree.children:
             return InstitutionAgent(node, parent=parent, broker=above, child_broker=below, **common)
-        return DeviceAgent(node, parent=parent, broker=above, pool=SimulatedPool(self.hardware), **common)
+        pool, states = SimulatedPool(self.hardware), common.get("spool")
+        return DeviceAgent(node, parent=parent, broker=above, pool=pool, states=states, **common)
 
     def _own_broker(self, parent: str) -> str:
         return parent if self.broker_each and parent != CLOUD else BROKER

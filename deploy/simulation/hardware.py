@@ -84,7 +84,8 @@ class SimulatedMember:
         workload = hardware.workload
         most = samples_most(experiment.data, devices=len(experiment.tree.devices))
         self._samples = min(most, workload.samples(self._node))
-        return Prepared(workload.layout, self._samples, workload.partition)
+        kept_bytes = 4 * workload.layout.parameters * len(experiment.training.objective.keeps)
+        return Prepared(workload.layout, self._samples, workload.partition, kept_bytes)
 
     async def train(self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress) -> LocalResult:
         """Train after random seconds, with progress in between."""

@@ -18,11 +18,11 @@ from deploy.simulation.monitor import LabRun
 from deploy.simulation.outcome import LabOutcome
 
 DOCUMENTED: Final = re.compile(r"NoProgress|RunFailed|InvalidBelow|ConnectionFailed")
-GONE_STATE: Final = re.compile(r"RunFailed: .*(rule before its task|gave up)")
+GONE_STATE: Final = re.compile(r"RunFailed: .*(after its task \d+ (is|are) lost|gave up)")
 STALL_S: Final = 45.0  # added to two undisturbed rounds and two keep-alives: back-off, repeats, proof of life
 TASKS_MOST: Final = {"cloud": (16, 2), "institution": (24, 2), "device": (16, 0)}  # (base, per child)
 SIZE_MOST: Final = 48
-SIZE_EACH: Final = 14  # entries per child: its byte account has twelve cells
+SIZE_EACH: Final = 16  # entries per child: its byte account has fourteen cells
 FLOOD_MOST: Final = 300  # `SEEKERS_MOST`, with a margin
 END_S: Final = 5.0  # from the last closing to the end of the run
 KEPT_MOST: Final = 3  # retained topics per node that was absent at the end: presence, experiment
@@ -185,8 +185,9 @@ def may_fail(drawn: DrawnLab) -> bool:
 
 
 def forgets(drawn: DrawnLab) -> bool:
-    """Return whether a restart may lose the state of an institution's rule or client selection."""
-    if not any(tier.remembers for tier in drawn.experiment.every_tier[1:]):
+    """Return whether a restart may lose the state of an institution's rule or client selection, or of a device."""
+    devices = drawn.experiment.training.objective.remembers
+    if not devices and not any(tier.remembers for tier in drawn.experiment.every_tier[1:]):
         return False
     return any(fault.restarts and (not fault.keep or not drawn.spool) for fault in drawn.faults)
 
@@ -216,7 +217,6 @@ _UNDISTURBED: Final = [
         r"waits for \S+ (of lab \S+ )?on broker",
         r"no (device|institution) is present",
         r" begins without: ",
-        r"no state of the rule from before task \d+",
         r", declared ",
         r"'s model is left out: ",
     )

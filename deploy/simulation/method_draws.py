@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 METHODS_FROM: Final = 100_000  # the first seed whose lab has them
+STATES_FROM: Final = 200_000  # the first seed whose devices keep a state, and may exchange extras
 
 _RULES: Final[tuple[Mapping[str, Any], ...]] = (
     {"name": "fedavgm", "momentum": 0.5},
@@ -27,6 +28,17 @@ def with_methods(rng: random.Random, tree: Mapping[str, Any]) -> dict[str, Any]:
     if "tiers" in tree:
         return {**tree, "tiers": [_tier(rng, tier) for tier in tree["tiers"]]}
     return {**tree, **{key: _tier(rng, tree[key]) for key in ("cloud", "institution") if key in tree}}
+
+
+def with_states(rng: random.Random, tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a drawn lab whose devices keep vectors, and with SCAFFOLD send and receive some behind the models."""
+    name = rng.choice(["scaffold", "scaffold", "feddyn"])
+    rule = {"aggregation": {"name": name}}
+    found = {**tree, "training": {**tree["training"], "objective": {"name": name}}}
+    if "tiers" in tree:
+        return {**found, "tiers": [*tree["tiers"][:-1], {**tree["tiers"][-1], **rule}]}
+    last = "institution" if "institution" in tree else "cloud"
+    return {**found, last: {**tree[last], **rule}}
 
 
 def _tier(rng: random.Random, tier: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,10 +53,14 @@ class NullWorkload:
         return 50 + zlib.crc32(node.encode()) % 100
 
     def train(self, node: str, row: Row, out: Row, *, epochs: int, local_round: int) -> tuple[float, int]:
-        """Add noise, float32 [D]."""
+        """Add noise, float32 [D]. The vectors behind the model change it, and each other, so that none may be lost."""
         rng = np.random.Generator(np.random.PCG64([zlib.crc32(node.encode()), local_round, epochs]))
         noise = rng.standard_normal(self.layout.columns, np.float32)
-        self.layout.floats(out)[:] = self.layout.floats(row) + NULL_CHANGE * noise
+        before_VD, after_VD = (self.layout.extra_columns(each).reshape(-1, len(noise)) for each in (row, out))
+        drift = before_VD.mean(0) if len(before_VD) else np.zeros_like(noise)
+        self.layout.floats(out)[:] = self.layout.floats(row) + NULL_CHANGE * (noise + drift)
+        for place, after in enumerate(after_VD):
+            after[:] = noise * (place + 1) - drift / 2
         return 1.0, epochs * STEPS_MOST
 
     def evaluate(self, row: Row) -> tuple[float, float]:

@@ -251,7 +251,7 @@ class Member:
         return prepared
 
     async def train(self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress) -> LocalResult:
-        """Train the model in `row` for `epochs` and write it into `out`, both uint8 [row_bytes].
+        """Train the model in `row` for `epochs` and write it into `out`, as in Order.
 
         `row` is read-only. `progress(steps_done, steps_total)` is called on the event loop, every half second and at
         the end. Raises RunFailed, as `Trainer.train` does, and if two workers were killed during it.

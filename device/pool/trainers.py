@@ -26,7 +26,7 @@ class Trainers:
     def prepare(self, device: HostedDevice, accelerator: str) -> Prepared:
         """Load a device's data and model, and return its facts. Raises InvalidExperiment."""
         trainer = self._trainer(device, accelerator)
-        return Prepared(trainer.layout, trainer.samples, trainer.partition)
+        return Prepared(trainer.layout, trainer.samples, trainer.partition, trainer.vectors.kept_bytes)
 
     def train(self, work: Sequence[Work], accelerator: str, done: Done) -> None:
         """Train the models of devices of one experiment; `done` gets each one's number and outcome.

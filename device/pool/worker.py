@@ -49,7 +49,8 @@ class Worker:
     async def prepare(self, device: HostedDevice) -> Prepared:
         """Return a device's facts. Raises InvalidExperiment, RunFailed."""
         reply = await self._insist(lambda channel: channel.request(prepare=self._name(device, channel)), device.node)
-        return Prepared(ModelLayout.from_json(reply["layout"]), reply["samples"], reply["partition"])
+        layout = ModelLayout.from_json(reply["layout"])
+        return Prepared(layout, reply["samples"], reply["partition"], reply["kept_bytes"])
 
     async def train(self, jobs: Sequence[Job]) -> None:
         """Train the jobs in the process. Raises RunFailed if it was killed twice."""
@@ -99,15 +100,16 @@ class Worker:
                 begun[self._jobs] = job
         if not begun:
             return
-        row_bytes = next(iter(begun.values())).order.row.nbytes
-        rows = channel.memory.rows(2 * len(begun), row_bytes)
-        outs = dict(zip(begun, rows[1::2], strict=True))
+        first = next(iter(begun.values())).order
+        row_bytes, out_bytes = first.row.nbytes, first.out.nbytes
+        rows = channel.memory.rows(2 * len(begun), max(row_bytes, out_bytes))
+        outs = dict(zip(begun, rows[1::2, :out_bytes], strict=True))
         wanted = []
-        for (number, job), row in zip(begun.items(), rows[::2], strict=True):
+        for (number, job), row in zip(begun.items(), rows[::2, :row_bytes], strict=True):
             await offload(partial(np.copyto, row, job.order.row))
             device, order = self._name(job.device, channel), job.order
             wanted.append({"job": number, "device": device, "epochs": order.epochs, "round": order.local_round})
-        channel.send(train=wanted, row_bytes=row_bytes)
+        channel.send(train=wanted, row_bytes=row_bytes, out_bytes=out_bytes)
         for number, job in begun.items():
             job.on_cancel = partial(channel.send, cancel=number)
             if job.order.cancelled.is_set():

@@ -2,8 +2,8 @@
 
     {"accelerators"}                       -> {"accelerators"} of this machine
     {"experiment": TEXT, "digest"}            a new experiment
-    {"prepare": DEVICE}                    -> {"layout", "samples", "partition"}
-    {"train": [{"job", "device", "epochs", "round"}, ...], "row_bytes"}
+    {"prepare": DEVICE}                    -> {"layout", "samples", "partition", "kept_bytes"}
+    {"train": [{"job", "device", "epochs", "round"}, ...], "row_bytes", "out_bytes"}
                                            -> for each job {"job", "steps", "of"} ..., then {"job", "result"}
     {"cancel": JOB}
     {"forget": DIGEST}                        an experiment that no device is in any more
@@ -16,7 +16,7 @@ jobs.
 from __future__ import annotations
 
 import threading
-from dataclasses import astuple
+from dataclasses import astuple, fields
 from functools import partial
 from typing import Any
 
@@ -50,23 +50,22 @@ class WorkerServer:
                     self._experiments[request["digest"]] = parse(request["experiment"])
                 elif "prepare" in request:
                     prepared = self._trainers.prepare(*self._device(request["prepare"]))
-                    self._channel.send(
-                        layout=prepared.layout.to_json(), samples=prepared.samples, partition=prepared.partition
-                    )
+                    facts = {field.name: getattr(prepared, field.name) for field in fields(prepared)}
+                    self._channel.send(**facts | {"layout": prepared.layout.to_json()})
                 elif "forget" in request:
                     del self._experiments[request["forget"]]
                     self._trainers.forget(request["forget"])
                 elif "train" in request:
-                    self._train(request["train"], request["row_bytes"])
+                    self._train(request["train"], request["row_bytes"], request["out_bytes"])
                 else:
                     self._channel.send(accelerators=self._accelerators)
             except FedstrataError as error:
                 self._channel.send(**error_record(error))
 
-    def _train(self, orders: list[dict[str, Any]], row_bytes: int) -> None:
-        rows = self._channel.memory.rows(2 * len(orders), row_bytes)
+    def _train(self, orders: list[dict[str, Any]], row_bytes: int, out_bytes: int) -> None:
+        rows = self._channel.memory.rows(2 * len(orders), max(row_bytes, out_bytes))
         work = []
-        for wanted, row, out in zip(orders, rows[::2], rows[1::2], strict=True):
+        for wanted, row, out in zip(orders, rows[::2, :row_bytes], rows[1::2, :out_bytes], strict=True):
             row.flags.writeable = False
             device, accelerator = self._device(wanted["device"])
             report, cancelled = partial(self._report, wanted["job"]), self._cancelled[wanted["job"]]

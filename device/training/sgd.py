@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from types import MethodType
+from types import MappingProxyType, MethodType
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from device.training.objectives.table import objective_of
 
 Forward = Callable[[Tensor], Tensor]
 
+NO_VECTORS: Final[Mapping[str, Sequence[Tensor]]] = MappingProxyType({})
 SMALL_BATCH_SAMPLES = 16  # up to which linear layers compute in fp32 on a CPU
 
 
@@ -63,11 +65,13 @@ def run_sgd(
     last_epoch: int,
     watch: Callable[[int], None],
     buffers: Sequence[Tensor] = (),
+    vectors: Mapping[str, Sequence[Tensor]] = NO_VECTORS,
 ) -> tuple[Tensor, int]:
     """Take one step of SGD for each batch (epoch, inputs, labels), with a fresh momentum.
 
     `watch(steps_done)` is called before each step; an exception that it raises ends the loop. `buffers` are those that
-    `forward` updates. Return the sum of the last epoch's losses over its samples, float64 [], and the number of steps.
+    `forward` updates, `vectors` those of the objective. Return the sum of the last epoch's losses over its samples,
+    float64 [], and the number of steps.
     """
     objective = objective_of(training)
     received = [weight.detach().clone() for weight in weights] if objective.uses_received else []
@@ -76,7 +80,7 @@ def run_sgd(
     steps, passes = 0, _Passes(forward, buffers)
     for epoch, inputs, labels in batches:
         watch(steps)
-        batch = Minibatch(partial(passes, inputs), labels, weights, received)
+        batch = Minibatch(partial(passes, inputs), labels, weights, received, vectors=vectors)
         loss = step(batch, momenta, objective=objective, training=training, learning_rate=learning_rate)
         passes.end()
         if epoch == last_epoch:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from common.aggregation.mixing import Floats
 from common.errors import InvalidExperiment, RunFailed
 from common.experiment import schema
-from common.experiment.training import learning_rate
 from common.learning import models
 from common.learning.nets.layers import reseed
 from common.model.layout import ModelLayout, Row
@@ -25,6 +26,8 @@ from device.training.batches import LocalDataset, batches, load_local_dataset
 from device.training.computing import first_line, out_of_memory, resolve_accelerator, set_up, set_up_thread
 from device.training.objectives.table import objective_of
 from device.training.sgd import Forward, forward_of, keep_linear_fp32, run_sgd
+from device.training.updates import finish, vectors_of
+from device.vectors import TaskVectors
 
 __all__ = ["Cancelled", "LocalResult", "Progress", "Trainer", "resolve_accelerator"]
 
@@ -35,8 +38,12 @@ PROGRESS_S = 0.5
 class _Prepared:
     module: nn.Module
     forward: Forward
-    layout: ModelLayout
+    vectors: TaskVectors
     local: LocalDataset
+
+    @property
+    def layout(self) -> ModelLayout:
+        return self.vectors.layout
 
 
 class Trainer:
@@ -67,7 +74,7 @@ class Trainer:
             module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload, unused-ignore]
         keep_linear_fp32(module, experiment.training, device=accelerator)
         forward = forward_of(module, experiment.training, device=accelerator)
-        self._made = _Prepared(module, forward, layout, local)
+        self._made = _Prepared(module, forward, vectors_of(experiment, self._node, layout), local)
         if experiment.training.compile:
             self._compile()
 
@@ -75,6 +82,11 @@ class Trainer:
     def layout(self) -> ModelLayout:
         """The model's layout, once prepared."""
         return self._prepared.layout
+
+    @property
+    def vectors(self) -> TaskVectors:
+        """The vectors behind the models of this device's tasks, once prepared."""
+        return self._prepared.vectors
 
     @property
     def samples(self) -> int:
@@ -89,7 +101,7 @@ class Trainer:
     def train(
         self, row: Row, out: Row, *, epochs: int, local_round: int, progress: Progress, cancelled: threading.Event
     ) -> LocalResult:
-        """Train the model in `row` for `epochs` and write it into `out`, both uint8 [row_bytes].
+        """Train the model in `row` for `epochs` and write it into `out`; both have `vectors` behind the model.
 
         `row` is read-only. `local_round` counts local rounds over the whole run: global round * local rounds + i.
         `progress(steps_done, steps_total)` is called from this thread every half second and at the end. Raises
@@ -104,9 +116,13 @@ class Trainer:
             models.read_row(made.module, made.layout, row)
             self._move_to(self._accelerator)
             reseed(made.module, self._dropout_seed(local_round), self._accelerator)
-            loss, steps = self._run_sgd(epochs=epochs, local_round=local_round, progress=progress, cancelled=cancelled)
+            vectors = made.vectors.read(row)
+            loss, steps = self._run_sgd(
+                vectors, epochs=epochs, local_round=local_round, progress=progress, cancelled=cancelled
+            )
             self._move_to("cpu")
             models.write_row(made.module, made.layout, out)
+            finish(self._experiment, made.vectors, row, out, steps=steps, local_round=local_round)
         except RuntimeError as error:
             if self._experiment.training.deterministic and "deterministic" in str(error):
                 raise _undetermined(error) from None
@@ -130,7 +146,13 @@ class Trainer:
         return torch_seed(self._experiment.seed, Purpose.DROPOUT, self._node, local_round)
 
     def _run_sgd(
-        self, *, epochs: int, local_round: int, progress: Progress, cancelled: threading.Event
+        self,
+        vectors: Mapping[str, Floats],
+        *,
+        epochs: int,
+        local_round: int,
+        progress: Progress,
+        cancelled: threading.Event,
     ) -> tuple[float, int]:
         """Return the last epoch's mean loss and the number of steps."""
         made, experiment = self._prepared, self._experiment
@@ -147,22 +169,28 @@ class Trainer:
             if cancelled.is_set():
                 raise Cancelled
 
-        global_round = local_round // experiment.device_rounds
         losses, steps = run_sgd(
             made.forward,
             list(made.module.train().parameters()),
             batches(made.local, experiment, node=self._node, epochs=epochs, local_round=local_round),
             training=experiment.training,
-            learning_rate=learning_rate(
-                experiment.training, global_round=global_round, global_rounds=experiment.rounds
-            ),
+            learning_rate=experiment.learning_rate_in(local_round),
             last_epoch=epochs - 1,
             watch=watch,
             buffers=list(made.module.buffers()),
+            vectors={name: self._tensors(vector_D) for name, vector_D in vectors.items()},
         )
         loss = float(losses) / self.samples
         progress(steps, total)
         return loss, steps
+
+    def _tensors(self, vector_D: Floats) -> list[Tensor]:
+        """Return a vector as tensors like the parameters, in their order."""
+        parts = self._prepared.vectors.split(vector_D)
+        found = []
+        for name, weight in self._prepared.module.named_parameters():
+            found.append(torch.empty_like(weight, requires_grad=False).copy_(torch.from_numpy(parts[name].copy())))
+        return found
 
     def _compile(self) -> None:
         """Take a step with a batch of each size, so that no round's seconds include the compiler's.

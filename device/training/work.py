@@ -9,34 +9,35 @@ from common.model.layout import Row
 from common.protocol.messages import Task
 from common.runtime.work import WorkResult
 from device.jobs import LocalResult, Progress
+from device.memory import DeviceMemory
 
 if TYPE_CHECKING:
     from device.training.trainer import Trainer
 
 
-def round_of(task: Task, *, rounds: int) -> int:
-    """Return the number of a task's local round in the whole run; a global round has `rounds` local rounds."""
-    return task.key.global_round * rounds + task.key.local_round
-
-
 def result_of(task: Task, out: Row, result: LocalResult) -> WorkResult:
-    """Return the result of a task: the trained model in `out`, uint8 [row_bytes], and its costs."""
+    """Return the result of a task: the trained model and its extras in `out`, uint8 [row_bytes], and its costs."""
     costs = (task.epochs, result.steps, result.train_s, result.wait_s)
     return WorkResult(out, result.samples, result.loss, *costs, path=result.path)
 
 
 class LocalWork:
-    """A device's results; each overwrites the model of the previous one. `rounds`: local rounds per global round."""
+    """A device's results; each overwrites the model of the previous one."""
 
-    def __init__(self, trainer: Trainer, *, rounds: int) -> None:
+    def __init__(self, trainer: Trainer, memory: DeviceMemory) -> None:
         self._trainer = trainer
-        self._rounds = rounds
-        self._out = trainer.layout.empty()
+        self._memory = memory
 
     def __call__(self, task: Task, row: Row, *, progress: Progress, cancelled: threading.Event) -> WorkResult:
         """Train the model in `row`, uint8 [row_bytes], as the task requires. Raises what `Trainer.train` raises."""
-        local_round = round_of(task, rounds=self._rounds)
+        memory = self._memory
         result = self._trainer.train(
-            row, self._out, epochs=task.epochs, local_round=local_round, progress=progress, cancelled=cancelled
+            memory.begin(task, row),
+            memory.out,
+            epochs=task.epochs,
+            local_round=memory.number(task),
+            progress=progress,
+            cancelled=cancelled,
         )
-        return result_of(task, self._out, result)
+        memory.end(task)
+        return result_of(task, memory.result, result)

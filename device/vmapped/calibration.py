@@ -20,7 +20,7 @@ from torch import Tensor
 
 from common.learning import models
 from common.learning.datasets import Normalise
-from common.model.layout import Row
+from common.model.layout import ModelLayout, Row
 from device.jobs import Cancelled
 from device.training.computing import first_line
 from device.training.sgd import forward_of, run_sgd
@@ -33,6 +33,7 @@ TIMED_STEPS = 5
 UNLIMITED_DEVICES = 1 << 20  # where memory is the host's
 MEMORY_RESERVE_SHARE = 0.2  # of the free memory: for other libraries and gaps of the allocator
 TRIAL_STEPS = 3
+TRIAL_NOISE = 0.1  # of the vectors behind the models: as large as gradients
 TRIAL_LEARNING_RATE = 0.01  # its steps are long compared with the rounding of float32 models
 # How far vmapped steps may be from a device's own, relative to their length. In float64 both give the same float32
 # model, up to its last bit. In fp32 and bf16 rounding decides on which side of a ReLU's kink a value is, and batch norm
@@ -82,7 +83,10 @@ def _problem(recipe: Recipe, turns: Sequence[Turn], precision: str) -> str:
     short = whole - 1 if recipe.pads and whole > 1 else whole
     outcomes: dict[int, VmappedResult | Cancelled] = {}
     counts = zip(turns, (whole, short), strict=False)
-    tried = [_repeated(turn, count, partial(outcomes.__setitem__, k)) for k, (turn, count) in enumerate(counts)]
+    tried = [
+        _repeated(turn, count, recipe.layout, partial(outcomes.__setitem__, k))
+        for k, (turn, count) in enumerate(counts)
+    ]
     try:
         train(recipe, tried, most=len(tried))
     except Exception as error:  # noqa: BLE001 - a layer that cannot be batched may raise anything
@@ -170,6 +174,8 @@ def _alone(recipe: Recipe, turn: Turn, count: int) -> Row:
             yield 0, recipe.inputs(places, changes), recipe.labels.index_select(0, places)
 
     models.read_row(module, layout, turn.row)
+    found = recipe.vectors.read(turn.row)
+    vectors = {name: list(recipe.like_weights(vector_D).values()) for name, vector_D in found.items()}
     run_sgd(
         forward_of(module, recipe.training, device=recipe.accelerator),
         list(module.parameters()),
@@ -179,18 +185,28 @@ def _alone(recipe: Recipe, turn: Turn, count: int) -> Row:
         last_epoch=0,
         watch=lambda _: None,
         buffers=list(module.buffers()),
+        vectors=vectors,
     )
     row = layout.empty()
     models.write_row(module, layout, row)
     return row
 
 
-def _repeated(turn: Turn, count: int, done: Callable[[VmappedResult | Cancelled], None]) -> Turn:
+def _repeated(turn: Turn, count: int, layout: ModelLayout, done: Callable[[VmappedResult | Cancelled], None]) -> Turn:
     """Return a turn of TRIAL_STEPS steps, each with the same batch of the device."""
     some = torch.arange(count).repeat(TRIAL_STEPS)
     changes = None if turn.visits.changes is None else turn.visits.changes[some]
     visits = Visits(turn.visits.places[some], changes)
-    return Turn(turn.row, Load(count, TRIAL_STEPS), visits, lambda *_: None, threading.Event(), done)
+    row = _with_noise(turn.row, layout)
+    return Turn(row, Load(count, TRIAL_STEPS), visits, lambda *_: None, threading.Event(), done)
+
+
+def _with_noise(row: Row, layout: ModelLayout) -> Row:
+    """Return a row whose vectors are noise: those of a first task are zeros, which have no effect."""
+    row = row.copy()
+    behind = row[layout.model_bytes :].view(np.float32)
+    behind[:] = np.random.default_rng(1).normal(scale=TRIAL_NOISE, size=behind.size)
+    return row
 
 
 def _synchronise(recipe: Recipe) -> None:

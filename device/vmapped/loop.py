@@ -48,7 +48,7 @@ class Visits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """One device's vmapped training; `row`, uint8 [row_bytes], is read-only.
+    """One device's vmapped training; `row`, a model and its vectors, uint8, is read-only.
 
     `progress(steps_done, steps_total)` and, at most once, `done` are called from the training thread.
     """

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.modules.batchnorm import _NormBase
 
+from common.aggregation.mixing import Floats
 from common.experiment.training import TrainingSettings
 from common.learning.datasets import Normalise
 from common.model.layout import ModelLayout, Row, Section
@@ -24,6 +25,7 @@ from device.training import sgd
 from device.training.augmentation import Changes, change
 from device.training.objectives.objective import Minibatch
 from device.training.objectives.table import objective_of
+from device.vectors import TaskVectors
 
 Tensors = dict[str, Tensor]
 
@@ -33,12 +35,17 @@ class Recipe:
     """What vmapped trainings share. Module, `images` [N, ...], `labels` int64 [N] are on one accelerator."""
 
     module: nn.Module
-    layout: ModelLayout
+    vectors: TaskVectors
     images: Tensor
     labels: Tensor
     normalise: Normalise
     training: TrainingSettings
     learning_rate: float
+
+    @property
+    def layout(self) -> ModelLayout:
+        """The layout of the model."""
+        return self.vectors.layout
 
     @property
     def accelerator(self) -> torch.device:
@@ -49,6 +56,11 @@ class Recipe:
     def pads(self) -> bool:
         """Whether samples of weight 0 have no effect, as they would have in batch statistics."""
         return not any(isinstance(layer, _NormBase) for layer in self.module.modules())
+
+    def like_weights(self, vectors: Floats) -> Tensors:
+        """Return vectors, float32 [..., D], as tensors with the shapes of the weights behind the same dimensions."""
+        dtype, parts = next(self.module.parameters()).dtype, self.vectors.split(vectors)
+        return {name: torch.from_numpy(part.copy()).to(self.accelerator, dtype) for name, part in parts.items()}
 
     def inputs(self, places: Tensor, changes: Changes | None) -> Tensor:
         """Return the model's inputs for samples with these indices, int64 [n]."""
@@ -75,16 +87,18 @@ class Batch:
 class VmappedModels:
     """The state of S trainings: weights, momenta, buffers, and the sums of their last epochs' losses.
 
-    For an objective that uses them, also the received weights.
+    For an objective that uses them, also the received weights and the vectors.
     """
 
     def __init__(self, recipe: Recipe, rows: Sequence[Row]) -> None:
-        """Start with each device's flat model, uint8 [row_bytes], and zero momenta."""
+        """Start with each device's flat model and the vectors behind it, uint8, and zero momenta."""
         self._recipe = recipe
         self._objective = objective_of(recipe.training)
-        self._weights, self._buffers = _tensors(recipe, np.stack(rows))
+        self._weights, self._buffers = _tensors(recipe, np.stack([row[: recipe.layout.model_bytes] for row in rows]))
         kept = self._weights if self._objective.uses_received else {}
         self._received = {name: weight.clone() for name, weight in kept.items()}
+        stacked = zip(*(recipe.vectors.read(row).items() for row in rows), strict=True)
+        self._vectors = {each[0][0]: recipe.like_weights(np.stack([vector for _, vector in each])) for each in stacked}
         moving = self._weights if recipe.training.momentum else {}
         self._momenta = {name: torch.zeros_like(weight) for name, weight in moving.items()}
         self._losses = torch.zeros(len(rows), dtype=torch.float64, device=recipe.accelerator)
@@ -111,6 +125,7 @@ class VmappedModels:
                 list(weights.values()),
                 list(_some(self._received, places).values()),
                 batch.weights,
+                {name: list(_some(parts, places).values()) for name, parts in self._vectors.items()},
             ),
             [momenta.get(name) for name in weights],
             objective=self._objective,
@@ -144,15 +159,15 @@ class VmappedModels:
         made = object.__new__(VmappedModels)
         made._recipe, made._objective = self._recipe, self._objective
         made._weights, made._received, made._momenta, made._buffers = (
-            {name: tensor[start:stop].cpu() for name, tensor in tensors.items()}
-            for tensors in (self._weights, self._received, self._momenta, self._buffers)
+            _part(tensors, start, stop) for tensors in (self._weights, self._received, self._momenta, self._buffers)
         )
+        made._vectors = {name: _part(tensors, start, stop) for name, tensors in self._vectors.items()}
         made._losses = self._losses[start:stop].cpu()
         return made
 
     def move_to(self, device: torch.device) -> None:
         """Move the state to another device."""
-        for tensors in (self._weights, self._received, self._momenta, self._buffers):
+        for tensors in (self._weights, self._received, self._momenta, self._buffers, *self._vectors.values()):
             tensors.update({name: tensor.to(device) for name, tensor in tensors.items()})
         self._losses = self._losses.to(device)
 
@@ -177,6 +192,10 @@ def _some(tensors: Mapping[str, Tensor], places: int | Tensor) -> Tensors:
     if isinstance(places, int):
         return {name: tensor[:places] for name, tensor in tensors.items()}
     return {name: tensor.index_select(0, places) for name, tensor in tensors.items()}
+
+
+def _part(tensors: Mapping[str, Tensor], start: int, stop: int) -> Tensors:
+    return {name: tensor[start:stop].cpu() for name, tensor in tensors.items()}
 
 
 def _tensors(recipe: Recipe, rows: npt.NDArray[np.uint8]) -> tuple[Tensors, Tensors]:

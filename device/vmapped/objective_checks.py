@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from common.errors import InvalidExperiment
 from common.experiment import own
+from common.experiment.aggregation import RULES, RuleSettings
 from common.experiment.objectives import CrossEntropy
 from common.experiment.training import TrainingSettings
 from common.learning import models
 from common.learning.inputs import Inputs
-from device.training.objectives.objective import Minibatch
+from common.model.layout import ModelLayout
+from device.training.objectives.objective import LocalUpdate, Minibatch
 from device.training.objectives.table import objective_of
 from device.training.sgd import run_sgd
+from device.vectors import TaskVectors
 from device.vmapped import calibration
 from device.vmapped.loop import Turn, Visits
 from device.vmapped.models import Recipe
@@ -47,7 +51,8 @@ def _in_process(training: TrainingSettings) -> Iterator[tuple[str, str]]:
     before = [weight.detach().clone() for weight in weights]
     objective = objective_of(training)
     received = [weight + 0.1 for weight in before] if objective.uses_received else []
-    loss = objective.backward(Minibatch(lambda: module(images), labels, weights, received))
+    vectors = _like_weights(training, weights)
+    loss = objective.backward(Minibatch(lambda: module(images), labels, weights, received, vectors=vectors))
     gradients = [weight.grad for weight in weights]
     moved = any(not torch.equal(one, other) for one, other in zip(weights, before, strict=True))
     yield "weights after backward", "it changes them; only gradients are its result" if moved else ""
@@ -60,6 +65,7 @@ def _in_process(training: TrainingSettings) -> Iterator[tuple[str, str]]:
     trained = [_train(training) for _ in range(2)]
     same = all(torch.equal(one, other) for one, other in zip(*trained, strict=True))
     yield "the same twice", "" if same else "training with the same samples gives other weights"
+    yield "vectors", _finish(training)
     plain = _train(training.model_copy(update={"objective": CrossEntropy()}))
     equal = all(torch.equal(one, other) for one, other in zip(trained[0], plain, strict=True))
     yield "other than cross-entropy", "the same weights after some steps: does it have an effect?" if equal else ""
@@ -73,9 +79,36 @@ def _train(training: TrainingSettings) -> list[Tensor]:
     weights = list(module.parameters())
     run_sgd(
         module, weights, parts, training=training, learning_rate=0.05, last_epoch=0, watch=lambda _: None,
-        buffers=list(module.buffers()),
+        buffers=list(module.buffers()), vectors=_like_weights(training, weights),
     )  # fmt: skip
     return [weight.detach() for weight in weights]
+
+
+def _finish(training: TrainingSettings) -> str:
+    """Return what is wrong with the vectors that the objective makes of a training, "" for nothing."""
+    vectors = _vectors(training, models.layout_of(models.build("mlp_digits", 1, inputs=INPUTS)))
+    draw, columns = np.random.default_rng(1), vectors.layout.parameters
+    received_D, trained_D, *others = draw.normal(size=(2 + len(vectors.names), columns)).astype(np.float32)
+    given = dict(zip(vectors.names, others, strict=True))
+    found = objective_of(training).finish(LocalUpdate(received_D, trained_D, given, STEPS, 0.05, training.momentum))
+    wanted = (*vectors.returned, *vectors.kept)
+    if sorted(found) != sorted(wanted):
+        return f"`finish` returns {sorted(found)}, and must return {sorted(wanted)}"
+    wrong = [name for name, each in found.items() if np.shape(each) != (columns,) or not np.isfinite(each).all()]
+    return f"`finish` returns {wrong[0]} that is not {columns} finite numbers" if wrong else ""
+
+
+def _vectors(training: TrainingSettings, layout: ModelLayout) -> TaskVectors:
+    rule = RULES.get(training.objective.rule or "", RuleSettings)
+    return TaskVectors(layout, tuple(rule.sends), tuple(rule.returns), tuple(objective_of(training).keeps))
+
+
+def _like_weights(training: TrainingSettings, weights: Sequence[Tensor]) -> dict[str, list[Tensor]]:
+    """Return noise for each vector, like the weights."""
+    draw = torch.Generator().manual_seed(2)
+    layout = models.layout_of(models.build("mlp_digits", 1, inputs=INPUTS))
+    names = _vectors(training, layout).names
+    return {name: [torch.randn(weight.shape, generator=draw) / 10 for weight in weights] for name in names}
 
 
 def _samples() -> tuple[Tensor, Tensor]:
@@ -87,9 +120,10 @@ def _vmapped(training: TrainingSettings) -> tuple[Recipe, list[Turn]]:
     images, labels = _samples()
     module = models.build("mlp_digits", 1, inputs=INPUTS)
     layout = models.layout_of(module)
-    row = layout.empty()
+    vectors = _vectors(training, layout)
+    row = np.zeros(layout.row_bytes + 4 * layout.parameters * len(vectors.names), np.uint8)
     models.write_row(module, layout, row)
-    recipe = Recipe(module, layout, images, labels, _unchanged, training, 0.05)
+    recipe = Recipe(module, vectors, images, labels, _unchanged, training, 0.05)
     places = torch.arange(SAMPLES).view(2, -1)
     turns = [Turn(row, Load(len(each), 1), Visits(each, None), _ignore, threading.Event(), _ignore) for each in places]
     return recipe, turns

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from common.accounting.child_report import TrainingPath
 from common.experiment.schema import Experiment
-from common.experiment.training import learning_rate
 from common.learning import datasets, models
 from device.jobs import Cancelled, Ending, HostedDevice, LocalResult, Order
 from device.training.augmentation import Changes
 from device.training.batches import LocalDataset, load_local_dataset, orders
 from device.training.computing import first_line, out_of_memory, set_up, set_up_thread
 from device.training.sgd import keep_linear_fp32
+from device.training.updates import finish, vectors_of
 from device.vmapped.calibration import StepTimes, measure, most_in_memory, problem_of
 from device.vmapped.gathering import VmappedMode
 from device.vmapped.loop import Turn, Visits, VmappedResult, train
@@ -122,7 +122,8 @@ class _Shared:
         first = next(iter(self._local.values()))
         module = models.build(self._experiment.model.name, self._experiment.seed, inputs=first.inputs)
         keep_linear_fp32(module, self._experiment.training, device=self._accelerator)
-        self._layout, self._module = models.layout_of(module), module.to(self._accelerator).train()
+        self._vectors = vectors_of(self._experiment, nodes[0], models.layout_of(module))
+        self._module = module.to(self._accelerator).train()
         data = datasets.load(self._experiment.data, node=nodes[0])
         self._normalise = data.normaliser(self._accelerator)
         self._held: dict[int, tuple[int, Tensor]] = {}  # by source: the offset of its samples here, and their indices
@@ -137,14 +138,11 @@ class _Shared:
 
     def rate(self, order: Order) -> float:
         """Return the learning rate of the order's global round."""
-        global_round = order.local_round // self._experiment.device_rounds
-        return learning_rate(
-            self._experiment.training, global_round=global_round, global_rounds=self._experiment.rounds
-        )
+        return self._experiment.learning_rate_in(order.local_round)
 
     def recipe(self, rate: float) -> Recipe:
         """Return what the devices share at this learning rate."""
-        shared = (self._module, self._layout, self._images, self._labels, self._normalise)
+        shared = (self._module, self._vectors, self._images, self._labels, self._normalise)
         return Recipe(*shared, self._experiment.training, rate)
 
     def turn(self, device: HostedDevice, order: Order, done: Callable[[Ending], None]) -> Turn:
@@ -163,7 +161,10 @@ class _Shared:
             if not isinstance(how, VmappedResult):
                 done(how)
                 return
-            order.out[:] = how.row
+            order.out[: how.row.size] = how.row
+            finish(
+                self._experiment, self._vectors, order.row, order.out, steps=how.steps, local_round=order.local_round
+            )
             costs = (how.train_s, how.wall_s - how.train_s)
             done(LocalResult(load.samples, how.loss, how.steps, *costs, TrainingPath.VMAPPED, how.wall_s))
 

@@ -36,7 +36,7 @@ from common.experiment.links import LinkSettings
 from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
 from common.host.memory import keep_large_buffers
-from common.model.layout import Row
+from common.model.layout import LinkLayouts, Row
 from common.net.address import BrokerAddress
 from common.net.bulk import Body
 from common.protocol.identity import Identity
@@ -240,7 +240,7 @@ def _sender(port: int, model_bytes: int, mbit: float, meter: Any, reported: Conn
             links={RECEIVER: LinkSettings(down_mbit=mbit)},
             transfer=TRANSFER,
         )
-        endpoint.set_layout(layout_of(model_bytes))
+        endpoint.set_layouts(LinkLayouts.plain(layout_of(model_bytes)))
         publish = endpoint.connection.publish_body
 
         def counted(topic: str, body: Body, *, done: Callable[[], None]) -> None:
@@ -300,7 +300,7 @@ def _receiver(port: int, model_bytes: int, spool: Path | None, meter: Any, repor
 
         async def serve() -> None:
             await _introduced(endpoint, meter)
-            await endpoint.serve(layout, work)
+            await endpoint.serve(LinkLayouts.plain(layout), work)
 
         endpoint.set_state(NodeState.READY, samples=1)
         await live((endpoint,), serve(), connect_timeout_s=PATIENCE_S, goodbye=_nothing)

@@ -35,6 +35,7 @@ from common.errors import ConnectionFailed, InvalidExperiment, RunFailed
 from common.experiment.links import LinkSettings
 from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
+from common.model.layout import LinkLayouts
 from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
 from common.protocol.messages import NodeState, Task
@@ -177,7 +178,7 @@ async def run_parent(setting: Setting) -> tuple[Reported, list[float], list[floa
     endpoint = ParentEndpoint(
         BrokerAddress("127.0.0.1", PORT), identity, links={CHILD: setting.link}, transfer=setting.transfer, shaped=False
     )
-    endpoint.set_layout(layout)
+    endpoint.set_layouts(LinkLayouts.plain(layout))
     row = layout.empty()
     layout.floats(row)[:] = np.random.default_rng(1).standard_normal(layout.columns, np.float32)
     down_s, up_s = [], []
@@ -227,7 +228,7 @@ def run_child(host: str, setting: Setting, reported: Connection) -> None:
             await endpoint.farewell((), timeout_s=20)
 
         endpoint.set_state(NodeState.READY, samples=1)
-        await live((endpoint,), endpoint.serve(layout, work), connect_timeout_s=10, goodbye=goodbye)
+        await live((endpoint,), endpoint.serve(LinkLayouts.plain(layout), work), connect_timeout_s=10, goodbye=goodbye)
         return endpoint
 
     reported.send(Reported.of(asyncio.run(run())))

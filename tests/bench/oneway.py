@@ -30,7 +30,7 @@ from common.experiment.links import LinkSettings
 from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
 from common.host.memory import keep_large_buffers
-from common.model.layout import ModelLayout, Section
+from common.model.layout import LinkLayouts, ModelLayout, Section
 from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
 from common.protocol.messages import NodeState, Task
@@ -114,7 +114,7 @@ async def _parent(
         BrokerAddress("127.0.0.1", port), Identity(RUN, PARENT, "institution", SESSION), links={CHILD: LinkSettings()},
         transfer=TRANSFER,
     )  # fmt: skip
-    endpoint.set_layout(layout)
+    endpoint.set_layouts(LinkLayouts.plain(layout))
     row = layout.empty()
     draw = np.random.default_rng(1)
     state: dict[str, npt.NDArray[np.float32]] = {
@@ -170,7 +170,7 @@ def _child(port: int, model_bytes: int, arrivals: SimpleQueue[float]) -> None:
             await endpoint.farewell((), timeout_s=2)
 
         endpoint.set_state(NodeState.READY, samples=1)
-        await live((endpoint,), endpoint.serve(layout, work), connect_timeout_s=10, goodbye=goodbye)
+        await live((endpoint,), endpoint.serve(LinkLayouts.plain(layout), work), connect_timeout_s=10, goodbye=goodbye)
 
     asyncio.run(run())
 

@@ -28,7 +28,7 @@ from common.experiment.links import LinkSettings
 from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
 from common.host.memory import keep_large_buffers
-from common.model.layout import ModelLayout, Section
+from common.model.layout import LinkLayouts, ModelLayout, Section
 from common.net.address import BrokerAddress
 from common.net.tls import Tls
 from common.protocol.identity import Identity
@@ -130,7 +130,7 @@ async def _parent(address: BrokerAddress, names: list[str], model_bytes: int, pi
         transfer=TransferSettings(idle_s=30.0),
         spool=Spool.open(Path(home), run=RUN, node=PARENT),
     )
-    endpoint.set_layout(layout)
+    endpoint.set_layouts(LinkLayouts.plain(layout))
     row = layout.empty()
     layout.floats(row)[:] = np.random.default_rng(1).standard_normal(layout.columns, np.float32)
     rule = aggregator.build(
@@ -193,7 +193,7 @@ async def _device(address: BrokerAddress, name: str, model_bytes: int) -> None:
         await endpoint.farewell((), timeout_s=2)
 
     endpoint.set_state(NodeState.READY, samples=1)
-    await live((endpoint,), endpoint.serve(layout, work), connect_timeout_s=10, goodbye=goodbye)
+    await live((endpoint,), endpoint.serve(LinkLayouts.plain(layout), work), connect_timeout_s=10, goodbye=goodbye)
 
 
 if __name__ == "__main__":

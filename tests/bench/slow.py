@@ -32,6 +32,7 @@ from common.experiment.links import LinkSettings
 from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
 from common.host.memory import keep_large_buffers
+from common.model.layout import LinkLayouts
 from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
 from common.protocol.messages import NodeState, Task
@@ -111,7 +112,7 @@ async def _send(
     layout = layout_of(model_bytes)
     identity = Identity(RUN, SENDER, "institution", SESSION)
     endpoint = ParentEndpoint(address, identity, links=dict.fromkeys(names, LinkSettings()), transfer=transfer)
-    endpoint.set_layout(layout)
+    endpoint.set_layouts(LinkLayouts.plain(layout))
     row = layout.empty()
     draw = np.random.default_rng(1)
     global_round = 0
@@ -180,7 +181,7 @@ async def _receiver(
     if pause_s:
         endpoint.session.receiver.receive_chunk = slowly  # type: ignore[method-assign]
     endpoint.set_state(NodeState.READY, samples=1)
-    await live((endpoint,), endpoint.serve(layout, work), connect_timeout_s=30, goodbye=goodbye)
+    await live((endpoint,), endpoint.serve(LinkLayouts.plain(layout), work), connect_timeout_s=30, goodbye=goodbye)
 
 
 def beside(fast: int, slow: int, *, model_bytes: int, slow_s: float, repeats: int) -> Table:

@@ -24,6 +24,7 @@ from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
 from common.experiment.topology import CLOUD
 from common.host.memory import keep_large_buffers
+from common.model.layout import LinkLayouts
 from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
 from common.protocol.messages import NodeState, Task
@@ -78,7 +79,7 @@ async def _cloud(
         links={INSTITUTION: LinkSettings(down_mbit=wan_mbit)},
         transfer=TRANSFER,
     )
-    endpoint.set_layout(layout)
+    endpoint.set_layouts(LinkLayouts.plain(layout))
     row = layout.empty()
 
     async def one(global_round: int) -> float:
@@ -112,7 +113,7 @@ def _institution(port: int, names: list[str], model_bytes: int, wan_mbit: float,
         down = ParentEndpoint(
             address, identity, links=dict.fromkeys(names, LinkSettings(down_mbit=lan_mbit)), transfer=TRANSFER
         )
-        down.set_layout(layout)
+        down.set_layouts(LinkLayouts.plain(layout))
 
         async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
             start = model if task.key.global_round % 2 == 0 else await model.whole()
@@ -130,7 +131,7 @@ def _institution(port: int, names: list[str], model_bytes: int, wan_mbit: float,
             down.set_state(NodeState.READY)
             await down.gather(Closing())
             up.set_state(NodeState.READY, samples=1)
-            await up.serve(layout, work)
+            await up.serve(LinkLayouts.plain(layout), work)
 
         await live((up, down), serve(), connect_timeout_s=10, goodbye=goodbye)
 
@@ -166,7 +167,7 @@ async def _device(port: int, name: str, model_bytes: int, arrivals: SimpleQueue[
         await endpoint.farewell((), timeout_s=2)
 
     endpoint.set_state(NodeState.READY, samples=1)
-    await live((endpoint,), endpoint.serve(layout, work), connect_timeout_s=10, goodbye=goodbye)
+    await live((endpoint,), endpoint.serve(LinkLayouts.plain(layout), work), connect_timeout_s=10, goodbye=goodbye)
 
 
 if __name__ == "__main__":

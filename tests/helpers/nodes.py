@@ -23,7 +23,7 @@ from common.experiment.codecs import PLAIN, Codecs
 from common.experiment.links import LinkSettings
 from common.experiment.rounds import Closing
 from common.experiment.schema import TransferSettings
-from common.model.layout import ModelLayout, Row, Section
+from common.model.layout import LinkLayouts, ModelLayout, Row, Section
 from common.protocol.identity import Identity
 from common.protocol.messages import Ask, Message, NodeState, Phase, Result, Task
 from common.protocol.presence import Proof
@@ -108,7 +108,7 @@ def parent_of(
         )
 
     parent = site.make(name, build)
-    parent.set_layout(layout)
+    parent.set_layouts(LinkLayouts.plain(layout))
     parent.set_state(NodeState.READY)
     return parent
 
@@ -178,7 +178,7 @@ def serving(
         layout.floats(out)[:] = changed(layout, row, place)
         return WorkResult(out, 1 + place, 0.5, task.epochs, 1, 0.0, 0.0)
 
-    return living(site, child, work=child.serve(layout, work))
+    return living(site, child, work=child.serve(LinkLayouts.plain(layout), work))
 
 
 def lying(
@@ -199,7 +199,7 @@ def ending_with(site: Site, child: ChildEndpoint, layout: ModelLayout, value: fl
         layout.floats(out)[-1] = value
         return WorkResult(out, 1, 0.5, task.epochs, 1, 0.0, 0.0)
 
-    return living(site, child, work=child.serve(layout, work))
+    return living(site, child, work=child.serve(LinkLayouts.plain(layout), work))
 
 
 class Middle:
@@ -225,13 +225,13 @@ class Middle:
 
         self._site, self._layout = site, layout
         self.up, self.down = site.make(PARENT, build)
-        self.down.set_layout(layout)
+        self.down.set_layouts(LinkLayouts.plain(layout))
         for endpoint in (self.up, self.down):
             endpoint.set_state(NodeState.READY)
 
     def live(self) -> asyncio.Task[Any]:
         """Connect both endpoints, and answer each task with the first child's model."""
-        return living(self._site, self.up, self.down, work=self.up.serve(self._layout, self._work))
+        return living(self._site, self.up, self.down, work=self.up.serve(LinkLayouts.plain(self._layout), self._work))
 
     async def _work(self, task: Task, model: Arriving, report: Report) -> WorkResult:
         played = await play(self.down, model)

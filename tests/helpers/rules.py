@@ -11,4 +11,15 @@ _NEEDED: Final[Mapping[str, Mapping[str, Any]]] = {
     **{name: {"learning_rate": 0.1} for name in ("fedadagrad", "fedadam", "fedyogi")},
     "krum": {"wrong": 0},  # for any number of children
 }
+# Of rules whose children must be devices with an objective: they stand in the last tier.
+WITH_OBJECTIVE: Final[Mapping[str, str]] = {name: rule.objective for name, rule in RULES.items() if rule.objective}
 LEAST: Final[Mapping[str, dict[str, Any]]] = {name: {"name": name, **_NEEDED.get(name, {})} for name in RULES}
+
+
+def least_lab(name: str) -> dict[str, Any]:
+    """Return the least experiment with this rule below the cloud, which then has devices if the rule needs them."""
+    tree: dict[str, Any] = {"cloud": {"aggregation": LEAST[name]}, "topology": {"institutions": 3, "devices": 3}}
+    if name in WITH_OBJECTIVE:
+        tree |= {"topology": {"institutions": 0, "devices": 3}}
+        tree |= {"training": {"objective": {"name": WITH_OBJECTIVE[name]}}}
+    return tree

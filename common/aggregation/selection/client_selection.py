@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any, Final
@@ -58,22 +58,32 @@ class ClientSelection:
         chosen = set(self._choose(now))
         return [child for child in children if child in chosen]
 
-    def observe(self, r: int, selected: Sequence[str], results: Mapping[str, ResultFacts]) -> None:
-        """Take note of a closed round; one that is repeated counts once. Children without a result keep their last."""
+    def observe(
+        self, r: int, selected: Sequence[str], results: Mapping[str, ResultFacts], *, unused: Collection[str] = ()
+    ) -> None:
+        """Take note of a closed round; one that is repeated counts once. Children without a result keep their last.
+
+        `unused`: whose results the aggregation left out.
+        """
         for name in selected:
-            past = self._history.get(name, Participation(first_round=r))
+            past = self._history.get(name, Participation())
             is_new = r > past.last_round
             self._history[name] = replace(
                 past,
                 rounds=past.rounds + is_new,
                 missed=past.missed + (is_new and name not in results),
                 last_round=max(r, past.last_round),
+                used_round=max(r, past.used_round) if name in results and name not in unused else past.used_round,
                 result=results.get(name, past.result),
             )
 
-    def had_tasks(self, selected: Sequence[str], r: int) -> frozenset[str]:
-        """Return which of these children were selected in a round before r, which may be one that is repeated."""
-        return frozenset(name for name in selected if name in self._history and self._history[name].first_round < r)
+    def follows(self, selected: Sequence[str], r: int) -> dict[str, int]:
+        """Return for each of these children the number of its last round before r whose result was used, from 1.
+
+        0 for those without one. A node that repeats rounds knows it only if its state was restored.
+        """
+        used = {name: self._history[name].used_round for name in selected if name in self._history}
+        return {name: round_ + 1 if (round_ := used.get(name, -1)) < r else 0 for name in selected}
 
     def facts(self, selected: Sequence[str]) -> dict[str, object]:
         """Return what a round's plan records: who was selected, unless seed and round alone determine it."""

@@ -28,14 +28,14 @@ class ResultFacts(NamedTuple):
 class Participation:
     """A child's earlier rounds. `rounds`: in how many it was selected; `missed`: those without its result.
 
-    `first_round`, `last_round`: the first and the last one in which it was selected. `result`: its last result; None if
-    there is none yet.
+    `last_round`: the last one in which it was selected; `used_round`: the last one whose aggregation used its result.
+    Both are -1 if there is none. `result`: its last result; None if there is none yet.
     """
 
     rounds: int = 0
     missed: int = 0
-    first_round: int = 0
     last_round: int = -1
+    used_round: int = -1
     result: ResultFacts | None = None
 
 

@@ -6,12 +6,14 @@ Everything here is of one model, or of A models at once (vmapped): then the tens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from common.aggregation.mixing import Floats
 
 
 @dataclass(slots=True, eq=False)  # not frozen: each step makes one, and a frozen one costs a microsecond more
@@ -22,6 +24,7 @@ class Minibatch:
     several times; only the first call updates batch statistics. `labels` are int64 [W]. `sample_weights` [A, W], each
     row of sum 1, are the samples' weights in the loss of A models; None = equal. `received` are the parameters that
     training began with, in the order and with the shapes of `weights`; empty if the objective does not use them.
+    `vectors`: those that the parent sent with the model, and those that the device keeps, by name, each like `weights`.
     """
 
     forward: Callable[[], Tensor]
@@ -29,6 +32,22 @@ class Minibatch:
     weights: Sequence[Tensor]
     received: Sequence[Tensor]
     sample_weights: Tensor | None = None
+    vectors: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalUpdate:
+    """What one device's training has done: the model's trainable columns before and after it, float32 [D] each.
+
+    `vectors`: as in Minibatch, float32 [D] each. `steps` of SGD were taken with this learning rate and momentum.
+    """
+
+    received_D: Floats
+    trained_D: Floats
+    vectors: Mapping[str, Floats]
+    steps: int
+    learning_rate: float
+    momentum: float
 
 
 class Objective:
@@ -38,6 +57,7 @@ class Objective:
     """
 
     uses_received = False  # whether a copy of the received parameters is kept during training
+    keeps: Sequence[str] = ()  # vectors of the device's own, float32 [D] each, zeros at first, from task to task
 
     def losses(self, batch: Minibatch, logits: Tensor) -> Tensor:
         """Return the loss [] of one model, or the losses [A], differentiable."""
@@ -55,6 +75,10 @@ class Objective:
         losses = self.losses(batch, batch.forward())
         torch.autograd.backward(losses.sum() if losses.dim() else losses)  # each depends on its own model's weights
         return losses.detach()
+
+    def finish(self, update: LocalUpdate) -> Mapping[str, Floats]:
+        """Return the vectors that the device keeps, and those that its parent expects, float32 [D] each."""
+        return {}
 
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:

@@ -9,15 +9,19 @@ from typing import Any, Final
 from common.experiment.objectives import OwnObjective
 from common.experiment.own import build
 from common.experiment.training import TrainingSettings
+from device.training.objectives.feddyn import DynamicObjective
 from device.training.objectives.fedprox import ProximalObjective
 from device.training.objectives.fedsam import SharpnessAwareObjective
 from device.training.objectives.objective import Objective
+from device.training.objectives.scaffold import ControlledObjective
 
 _BUILT: Final[Mapping[str, Callable[[Any], Objective]]] = MappingProxyType(
     {
         "cross_entropy": lambda _: Objective(),
         "fedprox": ProximalObjective,
         "fedsam": SharpnessAwareObjective,
+        "scaffold": ControlledObjective,
+        "feddyn": DynamicObjective,
     }
 )
 

@@ -1,0 +1,46 @@
+"""FedDyn at a device (Acar et al. 2021, Algorithm 1): a linear and a quadratic term beside the cross-entropy.
+
+    loss = cross-entropy - <h_k, w> + (alpha / 2) ||w - z||^2           z: the received parameters
+    h_k  = h_k - alpha (w_k - z)                                        after training
+
+h_k is kept. Both terms' gradients are added to that of the cross-entropy, as FedProx does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.aggregation.mixing import Floats
+from common.experiment.objectives import DynamicRegulariser, FedProx
+from device.training.objectives.fedprox import ProximalObjective
+from device.training.objectives.objective import LocalUpdate, Minibatch
+
+(OWN,) = DynamicRegulariser.keeps
+
+
+class DynamicObjective(ProximalObjective):
+    """The proximal objective and the linear term. The reported loss is the cross-entropy."""
+
+    keeps = DynamicRegulariser.keeps
+
+    def __init__(self, settings: DynamicRegulariser) -> None:
+        super().__init__(FedProx(mu=settings.alpha))
+        self._alpha = settings.alpha
+
+    def backward(self, batch: Minibatch) -> Tensor:
+        """Write the gradients of the sum; return the cross-entropy."""
+        losses = super().backward(batch)
+        used = [i for i, weight in enumerate(batch.weights) if weight.grad is not None]
+        gradients = [grad for weight in batch.weights if (grad := weight.grad) is not None]
+        with torch.no_grad():
+            torch._foreach_sub_(gradients, [batch.vectors[OWN][i] for i in used])
+        return losses
+
+    def finish(self, update: LocalUpdate) -> Mapping[str, Floats]:
+        """Return h_k after the training."""
+        step = update.trained_D.astype(np.float64) - update.received_D
+        return {OWN: (update.vectors[OWN] - self._alpha * step).astype(np.float32)}

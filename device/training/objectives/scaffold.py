@@ -1,0 +1,52 @@
+"""SCAFFOLD at a device (Karimireddy et al. 2020, Algorithm 1, option II).
+
+    g    = gradient of the cross-entropy - c_k + c                     in each of S steps with learning rate eta
+    c_k+ = c_k - c + (x - y_k) / (a eta)                       x: received, y_k: trained parameters; a = S
+
+c comes with the model, c_k is kept, and c_k+ - c_k is returned. The correction is of the gradient, before momentum,
+weight decay and clipping. With momentum m the path is longer: a is the sum of the weights that its gradients got, as in
+FedNova (`common/aggregation/fednova.py`). With a = S the estimate would be 1 / (1 - m) times too long, and training
+diverges at m = 0.9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.aggregation.fednova import norms
+from common.aggregation.mixing import Floats
+from common.experiment.objectives import ScaffoldCorrection
+from device.training.objectives.objective import LocalUpdate, Minibatch, Objective
+
+CONTROL, CHANGE, (OWN,) = "control", "control_change", ScaffoldCorrection.keeps
+
+
+class ControlledObjective(Objective):
+    """Cross-entropy whose gradients are corrected. The reported loss is the cross-entropy."""
+
+    keeps = ScaffoldCorrection.keeps
+
+    def __init__(self, settings: ScaffoldCorrection) -> None:
+        """Take the settings, which have no key."""
+
+    def backward(self, batch: Minibatch) -> Tensor:
+        """Write the corrected gradients; return the cross-entropy."""
+        losses = super().backward(batch)
+        used = [i for i, weight in enumerate(batch.weights) if weight.grad is not None]
+        gradients = [grad for weight in batch.weights if (grad := weight.grad) is not None]
+        with torch.no_grad():
+            torch._foreach_sub_(gradients, [batch.vectors[OWN][i] for i in used])
+            torch._foreach_add_(gradients, [batch.vectors[CONTROL][i] for i in used])
+        return losses
+
+    def finish(self, update: LocalUpdate) -> Mapping[str, Floats]:
+        """Return c_k+, and its difference to c_k."""
+        control, own = update.vectors[CONTROL], update.vectors[OWN]
+        taken = float(norms(np.array([update.steps]), update.momentum)[0])
+        gradient = (update.received_D.astype(np.float64) - update.trained_D) / (taken * update.learning_rate)
+        after = (own - control.astype(np.float64) + gradient).astype(np.float32)
+        return {OWN: after, CHANGE: after - own}

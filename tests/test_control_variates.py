@@ -1,0 +1,435 @@
+"""SCAFFOLD and FedDyn: vectors that devices keep, extras behind the models; against plain twins, and through labs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+from torch import nn
+from torch.nn import functional
+
+from cloud.results import RunFolder
+from common.aggregation.aggregator import Aggregator, Uploads, build
+from common.aggregation.extras import link_layouts
+from common.errors import InvalidExperiment, RunFailed
+from common.experiment.aggregation import RULES
+from common.experiment.reading import parse
+from common.experiment.training import TrainingSettings
+from common.model.codecs import CODECS
+from common.model.layout import LinkLayouts, ModelLayout, Section
+from common.protocol.manifest import describe
+from common.protocol.messages import Key, Task
+from common.storage.spool import Spool
+from deploy.local.direct import run_in_process
+from deploy.simulation.lab import SimulatedLab
+from deploy.simulation.outcome import LabOutcome
+from device.memory import DeviceMemory
+from device.training.objectives.objective import LocalUpdate
+from device.training.objectives.table import objective_of
+from device.training.sgd import run_sgd
+from device.vmapped import calibration, objective_checks
+from tests.helpers.commands import DEMO, run_lab, table, tensors
+from tests.helpers.examples import examples
+from tests.test_aggregators import Report
+
+LAYOUT: Final = ModelLayout.build(
+    [("weight", (40, 1000), Section.PARAMETER), ("mean", (3,), Section.BUFFER), ("steps", (), Section.COUNTER)]
+)
+D: Final = LAYOUT.parameters
+CHILDREN: Final = ("a", "b", "c", "d")
+METHODS: Final = ("scaffold", "feddyn")
+
+Floats = npt.NDArray[np.float32]
+
+
+def training(name: str, **keys: Any) -> TrainingSettings:
+    return TrainingSettings.model_validate({"objective": {"name": name, **keys}})
+
+
+def rule_of(name: str, *, settings: TrainingSettings | None = None, **keys: Any) -> Aggregator:
+    settings = settings or (training(name) if name in METHODS else None)
+    rule = build(
+        RULES[name](name=name, **keys), layout=LAYOUT, node="cloud", seed=1, measures=True, children=len(CHILDREN),
+        training=settings, rows=lambda name, count: np.empty(0, np.uint8),
+    )  # fmt: skip
+    rule.begin(np.zeros(LAYOUT.row_bytes, np.uint8))
+    return rule
+
+
+# The node
+
+
+def play(
+    rule: Aggregator, name: str, r: int, *, answers: Sequence[str] = CHILDREN
+) -> tuple[Floats, Floats, list[Floats]]:
+    """Play a round of random steps; return the model and c that the children received, and what they returned."""
+    links = link_layouts(RULES[name](name=name), LAYOUT)
+    ((sent, _),) = rule.dispatch(r, CHILDREN)
+    received, control = LAYOUT.floats(sent)[:D].copy(), links.down.extra_columns(sent).copy()
+    rows_K = np.zeros((len(CHILDREN), links.up.row_bytes), np.uint8)
+    rows_K[:, : LAYOUT.row_bytes] = sent[: LAYOUT.row_bytes]
+    draw = np.random.default_rng(r)
+    LAYOUT.floats(rows_K)[:] += draw.normal(scale=0.1, size=(len(CHILDREN), D + 3)).astype(np.float32)
+    links.up.extra_columns(rows_K)[:] = draw.normal(size=(len(CHILDREN), links.up.extras)).astype(np.float32)
+    reports = tuple(Report(10 * (k + 1), 0.5) if child in answers else None for k, child in enumerate(CHILDREN))
+    rule.aggregate(r, Uploads(CHILDREN, rows_K, reports, lambda: None))
+    k = [CHILDREN.index(child) for child in answers]
+    return received, control, [LAYOUT.floats(rows_K)[k, :D], links.up.extra_columns(rows_K)[k]]
+
+
+@pytest.mark.parametrize("eta", [1.0, 0.5])
+@pytest.mark.parametrize("answers", [CHILDREN, CHILDREN[1:3]])
+def test_scaffolds_node_is_its_plain_twin(eta: float, answers: tuple[str, ...]) -> None:
+    rule = rule_of("scaffold", learning_rate=eta)
+    x, c = np.zeros(D), np.zeros(D)
+    for r in range(50):
+        received, control, (models_K, changes_K) = play(rule, "scaffold", r, answers=answers)
+        np.testing.assert_allclose(received, x, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(control, c, rtol=0, atol=1e-5)
+        x = received + eta * (models_K.astype(np.float64).mean(0) - received)
+        c = control + changes_K.astype(np.float64).sum(0) / len(CHILDREN)
+    np.testing.assert_allclose(LAYOUT.floats(rule.model)[:D], x, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("answers", [CHILDREN, CHILDREN[1:3]])
+def test_feddyns_node_is_its_plain_twin(answers: tuple[str, ...]) -> None:
+    alpha = 0.05
+    rule = rule_of("feddyn", settings=training("feddyn", alpha=alpha))
+    h = np.zeros(D)
+    for r in range(50):
+        received, _, (models_K, _) = play(rule, "feddyn", r, answers=answers)
+        h = h - alpha / len(CHILDREN) * (models_K.astype(np.float64) - received).sum(0)
+        wanted = models_K.astype(np.float64).mean(0) - h / alpha
+        np.testing.assert_allclose(LAYOUT.floats(rule.model)[:D], wanted, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_restored_node_continues_bit_for_bit(name: str, tmp_path: Path) -> None:
+    whole, killed, resumed = rule_of(name), rule_of(name), rule_of(name)
+    for r in range(4):
+        play(whole, name, r)
+    for r in range(2):
+        play(killed, name, r)
+    facts = killed.save(tmp_path)
+    resumed.begin(killed.model.copy())
+    resumed.restore(tmp_path, facts)
+    for r in range(2, 4):
+        play(resumed, name, r)
+    assert np.array_equal(resumed.model, whole.model)
+
+
+def test_with_alpha_0_feddyn_is_the_uniform_mean() -> None:
+    dynamic, plain = rule_of("feddyn", settings=training("feddyn", alpha=0.0)), rule_of("fedavg", weights="uniform")
+    for r in range(3):
+        play(dynamic, "feddyn", r)
+        play(plain, "fedavg", r)
+    assert np.array_equal(dynamic.model, plain.model)
+
+
+# The device
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_steps_are_those_of_a_plain_loop(name: str, momentum: float) -> None:
+    """The whole loss by autograd, with the linear terms that have the corrections as gradients."""
+    settings = training(name).model_copy(update={"momentum": momentum})
+    ours, theirs = net(), net()
+    draw = torch.Generator().manual_seed(1)
+    batches = [(0, torch.randn(5, 6, generator=draw, dtype=torch.float64), torch.arange(5) % 3) for _ in range(4)]
+    names = ("control", "own_control") if name == "scaffold" else ("own_gradient",)
+    vectors = {
+        each: [torch.randn(w.shape, generator=draw, dtype=torch.float64) / 10 for w in ours.parameters()]
+        for each in names
+    }
+    run_sgd(
+        ours, list(ours.parameters()), batches, training=settings, learning_rate=0.1, last_epoch=0,
+        watch=lambda _: None, vectors=vectors,
+    )  # fmt: skip
+    received = [weight.detach().clone() for weight in theirs.parameters()]
+    optimiser = torch.optim.SGD(theirs.parameters(), 0.1, momentum)
+    for _, inputs, labels in batches:
+        optimiser.zero_grad()
+        loss = functional.cross_entropy(theirs(inputs), labels)
+        for i, weight in enumerate(theirs.parameters()):
+            if name == "scaffold":
+                loss = loss + ((vectors["control"][i] - vectors["own_control"][i]) * weight).sum()
+            else:
+                loss = loss - (vectors["own_gradient"][i] * weight).sum()
+                loss = loss + 0.01 / 2 * (weight - received[i]).square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
+def test_a_constant_gradient_is_found_whatever_the_momentum(momentum: float) -> None:
+    """With S steps of one gradient g, corrected by c - c_k, the new c_k is g."""
+    g, c, own = (np.random.default_rng(i).normal(size=5).astype(np.float32) for i in range(3))
+    weight, moving = np.zeros(5), np.zeros(5)
+    for _ in range(7):
+        moving = momentum * moving + g + c - own
+        weight -= 0.1 * moving
+    update = LocalUpdate(
+        np.zeros(5, np.float32), weight.astype(np.float32), {"control": c, "own_control": own}, 7, 0.1, momentum
+    )
+    found = objective_of(training("scaffold")).finish(update)
+    np.testing.assert_allclose(found["own_control"], g, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(found["control_change"], g - own, rtol=0, atol=1e-5)
+
+
+def test_feddyns_vector_is_the_gradient_at_a_devices_optimum() -> None:
+    alpha, h = 0.1, np.array([0.3, -0.2], np.float32)
+    z, slope = np.array([1.0, 2.0], np.float32), np.array([0.5, 0.1])  # of a linear loss
+    w = (z + (h - slope) / alpha).astype(np.float32)  # where slope - h + alpha (w - z) is zero
+    update = LocalUpdate(z, w, {"own_gradient": h}, 10, 0.1, 0.0)
+    found = objective_of(training("feddyn", alpha=alpha)).finish(update)
+    np.testing.assert_allclose(found["own_gradient"], slope, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_vmapped_training_takes_the_same_steps(name: str) -> None:
+    assert {item: problem for item, problem in objective_checks.of(training(name)) if problem} == {}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_vmapped_path_without_the_vectors_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are zeros in a first task: the check must not start from those."""
+    recipe, turns = objective_checks._vmapped(training(name))
+    assert calibration.problem_of(recipe, turns) == ""
+    real = calibration.run_sgd
+
+    def without(*arguments: Any, vectors: Any, **keywords: Any) -> Any:
+        none = {each: [torch.zeros_like(part) for part in parts] for each, parts in vectors.items()}
+        return real(*arguments, vectors=none, **keywords)
+
+    monkeypatch.setattr(calibration, "run_sgd", without)
+    assert "vmapped steps in float64 that differ" in calibration.problem_of(recipe, turns)
+
+
+# What a device keeps
+
+
+def task(number: int, follows: int) -> Task:
+    manifest = describe(memoryview(bytes(8)), chunk_bytes=1024, codec="fp32", layout="l")
+    return Task(Key(1, number - 1, 0), 1, manifest, None, follows)
+
+
+@given(st.lists(st.lists(st.sampled_from(["used", "refused", "absent"]), min_size=3, max_size=3), max_size=12))
+@examples(40)
+def test_the_nodes_vector_is_the_mean_of_those_that_devices_keep(rounds: list[list[str]]) -> None:
+    """Whoever takes part and whosever result is used: a state whose change the node did not add is never followed."""
+    layout = ModelLayout.build([("w", (3,), Section.PARAMETER)])
+    links = link_layouts(RULES["scaffold"](name="scaffold"), layout)
+    devices = [DeviceMemory(links, kept_bytes=12, rounds=1, rounds_back=100, spool=Spool(None)) for _ in range(3)]
+    follows, c = [0, 0, 0], np.zeros(3)
+    draw = np.random.default_rng(1)
+    for number, fates in enumerate(rounds, 1):
+        for k, fate in enumerate(fates):
+            if fate == "absent":
+                continue
+            row = devices[k].begin(task(number, follows[k]), links.down.empty())
+            own = row[-12:].view(np.float32).copy()
+            after = draw.normal(size=3).astype(np.float32)
+            devices[k].out[-12:].view(np.float32)[:] = after
+            devices[k].end(task(number, follows[k]))
+            if fate == "used":
+                follows[k] = number
+                c += (after.astype(np.float64) - own) / 3
+    kept = [devices[k].begin(task(99, follows[k]), links.down.empty())[-12:].view(np.float32) for k in range(3)]
+    np.testing.assert_allclose(c, np.mean(kept, axis=0), rtol=0, atol=1e-5)
+
+
+def test_lost_vectors_are_an_error_with_its_remedy(tmp_path: Path) -> None:
+    links = LinkLayouts.plain(ModelLayout.build([("w", (3,), Section.PARAMETER)]))
+    memory = DeviceMemory(links, kept_bytes=12, rounds=1, rounds_back=2, spool=Spool(tmp_path))
+    with pytest.raises(RunFailed, match=r"after its task 2 are lost.*--spool"):
+        memory.begin(task(3, 2), links.down.empty())
+
+
+# Extras behind the models
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+@pytest.mark.parametrize("extras", [0, 1, 7])
+def test_extras_are_exact_with_any_codec(codec: Any, extras: int) -> None:
+    layout = LAYOUT.with_extras({"more": (extras,)} if extras else {})
+    row, reference, draw = layout.empty(), layout.empty(), np.random.default_rng(1)
+    for each in (row, reference):
+        layout.floats(each)[:] = draw.normal(size=layout.columns)
+        layout.integers(each)[:] = 7
+        layout.extra_columns(each)[:] = draw.normal(size=extras)
+    blob = codec.encode(layout, row, reference=reference)
+    assert blob.nbytes <= codec.size(layout) and (not codec.fixed or blob.nbytes == codec.size(layout))
+    arrived = layout.empty()
+    buffer = codec.buffer(layout, arrived, size=blob.nbytes)
+    buffer[:] = blob
+    codec.decode(layout, buffer, arrived, reference=reference)
+    assert np.array_equal(layout.extra_columns(arrived), layout.extra_columns(row))
+    plain = codec.encode(LAYOUT, row[: LAYOUT.row_bytes], reference=reference[: LAYOUT.row_bytes])
+    assert bytes(blob[: blob.nbytes - 4 * extras]) == bytes(plain)
+    if extras:
+        layout.extra_columns(row)[0] = np.nan
+        with pytest.raises(Exception, match=r"extras\.more holds NaN or Inf"):
+            layout.check_finite(row)
+
+
+def test_the_extras_of_all_chunks_are_those_of_the_blob() -> None:
+    for extras in (0, 1, 1000, 1500, 2500):
+        manifest = describe(memoryview(bytes(2500)), chunk_bytes=1024, codec="fp32", layout="l", extras=extras)
+        assert sum(manifest.extras_in(index) for index in range(manifest.chunks)) == extras
+
+
+# Labs
+
+LAB: Final = (
+    "topology.institutions=2", "topology.devices=4", "rounds=3", "institution.rounds=2", "model.name='mlp_digits'",
+    "training.batch_size=50", "training.learning_rate=0.05",
+)  # fmt: skip
+
+
+def with_method(name: str) -> tuple[str, ...]:
+    return (*LAB, f"training.objective.name={name!r}", f"institution.aggregation.name={name!r}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_a_lab_of_processes_gives_the_model_of_one_process(name: str, tmp_path: Path) -> None:
+    direct = run_lab(DEMO, tmp_path / "direct", *with_method(name), flags=["--direct"])
+    real = run_lab(DEMO, tmp_path / "real", *with_method(name))
+    assert tensors(real) == tensors(direct)
+    weights = sum(tensor.size for tensor in load_file(real / "model.safetensors").values())
+    for folder in (direct, real):  # c down, its change up, in each of 3 x 2 local rounds
+        rows = [row for row in table(folder / "links.csv") if row["kind"] == "extras"]
+        assert len(rows) == (2 * 4 if name == "scaffold" else 0)
+        assert {int(row["payload_bytes"]) for row in rows} <= {6 * 4 * weights}
+
+
+def test_scaffolds_first_round_is_the_uniform_mean(tmp_path: Path) -> None:
+    tree = {"rounds": 1, "topology": {"institutions": 2, "devices": 4}, "model": {"name": "mlp_digits"}}
+    methods = {
+        "scaffold": {
+            "training": {"objective": {"name": "scaffold"}},
+            "institution": {"aggregation": {"name": "scaffold"}},
+        },
+        "fedavg": {"institution": {"aggregation": {"name": "fedavg", "weights": "uniform"}}},
+    }
+    found = {}
+    for name, method in methods.items():
+        folder = RunFolder.create(tmp_path, parse(tree | {"name": name} | method))
+        run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
+        found[name] = load_file(folder.path / "model.safetensors")
+    for entry, tensor in found["scaffold"].items():
+        np.testing.assert_allclose(tensor, found["fedavg"][entry], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(name: str, tmp_path: Path) -> None:
+    tree = {
+        "rounds": 5, "topology": {"institutions": 2, "devices": 6}, "model": {"name": "mlp_digits"},
+        "cloud": {"checkpoint_every": 2},
+        "training": {"batch_size": 500, "learning_rate": 0.05, "objective": {"name": name}},
+        "institution": {"rounds": 2, "participation": 0.67, "aggregation": {"name": name}},
+    }  # fmt: skip
+
+    def run(until: int, folder: RunFolder, *, resume: bool = False) -> Path:
+        def observe(event: str, facts: Any) -> None:
+            if event == "global_round" and facts["global_round"] == until:
+                raise KeyboardInterrupt
+
+        try:
+            run_in_process(folder, resume=resume, accelerator="cpu", observe=observe)
+        except KeyboardInterrupt:
+            assert until < 5
+        folder.release()
+        return folder.path
+
+    whole = run(9, RunFolder.create(tmp_path, parse(tree)))
+    broken = run(3, RunFolder.create(tmp_path, parse(tree)))
+    run(9, RunFolder.reopen(broken, direct=True), resume=True)
+    assert tensors(broken) == tensors(whole) and not (broken / "spool").exists()
+
+
+FAULTY: Final[dict[str, Any]] = {
+    "rounds": 4, "links": {"check": "off"}, "topology": {"institutions": 2, "devices": 4},
+    "training": {"objective": {"name": "scaffold"}},
+    "cloud": {"checkpoint_every": 2},
+    "institution": {"rounds": 2, "aggregation": {"name": "scaffold"}, "norm_bound": {"action": "refuse", "factor": 1}},
+}  # fmt: skip
+
+
+def played(**options: Any) -> LabOutcome:
+    outcome = SimulatedLab(parse(FAULTY), seed=1, model_bytes=10_000, **options).run()
+    assert outcome.ok, outcome.result
+    return outcome
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> LabOutcome:
+    return played()
+
+
+@pytest.mark.parametrize("node", ["cloud", "institution-0", "device-0", "device-3"])
+@pytest.mark.parametrize("share", [0.3, 0.55, 0.8])
+def test_a_killed_node_continues_with_the_same_vectors(node: str, share: float, undisturbed: LabOutcome) -> None:
+    async def kill(lab: SimulatedLab) -> None:
+        await asyncio.sleep(share * undisturbed.virtual_s)
+        lab.kill(node)
+        await asyncio.sleep(1.0)
+        lab.start(node)
+
+    assert played(scenario=kill).digest == undisturbed.digest
+
+
+def test_without_files_results_may_be_refused_too(undisturbed: LabOutcome) -> None:
+    assert played(spool=False).digest == undisturbed.digest
+
+
+def test_a_device_that_lost_its_vectors_ends_the_run(undisturbed: LabOutcome) -> None:
+    async def kill(lab: SimulatedLab) -> None:
+        await asyncio.sleep(0.8 * undisturbed.virtual_s)
+        lab.kill("device-0")
+        lab.start("device-0", keep_files=False)
+
+    outcome = SimulatedLab(parse(FAULTY), seed=1, model_bytes=10_000, scenario=kill).run()
+    assert "the vectors that this device kept after its task" in outcome.result
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("tree", "problem"),
+    [
+        (
+            {"institution": {"aggregation": {"name": "scaffold"}}},
+            r"training\.objective\.name = 'cross_entropy': institution\.aggregation\.name = 'scaffold' needs another",
+        ),
+        (
+            {"training": {"objective": {"name": "feddyn"}}},
+            r"training\.objective\.name = 'feddyn': needs the rule 'feddyn', institution\.aggregation\.name is 'f",
+        ),
+        (
+            {"cloud": {"aggregation": {"name": "scaffold"}}, "training": {"objective": {"name": "scaffold"}}},
+            r"cloud\.aggregation\.name = 'scaffold': its children must be devices",
+        ),
+    ],
+)
+def test_a_rule_and_an_objective_that_do_not_fit_are_refused(tree: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidExperiment, match=problem):
+        parse(tree)
