@@ -28,6 +28,7 @@ class Purpose(IntEnum):
     NOISE = 11
     EPOCHS = 12
     HARDWARE = 13
+    CYCLES = 14
 
 
 def _entropy(seed: int, purpose: Purpose, node: str, round_number: int) -> list[int]:

@@ -92,7 +92,7 @@ def test_a_restored_one_goes_on_as_the_other(name: str, quorum: bool) -> None:
 def test_a_plan_records_what_seed_and_round_do_not_determine(name: str) -> None:
     one = selection(name)
     recorded = {"taking_part": NAMES[:4]} if SELECTIONS[name]().remembers else {}
-    assert one.facts(NAMES[:4]) == recorded and (name in ("fraction", "round_robin")) == (recorded == {})
+    assert one.facts(NAMES[:4]) == recorded and (name in ("fraction", "round_robin", "fedcluster")) == (recorded == {})
 
 
 def test_a_round_that_is_repeated_counts_once() -> None:
@@ -150,6 +150,31 @@ def test_fraction_is_the_choice_of_earlier_releases() -> None:
 def test_round_robin_selects_each_child_equally_often() -> None:
     found = play(selection("round_robin"), range(5))  # 4 of 10 in each
     assert set(Counter(name for chosen in found for name in chosen).values()) == {2}
+
+
+def test_fedcluster_visits_each_cluster_once_a_cycle() -> None:
+    one = selection("fedcluster", 0.2)
+    cycles = [[tuple(one.select(NAMES, r)) for r in range(start, start + 5)] for start in range(0, 60, 5)]
+    for found in cycles:
+        assert sorted(name for cluster in found for name in cluster) == NAMES
+        assert set(found) == set(cycles[0])  # the clusters stay
+    assert len({tuple(found) for found in cycles}) > 6  # their order is drawn anew in each cycle
+
+
+def test_fedcluster_draws_within_clusters_that_are_larger_than_k() -> None:
+    one = selection("fedcluster", 0.3, clusters=3)  # of 4, 3 and 3
+    cycles = [[tuple(one.select(NAMES, r)) for r in range(start, start + 3)] for start in range(0, 60, 3)]
+    seen = {name for found in cycles for cluster in found for name in cluster}
+    assert seen == set(NAMES)
+    for found in cycles:
+        assert len({name for cluster in found for name in cluster}) == 9
+    twos = [frozenset(cluster) for found in cycles for cluster in found]
+    assert len(set(twos)) == 2 + 4  # two clusters of 3, and one of 4 without one child
+
+
+def test_fedcluster_of_one_cluster_is_fraction() -> None:
+    one, other = selection("fedcluster", clusters=1), selection("fraction")
+    assert [one.select(NAMES, r) for r in range(20)] == [other.select(NAMES, r) for r in range(20)]
 
 
 def test_power_of_choice_selects_the_highest_losses_after_everybody_was_selected() -> None:
@@ -218,6 +243,7 @@ def test_oorts_scores_are_those_of_a_plain_twin() -> None:
             "selection.candidates = 2: 4 of 8 children take part.*Use 4 to 8",
         ),
         ({"name": "power_of_choice", "candidates": 9}, "selection.candidates = 9: 4 of 8 children"),
+        ({"name": "fedcluster", "clusters": 3}, "selection.clusters = 3: 4 of 8 children take part.*Use 1 to 2"),
         ({"name": "power_of_choise"}, "no selector has this name. Did you mean 'power_of_choice'"),
         ({"name": "fraction", "candidates": 4}, "unknown key. It belongs to power_of_choice"),
         ({"name": "oort", "cut_off": 0.0}, "cut_off = 0.0: too small"),

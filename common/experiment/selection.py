@@ -53,6 +53,24 @@ class RoundRobin(SelectionSettings):
         return False
 
 
+class FedCluster(SelectionSettings):
+    """K children of one cluster: the clusters take turns, in another order in each cycle."""
+
+    name: Literal["fedcluster"] = "fedcluster"  # the selector
+    clusters: Count | None = None  # clusters of a parent's children (G), each of at least K; not set: N / K
+
+    @property
+    def remembers(self) -> bool:
+        """Whether it reads earlier rounds: no."""
+        return False
+
+    def check(self, key: str, children: int, taking_part: int) -> None:
+        """Check that each cluster has enough children. Raises InvalidExperiment."""
+        if self.clusters is not None and self.clusters > (most := children // taking_part):
+            problem = f"{taking_part} of {children} children take part, all of one cluster"
+            raise InvalidExperiment(f"{key}.clusters", self.clusters, problem, f"Use 1 to {most}.")
+
+
 class PowerOfChoice(SelectionSettings):
     """Candidates by their samples, and of these the K with the highest last training loss."""
 
@@ -88,7 +106,10 @@ class OwnSelection(SelectionSettings, OwnSettings):
 
 
 SELECTIONS: Final[Mapping[str, type[SelectionSettings]]] = MappingProxyType(
-    {table.model_fields["name"].default: table for table in (FractionSelection, RoundRobin, PowerOfChoice, Oort)}
+    {
+        table.model_fields["name"].default: table
+        for table in (FractionSelection, RoundRobin, FedCluster, PowerOfChoice, Oort)
+    }
 )
 
 Selection = Annotated[SelectionSettings, Selected(SELECTIONS, OwnSelection)]

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any, Final
 
+from common.aggregation.selection.fedcluster import fedcluster
 from common.aggregation.selection.fraction import fraction
 from common.aggregation.selection.oort import oort
 from common.aggregation.selection.own_selector import OwnSelector
@@ -15,6 +16,7 @@ from common.aggregation.selection.round_robin import round_robin
 from common.aggregation.selection.situation import Choose, Participation, ResultFacts, Situation
 from common.experiment.rounds import participants
 from common.experiment.selection import (
+    FedCluster,
     FractionSelection,
     Oort,
     OwnSelection,
@@ -28,6 +30,7 @@ SELECTORS: Final[Mapping[type[SelectionSettings], Callable[[Any], Choose]]] = Ma
     {
         FractionSelection: fraction,
         RoundRobin: round_robin,
+        FedCluster: fedcluster,
         PowerOfChoice: power_of_choice,
         Oort: oort,
         OwnSelection: OwnSelector,
