@@ -60,7 +60,7 @@ class GlobalRounds:
         rule.begin(row)
         self._down = down
         tier = self._experiment.tier_below(CLOUD)
-        self._selection = ClientSelection(tier, seed=self._experiment.seed, node=CLOUD)
+        self._selection = ClientSelection(tier, seed=self._experiment.seed, node=CLOUD, rule=rule.choose)
         tree = self._experiment.tree
         below = {child: (child, *names) for child, names in tree.below_each(CLOUD).items()}
         self._devices = {child: [name for name in names if name not in tree.children] for child, names in below.items()}
@@ -118,7 +118,8 @@ class GlobalRounds:
         selected = self._selection.select(self._down.peers, r, samples=self._down.samples)
         models = self._rule.dispatch(r, selected)
         follows = self._selection.follows(selected, r)
-        dispatch = Dispatch(r, 0, models=models, epochs=state.epochs, closing=tier.closing, follows=follows)
+        closing = tier.closing.among(len(selected))
+        dispatch = Dispatch(r, 0, models=models, epochs=state.epochs, closing=closing, follows=follows)
         closed_round = await self._down.round(dispatch)
         outcome = await offload(partial(self._rule.aggregate, r, closed_round.uploads))
         self._selection.observe(r, selected, closed_round.facts, unused=outcome.left_out)

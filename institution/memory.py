@@ -30,7 +30,7 @@ class Memory:
     def __init__(
         self,
         build: Callable[[], Aggregator],
-        select: Callable[[], ClientSelection],
+        select: Callable[[Aggregator], ClientSelection],
         *,
         remembers: bool,
         spool: Spool,
@@ -49,7 +49,8 @@ class Memory:
         Raises RunFailed if their state is lost.
         """
         if self._made is None or (self._states is not None and self._stands != follows):
-            self._made = self._build(), self._select()
+            rule = self._build()
+            self._made = rule, self._select(rule)
             if self._states is not None and follows:
                 _restore(self._states, follows, *self._made)
         self._stands, self._follows = None, follows

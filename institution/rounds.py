@@ -68,7 +68,7 @@ class LocalRounds:
         )
         self._memory = Memory(
             build,
-            partial(ClientSelection, self._tier, seed=experiment.seed, node=name),
+            lambda rule: ClientSelection(self._tier, seed=experiment.seed, node=name, rule=rule.choose),
             remembers=experiment.remembers(name),
             spool=spool,
             rounds_back=experiment.cloud.rounds_back,
@@ -99,7 +99,7 @@ class LocalRounds:
                 task.key.local_round * settings.rounds + i,
                 models=rule.dispatch(r, selected),
                 epochs=dict.fromkeys(down.peers, task.epochs),
-                closing=settings.closing,
+                closing=settings.closing.among(len(selected)),
                 follows=selection.follows(selected, r),
             )
             if not model.complete:  # then the rule passes it on

@@ -166,6 +166,7 @@ RULES = [
     {"name": "fedavg"},
     {"name": "fedadp"},
     {"name": "fedavgm"},
+    {"name": "clusamp"},
     {"name": "fedadam", "learning_rate": 0.01},
     {"name": "fedcda", "warmup_rounds": 1, "history": "keep"},
     {"name": "independent", "on_new_model": "recentre"},

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.aggregation.aggregator import Aggregator
 from common.aggregation.selection.client_selection import ClientSelection
 from common.errors import RunFailed, StorageFailed
 from common.experiment.tiers import Tier
@@ -36,7 +37,7 @@ class Counting:
         assert facts["count"] == len(self.played)
 
 
-def selection() -> ClientSelection:
+def selection(rule: Aggregator) -> ClientSelection:
     return ClientSelection(Tier(name="lan"), seed=1, node="institution-0")
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.aggregation.cached_uploads import CachedUploadRule
+from common.aggregation.clusamp import ClusteredSampling
 from common.aggregation.multi_model import MultiModelRule
 from common.aggregation.norm_bound import NormBoundedRule
 from common.aggregation.scaffold import ControlVariateRule
@@ -23,6 +24,7 @@ from common.aggregation.server_steps import STEPS
 from common.aggregation.single_model import COLUMNS, SingleModelRule
 from common.aggregation.uploads import Aggregated, Aggregator, RuleContext, Uploads
 from common.experiment.aggregation import (
+    CluSamp,
     FedAdp,
     FedAvg,
     FedCDA,
@@ -51,6 +53,7 @@ BUILT: Final[Mapping[type[RuleSettings], Callable[[Any, RuleContext], Aggregator
     FedMR: MultiModelRule,
     FedCDA: CachedUploadRule,
     Scaffold: ControlVariateRule,
+    CluSamp: ClusteredSampling,
 }
 
 

@@ -32,6 +32,8 @@ PLANNERS: Final[Mapping[type[MultiModelSettings], Callable[[Any, RuleContext], P
 class MultiModelRule:
     """K models at one node; equal models are stored once."""
 
+    choose: Final = None
+
     def __init__(self, settings: MultiModelSettings, context: RuleContext) -> None:
         layout = context.layout
         self._settings = settings

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from common.aggregation.blocks import cut, over
+from common.aggregation.selection.situation import Choose
 from common.aggregation.statistics import Doubles
 from common.aggregation.uploads import Aggregated, Aggregator, Dispatched, Uploads
 from common.experiment.aggregation import NormBound
@@ -29,6 +30,11 @@ class NormBoundedRule:
         self._settings = settings
         self._layout = layout
         self._received: Mapping[str, Row] = {}
+
+    @property
+    def choose(self) -> Choose | None:
+        """The rule's."""
+        return self._rule.choose
 
     @property
     def reads_start(self) -> bool:

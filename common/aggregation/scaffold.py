@@ -30,6 +30,7 @@ CONTROL: Final = "control"
 class ControlVariateRule:
     """A rule of one model whose children receive the control variate c behind the model, and return its change."""
 
+    choose: Final = None
     reads_start = True  # the row that is dispatched is another one
 
     def __init__(self, settings: Scaffold, context: RuleContext) -> None:

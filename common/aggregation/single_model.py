@@ -78,6 +78,8 @@ MEANS: Final[Mapping[type[RuleSettings], Callable[[Any], MeanPlan]]] = {  # othe
 class OneModel:
     """Base of the rules of one model: `_current` is dispatched to the children, `_mean` is the result."""
 
+    choose: Final = None
+
     def __init__(self, layout: ModelLayout) -> None:
         self._layout = layout
         self._mean = layout.empty()

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from common.aggregation.mixing import MixedColumns
+from common.aggregation.selection.situation import Choose
 from common.aggregation.statistics import Gram, Statistics, Trained
 from common.experiment.training import TrainingSettings
 from common.model.layout import ModelLayout, Row
@@ -97,6 +98,10 @@ class Aggregator(Protocol):
     @property
     def reads_start(self) -> bool:
         """Whether the next `begin` reads the model's values, which must have arrived then."""
+
+    @property
+    def choose(self) -> Choose | None:
+        """The client selection of a rule that selects the children itself; None: the tier's selector does."""
 
     @property
     def model(self) -> Row:

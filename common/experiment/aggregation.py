@@ -30,9 +30,10 @@ Rounds = Annotated[int, Field(ge=0)]
 class RuleSettings(SettingsTable):
     """The settings of a rule. `sends` and `returns`: the vectors, float32 [D] each, behind the models down and up.
 
-    `objective`: that of the devices below, which it needs.
+    `objective`: that of the devices below, which it needs. `selects`: the rule selects the children itself.
     """
 
+    selects: ClassVar[bool] = False
     sends: ClassVar[Sequence[str]] = ()
     returns: ClassVar[Sequence[str]] = ()
     objective: ClassVar[str | None] = None
@@ -261,6 +262,21 @@ class FedDyn(RuleSettings):
         return True
 
 
+class CluSamp(RuleSettings):
+    """One model: FedAvg over children that the rule draws from clusters of similar steps."""
+
+    selects = True
+
+    name: Literal["clusamp"] = "clusamp"  # the rule
+    # Of two children's last steps: the angle between them, the sum of the absolute differences, or of their squares.
+    distance: Literal["cosine", "l1", "l2"] = "cosine"
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the last steps persist: always."""
+        return True
+
+
 class Median(RuleSettings):
     """One model: the median of each column of the uploads."""
 
@@ -305,7 +321,7 @@ RULES: Final[Mapping[str, type[RuleSettings]]] = MappingProxyType(
         for rule in (
             *(FedAvg, Independent, FedCross, FedMR, FedCDA, FedAdp),
             *(FedAvgM, FedAdagrad, FedAdam, FedYogi, FedExP),
-            *(FedNova, Scaffold, FedDyn),
+            *(FedNova, Scaffold, FedDyn, CluSamp),
             *(Median, TrimmedMean, Krum),
         )
     }

@@ -22,6 +22,10 @@ class Closing(SettingsTable):
     quorum: Count | None = None  # results that are enough
     deadline_s: Positive | None = None  # seconds since the round opened; before that the round waits for all
 
+    def among(self, children: int) -> Closing:
+        """Return the rule of a round with so many children: a larger quorum is all of them."""
+        return self if (self.quorum or 0) <= children else self.model_copy(update={"quorum": children})
+
 
 class EpochControl(SettingsTable):
     """How many epochs devices train in a local round. The first global round has `training.epochs`."""

@@ -110,6 +110,9 @@ class Experiment(SettingsTable):
             check_closing(f"{key}.closing", tier.closing, min(selected))
             tier.aggregation.check(f"{key}.aggregation", max(selected))
             tier.selection.check(f"{key}.selection", max(sizes), max(selected))
+            if tier.aggregation.selects and tier.selection.name != "fraction":
+                problem = f"{tier.aggregation.name} selects the children itself"
+                raise InvalidExperiment(f"{key}.selection.name", tier.selection.name, problem, "Remove the selection.")
         self._check_objective()
         for child in self.links.of:
             self._check_node("links.of", child)

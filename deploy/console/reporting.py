@@ -24,6 +24,7 @@ EXTRAS: Final[Mapping[str, str]] = {
     "PIL": "learning",
     "matplotlib": "report",
     "cryptography": "provision",
+    "scipy": "methods",
 }
 
 

@@ -117,6 +117,10 @@ def methods() -> dict[str, Tree]:
         found[name] = {"cloud": {"aggregation": {**rule, **weights}}}
     found["norm bound 1.5, clipped"] = {"cloud": {"norm_bound": {"action": "clip", "factor": 1.5}}}
     found["round robin"] = {"cloud": {"selection": {"name": "round_robin"}}}
+    found["FedCluster of 5"] = {"cloud": {"selection": {"name": "fedcluster"}}}
+    found["CluSamp"] = {"cloud": {"aggregation": {"name": "clusamp"}}}
+    for name, objective in (("SCAFFOLD", {"name": "scaffold"}), ("FedDyn 0.1", {"name": "feddyn", "alpha": 0.1})):
+        found[name] = {"training": {"objective": objective}, "cloud": {"aggregation": {"name": objective["name"]}}}
     found["power-of-choice 12"] = {"cloud": {"selection": {"name": "power_of_choice", "candidates": 12}}}
     return {name: merged({"cloud": {"aggregation": UNIFORM}}, tree) for name, tree in found.items()}
 

@@ -16,7 +16,14 @@ from common.experiment.topology import CLOUD
 from deploy.simulation.fault_draws import draw_faults
 from deploy.simulation.faults import Fault
 from deploy.simulation.hardware import Durations
-from deploy.simulation.method_draws import METHODS_FROM, STATES_FROM, with_methods, with_states
+from deploy.simulation.method_draws import (
+    CLUSTERS_FROM,
+    METHODS_FROM,
+    STATES_FROM,
+    with_clusters,
+    with_methods,
+    with_states,
+)
 from deploy.simulation.network import LinkConditions
 from deploy.simulation.permanent import MODEL_BYTES_LEAST, draw_permanent_fault, has_permanent_fault
 
@@ -70,6 +77,8 @@ def draw_lab(seed: int) -> DrawnLab:
                 tree = with_methods(random.Random(f"{seed} methods"), tree)
             if seed >= STATES_FROM:
                 tree = with_states(random.Random(f"{seed} states"), tree)
+            if seed >= CLUSTERS_FROM:
+                tree = with_clusters(random.Random(f"{seed} clusters"), tree)
             experiment = parse(tree)
         except InvalidExperiment:
             continue

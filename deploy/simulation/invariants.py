@@ -173,7 +173,8 @@ def _trainings(drawn: DrawnLab, twin: LabRun) -> str:
     sizes = [participants(n, last.participation) for n in experiment.sizes()[-1]]
     expected = experiment.rounds * experiment.device_rounds * sum(sizes)
     everybody = all(tier.participation == 1.0 for tier in above)
-    if not drawn.timed and everybody and twin.outcome.trainings != expected:
+    selects = any(tier.aggregation.selects for tier in experiment.every_tier)  # then fewer may take part
+    if not drawn.timed and everybody and not selects and twin.outcome.trainings != expected:
         return f"{twin.outcome.trainings} trainings, expected {expected}"
     return ""
 

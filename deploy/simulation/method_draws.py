@@ -8,6 +8,7 @@ from typing import Any, Final
 
 METHODS_FROM: Final = 100_000  # the first seed whose lab has them
 STATES_FROM: Final = 200_000  # the first seed whose devices keep a state, and may exchange extras
+CLUSTERS_FROM: Final = 300_000  # the first seed whose tiers may select by clusters
 
 _RULES: Final[tuple[Mapping[str, Any], ...]] = (
     {"name": "fedavgm", "momentum": 0.5},
@@ -39,6 +40,23 @@ def with_states(rng: random.Random, tree: Mapping[str, Any]) -> dict[str, Any]:
         return {**found, "tiers": [*tree["tiers"][:-1], {**tree["tiers"][-1], **rule}]}
     last = "institution" if "institution" in tree else "cloud"
     return {**found, last: {**tree[last], **rule}}
+
+
+def with_clusters(rng: random.Random, tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a drawn lab whose tiers select by clusters, of children or of their steps, where no quorum has to fit."""
+    if "tiers" in tree:
+        return {**tree, "tiers": [_clustered(rng, tier) for tier in tree["tiers"]]}
+    return {**tree, **{key: _clustered(rng, tree[key]) for key in ("cloud", "institution") if key in tree}}
+
+
+def _clustered(rng: random.Random, tier: Mapping[str, Any]) -> dict[str, Any]:
+    if tier.get("closing"):
+        return dict(tier)
+    found = {**tier, "participation": rng.choice([0.5, 0.75, 1.0])}
+    if tier.get("aggregation", {}).get("name") in ("scaffold", "feddyn") or rng.random() < 0.4:
+        return {**found, "selection": {"name": "fedcluster"}}
+    found.pop("selection", None)
+    return {**found, "aggregation": {"name": "clusamp", "distance": rng.choice(["cosine", "l1", "l2"])}}
 
 
 def _tier(rng: random.Random, tier: Mapping[str, Any]) -> dict[str, Any]:

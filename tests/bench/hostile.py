@@ -82,7 +82,7 @@ BURST: Final = 50
 FIELDS_AT: Final = 19  # behind the header, the version and a session of 16 characters
 UNDISTURBED_ROUNDS: Final = 8  # before the attack begins
 FUTURE, EVER = Key(0, 10**6, 0), 2**63 - 1
-MUCH: Final = Traffic(*[EVER] * 8, TcpStats(*[EVER] * 11))
+MUCH: Final = Traffic(*[EVER] * 12, TcpStats(*[EVER] * 11))
 EXPERIMENT: Final[dict[str, Any]] = {
     "name": "hostile",
     "topology": {"institutions": 2, "devices": 4},

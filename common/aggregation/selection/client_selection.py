@@ -40,22 +40,24 @@ NOTHING: Final[Mapping[str, int]] = MappingProxyType({})
 
 
 class ClientSelection:
-    """One node's client selection. Its state is the history of the children."""
+    """One node's client selection, or its rule's if that has its own. Its state is the history of the children."""
 
-    def __init__(self, tier: Tier, *, seed: int, node: str) -> None:
+    def __init__(self, tier: Tier, *, seed: int, node: str, rule: Choose | None = None) -> None:
         self._tier = tier
         self._seed = seed
         self._node = node
-        self._choose = SELECTORS[type(tier.selection)](tier.selection)
+        self._rule = rule
+        self._choose = rule or SELECTORS[type(tier.selection)](tier.selection)
         self._history: dict[str, Participation] = {}
 
     def select(self, children: Sequence[str], r: int, *, samples: Mapping[str, int] = NOTHING) -> list[str]:
         """Return K = max(1, floor(participation * children)) of the children, in their order, for the node's round r.
 
-        `samples`: of each child that has reported them. Raises InvalidExperiment if own code fails.
+        A rule may select fewer. `samples`: of each child that has reported them. Raises InvalidExperiment if own code
+        fails.
         """
         count = participants(len(children), self._tier.participation)
-        if count == len(children):
+        if count == len(children) and self._rule is None:
             return list(children)
         now = Situation(children, count, samples, self._history, self._seed, self._node, r)
         chosen = set(self._choose(now))
@@ -90,7 +92,8 @@ class ClientSelection:
 
     def facts(self, selected: Sequence[str]) -> dict[str, object]:
         """Return what a round's plan records: who was selected, unless seed and round alone determine it."""
-        return {"taking_part": list(selected)} if self._tier.selection.remembers else {}
+        determined = self._rule is None and not self._tier.selection.remembers
+        return {} if determined else {"taking_part": list(selected)}
 
     def save(self) -> dict[str, Any]:
         """Return the state, in a form that JSON can hold."""

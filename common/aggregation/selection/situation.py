@@ -65,4 +65,4 @@ class Situation:
 
 
 Choose: TypeAlias = Callable[[Situation], Sequence[str]]
-"""Returns `count` different children, in any order."""
+"""Returns `count` different children, in any order; a rule's own may return fewer."""
