@@ -16,6 +16,7 @@ from cloud.records import GlobalRoundRecord
 from cloud.results import RunFolder
 from common.aggregation.aggregator import Aggregator
 from common.aggregation.selection.client_selection import ClientSelection
+from common.aggregation.selection.situation import Choose
 from common.aggregation.statistics import tensor_distances
 from common.aggregation.uploads import Aggregated
 from common.errors import RunFailed
@@ -26,7 +27,7 @@ from common.metrics import Metrics, node_labels
 from common.model.layout import ModelLayout, Row
 from common.protocol.reports import plans_of, work_of
 from common.randomness import Purpose, generator
-from common.runtime.children import Children, Observe
+from common.runtime.children import Children, Observe, unreported
 from common.runtime.patience import until_written
 from common.runtime.round import ClosedRound, Dispatch
 
@@ -51,6 +52,7 @@ class GlobalRounds:
         evaluate: Evaluate,
         metrics: Metrics,
         observe: Observe,
+        choose: Choose | None = None,
     ) -> None:
         self._folder = folder
         self._experiment: Experiment = folder.experiment
@@ -60,7 +62,7 @@ class GlobalRounds:
         rule.begin(row)
         self._down = down
         tier = self._experiment.tier_below(CLOUD)
-        self._selection = ClientSelection(tier, seed=self._experiment.seed, node=CLOUD, rule=rule.choose)
+        self._selection = ClientSelection(tier, seed=self._experiment.seed, node=CLOUD, choose=rule.choose or choose)
         tree = self._experiment.tree
         below = {child: (child, *names) for child, names in tree.below_each(CLOUD).items()}
         self._devices = {child: [name for name in names if name not in tree.children] for child, names in below.items()}
@@ -123,7 +125,8 @@ class GlobalRounds:
         closed_round = await self._down.round(dispatch)
         outcome = await offload(partial(self._rule.aggregate, r, closed_round.uploads))
         self._selection.observe(r, selected, closed_round.facts, unused=outcome.left_out)
-        outcome = replace(outcome, facts={**outcome.facts, **self._selection.facts(selected)})
+        decided = self._selection.facts(selected) | closed_round.decided(r, unreported=unreported(self._down))
+        outcome = replace(outcome, facts={**outcome.facts, **decided})
         for name, reason in outcome.left_out.items():
             self._observe("refused", {"node": name, "reason": reason})
         self._row = self._rule.model

@@ -10,6 +10,7 @@ from cloud.global_rounds import Evaluate, GlobalRounds
 from cloud.links import tier_bytes
 from cloud.results import RunFolder
 from common.aggregation import aggregator
+from common.aggregation.selection.situation import Choose
 from common.errors import InvalidExperiment
 from common.experiment import lint
 from common.experiment.topology import CLOUD
@@ -21,7 +22,10 @@ from common.storage.spool import Spool
 
 
 class CloudRun:
-    """One run; `row` is its initial model, `partition` the digest of its data split."""
+    """One run; `row` is its initial model, `partition` the digest of its data split.
+
+    `choose`: a client selection, as recorded.
+    """
 
     def __init__(
         self,
@@ -35,6 +39,7 @@ class CloudRun:
         evaluate: Evaluate,
         metrics: Metrics,
         observe: Observe,
+        choose: Choose | None = None,
     ) -> None:
         self._folder = folder
         self._experiment = experiment = folder.experiment
@@ -63,6 +68,7 @@ class CloudRun:
             evaluate=evaluate,
             metrics=metrics,
             observe=observe,
+            choose=choose,
         )
 
     def resume(self) -> None:

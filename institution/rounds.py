@@ -13,6 +13,7 @@ from functools import partial
 from common.accounting.child_report import ChildReport
 from common.aggregation import aggregator
 from common.aggregation.selection.client_selection import ClientSelection
+from common.aggregation.selection.situation import Choose
 from common.aggregation.uploads import Aggregated
 from common.experiment.schema import Experiment
 from common.host.offload import offload
@@ -21,7 +22,7 @@ from common.model.layout import ModelLayout
 from common.protocol.messages import Phase, Task
 from common.protocol.reports import plans_of, with_work_of, work_of
 from common.runtime.arriving import Arriving
-from common.runtime.children import Children
+from common.runtime.children import Children, unreported
 from common.runtime.patience import until_written
 from common.runtime.round import ClosedRound, Dispatch
 from common.runtime.work import Report, WorkResult
@@ -32,7 +33,7 @@ log = logging.getLogger("fedstrata.institution")
 
 
 class LocalRounds:
-    """The work of one institution; `work` does one task of its parent."""
+    """The work of one institution; `work` does one task of its parent. `choose`: a client selection, as recorded."""
 
     def __init__(
         self,
@@ -43,6 +44,7 @@ class LocalRounds:
         spool: Spool,
         down: Children,
         metrics: Metrics,
+        choose: Choose | None = None,
     ) -> None:
         self._name = name
         self._experiment = experiment
@@ -68,7 +70,7 @@ class LocalRounds:
         )
         self._memory = Memory(
             build,
-            lambda rule: ClientSelection(self._tier, seed=experiment.seed, node=name, rule=rule.choose),
+            lambda rule: ClientSelection(self._tier, seed=experiment.seed, node=name, choose=rule.choose or choose),
             remembers=experiment.remembers(name),
             spool=spool,
             rounds_back=experiment.cloud.rounds_back,
@@ -115,7 +117,8 @@ class LocalRounds:
             pause_s += max(result.pause_s for result in closed_round.results.values())
             path_steps += max(result.path_steps for result in closed_round.results.values())
             self._count(closed_round, outcome, epochs=task.epochs)
-            plans[self._name].append(outcome.plan | selection.facts(selected))
+            decided = selection.facts(selected) | closed_round.decided(r, unreported=unreported(down))
+            plans[self._name].append(outcome.plan | decided)
             for result in closed_round.results.values():
                 for name, found in plans_of(result).items():
                     plans.setdefault(name, []).extend(found)

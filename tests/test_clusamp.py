@@ -128,7 +128,7 @@ def rule_of(distance: str = "cosine") -> Aggregator:
 
 
 def selection_of(rule: Aggregator, share: float = 0.5) -> ClientSelection:
-    return ClientSelection(Tier(name="wan", participation=share), seed=3, node="cloud", rule=rule.choose)
+    return ClientSelection(Tier(name="wan", participation=share), seed=3, node="cloud", choose=rule.choose)
 
 
 def target_of(child: str) -> Any:

@@ -36,3 +36,8 @@ class Children(Protocol):
 
     async def round(self, dispatch: Dispatch, *, on_progress: Callable[[], None] = nothing) -> ClosedRound:
         """Send each child its model and return the results, see `ParentEndpoint.round`."""
+
+
+def unreported(children: Children) -> list[str]:
+    """Return the children whose samples are not known."""
+    return [name for name in children.peers if name not in children.samples]

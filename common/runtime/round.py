@@ -60,6 +60,16 @@ class ClosedRound:
             for name, result in self.results.items()
         }
 
+    def decided(self, r: int, *, unreported: Sequence[str]) -> dict[str, object]:
+        """Return what a plan records of the node's round r so that it can be replayed.
+
+        `without`: the children that took part, but whose result was not used; `unreported`: those whose samples are not
+        known yet. Both are left out if there are none.
+        """
+        without = [child for child in self.uploads.children if child not in self.results]
+        found = {"without": without, "unreported": list(unreported)}
+        return {"node_round": r} | {name: children for name, children in found.items() if children}
+
     @property
     def models(self) -> dict[str, Row]:
         """The flat model of each child that answered."""

@@ -1,7 +1,8 @@
 """Children in this process, called one after another: the counterpart of `common.runtime.parent_endpoint`.
 
 Each child gets a copy of its model, encoded and decoded by the tier's codecs, so that all numbers equal those of a lab
-of processes. The bytes of these blobs are counted. No child is late or missing.
+of processes. The bytes of these blobs are counted. No child is late or missing, unless the recorded round of a replay
+went without it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from common.runtime.round import ClosedRound, Dispatch
 from common.runtime.work import Work
 from common.runtime.world import new_session, nothing
 from common.storage.spool import Spool
+from deploy.local.decisions import ALL_USED, RoundDecisions
 
 
 class Clock:
@@ -58,7 +60,8 @@ class Clock:
 class Calls:
     """A parent's children, each as a function.
 
-    `below` returns the traffic of the tiers below a child, `limits` has what it may report.
+    `below` returns the traffic of the tiers below a child, `limits` has what it may report. `recorded` returns what was
+    decided in a round, from the global round and the local round in it; None: everybody's result is used.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Calls:
         below: Callable[[str], tuple[Traffic, ...]] = lambda child: (),
         limits: Mapping[str, ChildLimits] | None = None,
         observe: Observe = lambda event, facts: None,
+        recorded: Callable[[int, int], RoundDecisions] | None = None,
     ) -> None:
         self.peers = tuple(children)
         self.samples = dict(samples)
@@ -84,6 +88,8 @@ class Calls:
         self.ledger = Ledger(self.peers, self._account, below=names)
         self.now = clock.now
         self._children = children
+        self._samples = dict(samples)
+        self._recorded = recorded
         self._layouts = layouts
         self._down, self._up = codec_of(codecs.down), codec_of(codecs.up)
         self._spool = spool
@@ -102,6 +108,7 @@ class Calls:
     async def round(self, dispatch: Dispatch, *, on_progress: Callable[[], None] = nothing) -> ClosedRound:
         """Call each child with a copy of its model and return the results. Raises RunFailed, RefusedModel."""
         children = dispatch.children
+        recorded = self._recorded(dispatch.global_round, dispatch.local_round) if self._recorded else ALL_USED
         if len(self._uploads) != len(children):
             self._uploads = self._spool.memory(
                 "uploads", len(children), row_bytes=self._layouts.up.row_bytes, resident_mb=self._resident_mb
@@ -115,6 +122,8 @@ class Calls:
         key = Key(1, dispatch.global_round, dispatch.local_round)
         of = (model for model, names in dispatch.models for _ in names)
         for place, (name, model) in enumerate(zip(children, of, strict=True)):
+            if name in recorded.without:
+                continue
             called = self.now()
             given = await model.whole() if isinstance(model, Arriving) else model
             row, sent = _carry(self._down, down, given)
@@ -143,7 +152,9 @@ class Calls:
         timeline.closed = self.now()
         reports = tuple(results.get(name) for name in children)
         uploads = Uploads(children, self._uploads, reports, lambda: None)
-        return ClosedRound(results, uploads, (), refused, timeline, model_bytes)
+        self.samples = {name: count for name, count in self._samples.items() if name not in recorded.unreported}
+        missing = tuple(name for name in children if name in recorded.without)
+        return ClosedRound(results, uploads, missing, refused, timeline, model_bytes)
 
     def _arrived(self, row: Row) -> Arriving:
         """Return a completely received model."""

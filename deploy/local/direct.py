@@ -19,6 +19,7 @@ from cloud.evaluator import Accuracy
 from cloud.results import DIRECT, RunFolder
 from cloud.run import CloudRun
 from common.aggregation.extras import link_layouts
+from common.aggregation.selection.situation import Choose
 from common.errors import FedstrataError, StorageFailed
 from common.experiment.data import check_alike
 from common.experiment.schema import Experiment
@@ -36,6 +37,7 @@ from common.runtime.children import Observe
 from common.runtime.work import Report, Work, WorkResult
 from common.storage.spool import Spool
 from deploy.local.calls import Calls, Clock
+from deploy.local.decisions import Decisions
 from device.memory import DeviceMemory
 from device.training.trainer import Trainer
 from device.training.work import LocalWork
@@ -49,16 +51,20 @@ WITHOUT_A_NETWORK: Final = {
 }
 
 
-def run_in_process(folder: RunFolder, *, resume: bool, accelerator: str, observe: Observe) -> Path:
-    """Run the experiment of a folder to its end; return the final model's path.
+def run_in_process(
+    folder: RunFolder, *, resume: bool, accelerator: str, observe: Observe, decisions: Decisions | None = None
+) -> Path:
+    """Run the experiment of a folder to its end, with the decisions of a recorded run; return the final model's path.
 
     Raises FedstrataError, KeyboardInterrupt.
     """
     with interruptible():
-        return asyncio.run(_run(folder, resume=resume, accelerator=accelerator, observe=observe))
+        return asyncio.run(_run(folder, resume=resume, accelerator=accelerator, observe=observe, decisions=decisions))
 
 
-async def _run(folder: RunFolder, *, resume: bool, accelerator: str, observe: Observe) -> Path:
+async def _run(
+    folder: RunFolder, *, resume: bool, accelerator: str, observe: Observe, decisions: Decisions | None
+) -> Path:
     asyncio.get_running_loop().set_default_executor(_AtOnce())
     experiment = folder.experiment
     folder.note(**{DIRECT: WITHOUT_A_NETWORK})
@@ -88,7 +94,11 @@ async def _run(folder: RunFolder, *, resume: bool, accelerator: str, observe: Ob
         return {
             "below": lambda child: below[child].ledger.tiers() if child in below else (),
             "limits": limits_below(experiment, parent),
+            "recorded": decisions and partial(decisions.of_round, parent),
         }
+
+    def choose(parent: str) -> Choose | None:
+        return decisions.choose(parent) if decisions else None
 
     for name in reversed(tree.aggregators):
         children, spool = tree.children[name], _spool(folder, name)
@@ -101,7 +111,9 @@ async def _run(folder: RunFolder, *, resume: bool, accelerator: str, observe: Ob
             **accounting(name),
         )
         samples[name] = sum(below[name].samples.values())
-        work[name] = LocalRounds(name, experiment, layout=layout, spool=spool, down=below[name], metrics=metrics).work
+        work[name] = LocalRounds(
+            name, experiment, layout=layout, spool=spool, down=below[name], metrics=metrics, choose=choose(name)
+        ).work
     spool = _spool(folder, CLOUD)
     down = calls(
         {child: work[child] for child in tree.children[CLOUD]},
@@ -123,6 +135,7 @@ async def _run(folder: RunFolder, *, resume: bool, accelerator: str, observe: Ob
             evaluate=evaluate,
             metrics=metrics,
             observe=record,
+            choose=choose(CLOUD),
         )
         if resume:
             run.resume()

@@ -40,14 +40,17 @@ NOTHING: Final[Mapping[str, int]] = MappingProxyType({})
 
 
 class ClientSelection:
-    """One node's client selection, or its rule's if that has its own. Its state is the history of the children."""
+    """One node's client selection. Its state is the history of the children.
 
-    def __init__(self, tier: Tier, *, seed: int, node: str, rule: Choose | None = None) -> None:
+    `choose`: in place of the tier's selector, from a rule that selects the children itself, or as recorded.
+    """
+
+    def __init__(self, tier: Tier, *, seed: int, node: str, choose: Choose | None = None) -> None:
         self._tier = tier
         self._seed = seed
         self._node = node
-        self._rule = rule
-        self._choose = rule or SELECTORS[type(tier.selection)](tier.selection)
+        self._other = choose is not None
+        self._choose = choose or SELECTORS[type(tier.selection)](tier.selection)
         self._history: dict[str, Participation] = {}
 
     def select(self, children: Sequence[str], r: int, *, samples: Mapping[str, int] = NOTHING) -> list[str]:
@@ -57,7 +60,7 @@ class ClientSelection:
         fails.
         """
         count = participants(len(children), self._tier.participation)
-        if count == len(children) and self._rule is None:
+        if count == len(children) and not self._other:
             return list(children)
         now = Situation(children, count, samples, self._history, self._seed, self._node, r)
         chosen = set(self._choose(now))
@@ -92,8 +95,8 @@ class ClientSelection:
 
     def facts(self, selected: Sequence[str]) -> dict[str, object]:
         """Return what a round's plan records: who was selected, unless seed and round alone determine it."""
-        determined = self._rule is None and not self._tier.selection.remembers
-        return {} if determined else {"taking_part": list(selected)}
+        is_recorded = self._other or self._tier.selection.remembers
+        return {"taking_part": list(selected)} if is_recorded else {}
 
     def save(self) -> dict[str, Any]:
         """Return the state, in a form that JSON can hold."""

@@ -1,0 +1,66 @@
+"""The decisions of a recorded run that depended on time, so that it can be replayed bit for bit.
+
+Of each round they are in its plan (`events.jsonl`): who took part, if the selector reads earlier rounds, and whose
+result was not used. If a resumed run has repeated a round, its last plan counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from common.aggregation.selection.situation import Choose, Situation
+from common.errors import InvalidExperiment
+from common.experiment.schema import Experiment
+from deploy.runs.run import Run
+
+
+@dataclass(frozen=True, slots=True)
+class RoundDecisions:
+    """One round: who took part, None if seed and round determine it; who was not used, or not known yet."""
+
+    taking_part: Sequence[str] | None = None
+    without: frozenset[str] = frozenset()
+    unreported: frozenset[str] = frozenset()
+
+
+ALL_USED: Final = RoundDecisions()
+
+
+class Decisions:
+    """The decisions of one run."""
+
+    def __init__(self, run: Run, experiment: Experiment) -> None:
+        self._run = run
+        self._experiment = experiment
+        self._rounds: dict[tuple[str, int], RoundDecisions] = {}
+        for event in run.events:
+            if event.name == "plan" and "node_round" in event.facts:
+                self._rounds[event.facts["node"], event.facts["node_round"]] = RoundDecisions(
+                    event.facts.get("taking_part"),
+                    frozenset(event.facts.get("without", ())),
+                    frozenset(event.facts.get("unreported", ())),
+                )
+
+    def of_round(self, node: str, global_round: int, local_round: int) -> RoundDecisions:
+        """Return the decisions of a node's local round in a global round, both from 0. Raises InvalidExperiment."""
+        rounds = self._experiment.rounds_of(self._experiment.tree.depth(node))
+        return self._of(node, global_round * rounds + local_round)
+
+    def choose(self, node: str) -> Choose | None:
+        """Return the recorded client selection of a node; None if seed and round determine it."""
+        if not self._experiment.tier_below(node).selection.remembers:
+            return None
+
+        def choose(now: Situation) -> Sequence[str]:
+            return self._of(node, now.r).taking_part or now.children
+
+        return choose
+
+    def _of(self, node: str, r: int) -> RoundDecisions:
+        if (found := self._rounds.get((node, r))) is None:
+            problem = f"it has no plan of {node}'s round {r}, counted from 0"
+            remedy = "Runs of earlier releases, and runs whose events.jsonl was cut, cannot be replayed."
+            raise InvalidExperiment("RUN", str(self._run.path), problem, remedy)
+        return found
