@@ -6,18 +6,22 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 
+from cloud.results import RunFolder
 from common.errors import InvalidExperiment
 from common.experiment.own import permit
 from common.experiment.reading import parse, to_toml
 from common.learning import datasets
 from common.learning.inputs import Inputs
+from deploy.local.direct import run_in_process
 from deploy.simulation.outcome import model_digest
 from device.training.objectives.table import objective_of
 from tests.helpers.commands import fedstrata, invoke
@@ -105,7 +109,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_each_example_is_short() -> None:
-    assert EXAMPLES.keys() == {"mine", "clipping", "fair", "focal", "rings", "nets"}
+    assert EXAMPLES.keys() == {"mine", "clipping", "fair", "focal", "control", "corrected", "rings", "nets"}
     assert all(len(text.splitlines()) + 1 <= LINES_MOST for text in EXAMPLES.values())
 
 
@@ -116,6 +120,8 @@ def test_each_example_is_short() -> None:
         ("clipping:Clipped", []),
         ("focal:Focal", ["gamma=1"]),
         ("fair:LeastOften", []),
+        ("control:Control", ["extras_down=['c']", "extras_up=['change']"]),
+        ("corrected:Corrected", []),
     ],
 )
 def test_the_examples_pass_the_check(name: str, keywords: Sequence[str], home: Path) -> None:
@@ -167,6 +173,58 @@ def test_a_lab_of_own_code_has_the_model_of_one_process(home: Path) -> None:
     (run,) = (home / "runs").glob("*-*")
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     assert any("clipped" in json.dumps(event) for event in events)
+
+
+OWN_SCAFFOLD: Final = {"name": "control:Control", "weights": "uniform", "extras_down": ["c"], "extras_up": ["change"]}
+SMALL: Final = {
+    "rounds": 4,
+    "topology": {"institutions": 2, "devices": 4},
+    "model": {"name": "mlp_digits"},
+    "training": {"batch_size": 200, "learning_rate": 0.2, "momentum": 0.0},
+}
+
+
+def direct_model(folder: Path, rule: Mapping[str, Any], objective: str) -> Mapping[str, Any]:
+    training = {**SMALL["training"], "objective": {"name": objective}}
+    tree = {**SMALL, "training": training, "institution": {"rounds": 2, "participation": 0.5, "aggregation": rule}}
+    run = RunFolder.create(folder, parse(tree))
+    run_in_process(run, resume=False, accelerator="cpu", observe=lambda event, facts: None)
+    return load_file(run.path / "model.safetensors")
+
+
+def test_ones_own_scaffold_is_fedstratas(home: Path) -> None:
+    built_in = direct_model(home / "one", {"name": "scaffold"}, "scaffold")
+    own = direct_model(home / "other", OWN_SCAFFOLD, "corrected:Corrected")
+    plain = direct_model(home / "third", {"name": "fedavg", "weights": "uniform"}, "cross_entropy")
+    apart = max(float(np.abs(own[name] - built_in[name]).max()) for name in own)
+    assert apart < 1e-6 and max(float(np.abs(own[name] - plain[name]).max()) for name in own) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"extras_down": []}, "it receives c with the model, and the rule 'control:Control' has nothing"),
+        ({"extras_up": ["change", "more"]}, "it returns change with the model, and the rule .* has change, more"),
+    ],
+)
+def test_vectors_that_rule_and_objective_do_not_share_are_refused(
+    changes: Mapping[str, Any], problem: str, home: Path
+) -> None:
+    with pytest.raises(InvalidExperiment, match=problem):
+        direct_model(home / "runs", OWN_SCAFFOLD | changes, "corrected:Corrected")
+
+
+@pytest.mark.parametrize(
+    ("tier", "changes", "problem"),
+    [
+        ("cloud", {}, r"cloud.aggregation.name = 'control:Control': its children must be devices"),
+        ("institution", {"extras_up": ["a", "a"]}, r"extras_up = \['a', 'a'\]: duplicate name"),
+        ("institution", {"extras_up": ["A"]}, r"extras_up\.0 = 'A': not of the form that is needed. Write lower-case"),
+    ],
+)
+def test_vectors_that_cannot_be_are_refused(tier: str, changes: Mapping[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidExperiment, match=problem):
+        parse({tier: {"aggregation": OWN_SCAFFOLD | changes}})
 
 
 def test_keywords_that_the_class_does_not_have_end_the_run(home: Path) -> None:

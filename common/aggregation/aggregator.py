@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from common.aggregation.cached_uploads import CachedUploadRule
 from common.aggregation.clusamp import ClusteredSampling
+from common.aggregation.extras import single_model
 from common.aggregation.multi_model import MultiModelRule
 from common.aggregation.norm_bound import NormBoundedRule
 from common.aggregation.scaffold import ControlVariateRule
@@ -33,6 +34,7 @@ from common.experiment.aggregation import (
     Independent,
     Krum,
     NormBound,
+    OwnRule,
     RuleSettings,
     Scaffold,
 )
@@ -48,6 +50,7 @@ BUILT: Final[Mapping[type[RuleSettings], Callable[[Any, RuleContext], Aggregator
     FedAvg: SingleModelRule,
     FedAdp: SingleModelRule,
     **dict.fromkeys((*STEPS, *COLUMNS, Krum), SingleModelRule),
+    OwnRule: single_model,
     Independent: MultiModelRule,
     FedCross: MultiModelRule,
     FedMR: MultiModelRule,

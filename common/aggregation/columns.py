@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.aggregation.fedavg import ShareMean
 from common.aggregation.mixing import Floats
@@ -16,13 +16,14 @@ class Columns:
 
     `uploads_KC`, float32 [K, C]: of the uploads. `model_C`, float32 [C]: of the model that the children received; it
     must not be written. `weights_K`, float64 [K]: the uploads' weights, whose sum is 1. `state`: of the rule's vectors,
-    float32 [C] each, which are kept: write into them.
+    float32 [C] each, which are kept: write into them. `extras`: of the vectors behind the uploads, float32 [K, C] each.
     """
 
     uploads_KC: Floats
     model_C: Floats
     weights_K: Doubles
     state: Mapping[str, Floats]
+    extras: Mapping[str, Floats] = field(default_factory=dict)
 
 
 class ColumnMean(ShareMean):

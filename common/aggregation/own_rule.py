@@ -28,7 +28,8 @@ class RoundFacts:
 
     `children`: the children that sent them. `samples_K`, int64 [K], `losses_K` and `steps_K`, float64 [K]: what they
     reported. `weights_K`, float64 [K]: by `weights` of the experiment. `products`: the inner products of the uploads'
-    steps v_k - z from the model z that they received, if the rule `compares`; else None.
+    steps v_k - z from the model z that they received, if the rule `compares`; else None. `all_children`: how many the
+    node has, whether they took part or not.
     """
 
     children: Sequence[str]
@@ -37,12 +38,14 @@ class RoundFacts:
     steps_K: Doubles
     weights_K: Doubles
     products: Gram | None
+    all_children: int
 
 
 class ColumnRule(own.Kept):
     """A rule that computes the next model column by column. Its keywords are the experiment's keys.
 
-    `vectors` names vectors of state, float32 [D] each, zeros at first, which persist as `numbers` do.
+    `vectors` names vectors of state, float32 [D] each, zeros at first, which persist as `numbers` do. Those that the
+    experiment's `extras_down` names are vectors of state too, and devices receive them with each model.
     """
 
     vectors: ClassVar[Sequence[str]] = ()
@@ -67,7 +70,9 @@ class OwnColumns(ColumnMean):
         self.compares = rule.compares
         self._rule = rule
         self._name = settings.name
-        self._vectors = {name: np.zeros(context.layout.parameters, np.float32) for name in rule.vectors}
+        names = dict.fromkeys((*rule.vectors, *settings.sends))
+        self._vectors = {name: np.zeros(context.layout.parameters, np.float32) for name in names}
+        self._all_children = context.children
 
     def of(
         self, statistics: Statistics, products: Gram | None, children: Sequence[str]
@@ -82,6 +87,7 @@ class OwnColumns(ColumnMean):
             statistics.steps_K,
             weights_K,
             products if self.compares else None,
+            self._all_children,
         )
         with own.guarded(KEY, self._name, where="begin"):
             return mixture, self._rule.begin(facts) or {}

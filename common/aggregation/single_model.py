@@ -177,15 +177,17 @@ class SingleModelRule(OneModel):
 
     def save(self, folder: Path) -> dict[str, object]:
         """Write the state of the plan and of the step."""
-        server_steps.save(self._vectors(), folder)
+        server_steps.save(self.vectors, folder)
         return self._mean_plan.save()
 
     def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
         """Restore both."""
-        server_steps.restore(self._vectors(), folder)
+        server_steps.restore(self.vectors, folder)
         self._mean_plan.restore(facts)
 
-    def _vectors(self) -> Mapping[str, Floats]:
+    @property
+    def vectors(self) -> Mapping[str, Floats]:
+        """The vectors of its state, float32 [D] each, by name."""
         owner = self._step or self._columns
         return owner.state() if owner is not None else {}
 
@@ -197,7 +199,9 @@ class SingleModelRule(OneModel):
 
         def block(columns: slice) -> None:
             found = {name: values[columns] for name, values in state.items()}
-            target_D[columns] = plan.columns(Columns(floats_K[answered, columns], model_D[columns], weights_K, found))
+            extras = {name: values_K[answered, columns] for name, values_K in uploads.extras.items()}
+            part = Columns(floats_K[answered, columns], model_D[columns], weights_K, found, extras)
+            target_D[columns] = plan.columns(part)
 
         over(list(cut(0, self._layout.parameters)), block, release=uploads.release)
 

@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from common.aggregation.mixing import MixedColumns
+from common.aggregation.mixing import Floats, MixedColumns
 from common.aggregation.selection.situation import Choose
 from common.aggregation.statistics import Gram, Statistics, Trained
 from common.experiment.training import TrainingSettings
@@ -26,13 +26,15 @@ class Uploads:
 
     The order is that of the dispatched models' children, so it does not depend on arrivals. The rows of missing
     children (`reports` has None) are undefined; at least one upload is present. `release` lets the rows that were read
-    leave memory (see `mixing.apply`).
+    leave memory (see `mixing.apply`). `extras`: the vectors behind the models, float32 [K, D] each, if they were
+    separated from the rows.
     """
 
     children: tuple[str, ...]
     rows_K: npt.NDArray[np.uint8]
     reports: tuple[Trained | None, ...]
     release: Callable[[], None]
+    extras: Mapping[str, Floats] = field(default_factory=dict)
 
     @property
     def answered(self) -> tuple[int, ...]:

@@ -20,25 +20,34 @@ from pydantic import Field
 
 from common.errors import InvalidExperiment
 from common.experiment.own import OwnName, OwnSettings
-from common.experiment.tables import Count, Fraction, Positive, Selected, SettingsTable
+from common.experiment.tables import Count, Fraction, Positive, Selected, SettingsTable, form
 
 Weights = Literal["data", "uniform"]
 OnNewModel = Literal["reset", "recentre"]
 Rounds = Annotated[int, Field(ge=0)]
+ExtraName = Annotated[str, form(r"^[a-z][a-z0-9_]{0,31}$", "lower-case letters, digits and _, a letter first")]
 
 
 class RuleSettings(SettingsTable):
-    """The settings of a rule. `sends` and `returns`: the vectors, float32 [D] each, behind the models down and up.
+    """The settings of a rule. `objective`: that of the devices below, which it needs.
 
-    `objective`: that of the devices below, which it needs. `selects`: the rule selects the children itself.
+    `selects`: the rule selects the children itself.
     """
 
     selects: ClassVar[bool] = False
-    sends: ClassVar[Sequence[str]] = ()
-    returns: ClassVar[Sequence[str]] = ()
     objective: ClassVar[str | None] = None
 
     name: str  # the rule
+
+    @property
+    def sends(self) -> Sequence[str]:
+        """The vectors behind the models that go down, float32 [D] each."""
+        return ()
+
+    @property
+    def returns(self) -> Sequence[str]:
+        """The vectors behind the models that come up, float32 [D] each."""
+        return ()
 
     @property
     def remembers(self) -> bool:
@@ -54,6 +63,26 @@ class OwnRule(RuleSettings, OwnSettings):
 
     name: OwnName  # the class, `package.module:Name`
     weights: Weights = "data"  # of the buffers, and of the loss that is reported: shares of the samples, or 1/K
+    # Vectors of the rule that devices get with each model.
+    extras_down: list[ExtraName] = Field(default_factory=list)
+    # Vectors that the devices' objective returns with each model.
+    extras_up: list[ExtraName] = Field(default_factory=list)
+
+    @property
+    def sends(self) -> Sequence[str]:
+        """The vectors behind the models that go down."""
+        return self.extras_down
+
+    @property
+    def returns(self) -> Sequence[str]:
+        """The vectors behind the models that come up."""
+        return self.extras_up
+
+    def check(self, key: str, children: int) -> None:
+        """Check that no vector is named twice. Raises InvalidExperiment."""
+        for direction, names in (("extras_down", self.extras_down), ("extras_up", self.extras_up)):
+            if len(set(names)) < len(names):
+                raise InvalidExperiment(f"{key}.{direction}", names, "duplicate name", "Name each vector once.")
 
     @property
     def remembers(self) -> bool:
@@ -236,12 +265,20 @@ class FedNova(RuleSettings):
 class Scaffold(RuleSettings):
     """One model: the mean of the uploads, which devices correct by control variates."""
 
-    sends = ("control",)
-    returns = ("control_change",)
     objective = "scaffold"
 
     name: Literal["scaffold"] = "scaffold"  # the rule
     learning_rate: Positive = 1.0  # of the server (eta): 1 takes the mean of the uploads
+
+    @property
+    def sends(self) -> Sequence[str]:
+        """The control variate of all children."""
+        return ("control",)
+
+    @property
+    def returns(self) -> Sequence[str]:
+        """The change of the child's own."""
+        return ("control_change",)
 
     @property
     def remembers(self) -> bool:

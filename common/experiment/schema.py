@@ -263,7 +263,7 @@ class Experiment(SettingsTable):
         objective, key = self.training.objective, "training.objective.name"
         *above, (last_key, last) = self.keyed_tiers()
         for tier_key, tier in above:
-            if tier.aggregation.objective is not None:
+            if tier.aggregation.objective or tier.aggregation.sends or tier.aggregation.returns:
                 name, remedy = tier.aggregation.name, f"Use it in {last_key}.aggregation."
                 raise InvalidExperiment(f"{tier_key}.aggregation.name", name, "its children must be devices", remedy)
         rule = last.aggregation

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from common.aggregation import aggregator
 from common.aggregation.blocks import COLUMNS, cut
 from common.aggregation.columns import Columns
+from common.aggregation.extras import link_layouts
 from common.aggregation.own_rule import KEY, ColumnRule, OwnColumns
 from common.aggregation.selection.client_selection import ClientSelection
 from common.aggregation.selection.own_selector import Selector
@@ -47,7 +48,8 @@ def checks(name: str, keywords: Mapping[str, Any]) -> tuple[str, Iterator[Findin
     """Return what a name of own code is, and its checks, which run one by one. Raises InvalidExperiment."""
     found = own.load("name", name)
     if isinstance(found, type) and issubclass(found, ColumnRule):
-        return "rule", _each(_rule(parse({"cloud": {"aggregation": {**keywords, "name": name}}}).cloud.aggregation))
+        below = parse({"institution": {"aggregation": {**keywords, "name": name}}}).institution
+        return "rule", _each(_rule(below.aggregation))
     if isinstance(found, type) and issubclass(found, Selector):
         tree = {"cloud": {"selection": {**keywords, "name": name}, "participation": 0.4}}
         return "selector", _each(_selector(parse(tree).tier_below(CLOUD)))
@@ -130,8 +132,10 @@ class _Lab:
     """A node with a rule, and children whose uploads are random, the same for each lab."""
 
     def __init__(self, settings: OwnRule) -> None:
-        self._layout = _layout()
-        self.rule = aggregator.build(settings, layout=self._layout, node=CLOUD, seed=1, measures=True, rows=_memory)
+        self._layout, self._links = _layout(), link_layouts(settings, _layout())
+        self.rule = aggregator.build(
+            settings, layout=self._layout, node=CLOUD, seed=1, measures=True, rows=_memory, children=CHILDREN
+        )
         self.facts: Mapping[str, object] = {}
         start = self._layout.empty()
         self._layout.floats(start)[:] = _random(0, (PARAMETERS + 3,))
@@ -141,7 +145,9 @@ class _Lab:
         """Play a round, and return its model."""
         children = tuple(f"device-{k}" for k in range(CHILDREN))
         ((sent, _),) = self.rule.dispatch(r, children)
-        rows_K = _memory("uploads", CHILDREN)
+        rows_K = np.zeros((CHILDREN, self._links.up.row_bytes), np.uint8)
+        extras_K = self._links.up.extra_columns(rows_K)
+        extras_K[:] = _random(r + 100, extras_K.shape)
         floats_K = self._layout.floats(rows_K)
         floats_K[:] = self._layout.floats(sent) + _random(r + 1, (CHILDREN, PARAMETERS + 3))
         reports = [Report(100 * (k + 1), 1.0 / (k + 1)) if k >= missing else None for k in range(CHILDREN)]
@@ -179,13 +185,14 @@ def _cuts(settings: OwnRule) -> str:
     """Return why columns computed in other blocks differ, or ""."""
     context = RuleContext(_layout(), CLOUD, 1, measures=True, rows=_memory)
     uploads_KD, model_D = _random(1, (CHILDREN, PARAMETERS)), _random(2, (PARAMETERS,))
+    extras = {name: _random(3 + i, (CHILDREN, PARAMETERS)) for i, name in enumerate(settings.returns)}
     statistics = Statistics.of([Report(100 * (k + 1), 1.0 / (k + 1)) for k in range(CHILDREN)])
     found = []
     for width in (PARAMETERS, COLUMNS, 1000):
         rule = OwnColumns(settings, context)
         products = gram(list(uploads_KD), model_D) if rule.compares else None
         mixture, _ = rule.of(statistics, products, [f"device-{k}" for k in range(CHILDREN)])
-        whole = Columns(uploads_KD, model_D, mixture.dense(CHILDREN), rule.state())
+        whole = Columns(uploads_KD, model_D, mixture.dense(CHILDREN), rule.state(), extras)
         parts = [rule.columns(_part(whole, columns)) for columns in cut(0, PARAMETERS, width)]
         found.append(np.concatenate(parts).astype(np.float32))
     if all(np.array_equal(found[0], other) for other in found[1:]):
@@ -195,4 +202,6 @@ def _cuts(settings: OwnRule) -> str:
 
 def _part(whole: Columns, columns: slice) -> Columns:
     state = {name: values[columns] for name, values in whole.state.items()}
-    return replace(whole, uploads_KC=whole.uploads_KC[:, columns].copy(), model_C=whole.model_C[columns], state=state)
+    extras = {name: values_K[:, columns] for name, values_K in whole.extras.items()}
+    uploads_KC = whole.uploads_KC[:, columns].copy()
+    return replace(whole, uploads_KC=uploads_KC, model_C=whole.model_C[columns], state=state, extras=extras)

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Final
+
+from common.errors import InvalidExperiment
 from common.experiment.schema import Experiment
 from common.model.layout import ModelLayout, Row
 from device.training.objectives.objective import LocalUpdate
 from device.training.objectives.table import objective_of
 from device.vectors import TaskVectors
 
+KEY: Final = "training.objective.name"
+
 
 def vectors_of(experiment: Experiment, node: str, layout: ModelLayout) -> TaskVectors:
     """Return the vectors of a device's tasks. Raises InvalidExperiment."""
     rule, objective = experiment.tier_above(node).aggregation, objective_of(experiment.training)
+    for what, given, wanted in (
+        ("receives", rule.sends, objective.receives),
+        ("returns", rule.returns, objective.returns),
+    ):
+        if sorted(given) != sorted(wanted):
+            has, needs = (", ".join(names) or "nothing" for names in (given, wanted))
+            problem = f"it {what} {needs} with the model, and the rule {rule.name!r} has {has}"
+            remedy = "Name the same vectors in extras_down and extras_up of the rule, and in the objective's class."
+            raise InvalidExperiment(KEY, experiment.training.objective.name, problem, remedy)
     return TaskVectors(layout, tuple(rule.sends), tuple(rule.returns), tuple(objective.keeps))
 
 
@@ -22,4 +36,9 @@ def finish(experiment: Experiment, vectors: TaskVectors, row: Row, out: Row, *, 
         received_D, trained_D = (vectors.layout.floats(each)[columns] for each in (row, out))
         rate, momentum = experiment.learning_rate_in(local_round), experiment.training.momentum
         update = LocalUpdate(received_D, trained_D, vectors.read(row), steps, rate, momentum)
-        vectors.write(out, objective_of(experiment.training).finish(update))
+        found = objective_of(experiment.training).finish(update)
+        if absent := {*vectors.returned, *vectors.kept} - found.keys():
+            problem = f"its finish returns no {', '.join(sorted(absent))}"
+            remedy = "Return each vector that it keeps or returns."
+            raise InvalidExperiment(KEY, experiment.training.objective.name, problem, remedy)
+        vectors.write(out, found)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from common.errors import InvalidExperiment
 from common.experiment import own
-from common.experiment.aggregation import RULES, RuleSettings
 from common.experiment.objectives import CrossEntropy
 from common.experiment.training import TrainingSettings
 from common.learning import models
@@ -99,8 +98,8 @@ def _finish(training: TrainingSettings) -> str:
 
 
 def _vectors(training: TrainingSettings, layout: ModelLayout) -> TaskVectors:
-    rule = RULES.get(training.objective.rule or "", RuleSettings)
-    return TaskVectors(layout, tuple(rule.sends), tuple(rule.returns), tuple(objective_of(training).keeps))
+    objective = objective_of(training)
+    return TaskVectors(layout, tuple(objective.receives), tuple(objective.returns), tuple(objective.keeps))
 
 
 def _like_weights(training: TrainingSettings, weights: Sequence[Tensor]) -> dict[str, list[Tensor]]:

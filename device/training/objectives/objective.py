@@ -58,6 +58,8 @@ class Objective:
 
     uses_received = False  # whether a copy of the received parameters is kept during training
     keeps: Sequence[str] = ()  # vectors of the device's own, float32 [D] each, zeros at first, from task to task
+    receives: Sequence[str] = ()  # vectors that the rule must send with the model
+    returns: Sequence[str] = ()  # vectors that the rule expects with the trained model
 
     def losses(self, batch: Minibatch, logits: Tensor) -> Tensor:
         """Return the loss [] of one model, or the losses [A], differentiable."""

@@ -29,6 +29,8 @@ class ControlledObjective(Objective):
     """Cross-entropy whose gradients are corrected. The reported loss is the cross-entropy."""
 
     keeps = ScaffoldCorrection.keeps
+    receives = (CONTROL,)
+    returns = (CHANGE,)
 
     def __init__(self, settings: ScaffoldCorrection) -> None:
         """Take the settings, which have no key."""
