@@ -120,11 +120,14 @@ class GlobalRounds:
         selected = self._selection.select(self._down.peers, r, samples=self._down.samples)
         models = self._rule.dispatch(r, selected)
         follows = self._selection.follows(selected, r)
-        closing = tier.closing.among(len(selected))
-        dispatch = Dispatch(r, 0, models=models, epochs=state.epochs, closing=closing, follows=follows)
+        dispatch = Dispatch(
+            r, 0, models=models, epochs=state.epochs, closing=tier.closing_of(len(selected)), follows=follows,
+            carried=self._selection.in_flight,
+        )  # fmt: skip
         closed_round = await self._down.round(dispatch)
         outcome = await offload(partial(self._rule.aggregate, r, closed_round.uploads))
-        self._selection.observe(r, selected, closed_round.facts, unused=outcome.left_out)
+        facts, refused = closed_round.facts, closed_round.refused
+        self._selection.observe(r, selected, facts, unused=outcome.left_out, refused=refused)
         decided = self._selection.facts(selected) | closed_round.decided(r, unreported=unreported(self._down))
         outcome = replace(outcome, facts={**outcome.facts, **decided})
         for name, reason in outcome.left_out.items():

@@ -93,6 +93,7 @@ class LocalRounds:
         if rule.reads_start:
             await model.whole()
         await offload(partial(rule.begin, model.row))
+        selection.begin()
         for i in range(settings.rounds):
             r = number * settings.rounds + i
             selected = selection.select(down.peers, r, samples=down.samples)
@@ -101,15 +102,17 @@ class LocalRounds:
                 task.key.local_round * settings.rounds + i,
                 models=rule.dispatch(r, selected),
                 epochs=dict.fromkeys(down.peers, task.epochs),
-                closing=settings.closing.among(len(selected)),
+                closing=settings.closing_of(len(selected)),
                 follows=selection.follows(selected, r),
+                carried=selection.in_flight,
             )
             if not model.complete:  # then the rule passes it on
                 dispatch = replace(dispatch, models=[(model, dispatch.children)])
             closed_round = await down.round(dispatch, on_progress=lambda: report(Phase.TRAINING, down.moves, 0))
             await model.whole()  # the children may have finished before it is decoded here
             outcome = await offload(partial(rule.aggregate, r, closed_round.uploads))
-            selection.observe(r, selected, closed_round.facts, unused=outcome.left_out)
+            facts = closed_round.facts
+            selection.observe(r, selected, facts, unused=outcome.left_out, refused=closed_round.refused)
             for child, reason in outcome.left_out.items():
                 log.warning("%s: %s's model is left out: %s", self._name, child, reason)
             train_s += max(result.train_s for result in closed_round.results.values())

@@ -624,7 +624,7 @@ class Lab:
         event, self.parent.over = self.parent.over, None
         assert over and event is not None, f"the round hangs: {self.parent.session.coordinator.progress()}"
         assert self._opening is not None
-        self.parent.session.end_round(list(self._opening.models), self.now)
+        self.parent.session.end_round(self.now)
         self.parent.wake()
         self._opening = None
         if isinstance(event, Closed):

@@ -163,7 +163,7 @@ def test_the_next_model_is_the_mean_of_the_draws(distance: str) -> None:
         assert list(draws) == chosen == [name for name in NAMES if name in chosen] and sum(draws.values()) == 4
         several += max(draws.values()) > 1
         wanted = sum(draws[child] / 4 * row for child, row in zip(chosen, uploads, strict=True))
-        assert LAYOUT.floats(rule.model) == pytest.approx(wanted, abs=1e-5)
+        assert np.abs(LAYOUT.floats(rule.model) - wanted).max() < 1e-5
     assert several
 
 
@@ -177,7 +177,7 @@ def test_a_missing_child_keeps_its_last_step_and_the_others_share_its_weight() -
     _, uploads, outcome = play(rule, selection, 3, missing=chosen[:1])
     draws = {child: outcome.facts["draws"][child] for child in chosen[1:]}
     wanted = sum(times * row for times, row in zip(draws.values(), uploads[1:], strict=True)) / sum(draws.values())
-    assert LAYOUT.floats(rule.model) == pytest.approx(wanted, abs=1e-5)
+    assert np.abs(LAYOUT.floats(rule.model) - wanted).max() < 1e-5
 
 
 def test_a_restored_node_draws_as_the_other(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_restored_node_draws_as_the_other(tmp_path: Path) -> None:
 
 def test_another_selector_beside_it_is_refused() -> None:
     tree = {"cloud": {"aggregation": {"name": "clusamp"}, "selection": {"name": "round_robin"}, "participation": 0.5}}
-    with pytest.raises(InvalidExperiment, match=r"selection.name = .round_robin.: clusamp selects the children itself"):
+    with pytest.raises(InvalidExperiment, match=r"selection.name = .round_robin.: the rule clusamp goes without it"):
         parse(tree)
 
 

@@ -242,7 +242,7 @@ def test_a_parent_plays_the_recorded_rounds_again(node: str, messages: list[Reco
                 session.accept(event, now)
             elif isinstance(event, Closed):
                 closed.append(event)
-                session.end_round(children, now)
+                session.end_round(now)
         replay.collect(session.to_send(now))
     assert [event.key for event in closed] == sorted(tasks)
     assert all(set(event.results) == set(children) and not event.missing for event in closed)

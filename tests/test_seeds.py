@@ -28,7 +28,14 @@ SEEDS = (
     100_001,
     200_001,
 )  # newer methods, devices that keep vectors (the last two); 4 and 19 have a permanent fault; others play 0, 7, 14, 24
-MANY = (*range(4), *range(10_000, 12_000), *range(100_000, 100_400), *range(200_000, 200_100), *range(300_000, 300_060))
+MANY = (
+    *range(4),
+    *range(10_000, 12_000),
+    *range(100_000, 100_400),
+    *range(200_000, 200_100),
+    *range(300_000, 300_060),
+    *range(400_000, 400_100),
+)
 FOUND = (
     83,  # a task and the end of the run come at once: the child began the task, and never ended
     177,  # a device restarts while its link is measured: the institution waited for idle_s

@@ -1191,7 +1191,7 @@ def test_an_upload_that_is_void_is_not_written_any_more(why: str) -> None:
     result = child.session.participant._result
     assert result is not None and child._answer is not None
     if why == "the round closed":
-        lab.parent.session.end_round(["device-0"], lab.now)
+        lab.parent.session.end_round(lab.now)
     else:
         lab.kill("device-0", will_after_s=None)
         lab.start("device-0")

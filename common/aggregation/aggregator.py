@@ -18,6 +18,7 @@ import numpy.typing as npt
 from common.aggregation.cached_uploads import CachedUploadRule
 from common.aggregation.clusamp import ClusteredSampling
 from common.aggregation.extras import single_model
+from common.aggregation.fedbuff import BufferedRule
 from common.aggregation.multi_model import MultiModelRule
 from common.aggregation.norm_bound import NormBoundedRule
 from common.aggregation.scaffold import ControlVariateRule
@@ -28,6 +29,7 @@ from common.experiment.aggregation import (
     CluSamp,
     FedAdp,
     FedAvg,
+    FedBuff,
     FedCDA,
     FedCross,
     FedMR,
@@ -57,6 +59,7 @@ BUILT: Final[Mapping[type[RuleSettings], Callable[[Any, RuleContext], Aggregator
     FedCDA: CachedUploadRule,
     Scaffold: ControlVariateRule,
     CluSamp: ClusteredSampling,
+    FedBuff: BufferedRule,
 }
 
 

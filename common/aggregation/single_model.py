@@ -121,6 +121,13 @@ class OneModel:
             release=uploads.release,
         )
 
+    def _distances(self, uploads: Uploads) -> list[float]:
+        """Return the distance of each upload to the next model, which is not their mean."""
+        floats_K, parameters = self._layout.floats(uploads.rows_K), self._layout.parameters
+        rows = [floats_K[k, :parameters] for k in uploads.answered]
+        squares_KK = gram(rows, self._trainable(self._mean), release=uploads.release).offsets_KK
+        return [sqrt(square) for square in np.diagonal(squares_KK).tolist()]
+
 
 class SingleModelRule(OneModel):
     """A mean of the uploads, and what follows it: nothing, or a server optimiser's step."""
@@ -204,10 +211,3 @@ class SingleModelRule(OneModel):
             target_D[columns] = plan.columns(part)
 
         over(list(cut(0, self._layout.parameters)), block, release=uploads.release)
-
-    def _distances(self, uploads: Uploads) -> list[float]:
-        """Return the distance of each upload to the next model, which is not their mean."""
-        floats_K, parameters = self._layout.floats(uploads.rows_K), self._layout.parameters
-        rows = [floats_K[k, :parameters] for k in uploads.answered]
-        squares_KK = gram(rows, self._trainable(self._mean), release=uploads.release).offsets_KK
-        return [sqrt(square) for square in np.diagonal(squares_KK).tolist()]

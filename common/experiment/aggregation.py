@@ -31,10 +31,12 @@ ExtraName = Annotated[str, form(r"^[a-z][a-z0-9_]{0,31}$", "lower-case letters, 
 class RuleSettings(SettingsTable):
     """The settings of a rule. `objective`: that of the devices below, which it needs.
 
-    `selects`: the rule selects the children itself.
+    `selects`: the rule selects the children itself. `buffers`: a round closes with some results, and the others' tasks
+    go on.
     """
 
     selects: ClassVar[bool] = False
+    buffers: ClassVar[bool] = False
     objective: ClassVar[str | None] = None
 
     name: str  # the rule
@@ -299,6 +301,24 @@ class FedDyn(RuleSettings):
         return True
 
 
+class FedBuff(RuleSettings):
+    """One model: a step by each `buffer` results, while the other children go on training; asynchronous."""
+
+    buffers = True
+
+    name: Literal["fedbuff"] = "fedbuff"  # the rule
+    weights: Weights = "uniform"  # of the steps in a buffer: 1/K, or shares of their samples
+    buffer: Count = 2  # results that make a step (K)
+    learning_rate: Positive = 1.0  # of the server (eta)
+    staleness: Annotated[float, Field(ge=0)] = 0.5  # exponent a of the weight 1 / (1 + t)^a of a step t rounds old
+
+    def check(self, key: str, children: int) -> None:
+        """Check that so many children train at once. Raises InvalidExperiment."""
+        if self.buffer > children:
+            problem = f"more than the {children} children that train at once"
+            raise InvalidExperiment(f"{key}.buffer", self.buffer, problem, f"Use at most {children}.")
+
+
 class CluSamp(RuleSettings):
     """One model: FedAvg over children that the rule draws from clusters of similar steps."""
 
@@ -358,7 +378,7 @@ RULES: Final[Mapping[str, type[RuleSettings]]] = MappingProxyType(
         for rule in (
             *(FedAvg, Independent, FedCross, FedMR, FedCDA, FedAdp),
             *(FedAvgM, FedAdagrad, FedAdam, FedYogi, FedExP),
-            *(FedNova, Scaffold, FedDyn, CluSamp),
+            *(FedNova, Scaffold, FedDyn, CluSamp, FedBuff),
             *(Median, TrimmedMean, Krum),
         )
     }

@@ -25,7 +25,7 @@ from common.experiment.hardware import HardwareSettings, Machine
 from common.experiment.links import Links, LinkSettings, Profile
 from common.experiment.rounds import Cloud, Institution, check_closing, participants
 from common.experiment.tables import Count, Fraction, Name, Positive, SettingsTable, proposal
-from common.experiment.tiers import DEVICE, NODES_MOST, Tier, Tree, check_tiers, layers_of
+from common.experiment.tiers import DEVICE, NODES_MOST, Tier, Tree, check_alone, check_tiers, layers_of
 from common.experiment.topology import CLOUD, Topology, check_topology
 from common.experiment.training import TrainingSettings, learning_rate
 from common.experiment.training import check as check_training
@@ -108,12 +108,15 @@ class Experiment(SettingsTable):
                 raise InvalidExperiment(f"{key}.participation", tier.participation, "selects no clients", remedy)
             selected = [participants(size, tier.participation) for size in set(sizes)]
             check_closing(f"{key}.closing", tier.closing, min(selected))
-            tier.aggregation.check(f"{key}.aggregation", max(selected))
+            for count in {min(selected), max(selected)}:
+                tier.aggregation.check(f"{key}.aggregation", count)
             tier.selection.check(f"{key}.selection", max(sizes), max(selected))
-            if tier.aggregation.selects and tier.selection.name != "fraction":
-                problem = f"{tier.aggregation.name} selects the children itself"
-                raise InvalidExperiment(f"{key}.selection.name", tier.selection.name, problem, "Remove the selection.")
+            check_alone(key, tier)
         self._check_objective()
+        rule = self.every_tier[0].aggregation
+        if rule.buffers and self.cloud.epoch_control.name != "fixed":
+            problem = f"it compares the uploads of a global round, and {rule.name} has uploads of several"
+            raise InvalidExperiment("cloud.epoch_control.name", "tempo", problem, "Use another rule at the cloud.")
         for child in self.links.of:
             self._check_node("links.of", child)
         for device in self.hardware.of:

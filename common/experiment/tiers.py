@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final
 from pydantic import Field
 
 from common.errors import InvalidExperiment
-from common.experiment.aggregation import Aggregation, FedAvg, NormBound
+from common.experiment.aggregation import Aggregation, FedAvg, FedBuff, NormBound
 from common.experiment.codecs import Codecs
 from common.experiment.links import LinkSettings
 from common.experiment.rounds import Closing, Share
@@ -50,9 +50,36 @@ class Tier(SettingsTable):
     transfer: Codecs = Codecs()
 
     @property
+    def timed(self) -> bool:
+        """Whether the models depend on time."""
+        return self.closing.rule == "quorum" or self.aggregation.buffers
+
+    def closing_of(self, children: int) -> Closing:
+        """Return when a round closes of which so many children may answer."""
+        if isinstance(self.aggregation, FedBuff):
+            return Closing.model_construct(rule="quorum", quorum=self.aggregation.buffer, deadline_s=0.0)
+        return self.closing.among(children)
+
+    @property
     def remembers(self) -> bool:
         """Whether its parents below the cloud have state that persists between their tasks."""
         return self.aggregation.remembers or self.selection.remembers
+
+
+def check_alone(key: str, tier: Tier) -> None:
+    """Check that a tier has no settings that its rule replaces. Raises InvalidExperiment."""
+    rule, replaced = tier.aggregation, []
+    if rule.selects or rule.buffers:
+        replaced.append(("selection.name", tier.selection.name, "fraction"))
+    if rule.buffers:
+        replaced += [
+            ("closing.rule", tier.closing.rule, "all"),
+            ("norm_bound.action", tier.norm_bound.action, "off"),
+        ]
+    for name, value, default in replaced:
+        if value != default:
+            problem = f"the rule {rule.name} goes without it"
+            raise InvalidExperiment(f"{key}.{name}", value, problem, f"Use {default!r}, or another rule.")
 
 
 class Tree:

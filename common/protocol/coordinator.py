@@ -9,7 +9,7 @@ and their transitions are in `common.protocol.round_state`. Which session repres
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import inf
 from typing import Final
 
@@ -39,6 +39,7 @@ from common.protocol.round_state import (
     Restarted,
     ResultAnnounced,
     Stalled,
+    blame,
 )
 from common.protocol.timeline import Timeline
 
@@ -53,7 +54,7 @@ class Coordinator:
         self._idle_s = idle_s
         self._key: Key | None = None
         self._closing = Closing()
-        self._open = False
+        self._open = self._buffered = False
         self._judged = self._collected = -inf
         self._quiet_until = -inf  # no deadline before; most calls find nothing to do
         self._received_at = -inf  # time of the last message of a child
@@ -70,18 +71,26 @@ class Coordinator:
         assignments: Mapping[str, Assignment],
         closing: Closing,
         now: float,
+        carried: Collection[str] | None = None,
     ) -> Key:
-        """Open a round for the assigned children; a round earlier than the last one begins a new attempt."""
+        """Open a round for the assigned children; a round earlier than the last one begins a new attempt.
+
+        `carried`: the children whose tasks of earlier rounds go on, and count in this one; its own unfinished tasks
+        will go on too. None: a task ends with its round.
+        """
         attempt = 0
         if self._key is not None:
             back = (global_round, local_round) <= (self._key.global_round, self._key.local_round)
             attempt = self._key.attempt + back
         self._key = Key(attempt, global_round, local_round)
         self._closing = closing
-        self._open = True
-        self._judged = self._collected = -inf
+        self._open, self._buffered = True, carried is not None
+        self._judged = self._collected = self._quiet_until = -inf
         self.timeline = Timeline(now)
         for name, child in self._children.items():
+            if child.carried and name in (carried or ()):
+                continue
+            child.key, child.carried, child.assigned = self._key, False, now
             child.assignment = assignments.get(name)
             child.result, child.refusal, child.declined, child.mark, child.has_model = None, "", "", None, False
             child.absent = child.presence is not NodeState.READY
@@ -97,7 +106,7 @@ class Coordinator:
         """
         self._received_at = now
         child = self._children[name]
-        if message.key != self._key or not self._open or child.assignment is None:
+        if not self._serves(child, message.key):
             if isinstance(message, Result):
                 self._acknowledge_old(name, child, message, now)
             return "of a round that was never open" if self._key is not None and message.key > self._key else ""
@@ -113,7 +122,7 @@ class Coordinator:
         elif child.go(ChildCause.RESULT):
             self._received_model(child, now)
             child.result, child.moved = message, now
-            self.timeline.announced[name] = now
+            child.seconds = now - child.assigned
             first = self.timeline.first_result
             self.timeline.first_result = now if first is None else first
             if all(c.result for c in self._taking_part()):
@@ -126,13 +135,19 @@ class Coordinator:
         return ""
 
     def end(self) -> None:
-        """End the open round, if any, in whatever state; later messages for it are late."""
+        """End the open round, if any, in whatever state, and all tasks; later messages for them are late."""
         self._open = False
+        for child in self._children.values():
+            child.carried = False
+
+    def in_flight(self) -> list[str]:
+        """Return the children whose tasks go on after their round has closed."""
+        return [name for name, child in self._children.items() if child.carried]
 
     def declined(self, name: str, key: Key, reason: str) -> None:
         """Note why a child declined its task; the task is repeated, and the reason reported if the child stalls."""
-        if self._open and key == self._key and self._children[name].state is ChildState.ASSIGNED:
-            self._children[name].declined = reason
+        if self._serves(child := self._children[name], key) and child.state is ChildState.ASSIGNED:
+            child.declined = reason
 
     def preparing(self, name: str, done: int, *, waits: bool, now: float) -> None:
         """Note progress of a child that is not ready.
@@ -223,15 +238,15 @@ class Coordinator:
         """Return the messages that are due, each with its child."""
         due: list[tuple[str, Task | Acknowledgement]] = list(self._acknowledgements)
         self._acknowledgements.clear()
-        if not self._open or self._key is None or now < self._quiet_until:
+        if not self._open or now < self._quiet_until:
             return due
         for name, child in self._children.items():
             given = child.assignment
-            if given is None or not self._needs_task(child) or now < child.repeat_at:
+            if given is None or child.key is None or not self._needs_task(child) or now < child.repeat_at:
                 continue
             # Repeats omit an inline model: a child that did not get it fetches it.
             inline = None if child.sent else given.inline
-            due.append((name, Task(self._key, given.epochs, given.model, inline, given.follows)))
+            due.append((name, Task(child.key, given.epochs, given.model, inline, given.follows)))
             child.sent, child.sent_at = True, now
             child.repeat_s = min(2 * child.repeat_s, REPEAT_MOST_S)
             child.repeat_at = now + child.repeat_s
@@ -261,19 +276,11 @@ class Coordinator:
 
     def is_announced(self, name: str, key: Key) -> bool:
         """Return whether a child's result under this key is to be accepted or refused."""
-        return self._open and key == self._key and self._children[name].state is ChildState.ANNOUNCED
+        return self._serves(child := self._children[name], key) and child.state is ChildState.ANNOUNCED
 
     def progress(self) -> dict[str, dict[str, object]]:
         """Return the state of each child for display."""
-        return {
-            name: {
-                "presence": str(child.presence or "absent"),
-                "state": child.state.value,
-                "phase": str(child.mark[0]) if child.mark else "",
-                "epochs": child.assignment.epochs if child.assignment else 0,
-            }
-            for name, child in self._children.items()
-        }
+        return {name: child.display() for name, child in self._children.items()}
 
     def _earliest(self) -> float:
         """Return when a message or a decision becomes due in the present state; later events only delay it."""
@@ -298,6 +305,10 @@ class Coordinator:
         moved = max(child.moved, self._collected) if child.state is ChildState.ANNOUNCED else child.moved
         return moved + self._idle_s
 
+    def _serves(self, child: ChildInRound, key: Key) -> bool:
+        """Return whether a child has a task under this key that its round, or a later one, waits for."""
+        return child.assignment is not None and key == child.key and (self._open or child.carried)
+
     def _taking_part(self) -> list[ChildInRound]:
         return [child for child in self._children.values() if child.assignment is not None]
 
@@ -319,14 +330,15 @@ class Coordinator:
         if child.session:
             self._events.append(Restarted(name))
         child.session, child.moved, child.mark, child.prepared = session, now, None, -1
-        if self._open and child.go(ChildCause.RESTART):
+        if (self._open or child.carried) and child.go(ChildCause.RESTART):
             child.result = None
             self._send_task_again(child, now)
 
     def _acknowledge(self, name: str, key: Key, reason: str, now: float) -> None:
         self._children[name].acknowledged = key, reason
         self._acknowledgements.append((name, Acknowledgement(key, reason)))
-        self._judge(now)
+        if self._open:
+            self._judge(now)
 
     def _acknowledge_again(self, name: str, acknowledgement: Acknowledgement, now: float) -> None:
         child = self._children[name]
@@ -367,7 +379,7 @@ class Coordinator:
             self._open = False
             silent = any(self._children[name].presence is not NodeState.FAILED for name in idle)
             failures = frozenset(self._children[name].failure for name in idle)
-            self._events.append(Stalled(self._blame(idle), silent, failures))
+            self._events.append(Stalled(blame(self._children, idle, idle_s=self._idle_s), silent, failures))
 
     def _close(self, key: Key, now: float) -> None:
         self._open = False
@@ -378,18 +390,11 @@ class Coordinator:
         }  # fmt: skip
         refused = {n: c.refusal for n, c in self._children.items() if c.assignment and c.refusal}
         missing = tuple(n for n, c in self._children.items() if c.assignment and n not in results and n not in refused)
+        self.timeline.seconds = {name: self._children[name].seconds for name in results}
+        if self._buffered:
+            missing = ()
+            for name, child in self._children.items():
+                child.carried = child.assignment is not None and name not in results and name not in refused
+                if not child.carried:
+                    child.assignment, child.refusal, child.state = None, "", ChildState.IDLE
         self._events.append(Closed(key, results, missing, refused))
-
-    def _blame(self, idle: list[str]) -> str:
-        reasons = []
-        for name in idle:
-            child = self._children[name]
-            if child.presence is NodeState.FAILED:
-                reasons.append(f"{name} gave up: {child.reason}")
-            else:
-                state = f"its state is {child.presence}" if child.session else "it never came"
-                state += f": {child.reason}" if child.session and child.reason else ""
-                why = f"; it declined its task: {child.declined}" if child.declined else ""
-                reasons.append(f"{name} made no progress for {self._idle_s:g} s ({state}{why})")
-        reasons += [f"{n}'s model was refused: {c.refusal}" for n, c in self._children.items() if c.refusal]
-        return "; ".join(reasons) or "no child is left"

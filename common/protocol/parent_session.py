@@ -6,7 +6,7 @@ For each upload the endpoint answers `UploadAnnounced` with a buffer (`fetch`), 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from math import inf
 from typing import Final
@@ -127,11 +127,17 @@ class ParentSession(Session):
         assignments: Mapping[str, Assignment],
         closing: Closing,
         now: float,
+        carried: Collection[str] | None = None,
     ) -> Key:
         """Open a round, see `Coordinator.open`."""
-        self._assignments = assignments
+        self._assignments = {**self._assignments, **assignments}
         return self.coordinator.open(
-            global_round=global_round, local_round=local_round, assignments=assignments, closing=closing, now=now
+            global_round=global_round,
+            local_round=local_round,
+            assignments=assignments,
+            closing=closing,
+            now=now,
+            carried=carried,
         )
 
     def fetch(
@@ -159,14 +165,24 @@ class ParentSession(Session):
         self.coordinator.refuse(child, key, reason=reason, now=now)
         self._events.append(UploadRefused(child, reason))
 
-    def end_round(self, children: Iterable[str], now: float) -> None:
-        """Stop all transfers with these children; the round's buffers may be overwritten afterwards."""
-        for blob in {assignment.model.blob for assignment in self._assignments.values()}:
+    def end_round(self, now: float, *, in_flight: Collection[str] = ()) -> list[str]:
+        """Stop all transfers with the children but those in flight; return the blobs that are not served any more.
+
+        The buffers of these children and blobs may be overwritten afterwards.
+        """
+        ended = [name for name in self._assignments if name not in in_flight]
+        kept = {name: self._assignments[name] for name in in_flight}
+        served = {assignment.model.blob for assignment in kept.values()}
+        retired = {assignment.model.blob for assignment in self._assignments.values()} - served
+        for blob in retired:
             self.offers.retire(blob)
-        for name in children:
+        for name in ended:
             self.receiver.drop(name, now=now)
-        self._pending.clear()
-        self.coordinator.end()
+        self._pending = {key: result for key, result in self._pending.items() if key[0] in in_flight}
+        self._assignments = kept
+        if not in_flight:
+            self.coordinator.end()
+        return sorted(retired)
 
     # Presence of the children
 

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from math import inf
@@ -111,11 +111,15 @@ CoordinatorEvent: TypeAlias = ResultAnnounced | Restarted | Closed | Stalled
 
 @dataclass(slots=True)
 class ChildInRound:
-    """The state of one child in its parent's open round."""
+    """The state of one child in its parent's open round, or in the task of an earlier one that goes on (`carried`)."""
 
     session: str = ""
     presence: NodeState | None = None
     assignment: Assignment | None = None
+    key: Key | None = None  # of the round that assigned it
+    carried: bool = False
+    assigned: float = 0.0  # time of the assignment
+    seconds: float = 0.0  # from then to the announcement of the result
     state: ChildState = ChildState.IDLE
     result: Result | None = None
     refusal: str = ""
@@ -178,9 +182,34 @@ class ChildInRound:
             if self.carried_best <= CHUNKS_CARRIED * self.chunk_bytes:
                 self.moved = now
 
+    def display(self) -> dict[str, object]:
+        """Return the state for display."""
+        return {
+            "presence": str(self.presence or "absent"),
+            "state": self.state.value,
+            "phase": str(self.mark[0]) if self.mark else "",
+            "epochs": self.assignment.epochs if self.assignment else 0,
+        }
+
     def go(self, cause: ChildCause) -> bool:
         """Apply a transition of the table; return whether there is one."""
         after = TRANSITIONS[cause].get(self.state)
         if after is not None:
             self.state = after
         return after is not None
+
+
+def blame(children: Mapping[str, ChildInRound], idle: Iterable[str], *, idle_s: float) -> str:
+    """Return why a round can never close: the causes of its idle children, and whose models were refused."""
+    reasons = []
+    for name in idle:
+        child = children[name]
+        if child.presence is NodeState.FAILED:
+            reasons.append(f"{name} gave up: {child.reason}")
+        else:
+            state = f"its state is {child.presence}" if child.session else "it never came"
+            state += f": {child.reason}" if child.session and child.reason else ""
+            why = f"; it declined its task: {child.declined}" if child.declined else ""
+            reasons.append(f"{name} made no progress for {idle_s:g} s ({state}{why})")
+    reasons += [f"{name}'s model was refused: {child.refusal}" for name, child in children.items() if child.refusal]
+    return "; ".join(reasons) or "no child is left"

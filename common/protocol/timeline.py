@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Final
 
 PHASES: Final = ("dispatch", "train", "wait", "collect")
@@ -18,7 +19,7 @@ class Timeline:
     first_result: float | None = None
     last_result: float | None = None
     closed: float | None = None
-    announced: dict[str, float] = field(default_factory=dict)  # by child that has a result
+    seconds: dict[str, float] = field(default_factory=dict)  # of each result, from its task to its announcement
 
     def phases(self) -> dict[str, float]:
         """Return the round's seconds by phase; they add up to closed - opened.
@@ -27,8 +28,8 @@ class Timeline:
         result is announced; collect: until the last upload has arrived. A phase that is overtaken by others has length
         0.
         """
-        marks = [self.opened]
+        marks, closed = [self.opened], inf if self.closed is None else self.closed  # later events are of other rounds
         for mark in (self.dispatched, self.first_result, self.last_result, self.closed):
-            end = self.closed if mark is None else mark
-            marks.append(max(marks[-1], end if end is not None else marks[-1]))
+            end = min(closed, inf if mark is None else mark)
+            marks.append(max(marks[-1], end) if end < inf else marks[-1])
         return {name: end - start for name, start, end in zip(PHASES, marks, marks[1:], strict=False)}

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from common.accounting.ledger import Ledger
 from common.aggregation.uploads import Uploads
-from common.errors import FedstrataError, InvalidBelow, NoProgress, RefusedModel, RunFailed
+from common.errors import FedstrataError, NoProgress, RefusedModel, RunFailed
 from common.experiment.codecs import PLAIN, Codecs
 from common.experiment.links import LinkDirection, Links, LinkSettings
 from common.experiment.rounds import Closing
@@ -22,7 +22,7 @@ from common.net.address import BrokerAddress
 from common.protocol.identity import Identity
 from common.protocol.limits import ChildLimits
 from common.protocol.manifest import missing
-from common.protocol.messages import Announcement, Failure, Target
+from common.protocol.messages import Announcement, Target
 from common.protocol.parent_events import (
     GoodbyeReceived,
     PeerChanged,
@@ -40,7 +40,7 @@ from common.runtime.calibration import Probes, measure_all
 from common.runtime.children import Observe
 from common.runtime.endpoint import Endpoint
 from common.runtime.models import Models
-from common.runtime.round import ClosedRound, Dispatch
+from common.runtime.round import ClosedRound, Dispatch, failure
 from common.runtime.world import REAL, World, nothing
 from common.storage.spool import Spool
 
@@ -93,6 +93,7 @@ class ParentEndpoint(Endpoint):
         self._spool = spool or Spool(None)
         self._uploads = self._spool.rows("uploads", 0, 0)
         self._places: dict[str, int] = {}
+        self._sent: dict[str, int] = {}  # bytes of the model of each child with a task
         self._buffers: dict[str, memoryview] = {}
         self._closed: asyncio.Future[Closed] | None = None
         self._checks: set[asyncio.Task[None]] = set()
@@ -143,14 +144,14 @@ class ParentEndpoint(Endpoint):
     async def round(self, dispatch: Dispatch, *, on_progress: Callable[[], None] = nothing) -> ClosedRound:
         """Send each child its model, wait until the round closes, and return the results.
 
-        The uploads have the order of the children. `on_progress` is called after any progress below. Raises RunFailed
-        if a required child has given up, NoProgress if the round can never close, ModelUnavailable if the arriving
-        model is not available.
+        `on_progress` is called after any progress below. Raises RunFailed if a required child has given up, NoProgress
+        if the round can never close, ModelUnavailable if the arriving model is not available.
         """
         layout = self._require_layouts().up
         now = self.now()
-        children = dispatch.children
+        children = dispatch.children if dispatch.carried is None else self.peers
         assignments = await self._offer(dispatch)
+        self._sent |= {name: assignment.model.size for name, assignment in assignments.items()}
         if self._uploads.array.shape != (len(children), layout.row_bytes):
             resident = 1e6 * self.transfer.resident_mb
             self._uploads = self._spool.rows("uploads", len(children), layout.row_bytes, resident_bytes=resident)
@@ -165,23 +166,28 @@ class ParentEndpoint(Endpoint):
             assignments=assignments,
             closing=dispatch.closing,
             now=now,
+            carried=dispatch.carried,
         )
         self._on_progress = on_progress
         self.wake()
+        in_flight: Sequence[str] = ()
         try:
             closed = await self._closed
-        finally:  # after this the rows of both directions may be overwritten
+            in_flight = self.session.coordinator.in_flight()
+        finally:  # after this the rows of both directions may be overwritten, but for those of children in flight
             self._on_progress = nothing
-            self.session.end_round(children, self.now())
+            retired = self.session.end_round(self.now(), in_flight=in_flight)
             self._detach()
             if self._checks:
                 await asyncio.wait(self._checks)  # a late one still writes its row
-            for blob in {assignment.model.blob for assignment in assignments.values()}:
+            for blob in retired:
                 self.models.release(blob)
+            sent, self._sent = self._sent, {name: self._sent[name] for name in in_flight}
         results = {name: closed.results[name] for name in children if name in closed.results}
         uploads = Uploads(children, self._uploads.array, tuple(map(results.get, children)), self._uploads.release)
-        nbytes = {name: assignments[name].model.size + result.model.size for name, result in results.items()}
-        return ClosedRound(results, uploads, closed.missing, closed.refused, self.session.coordinator.timeline, nbytes)
+        nbytes = {name: sent[name] + result.model.size for name, result in results.items()}
+        timeline, buffered = self.session.coordinator.timeline, dispatch.carried is not None
+        return ClosedRound(results, uploads, closed.missing, closed.refused, timeline, nbytes, buffered)
 
     async def gather(self, closing: Closing, *, waiting: Callable[[str], None] = lambda text: None) -> None:
         """Wait until the children are ready: all of them, or a quorum if rounds may close without some.
@@ -261,7 +267,7 @@ class ParentEndpoint(Endpoint):
             if isinstance(event, Closed):
                 self._closed.set_result(event)
             elif isinstance(event, Stalled):
-                self._closed.set_exception(self._failure(event))
+                self._closed.set_exception(failure(event))
 
     def _after_pass(self) -> None:
         if self._moves != self.session.moves:
@@ -379,12 +385,6 @@ class ParentEndpoint(Endpoint):
         self._checks.add(task)
         task.add_done_callback(self._checks.discard)
         return task
-
-    def _failure(self, stalled: Stalled) -> RunFailed:
-        if Failure.INVALID in stalled.failures:
-            return InvalidBelow(stalled.reason)
-        idle = stalled.idle or Failure.STALLED in stalled.failures
-        return NoProgress(stalled.reason) if idle else RunFailed(stalled.reason)
 
     def _require_layouts(self) -> LinkLayouts:
         assert self._layouts is not None, "call set_layouts before the first round"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from common.aggregation.selection.situation import ResultFacts
 from common.aggregation.uploads import Uploads
+from common.errors import InvalidBelow, NoProgress, RunFailed
 from common.experiment.rounds import Closing
 from common.model.layout import Row
-from common.protocol.messages import Result
+from common.protocol.messages import Failure, Result
+from common.protocol.round_state import Stalled
 from common.protocol.timeline import Timeline
 from common.runtime.arriving import Arriving
 
@@ -20,7 +22,8 @@ class Dispatch:
 
     `models`: each flat model, uint8 [row_bytes], with the children that receive it; a model that is still arriving is
     forwarded chunk by chunk. `epochs`: at least those of the children that take part. `follows`: their tasks, as in the
-    message Task; 0 for others.
+    message Task; 0 for others. `carried`: the children whose tasks of earlier rounds go on, None if tasks end with
+    their round (see `Coordinator.open`); the models that were sent to them must not have changed.
     """
 
     global_round: int
@@ -29,6 +32,7 @@ class Dispatch:
     epochs: Mapping[str, int]
     closing: Closing
     follows: Mapping[str, int] = field(default_factory=dict)
+    carried: Collection[str] | None = None
 
     @property
     def children(self) -> tuple[str, ...]:
@@ -38,10 +42,11 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class ClosedRound:
-    """A closed round, its children in the order of `Dispatch.children`.
+    """A closed round, its children in the order of `Dispatch.children`; all of the parent's if tasks go on.
 
     `results`: those of the children that answered, in that order. `uploads`: their models, in rows that are valid until
     the next round opens. `model_bytes`: of each child that answered, the encoded models that it received and returned.
+    `buffered`: tasks go on.
     """
 
     results: Mapping[str, Result]
@@ -50,24 +55,26 @@ class ClosedRound:
     refused: Mapping[str, str]
     timeline: Timeline
     model_bytes: Mapping[str, int]
+    buffered: bool = False
 
     @property
     def facts(self) -> dict[str, ResultFacts]:
         """What client selection may know of each result."""
-        opened, announced = self.timeline.opened, self.timeline.announced
+        seconds = self.timeline.seconds
         return {
-            name: ResultFacts(result.samples, result.loss, announced[name] - opened, self.model_bytes[name])
+            name: ResultFacts(result.samples, result.loss, seconds[name], self.model_bytes[name])
             for name, result in self.results.items()
         }
 
     def decided(self, r: int, *, unreported: Sequence[str]) -> dict[str, object]:
         """Return what a plan records of the node's round r so that it can be replayed.
 
-        `without`: the children that took part, but whose result was not used; `unreported`: those whose samples are not
-        known yet. Both are left out if there are none.
+        `without`: the children that took part, but whose result was not used; `used`: in its place where tasks go on;
+        `unreported`: those whose samples are not known yet. Each is left out if there are none.
         """
-        without = [child for child in self.uploads.children if child not in self.results]
-        found = {"without": without, "unreported": list(unreported)}
+        used = [*self.results, *self.refused] if self.buffered else []
+        without = [] if self.buffered else [child for child in self.uploads.children if child not in self.results]
+        found = {"without": without, "used": used, "unreported": list(unreported)}
         return {"node_round": r} | {name: children for name, children in found.items() if children}
 
     @property
@@ -75,3 +82,11 @@ class ClosedRound:
         """The flat model of each child that answered."""
         uploads = self.uploads
         return {uploads.children[k]: uploads.rows_K[k] for k in uploads.answered}
+
+
+def failure(stalled: Stalled) -> RunFailed:
+    """Return the error of a round that can never close."""
+    if Failure.INVALID in stalled.failures:
+        return InvalidBelow(stalled.reason)
+    idle = stalled.idle or Failure.STALLED in stalled.failures
+    return NoProgress(stalled.reason) if idle else RunFailed(stalled.reason)

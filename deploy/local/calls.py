@@ -2,14 +2,15 @@
 
 Each child gets a copy of its model, encoded and decoded by the tier's codecs, so that all numbers equal those of a lab
 of processes. The bytes of these blobs are counted. No child is late or missing, unless the recorded round of a replay
-went without it.
+went without it. Where tasks go on after their rounds, the oldest ones are done first, as by children of equal speed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -57,6 +58,14 @@ class Clock:
             self._off_s += time.monotonic() - start
 
 
+@dataclass(frozen=True, slots=True)
+class AssignedCall:
+    """A task that a child has not done yet, with its model."""
+
+    model: Row | Arriving
+    task: Task
+
+
 class Calls:
     """A parent's children, each as a function.
 
@@ -99,6 +108,7 @@ class Calls:
         self._session = new_session()
         self._sent = dict.fromkeys(self.peers, 0)
         self._tasks = dict.fromkeys(self.peers, 0)
+        self._assigned: dict[str, AssignedCall] = {}
         self._uploads = np.empty((0, layouts.up.row_bytes), np.uint8)
         blank = np.zeros(layouts.down.row_bytes, np.uint8)
         self._manifest = describe(
@@ -107,7 +117,8 @@ class Calls:
 
     async def round(self, dispatch: Dispatch, *, on_progress: Callable[[], None] = nothing) -> ClosedRound:
         """Call each child with a copy of its model and return the results. Raises RunFailed, RefusedModel."""
-        children = dispatch.children
+        buffered = dispatch.carried is not None
+        children = self.peers if buffered else dispatch.children
         recorded = self._recorded(dispatch.global_round, dispatch.local_round) if self._recorded else ALL_USED
         if len(self._uploads) != len(children):
             self._uploads = self._spool.memory(
@@ -119,17 +130,16 @@ class Calls:
         refused: dict[str, str] = {}
         model_bytes: dict[str, int] = {}
         down, up = self._layouts.down, self._layouts.up
-        key = Key(1, dispatch.global_round, dispatch.local_round)
-        of = (model for model, names in dispatch.models for _ in names)
-        for place, (name, model) in enumerate(zip(children, of, strict=True)):
-            if name in recorded.without:
-                continue
+        self._assign(dispatch)
+        for place, name in [(place, name) for place, name in self._places(children) if recorded.uses(name)]:
+            if buffered and recorded.used is None and len(results) == dispatch.closing.quorum:
+                break
             called = self.now()
+            model, task = self._assigned[name].model, self._assigned.pop(name).task
             given = await model.whole() if isinstance(model, Arriving) else model
             row, sent = _carry(self._down, down, given)
             self._sent[name] += sent
             self._tasks[name] += 1
-            task = Task(key, dispatch.epochs[name], self._manifest, None, dispatch.follows.get(name, 0))
             done = await self._children[name](task, self._arrived(row), partial(self._progressed, on_progress))
             try:
                 result = done.announcement(task, self._manifest)
@@ -145,7 +155,7 @@ class Calls:
                 self._observe("refused", {"node": name, "reason": str(error)})
             self._enter(name, result)
             timeline.last_result = self.now()
-            timeline.announced[name] = opened + timeline.last_result - called  # as if all had been called at once
+            timeline.seconds[name] = timeline.last_result - called
             timeline.first_result = timeline.first_result or timeline.last_result
         if judge(dispatch.closing, Standing(len(results), len(refused), 0, 0), overdue=False) is not Verdict.CLOSE:
             raise RunFailed("; ".join(f"{name}'s model was refused: {reason}" for name, reason in refused.items()))
@@ -154,7 +164,22 @@ class Calls:
         uploads = Uploads(children, self._uploads, reports, lambda: None)
         self.samples = {name: count for name, count in self._samples.items() if name not in recorded.unreported}
         missing = tuple(name for name in children if name in recorded.without)
-        return ClosedRound(results, uploads, missing, refused, timeline, model_bytes)
+        return ClosedRound(results, uploads, missing, refused, timeline, model_bytes, buffered)
+
+    def _assign(self, dispatch: Dispatch) -> None:
+        """Note the tasks of a round; those that it carries go before them."""
+        self._assigned = {name: self._assigned[name] for name in self._assigned if name in (dispatch.carried or ())}
+        key = Key(1, dispatch.global_round, dispatch.local_round)
+        for model, names in dispatch.models:
+            for name in names:
+                follows = dispatch.follows.get(name, 0)
+                task = Task(key, dispatch.epochs[name], self._manifest, None, follows)
+                self._assigned[name] = AssignedCall(model, task)
+
+    def _places(self, children: Sequence[str]) -> list[tuple[int, str]]:
+        """Return the children with a task, the oldest tasks first, and their places."""
+        places = {name: place for place, name in enumerate(children)}
+        return [(places[name], name) for name in self._assigned]
 
     def _arrived(self, row: Row) -> Arriving:
         """Return a completely received model."""

@@ -18,11 +18,19 @@ from deploy.runs.run import Run
 
 @dataclass(frozen=True, slots=True)
 class RoundDecisions:
-    """One round: who took part, None if seed and round determine it; who was not used, or not known yet."""
+    """One round: who took part, None if seed and round determine it; who was not used, or not known yet.
+
+    `used`: whose results were used where tasks go on, else None.
+    """
 
     taking_part: Sequence[str] | None = None
     without: frozenset[str] = frozenset()
     unreported: frozenset[str] = frozenset()
+    used: frozenset[str] | None = None
+
+    def uses(self, name: str) -> bool:
+        """Return whether a child's result may be used in this round."""
+        return name not in self.without and (self.used is None or name in self.used)
 
 
 ALL_USED: Final = RoundDecisions()
@@ -37,11 +45,10 @@ class Decisions:
         self._rounds: dict[tuple[str, int], RoundDecisions] = {}
         for event in run.events:
             if event.name == "plan" and "node_round" in event.facts:
-                self._rounds[event.facts["node"], event.facts["node_round"]] = RoundDecisions(
-                    event.facts.get("taking_part"),
-                    frozenset(event.facts.get("without", ())),
-                    frozenset(event.facts.get("unreported", ())),
-                )
+                without, unreported = (frozenset(event.facts.get(name, ())) for name in ("without", "unreported"))
+                used = frozenset(event.facts["used"]) if "used" in event.facts else None
+                found = RoundDecisions(event.facts.get("taking_part"), without, unreported, used)
+                self._rounds[event.facts["node"], event.facts["node_round"]] = found
 
     def of_round(self, node: str, global_round: int, local_round: int) -> RoundDecisions:
         """Return the decisions of a node's local round in a global round, both from 0. Raises InvalidExperiment."""
@@ -50,7 +57,8 @@ class Decisions:
 
     def choose(self, node: str) -> Choose | None:
         """Return the recorded client selection of a node; None if seed and round determine it."""
-        if not self._experiment.tier_below(node).selection.remembers:
+        tier = self._experiment.tier_below(node)
+        if not (tier.selection.remembers or tier.aggregation.buffers):
             return None
 
         def choose(now: Situation) -> Sequence[str]:

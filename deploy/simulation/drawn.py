@@ -17,9 +17,11 @@ from deploy.simulation.fault_draws import draw_faults
 from deploy.simulation.faults import Fault
 from deploy.simulation.hardware import Durations
 from deploy.simulation.method_draws import (
+    BUFFERS_FROM,
     CLUSTERS_FROM,
     METHODS_FROM,
     STATES_FROM,
+    with_buffers,
     with_clusters,
     with_methods,
     with_states,
@@ -54,7 +56,7 @@ class DrawnLab:
     @property
     def timed(self) -> bool:
         """Whether the aggregated models depend on time."""
-        return any(tier.closing.rule == "quorum" for tier in self.experiment.every_tier)
+        return any(tier.timed for tier in self.experiment.every_tier)
 
     @property
     def permanent(self) -> Fault | None:
@@ -65,7 +67,7 @@ class DrawnLab:
 def draw_lab(seed: int) -> DrawnLab:
     """Return the lab of a seed."""
     rng = random.Random(f"{seed} experiment")
-    for _ in range(TRIES):
+    for attempt in range(TRIES):
         durations = _durations(rng)
         tree = _tree(rng, durations)
         try:
@@ -77,7 +79,9 @@ def draw_lab(seed: int) -> DrawnLab:
                 tree = with_methods(random.Random(f"{seed} methods"), tree)
             if seed >= STATES_FROM:
                 tree = with_states(random.Random(f"{seed} states"), tree)
-            if seed >= CLUSTERS_FROM:
+            if seed >= BUFFERS_FROM:
+                tree = with_buffers(random.Random(f"{seed} buffers {attempt}"), tree)
+            elif seed >= CLUSTERS_FROM:
                 tree = with_clusters(random.Random(f"{seed} clusters"), tree)
             experiment = parse(tree)
         except InvalidExperiment:

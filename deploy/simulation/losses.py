@@ -9,7 +9,8 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Final
 
-from common.experiment.rounds import Closing, participants
+from common.experiment.aggregation import FedBuff
+from common.experiment.rounds import Cloud, Institution, participants
 from common.experiment.topology import CLOUD
 from deploy.simulation.drawn import DrawnLab
 from deploy.simulation.faults import FaultKind
@@ -71,16 +72,24 @@ def _home(drawn: DrawnLab, device: str) -> tuple[str, list[str]]:
 
 def _continues_at_institution(drawn: DrawnLab, siblings: list[str]) -> bool:
     institution = drawn.experiment.institution
-    return _closes_without_one(institution.closing, len(siblings), institution.participation)
+    return _closes_without_one(drawn, institution, len(siblings))
 
 
 def _continues_at_cloud(drawn: DrawnLab) -> bool:
     cloud, institutions = drawn.experiment.cloud, drawn.experiment.topology.institution_names()
-    return _closes_without_one(cloud.closing, len(institutions), cloud.participation)
+    return _closes_without_one(drawn, cloud, len(institutions))
 
 
-def _closes_without_one(closing: Closing, children: int, participation: float) -> bool:
-    return closing.quorum is not None and closing.quorum < participants(children, participation)
+def _closes_without_one(drawn: DrawnLab, node: Cloud | Institution, children: int) -> bool:
+    rule, fault = node.aggregation, drawn.permanent
+    if isinstance(rule, FedBuff):  # which begins with all its children
+        return (
+            fault is not None
+            and fault.kind is not FaultKind.HANG
+            and rule.buffer < participants(children, node.participation)
+        )
+    enough = node.closing.quorum
+    return enough is not None and enough < participants(children, node.participation)
 
 
 def _lost_s(drawn: DrawnLab, faulty: LabRun) -> float:

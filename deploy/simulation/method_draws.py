@@ -9,6 +9,7 @@ from typing import Any, Final
 METHODS_FROM: Final = 100_000  # the first seed whose lab has them
 STATES_FROM: Final = 200_000  # the first seed whose devices keep a state, and may exchange extras
 CLUSTERS_FROM: Final = 300_000  # the first seed whose tiers may select by clusters
+BUFFERS_FROM: Final = 400_000  # the first seed whose tiers may be asynchronous
 
 _RULES: Final[tuple[Mapping[str, Any], ...]] = (
     {"name": "fedavgm", "momentum": 0.5},
@@ -47,6 +48,31 @@ def with_clusters(rng: random.Random, tree: Mapping[str, Any]) -> dict[str, Any]
     if "tiers" in tree:
         return {**tree, "tiers": [_clustered(rng, tier) for tier in tree["tiers"]]}
     return {**tree, **{key: _clustered(rng, tree[key]) for key in ("cloud", "institution") if key in tree}}
+
+
+def with_buffers(rng: random.Random, tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a drawn lab of which a tier at least aggregates buffers of results; no device keeps a state."""
+    found = {**tree, "training": {key: value for key, value in tree["training"].items() if key != "objective"}}
+    if "tiers" in tree:
+        chosen = rng.randrange(len(tree["tiers"]))
+        tiers = [_buffered(rng, tier, i == chosen) for i, tier in enumerate(tree["tiers"])]
+        return {**found, "tiers": tiers, "cloud": _fixed(tree["cloud"])}
+    keys = [key for key in ("cloud", "institution") if key in tree]
+    chosen = rng.randrange(len(keys))
+    found |= {key: _buffered(rng, tree[key], i == chosen) for i, key in enumerate(keys)}
+    return {**found, "cloud": _fixed(found["cloud"])}
+
+
+def _fixed(cloud: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in cloud.items() if key != "epoch_control"}
+
+
+def _buffered(rng: random.Random, tier: Mapping[str, Any], always: bool) -> dict[str, Any]:
+    objective = tier.get("aggregation", {}).get("name") in ("scaffold", "feddyn")
+    if not always and rng.random() < 0.5:
+        return {**tier, "aggregation": {"name": "fedavg"}} if objective else dict(tier)
+    kept = {key: value for key, value in tier.items() if key not in ("closing", "norm_bound", "selection")}
+    return {**kept, "aggregation": {"name": "fedbuff", "buffer": rng.choice([1, 1, 2])}}
 
 
 def _clustered(rng: random.Random, tier: Mapping[str, Any]) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def _tree(rng: random.Random, experiment: Experiment, kind: FaultKind, *, round_
     transfer["upload_slots"] = rng.choice([1, 1, 2])
     if kind is FaultKind.BLACK_HOLE:
         transfer["lan"] = {}  # a codec may make the model smaller than a packet
-    if rng.random() < QUORUM_SHARE:
+    if rng.random() < QUORUM_SHARE and not experiment.institution.aggregation.buffers:
         most = min(participants(size, institution["participation"]) for size in experiment.sizes()[-1])
         quorum = max(1, most - rng.choice([0, 1, 1]))
         deadline_s = round(DEADLINE_S + 3 * round_s, 3)

@@ -52,14 +52,25 @@ class ClientSelection:
         self._other = choose is not None
         self._choose = choose or SELECTORS[type(tier.selection)](tier.selection)
         self._history: dict[str, Participation] = {}
+        self._in_flight: dict[str, int] = {}  # the round of each child's task that goes on
+
+    @property
+    def in_flight(self) -> list[str] | None:
+        """The children whose tasks of earlier rounds go on, None if tasks end with their rounds."""
+        return list(self._in_flight) if self._tier.aggregation.buffers else None
+
+    def begin(self) -> None:
+        """Begin rounds in which no child has a task of an earlier one."""
+        self._in_flight = {}
 
     def select(self, children: Sequence[str], r: int, *, samples: Mapping[str, int] = NOTHING) -> list[str]:
         """Return K = max(1, floor(participation * children)) of the children, in their order, for the node's round r.
 
-        A rule may select fewer. `samples`: of each child that has reported them. Raises InvalidExperiment if own code
-        fails.
+        A rule may select fewer. Where tasks go on, K children train at once, and so many are selected as those in
+        flight leave. `samples`: of each child that has reported them. Raises InvalidExperiment if own code fails.
         """
-        count = participants(len(children), self._tier.participation)
+        count = participants(len(children), self._tier.participation) - len(self._in_flight)
+        children = [child for child in children if child not in self._in_flight]
         if count == len(children) and not self._other:
             return list(children)
         now = Situation(children, count, samples, self._history, self._seed, self._node, r)
@@ -67,12 +78,30 @@ class ClientSelection:
         return [child for child in children if child in chosen]
 
     def observe(
-        self, r: int, selected: Sequence[str], results: Mapping[str, ResultFacts], *, unused: Collection[str] = ()
+        self,
+        r: int,
+        selected: Sequence[str],
+        results: Mapping[str, ResultFacts],
+        *,
+        unused: Collection[str] = (),
+        refused: Collection[str] = (),
     ) -> None:
         """Take note of a closed round; one that is repeated counts once. Children without a result keep their last.
 
-        `unused`: whose results the aggregation left out.
+        `unused`: whose results the aggregation left out; `refused`: whose models were refused.
         """
+        if self._tier.aggregation.buffers:
+            self._in_flight |= dict.fromkeys(selected, r)
+            ended = {name: since for name, since in self._in_flight.items() if name in results or name in refused}
+            self._in_flight = {name: since for name, since in self._in_flight.items() if name not in ended}
+            for name, since in ended.items():
+                self._note(since, [name], results, unused)
+        else:
+            self._note(r, selected, results, unused)
+
+    def _note(
+        self, r: int, selected: Sequence[str], results: Mapping[str, ResultFacts], unused: Collection[str]
+    ) -> None:
         for name in selected:
             past = self._history.get(name, Participation())
             is_new = r > past.last_round
@@ -95,7 +124,7 @@ class ClientSelection:
 
     def facts(self, selected: Sequence[str]) -> dict[str, object]:
         """Return what a round's plan records: who was selected, unless seed and round alone determine it."""
-        is_recorded = self._other or self._tier.selection.remembers
+        is_recorded = self._other or self._tier.selection.remembers or self._tier.aggregation.buffers
         return {"taking_part": list(selected)} if is_recorded else {}
 
     def save(self) -> dict[str, Any]:

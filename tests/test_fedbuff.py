@@ -1,0 +1,351 @@
+"""FedBuff: the step against a plain twin, versions in flight, tasks that outlive their rounds, replays."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from cloud.results import RunFolder
+from common.aggregation import aggregator
+from common.aggregation.aggregator import Aggregator, Uploads
+from common.aggregation.selection.client_selection import ClientSelection
+from common.aggregation.selection.situation import ResultFacts
+from common.errors import InvalidExperiment
+from common.experiment.aggregation import RULES
+from common.experiment.reading import parse
+from common.experiment.rounds import Closing
+from common.experiment.tiers import Tier
+from common.model.layout import ModelLayout, Section
+from common.protocol.coordinator import Coordinator
+from common.protocol.messages import Acknowledgement, Key, NodeState, Presence, Result, Task
+from common.protocol.round_state import Assignment, Closed, ResultAnnounced
+from deploy.local.direct import run_in_process
+from deploy.local.replay import replayed
+from deploy.runs.run import Run
+from deploy.simulation.lab import SimulatedLab
+from tests.helpers.commands import DEMO, fedstrata, run_lab, tensors
+from tests.helpers.examples import examples
+from tests.session_lab import manifest_of
+from tests.test_aggregators import Report
+
+LAYOUT: Final = ModelLayout.build(
+    [("weight", (40_000,), Section.PARAMETER), ("running_mean", (2,), Section.BUFFER)]  # of several blocks
+)
+NAMES: Final = tuple("abcde")
+ONE_OF_TWO: Final = Closing.model_construct(rule="quorum", quorum=1, deadline_s=0.0)
+
+
+# The rule
+
+
+def rule_of(**keys: Any) -> Aggregator:
+    return aggregator.build(
+        RULES["fedbuff"](name="fedbuff", **keys), layout=LAYOUT, node="cloud", seed=1, measures=True,
+        rows=lambda name, count: np.zeros((count, LAYOUT.row_bytes), np.uint8), children=len(NAMES),
+    )  # fmt: skip
+
+
+def target_of(child: str) -> Any:
+    return np.random.default_rng(ord(child)).normal(size=LAYOUT.columns)
+
+
+@pytest.mark.parametrize("weights", ["uniform", "data"])
+@given(seed=st.integers(0, 10_000), staleness=st.sampled_from([0.0, 0.5, 1.0]), rate=st.sampled_from([1.0, 0.3]))
+@examples(8)
+def test_the_step_is_that_of_a_plain_twin(weights: str, seed: int, staleness: float, rate: float) -> None:
+    """Children finish in any order, those of earlier rounds too."""
+    chance = np.random.default_rng(seed)
+    rule = rule_of(weights=weights, staleness=staleness, learning_rate=rate)
+    model = np.zeros(LAYOUT.row_bytes, np.uint8)
+    LAYOUT.floats(model)[:] = chance.normal(size=LAYOUT.columns)
+    rule.begin(model)
+    current, in_flight = LAYOUT.floats(model).astype(np.float64), dict[str, tuple[int, Any]]()
+    for r in range(6):
+        free = [child for child in NAMES if child not in in_flight]
+        ((row, children),) = rule.dispatch(r, free)
+        assert list(children) == free and np.array_equal(LAYOUT.floats(row), current)
+        in_flight |= dict.fromkeys(free, (r, LAYOUT.floats(row).astype(np.float64)))
+        used = [child for child in NAMES if child in in_flight and chance.random() < 0.5] or [next(iter(in_flight))]
+        rows_K = np.full((len(NAMES), LAYOUT.row_bytes), 0xFF, np.uint8)
+        samples = {child: 10 * (k + 1) for k, child in enumerate(NAMES)}
+        total, share = np.zeros(LAYOUT.columns), sum(samples[child] for child in used)
+        for child in used:
+            since, start = in_flight.pop(child)
+            upload = (start + 0.3 * (target_of(child) - start)).astype(np.float32)
+            LAYOUT.floats(rows_K[NAMES.index(child)])[:] = upload
+            part = samples[child] / share if weights == "data" else 1 / len(used)
+            total += rate * part / (1 + r - since) ** staleness * (upload - start)
+        reports = tuple(Report(samples[child], 1.0) if child in used else None for child in NAMES)
+        outcome = rule.aggregate(r, Uploads(NAMES, rows_K, reports, lambda: None))
+        found = LAYOUT.floats(rule.model).astype(np.float64)
+        assert np.abs(found - current - total)[: LAYOUT.parameters].max() < 1e-5
+        current = found
+        assert set(outcome.facts["ages"]) == set(used) == set(outcome.distances)  # type: ignore[call-overload]
+        assert len(rule._versions) <= len(in_flight)  # type: ignore[attr-defined]
+
+
+def test_a_node_that_begins_anew_has_no_child_in_flight() -> None:
+    rule, model = rule_of(), np.zeros(LAYOUT.row_bytes, np.uint8)
+    rule.begin(model)
+    rule.dispatch(0, NAMES)
+    rule.begin(model)
+    assert rule._versions == {} == rule._received  # type: ignore[attr-defined]
+
+
+# Client selection
+
+
+def test_as_many_children_train_at_once_as_take_part() -> None:
+    tier = Tier.model_validate({"name": "wan", "participation": 0.6, "aggregation": {"name": "fedbuff"}})
+    one = ClientSelection(tier, seed=3, node="cloud")
+    at_once: set[str] = set()
+    for r in range(20):
+        assert set(one.in_flight or ()) == at_once
+        selected = one.select(NAMES, r)
+        assert not at_once & set(selected)
+        at_once |= set(selected)
+        assert len(at_once) == 3
+        used = sorted(at_once)[r % 2 : r % 2 + 2]
+        one.observe(r, selected, {used[0]: ResultFacts(1, 1.0, 1.0, 1)}, refused=used[1:])
+        at_once -= set(used)
+    follows = one.follows(NAMES, 20)
+    assert all(0 <= number <= 20 for number in follows.values()) and max(follows.values()) > 15
+    one.begin()
+    assert one.in_flight == []
+
+
+# The protocol
+
+
+def assignment(number: int) -> Assignment:
+    return Assignment(manifest_of(bytes([number]) * 100), 1)
+
+
+def result_of(key: Key, number: int) -> Result:
+    return Result(key, manifest_of(bytes([100 + number]) * 100), None, 10, 1.0, 1, 1, 1, 1.0, 0.0, 0.0, (), "{}")
+
+
+class Parent:
+    """A coordinator of two children, driven by hand."""
+
+    def __init__(self) -> None:
+        self.coordinator = Coordinator(["a", "b"], idle_s=100.0)
+        for name in ("a", "b"):
+            self.join(name, "1")
+
+    def join(self, name: str, session: str) -> None:
+        self.coordinator.presence(name, session, Presence(NodeState.READY, "device", samples=10), now=0.0)
+
+    def open(self, r: int, names: str, *, carried: str) -> Key:
+        given = {name: assignment(10 * r + ord(name) - 97) for name in names}
+        return self.coordinator.open(
+            global_round=r, local_round=0, assignments=given, closing=ONE_OF_TWO, now=float(r), carried=list(carried)
+        )
+
+    def tasks(self, now: float) -> dict[str, Key]:
+        return {name: sent.key for name, sent in self.coordinator.to_send(now) if isinstance(sent, Task)}
+
+    def announce(self, name: str, key: Key, now: float) -> list[object]:
+        assert not self.coordinator.receive(name, result_of(key, key.global_round), now=now)
+        return self.events()
+
+    def events(self) -> list[object]:
+        found = []
+        while (event := self.coordinator.next_event()) is not None:
+            found.append(event)
+        return found
+
+    def closed(self, name: str, key: Key, now: float) -> Closed:
+        assert any(isinstance(event, ResultAnnounced) for event in self.announce(name, key, now))
+        self.coordinator.accept(name, key, now=now)
+        (event,) = self.events()
+        assert isinstance(event, Closed)
+        return event
+
+
+def test_a_task_goes_on_after_its_round_and_counts_in_a_later_one() -> None:
+    parent = Parent()
+    first = parent.open(0, "ab", carried="")
+    assert parent.tasks(0.0) == {"a": first, "b": first}
+    event = parent.closed("a", first, 0.5)
+    assert set(event.results) == {"a"} and not event.missing and parent.coordinator.in_flight() == ["b"]
+    second = parent.open(1, "a", carried="b")
+    assert parent.tasks(9.0)["a"] == second and parent.tasks(30.0).get("b", first) == first
+    event = parent.closed("b", first, 40.0)
+    assert set(event.results) == {"b"} and parent.coordinator.timeline.seconds == {"b": 40.0}
+    assert parent.coordinator.in_flight() == ["a"]
+
+
+def test_a_result_that_comes_between_two_rounds_counts_in_the_next() -> None:
+    parent = Parent()
+    first = parent.open(0, "ab", carried="")
+    parent.closed("a", first, 0.5)
+    assert isinstance(parent.announce("b", first, 0.6)[0], ResultAnnounced)
+    parent.coordinator.accept("b", first, now=0.7)
+    assert parent.events() == []
+    parent.open(1, "a", carried="b")
+    parent.coordinator.tick(1.0)
+    (event,) = parent.events()
+    assert isinstance(event, Closed) and set(event.results) == {"b"}
+
+
+def test_a_child_in_flight_that_restarts_gets_its_own_task_again() -> None:
+    parent = Parent()
+    first = parent.open(0, "ab", carried="")
+    parent.tasks(0.0)
+    parent.closed("a", first, 0.5)
+    parent.join("b", "2")
+    second = parent.open(1, "a", carried="b")
+    assert parent.tasks(5.0) == {"a": second, "b": first}
+
+
+def test_a_result_that_was_used_is_acknowledged_again_and_no_more_used() -> None:
+    parent = Parent()
+    first = parent.open(0, "ab", carried="")
+    parent.closed("a", first, 0.5)
+    parent.coordinator.to_send(0.5)
+    parent.open(1, "a", carried="b")
+    assert parent.announce("a", first, 3.0) == []
+    sent = [message for name, message in parent.coordinator.to_send(3.0) if name == "a"]
+    assert Acknowledgement(first, "") in sent and parent.coordinator.late == 0
+
+
+def test_a_round_of_the_usual_kind_ends_all_tasks() -> None:
+    parent = Parent()
+    first = parent.open(0, "ab", carried="")
+    parent.closed("a", first, 0.5)
+    parent.coordinator.end()
+    assert parent.announce("b", first, 0.6) == [] and parent.coordinator.late == 1
+    second = parent.open(1, "ab", carried="")
+    assert parent.tasks(5.0) == {"a": second, "b": second}
+
+
+# Labs
+
+LAB: Final[dict[str, Any]] = {
+    "rounds": 12,
+    "links": {"check": "off"},
+    "topology": {"institutions": 0, "devices": 4},
+    "hardware": {"of": {"device-1": {"overhead_s": 20.0}}},
+}
+
+
+def plans_of(tree: Mapping[str, Any]) -> tuple[float, list[dict[str, Any]]]:
+    """Return the virtual seconds of a simulated lab, and the plans that it recorded."""
+    found: list[dict[str, Any]] = []
+
+    def at_end(lab: SimulatedLab) -> None:
+        (folder,) = lab.agents.runs.iterdir()
+        lines = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+        found.extend(event for event in lines if event["event"] == "plan")
+
+    outcome = SimulatedLab(parse(tree), seed=1, model_bytes=10_000, at_end=at_end).run()
+    assert outcome.ok, outcome.result
+    return outcome.virtual_s, found
+
+
+def test_a_slow_device_does_not_hold_up_the_others() -> None:
+    buffered_s, plans = plans_of(LAB | {"cloud": {"aggregation": {"name": "fedbuff", "buffer": 2}}})
+    synchronous_s, _ = plans_of(LAB)
+    assert buffered_s < synchronous_s / 5
+    assert all(len(plan["used"]) >= 2 and "without" not in plan for plan in plans)
+    assert len(plans) == 12 and plans[0]["taking_part"] == [f"device-{k}" for k in range(4)]
+
+
+def test_the_slow_devices_step_comes_with_its_age() -> None:
+    lab = {**LAB, "rounds": 60, "hardware": {"of": {"device-1": {"overhead_s": 3.0}}}}
+    _, plans = plans_of(lab | {"cloud": {"aggregation": {"name": "fedbuff", "buffer": 3}}})
+    ages = [plan["ages"]["device-1"] for plan in plans if "device-1" in plan["ages"]]
+    assert ages and max(ages) >= 2
+    weights = [plan["weights"]["device-1"] * len(plan["used"]) for plan in plans if "device-1" in plan["ages"]]
+    assert weights == pytest.approx([(1 + age) ** -0.5 for age in ages])
+
+
+@pytest.mark.parametrize("node", ["cloud", "device-0", "device-1"])
+def test_a_lab_goes_on_after_a_node_was_killed(node: str) -> None:
+    async def kill(lab: SimulatedLab) -> None:
+        await asyncio.sleep(3.0)
+        lab.kill(node)
+        await asyncio.sleep(1.0)
+        lab.start(node)
+
+    tree = {**LAB, "cloud": {"aggregation": {"name": "fedbuff", "buffer": 2}}}
+    outcome = SimulatedLab(parse(tree), seed=1, model_bytes=10_000, scenario=kill).run()
+    assert outcome.ok, outcome.result
+
+
+TINY: Final[dict[str, Any]] = {
+    "seed": 3,
+    "rounds": 5,
+    "topology": {"institutions": 2, "devices": 6},
+    "model": {"name": "mlp_digits"},
+    "training": {"batch_size": 2000, "learning_rate": 0.2},
+}
+
+
+def run_direct(folder: Path, tree: Mapping[str, Any]) -> Path:
+    run = RunFolder.create(folder, parse(tree))
+    run_in_process(run, resume=False, accelerator="cpu", observe=lambda event, facts: None)
+    run.release()
+    return run.path
+
+
+def test_a_buffer_of_all_children_is_fedavg(tmp_path: Path) -> None:
+    uniform = {"name": "fedavg", "weights": "uniform"}
+    rules = [(uniform, uniform), ({"name": "fedbuff", "buffer": 2}, {"name": "fedbuff", "buffer": 3})]
+    one, other = (
+        load_file(run_direct(tmp_path, {**TINY, "cloud": {"aggregation": above}, "institution": {"aggregation": below}})
+                  / "model.safetensors")
+        for above, below in rules
+    )  # fmt: skip
+    assert max(float(np.abs(one[name] - other[name]).max()) for name in one) < 1e-6
+
+
+def test_without_a_network_the_oldest_tasks_are_done_first_and_a_replay_is_the_same(tmp_path: Path) -> None:
+    tree = {**TINY, "cloud": {"aggregation": {"name": "fedbuff", "buffer": 1}}}
+    tree["institution"] = {"rounds": 3, "participation": 0.67, "aggregation": {"name": "fedbuff", "buffer": 1}}
+    path = run_direct(tmp_path, tree)
+    plans = [event.facts for event in Run(path).events if event.name == "plan" and event.facts["node"] == "cloud"]
+    assert [plan["used"] for plan in plans] == [[f"institution-{r % 2}"] for r in range(5)]
+    assert [list(plan["ages"].values()) for plan in plans] == [[0], [1], [1], [1], [1]]
+    again = replayed(Run(path), tmp_path, accelerator="cpu", observe=lambda event, facts: None)
+    assert tensors(again) == tensors(path)
+
+
+@pytest.mark.slow
+def test_a_lab_of_processes_is_replayed_bit_for_bit(tmp_path: Path) -> None:
+    recorded = run_lab(
+        DEMO, tmp_path, "rounds=10", "topology.devices=6", "training.batch_size=100",
+        'institution={rounds=3, aggregation={name="fedbuff", buffer=1}}',
+        'cloud={aggregation={name="fedbuff", buffer=2}}', 'hardware.of={device-1={overhead_s=0.3}}',
+    )  # fmt: skip
+    done = fedstrata("replay", recorded, "--runs", tmp_path)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "the same model, bit for bit"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        (
+            {"closing": {"rule": "quorum", "quorum": 1, "deadline_s": 1}},
+            "closing.rule = 'quorum': the rule fedbuff goes",
+        ),
+        ({"selection": {"name": "round_robin"}}, "selection.name = 'round_robin': the rule fedbuff goes without it"),
+        ({"norm_bound": {"action": "clip"}}, "norm_bound.action = 'clip': the rule fedbuff goes without it"),
+        ({"epoch_control": {"name": "tempo"}}, "epoch_control.name = 'tempo': it compares the uploads of a global"),
+        ({"participation": 0.5, "aggregation": {"buffer": 3}}, "buffer = 3: more than the 2 children that train at"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(keys: Mapping[str, Any], problem: str) -> None:
+    rule = {"name": "fedbuff", **keys.get("aggregation", {})}
+    with pytest.raises(InvalidExperiment, match=problem):
+        parse({"topology": {"institutions": 0, "devices": 4}, "cloud": {**keys, "aggregation": rule}})
