@@ -33,6 +33,7 @@ from common.runtime.exports import export_parent
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
 from common.runtime.patience import until_written
+from common.runtime.refining import RefinerProcess
 from common.runtime.targets import ScrapeTarget, discovery
 from common.runtime.world import REAL, World, new_session
 from common.storage.spool import Spool
@@ -163,8 +164,27 @@ class CloudAgent:
     async def _run(self, down: ParentEndpoint, evaluator: ModelEvaluator, spool: Spool) -> Path:
         experiment = self._folder.experiment
         beginning = await evaluator.start()
-        layout = beginning.layout
-        down.set_layouts(link_layouts(experiment.tier_below(CLOUD).aggregation, layout))
+        down.set_layouts(link_layouts(experiment.tier_below(CLOUD).aggregation, beginning.layout))
+        refiner = None
+        if experiment.tier_below(CLOUD).aggregation.refines:
+            refiner = RefinerProcess(experiment, CLOUD, partition=beginning.partition)
+        try:
+            return await self._run_rounds(down, evaluator, spool, beginning, refiner)
+        finally:
+            if refiner is not None:
+                refiner.close()
+
+    async def _run_rounds(
+        self,
+        down: ParentEndpoint,
+        evaluator: ModelEvaluator,
+        spool: Spool,
+        beginning: Beginning,
+        refiner: RefinerProcess | None,
+    ) -> Path:
+        experiment, layout = self._folder.experiment, beginning.layout
+        if refiner is not None:
+            await offload(refiner.prepare, cancel=refiner.cancel)
         run = CloudRun(
             self._folder,
             layout=layout,
@@ -175,6 +195,7 @@ class CloudAgent:
             evaluate=evaluator.evaluate,
             metrics=self._metrics,
             observe=self._observe,
+            refiner=refiner,
         )
         if self._resume:
             run.resume()

@@ -25,10 +25,12 @@ from common.experiment.topology import CLOUD
 from common.host.offload import offload
 from common.metrics import Metrics, node_labels
 from common.model.layout import ModelLayout, Row
+from common.model.refinement import Refiner
 from common.protocol.reports import plans_of, work_of
 from common.randomness import Purpose, generator
 from common.runtime.children import Children, Observe, unreported
 from common.runtime.patience import until_written
+from common.runtime.refining import run_refining
 from common.runtime.round import ClosedRound, Dispatch
 
 LABELS: Final = node_labels("cloud", CLOUD)
@@ -53,6 +55,7 @@ class GlobalRounds:
         metrics: Metrics,
         observe: Observe,
         choose: Choose | None = None,
+        refiner: Refiner | None = None,
     ) -> None:
         self._folder = folder
         self._experiment: Experiment = folder.experiment
@@ -68,6 +71,7 @@ class GlobalRounds:
         self._devices = {child: [name for name in names if name not in tree.children] for child, names in below.items()}
         self._aggregators = {child: set(names) & tree.children.keys() for child, names in below.items()}
         self._test = evaluate
+        self._refiner = refiner
         self._metrics = metrics
         self._observe = observe
         start_epochs = dict.fromkeys(down.peers, self._experiment.training.epochs)
@@ -125,7 +129,7 @@ class GlobalRounds:
             carried=self._selection.in_flight,
         )  # fmt: skip
         closed_round = await self._down.round(dispatch)
-        outcome = await offload(partial(self._rule.aggregate, r, closed_round.uploads))
+        outcome = await run_refining(partial(self._rule.aggregate, r, closed_round.uploads), self._refiner)
         facts, refused = closed_round.facts, closed_round.refused
         self._selection.observe(r, selected, facts, unused=outcome.left_out, refused=refused)
         decided = self._selection.facts(selected) | closed_round.decided(r, unreported=unreported(self._down))

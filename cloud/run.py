@@ -17,6 +17,7 @@ from common.experiment.topology import CLOUD
 from common.host.offload import offload
 from common.metrics import Metrics
 from common.model.layout import ModelLayout, Row
+from common.model.refinement import Refiner
 from common.runtime.children import Children, Observe
 from common.storage.spool import Spool
 
@@ -40,6 +41,7 @@ class CloudRun:
         metrics: Metrics,
         observe: Observe,
         choose: Choose | None = None,
+        refiner: Refiner | None = None,
     ) -> None:
         self._folder = folder
         self._experiment = experiment = folder.experiment
@@ -57,6 +59,7 @@ class CloudRun:
             folder=folder.path / "cache",
             children=len(down.peers),
             training=experiment.training_below(CLOUD),
+            refiner=refiner,
             bound=experiment.tier_below(CLOUD).norm_bound,
         )
         self._global_rounds = GlobalRounds(
@@ -69,6 +72,7 @@ class CloudRun:
             metrics=metrics,
             observe=observe,
             choose=choose,
+            refiner=refiner,
         )
 
     def resume(self) -> None:

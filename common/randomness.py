@@ -29,6 +29,9 @@ class Purpose(IntEnum):
     EPOCHS = 12
     HARDWARE = 13
     CYCLES = 14
+    HELD_OUT = 15
+    DISTILLATION = 16
+    TEACHERS = 17
 
 
 def _entropy(seed: int, purpose: Purpose, node: str, round_number: int) -> list[int]:

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.aggregation.extras import link_layouts
+from common.experiment.data import root_below
 from common.experiment.own import permit
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.experiment.tiers import check_parent
 from common.experiment.topology import CLOUD
 from common.host.examination import examine_host
+from common.host.offload import offload
 from common.metrics import Metrics, node_labels
 from common.model.layout import ModelLayout
 from common.net.address import BrokerAddress
@@ -28,6 +30,7 @@ from common.runtime.discovery import Found, join
 from common.runtime.exports import export_child, export_parent
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
+from common.runtime.refining import RefinerProcess
 from common.runtime.roll import Resources
 from common.runtime.world import REAL, World, new_session
 from common.storage.spool import Spool
@@ -43,7 +46,8 @@ log = logging.getLogger("fedstrata.institution")
 class InstitutionAgent:
     """One institution; its children may be on another broker than its parent. `stay`: wait for the next run.
 
-    `allow`: the packages whose code an experiment may name.
+    `allow`: the packages whose code an experiment may name. `data`: the folder of data sets, in place of the
+    experiment's, which must be below `data_root` otherwise; for rules that need data.
     """
 
     def __init__(
@@ -59,6 +63,8 @@ class InstitutionAgent:
         lab: str = DEFAULT_LAB,
         spool: Path | None = None,
         allow: Sequence[str] = (),
+        data: str | None = None,
+        data_root: Path = Path(),
         stay: bool = False,
         kit: str = "",
         world: World = REAL,
@@ -73,6 +79,8 @@ class InstitutionAgent:
         self._lab = check_lab(lab)
         self._spool = spool
         self._allow = allow
+        self._data = data
+        self._data_root = data_root
         self._stay = stay
         self._kit = kit
         self._world = world
@@ -143,7 +151,10 @@ class InstitutionAgent:
         self._metrics.introduce(self._labels, facts, phases=PHASES)
         export_child(self._metrics, up, self._labels, tier=experiment.tier_above(self._name).name)
         export_parent(self._metrics, down, self._labels, tier=tier.name)
-        rounds = LocalRounds(self._name, experiment, layout=layout, spool=spool, down=down, metrics=self._metrics)
+        refiner = self._refiner(experiment, announcement.partition)
+        rounds = LocalRounds(
+            self._name, experiment, layout=layout, spool=spool, down=down, metrics=self._metrics, refiner=refiner
+        )
 
         presence = _OwnPresence(self._name, up, down, kind=tier.children)
         presence.look()
@@ -152,12 +163,14 @@ class InstitutionAgent:
             passing_on = asyncio.create_task(self._pass_targets_on(up, down), name="targets")
             try:
                 permit(experiment.code_at(self._name), self._allow)
-                if await up.unless_over(self._prepare(up, down, experiment)):
+                if await up.unless_over(self._prepare(up, down, experiment, refiner)):
                     presence.publish(NodeState.READY, samples=sum(down.samples.values()))
                     await up.serve(above, rounds.work)
             finally:
                 passing_on.cancel()
                 presence.close()
+                if refiner is not None:
+                    refiner.close()
 
         async def goodbye() -> None:
             await down.farewells(timeout_s=FAREWELL_S)
@@ -172,8 +185,20 @@ class InstitutionAgent:
         )
         spool.close()
 
-    async def _prepare(self, up: ChildEndpoint, down: ParentEndpoint, experiment: Experiment) -> bool:
-        """Gather the children and calibrate their links; report the progress, and which children it waits for."""
+    def _refiner(self, experiment: Experiment, partition: str) -> RefinerProcess | None:
+        """Return the refiner of a rule that needs one. Raises InvalidExperiment if it may not read the data."""
+        if not experiment.tier_below(self._name).aggregation.refines:
+            return None
+        root = self._data or root_below(experiment.data, self._name, allowed=self._data_root)
+        return RefinerProcess(experiment.with_data_root(root), self._name, partition=partition)
+
+    async def _prepare(
+        self, up: ChildEndpoint, down: ParentEndpoint, experiment: Experiment, refiner: RefinerProcess | None
+    ) -> bool:
+        """Gather the children and calibrate their links; report the progress, and which children it waits for.
+
+        A refiner loads its data first, so that missing data end the run before its first round.
+        """
         waits_for = ""
 
         def waiting(text: str) -> None:
@@ -187,6 +212,8 @@ class InstitutionAgent:
 
         reporting = asyncio.create_task(report(), name="preparing")
         try:
+            if refiner is not None:
+                await offload(refiner.prepare, cancel=refiner.cancel)
             await down.gather(experiment.tier_below(self._name).closing, waiting=waiting)
             waits_for = ""
             await down.measure(experiment.links)

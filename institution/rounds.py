@@ -19,11 +19,13 @@ from common.experiment.schema import Experiment
 from common.host.offload import offload
 from common.metrics import Metrics, node_labels
 from common.model.layout import ModelLayout
+from common.model.refinement import Refiner
 from common.protocol.messages import Phase, Task
 from common.protocol.reports import plans_of, with_work_of, work_of
 from common.runtime.arriving import Arriving
 from common.runtime.children import Children, unreported
 from common.runtime.patience import until_written
+from common.runtime.refining import run_refining
 from common.runtime.round import ClosedRound, Dispatch
 from common.runtime.work import Report, WorkResult
 from common.storage.spool import Spool
@@ -45,6 +47,7 @@ class LocalRounds:
         down: Children,
         metrics: Metrics,
         choose: Choose | None = None,
+        refiner: Refiner | None = None,
     ) -> None:
         self._name = name
         self._experiment = experiment
@@ -53,6 +56,7 @@ class LocalRounds:
         self._below = {child: frozenset(below) for child, below in tree.below_each(name).items()}
         self._down = down
         self._metrics = metrics
+        self._refiner = refiner
         self._labels = node_labels("institution", name, parent=tree.parent(name))
         self._tier = experiment.tier_below(name)
         build = partial(
@@ -66,6 +70,7 @@ class LocalRounds:
             folder=spool.folder("cache"),
             children=len(down.peers),
             training=experiment.training_below(name),
+            refiner=refiner,
             bound=self._tier.norm_bound,
         )
         self._memory = Memory(
@@ -89,6 +94,11 @@ class LocalRounds:
         path_steps = 0
         plans: dict[str, list[dict[str, object]]] = {self._name: []}
         number = task.key.global_round * self._tasks + task.key.local_round
+
+        def progressed() -> None:
+            refined = 0 if self._refiner is None else self._refiner.moves
+            report(Phase.TRAINING, down.moves + refined, 0)
+
         rule, selection = await offload(partial(self._memory.before, task.follows))
         if rule.reads_start:
             await model.whole()
@@ -108,9 +118,10 @@ class LocalRounds:
             )
             if not model.complete:  # then the rule passes it on
                 dispatch = replace(dispatch, models=[(model, dispatch.children)])
-            closed_round = await down.round(dispatch, on_progress=lambda: report(Phase.TRAINING, down.moves, 0))
+            closed_round = await down.round(dispatch, on_progress=progressed)
             await model.whole()  # the children may have finished before it is decoded here
-            outcome = await offload(partial(rule.aggregate, r, closed_round.uploads))
+            aggregate = partial(rule.aggregate, r, closed_round.uploads)
+            outcome = await run_refining(aggregate, self._refiner, report=progressed)
             facts = closed_round.facts
             selection.observe(r, selected, facts, unused=outcome.left_out, refused=closed_round.refused)
             for child, reason in outcome.left_out.items():

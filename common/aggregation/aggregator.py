@@ -21,6 +21,7 @@ from common.aggregation.extras import single_model
 from common.aggregation.fedbuff import BufferedRule
 from common.aggregation.multi_model import MultiModelRule
 from common.aggregation.norm_bound import NormBoundedRule
+from common.aggregation.refined import DistilledRule, LearnedWeightsRule
 from common.aggregation.scaffold import ControlVariateRule
 from common.aggregation.server_steps import STEPS
 from common.aggregation.single_model import COLUMNS, SingleModelRule
@@ -36,12 +37,13 @@ from common.experiment.aggregation import (
     Independent,
     Krum,
     NormBound,
-    OwnRule,
-    RuleSettings,
     Scaffold,
 )
+from common.experiment.refined_rules import FedBE, FedDF, FedLAW
+from common.experiment.rules import OwnRule, RuleSettings
 from common.experiment.training import TrainingSettings
 from common.model.layout import ModelLayout
+from common.model.refinement import Refiner
 
 __all__ = ["Aggregated", "Aggregator", "Uploads", "build"]
 
@@ -60,6 +62,8 @@ BUILT: Final[Mapping[type[RuleSettings], Callable[[Any, RuleContext], Aggregator
     Scaffold: ControlVariateRule,
     CluSamp: ClusteredSampling,
     FedBuff: BufferedRule,
+    **dict.fromkeys((FedDF, FedBE), DistilledRule),
+    FedLAW: LearnedWeightsRule,
 }
 
 
@@ -74,9 +78,10 @@ def build(
     folder: Path | None = None,
     children: int = 1,
     training: TrainingSettings | None = None,
+    refiner: Refiner | None = None,
     bound: NormBound = NO_BOUND,
 ) -> Aggregator:
     """Return a node's rule, behind the bound of its children's steps; for the other arguments see `RuleContext`."""
-    context = RuleContext(layout, node, seed, measures, rows, folder, children, training)
+    context = RuleContext(layout, node, seed, measures, rows, folder, children, training, refiner)
     rule = BUILT[type(settings)](settings, context)
     return rule if bound.action == "off" else NormBoundedRule(rule, bound, layout)

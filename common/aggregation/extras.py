@@ -10,7 +10,7 @@ from typing import Any, Final
 from common.aggregation.mixing import Floats
 from common.aggregation.single_model import SingleModelRule
 from common.aggregation.uploads import Aggregated, Dispatched, RuleContext, Uploads
-from common.experiment.aggregation import RuleSettings
+from common.experiment.rules import RuleSettings
 from common.model.layout import LinkLayouts, ModelLayout, Row
 
 

@@ -7,7 +7,8 @@ from typing import Any, Final, Protocol
 
 from common.aggregation.mixing import Mixture
 from common.aggregation.statistics import Gram, Statistics
-from common.experiment.aggregation import FedAvg, Weights
+from common.experiment.aggregation import FedAvg
+from common.experiment.rules import Weights
 
 UNIFORM: Final = FedAvg(weights="uniform")
 

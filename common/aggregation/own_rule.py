@@ -17,7 +17,7 @@ from common.aggregation.mixing import Floats, Mixture
 from common.aggregation.statistics import Doubles, Gram, Statistics
 from common.aggregation.uploads import RuleContext
 from common.experiment import own
-from common.experiment.aggregation import OwnRule
+from common.experiment.rules import OwnRule
 
 KEY = "aggregation.name"
 

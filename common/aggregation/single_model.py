@@ -18,17 +18,8 @@ from common.aggregation.own_rule import OwnColumns
 from common.aggregation.server_steps import STEPS
 from common.aggregation.statistics import Doubles, Gram, Statistics, gram
 from common.aggregation.uploads import Aggregated, Dispatched, RuleContext, Uploads
-from common.experiment.aggregation import (
-    FedAdp,
-    FedDyn,
-    FedNova,
-    Krum,
-    Median,
-    OwnRule,
-    RuleSettings,
-    Scaffold,
-    TrimmedMean,
-)
+from common.experiment.aggregation import FedAdp, FedDyn, FedNova, Krum, Median, Scaffold, TrimmedMean
+from common.experiment.rules import OwnRule, RuleSettings
 from common.model.layout import ModelLayout, Row
 
 

@@ -15,6 +15,7 @@ from common.aggregation.selection.situation import Choose
 from common.aggregation.statistics import Gram, Statistics, Trained
 from common.experiment.training import TrainingSettings
 from common.model.layout import ModelLayout, Row
+from common.model.refinement import Refiner
 
 Dispatched: TypeAlias = Sequence[tuple[Row, Sequence[str]]]
 """A round's models, uint8 [row_bytes], each with the children that receive it."""
@@ -59,6 +60,7 @@ class RuleContext:
     `measures`: the distances of the uploads to the next model are wanted, which Tempo reads. `rows(name, count)`
     allocates memory for models, uint8 [count, row_bytes]. `folder`: where a rule stores what exceeds its memory limit;
     None: all stays in memory. `children`: how many the node has. `training`: theirs, None if they are no devices.
+    `refiner`: of a rule that needs one.
     """
 
     layout: ModelLayout
@@ -69,6 +71,7 @@ class RuleContext:
     folder: Path | None = None
     children: int = 1
     training: TrainingSettings | None = None
+    refiner: Refiner | None = None
 
 
 @dataclass(frozen=True, slots=True)

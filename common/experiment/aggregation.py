@@ -14,82 +14,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import ceil
 from types import MappingProxyType
-from typing import Annotated, ClassVar, Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
 from common.errors import InvalidExperiment
-from common.experiment.own import OwnName, OwnSettings
-from common.experiment.tables import Count, Fraction, Positive, Selected, SettingsTable, form
+from common.experiment.refined_rules import FedBE, FedDF, FedLAW
+from common.experiment.rules import OwnRule, Rounds, RuleSettings, Weights
+from common.experiment.tables import Count, Fraction, Positive, Selected, SettingsTable
 
-Weights = Literal["data", "uniform"]
 OnNewModel = Literal["reset", "recentre"]
-Rounds = Annotated[int, Field(ge=0)]
-ExtraName = Annotated[str, form(r"^[a-z][a-z0-9_]{0,31}$", "lower-case letters, digits and _, a letter first")]
-
-
-class RuleSettings(SettingsTable):
-    """The settings of a rule. `objective`: that of the devices below, which it needs.
-
-    `selects`: the rule selects the children itself. `buffers`: a round closes with some results, and the others' tasks
-    go on.
-    """
-
-    selects: ClassVar[bool] = False
-    buffers: ClassVar[bool] = False
-    objective: ClassVar[str | None] = None
-
-    name: str  # the rule
-
-    @property
-    def sends(self) -> Sequence[str]:
-        """The vectors behind the models that go down, float32 [D] each."""
-        return ()
-
-    @property
-    def returns(self) -> Sequence[str]:
-        """The vectors behind the models that come up, float32 [D] each."""
-        return ()
-
-    @property
-    def remembers(self) -> bool:
-        """Whether the rule at an institution has state that persists between global rounds."""
-        return False
-
-    def check(self, key: str, children: int) -> None:
-        """Check the settings against the number of children that take part in a round. Raises InvalidExperiment."""
-
-
-class OwnRule(RuleSettings, OwnSettings):
-    """A rule of the user's own; the other keys are its keywords."""
-
-    name: OwnName  # the class, `package.module:Name`
-    weights: Weights = "data"  # of the buffers, and of the loss that is reported: shares of the samples, or 1/K
-    # Vectors of the rule that devices get with each model.
-    extras_down: list[ExtraName] = Field(default_factory=list)
-    # Vectors that the devices' objective returns with each model.
-    extras_up: list[ExtraName] = Field(default_factory=list)
-
-    @property
-    def sends(self) -> Sequence[str]:
-        """The vectors behind the models that go down."""
-        return self.extras_down
-
-    @property
-    def returns(self) -> Sequence[str]:
-        """The vectors behind the models that come up."""
-        return self.extras_up
-
-    def check(self, key: str, children: int) -> None:
-        """Check that no vector is named twice. Raises InvalidExperiment."""
-        for direction, names in (("extras_down", self.extras_down), ("extras_up", self.extras_up)):
-            if len(set(names)) < len(names):
-                raise InvalidExperiment(f"{key}.{direction}", names, "duplicate name", "Name each vector once.")
-
-    @property
-    def remembers(self) -> bool:
-        """Whether its state persists: always, it may have some."""
-        return True
 
 
 class FedAvg(RuleSettings):
@@ -379,6 +313,7 @@ RULES: Final[Mapping[str, type[RuleSettings]]] = MappingProxyType(
             *(FedAvg, Independent, FedCross, FedMR, FedCDA, FedAdp),
             *(FedAvgM, FedAdagrad, FedAdam, FedYogi, FedExP),
             *(FedNova, Scaffold, FedDyn, CluSamp, FedBuff),
+            *(FedDF, FedBE, FedLAW),
             *(Median, TrimmedMean, Krum),
         )
     }

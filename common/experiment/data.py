@@ -92,10 +92,14 @@ class Data(SettingsTable):
     within_concentration: Positive = 1.0  # of `within = "dirichlet"`
     min_samples: Annotated[int, Field(ge=0)] = 10  # least samples of each device under a Dirichlet partition
     partition_size: Count = 600  # of `dirichlet_overlap`: samples of each device
+    # Training samples held out before the partition, the same for all aggregating nodes: for rules that need data.
+    node_samples: Annotated[int, Field(ge=0)] = 0
 
     @model_serializer(mode="wrap")
     def _in_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {key: value for key, value in dump(self).items() if key not in _USES or _USES[key].counts(self)}
+        unused = {key for key, use in _USES.items() if not use.counts(self)}
+        unused |= set() if self.node_samples else {"node_samples"}
+        return {key: value for key, value in dump(self).items() if key not in unused}
 
 
 class _Use(NamedTuple):
@@ -161,12 +165,17 @@ def examine_data(root: Path, *, needed: bool) -> Finding:
 
 def samples_most(data: Data, *, devices: int) -> int:
     """Return the most training samples that one of so many devices can have."""
-    total = data.samples if data.dataset == "synthetic" else SAMPLES.get(data.dataset, OWN_MOST)
+    total = _samples(data) - data.node_samples
     if data.partition == "iid":
         return -(-total // devices)
     if data.partition == "dirichlet_overlap":
         return min(total, data.partition_size)
     return min(total, data.shards * -(-total // (devices * data.shards))) if data.partition == "shards" else total
+
+
+def _samples(data: Data) -> int:
+    """Return the most training samples that a data set can have."""
+    return data.samples if data.dataset == "synthetic" else SAMPLES.get(data.dataset, OWN_MOST)
 
 
 def check(data: Data, model: Model) -> None:
@@ -194,6 +203,12 @@ def check(data: Data, model: Model) -> None:
         )
     if data.dataset == "synthetic" and not isinstance(data.classes, int):
         raise InvalidExperiment("data.classes", data.classes, "synthetic needs a number", "Write for instance 10.")
+    if data.node_samples and data.dataset == "folder":
+        problem = "every device has its own images, so there are none to hold out"
+        raise InvalidExperiment("data.node_samples", data.node_samples, problem, "Omit it, or use another data set.")
+    if data.node_samples >= _samples(data):
+        problem = f"{data.dataset} has {_samples(data)} training samples"
+        raise InvalidExperiment("data.node_samples", data.node_samples, problem, "Leave some to the devices.")
     for key in sorted(data.model_fields_set & _USES.keys()):
         if not _USES[key].counts(data):
             problem = f"no effect with data.dataset {data.dataset} and data.partition {data.partition}"

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from common.experiment.aggregation import FedAdp, FedCDA, FedCross, FedMR, Independent, MultiModelSettings, RuleSettings
+from common.experiment.aggregation import FedAdp, FedCDA, FedCross, FedMR, Independent, MultiModelSettings
 from common.experiment.data import Data
 from common.experiment.rounds import participants
+from common.experiment.rules import RuleSettings
 from common.experiment.schema import Experiment
 from common.experiment.training import Schedule
 

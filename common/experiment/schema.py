@@ -112,6 +112,10 @@ class Experiment(SettingsTable):
                 tier.aggregation.check(f"{key}.aggregation", count)
             tier.selection.check(f"{key}.selection", max(sizes), max(selected))
             check_alone(key, tier)
+            if tier.aggregation.refines and not self.data.node_samples:
+                problem = "needs samples at the node, and data.node_samples is 0"
+                remedy = "Set data.node_samples, for instance to 2 % of the training samples."
+                raise InvalidExperiment(f"{key}.aggregation.name", tier.aggregation.name, problem, remedy)
         self._check_objective()
         rule = self.every_tier[0].aggregation
         if rule.buffers and self.cloud.epoch_control.name != "fixed":
@@ -230,12 +234,13 @@ class Experiment(SettingsTable):
         if self.tree.depth(node) < len(self.every_tier):
             key = self.keyed_tiers()[self.tree.depth(node)][0]
             tier = self.tier_below(node)
-            return {f"{key}.aggregation.name": tier.aggregation.name, f"{key}.selection.name": tier.selection.name}
-        return {
-            "model.name": self.model.name,
-            "data.dataset": self.data.dataset,
-            "training.objective.name": self.training.objective.name,
-        }
+            names = {f"{key}.aggregation.name": tier.aggregation.name, f"{key}.selection.name": tier.selection.name}
+            return names | (self._learned if tier.aggregation.refines else {})
+        return self._learned | {"training.objective.name": self.training.objective.name}
+
+    @property
+    def _learned(self) -> dict[str, str]:
+        return {"model.name": self.model.name, "data.dataset": self.data.dataset}
 
     def to_json(self) -> str:
         """Return the effective experiment as canonical JSON, the form in which the nodes receive it."""

@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, Any, Final, Self, TypeAlias
 
 import numpy as np
@@ -85,20 +86,12 @@ class SubprocessChannel:
         ours, theirs = socket.socketpair()
         with theirs:
             streams = await asyncio.open_connection(sock=ours, limit=RECORD_BYTES)
-            file = _open_memory()
-            descriptors = theirs.fileno(), file.fileno()
-            process = subprocess.Popen(  # noqa: ASYNC220 - a millisecond; no fork of this process's memory
-                [sys.executable, "-m", module, *map(str, descriptors)],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # keeps the output of libraries out of this process's data
-                pass_fds=descriptors,
-                start_new_session=True,  # Ctrl-C is for the agents, which then close the socket
-            )
-        return cls(name, process, SharedMemory(file), *streams)
+            process, memory = spawn(module, theirs)
+        return cls(name, process, memory, *streams)
 
     def send(self, **facts: object) -> None:
         """Send a record; it is lost if the process has ended."""
-        self.writer.write(_line(facts))
+        self.writer.write(encoded(facts))
 
     async def receive(self) -> Record:
         """Wait for the next record. Raises ProcessEnded, and the error that a record passes."""
@@ -108,7 +101,7 @@ class SubprocessChannel:
             line = b""
         if not line.endswith(b"\n"):
             self.writer.close()
-            raise ProcessEnded(self.name, await offload(self._exit_code))
+            raise ProcessEnded(self.name, await offload(partial(exit_code, self.process)))
         record: Record = json.loads(line)
         if (error := error_in(record)) is not None:
             raise error
@@ -125,12 +118,6 @@ class SubprocessChannel:
         self.process.wait()
         self.writer.close()
         self.memory.close()
-
-    def _exit_code(self) -> int:
-        with suppress(subprocess.TimeoutExpired):
-            return self.process.wait(LAST_BREATH_S)
-        self.process.kill()
-        return self.process.wait()
 
 
 class AgentChannel:
@@ -155,7 +142,7 @@ class AgentChannel:
     def send(self, **facts: object) -> None:
         """Send a record."""
         try:
-            self._socket.sendall(_line(facts))
+            self._socket.sendall(encoded(facts))
         except OSError:
             os._exit(0)  # the agent is gone
 
@@ -171,6 +158,31 @@ class AgentChannel:
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
+
+
+def spawn(module: str, theirs: socket.socket) -> tuple[subprocess.Popen[bytes], SharedMemory]:
+    """Start the process that runs `module`, with its end of the socket and new shared memory.
+
+    It takes a millisecond: this process's memory is not forked.
+    """
+    file = _open_memory()
+    descriptors = theirs.fileno(), file.fileno()
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *map(str, descriptors)],
+        stdin=subprocess.DEVNULL,
+        stdout=2,  # keeps the output of libraries out of this process's data
+        pass_fds=descriptors,
+        start_new_session=True,  # Ctrl-C is for the agents, which then close the socket
+    )
+    return process, SharedMemory(file)
+
+
+def exit_code(process: subprocess.Popen[bytes]) -> int:
+    """Return the exit code of a process that has closed its socket, and may still write its last message."""
+    with suppress(subprocess.TimeoutExpired):
+        return process.wait(LAST_BREATH_S)
+    process.kill()
+    return process.wait()
 
 
 def error_record(error: FedstrataError) -> Record:
@@ -189,7 +201,8 @@ def error_in(record: Record) -> FedstrataError | None:
     return RunFailed(record["failed"]) if "failed" in record else None
 
 
-def _line(facts: Record) -> bytes:
+def encoded(facts: Record) -> bytes:
+    """Return a record as a line of JSON."""
     return json.dumps(facts, default=str).encode() + b"\n"
 
 

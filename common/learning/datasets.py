@@ -35,6 +35,7 @@ Normalise = Callable[[Tensor], Tensor]
 # Keys that determine the split, not the samples.
 _OF_THE_SPLIT: Final = {
     "root", "partition", "concentration", "shards", "within", "within_concentration", "min_samples", "partition_size",
+    "node_samples",
 }  # fmt: skip
 
 

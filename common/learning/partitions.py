@@ -48,6 +48,17 @@ def split(labels: Indices, *, data: Data, tree: Tree, seed: int, owners: Indices
     return [np.sort(part) for part in parts]
 
 
+def hold_out(count: int, *, data: Data, seed: int) -> Indices:
+    """Return the indices of the samples that no device has, ascending int64 [`data.node_samples`], of `count` samples.
+
+    Uniform without replacement, from (seed, HELD_OUT). Raises InvalidExperiment if none would remain.
+    """
+    if data.node_samples >= count:
+        problem = f"the data set has {count} training samples"
+        raise InvalidExperiment("data.node_samples", data.node_samples, problem, "Leave some to the devices.")
+    return np.sort(generator(seed, Purpose.HELD_OUT).choice(count, data.node_samples, replace=False))
+
+
 def digest(parts: Sequence[Indices], *, labels: Indices) -> str:
     """Return 16 hexadecimal digits over the labels, int64 [N], and the partitions, in order."""
     total = hashlib.blake2b(digest_size=8)

@@ -21,18 +21,21 @@ from common.learning.partitions import Indices
 
 ARRAYS: Final = "partition.npz"
 FACTS: Final = "partition.json"
+HELD_OUT: Final = "held out"  # no device can have a name with a space
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Split:
     """The devices' `partitions` of the training samples, in order; `labels` int64 [N] are below `classes`.
 
-    `digest` identifies partitions and labels: other files, or the random numbers of another release, change it.
+    `held_out`: the samples of the aggregating nodes, which no device has. `digest` identifies partitions, held-out
+    samples and labels: other files, or the random numbers of another release, change it.
     """
 
     labels: Indices
     classes: int
     partitions: list[Indices]
+    held_out: Indices
     digest: str
 
 
@@ -69,7 +72,7 @@ def keep(experiment: schema.Experiment, folder: Path) -> str:
 def write(experiment: schema.Experiment, split: Split, folder: Path) -> dict[str, Any]:
     """Write each device's indices, int64, and facts about them into two files; return the facts.
 
-    Raises StorageFailed.
+    Held-out samples have the name `HELD_OUT`. Raises StorageFailed.
     """
     tree = experiment.tree
     facts: dict[str, Any] = {
@@ -79,15 +82,18 @@ def write(experiment: schema.Experiment, split: Split, folder: Path) -> dict[str
         "devices": {
             name: {
                 "parent": tree.parent(name),
-                "samples": len(part),
-                "by_class": np.bincount(split.labels[part], minlength=split.classes).tolist(),
+                **_described(split, part),
             }
             for name, part in zip(tree.devices, split.partitions, strict=True)
         },
     }
+    arrays = dict(zip(tree.devices, split.partitions, strict=True))
+    if len(split.held_out):
+        facts["held_out"] = _described(split, split.held_out)
+        arrays[HELD_OUT] = split.held_out
     with writing(folder):
         with zipfile.ZipFile(folder / ARRAYS, "w", zipfile.ZIP_DEFLATED) as archive:  # savez rejects the name `file`
-            for name, part in zip(tree.devices, split.partitions, strict=True):
+            for name, part in arrays.items():
                 with archive.open(f"{name}.npy", "w") as file:
                     np.lib.format.write_array(file, part)
         (folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
@@ -102,7 +108,21 @@ def _split(experiment_json: str, node: str) -> Split:
     experiment = reading.parse(experiment_json)
     dataset = datasets.load(experiment.data, node=node)
     labels = dataset.train_labels.numpy()
-    parts = partitions.split(
-        labels, data=experiment.data, tree=experiment.tree, seed=experiment.seed, owners=dataset.owners
-    )
-    return Split(labels, dataset.classes, parts, partitions.digest(parts, labels=labels))
+    data, tree, seed = experiment.data, experiment.tree, experiment.seed
+    if not data.node_samples:
+        parts = partitions.split(labels, data=data, tree=tree, seed=seed, owners=dataset.owners)
+        return Split(labels, dataset.classes, parts, np.empty(0, np.int64), partitions.digest(parts, labels=labels))
+    held_out = partitions.hold_out(len(labels), data=data, seed=seed)
+    rest = np.delete(np.arange(len(labels)), held_out)
+    owners = None if dataset.owners is None else dataset.owners[rest]
+    parts = [rest[part] for part in partitions.split(labels[rest], data=data, tree=tree, seed=seed, owners=owners)]
+    if not all(map(len, parts)):
+        problem = f"no sample remains for {tree.devices[min(i for i, part in enumerate(parts) if not len(part))]}"
+        raise InvalidExperiment("data.node_samples", data.node_samples, problem, "Hold out fewer samples.")
+    digest = partitions.digest([*parts, held_out], labels=labels)
+    return Split(labels, dataset.classes, parts, held_out, digest)
+
+
+def _described(split: Split, part: Indices) -> dict[str, Any]:
+    by_class = np.bincount(split.labels[part], minlength=split.classes)
+    return {"samples": len(part), "by_class": by_class.tolist()}

@@ -72,8 +72,8 @@ def partition(
 ) -> None:
     """Split the data as in a run, and write each device's samples.
 
-    partition.npz contains each device's indices (int64), partition.json their digest and the samples by class, and
-    partition.svg a picture of the latter.
+    partition.npz contains each device's indices (int64), and those of held-out samples; partition.json their digest and
+    the samples by class, and partition.svg a picture of the latter.
     """
     from common.experiment.reading import load
 
@@ -86,6 +86,8 @@ def partition(
         for name, device in facts["devices"].items():
             held = sum(count > 0 for count in device["by_class"])
             typer.echo(f"{name}\t{device['parent']}\t{device['samples']}\t{held}")
+        if held_out := facts.get("held_out"):
+            write_line(f"{held_out['samples']} samples are held out for the aggregating nodes")
         write_line(f"digest {facts['digest']}, in {out}")
 
 

@@ -24,7 +24,7 @@ from deploy.console.connecting import (
     run_connected,
 )
 from deploy.console.login import Login, warn_of_end, with_login
-from deploy.console.options import Output, Overrides, Runs
+from deploy.console.options import DataFolder, DataRoot, Output, Overrides, Runs
 from deploy.console.reporting import require
 from deploy.console.service import KIT, StatusHandler
 from deploy.console.shipped import OptionalExperimentFile
@@ -168,6 +168,8 @@ def institution(
         ),
     ] = None,
     allow: Allow = None,
+    data: DataFolder = None,
+    data_root: DataRoot = Path(),
     connect_timeout: ConnectTimeout = 30.0,
     metrics: MetricsAddress = METRICS,
     insecure: Insecure = False,
@@ -178,7 +180,8 @@ def institution(
 ) -> None:
     """Start an institution: it takes part in each run of its parent, and waits for the next.
 
-    In a run it receives the experiment and runs its local rounds with its children.
+    In a run it receives the experiment and runs its local rounds with its children. It reads data for rules that need
+    samples at the node, and then needs fedstrata[learning] as devices do.
     """
     from institution.agent import InstitutionAgent
 
@@ -197,6 +200,8 @@ def institution(
             metrics_address=address,
             spool=spool_folder(spool),
             allow=allow or (),
+            data=data,
+            data_root=data_root,
             stay=_stays(once),
             kit=os.environ.get(KIT, ""),
         )
@@ -236,22 +241,8 @@ def device(
         str, typer.Option(help="Concurrent trainings: a number, or auto = one per GPU, else one per core.")
     ] = "auto",
     allow: Allow = None,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="The folder of data sets on this host, in place of the experiment's data.root.",
-            envvar="FEDSTRATA_DATA",
-            show_default=False,
-        ),
-    ] = None,
-    data_root: Annotated[
-        Path,
-        typer.Option(
-            help="Without --data: the folder to which the experiment's data.root is relative, and outside of which no "
-            "experiment makes this host read.",
-            envvar="FEDSTRATA_DATA_ROOT",
-        ),
-    ] = Path(),
+    data: DataFolder = None,
+    data_root: DataRoot = Path(),
     connect_timeout: ConnectTimeout = 30.0,
     metrics: MetricsAddress = METRICS,
     insecure: Insecure = False,

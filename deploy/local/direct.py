@@ -28,6 +28,7 @@ from common.host.files import writing
 from common.host.processes import interruptible
 from common.learning import splits
 from common.learning.evaluation import ModelTester
+from common.learning.refiner import NodeRefiner
 from common.metrics import Metrics
 from common.model.layout import Row
 from common.protocol.limits import limits_below
@@ -111,9 +112,17 @@ async def _run(
             **accounting(name),
         )
         samples[name] = sum(below[name].samples.values())
-        work[name] = LocalRounds(
-            name, experiment, layout=layout, spool=spool, down=below[name], metrics=metrics, choose=choose(name)
-        ).work
+        rounds = LocalRounds(
+            name,
+            experiment,
+            layout=layout,
+            spool=spool,
+            down=below[name],
+            metrics=metrics,
+            choose=choose(name),
+            refiner=_refiner(experiment, name, partition=partition),
+        )
+        work[name] = rounds.work
     spool = _spool(folder, CLOUD)
     down = calls(
         {child: work[child] for child in tree.children[CLOUD]},
@@ -136,6 +145,7 @@ async def _run(
             metrics=metrics,
             observe=record,
             choose=choose(CLOUD),
+            refiner=_refiner(experiment, CLOUD, partition=partition),
         )
         if resume:
             run.resume()
@@ -159,6 +169,11 @@ def _spool(folder: RunFolder, node: str) -> Spool:
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
     return Spool(path)
+
+
+def _refiner(experiment: Experiment, node: str, *, partition: str) -> NodeRefiner | None:
+    needed = experiment.tier_below(node).aggregation.refines
+    return NodeRefiner(experiment, node, partition=partition) if needed else None
 
 
 def _trainer(experiment: Experiment, name: str, accelerator: str, *, partition: str) -> Trainer:

@@ -130,12 +130,12 @@ class LocalLab:
         keeps = any(self._experiment.remembers(name) for name in tree.aggregators)
         home_of_runs = self._resume.resolve().parent if self._resume else self._runs
         states = ["--spool", str(home_of_runs / SPOOL)] if keeps else memory
+        # The user who starts the lab chose the data, and the code.
+        data = [] if "FEDSTRATA_DATA" in os.environ else ["--data", self._experiment.data.root]
         for name in tree.aggregators:
             brokers = ["--broker", network.upward[name], "--child-broker", network.downward[name]]
             own = ["--once", "--name", name, "--parent", tree.parent(name)]
-            self._spawn(home, network, name, ["institution", *own, *brokers, *states, *self._allowed(name)])
-        # The user who starts the lab chose the data, and the code.
-        data = [] if "FEDSTRATA_DATA" in os.environ else ["--data", self._experiment.data.root]
+            self._spawn(home, network, name, ["institution", *own, *brokers, *states, *data, *self._allowed(name)])
         slots = shares(cores(), len(network.groups))
         for (process, devices), count in zip(network.groups.items(), slots, strict=True):
             names = [

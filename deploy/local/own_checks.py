@@ -24,8 +24,8 @@ from common.aggregation.statistics import Statistics, gram
 from common.aggregation.uploads import RuleContext, Uploads
 from common.errors import InvalidExperiment
 from common.experiment import own
-from common.experiment.aggregation import OwnRule
 from common.experiment.reading import parse
+from common.experiment.rules import OwnRule
 from common.experiment.tiers import Tier
 from common.experiment.topology import CLOUD
 from common.host.examination import Finding

@@ -20,7 +20,8 @@ from cloud import tempo
 from common.aggregation.aggregator import Uploads, build
 from common.aggregation.fedadp import gompertz
 from common.aggregation.statistics import Doubles
-from common.experiment.aggregation import FedAdp, FedAvg, FedCDA, FedCross, FedMR, Independent, RuleSettings
+from common.experiment.aggregation import FedAdp, FedAvg, FedCDA, FedCross, FedMR, Independent
+from common.experiment.rules import RuleSettings
 from common.model.layout import ModelLayout, Section
 from deploy.report.charts import Axis, curves
 from docs.tools.svg import SvgPanel, matrices

@@ -31,7 +31,8 @@ from common.aggregation.aggregator import Aggregator, Uploads, build
 from common.aggregation.fedcross import FedCrossStage
 from common.aggregation.mixing import Mixture, whole
 from common.aggregation.statistics import gram
-from common.experiment.aggregation import RULES, FedCDA, FedMR, RuleSettings
+from common.experiment.aggregation import RULES, FedCDA, FedMR
+from common.experiment.rules import RuleSettings
 from common.learning import models
 from common.learning.inputs import Inputs
 from common.model.layout import ModelLayout

@@ -11,6 +11,9 @@ _NEEDED: Final[Mapping[str, Mapping[str, Any]]] = {
     **{name: {"learning_rate": 0.1} for name in ("fedadagrad", "fedadam", "fedyogi")},
     "krum": {"wrong": 0},  # for any number of children, as the next one
     "fedbuff": {"buffer": 1},
+    "feddf": {"steps": 0},  # without samples at the node, as the next two
+    "fedbe": {"epochs": 0},
+    "fedlaw": {"epochs": 0},
 }
 # Of rules whose children must be devices with an objective: they stand in the last tier.
 WITH_OBJECTIVE: Final[Mapping[str, str]] = {name: rule.objective for name, rule in RULES.items() if rule.objective}

@@ -1,0 +1,68 @@
+"""A node's refiner in this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from common.experiment.data import check_alike
+from common.experiment.refined_rules import FedBE, FedDF, FedLAW
+from common.experiment.rules import RuleSettings
+from common.experiment.schema import Experiment
+from common.learning.bayesian_ensemble import distil_ensemble
+from common.learning.distillation import distil
+from common.learning.learned_weights import learn_weights
+from common.learning.node_samples import NodeSamples, one_thread
+from common.model.layout import ModelLayout
+from common.model.refinement import RoundModels
+
+METHODS: Final[Mapping[type[RuleSettings], Callable[[NodeSamples, Any, RoundModels], Mapping[str, Any]]]] = {
+    FedDF: distil,
+    FedBE: distil_ensemble,
+    FedLAW: learn_weights,
+}
+
+
+class NodeRefiner:
+    """The samples and the method of one node. `partition`: the digest of the cloud's split; `watch`: of progress.
+
+    Raises InvalidExperiment, also if the node's split differs from the cloud's.
+    """
+
+    def __init__(
+        self, experiment: Experiment, node: str, *, partition: str, watch: Callable[[], None] = lambda: None
+    ) -> None:
+        self._settings = experiment.tier_below(node).aggregation
+        self._refine = METHODS[type(self._settings)]
+        self._watch = watch
+        self._moves = 0
+        self._samples = NodeSamples(experiment, node, moved=self._moved)
+        check_alike(experiment.data, node, partition=self._samples.partition, clouds=partition)
+
+    @property
+    def layout(self) -> ModelLayout:
+        """The layout of the models."""
+        return self._samples.layout
+
+    @property
+    def moves(self) -> int:
+        """Counter of batches."""
+        return self._moves
+
+    def refine(self, models: RoundModels) -> Mapping[str, Any]:
+        """Refine the mean, or learn weights; return facts, with the seconds that it took."""
+        started = time.monotonic()
+        with one_thread():
+            facts = self._refine(self._samples, self._settings, models)
+        return {**facts, "seconds": round(time.monotonic() - started, 3)}
+
+    def cancel(self) -> None:
+        """Do nothing: the caller's thread computes."""
+
+    def allow(self) -> None:
+        """Do nothing."""
+
+    def _moved(self) -> None:
+        self._moves += 1
+        self._watch()
