@@ -68,10 +68,16 @@ def test_an_objective_is_known_by_its_name(name: str) -> None:
         ({"name": "fedprx"}, r"training\.objective\.name = 'fedprx': no objective has this name.*mean 'fedprox'\?"),
         (
             {"name": "x"},
-            r"training\.objective\.name = 'x': .*There are: cross_entropy, fedprox, fedsam, scaffold, feddyn\.",
+            r"training\.objective\.name = 'x': .*There are: cross_entropy, fedprox, fedsam, scaffold, feddyn, moon\.",
         ),
-        ({"mu": 0.1}, r"training\.objective\.mu = 0\.1: unknown key.*belongs to fedprox; this is cross_entropy"),
-        ({"name": "fedsam", "mu": 0.1}, r"training\.objective\.mu = 0\.1: .*belongs to fedprox; this is fedsam"),
+        (
+            {"mu": 0.1},
+            r"training\.objective\.mu = 0\.1: unknown key.*belongs to fedprox and moon; this is cross_entropy",
+        ),
+        (
+            {"name": "fedsam", "mu": 0.1},
+            r"training\.objective\.mu = 0\.1: .*belongs to fedprox and moon; this is fedsam",
+        ),
         ({"name": "fedprox", "muu": 0.1}, r"training\.objective\.muu = 0\.1: unknown key.*Did you mean 'mu'\?"),
         ({"name": "fedprox", "mu": -0.1}, r"training\.objective\.mu = -0\.1: too small. Write 0 or more"),
         ({"name": "fedprox", "mu": float("nan")}, r"training\.objective\.mu = nan: .*finite"),

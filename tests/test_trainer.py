@@ -272,7 +272,7 @@ def test_failures_to_allocate_count_as_out_of_memory(text: str, memory: bool) ->
 
 
 def test_batch_norm_trains_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def small(name: str, seed: int, *, inputs: Inputs) -> nn.Module:
+    def small(name: str, seed: int, *, inputs: Inputs, projection: int = 0) -> nn.Module:
         torch.manual_seed(seed)
         return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 10))
 

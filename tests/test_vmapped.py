@@ -361,16 +361,16 @@ def short_of_memory(monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
     """Let steps of more than `most` places run out of memory; return the sizes of those that did not."""
     errors = itertools.cycle(EXHAUSTED)
     sizes: list[int] = []
-    logits_of = VmappedModels._logits
+    outputs_of = VmappedModels._outputs
 
-    def tight(state: VmappedModels, weights: Any, buffers: Any, batch: Any) -> Any:
-        made = logits_of(state, weights, buffers, batch)
+    def tight(state: VmappedModels, run: Any, weights: Any, buffers: Any, batch: Any) -> Any:
+        made = outputs_of(state, run, weights, buffers, batch)
         if len(batch.samples) > most:
             raise next(errors)
         sizes.append(len(batch.samples))
         return made
 
-    monkeypatch.setattr(VmappedModels, "_logits", tight)
+    monkeypatch.setattr(VmappedModels, "_outputs", tight)
     return sizes
 
 
@@ -394,17 +394,17 @@ def test_a_group_without_memory_is_halved(name: str, most: int, monkeypatch: pyt
 
 def test_no_step_is_taken_again_where_memory_runs_out_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
     case = quick()
-    logits_of, calls, samples = VmappedModels._logits, 0, 0
+    outputs_of, calls, samples = VmappedModels._outputs, 0, 0
 
-    def tight(state: VmappedModels, weights: Any, buffers: Any, batch: Any) -> Any:
+    def tight(state: VmappedModels, run: Any, weights: Any, buffers: Any, batch: Any) -> Any:
         nonlocal calls, samples
         calls += 1
         if calls == 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
         samples += len(batch.samples)
-        return logits_of(state, weights, buffers, batch)
+        return outputs_of(state, run, weights, buffers, batch)
 
-    monkeypatch.setattr(VmappedModels, "_logits", tight)
+    monkeypatch.setattr(VmappedModels, "_outputs", tight)
     assert [how.steps for how in case.train()] == [4, 3, 3, 5, 4]
     assert samples == 4 + 3 + 3 + 5 + 4
 
@@ -413,16 +413,16 @@ def test_no_step_is_taken_again_where_memory_runs_out_half_way(monkeypatch: pyte
 def test_a_second_pass_without_memory_leaves_the_weights(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case, plenty = CASES["fedsam"](), CASES["fedsam"]()
     plenty.train()
-    logits_of, calls = VmappedModels._logits, 0
+    outputs_of, calls = VmappedModels._outputs, 0
 
     def tight(state: VmappedModels, *rest: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == failing:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return logits_of(state, *rest)
+        return outputs_of(state, *rest)
 
-    monkeypatch.setattr(VmappedModels, "_logits", tight)
+    monkeypatch.setattr(VmappedModels, "_outputs", tight)
     for mine, its in zip(case.train(), plenty.ended, strict=True):
         assert isinstance(its, VmappedResult) and mine.steps == its.steps
         np.testing.assert_allclose(case.layout.floats(mine.row), case.layout.floats(its.row), rtol=0, atol=1e-6)
@@ -501,15 +501,15 @@ def test_a_model_that_would_be_vmapped_wrongly_is_found_out(module: nn.Module, p
 
 
 def test_the_precision_that_will_run_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits_of, seen = VmappedModels._logits, []
+    outputs_of, seen = VmappedModels._outputs, []
 
     def noted(state: VmappedModels, *rest: Any) -> Any:
         mixed = torch.is_autocast_enabled("cpu")
-        logits, moved = logits_of(state, *rest)
+        (logits,), moved = outputs_of(state, *rest)
         seen.append((logits.dtype, state._recipe.training.precision, mixed))
-        return logits, moved
+        return (logits,), moved
 
-    monkeypatch.setattr(VmappedModels, "_logits", noted)
+    monkeypatch.setattr(VmappedModels, "_outputs", noted)
     training = TrainingSettings(batch_size=32, learning_rate=0.05, precision="bf16")
     case = Case(mlp(Inputs((1, 8, 8), 10)), (1, 8, 8), training=training, dtype=torch.float32)
     assert problem_of(case.recipe, case.turns) == ""

@@ -149,6 +149,12 @@ class Model(SettingsTable):
     """The model that devices train."""
 
     name: str = "cnn_digits"  # one of fedstrata's models, or `package.module:function`
+    # Features of a projection head before the classifier, as MOON's authors use it; 0 = none.
+    projection: Annotated[int, Field(ge=0)] = 0
+
+    @model_serializer(mode="wrap")
+    def _in_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in dump(self).items() if value or key == "name"}
 
 
 def found_in(root: Path) -> list[str]:
@@ -201,6 +207,9 @@ def check(data: Data, model: Model) -> None:
         raise InvalidExperiment(
             "data.image_shape", data.image_shape, "images in files have 1 or 3 channels", "Begin with 1 or 3."
         )
+    if model.projection and is_own(model.name):
+        problem, remedy = "a model of one's own has no head of fedstrata's", "Build the layers in its function."
+        raise InvalidExperiment("model.projection", model.projection, problem, remedy)
     if data.dataset == "synthetic" and not isinstance(data.classes, int):
         raise InvalidExperiment("data.classes", data.classes, "synthetic needs a number", "Write for instance 10.")
     if data.node_samples and data.dataset == "folder":

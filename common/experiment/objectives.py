@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Final, Literal
 from pydantic import Field
 
 from common.experiment.own import OwnName, OwnSettings
-from common.experiment.tables import Selected, SettingsTable
+from common.experiment.tables import Positive, Selected, SettingsTable
 
 
 class ObjectiveTable(SettingsTable):
@@ -71,6 +71,16 @@ class DynamicRegulariser(ObjectiveTable):
     alpha: Annotated[float, Field(ge=0)] = 0.01  # weight of the regulariser; 0 is cross-entropy alone
 
 
+class ModelContrast(ObjectiveTable):
+    """Cross-entropy and a contrast of features: near the received model's, far from the device's previous ones."""
+
+    keeps = ("previous",)
+
+    name: Literal["moon"] = "moon"  # the objective
+    mu: Annotated[float, Field(ge=0)] = 1.0  # weight of the term; 0 is cross-entropy alone
+    temperature: Positive = 0.5  # by which the differences of cosines are divided
+
+
 class OwnObjective(ObjectiveTable, OwnSettings):
     """An objective of the user's own; the other keys are its keywords."""
 
@@ -85,7 +95,7 @@ class OwnObjective(ObjectiveTable, OwnSettings):
 OBJECTIVES: Final[Mapping[str, type[ObjectiveTable]]] = MappingProxyType(
     {
         table.model_fields["name"].default: table
-        for table in (CrossEntropy, FedProx, FedSAM, ScaffoldCorrection, DynamicRegulariser)
+        for table in (CrossEntropy, FedProx, FedSAM, ScaffoldCorrection, DynamicRegulariser, ModelContrast)
     }
 )
 

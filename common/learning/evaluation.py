@@ -53,7 +53,7 @@ class ModelTester:
 
     def __init__(self, experiment: Experiment) -> None:
         self._data = datasets.load(experiment.data)
-        self._module = models.build(experiment.model.name, experiment.seed, inputs=self._data.inputs)
+        self._module = models.of(experiment, inputs=self._data.inputs)
         self.layout = models.layout_of(self._module)
         self.first = self.layout.empty()  # the initial model
         models.write_row(self._module, self.layout, self.first)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import InvalidExperiment
+from common.experiment.schema import Experiment
+from common.learning.head import project
 from common.learning.inputs import Inputs
 from common.learning.nets import lstm, resnet, small, vgg
 from common.learning.nets.layers import draw_default
@@ -66,8 +68,15 @@ _KINDS = MappingProxyType(
 )
 
 
-def build(name: str, seed: int, *, inputs: Inputs) -> nn.Module:
+def of(experiment: Experiment, *, inputs: Inputs) -> nn.Module:
+    """Return the experiment's model as `build` does. Raises InvalidExperiment."""
+    return build(experiment.model.name, experiment.seed, inputs=inputs, projection=experiment.model.projection)
+
+
+def build(name: str, seed: int, *, inputs: Inputs, projection: int = 0) -> nn.Module:
     """Return the model on the CPU with its initial weights, which depend on the seed alone.
+
+    `projection`: features of a head before the classifier, 0 = none.
 
     The module is created without storage and then filled from its own generator, so that neither the process-global
     generator nor another thread has an influence. A name with a colon is a custom function (`own.py`). Raises
@@ -78,6 +87,8 @@ def build(name: str, seed: int, *, inputs: Inputs) -> nn.Module:
     kind = _fitting(name, inputs)
     with torch.device("meta"):
         module = kind.construct(inputs)
+        if projection:
+            project(module, projection)
     # As `to_empty(device="cpu")`, which imports sympy: half a second of each process that builds a model.
     storage = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in module.state_dict().items()}
     module.load_state_dict(storage, assign=True)

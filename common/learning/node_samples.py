@@ -40,7 +40,7 @@ class NodeSamples:
         dataset, split = datasets.load(experiment.data, node=node), splits.split_of(experiment, node=node)
         places = torch.from_numpy(split.held_out)
         self.partition = split.digest
-        self.module = models.build(experiment.model.name, experiment.seed, inputs=dataset.inputs).eval()
+        self.module = models.of(experiment, inputs=dataset.inputs).eval()
         self.layout = models.layout_of(self.module)
         self.weights = list(self.module.parameters())
         self.labels = dataset.train_labels.index_select(0, places)

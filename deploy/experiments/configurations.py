@@ -111,6 +111,8 @@ def methods() -> dict[str, Tree]:
     found: dict[str, Tree] = {"FedAvg": {}}
     for name, mu in (("FedProx 0.01", 0.01), ("FedProx 0.1", 0.1)):
         found[name] = {"training": {"objective": {"name": "fedprox", "mu": mu}}}
+    for name, mu in (("MOON 0.1", 0.1), ("MOON 1", 1.0)):
+        found[name] = {"training": {"objective": {"name": "moon", "mu": mu}}}
     found["FedSAM 0.05"] = {"training": {"objective": {"name": "fedsam", "rho": 0.05}}}
     for name, rule in cloud.items():
         weights = {"weights": "uniform"} if rule["name"] in weighted else {}

@@ -92,7 +92,7 @@ def train(experiment_json: str, training_s: float) -> TrainingSpeed:
 
     experiment = parse(experiment_json)
     data = datasets.load(experiment.data)
-    module = models.build(experiment.model.name, experiment.seed, inputs=data.inputs)
+    module = models.of(experiment, inputs=data.inputs)
     trainer = Trainer(experiment, node=experiment.tree.devices[0], accelerator="cpu")
     trainer.prepare()
     row, out = trainer.layout.empty(), trainer.layout.empty()

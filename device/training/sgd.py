@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.sgd import sgd
 
+from common.errors import InvalidExperiment
 from common.experiment.training import TrainingSettings
+from common.learning.head import classifier_of, with_features
 from device.training.objectives.objective import Minibatch, Objective, norms, scale
 from device.training.objectives.table import objective_of
 
 Forward = Callable[[Tensor], Tensor]
+FeaturesAt = Callable[[Tensor, Sequence[Tensor] | None], tuple[Tensor, Tensor]]
 
 NO_VECTORS: Final[Mapping[str, Sequence[Tensor]]] = MappingProxyType({})
 SMALL_BATCH_SAMPLES = 16  # up to which linear layers compute in fp32 on a CPU
@@ -35,6 +38,27 @@ def forward_of(module: nn.Module, training: TrainingSettings, *, device: torch.d
         return logits.float()
 
     return forward
+
+
+def check_features(module: nn.Module, training: TrainingSettings) -> None:
+    """Check that an objective can read features. Raises InvalidExperiment."""
+    classifier_of(module)
+    if training.compile:
+        problem = f"the objective {training.objective.name} reads features, which a compiled model does not give"
+        raise InvalidExperiment("training.compile", True, problem, "Set it to false.")
+
+
+def features_of(module: nn.Module, training: TrainingSettings, *, device: torch.device) -> FeaturesAt:
+    """Return a function for a batch's logits and features, at other parameters than the module's if they are given."""
+    names = [name for name, _ in module.named_parameters()]
+    mixed = torch.autocast(device.type, torch.bfloat16, enabled=training.precision == "bf16")
+
+    def features(inputs: Tensor, at: Sequence[Tensor] | None) -> tuple[Tensor, Tensor]:
+        with mixed:
+            logits, found = with_features(module, inputs, None if at is None else dict(zip(names, at, strict=True)))
+        return (logits, found) if training.precision == "fp32" else (logits.float(), found.float())
+
+    return features
 
 
 def keep_linear_fp32(module: nn.Module, training: TrainingSettings, *, device: torch.device) -> None:
@@ -66,21 +90,24 @@ def run_sgd(
     watch: Callable[[int], None],
     buffers: Sequence[Tensor] = (),
     vectors: Mapping[str, Sequence[Tensor]] = NO_VECTORS,
+    features: FeaturesAt | None = None,
 ) -> tuple[Tensor, int]:
     """Take one step of SGD for each batch (epoch, inputs, labels), with a fresh momentum.
 
     `watch(steps_done)` is called before each step; an exception that it raises ends the loop. `buffers` are those that
-    `forward` updates, `vectors` those of the objective. Return the sum of the last epoch's losses over its samples,
-    float64 [], and the number of steps.
+    `forward` updates, `vectors` those of the objective, which also needs `features` if it reads them. Return the sum of
+    the last epoch's losses over its samples, float64 [], and the number of steps.
     """
     objective = objective_of(training)
     received = [weight.detach().clone() for weight in weights] if objective.uses_received else []
     momenta = [torch.zeros_like(weight) if training.momentum else None for weight in weights]
     losses = torch.zeros((), dtype=torch.float64, device=weights[0].device)
-    steps, passes = 0, _Passes(forward, buffers)
+    steps, passes = 0, _Passes(forward, features, buffers)
     for epoch, inputs, labels in batches:
         watch(steps)
-        batch = Minibatch(partial(passes, inputs), labels, weights, received, vectors=vectors)
+        batch = Minibatch(partial(passes.logits, inputs), labels, weights, received, vectors=vectors)
+        if features is not None:
+            batch.features = partial(passes.features, inputs)
         loss = step(batch, momenta, objective=objective, training=training, learning_rate=learning_rate)
         passes.end()
         if epoch == last_epoch:
@@ -92,18 +119,28 @@ def run_sgd(
 class _Passes:
     """The forward passes of a step in-process, of which the first one alone updates the buffers."""
 
-    def __init__(self, forward: Forward, buffers: Sequence[Tensor]) -> None:
+    def __init__(self, forward: Forward, features: FeaturesAt | None, buffers: Sequence[Tensor]) -> None:
         self._forward = forward
+        self._features = features
         self._buffers = buffers
         self._taken = 0
         self._after_first: list[Tensor] = []
 
-    def __call__(self, inputs: Tensor) -> Tensor:
+    def logits(self, inputs: Tensor) -> Tensor:
         """Return the logits at the present weights."""
+        self._begin()
+        return self._forward(inputs)
+
+    def features(self, inputs: Tensor, at: Sequence[Tensor] | None) -> tuple[Tensor, Tensor]:
+        """Return the logits and the features, at other weights unless `at` is None."""
+        assert self._features is not None
+        self._begin()
+        return self._features(inputs, at)
+
+    def _begin(self) -> None:
         if self._taken == 1:
             self._after_first = [buffer.clone() for buffer in self._buffers]
         self._taken += 1
-        return self._forward(inputs)
 
     def end(self) -> None:
         """End the step: give the buffers their values after the first pass, which no backward pass needs any more."""

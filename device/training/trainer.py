@@ -25,7 +25,7 @@ from device.jobs import Cancelled, LocalResult, Progress
 from device.training.batches import LocalDataset, batches, load_local_dataset
 from device.training.computing import first_line, out_of_memory, resolve_accelerator, set_up, set_up_thread
 from device.training.objectives.table import objective_of
-from device.training.sgd import Forward, forward_of, keep_linear_fp32, run_sgd
+from device.training.sgd import FeaturesAt, Forward, check_features, features_of, forward_of, keep_linear_fp32, run_sgd
 from device.training.updates import finish, vectors_of
 from device.vectors import TaskVectors
 
@@ -38,6 +38,7 @@ PROGRESS_S = 0.5
 class _Prepared:
     module: nn.Module
     forward: Forward
+    features: FeaturesAt | None
     vectors: TaskVectors
     local: LocalDataset
 
@@ -65,16 +66,20 @@ class Trainer:
         """Load the data, select this device's samples and build the model. Takes seconds. Raises InvalidExperiment."""
         experiment, accelerator = self._experiment, self._accelerator
         set_up(accelerator, experiment.training)
-        objective_of(experiment.training)  # one's own that cannot be built ends here
+        objective = objective_of(experiment.training)  # one's own that cannot be built ends here
         local = load_local_dataset(experiment, self._node, accelerator=accelerator)
-        module = models.build(experiment.model.name, experiment.seed, inputs=local.inputs)
+        module = models.of(experiment, inputs=local.inputs)
         layout = models.layout_of(module)
         if accelerator.type == "cpu":
             # torch's types know no such overload before 2.15.
             module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload, unused-ignore]
         keep_linear_fp32(module, experiment.training, device=accelerator)
         forward = forward_of(module, experiment.training, device=accelerator)
-        self._made = _Prepared(module, forward, vectors_of(experiment, self._node, layout), local)
+        features = None
+        if objective.uses_features:
+            check_features(module, experiment.training)
+            features = features_of(module, experiment.training, device=accelerator)
+        self._made = _Prepared(module, forward, features, vectors_of(experiment, self._node, layout), local)
         if experiment.training.compile:
             self._compile()
 
@@ -179,6 +184,7 @@ class Trainer:
             watch=watch,
             buffers=list(made.module.buffers()),
             vectors={name: self._tensors(vector_D) for name, vector_D in vectors.items()},
+            features=made.features,
         )
         loss = float(losses) / self.samples
         progress(steps, total)

@@ -23,7 +23,7 @@ from common.learning.datasets import Normalise
 from common.model.layout import ModelLayout, Row
 from device.jobs import Cancelled
 from device.training.computing import first_line
-from device.training.sgd import forward_of, run_sgd
+from device.training.sgd import features_of, forward_of, run_sgd
 from device.vmapped.loop import Batches, Turn, Visits, VmappedResult, train
 from device.vmapped.models import Recipe, VmappedModels
 from device.vmapped.schedule import Load, VmappedSchedule, plan
@@ -186,6 +186,7 @@ def _alone(recipe: Recipe, turn: Turn, count: int) -> Row:
         watch=lambda _: None,
         buffers=list(module.buffers()),
         vectors=vectors,
+        features=features_of(module, recipe.training, device=recipe.accelerator),
     )
     row = layout.empty()
     models.write_row(module, layout, row)

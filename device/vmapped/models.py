@@ -7,7 +7,7 @@ only by rounding, but it may depend on the other devices in the step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from common.aggregation.mixing import Floats
 from common.experiment.training import TrainingSettings
 from common.learning.datasets import Normalise
+from common.learning.head import with_features
 from common.model.layout import ModelLayout, Row, Section
 from device.training import sgd
 from device.training.augmentation import Changes, change
@@ -114,9 +115,15 @@ class VmappedModels:
         passes: list[Tensors] = []
 
         def forward() -> Tensor:
-            logits, moved = self._logits(weights, buffers, batch)
+            (logits,), moved = self._outputs(self._forward, weights, buffers, batch)
             passes.append(moved)
             return logits
+
+        def features(at: Sequence[Tensor] | None) -> tuple[Tensor, Tensor]:
+            chosen = weights if at is None else dict(zip(weights, at, strict=True))
+            (logits, found), moved = self._outputs(self._features, chosen, buffers, batch)
+            passes.append(moved)
+            return logits, found
 
         losses = sgd.step(
             Minibatch(
@@ -126,6 +133,7 @@ class VmappedModels:
                 list(_some(self._received, places).values()),
                 batch.weights,
                 {name: list(_some(parts, places).values()) for name, parts in self._vectors.items()},
+                features,
             ),
             [momenta.get(name) for name in weights],
             objective=self._objective,
@@ -171,20 +179,27 @@ class VmappedModels:
             tensors.update({name: tensor.to(device) for name, tensor in tensors.items()})
         self._losses = self._losses.to(device)
 
-    def _logits(self, weights: Tensors, buffers: Tensors, batch: Batch) -> tuple[Tensor, Tensors]:
-        """Return the logits [A, W, classes], differentiable, and the buffers after the batch."""
+    def _outputs(
+        self, run: Callable[..., tuple[Sequence[Tensor], Tensors]], weights: Tensors, buffers: Tensors, batch: Batch
+    ) -> tuple[Sequence[Tensor], Tensors]:
+        """Return what `run` computes of one device's tensors, for A devices, and the buffers after the batch."""
         recipe = self._recipe
         inputs = recipe.inputs(batch.samples.flatten(), batch.changes)
         inputs = inputs.view(*batch.samples.shape, *inputs.shape[1:])
         bf16 = recipe.training.precision == "bf16"
         with torch.autocast(recipe.accelerator.type, torch.bfloat16, enabled=bf16):
-            logits, moved = vmap(self._forward, randomness="error")(weights, buffers, inputs)
-        return logits.float() if bf16 else logits, moved
+            outputs, moved = vmap(run, randomness="error")(weights, buffers, inputs)
+        return [output.float() for output in outputs] if bf16 else outputs, moved
 
-    def _forward(self, weights: Tensors, buffers: Tensors, inputs: Tensor) -> tuple[Tensor, Tensors]:
+    def _forward(self, weights: Tensors, buffers: Tensors, inputs: Tensor) -> tuple[Sequence[Tensor], Tensors]:
         """Return one device's logits [W, classes] and its buffers after the batch."""
         moved = {name: buffer.clone() for name, buffer in buffers.items()}
-        return functional_call(self._recipe.module, (weights, moved), (inputs,)), moved
+        return (functional_call(self._recipe.module, (weights, moved), (inputs,)),), moved
+
+    def _features(self, weights: Tensors, buffers: Tensors, inputs: Tensor) -> tuple[Sequence[Tensor], Tensors]:
+        """Return one device's logits [W, classes], its features [W, F], and its buffers after the batch."""
+        moved = {name: buffer.clone() for name, buffer in buffers.items()}
+        return with_features(self._recipe.module, inputs, (weights, moved)), moved
 
 
 def _some(tensors: Mapping[str, Tensor], places: int | Tensor) -> Tensors:

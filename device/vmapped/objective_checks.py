@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -19,7 +20,7 @@ from common.learning.inputs import Inputs
 from common.model.layout import ModelLayout
 from device.training.objectives.objective import LocalUpdate, Minibatch
 from device.training.objectives.table import objective_of
-from device.training.sgd import run_sgd
+from device.training.sgd import features_of, run_sgd
 from device.vectors import TaskVectors
 from device.vmapped import calibration
 from device.vmapped.loop import Turn, Visits
@@ -27,6 +28,7 @@ from device.vmapped.models import Recipe
 from device.vmapped.schedule import Load
 
 KEY: Final = "training.objective.name"
+CPU: Final = torch.device("cpu")
 SAMPLES, BATCH, STEPS = 40, 10, 3
 INPUTS: Final = Inputs((1, 8, 8), 10)
 
@@ -51,7 +53,9 @@ def _in_process(training: TrainingSettings) -> Iterator[tuple[str, str]]:
     objective = objective_of(training)
     received = [weight + 0.1 for weight in before] if objective.uses_received else []
     vectors = _like_weights(training, weights)
-    loss = objective.backward(Minibatch(lambda: module(images), labels, weights, received, vectors=vectors))
+    features = partial(features_of(module, training, device=CPU), images)
+    batch = Minibatch(lambda: module(images), labels, weights, received, vectors=vectors, features=features)
+    loss = objective.backward(batch)
     gradients = [weight.grad for weight in weights]
     moved = any(not torch.equal(one, other) for one, other in zip(weights, before, strict=True))
     yield "weights after backward", "it changes them; only gradients are its result" if moved else ""
@@ -79,6 +83,7 @@ def _train(training: TrainingSettings) -> list[Tensor]:
     run_sgd(
         module, weights, parts, training=training, learning_rate=0.05, last_epoch=0, watch=lambda _: None,
         buffers=list(module.buffers()), vectors=_like_weights(training, weights),
+        features=features_of(module, training, device=CPU),
     )  # fmt: skip
     return [weight.detach() for weight in weights]
 

@@ -120,7 +120,7 @@ class _Shared:
         for local in self._local.values():
             sources.setdefault(local.images.data_ptr(), []).append(local)
         first = next(iter(self._local.values()))
-        module = models.build(self._experiment.model.name, self._experiment.seed, inputs=first.inputs)
+        module = models.of(self._experiment, inputs=first.inputs)
         keep_linear_fp32(module, self._experiment.training, device=self._accelerator)
         self._vectors = vectors_of(self._experiment, nodes[0], models.layout_of(module))
         self._module = module.to(self._accelerator).train()

@@ -15,6 +15,12 @@ from torch.nn import functional
 
 from common.aggregation.mixing import Floats
 
+Features = Callable[[Sequence[Tensor] | None], tuple[Tensor, Tensor]]
+
+
+def _no_features(at: Sequence[Tensor] | None) -> tuple[Tensor, Tensor]:
+    raise RuntimeError("an objective that reads features has `uses_features = True`")
+
 
 @dataclass(slots=True, eq=False)  # not frozen: each step makes one, and a frozen one costs a microsecond more
 class Minibatch:
@@ -25,6 +31,8 @@ class Minibatch:
     row of sum 1, are the samples' weights in the loss of A models; None = equal. `received` are the parameters that
     training began with, in the order and with the shapes of `weights`; empty if the objective does not use them.
     `vectors`: those that the parent sent with the model, and those that the device keeps, by name, each like `weights`.
+    `features(at)` is a pass as `forward` that returns the logits and the samples' features, float32 [W, F], the inputs
+    of the model's last linear layer; at other parameters, which are like `weights`, unless `at` is None.
     """
 
     forward: Callable[[], Tensor]
@@ -33,6 +41,13 @@ class Minibatch:
     received: Sequence[Tensor]
     sample_weights: Tensor | None = None
     vectors: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    features: Features = _no_features
+
+    def mean(self, each: Tensor) -> Tensor:
+        """Return the mean [] of what each sample adds to the loss, [W], or the A models' means [A] of [A, W]."""
+        if each.dim() == 1:
+            return each.mean()
+        return each.mean(1) if self.sample_weights is None else (each * self.sample_weights).sum(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +72,7 @@ class Objective:
     """
 
     uses_received = False  # whether a copy of the received parameters is kept during training
+    uses_features = False  # whether it reads the features, which a compiled model does not give
     keeps: Sequence[str] = ()  # vectors of the device's own, float32 [D] each, zeros at first, from task to task
     receives: Sequence[str] = ()  # vectors that the rule must send with the model
     returns: Sequence[str] = ()  # vectors that the rule expects with the trained model
@@ -66,8 +82,7 @@ class Objective:
         if batch.labels.dim() == 1:
             return functional.cross_entropy(logits, batch.labels)
         each = functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
-        each = each.view_as(batch.labels)
-        return each.mean(1) if batch.sample_weights is None else (each * batch.sample_weights).sum(1)
+        return batch.mean(each.view_as(batch.labels))
 
     def backward(self, batch: Minibatch) -> Tensor:
         """Write each weight's gradient to `.grad`, None before; return the loss [] or [A] that is reported, detached.

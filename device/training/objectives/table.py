@@ -12,6 +12,7 @@ from common.experiment.training import TrainingSettings
 from device.training.objectives.feddyn import DynamicObjective
 from device.training.objectives.fedprox import ProximalObjective
 from device.training.objectives.fedsam import SharpnessAwareObjective
+from device.training.objectives.moon import ContrastiveObjective
 from device.training.objectives.objective import Objective
 from device.training.objectives.scaffold import ControlledObjective
 
@@ -22,6 +23,7 @@ _BUILT: Final[Mapping[str, Callable[[Any], Objective]]] = MappingProxyType(
         "fedsam": SharpnessAwareObjective,
         "scaffold": ControlledObjective,
         "feddyn": DynamicObjective,
+        "moon": ContrastiveObjective,
     }
 )
 
