@@ -19,6 +19,7 @@ from common.aggregation.cached_uploads import CachedUploadRule
 from common.aggregation.clusamp import ClusteredSampling
 from common.aggregation.extras import single_model
 from common.aggregation.fedbuff import BufferedRule
+from common.aggregation.matching import MatchedRule
 from common.aggregation.multi_model import MultiModelRule
 from common.aggregation.norm_bound import NormBoundedRule
 from common.aggregation.refined import DistilledRule, LearnedWeightsRule
@@ -33,6 +34,7 @@ from common.experiment.aggregation import (
     FedBuff,
     FedCDA,
     FedCross,
+    FedMA,
     FedMR,
     Independent,
     Krum,
@@ -62,6 +64,7 @@ BUILT: Final[Mapping[type[RuleSettings], Callable[[Any, RuleContext], Aggregator
     Scaffold: ControlVariateRule,
     CluSamp: ClusteredSampling,
     FedBuff: BufferedRule,
+    FedMA: MatchedRule,
     **dict.fromkeys((FedDF, FedBE), DistilledRule),
     FedLAW: LearnedWeightsRule,
 }

@@ -268,6 +268,17 @@ class CluSamp(RuleSettings):
         return True
 
 
+class FedMA(RuleSettings):
+    """One model: the mean of the uploads, whose neurons were matched to each other before."""
+
+    permutes = True
+
+    name: Literal["fedma"] = "fedma"  # the rule
+    weights: Weights = "data"  # of the mean: shares of the samples, or 1/K
+    matching: bool = True  # false is FedAvg
+    sweeps: Rounds = 5  # over the uploads, each matched to the others; 0: only to the model that the children received
+
+
 class Median(RuleSettings):
     """One model: the median of each column of the uploads."""
 
@@ -312,7 +323,7 @@ RULES: Final[Mapping[str, type[RuleSettings]]] = MappingProxyType(
         for rule in (
             *(FedAvg, Independent, FedCross, FedMR, FedCDA, FedAdp),
             *(FedAvgM, FedAdagrad, FedAdam, FedYogi, FedExP),
-            *(FedNova, Scaffold, FedDyn, CluSamp, FedBuff),
+            *(FedNova, Scaffold, FedDyn, CluSamp, FedBuff, FedMA),
             *(FedDF, FedBE, FedLAW),
             *(Median, TrimmedMean, Krum),
         )

@@ -20,11 +20,12 @@ class RuleSettings(SettingsTable):
     """The settings of a rule. `objective`: that of the devices below, which it needs.
 
     `selects`: the rule selects the children itself. `buffers`: a round closes with some results, and the others' tasks
-    go on.
+    go on. `permutes`: it knows the layers of fedstrata's models.
     """
 
     selects: ClassVar[bool] = False
     buffers: ClassVar[bool] = False
+    permutes: ClassVar[bool] = False
     objective: ClassVar[str | None] = None
 
     name: str  # the rule

@@ -23,6 +23,7 @@ from common.experiment.data import Data, Model
 from common.experiment.data import check as check_data
 from common.experiment.hardware import HardwareSettings, Machine
 from common.experiment.links import Links, LinkSettings, Profile
+from common.experiment.own import is_own
 from common.experiment.rounds import Cloud, Institution, check_closing, participants
 from common.experiment.tables import Count, Fraction, Name, Positive, SettingsTable, proposal
 from common.experiment.tiers import DEVICE, NODES_MOST, Tier, Tree, check_alone, check_tiers, layers_of
@@ -112,6 +113,9 @@ class Experiment(SettingsTable):
                 tier.aggregation.check(f"{key}.aggregation", count)
             tier.selection.check(f"{key}.selection", max(sizes), max(selected))
             check_alone(key, tier)
+            if tier.aggregation.permutes and is_own(self.model.name):
+                problem = f"it knows the layers of fedstrata's models, and {self.model.name} is one's own"
+                raise InvalidExperiment(f"{key}.aggregation.name", tier.aggregation.name, problem, "Use another rule.")
             if tier.aggregation.refines and not self.data.node_samples:
                 problem = "needs samples at the node, and data.node_samples is 0"
                 remedy = "Set data.node_samples, for instance to 2 % of the training samples."

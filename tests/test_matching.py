@@ -1,0 +1,146 @@
+"""FedMA: permuted copies of a model merge back, the cost is the paper's, and the null setting is FedAvg."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cloud.results import RunFolder
+from common.aggregation import matching
+from common.aggregation.aggregator import Aggregator, Uploads, build
+from common.errors import InvalidExperiment
+from common.experiment.aggregation import FedMA
+from common.experiment.reading import parse
+from common.learning import models
+from common.learning.inputs import Inputs
+from common.model.layout import ModelLayout, Row, Section
+from common.model.permutations import groups_of, permute
+from deploy.local.direct import run_in_process
+from tests.helpers.commands import tensors
+from tests.test_aggregators import Report
+from tests.test_permutations import batch_of, built
+
+COLOUR, TEXT = Inputs((3, 16, 16), 10), Inputs((12,), 20, tokens=20)
+MODELS = {
+    "mlp_digits": Inputs((1, 8, 8), 10), "cnn_digits": Inputs((1, 8, 8), 10), "resnet20_b": COLOUR,
+    "resnet20": COLOUR, "resnet20_preact": COLOUR, "char_lstm": TEXT,
+}  # fmt: skip
+
+
+def rule_of(layout: ModelLayout, **keys: Any) -> Aggregator:
+    return build(
+        FedMA(**keys), layout=layout, node="cloud", seed=1, measures=True, children=4,
+        rows=lambda name, count: np.zeros((count, layout.row_bytes), np.uint8),
+    )  # fmt: skip
+
+
+def random_row(name: str, seed: int) -> tuple[ModelLayout, Row]:
+    module = built(name, seed, MODELS[name])
+    layout = models.layout_of(module)
+    row = layout.empty()
+    models.write_row(module, layout, row)
+    return layout, row
+
+
+def uploads_of(rows: list[Row]) -> Uploads:
+    children = tuple("abcd"[: len(rows)])
+    return Uploads(children, np.stack(rows), tuple(Report(10 * (k + 1), 0.5) for k in range(len(rows))), lambda: None)
+
+
+def outputs(name: str, layout: ModelLayout, row: Row) -> torch.Tensor:
+    module = models.build(name, 1, inputs=MODELS[name]).eval()
+    models.read_row(module, layout, row)
+    with torch.no_grad():
+        found: torch.Tensor = module(batch_of(MODELS[name], 4))
+    return found
+
+
+@pytest.mark.parametrize("sweeps", [0, 5])
+@pytest.mark.parametrize("name", MODELS)
+def test_permuted_copies_merge_back_to_the_same_function(name: str, sweeps: int) -> None:
+    layout, row = random_row(name, 1)
+    draw = np.random.default_rng(3)
+    copies = []
+    for _ in range(3):
+        copy = row.copy()
+        for group in groups_of(layout):
+            permute(layout, copy, group, draw.permutation(group.size))
+        copies.append(copy)
+    wanted = outputs(name, layout, row)
+    apart = {}
+    for matches in (True, False):
+        rule = rule_of(layout, matching=matches, sweeps=sweeps)
+        rule.begin(random_row(name, 2)[1])
+        uploads = uploads_of(copies)
+        before = uploads.rows_K.copy()
+        outcome = rule.aggregate(0, uploads)
+        assert np.array_equal(uploads.rows_K, before)
+        apart[matches] = float((outputs(name, layout, rule.model) - wanted).abs().max() / wanted.abs().max())
+        if matches:
+            assert set(outcome.facts["moved"]) == {"a", "b", "c"} and max(outcome.distances.values()) < 0.05
+    assert apart[True] < 1e-4 and apart[False] > 0.02
+
+
+def test_uploads_near_the_received_model_stay_as_they_are() -> None:
+    layout, row = random_row("cnn_digits", 1)
+    draw, rows = np.random.default_rng(1), []
+    for _ in range(3):
+        rows.append(row.copy())
+        layout.floats(rows[-1])[:] += draw.normal(scale=1e-3, size=layout.columns).astype(np.float32)
+    matched, plain = rule_of(layout), rule_of(layout, matching=False)
+    for rule in (matched, plain):
+        rule.begin(row)
+        outcome = rule.aggregate(0, uploads_of(rows))
+        assert outcome.facts.get("moved") in (None, {"a": 0, "b": 0, "c": 0})
+    assert np.array_equal(matched.model, plain.model)
+
+
+def test_the_assignment_minimises_the_papers_cost() -> None:
+    """All 120 permutations of five neurons, with the whole cost; neither sigma nor the number of uploads matters."""
+    draw = np.random.default_rng(1)
+    for sigma, prior, shared in ((1.0, 1.0, 1), (0.5, 3.0, 4), (10.0, 0.1, 2)):
+        others, own = draw.normal(size=(shared, 5, 7)), draw.normal(size=(5, 7))
+        G, S = others.sum(0) / sigma**2, 1 / prior**2 + shared / sigma**2
+
+        def cost(i: int, neuron: int, own: Any = own, G: Any = G, S: float = S, sigma: float = sigma) -> float:
+            joined = G[i] + own[neuron] / sigma**2
+            return float(-(joined @ joined) / (S + 1 / sigma**2) + (G[i] @ G[i]) / S)
+
+        best = min(permutations(range(5)), key=lambda order: sum(cost(i, neuron) for i, neuron in enumerate(order)))
+        assert tuple(matching._assigned(others.sum(0), own)) == best
+
+
+def test_without_matching_a_run_is_fedavg_bit_for_bit(tmp_path: Path) -> None:
+    tree = {"rounds": 2, "topology": {"institutions": 2, "devices": 4}, "training": {"batch_size": 100}}
+    found = []
+    for rule in ({}, {"name": "fedma", "matching": False}):
+        folder = RunFolder.create(tmp_path, parse(tree | {"institution": {"rounds": 2, "aggregation": rule}}))
+        run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
+        found.append(tensors(folder.path))
+    assert found[0] == found[1]
+
+
+def test_what_cannot_be_matched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"model": {"name": "mine:net"}, "cloud": {"aggregation": {"name": "fedma"}}}
+    with pytest.raises(InvalidExperiment, match=r"cloud\.aggregation\.name = 'fedma': .*mine:net is one's own"):
+        parse(own)
+    monkeypatch.setattr(matching, "find_spec", lambda name: None)
+    with pytest.raises(InvalidExperiment, match=r"'fedma': needs scipy.*fedstrata\[methods\]"):
+        rule_of(random_row("mlp_digits", 1)[0])
+
+
+def test_layers_of_another_form_stay_where_they_are() -> None:
+    tensors = [
+        ("a.weight", (6, 4)),
+        ("b.scale", (6,)),
+        ("c.weight", (8, 6)),
+        ("d.weight", (9, 12)),
+        ("e.weight", (3, 9)),
+    ]
+    layout = ModelLayout.build([(name, shape, Section.PARAMETER) for name, shape in tensors])
+    assert [[place.entry.name for place in group.places] for group in groups_of(layout)] == [["d.weight", "e.weight"]]
