@@ -28,7 +28,7 @@ broker = "main"
 
 [machines]
 server = { address = "10.0.0.1", cloud = true, metrics = true }
-pi-0 = { address = "10.0.0.10", user = "pi", memory_gb = 0.75, link = "wan-50mbit" }
+pi-0 = { address = "10.0.0.10", user = "pi", memory_gb = 0.75, link = "wan-50mbit", extras = ["methods"] }
 gpu-0 = { address = "fd00::20", accelerator = "cuda:0", slots = 2, data = "/srv/data", allow = ["nets.own"] }
 
 [brokers]
@@ -260,8 +260,8 @@ def test_a_kit_has_all_that_its_machine_needs(lab: Lab, tmp_path: Path, wheel: P
     assert "ssh -t pi@10.0.0.10 sudo ./pi-0/install.sh" in (out / "pi-0" / "README.md").read_text()
     assert "pi-0 ansible_host=10.0.0.10 ansible_user=pi\n" in (out / "hosts.ini").read_text()
     assert (out / "install.yml").is_file()
-    extras = {kit.name: "EXTRAS=learning" in (kit / "kit.env").read_text() for kit in kits}
-    assert extras == {"server": True, "pi-0": False, "gpu-0": True}
+    extras = {"server": "learning", "pi-0": "methods", "gpu-0": "learning"}
+    assert all(f"EXTRAS={extras[kit.name]}\n" in (kit / "kit.env").read_text() for kit in kits)
 
 
 def test_certificates_are_kept_revoked_and_found_beside_the_file(lab: Lab, tmp_path: Path, wheel: Path) -> None:
@@ -335,7 +335,7 @@ def test_an_installer_puts_renews_and_removes_a_machines_part(lab: Lab, tmp_path
     keys = host.root / "etc" / "fedstrata" / "tls"
     assert {path.stat().st_mode & 0o777 for path in keys.iterdir()} == {0o640} and keys.stat().st_mode & 0o777 == 0o750
     assert os.readlink(host.root / "usr" / "local" / "bin" / "fedstrata") == "/opt/fedstrata/venv/bin/fedstrata"
-    assert f"install --quiet --disable-pip-version-check ./{wheel.name}\n" in host.asked.read_text()
+    assert f"install --quiet --disable-pip-version-check ./{wheel.name}[methods]\n" in host.asked.read_text()
     smaller = rack(tmp_path, RACK.replace('{ machine = "pi-0", port = 1884 }', '{ addresses = ["pi-0:1884"] }'))
     provision(load(smaller), smaller, wheel=wheel, out=out)
     assert "removed fedstrata-broker-site.service" in host.install(out / "pi-0")

@@ -67,7 +67,7 @@ fi
 venv=$root$INSTALL/venv
 pip="$venv/bin/python -m pip install --quiet --disable-pip-version-check"
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-if [ "$EXTRAS" = learning ] && ! "$venv/bin/python" -c 'import torch, torchvision' 2>/dev/null; then
+if [ -z "${EXTRAS##*learning*}" ] && [ -n "$EXTRAS" ] && ! "$venv/bin/python" -c 'import torch, torchvision' 2>/dev/null; then
     # PyPI's builds bring CUDA; without an NVIDIA driver the CPU builds of PyTorch's own index are enough.
     index=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
     if [ ! -e /proc/driver/nvidia/version ] || [ -n "${TORCH_INDEX:-}" ]; then

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AliasChoices, Field, ValidationError
 
@@ -39,6 +39,8 @@ class LabMachine(SettingsTable):
     address: Address  # host name or IP address by which the other machines reach it
     user: User | None = None  # login for ssh, with sudo
     cloud: bool = False  # runs are started here: install what the cloud's evaluator needs
+    # What rules at its nodes need: methods for CluSamp and FedMA, learning for FedDF, FedBE and FedLAW.
+    extras: list[Literal["learning", "methods"]] = Field(default_factory=list)
     link: LinkSettings | None = None  # of this machine to the brokers above its nodes: a profile's name, or a table
     metrics: bool = False  # /metrics beyond this machine, for a Prometheus elsewhere
     memory_gb: Positive | None = None  # most memory of each service

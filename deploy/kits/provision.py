@@ -87,12 +87,12 @@ def _write_kit(lab: Lab, machine: str, source: Path, wheel: Path, kit: Path) -> 
     (kit / "units").mkdir()
     for name, text in files_of.items():
         (kit / "units" / name).write_text(text, encoding="utf-8")
-    extras = "learning" if own.cloud or lab.devices_of(machine) else ""
+    extras = {*own.extras, *(["learning"] if own.cloud or lab.devices_of(machine) else [])}
     facts = {
         "MACHINE": machine,
         "INSTALL": lab.install,
         "WHEEL": wheel.name,
-        "EXTRAS": extras,
+        "EXTRAS": ",".join(sorted(extras)),
         "UNITS": " ".join(files_of),
         "MOSQUITTO": "yes" if lab.brokers_of(machine) else "no",
     }

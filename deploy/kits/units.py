@@ -81,6 +81,7 @@ def services(lab: Lab, machine: str) -> list[Service]:
         started = (*started, link.name)
     beyond = ("--metrics", f"{listen}:0", *(() if lab.tls else ("--insecure",)))
     allowed = [word for package in own.allow for word in ("--allow", package)]
+    data = ("--data", own.data) if own.data else ()
     common = ("--lab", lab.name, *(beyond if own.metrics else ()))
     for name, node in lab.institutions.items():
         if node.machine != machine:
@@ -97,7 +98,7 @@ def services(lab: Lab, machine: str) -> list[Service]:
         ]
         if below != above:
             command += ["--child-broker", lab.address(below, machine=machine)]
-        command += [*allowed, "--spool", f"{STATE}/spool", *common]
+        command += [*data, *allowed, "--spool", f"{STATE}/spool", *common]
         found.append(Service(name, name, tuple(command), started))
     if devices := lab.devices_of(machine):
         command = ["device"]
@@ -105,8 +106,7 @@ def services(lab: Lab, machine: str) -> list[Service]:
             where = lab.address(lab.meeting_place(parent), machine=machine)
             command += ["--name", name, "--parent", parent, "--broker", where]
         command += ["--accelerator", own.accelerator, *(("--slots", str(own.slots)) if own.slots else ())]
-        command += [*(("--data", own.data) if own.data else ())]
-        command += allowed
+        command += [*data, *allowed]
         summary = next(iter(devices)) if len(devices) == 1 else f"{len(devices)} devices"
         found.append(Service(DEVICES, summary, (*command, *common), started, accelerator=own.accelerator != "cpu"))
     return found
