@@ -121,6 +121,15 @@ def methods() -> dict[str, Tree]:
     found["round robin"] = {"cloud": {"selection": {"name": "round_robin"}}}
     found["FedCluster of 5"] = {"cloud": {"selection": {"name": "fedcluster"}}}
     found["CluSamp"] = {"cloud": {"aggregation": {"name": "clusamp"}}}
+    found["FedMA"] = {"cloud": {"aggregation": {"name": "fedma", "weights": "uniform"}}}
+    held_out: dict[str, Tree] = {
+        "FedAvg": UNIFORM,
+        "FedDF 100 steps": {"name": "feddf", "weights": "uniform", "steps": 100},
+        "FedBE": {"name": "fedbe", "weights": "uniform"},
+        "FedLAW": {"name": "fedlaw", "weights": "uniform"},
+    }
+    for name, rule in held_out.items():  # 2 % of digits' training samples
+        found[f"{name}, 29 held out"] = {"data": {"node_samples": 29}, "cloud": {"aggregation": rule}}
     for name, objective in (("SCAFFOLD", {"name": "scaffold"}), ("FedDyn 0.1", {"name": "feddyn", "alpha": 0.1})):
         found[name] = {"training": {"objective": objective}, "cloud": {"aggregation": {"name": objective["name"]}}}
     found["power-of-choice 12"] = {"cloud": {"selection": {"name": "power_of_choice", "candidates": 12}}}
