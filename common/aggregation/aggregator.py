@@ -19,7 +19,8 @@ from common.aggregation.cached_uploads import CachedUploadRule
 from common.aggregation.clusamp import ClusteredSampling
 from common.aggregation.extras import single_model
 from common.aggregation.fedbuff import BufferedRule
-from common.aggregation.matching import MatchedRule
+from common.aggregation.graph_matching import GraphMatchedRule
+from common.aggregation.matching import LayerMatchedRule
 from common.aggregation.multi_model import MultiModelRule
 from common.aggregation.norm_bound import NormBoundedRule
 from common.aggregation.refined import DistilledRule, LearnedWeightsRule
@@ -28,6 +29,7 @@ from common.aggregation.server_steps import STEPS
 from common.aggregation.single_model import COLUMNS, SingleModelRule
 from common.aggregation.uploads import Aggregated, Aggregator, RuleContext, Uploads
 from common.experiment.aggregation import (
+    GAMF,
     CluSamp,
     FedAdp,
     FedAvg,
@@ -64,7 +66,8 @@ BUILT: Final[Mapping[type[RuleSettings], Callable[[Any, RuleContext], Aggregator
     Scaffold: ControlVariateRule,
     CluSamp: ClusteredSampling,
     FedBuff: BufferedRule,
-    FedMA: MatchedRule,
+    FedMA: LayerMatchedRule,
+    GAMF: GraphMatchedRule,
     **dict.fromkeys((FedDF, FedBE), DistilledRule),
     FedLAW: LearnedWeightsRule,
 }

@@ -30,7 +30,7 @@ from common.aggregation.single_model import SingleModelRule
 from common.aggregation.statistics import Doubles
 from common.aggregation.uploads import Aggregated, RuleContext, Uploads
 from common.errors import InvalidExperiment
-from common.experiment.aggregation import FedMA
+from common.experiment.aggregation import FedMA, MatchedSettings
 from common.model.layout import ModelLayout, Row, Section
 from common.model.permutations import Indices, NeuronGroup, folded, groups_of, permute
 
@@ -38,11 +38,10 @@ REMEDY: Final = "pip install 'fedstrata[methods]'."
 
 
 class MatchedRule(SingleModelRule):
-    """FedAvg of matched uploads."""
+    """FedAvg of matched uploads; how they are matched is the subclass's."""
 
-    def __init__(self, settings: FedMA, context: RuleContext) -> None:
+    def __init__(self, settings: MatchedSettings, context: RuleContext) -> None:
         super().__init__(settings, context)
-        self._sweeps = settings.sweeps
         self._groups = groups_of(context.layout) if settings.matching else []
         if not self._groups:
             return
@@ -60,10 +59,25 @@ class MatchedRule(SingleModelRule):
             np.copyto(rows_K[k], uploads.rows_K[k, : rows_K.shape[1]])
             uploads.release()
         matched = [rows_K[k] for k in uploads.answered]
-        moved = match(self._layout, self._groups, self._current, matched, sweeps=self._sweeps)
+        moved = self._match(self._current, matched)
         outcome = super().aggregate(r, replace(uploads, rows_K=rows_K))
         by_child = dict(zip((uploads.children[k] for k in uploads.answered), moved, strict=True))
         return replace(outcome, facts={**outcome.facts, "moved": by_child})
+
+    def _match(self, received: Row, rows: Sequence[Row]) -> list[int]:
+        """Permute flat models in place; return how many neurons of each have moved."""
+        raise NotImplementedError
+
+
+class LayerMatchedRule(MatchedRule):
+    """FedMA."""
+
+    def __init__(self, settings: FedMA, context: RuleContext) -> None:
+        super().__init__(settings, context)
+        self._sweeps = settings.sweeps
+
+    def _match(self, received: Row, rows: Sequence[Row]) -> list[int]:
+        return match(self._layout, self._groups, received, rows, sweeps=self._sweeps)
 
 
 def match(
@@ -74,13 +88,13 @@ def match(
     for group in groups:
         reference = _own(layout, group, received, waiting)
         neurons = [_own(layout, group, row, waiting) for row in rows]
-        orders = [_assigned(reference, each) for each in neurons]
+        orders = [assigned(reference @ each.T) for each in neurons]
         neurons = [each[order] for each, order in zip(neurons, orders, strict=True)]
         total = sum(neurons, np.zeros_like(reference))
         for _ in range(sweeps if len(rows) > 1 else 0):
             settled = True
             for k, each in enumerate(neurons):
-                order = _assigned(total - each, each)
+                order = assigned((total - each) @ each.T)
                 if (order != np.arange(group.size)).any():
                     settled = False
                     total += each[order] - each
@@ -105,9 +119,9 @@ def _own(layout: ModelLayout, group: NeuronGroup, row: Row, waiting: set[NeuronG
     return np.concatenate(parts, axis=1).astype(np.float64)
 
 
-def _assigned(others: Doubles, own: Doubles) -> Indices:
-    """Return the order of a model's own neurons, float64 [size, F], that fits the others best."""
+def assigned(products: Doubles) -> Indices:
+    """Return the order of own neurons that maximises the sum of products [i, order[i]], float64 [size, size]."""
     from scipy.optimize import linear_sum_assignment  # of an extra, and slow to import
 
-    _, order = linear_sum_assignment(others @ own.T, maximize=True)
+    _, order = linear_sum_assignment(products, maximize=True)
     return np.asarray(order, np.int64)

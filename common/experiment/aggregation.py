@@ -268,15 +268,29 @@ class CluSamp(RuleSettings):
         return True
 
 
-class FedMA(RuleSettings):
-    """One model: the mean of the uploads, whose neurons were matched to each other before."""
+class MatchedSettings(RuleSettings):
+    """One model: the mean of the uploads, whose neurons were matched before."""
 
     permutes = True
 
-    name: Literal["fedma"] = "fedma"  # the rule
     weights: Weights = "data"  # of the mean: shares of the samples, or 1/K
     matching: bool = True  # false is FedAvg
+
+
+class FedMA(MatchedSettings):
+    """One model: the mean of the uploads, whose neurons were matched layer by layer before."""
+
+    name: Literal["fedma"] = "fedma"  # the rule
     sweeps: Rounds = 5  # over the uploads, each matched to the others; 0: only to the model that the children received
+
+
+class GAMF(MatchedSettings):
+    """One model: the mean of the uploads, whose neurons were matched before, in all layers and uploads together."""
+
+    name: Literal["gamf"] = "gamf"  # the rule
+    temperature: Positive = 1.0  # of the first Sinkhorn pass, relative to the products' standard deviation
+    cooling: Annotated[float, Field(gt=0, lt=1)] = 0.8  # factor from pass to pass
+    last_temperature: Positive = 0.05  # of the last one, before the Hungarian algorithm
 
 
 class Median(RuleSettings):
@@ -323,7 +337,7 @@ RULES: Final[Mapping[str, type[RuleSettings]]] = MappingProxyType(
         for rule in (
             *(FedAvg, Independent, FedCross, FedMR, FedCDA, FedAdp),
             *(FedAvgM, FedAdagrad, FedAdam, FedYogi, FedExP),
-            *(FedNova, Scaffold, FedDyn, CluSamp, FedBuff, FedMA),
+            *(FedNova, Scaffold, FedDyn, CluSamp, FedBuff, FedMA, GAMF),
             *(FedDF, FedBE, FedLAW),
             *(Median, TrimmedMean, Krum),
         )

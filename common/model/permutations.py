@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -75,7 +75,7 @@ def permute(layout: ModelLayout, row: Row, group: NeuronGroup, order: Indices) -
         values[...] = values[:, :, order]
 
 
-def folded(values: npt.NDArray[np.float32], place: NeuronPlace, size: int) -> npt.NDArray[np.float32]:
+def folded(values: npt.NDArray[Any], place: NeuronPlace, size: int) -> npt.NDArray[Any]:
     """Return a tensor's values as [before, outer, size, rest], a view whose third dimension are the neurons.
 
     A layer that reads flattened channels has several values for each.

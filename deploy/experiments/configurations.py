@@ -121,7 +121,8 @@ def methods() -> dict[str, Tree]:
     found["round robin"] = {"cloud": {"selection": {"name": "round_robin"}}}
     found["FedCluster of 5"] = {"cloud": {"selection": {"name": "fedcluster"}}}
     found["CluSamp"] = {"cloud": {"aggregation": {"name": "clusamp"}}}
-    found["FedMA"] = {"cloud": {"aggregation": {"name": "fedma", "weights": "uniform"}}}
+    for name in ("FedMA", "GAMF"):
+        found[name] = {"cloud": {"aggregation": {"name": name.lower(), "weights": "uniform"}}}
     held_out: dict[str, Tree] = {
         "FedAvg": UNIFORM,
         "FedDF 100 steps": {"name": "feddf", "weights": "uniform", "steps": 100},
