@@ -113,6 +113,48 @@ def test_poisoned_uploads_move_the_model_by_the_bound_at_most(action: Any) -> No
     assert np.linalg.norm(moved(rule)) <= (5 * 1.0 + 2 * 2.0) / 7 < 100 < np.linalg.norm(moved(plain))
 
 
+def changes_of(rule: Aggregator, lengths: list[float]) -> Aggregated:
+    """Let all children of SCAFFOLD move by 1, and return changes of their control variates, [length, 0, 0, ...]."""
+    ((row, children),) = rule.dispatch(0, CHILDREN)
+    rows_K = np.stack([row] * len(children))
+    LAYOUT.floats(rows_K)[:, 0] += 1.0
+    changes_K = rows_K[:, LAYOUT.row_bytes :].view(np.float32)
+    changes_K[:] = 0
+    changes_K[:, 0] = lengths
+    reports = tuple(Report(10, 0.5) for _ in children)
+    return rule.aggregate(0, Uploads(tuple(children), rows_K, reports, lambda: None))
+
+
+def test_vectors_behind_the_model_are_bounded_as_well(tmp_path: Path) -> None:
+    """The model of a poisoned child is as the others', its control variate's change is not."""
+    tree: dict[str, Any] = {"name": "scaffold"}
+    clipped = rule_of(NormBound(action="clip", factor=2.0), tree)
+    outcome = changes_of(clipped, LENGTHS)
+    assert outcome.facts["control_change_lengths"] == dict(zip(CHILDREN, LENGTHS, strict=True))
+    assert outcome.facts["clipped"] == ["f", "g"] and outcome.facts["step_lengths"]["g"] == 1.0
+    ((row, _),) = clipped.dispatch(1, CHILDREN)
+    control = row[LAYOUT.row_bytes :].view(np.float32)
+    assert (
+        control[0] == pytest.approx(1 + 2 + 3 + 4 + 5 + 8 + 8) and not control[1:].any()
+    )  # over one child: see rule_of
+    refused = changes_of(rule_of(NormBound(action="refuse", factor=2.0), tree), LENGTHS)
+    assert refused.left_out["g"] == "its control_change is 200 times as long as the median"
+    assert list(refused.left_out) == ["g", "f"]
+
+
+def test_at_least_half_stay_however_many_vectors_are_long() -> None:
+    """Three children are too long in their steps, and three others in the vectors behind: the farthest three go."""
+    rule = rule_of(NormBound(action="refuse", factor=1.0), {"name": "scaffold"})
+    ((row, children),) = rule.dispatch(0, CHILDREN)
+    rows_K = np.stack([row] * len(children))
+    LAYOUT.floats(rows_K)[:, 0] += np.array([1, 1, 1, 1, 10, 20, 30])
+    rows_K[:, LAYOUT.row_bytes :].view(np.float32)[:, :1] = np.array([[40], [15], [5], [1], [1], [1], [1]])
+    reports = tuple(Report(10, 0.5) for _ in children)
+    outcome = rule.aggregate(0, Uploads(tuple(children), rows_K, reports, lambda: None))
+    assert set(outcome.left_out) == {"a", "f", "g"}
+    assert outcome.left_out["a"].startswith("its control_change") and outcome.left_out["f"].startswith("its step")
+
+
 def test_its_rule_keeps_its_state(tmp_path: Path) -> None:
     one, other = (rule_of(NormBound(action="clip"), {"name": "fedavgm"}) for _ in range(2))
     play(one, LENGTHS)

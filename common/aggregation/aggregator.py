@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from common.aggregation.cached_uploads import CachedUploadRule
 from common.aggregation.clusamp import ClusteredSampling
-from common.aggregation.extras import single_model
+from common.aggregation.extras import link_layouts, single_model
 from common.aggregation.fedbuff import BufferedRule
 from common.aggregation.graph_matching import GraphMatchedRule
 from common.aggregation.matching import LayerMatchedRule
@@ -90,4 +90,6 @@ def build(
     """Return a node's rule, behind the bound of its children's steps; for the other arguments see `RuleContext`."""
     context = RuleContext(layout, node, seed, measures, rows, folder, children, training, refiner)
     rule = BUILT[type(settings)](settings, context)
-    return rule if bound.action == "off" else NormBoundedRule(rule, bound, layout)
+    if bound.action == "off":
+        return rule
+    return NormBoundedRule(rule, bound, link_layouts(settings, layout), settings.returns)
