@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-aggregation bench-devices bench-hostile bench-kills bench-kits bench-links bench-matrix bench-payloads bench-plan bench-slow bench-tls bench-vmapped bench-tiers bench-training \
+.PHONY: help demo test bench bench-aggregation bench-devices bench-fedbuff bench-hostile bench-kills bench-kits bench-links bench-matrix bench-payloads bench-plan bench-slow bench-tls bench-vmapped bench-tiers bench-training \
     check clean broker simulate table1 test-slow wheel
 .DELETE_ON_ERROR:
 
@@ -31,6 +31,9 @@ bench-aggregation: $(INSTALLED) ## measure mixing, statistics and FedCDA on one 
 
 bench-devices: $(INSTALLED) ## measure many devices on one host: samples per second, memory
 	.venv/bin/python tests/bench/devices.py
+
+bench-fedbuff: $(INSTALLED) broker ## measure FedBuff beside synchronous rounds with one slow device, five seeds
+	.venv/bin/python tests/bench/fedbuff.py
 
 bench-payloads: $(INSTALLED) broker ## measure the bytes of each method on its links
 	.venv/bin/python tests/bench/payloads.py
