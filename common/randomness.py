@@ -32,6 +32,8 @@ class Purpose(IntEnum):
     HELD_OUT = 15
     DISTILLATION = 16
     TEACHERS = 17
+    UNIFORM = 18
+    GENERATOR = 19
 
 
 def _entropy(seed: int, purpose: Purpose, node: str, round_number: int) -> list[int]:

@@ -187,8 +187,11 @@ class InstitutionAgent:
 
     def _refiner(self, experiment: Experiment, partition: str) -> RefinerProcess | None:
         """Return the refiner of a rule that needs one. Raises InvalidExperiment if it may not read the data."""
-        if not experiment.tier_below(self._name).aggregation.refines:
+        rule = experiment.tier_below(self._name).aggregation
+        if not rule.refines:
             return None
+        if not rule.reads_samples:
+            return RefinerProcess(experiment, self._name, partition=partition)
         root = self._data or root_below(experiment.data, self._name, allowed=self._data_root)
         return RefinerProcess(experiment.with_data_root(root), self._name, partition=partition)
 

@@ -187,7 +187,13 @@ def test_a_constant_gradient_is_found_whatever_the_momentum(momentum: float) -> 
         moving = momentum * moving + g + c - own
         weight -= 0.1 * moving
     update = LocalUpdate(
-        np.zeros(5, np.float32), weight.astype(np.float32), {"control": c, "own_control": own}, 7, 0.1, momentum
+        np.zeros(5, np.float32),
+        weight.astype(np.float32),
+        {"control": c, "own_control": own},
+        7,
+        0.1,
+        momentum,
+        np.ones(2, np.float32),
     )
     found = objective_of(training("scaffold")).finish(update)
     np.testing.assert_allclose(found["own_control"], g, rtol=0, atol=1e-5)
@@ -198,7 +204,7 @@ def test_feddyns_vector_is_the_gradient_at_a_devices_optimum() -> None:
     alpha, h = 0.1, np.array([0.3, -0.2], np.float32)
     z, slope = np.array([1.0, 2.0], np.float32), np.array([0.5, 0.1])  # of a linear loss
     w = (z + (h - slope) / alpha).astype(np.float32)  # where slope - h + alpha (w - z) is zero
-    update = LocalUpdate(z, w, {"own_gradient": h}, 10, 0.1, 0.0)
+    update = LocalUpdate(z, w, {"own_gradient": h}, 10, 0.1, 0.0, np.ones(2, np.float32))
     found = objective_of(training("feddyn", alpha=alpha)).finish(update)
     np.testing.assert_allclose(found["own_gradient"], slope, rtol=0, atol=1e-6)
 

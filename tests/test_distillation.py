@@ -57,7 +57,7 @@ def rows_of(node: NodeSamples, count: int) -> RoundModels:
         rows.append(row)
     mean, received, *uploads = rows
     layout.floats(mean)[:] = np.mean([layout.floats(row) for row in uploads], axis=0)
-    return RoundModels(5, mean, received, uploads, np.full(count, 1 / count))
+    return RoundModels(5, layout, mean, received, uploads, np.full(count, 1 / count))
 
 
 def state(node: NodeSamples, row: Row) -> dict[str, Tensor]:
@@ -179,7 +179,7 @@ def test_an_upload_that_did_not_move_has_no_direction() -> None:
     these.uploads[0][:] = these.received
     centres, scales = moments(node, these)
     assert np.isfinite(centres).all() and np.isfinite(scales).all()
-    still = RoundModels(5, these.mean, these.received, [these.received] * 2, these.weights_K)
+    still = RoundModels(5, these.layout, these.mean, these.received, [these.received] * 2, these.weights_K)
     centres, scales = moments(node, still)
     np.testing.assert_array_equal(centres, node.layout.floats(these.received)[: node.layout.parameters])
     assert not scales.any()
@@ -196,7 +196,7 @@ def test_sharpening_at_1_leaves_probabilities() -> None:
 def test_fedlaw_is_torchs_adam_on_gamma_and_lambda() -> None:
     node = toy()
     these = rows_of(node, 3)
-    these = RoundModels(5, these.mean, these.received, these.uploads, np.array([0.5, 0.3, 0.2]))
+    these = RoundModels(5, these.layout, these.mean, these.received, these.uploads, np.array([0.5, 0.3, 0.2]))
     inputs, states = inputs_of(node), [state(node, row) for row in these.uploads]
     x = torch.tensor([log(0.5), log(0.3), log(0.2), 0.0], dtype=torch.float64, requires_grad=True)
     optimiser = torch.optim.Adam([x], 0.05, betas=(0.5, 0.999))
@@ -237,7 +237,7 @@ def test_fedlaw_finds_the_gamma_and_the_lambda_that_are_known() -> None:
     for k in range(2):  # weight [class, feature]
         node.layout.floats(rows[k])[2 + k] = 1.0
     node.layout.floats(rows[2])[2:] = 0.5
-    these = RoundModels(0, rows[2], rows[2], rows[:2], np.full(2, 0.5))
+    these = RoundModels(0, node.layout, rows[2], rows[2], rows[:2], np.full(2, 0.5))
     facts = learn_weights(node, FedLAW(epochs=200, learning_rate=0.1), these)
     assert facts["gamma"] == pytest.approx(log(21), abs=1e-2)
     assert facts["lambdas"] == pytest.approx([log(3) / log(21), log(7) / log(21)], abs=1e-2)
@@ -247,6 +247,8 @@ def test_fedlaw_leaves_a_child_without_samples_out() -> None:
     node = toy()
     these = rows_of(node, 3)
     facts = learn_weights(
-        node, FedLAW(epochs=3), RoundModels(5, these.mean, these.received, these.uploads, np.array([0.5, 0.0, 0.5]))
+        node,
+        FedLAW(epochs=3),
+        RoundModels(5, these.layout, these.mean, these.received, these.uploads, np.array([0.5, 0.0, 0.5])),
     )
     assert facts["lambdas"][1] == 0 and np.isfinite(facts["lambdas"]).all() and np.isfinite(facts["loss_after"])

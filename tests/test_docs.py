@@ -36,9 +36,10 @@ TABLE: Final = re.compile(
     r"^\| key of `([a-z_.]+)` \| default \| meaning \| range \|\n\|[-|]+\n((?:\|.*\n)+)", re.MULTILINE
 )
 LAB: Final = {"topology": {"institutions": 4, "devices": 24}}  # of snippets that name none
+OF_OBJECTIVES: Final = {f"objective.{name}" if name == "fedgen" else name: table for name, table in OBJECTIVES.items()}
 SELECTED: Final[Mapping[str, type[BaseModel]]] = {  # selected by their names, those without parameters left out
     name: table
-    for tables in (RULES, OBJECTIVES, SELECTIONS)
+    for tables in (RULES, OF_OBJECTIVES, SELECTIONS)
     for name, table in tables.items()
     if len(table.model_fields) > 1
 }

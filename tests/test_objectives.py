@@ -68,7 +68,7 @@ def test_an_objective_is_known_by_its_name(name: str) -> None:
         ({"name": "fedprx"}, r"training\.objective\.name = 'fedprx': no objective has this name.*mean 'fedprox'\?"),
         (
             {"name": "x"},
-            r"training\.objective\.name = 'x': .*There are: cross_entropy, fedprox, fedsam, scaffold, feddyn, moon\.",
+            r"training\.objective\.name = 'x': .*There are: cross_entropy, .*, feddyn, moon, fedgen\.",
         ),
         (
             {"mu": 0.1},

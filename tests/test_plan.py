@@ -22,6 +22,7 @@ from deploy.planning.calibration import TrainingSpeed
 from deploy.planning.prediction import Branch, MachineSpeeds, PlannedDevice, PlannedLab, Sizes, TierSizes, seconds
 from deploy.planning.virtual_time import Host, Process, VirtualTime
 from tests.helpers.commands import invoke
+from tests.helpers.rules import WITH_OBJECTIVE, least_lab
 
 FREE = LinkDirection()
 MB = 1_000_000
@@ -198,6 +199,13 @@ def test_bytes_are_those_of_all_models() -> None:
     assert found["wan_down"] == pytest.approx(30 * MB, rel=1e-3)
     assert found["lan_up"] == pytest.approx(2 * 120 * MB, rel=1e-3)
     assert all(nbytes > 3 * 10 * MB * (1 if name.startswith("wan") else 8) for name, nbytes in found.items())
+
+
+@pytest.mark.parametrize("name", WITH_OBJECTIVE)
+def test_a_plan_trains_with_the_rule_that_the_objective_needs(name: str) -> None:
+    work = workload.workload(parse({"model": {"name": "mlp_digits"}} | least_lab(name)))
+    assert work.single.cloud.aggregation == work.experiment.cloud.aggregation
+    assert calibration.train(work.single.to_json(), 0.01).step_s > 0
 
 
 def test_links_add_up_to_their_tiers() -> None:

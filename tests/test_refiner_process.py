@@ -19,6 +19,8 @@ from common.errors import InvalidExperiment, NoProgress, RunFailed
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.host.blocking_channel import BlockingChannel
+from common.learning import models
+from common.learning.inputs import Inputs
 from common.learning.refiner import NodeRefiner
 from common.learning.splits import split_of
 from common.model.layout import ModelLayout
@@ -27,6 +29,7 @@ from common.runtime.refining import MODULE, RefinerProcess, run_refining
 from tests.helpers.commands import DEMO, PATIENCE_S, command, run_lab, sets, tensors
 
 NODE: Final = "institution-0"
+LAYOUT: Final = models.layout_of(models.build("mlp_digits", 1, inputs=Inputs((1, 8, 8), 10)))
 
 
 def experiment(rule: dict[str, Any], **transfer: Any) -> Experiment:
@@ -45,11 +48,11 @@ def round_of(layout: ModelLayout) -> RoundModels:
     rows = np.zeros((5, layout.row_bytes), np.uint8)
     layout.floats(rows)[:] = np.random.default_rng(1).normal(scale=0.1, size=(5, layout.columns))
     layout.floats(rows)[0] = layout.floats(rows)[2:].mean(axis=0)
-    return RoundModels(3, rows[0], rows[1], list(rows[2:]), np.array([0.5, 0.25, 0.25]))
+    return RoundModels(3, layout, rows[0], rows[1], list(rows[2:]), np.array([0.5, 0.25, 0.25]))
 
 
 def check_same_bits(rule: dict[str, Any], refiner: RefinerProcess, here: NodeRefiner) -> None:
-    one, other = round_of(here.layout), round_of(here.layout)
+    one, other = round_of(LAYOUT), round_of(LAYOUT)
     before = one.mean.copy()
     found, wanted = ({**each.refine(these), "seconds": 0} for each, these in ((refiner, one), (here, other)))
     assert found == wanted and np.array_equal(one.mean, other.mean)
@@ -72,7 +75,7 @@ def test_a_process_gives_the_same_bits_and_its_end_is_one_line() -> None:
         (process,) = (each for each in psutil.Process().children() if MODULE in each.cmdline())
         process.kill()
         with pytest.raises(RunFailed, match=rf"^{NODE}'s refiner process was killed by SIGKILL$"):
-            refiner.refine(round_of(here.layout))
+            refiner.refine(round_of(LAYOUT))
         assert not process.is_running()
     finally:
         refiner.close()
@@ -91,7 +94,7 @@ def test_a_process_gives_the_same_bits(rule: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_a_cancelled_call_ends_at_once_and_the_next_one_has_another_process() -> None:
     rule = {"name": "feddf", "steps": 1_000_000, "patience": 1_000_000}
-    refiner, here = both(rule)
+    refiner, _ = both(rule)
     quick, _ = both({"name": "feddf", "steps": 50})
     refiner.prepare()
 
@@ -100,7 +103,7 @@ def test_a_cancelled_call_ends_at_once_and_the_next_one_has_another_process() ->
         before = refiner.moves
         working = asyncio.create_task(
             run_refining(
-                lambda: refiner.refine(round_of(here.layout)),
+                lambda: refiner.refine(round_of(LAYOUT)),
                 refiner,
                 report=lambda: moved.set() if refiner.moves > before else None,
             )
@@ -110,9 +113,9 @@ def test_a_cancelled_call_ends_at_once_and_the_next_one_has_another_process() ->
         with pytest.raises(asyncio.CancelledError):
             await working
         with pytest.raises(RunFailed, match="was cancelled"):
-            refiner.refine(round_of(here.layout))
+            refiner.refine(round_of(LAYOUT))
         refiner._experiment = quick._experiment
-        assert (await run_refining(lambda: refiner.refine(round_of(here.layout)), refiner))["steps"] == 50
+        assert (await run_refining(lambda: refiner.refine(round_of(LAYOUT)), refiner))["steps"] == 50
 
     try:
         asyncio.run(asyncio.wait_for(play(), PATIENCE_S))

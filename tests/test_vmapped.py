@@ -19,7 +19,7 @@ from common.experiment.training import TrainingSettings
 from common.learning import models
 from common.learning.inputs import Inputs
 from common.learning.nets.layers import Dropout
-from common.model.layout import ModelLayout, Row
+from common.model.layout import LinkLayouts, ModelLayout, Row
 from device.jobs import Cancelled
 from device.training.augmentation import Changes, change, draw
 from device.training.objectives.objective import Objective
@@ -112,7 +112,7 @@ class Case:
         where = self.device
         return Recipe(
             self.module,
-            TaskVectors(self.layout),
+            TaskVectors(LinkLayouts.plain(self.layout)),
             self.images.to(where),
             self.labels.to(where),
             self.normalise,
@@ -614,7 +614,13 @@ def test_recurrent_layers_cannot_be_vmapped() -> None:
     case = quick(RAGGED[:2])
     texts = torch.randint(0, 20, (100, 6))
     recipe = Recipe(
-        layout_of, TaskVectors(models.layout_of(layout_of)), texts, texts[:, 0], lambda rows: rows, case.training, 0.05
+        layout_of,
+        TaskVectors(LinkLayouts.plain(models.layout_of(layout_of))),
+        texts,
+        texts[:, 0],
+        lambda rows: rows,
+        case.training,
+        0.05,
     )
     row = recipe.layout.empty()
     models.write_row(layout_of, recipe.layout, row)

@@ -19,6 +19,7 @@ from common.aggregation.cached_uploads import CachedUploadRule
 from common.aggregation.clusamp import ClusteredSampling
 from common.aggregation.extras import link_layouts, single_model
 from common.aggregation.fedbuff import BufferedRule
+from common.aggregation.fedgen import GeneratorRule
 from common.aggregation.graph_matching import GraphMatchedRule
 from common.aggregation.matching import LayerMatchedRule
 from common.aggregation.multi_model import MultiModelRule
@@ -43,7 +44,7 @@ from common.experiment.aggregation import (
     NormBound,
     Scaffold,
 )
-from common.experiment.refined_rules import FedBE, FedDF, FedLAW
+from common.experiment.refined_rules import FedBE, FedDF, FedGen, FedLAW
 from common.experiment.rules import OwnRule, RuleSettings
 from common.experiment.training import TrainingSettings
 from common.model.layout import ModelLayout
@@ -70,6 +71,7 @@ BUILT: Final[Mapping[type[RuleSettings], Callable[[Any, RuleContext], Aggregator
     GAMF: GraphMatchedRule,
     **dict.fromkeys((FedDF, FedBE), DistilledRule),
     FedLAW: LearnedWeightsRule,
+    FedGen: GeneratorRule,
 }
 
 
@@ -92,4 +94,4 @@ def build(
     rule = BUILT[type(settings)](settings, context)
     if bound.action == "off":
         return rule
-    return NormBoundedRule(rule, bound, link_layouts(settings, layout), settings.returns)
+    return NormBoundedRule(rule, bound, link_layouts(settings, layout))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -10,14 +10,30 @@ from typing import Any, Final
 from common.aggregation.mixing import Floats
 from common.aggregation.single_model import SingleModelRule
 from common.aggregation.uploads import Aggregated, Dispatched, RuleContext, Uploads
+from common.experiment.refined_rules import LABEL_COUNTS, FedGen
 from common.experiment.rules import RuleSettings
+from common.model.generator import GeneratorLayout
 from common.model.layout import LinkLayouts, ModelLayout, Row
 
 
+def _of_generator(rule: FedGen, model: ModelLayout) -> Mapping[str, Sequence[int]]:
+    made = GeneratorLayout.of(model, noise=rule.noise, hidden=rule.hidden)
+    return {**made.sent, LABEL_COUNTS: (made.classes,)}
+
+
+SHAPES: Final[Mapping[type[RuleSettings], Callable[[Any, ModelLayout], Mapping[str, Sequence[int]]]]] = {
+    FedGen: _of_generator,  # others: [D] each
+}
+
+
 def link_layouts(rule: RuleSettings, model: ModelLayout) -> LinkLayouts:
-    """Return what goes down and up the links of a tier with this rule; each vector is float32 [D]."""
-    shape = (model.parameters,)
-    down, up = (model.with_extras(dict.fromkeys(names, shape)) for names in (rule.sends, rule.returns))
+    """Return what goes down and up the links of a tier with this rule; vectors are float32, [D] by default."""
+    given = SHAPES.get(type(rule))
+    shapes = given(rule, model) if given is not None else {}
+    down, up = (
+        model.with_extras({name: shapes.get(name, (model.parameters,)) for name in names})
+        for names in (rule.sends, rule.returns)
+    )
     return LinkLayouts(model, down, up)
 
 
@@ -26,24 +42,23 @@ def single_model(settings: RuleSettings, context: RuleContext) -> SingleModelRul
     rule = SingleModelRule(settings, context)
     if not (settings.sends or settings.returns):
         return rule
-    sent = [rule.vectors[name] for name in settings.sends]
-    return ExtrasRule(rule, link_layouts(settings, context.layout), sent=sent, returns=settings.returns)
+    sent = {name: rule.vectors[name] for name in settings.sends}
+    return ExtrasRule(rule, link_layouts(settings, context.layout), sent=sent)
 
 
 class ExtrasRule:
     """A rule of one model whose children receive vectors behind the model, and return others.
 
-    `sent`: the vectors, float32 [D] each, as they are at each dispatch, in the order of `rule.sends`.
+    `sent`: the vectors by name, in the shapes of `links.down`, as they are at each dispatch.
     """
 
     choose: Final = None
     reads_start = True  # the row that is dispatched is another one
 
-    def __init__(self, rule: SingleModelRule, links: LinkLayouts, *, sent: Sequence[Floats], returns: Sequence[str]):
+    def __init__(self, rule: SingleModelRule, links: LinkLayouts, *, sent: Mapping[str, Floats]) -> None:
         self._rule = rule
         self._links = links
         self._sent = sent
-        self._returns = returns
         self._row = links.down.empty()
 
     @property
@@ -64,18 +79,15 @@ class ExtrasRule:
         """Return the model and the vectors for all children."""
         ((model, _),) = self._rule.dispatch(r, children)
         self._row[: model.size] = model
-        columns = self._links.down.extra_columns(self._row).reshape(len(self._sent), -1)
-        for target, vector_D in zip(columns, self._sent, strict=True):
-            target[:] = vector_D
+        for name, place in self._links.down.extras_of(self._row).items():
+            place[...] = self._sent[name]
         return [(self._row, children)]
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
         """Aggregate the models; the rule sees the extras beside them."""
         rows_K, up = uploads.rows_K, self._links.up
-        size = self._links.model.parameters
-        behind_K = up.extra_columns(rows_K)
-        extras = {name: behind_K[:, i * size : (i + 1) * size] for i, name in enumerate(self._returns)}
-        return self._rule.aggregate(r, replace(uploads, rows_K=rows_K[:, : up.model_bytes], extras=extras))
+        models_K = rows_K[:, : up.model_bytes]
+        return self._rule.aggregate(r, replace(uploads, rows_K=models_K, extras=up.extras_of(rows_K)))
 
     def save(self, folder: Path) -> dict[str, object]:
         """Write the rule's state."""

@@ -41,13 +41,12 @@ Measured = tuple[_Vectors, Mapping[str, float]]  # with the lengths of the uploa
 
 
 class NormBoundedRule:
-    """A rule whose uploads are bounded first. `returns`: names of the extras that children return."""
+    """A rule whose uploads are bounded first. `links`: what the children's links carry."""
 
-    def __init__(self, rule: Aggregator, settings: NormBound, links: LinkLayouts, returns: Sequence[str]) -> None:
+    def __init__(self, rule: Aggregator, settings: NormBound, links: LinkLayouts) -> None:
         self._rule = rule
         self._settings = settings
         self._links = links
-        self._returns = returns
         self._received: Mapping[str, Row] = {}
 
     @property
@@ -109,9 +108,8 @@ class NormBoundedRule:
         model, size = self._links.model, self._links.model.parameters
         steps_K = model.floats(uploads.rows_K)[:, :size]
         found = [_Vectors(STEP, steps_K, lambda child: model.floats(self._received[child])[:size])]
-        behind_K = self._links.up.extra_columns(uploads.rows_K)
-        for i, name in enumerate(self._returns):
-            found.append(_Vectors(name, behind_K[:, i * size : (i + 1) * size], lambda child: None))
+        for name, values_K in self._links.up.extras_of(uploads.rows_K).items():
+            found.append(_Vectors(name, values_K, lambda child: None))
         return found
 
     def _lengths(self, vectors: _Vectors, uploads: Uploads) -> dict[str, float]:

@@ -44,7 +44,7 @@ class DistilledRule(SingleModelRule):
         found: Any = outcome.facts["weights"]
         weights_K = np.array([found[child] for child in children])
         rows = [uploads.rows_K[k] for k in answered]
-        facts = self._refiner.refine(RoundModels(r, self._mean, received, rows, weights_K))
+        facts = self._refiner.refine(RoundModels(r, self._layout, self._mean, received, rows, weights_K))
         outcome = self._after(outcome, uploads, facts)
         distances = self._distances(uploads) if self._measures else []
         return replace(outcome, distances=dict(zip(children, distances, strict=False)))

@@ -33,7 +33,7 @@ class ControlVariateRule(ExtrasRule):
         self._children = context.children
         self._control = np.zeros(context.layout.parameters, np.float32)
         rule = SingleModelRule(settings, context)
-        super().__init__(rule, links, sent=[self._control], returns=settings.returns)
+        super().__init__(rule, links, sent={CONTROL: self._control})
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
         """Aggregate the models, then add the mean change of the control variates."""

@@ -27,8 +27,8 @@ class Uploads:
 
     The order is that of the dispatched models' children, so it does not depend on arrivals. The rows of missing
     children (`reports` has None) are undefined; at least one upload is present. `release` lets the rows that were read
-    leave memory (see `mixing.apply`). `extras`: the vectors behind the models, float32 [K, D] each, if they were
-    separated from the rows.
+    leave memory (see `mixing.apply`). `extras`: the vectors behind the models, float32 [K, ...] each, if they
+    were separated from the rows.
     """
 
     children: tuple[str, ...]

@@ -19,7 +19,7 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 
 from common.errors import InvalidExperiment
-from common.experiment.refined_rules import FedBE, FedDF, FedLAW
+from common.experiment.refined_rules import FedBE, FedDF, FedGen, FedLAW
 from common.experiment.rules import OwnRule, Rounds, RuleSettings, Weights
 from common.experiment.tables import Count, Fraction, Positive, Selected, SettingsTable
 
@@ -338,7 +338,7 @@ RULES: Final[Mapping[str, type[RuleSettings]]] = MappingProxyType(
             *(FedAvg, Independent, FedCross, FedMR, FedCDA, FedAdp),
             *(FedAvgM, FedAdagrad, FedAdam, FedYogi, FedExP),
             *(FedNova, Scaffold, FedDyn, CluSamp, FedBuff, FedMA, GAMF),
-            *(FedDF, FedBE, FedLAW),
+            *(FedDF, FedBE, FedLAW, FedGen),
             *(Median, TrimmedMean, Krum),
         )
     }

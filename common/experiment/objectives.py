@@ -81,6 +81,16 @@ class ModelContrast(ObjectiveTable):
     temperature: Positive = 0.5  # by which the differences of cosines are divided
 
 
+class GeneratedFeatures(ObjectiveTable):
+    """Cross-entropy, and two terms for features that the parent's generator made of labels."""
+
+    rule = "fedgen"
+
+    name: Literal["fedgen"] = "fedgen"  # the objective
+    alpha: Annotated[float, Field(ge=0)] = 0.2  # weight of the cross-entropy of generated features of random labels
+    beta: Annotated[float, Field(ge=0)] = 0.2  # weight of the divergence from the prediction for generated features
+
+
 class OwnObjective(ObjectiveTable, OwnSettings):
     """An objective of the user's own; the other keys are its keywords."""
 
@@ -95,7 +105,10 @@ class OwnObjective(ObjectiveTable, OwnSettings):
 OBJECTIVES: Final[Mapping[str, type[ObjectiveTable]]] = MappingProxyType(
     {
         table.model_fields["name"].default: table
-        for table in (CrossEntropy, FedProx, FedSAM, ScaffoldCorrection, DynamicRegulariser, ModelContrast)
+        for table in (
+            *(CrossEntropy, FedProx, FedSAM, ScaffoldCorrection, DynamicRegulariser),
+            *(ModelContrast, GeneratedFeatures),
+        )
     }
 )
 

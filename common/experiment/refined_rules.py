@@ -1,13 +1,18 @@
-"""The settings of rules that compute with samples at the node."""
+"""The settings of rules that compute in a refiner's process at the node, most of them with samples."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field
 
 from common.experiment.rules import Rounds, RuleSettings, Weights
 from common.experiment.tables import Count, Positive
+
+HIDDEN: Final = "generator_hidden"  # FedGen's vectors
+FEATURES: Final = "generator_features"
+LABEL_COUNTS: Final = "label_counts"
 
 
 class FedDF(RuleSettings):
@@ -62,3 +67,39 @@ class FedLAW(RuleSettings):
     def refines(self) -> bool:
         """Whether there is an epoch."""
         return self.epochs > 0
+
+
+class FedGen(RuleSettings):
+    """One model: the mean of the uploads; a generator of features, learned from their heads, goes down with it."""
+
+    reads_samples: ClassVar[bool] = False
+    objective = "fedgen"
+
+    name: Literal["fedgen"] = "fedgen"  # the rule
+    weights: Weights = "data"  # of the mean: shares of the samples, or 1/K
+    noise: Count = 100  # uniform numbers that enter the generator, beside the label
+    hidden: Count = 512  # units of its hidden layer
+    steps: Rounds = 50  # of Adam after each round; 0: there is no generator
+    batch_size: Annotated[int, Field(ge=2)] = 128  # labels in each step
+    learning_rate: Positive = 0.0003  # of Adam
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01  # of Adam
+
+    @property
+    def sends(self) -> Sequence[str]:
+        """The generator's two layers."""
+        return (HIDDEN, FEATURES)
+
+    @property
+    def returns(self) -> Sequence[str]:
+        """How many samples of each label a device has."""
+        return (LABEL_COUNTS,)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether there is a generator."""
+        return self.refines
+
+    @property
+    def refines(self) -> bool:
+        """Whether there is a step."""
+        return self.steps > 0

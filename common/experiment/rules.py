@@ -20,24 +20,26 @@ class RuleSettings(SettingsTable):
     """The settings of a rule. `objective`: that of the devices below, which it needs.
 
     `selects`: the rule selects the children itself. `buffers`: a round closes with some results, and the others' tasks
-    go on. `permutes`: it knows the layers of fedstrata's models.
+    go on. `permutes`: it knows the layers of fedstrata's models. `reads_samples`: what it computes in its refiner's
+    process, if it does, needs samples at the node.
     """
 
     selects: ClassVar[bool] = False
     buffers: ClassVar[bool] = False
     permutes: ClassVar[bool] = False
+    reads_samples: ClassVar[bool] = True
     objective: ClassVar[str | None] = None
 
     name: str  # the rule
 
     @property
     def sends(self) -> Sequence[str]:
-        """The vectors behind the models that go down, float32 [D] each."""
+        """The vectors behind the models that go down, float32; their shapes: `common/aggregation/extras.py`."""
         return ()
 
     @property
     def returns(self) -> Sequence[str]:
-        """The vectors behind the models that come up, float32 [D] each."""
+        """The vectors behind the models that come up, float32."""
         return ()
 
     @property
@@ -47,7 +49,7 @@ class RuleSettings(SettingsTable):
 
     @property
     def refines(self) -> bool:
-        """Whether the node computes with samples of its own, in a process with torch."""
+        """Whether the node computes in a process with torch."""
         return False
 
     def check(self, key: str, children: int) -> None:

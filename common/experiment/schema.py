@@ -116,7 +116,7 @@ class Experiment(SettingsTable):
             if tier.aggregation.permutes and is_own(self.model.name):
                 problem = f"it knows the layers of fedstrata's models, and {self.model.name} is one's own"
                 raise InvalidExperiment(f"{key}.aggregation.name", tier.aggregation.name, problem, "Use another rule.")
-            if tier.aggregation.refines and not self.data.node_samples:
+            if tier.aggregation.refines and tier.aggregation.reads_samples and not self.data.node_samples:
                 problem = "needs samples at the node, and data.node_samples is 0"
                 remedy = "Set data.node_samples, for instance to 2 % of the training samples."
                 raise InvalidExperiment(f"{key}.aggregation.name", tier.aggregation.name, problem, remedy)
@@ -239,7 +239,8 @@ class Experiment(SettingsTable):
             key = self.keyed_tiers()[self.tree.depth(node)][0]
             tier = self.tier_below(node)
             names = {f"{key}.aggregation.name": tier.aggregation.name, f"{key}.selection.name": tier.selection.name}
-            return names | (self._learned if tier.aggregation.refines else {})
+            reads = tier.aggregation.refines and tier.aggregation.reads_samples
+            return names | (self._learned if reads else {})
         return self._learned | {"training.objective.name": self.training.objective.name}
 
     @property

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain, islice
-from math import cos, pi, sqrt
+from math import cos, pi
 from typing import Any, Final
 
 import torch
@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from common.experiment.refined_rules import FedDF
+from common.learning.adam import Adam
 from common.learning.node_samples import NodeSamples
 from common.model.layout import Row
 from common.model.refinement import RoundModels
 
 LOOK_STEPS: Final = 50  # steps between two looks at the divergence
-BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-8  # Adam's, as in torch
 
 
 def distil(node: NodeSamples, settings: FedDF, models: RoundModels) -> Mapping[str, Any]:
@@ -73,27 +73,6 @@ def put(node: NodeSamples, values: Sequence[Tensor]) -> None:
     """Copy values into the weights."""
     for weight, value in zip(node.weights, values, strict=True):
         weight.copy_(value)
-
-
-class Adam:
-    """torch.optim.Adam on weights with gradients, which it removes; an Optimizer would import torch's compiler."""
-
-    def __init__(self, weights: Sequence[Tensor]) -> None:
-        self._weights = weights
-        self._first, self._second = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
-        self._steps = 0
-
-    @torch.no_grad()
-    def step(self, learning_rate: float) -> None:
-        """Take one step."""
-        self._steps += 1
-        size, root = learning_rate / (1 - BETA_1**self._steps), sqrt(1 - BETA_2**self._steps)
-        for weight, first, second in zip(self._weights, self._first, self._second, strict=True):
-            if weight.grad is not None:  # a layer that is never called has none
-                first.lerp_(weight.grad, 1 - BETA_1)
-                second.mul_(BETA_2).addcmul_(weight.grad, weight.grad, value=1 - BETA_2)
-                weight.addcdiv_(first, (second.sqrt() / root).add_(EPSILON), value=-size)
-                weight.grad = None
 
 
 def _copies(weights: Sequence[Tensor]) -> list[Tensor]:

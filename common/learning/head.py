@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from common.errors import InvalidExperiment
+from common.model.generator import head_of
+from common.model.layout import ModelLayout
 
 Tensors = dict[str, Tensor]
 
@@ -20,6 +22,20 @@ def classifier_of(module: nn.Module) -> tuple[str, nn.Linear]:
         problem, remedy = "it has no torch.nn.Linear, whose inputs are the features", "End it with one."
         raise InvalidExperiment("model.name", type(module).__name__, problem, remedy)
     return layers[-1]
+
+
+def head_places(module: nn.Module, layout: ModelLayout) -> tuple[int, ...]:
+    """Return the places of the head's weight and bias, if it has one, among the parameters. Raises InvalidExperiment.
+
+    Nodes without torch find it in the layout; both must agree.
+    """
+    name, classifier = classifier_of(module)
+    found = [f"{name}.{own}" for own, _ in classifier.named_parameters()]
+    if found != [entry.name for entry in head_of(layout) if entry is not None]:
+        problem = f"its last torch.nn.Linear is {name}, and a later parameter is a matrix, too"
+        raise InvalidExperiment("model.name", type(module).__name__, problem, "Define the linear layer last.")
+    names = [each for each, _ in module.named_parameters()]
+    return tuple(names.index(each) for each in found)
 
 
 def with_features(

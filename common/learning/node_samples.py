@@ -30,13 +30,27 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-class NodeSamples:
+class NodeDraws:
+    """The random numbers of a node. `moved` is called after each batch."""
+
+    def __init__(self, experiment: Experiment, node: str, *, moved: Callable[[], None] = lambda: None) -> None:
+        self.moved = moved
+        self._node = node
+        self._seed = experiment.seed
+
+    def draw(self, purpose: Purpose, *, r: int) -> np.random.Generator:
+        """Return the node's random generator of a round and a purpose."""
+        return generator(self._seed, purpose, self._node, r)
+
+
+class NodeSamples(NodeDraws):
     """The N held-out samples of an experiment at a node, and its module. Raises InvalidExperiment.
 
-    The module is in eval mode: its buffers never change. `moved` is called after each batch.
+    The module is in eval mode: its buffers never change.
     """
 
     def __init__(self, experiment: Experiment, node: str, *, moved: Callable[[], None] = lambda: None) -> None:
+        super().__init__(experiment, node, moved=moved)
         dataset, split = datasets.load(experiment.data, node=node), splits.split_of(experiment, node=node)
         places = torch.from_numpy(split.held_out)
         self.partition = split.digest
@@ -44,11 +58,8 @@ class NodeSamples:
         self.layout = models.layout_of(self.module)
         self.weights = list(self.module.parameters())
         self.labels = dataset.train_labels.index_select(0, places)
-        self.moved = moved
         self._samples = dataset.train_images.index_select(0, places)
         self._normalise = dataset.normaliser()
-        self._node = node
-        self._seed = experiment.seed
 
     def load(self, row: Row) -> None:
         """Copy a flat model, uint8 [row_bytes], into the module."""
@@ -77,10 +88,6 @@ class NodeSamples:
     def loss(self) -> float:
         """Return the mean cross-entropy over the samples, in nats."""
         return float(functional.cross_entropy(self.all_logits().double(), self.labels))
-
-    def draw(self, purpose: Purpose, *, r: int) -> np.random.Generator:
-        """Return the node's random generator of a round and a purpose."""
-        return generator(self._seed, purpose, self._node, r)
 
     def passes(self, size: int, *, r: int) -> Iterator[list[Tensor]]:
         """Yield one pass over the samples after another, in a new order: batches of indices, the last one smaller.

@@ -7,26 +7,28 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from common.experiment.data import check_alike
-from common.experiment.refined_rules import FedBE, FedDF, FedLAW
+from common.experiment.refined_rules import FedBE, FedDF, FedGen, FedLAW
 from common.experiment.rules import RuleSettings
 from common.experiment.schema import Experiment
 from common.learning.bayesian_ensemble import distil_ensemble
 from common.learning.distillation import distil
+from common.learning.generator import learn_generator
 from common.learning.learned_weights import learn_weights
-from common.learning.node_samples import NodeSamples, one_thread
-from common.model.layout import ModelLayout
+from common.learning.node_samples import NodeDraws, NodeSamples, one_thread
 from common.model.refinement import RoundModels
 
-METHODS: Final[Mapping[type[RuleSettings], Callable[[NodeSamples, Any, RoundModels], Mapping[str, Any]]]] = {
+METHODS: Final[Mapping[type[RuleSettings], Callable[[Any, Any, RoundModels], Mapping[str, Any]]]] = {
     FedDF: distil,
     FedBE: distil_ensemble,
     FedLAW: learn_weights,
+    FedGen: learn_generator,
 }
 
 
 class NodeRefiner:
-    """The samples and the method of one node. `partition`: the digest of the cloud's split; `watch`: of progress.
+    """The method of one node, and its samples if it reads some.
 
+    `partition`: the digest of the cloud's split; `watch`: of progress.
     Raises InvalidExperiment, also if the node's split differs from the cloud's.
     """
 
@@ -37,13 +39,11 @@ class NodeRefiner:
         self._refine = METHODS[type(self._settings)]
         self._watch = watch
         self._moves = 0
-        self._samples = NodeSamples(experiment, node, moved=self._moved)
-        check_alike(experiment.data, node, partition=self._samples.partition, clouds=partition)
-
-    @property
-    def layout(self) -> ModelLayout:
-        """The layout of the models."""
-        return self._samples.layout
+        if not self._settings.reads_samples:
+            self._node = NodeDraws(experiment, node, moved=self._moved)
+            return
+        self._node = samples = NodeSamples(experiment, node, moved=self._moved)
+        check_alike(experiment.data, node, partition=samples.partition, clouds=partition)
 
     @property
     def moves(self) -> int:
@@ -51,10 +51,10 @@ class NodeRefiner:
         return self._moves
 
     def refine(self, models: RoundModels) -> Mapping[str, Any]:
-        """Refine the mean, or learn weights; return facts, with the seconds that it took."""
+        """Refine the mean, or learn weights or a generator; return facts, with the seconds that it took."""
         started = time.monotonic()
         with one_thread():
-            facts = self._refine(self._samples, self._settings, models)
+            facts = self._refine(self._node, self._settings, models)
         return {**facts, "seconds": round(time.monotonic() - started, 3)}
 
     def cancel(self) -> None:

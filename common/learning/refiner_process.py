@@ -3,7 +3,7 @@
 The requests on the channel, and the rows in shared memory:
 
     {"experiment": TEXT, "node", "partition"}      -> {"facts": {}}
-    {"r", "weights": [K numbers]}, and 2 + K rows  -> {"moves"} ..., then {"facts"}, and the first row
+    {"r", "layout", "weights": [K]}, 2 + K rows    -> {"moves"} ..., then {"facts"}, and the first row
 
 The rows are the mean, the model that the children received, and K uploads. An error takes the place of the facts, and
 ends the process.
@@ -21,6 +21,7 @@ from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.host.memory import frozen_imports
 from common.host.subprocess_channel import AgentChannel, error_record
+from common.model.layout import ModelLayout
 from common.model.refinement import RoundModels
 
 REPORT_S: Final = 0.5  # between two reports of progress
@@ -46,13 +47,12 @@ def main() -> None:
         except ModuleNotFoundError as error:
             raise _missing(experiment, node, str(error.name)) from None
         refiner = NodeRefiner(experiment, node, partition=request["partition"], watch=watch)
-        row_bytes = refiner.layout.row_bytes
         channel.send(facts={})
         while True:
             request = channel.receive()
-            weights_K = np.array(request["weights"])
-            mean, received, *uploads = channel.memory.rows(2 + len(weights_K), row_bytes)
-            channel.send(facts=refiner.refine(RoundModels(request["r"], mean, received, uploads, weights_K)))
+            weights_K, layout = np.array(request["weights"]), ModelLayout.from_json(request["layout"])
+            mean, received, *uploads = channel.memory.rows(2 + len(weights_K), layout.row_bytes)
+            channel.send(facts=refiner.refine(RoundModels(request["r"], layout, mean, received, uploads, weights_K)))
     except FedstrataError as error:
         channel.send(**error_record(error))
 

@@ -30,6 +30,7 @@ Row: TypeAlias = npt.NDArray[np.uint8]
 
 MOST_DIMENSIONS: Final = 32  # numpy 1.26's limit
 NAME_MOST: Final = 512  # characters
+EXTRAS: Final = "extras."  # of the names of entries
 ROW_BYTES_MOST: Final = 1 << 35  # of an announced layout; nothing is allocated for a larger one
 
 
@@ -137,7 +138,7 @@ class ModelLayout:
     def with_extras(self, vectors: Mapping[str, Sequence[int]]) -> ModelLayout:
         """Return the layout of this model with vectors of these names and shapes behind it."""
         listed = [(entry.name, entry.shape, entry.section) for entry in self.entries]
-        return self.build([*listed, *((f"extras.{name}", shape, Section.EXTRA) for name, shape in vectors.items())])
+        return self.build([*listed, *((f"{EXTRAS}{name}", shape, Section.EXTRA) for name, shape in vectors.items())])
 
     @cached_property
     def in_state_order(self) -> tuple[Entry, ...]:
@@ -169,6 +170,20 @@ class ModelLayout:
     def extra_columns(self, row: Row) -> npt.NDArray[np.float32]:
         """Return the extras of a row, or of rows [K, row_bytes], as a view [..., E]."""
         return row[..., self.model_bytes :].view(np.float32)
+
+    @cached_property
+    def extra_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the vectors behind the model, by name."""
+        return {e.name.removeprefix(EXTRAS): e.shape for e in self.entries if e.section is Section.EXTRA}
+
+    def extras_of(self, rows: Row) -> dict[str, npt.NDArray[np.float32]]:
+        """Return the vectors behind the model of a row, or of rows [K, row_bytes], as views [..., *shape], by name."""
+        columns = self.extra_columns(rows)
+        return {
+            e.name.removeprefix(EXTRAS): columns[..., e.start : e.stop].reshape(*columns.shape[:-1], *e.shape)
+            for e in self.entries
+            if e.section is Section.EXTRA
+        }
 
     def views(self, row: Row) -> dict[str, npt.NDArray[np.float32] | npt.NDArray[np.int64]]:
         """Return each entry as a view of the row in its own shape, by name."""

@@ -9,20 +9,21 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from common.model.layout import Row
+from common.model.layout import ModelLayout, Row
 
 Doubles = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoundModels:
-    """The models of round `r`, uint8 [row_bytes] each.
+    """What a refiner gets in round `r`: rows of a layout, uint8 [row_bytes] each.
 
     `mean`: that of the uploads by `weights_K`, into which a refined model is written. `received`: what the children
-    received.
+    received. FedGen's rows are no models: `common/model/generator.py`.
     """
 
     r: int
+    layout: ModelLayout
     mean: Row
     received: Row
     uploads: Sequence[Row]

@@ -59,11 +59,12 @@ class RefinerProcess:
         channel = self._channel
         if channel is None:
             raise RuntimeError("the refiner was closed")
-        rows = [models.mean, models.received, *models.uploads]
-        shared = channel.memory.rows(len(rows), models.mean.nbytes)
+        rows, size = [models.mean, models.received, *models.uploads], models.layout.row_bytes
+        shared = channel.memory.rows(len(rows), size)
         for target, row in zip(shared, rows, strict=True):
-            np.copyto(target, row[: models.mean.nbytes])
-        facts = self._exchange(channel, r=models.r, weights=models.weights_K.tolist())
+            np.copyto(target, row[:size])
+        layout, weights = models.layout.to_json(), models.weights_K.tolist()
+        facts = self._exchange(channel, r=models.r, layout=layout, weights=weights)
         np.copyto(models.mean, shared[0])
         return facts
 

@@ -95,7 +95,7 @@ def train(experiment_json: str, training_s: float) -> TrainingSpeed:
     module = models.of(experiment, inputs=data.inputs)
     trainer = Trainer(experiment, node=experiment.tree.devices[0], accelerator="cpu")
     trainer.prepare()
-    row, out = trainer.layout.empty(), trainer.layout.empty()
+    row, out = (np.zeros(each.row_bytes, np.uint8) for each in (trainer.vectors.received, trainer.vectors.returned))
     models.write_row(module, trainer.layout, row)
     epochs, steps, spent_s = 1, 0, 0.0
     enough, start = threading.Event(), 0.0

@@ -115,7 +115,10 @@ def workload(experiment: Experiment) -> PlannedWorkload:
     else:
         assumed.append(f"each device has {mean} samples")
         samples = dict.fromkeys(experiment.tree.devices, mean)
-    alone = {"topology": {"institutions": 0, "devices": 1}, "tiers": [], "cloud": {}, "institution": {}, "links": {}}
+    last = experiment.every_tier[-1].aggregation  # its devices' objective may need it
+    rule = last.model_dump(mode="json") if last.objective or last.sends or last.returns else {}
+    alone: dict[str, object] = {"topology": {"institutions": 0, "devices": 1}, "tiers": [], "institution": {}}
+    alone |= {"cloud": {"aggregation": rule}, "links": {}}
     alone |= {"transfer": experiment.transfer.model_dump(mode="json") | {"wan": {}, "lan": {}}}
     single = parse(here.model_dump(mode="json") | alone)
     nbytes = dataset.train_images.nbytes + dataset.test_images.nbytes

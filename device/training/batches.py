@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import repeat
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from common.aggregation.mixing import Floats
 from common.experiment import schema
 from common.learning import datasets, splits
 from common.learning.inputs import Inputs
@@ -31,6 +33,11 @@ class LocalDataset:
     samples: Tensor
     normalise: datasets.Normalise
     partition: str
+
+    def label_counts(self) -> Floats:
+        """Return how many of the device's samples each label has, float32 [classes]."""
+        counts = torch.bincount(self.labels[self.samples], minlength=self.inputs.classes)
+        return counts.float().cpu().numpy()
 
 
 def load_local_dataset(experiment: schema.Experiment, node: str, *, accelerator: torch.device) -> LocalDataset:
@@ -81,3 +88,20 @@ def orders(
         places = local.samples[torch.from_numpy(order.permutation(count)).to(device)]
         changes = augmentation.draw(training.augmentation, count, source=source, device=device) if changing else None
         yield places, changes
+
+
+def uniform_numbers(
+    experiment: schema.Experiment, draws: int, *, node: str, local_round: int, device: torch.device
+) -> Callable[[int], Tensor] | None:
+    """Return a function for the random numbers of the next n samples, float32 [n, draws], None if there are none.
+
+    They do not depend on how the samples are cut into batches.
+    """
+    if not draws:
+        return None
+    source = generator(experiment.seed, Purpose.UNIFORM, node, local_round)
+
+    def numbers(samples: int) -> Tensor:
+        return torch.from_numpy(source.random((samples, draws), np.float32)).to(device)
+
+    return numbers

@@ -91,12 +91,14 @@ def run_sgd(
     buffers: Sequence[Tensor] = (),
     vectors: Mapping[str, Sequence[Tensor]] = NO_VECTORS,
     features: FeaturesAt | None = None,
+    uniform: Callable[[int], Tensor] | None = None,
+    head: Sequence[int] = (),
 ) -> tuple[Tensor, int]:
     """Take one step of SGD for each batch (epoch, inputs, labels), with a fresh momentum.
 
     `watch(steps_done)` is called before each step; an exception that it raises ends the loop. `buffers` are those that
-    `forward` updates, `vectors` those of the objective, which also needs `features` if it reads them. Return the sum of
-    the last epoch's losses over its samples, float64 [], and the number of steps.
+    `forward` updates. `vectors`, `features`, `uniform(samples)` and `head` are what the objective reads (Minibatch).
+    Return the sum of the last epoch's losses over its samples, float64 [], and the number of steps.
     """
     objective = objective_of(training)
     received = [weight.detach().clone() for weight in weights] if objective.uses_received else []
@@ -105,9 +107,11 @@ def run_sgd(
     steps, passes = 0, _Passes(forward, features, buffers)
     for epoch, inputs, labels in batches:
         watch(steps)
-        batch = Minibatch(partial(passes.logits, inputs), labels, weights, received, vectors=vectors)
+        batch = Minibatch(partial(passes.logits, inputs), labels, weights, received, vectors=vectors, head=head)
         if features is not None:
             batch.features = partial(passes.features, inputs)
+        if uniform is not None:
+            batch.uniform = uniform(len(labels))
         loss = step(batch, momenta, objective=objective, training=training, learning_rate=learning_rate)
         passes.end()
         if epoch == last_epoch:

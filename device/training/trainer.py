@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,11 +18,12 @@ from common.aggregation.mixing import Floats
 from common.errors import InvalidExperiment, RunFailed
 from common.experiment import schema
 from common.learning import models
+from common.learning.head import head_places
 from common.learning.nets.layers import reseed
 from common.model.layout import ModelLayout, Row
 from common.randomness import Purpose, torch_seed
 from device.jobs import Cancelled, LocalResult, Progress
-from device.training.batches import LocalDataset, batches, load_local_dataset
+from device.training.batches import LocalDataset, batches, load_local_dataset, uniform_numbers
 from device.training.computing import first_line, out_of_memory, resolve_accelerator, set_up, set_up_thread
 from device.training.objectives.table import objective_of
 from device.training.sgd import FeaturesAt, Forward, check_features, features_of, forward_of, keep_linear_fp32, run_sgd
@@ -41,6 +42,8 @@ class _Prepared:
     features: FeaturesAt | None
     vectors: TaskVectors
     local: LocalDataset
+    draws: int
+    head: Sequence[int]
 
     @property
     def layout(self) -> ModelLayout:
@@ -79,7 +82,10 @@ class Trainer:
         if objective.uses_features:
             check_features(module, experiment.training)
             features = features_of(module, experiment.training, device=accelerator)
-        self._made = _Prepared(module, forward, features, vectors_of(experiment, self._node, layout), local)
+        vectors = vectors_of(experiment, self._node, layout)
+        draws = objective.draws(vectors.shapes, local.inputs.classes)
+        head = head_places(module, layout) if objective.uses_head else ()
+        self._made = _Prepared(module, forward, features, vectors, local, draws, head)
         if experiment.training.compile:
             self._compile()
 
@@ -127,7 +133,7 @@ class Trainer:
             )
             self._move_to("cpu")
             models.write_row(made.module, made.layout, out)
-            finish(self._experiment, made.vectors, row, out, steps=steps, local_round=local_round)
+            finish(self._experiment, made.vectors, made.local, row, out, steps=steps, local_round=local_round)
         except RuntimeError as error:
             if self._experiment.training.deterministic and "deterministic" in str(error):
                 raise _undetermined(error) from None
@@ -183,19 +189,26 @@ class Trainer:
             last_epoch=epochs - 1,
             watch=watch,
             buffers=list(made.module.buffers()),
-            vectors={name: self._tensors(vector_D) for name, vector_D in vectors.items()},
+            vectors={name: self._tensors(name, vector) for name, vector in vectors.items()},
             features=made.features,
+            uniform=uniform_numbers(
+                experiment, made.draws, node=self._node, local_round=local_round, device=self._accelerator
+            ),
+            head=made.head,
         )
         loss = float(losses) / self.samples
         progress(steps, total)
         return loss, steps
 
-    def _tensors(self, vector_D: Floats) -> list[Tensor]:
-        """Return a vector as tensors like the parameters, in their order."""
-        parts = self._prepared.vectors.split(vector_D)
+    def _tensors(self, name: str, vector: Floats) -> list[Tensor]:
+        """Return a vector as tensors: one of length D like the parameters, in their order, another one as it is."""
+        parts = self._prepared.vectors.split(name, vector)
+        if name in parts:
+            return [torch.from_numpy(vector.copy()).to(self._accelerator)]
         found = []
-        for name, weight in self._prepared.module.named_parameters():
-            found.append(torch.empty_like(weight, requires_grad=False).copy_(torch.from_numpy(parts[name].copy())))
+        for parameter, weight in self._prepared.module.named_parameters():
+            part = torch.from_numpy(parts[parameter].copy())
+            found.append(torch.empty_like(weight, requires_grad=False).copy_(part))
         return found
 
     def _compile(self) -> None:

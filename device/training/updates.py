@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
+from common.aggregation.extras import link_layouts
 from common.errors import InvalidExperiment
 from common.experiment.schema import Experiment
 from common.model.layout import ModelLayout, Row
+from device.training.batches import LocalDataset
 from device.training.objectives.objective import LocalUpdate
 from device.training.objectives.table import objective_of
 from device.vectors import TaskVectors
@@ -26,18 +28,28 @@ def vectors_of(experiment: Experiment, node: str, layout: ModelLayout) -> TaskVe
             problem = f"it {what} {needs} with the model, and the rule {rule.name!r} has {has}"
             remedy = "Name the same vectors in extras_down and extras_up of the rule, and in the objective's class."
             raise InvalidExperiment(KEY, experiment.training.objective.name, problem, remedy)
-    return TaskVectors(layout, tuple(rule.sends), tuple(rule.returns), tuple(objective.keeps))
+    return TaskVectors(link_layouts(rule, layout), tuple(objective.keeps))
 
 
-def finish(experiment: Experiment, vectors: TaskVectors, row: Row, out: Row, *, steps: int, local_round: int) -> None:
+def finish(
+    experiment: Experiment,
+    vectors: TaskVectors,
+    local: LocalDataset,
+    row: Row,
+    out: Row,
+    *,
+    steps: int,
+    local_round: int,
+) -> None:
     """Write the vectors behind a trained model, which the objective makes of those that training began with."""
-    if vectors.returned or vectors.kept:
+    if vectors.expected:
         columns = slice(0, vectors.layout.parameters)
         received_D, trained_D = (vectors.layout.floats(each)[columns] for each in (row, out))
         rate, momentum = experiment.learning_rate_in(local_round), experiment.training.momentum
-        update = LocalUpdate(received_D, trained_D, vectors.read(row), steps, rate, momentum)
+        counts = local.label_counts()
+        update = LocalUpdate(received_D, trained_D, vectors.read(row), steps, rate, momentum, counts)
         found = objective_of(experiment.training).finish(update)
-        if absent := {*vectors.returned, *vectors.kept} - found.keys():
+        if absent := set(vectors.expected) - found.keys():
             problem = f"its finish returns no {', '.join(sorted(absent))}"
             remedy = "Return each vector that it keeps or returns."
             raise InvalidExperiment(KEY, experiment.training.objective.name, problem, remedy)

@@ -20,9 +20,11 @@ from torch import Tensor
 
 from common.learning import models
 from common.learning.datasets import Normalise
+from common.learning.head import head_places
 from common.model.layout import ModelLayout, Row
 from device.jobs import Cancelled
 from device.training.computing import first_line
+from device.training.objectives.table import objective_of
 from device.training.sgd import features_of, forward_of, run_sgd
 from device.vmapped.loop import Batches, Turn, Visits, VmappedResult, train
 from device.vmapped.models import Recipe, VmappedModels
@@ -175,7 +177,9 @@ def _alone(recipe: Recipe, turn: Turn, count: int) -> Row:
 
     models.read_row(module, layout, turn.row)
     found = recipe.vectors.read(turn.row)
-    vectors = {name: list(recipe.like_weights(vector_D).values()) for name, vector_D in found.items()}
+    vectors = {name: list(recipe.parts_of(name, vector).values()) for name, vector in found.items()}
+    drawn, dtype = turn.visits.uniform, next(module.parameters()).dtype
+    uniform = None if drawn is None else drawn[:size].to(recipe.accelerator, dtype)
     run_sgd(
         forward_of(module, recipe.training, device=recipe.accelerator),
         list(module.parameters()),
@@ -187,6 +191,8 @@ def _alone(recipe: Recipe, turn: Turn, count: int) -> Row:
         buffers=list(module.buffers()),
         vectors=vectors,
         features=features_of(module, recipe.training, device=recipe.accelerator),
+        uniform=None if uniform is None else lambda samples: uniform[:samples],
+        head=head_places(module, layout) if objective_of(recipe.training).uses_head else (),
     )
     row = layout.empty()
     models.write_row(module, layout, row)
@@ -197,7 +203,8 @@ def _repeated(turn: Turn, count: int, layout: ModelLayout, done: Callable[[Vmapp
     """Return a turn of TRIAL_STEPS steps, each with the same batch of the device."""
     some = torch.arange(count).repeat(TRIAL_STEPS)
     changes = None if turn.visits.changes is None else turn.visits.changes[some]
-    visits = Visits(turn.visits.places[some], changes)
+    uniform = None if turn.visits.uniform is None else turn.visits.uniform[some]
+    visits = Visits(turn.visits.places[some], changes, uniform)
     row = _with_noise(turn.row, layout)
     return Turn(row, Load(count, TRIAL_STEPS), visits, lambda *_: None, threading.Event(), done)
 

@@ -40,10 +40,14 @@ class VmappedResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Visits:
-    """The samples that a device visits, epoch after epoch: `places` int64 [samples * epochs], and their changes."""
+    """The samples that a device visits, epoch after epoch: `places` int64 [samples * epochs], and their changes.
+
+    `uniform`: their random numbers, float32 [samples * epochs, draws], for an objective that reads some.
+    """
 
     places: Tensor
     changes: Changes | None
+    uniform: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -218,6 +222,9 @@ class Batches:
         if changes:
             flips, shifts = torch.cat([each.flips for each in changes]), torch.cat([each.shifts for each in changes])
             self._changes = Changes(to(flips[numbers]), to(shifts[numbers]))
+        self._uniform, self._numbers = None, numbers
+        if uniform := [turn.visits.uniform for turn in turns if turn.visits.uniform is not None]:
+            self._uniform, self._numbers = to(torch.cat(uniform).to(self._dtype)), to(numbers)
         self._places = to(torch.from_numpy(_joined([step.places for step in made.steps])))
         self._counts = to(torch.from_numpy(_joined([step.counts for step in made.steps])))
         self._counted = to(torch.from_numpy(_joined(counted)).double())
@@ -237,6 +244,9 @@ class Batches:
             None if self._changes is None else self._changes[slots],
             weights,
             self._counted[rows],
+            None
+            if self._uniform is None
+            else self._uniform[self._numbers[slots]].view(len(step.places), step.width, -1),
         )
         return len(step.places) if step.prefix else self._places[rows], batch
 

@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from common.aggregation.mixing import Floats
 from common.experiment.training import TrainingSettings
 from common.learning.datasets import Normalise
-from common.learning.head import with_features
+from common.learning.head import head_places, with_features
 from common.model.layout import ModelLayout, Row, Section
 from device.training import sgd
 from device.training.augmentation import Changes, change
@@ -58,10 +58,10 @@ class Recipe:
         """Whether samples of weight 0 have no effect, as they would have in batch statistics."""
         return not any(isinstance(layer, _NormBase) for layer in self.module.modules())
 
-    def like_weights(self, vectors: Floats) -> Tensors:
-        """Return vectors, float32 [..., D], as tensors with the shapes of the weights behind the same dimensions."""
-        dtype, parts = next(self.module.parameters()).dtype, self.vectors.split(vectors)
-        return {name: torch.from_numpy(part.copy()).to(self.accelerator, dtype) for name, part in parts.items()}
+    def parts_of(self, name: str, vectors: Floats) -> Tensors:
+        """Return vectors of this name, behind some dimensions, as tensors: those of length D like the weights."""
+        dtype, parts = next(self.module.parameters()).dtype, self.vectors.split(name, vectors)
+        return {part: torch.from_numpy(values.copy()).to(self.accelerator, dtype) for part, values in parts.items()}
 
     def inputs(self, places: Tensor, changes: Changes | None) -> Tensor:
         """Return the model's inputs for samples with these indices, int64 [n]."""
@@ -76,13 +76,14 @@ class Batch:
     """One step's samples: `samples` int64 [A, W] are indices of images, `changes` the augmentation of the A * W images.
 
     `weights` [A, W], each row of sum 1, are the samples' weights in the loss; None = equal. `counted` float64 [A]: the
-    factor of each loss in the last epoch's sum.
+    factor of each loss in the last epoch's sum. `uniform`: the samples' random numbers, float32 [A, W, draws].
     """
 
     samples: Tensor
     changes: Changes | None
     weights: Tensor | None
     counted: Tensor
+    uniform: Tensor | None = None
 
 
 class VmappedModels:
@@ -98,8 +99,11 @@ class VmappedModels:
         self._weights, self._buffers = _tensors(recipe, np.stack([row[: recipe.layout.model_bytes] for row in rows]))
         kept = self._weights if self._objective.uses_received else {}
         self._received = {name: weight.clone() for name, weight in kept.items()}
-        stacked = zip(*(recipe.vectors.read(row).items() for row in rows), strict=True)
-        self._vectors = {each[0][0]: recipe.like_weights(np.stack([vector for _, vector in each])) for each in stacked}
+        found = [recipe.vectors.read(row) for row in rows]
+        self._vectors = {
+            name: recipe.parts_of(name, np.stack([each[name] for each in found])) for name in recipe.vectors.shapes
+        }
+        self._head = head_places(recipe.module, recipe.layout) if self._objective.uses_head else ()
         moving = self._weights if recipe.training.momentum else {}
         self._momenta = {name: torch.zeros_like(weight) for name, weight in moving.items()}
         self._losses = torch.zeros(len(rows), dtype=torch.float64, device=recipe.accelerator)
@@ -134,6 +138,8 @@ class VmappedModels:
                 batch.weights,
                 {name: list(_some(parts, places).values()) for name, parts in self._vectors.items()},
                 features,
+                batch.uniform,
+                self._head,
             ),
             [momenta.get(name) for name in weights],
             objective=self._objective,
@@ -165,7 +171,7 @@ class VmappedModels:
     def part(self, start: int, stop: int) -> VmappedModels:
         """Return the places from start to stop as a separate state, on the CPU until it is moved."""
         made = object.__new__(VmappedModels)
-        made._recipe, made._objective = self._recipe, self._objective
+        made._recipe, made._objective, made._head = self._recipe, self._objective, self._head
         made._weights, made._received, made._momenta, made._buffers = (
             _part(tensors, start, stop) for tensors in (self._weights, self._received, self._momenta, self._buffers)
         )

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,8 +17,9 @@ from common.experiment import own
 from common.experiment.objectives import CrossEntropy
 from common.experiment.training import TrainingSettings
 from common.learning import models
+from common.learning.head import head_places
 from common.learning.inputs import Inputs
-from common.model.layout import ModelLayout
+from common.model.layout import LinkLayouts, ModelLayout
 from device.training.objectives.objective import LocalUpdate, Minibatch
 from device.training.objectives.table import objective_of
 from device.training.sgd import features_of, run_sgd
@@ -54,7 +56,11 @@ def _in_process(training: TrainingSettings) -> Iterator[tuple[str, str]]:
     received = [weight + 0.1 for weight in before] if objective.uses_received else []
     vectors = _like_weights(training, weights)
     features = partial(features_of(module, training, device=CPU), images)
-    batch = Minibatch(lambda: module(images), labels, weights, received, vectors=vectors, features=features)
+    head = head_places(module, models.layout_of(module))
+    drawn = torch.from_numpy(_numbers(training))
+    batch = Minibatch(
+        lambda: module(images), labels, weights, received, vectors=vectors, features=features, uniform=drawn, head=head
+    )
     loss = objective.backward(batch)
     gradients = [weight.grad for weight in weights]
     moved = any(not torch.equal(one, other) for one, other in zip(weights, before, strict=True))
@@ -84,6 +90,8 @@ def _train(training: TrainingSettings) -> list[Tensor]:
         module, weights, parts, training=training, learning_rate=0.05, last_epoch=0, watch=lambda _: None,
         buffers=list(module.buffers()), vectors=_like_weights(training, weights),
         features=features_of(module, training, device=CPU),
+        uniform=lambda samples: torch.from_numpy(_numbers(training)[:samples]),
+        head=head_places(module, models.layout_of(module)),
     )  # fmt: skip
     return [weight.detach() for weight in weights]
 
@@ -92,10 +100,11 @@ def _finish(training: TrainingSettings) -> str:
     """Return what is wrong with the vectors that the objective makes of a training, "" for nothing."""
     vectors = _vectors(training, models.layout_of(models.build("mlp_digits", 1, inputs=INPUTS)))
     draw, columns = np.random.default_rng(1), vectors.layout.parameters
-    received_D, trained_D, *others = draw.normal(size=(2 + len(vectors.names), columns)).astype(np.float32)
-    given = dict(zip(vectors.names, others, strict=True))
-    found = objective_of(training).finish(LocalUpdate(received_D, trained_D, given, STEPS, 0.05, training.momentum))
-    wanted = (*vectors.returned, *vectors.kept)
+    received_D, trained_D, *others = draw.normal(size=(2 + len(vectors.shapes), columns)).astype(np.float32)
+    given = dict(zip(vectors.shapes, others, strict=True))
+    counts = np.ones(INPUTS.classes, np.float32)
+    update = LocalUpdate(received_D, trained_D, given, STEPS, 0.05, training.momentum, counts)
+    found, wanted = objective_of(training).finish(update), vectors.expected
     if sorted(found) != sorted(wanted):
         return f"`finish` returns {sorted(found)}, and must return {sorted(wanted)}"
     wrong = [name for name, each in found.items() if np.shape(each) != (columns,) or not np.isfinite(each).all()]
@@ -103,15 +112,23 @@ def _finish(training: TrainingSettings) -> str:
 
 
 def _vectors(training: TrainingSettings, layout: ModelLayout) -> TaskVectors:
-    objective = objective_of(training)
-    return TaskVectors(layout, tuple(objective.receives), tuple(objective.returns), tuple(objective.keeps))
+    objective, shape = objective_of(training), (layout.parameters,)
+    down, up = (layout.with_extras(dict.fromkeys(names, shape)) for names in (objective.receives, objective.returns))
+    return TaskVectors(LinkLayouts(layout, down, up), tuple(objective.keeps))
+
+
+def _numbers(training: TrainingSettings) -> npt.NDArray[np.float32]:
+    """Return random numbers for the samples, float32 [SAMPLES, draws]."""
+    vectors = _vectors(training, models.layout_of(models.build("mlp_digits", 1, inputs=INPUTS)))
+    draws = objective_of(training).draws(vectors.shapes, INPUTS.classes)
+    return np.random.default_rng(3).random((SAMPLES, draws), np.float32)
 
 
 def _like_weights(training: TrainingSettings, weights: Sequence[Tensor]) -> dict[str, list[Tensor]]:
     """Return noise for each vector, like the weights."""
     draw = torch.Generator().manual_seed(2)
     layout = models.layout_of(models.build("mlp_digits", 1, inputs=INPUTS))
-    names = _vectors(training, layout).names
+    names = _vectors(training, layout).shapes
     return {name: [torch.randn(weight.shape, generator=draw) / 10 for weight in weights] for name in names}
 
 
@@ -125,11 +142,12 @@ def _vmapped(training: TrainingSettings) -> tuple[Recipe, list[Turn]]:
     module = models.build("mlp_digits", 1, inputs=INPUTS)
     layout = models.layout_of(module)
     vectors = _vectors(training, layout)
-    row = np.zeros(layout.row_bytes + 4 * layout.parameters * len(vectors.names), np.uint8)
+    row = np.zeros(layout.row_bytes + 4 * layout.parameters * len(vectors.shapes), np.uint8)
     models.write_row(module, layout, row)
     recipe = Recipe(module, vectors, images, labels, _unchanged, training, 0.05)
     places = torch.arange(SAMPLES).view(2, -1)
-    turns = [Turn(row, Load(len(each), 1), Visits(each, None), _ignore, threading.Event(), _ignore) for each in places]
+    visits = [Visits(each, None, torch.from_numpy(_numbers(training))[each]) for each in places]
+    turns = [Turn(row, Load(len(each.places), 1), each, _ignore, threading.Event(), _ignore) for each in visits]
     return recipe, turns
 
 

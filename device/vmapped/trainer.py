@@ -16,8 +16,9 @@ from common.experiment.schema import Experiment
 from common.learning import datasets, models
 from device.jobs import Cancelled, Ending, HostedDevice, LocalResult, Order
 from device.training.augmentation import Changes
-from device.training.batches import LocalDataset, load_local_dataset, orders
+from device.training.batches import LocalDataset, load_local_dataset, orders, uniform_numbers
 from device.training.computing import first_line, out_of_memory, set_up, set_up_thread
+from device.training.objectives.table import objective_of
 from device.training.sgd import keep_linear_fp32
 from device.training.updates import finish, vectors_of
 from device.vmapped.calibration import StepTimes, measure, most_in_memory, problem_of
@@ -123,6 +124,7 @@ class _Shared:
         module = models.of(self._experiment, inputs=first.inputs)
         keep_linear_fp32(module, self._experiment.training, device=self._accelerator)
         self._vectors = vectors_of(self._experiment, nodes[0], models.layout_of(module))
+        self._draws = objective_of(self._experiment.training).draws(self._vectors.shapes, first.inputs.classes)
         self._module = module.to(self._accelerator).train()
         data = datasets.load(self._experiment.data, node=nodes[0])
         self._normalise = data.normaliser(self._accelerator)
@@ -154,7 +156,14 @@ class _Shared:
         )
         places = torch.cat([places for places, _ in visited])
         changes = [changes for _, changes in visited if changes is not None]
-        visits = Visits(begin + torch.searchsorted(samples, places), _joined(changes) if changes else None)
+        numbers = uniform_numbers(
+            self._experiment, self._draws, node=device.node, local_round=order.local_round, device=CPU
+        )
+        visits = Visits(
+            begin + torch.searchsorted(samples, places),
+            _joined(changes) if changes else None,
+            None if numbers is None else numbers(len(places)),
+        )
         load = Load(len(local.samples), order.epochs)
 
         def end(how: VmappedResult | Cancelled) -> None:
@@ -162,8 +171,9 @@ class _Shared:
                 done(how)
                 return
             order.out[: how.row.size] = how.row
+            local_round = order.local_round
             finish(
-                self._experiment, self._vectors, order.row, order.out, steps=how.steps, local_round=order.local_round
+                self._experiment, self._vectors, local, order.row, order.out, steps=how.steps, local_round=local_round
             )
             costs = (how.train_s, how.wall_s - how.train_s)
             done(LocalResult(load.samples, how.loss, how.steps, *costs, TrainingPath.VMAPPED, how.wall_s))

@@ -27,7 +27,7 @@ LAB: Final = (
     "topology.institutions=1", "topology.devices=4", "rounds=2", "institution.rounds=3", "model.name='mlp_digits'",
     "data.node_samples=29", "training.batch_size=100", "links.check='off'",  # no probes among the bytes
 )  # fmt: skip
-REFINED: Final = ("feddf", "fedbe", "fedlaw")  # as they are by default: the least of the others sends as much
+REFINED: Final = ("feddf", "fedbe", "fedlaw", "fedgen")  # as they are by default: the least of the others sends as much
 
 
 def methods() -> dict[str, tuple[str, ...]]:

@@ -14,6 +14,7 @@ _NEEDED: Final[Mapping[str, Mapping[str, Any]]] = {
     "feddf": {"steps": 0},  # without samples at the node, as the next two
     "fedbe": {"epochs": 0},
     "fedlaw": {"epochs": 0},
+    "fedgen": {"steps": 0},  # without a refiner
 }
 # Of rules whose children must be devices with an objective: they stand in the last tier.
 WITH_OBJECTIVE: Final[Mapping[str, str]] = {name: rule.objective for name, rule in RULES.items() if rule.objective}

@@ -30,9 +30,12 @@ class Minibatch:
     several times; only the first call updates batch statistics. `labels` are int64 [W]. `sample_weights` [A, W], each
     row of sum 1, are the samples' weights in the loss of A models; None = equal. `received` are the parameters that
     training began with, in the order and with the shapes of `weights`; empty if the objective does not use them.
-    `vectors`: those that the parent sent with the model, and those that the device keeps, by name, each like `weights`.
+    `vectors`: those that the parent sent with the model, and those that the device keeps, by name. One of the length of
+    the parameters is a list like `weights`, another one a list of itself.
     `features(at)` is a pass as `forward` that returns the logits and the samples' features, float32 [W, F], the inputs
     of the model's last linear layer; at other parameters, which are like `weights`, unless `at` is None.
+    `uniform` are random numbers from 0 to 1, float32 [W, draws]. `head`: the places of the last linear layer's weight
+    and bias in `weights`.
     """
 
     forward: Callable[[], Tensor]
@@ -42,6 +45,17 @@ class Minibatch:
     sample_weights: Tensor | None = None
     vectors: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     features: Features = _no_features
+    uniform: Tensor | None = None
+    head: Sequence[int] = ()
+
+    def classify(self, features: Tensor) -> Tensor:
+        """Return the logits [W, classes] of features [W, F], of the model's last linear layer at the present weights.
+
+        The objective has `uses_head = True`.
+        """
+        weight, *bias = (self.weights[place] for place in self.head)
+        logits = features @ weight.mT
+        return logits + bias[0].unsqueeze(-2) if bias else logits
 
     def mean(self, each: Tensor) -> Tensor:
         """Return the mean [] of what each sample adds to the loss, [W], or the A models' means [A] of [A, W]."""
@@ -54,7 +68,8 @@ class Minibatch:
 class LocalUpdate:
     """What one device's training has done: the model's trainable columns before and after it, float32 [D] each.
 
-    `vectors`: as in Minibatch, float32 [D] each. `steps` of SGD were taken with this learning rate and momentum.
+    `vectors`: as in Minibatch, but whole. `steps` of SGD were taken with this learning rate and momentum.
+    `label_counts`: how many of the device's samples each label has, float32 [classes].
     """
 
     received_D: Floats
@@ -63,6 +78,7 @@ class LocalUpdate:
     steps: int
     learning_rate: float
     momentum: float
+    label_counts: Floats
 
 
 class Objective:
@@ -73,9 +89,14 @@ class Objective:
 
     uses_received = False  # whether a copy of the received parameters is kept during training
     uses_features = False  # whether it reads the features, which a compiled model does not give
+    uses_head = False  # whether it calls `batch.classify`
     keeps: Sequence[str] = ()  # vectors of the device's own, float32 [D] each, zeros at first, from task to task
     receives: Sequence[str] = ()  # vectors that the rule must send with the model
     returns: Sequence[str] = ()  # vectors that the rule expects with the trained model
+
+    def draws(self, shapes: Mapping[str, Sequence[int]], classes: int) -> int:
+        """Return how many numbers of each sample `batch.uniform` has; `shapes`: of the vectors, by name."""
+        return 0
 
     def losses(self, batch: Minibatch, logits: Tensor) -> Tensor:
         """Return the loss [] of one model, or the losses [A], differentiable."""
@@ -94,7 +115,7 @@ class Objective:
         return losses.detach()
 
     def finish(self, update: LocalUpdate) -> Mapping[str, Floats]:
-        """Return the vectors that the device keeps, and those that its parent expects, float32 [D] each."""
+        """Return the vectors that the device keeps, and those that its parent expects, float32, of length D."""
         return {}
 
 

@@ -10,6 +10,7 @@ from common.experiment.objectives import OwnObjective
 from common.experiment.own import build
 from common.experiment.training import TrainingSettings
 from device.training.objectives.feddyn import DynamicObjective
+from device.training.objectives.fedgen import GeneratedObjective
 from device.training.objectives.fedprox import ProximalObjective
 from device.training.objectives.fedsam import SharpnessAwareObjective
 from device.training.objectives.moon import ContrastiveObjective
@@ -24,6 +25,7 @@ _BUILT: Final[Mapping[str, Callable[[Any], Objective]]] = MappingProxyType(
         "scaffold": ControlledObjective,
         "feddyn": DynamicObjective,
         "moon": ContrastiveObjective,
+        "fedgen": GeneratedObjective,
     }
 )
 
