@@ -46,6 +46,10 @@ class MultiModelSettings(RuleSettings):
         """Whether the offsets of the models persist."""
         return self.on_new_model == "recentre"
 
+    def held_bytes(self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float) -> float:
+        """Return the bytes of the K models."""
+        return min(taking_part * row_bytes, resident_bytes)
+
 
 class Independent(MultiModelSettings):
     """K models that are never mixed: the baseline that separates mixing from averaging."""
@@ -103,6 +107,10 @@ class FedCDA(RuleSettings):
         """Whether the cached uploads persist."""
         return self.history == "keep"
 
+    def held_bytes(self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float) -> float:
+        """Return the bytes of the cached uploads, and of a sum in float64."""
+        return min(self.depth * children * row_bytes, self.memory_mb * 1e6) + 2 * row_bytes
+
     def check(self, key: str, children: int) -> None:
         """Check the number of combinations of a group. Raises InvalidExperiment."""
         group = ceil(children / self.groups)
@@ -130,6 +138,8 @@ class FedAdp(RuleSettings):
 class FedAvgM(RuleSettings):
     """One model: the server moves it by the mean of the steps, with momentum."""
 
+    step_models = 3.0
+
     name: Literal["fedavgm"] = "fedavgm"  # the rule
     weights: Weights = "data"  # of the mean: shares of the samples, or 1/K
     learning_rate: Positive = 1.0  # of the server (eta); 1 without momentum is FedAvg
@@ -143,6 +153,8 @@ class FedAvgM(RuleSettings):
 
 class _AdaptiveSettings(RuleSettings):
     """One model: the server moves each weight at its own rate."""
+
+    step_models = 4.0
 
     name: str  # the rule
     weights: Weights = "data"  # of the mean: shares of the samples, or 1/K
@@ -186,6 +198,8 @@ class FedYogi(_AdaptiveSettings):
 class FedExP(RuleSettings):
     """One model: the server goes farther than the mean where the steps of the children differ."""
 
+    step_models = 2.0
+
     name: Literal["fedexp"] = "fedexp"  # the rule
     weights: Weights = "data"  # of the mean: shares of the samples, or 1/K
     epsilon: Positive = 0.001  # times the children that took part, added to the squared length of the mean step
@@ -193,6 +207,8 @@ class FedExP(RuleSettings):
 
 class FedNova(RuleSettings):
     """One model: the mean of the steps, each divided by the child's number of SGD steps."""
+
+    step_models = 2.0
 
     name: Literal["fednova"] = "fednova"  # the rule
     weights: Weights = "data"  # of the mean: shares of the samples, or 1/K
@@ -202,6 +218,7 @@ class Scaffold(RuleSettings):
     """One model: the mean of the uploads, which devices correct by control variates."""
 
     objective = "scaffold"
+    step_models = 5.0
 
     name: Literal["scaffold"] = "scaffold"  # the rule
     learning_rate: Positive = 1.0  # of the server (eta): 1 takes the mean of the uploads
@@ -226,6 +243,7 @@ class FedDyn(RuleSettings):
     """One model: the mean of the uploads, moved by the sum of all steps so far."""
 
     objective = "feddyn"
+    step_models = 3.0
 
     name: Literal["feddyn"] = "feddyn"  # the rule
 
@@ -239,6 +257,7 @@ class FedBuff(RuleSettings):
     """One model: a step by each `buffer` results, while the other children go on training; asynchronous."""
 
     buffers = True
+    step_models = 2.0
 
     name: Literal["fedbuff"] = "fedbuff"  # the rule
     weights: Weights = "uniform"  # of the steps in a buffer: 1/K, or shares of their samples
@@ -251,6 +270,10 @@ class FedBuff(RuleSettings):
         if self.buffer > children:
             problem = f"more than the {children} children that train at once"
             raise InvalidExperiment(f"{key}.buffer", self.buffer, problem, f"Use at most {children}.")
+
+    def held_bytes(self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float) -> float:
+        """Return the bytes of the step, and of the models that children in flight received."""
+        return (self.step_models + taking_part) * row_bytes
 
 
 class CluSamp(RuleSettings):
@@ -267,6 +290,10 @@ class CluSamp(RuleSettings):
         """Whether the last steps persist: always."""
         return True
 
+    def held_bytes(self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float) -> float:
+        """Return the bytes of all children's last steps."""
+        return min(children * row_bytes, resident_bytes)
+
 
 class MatchedSettings(RuleSettings):
     """One model: the mean of the uploads, whose neurons were matched before."""
@@ -276,9 +303,15 @@ class MatchedSettings(RuleSettings):
     weights: Weights = "data"  # of the mean: shares of the samples, or 1/K
     matching: bool = True  # false is FedAvg
 
+    def held_bytes(self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float) -> float:
+        """Return the bytes of the matched uploads and, as measured with ResNet-18, of what the matching takes."""
+        return min(taking_part * row_bytes, resident_bytes) + self.step_models * taking_part * row_bytes
+
 
 class FedMA(MatchedSettings):
     """One model: the mean of the uploads, whose neurons were matched layer by layer before."""
+
+    step_models = 1.2  # for each upload
 
     name: Literal["fedma"] = "fedma"  # the rule
     sweeps: Rounds = 5  # over the uploads, each matched to the others; 0: only to the model that the children received
@@ -286,6 +319,8 @@ class FedMA(MatchedSettings):
 
 class GAMF(MatchedSettings):
     """One model: the mean of the uploads, whose neurons were matched before, in all layers and uploads together."""
+
+    step_models = 1.8  # for each upload
 
     name: Literal["gamf"] = "gamf"  # the rule
     temperature: Positive = 1.0  # of the first Sinkhorn pass, relative to the products' standard deviation

@@ -18,6 +18,8 @@ LABEL_COUNTS: Final = "label_counts"
 class FedDF(RuleSettings):
     """One model: the mean of the uploads, distilled from their ensemble on the node's samples."""
 
+    step_models = 1.0
+
     name: Literal["feddf"] = "feddf"  # the rule
     weights: Weights = "data"  # of the mean from which the student starts: shares of the samples, or 1/K
     steps: Rounds = 500  # of Adam at most; 0 is FedAvg
@@ -34,6 +36,8 @@ class FedDF(RuleSettings):
 
 class FedBE(RuleSettings):
     """One model: the mean of the uploads, distilled from a Bayesian ensemble of models around them."""
+
+    step_models = 1.0
 
     name: Literal["fedbe"] = "fedbe"  # the rule
     weights: Weights = "data"  # of the mean from which the student starts: shares of the samples, or 1/K
@@ -56,6 +60,8 @@ class FedBE(RuleSettings):
 
 class FedLAW(RuleSettings):
     """One model: gamma times a mean of the uploads, both learned on the node's samples and labels."""
+
+    step_models = 1.0
 
     name: Literal["fedlaw"] = "fedlaw"  # the rule
     weights: Weights = "data"  # from which the weights start: shares of the samples, or 1/K

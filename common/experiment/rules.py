@@ -21,13 +21,14 @@ class RuleSettings(SettingsTable):
 
     `selects`: the rule selects the children itself. `buffers`: a round closes with some results, and the others' tasks
     go on. `permutes`: it knows the layers of fedstrata's models. `reads_samples`: what it computes in its refiner's
-    process, if it does, needs samples at the node.
+    process, if it does, needs samples at the node. `step_models`: models that its state and its step take in memory.
     """
 
     selects: ClassVar[bool] = False
     buffers: ClassVar[bool] = False
     permutes: ClassVar[bool] = False
     reads_samples: ClassVar[bool] = True
+    step_models: ClassVar[float] = 0.0
     objective: ClassVar[str | None] = None
 
     name: str  # the rule
@@ -51,6 +52,13 @@ class RuleSettings(SettingsTable):
     def refines(self) -> bool:
         """Whether the node computes in a process with torch."""
         return False
+
+    def held_bytes(self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float) -> float:
+        """Return the most that a node holds in memory beside a round's uploads, their mean and the model received.
+
+        `row_bytes`: of a model. `resident_bytes`: of models in a file, what may stay in memory.
+        """
+        return self.step_models * row_bytes
 
     def check(self, key: str, children: int) -> None:
         """Check the settings against the number of children that take part in a round. Raises InvalidExperiment."""

@@ -133,6 +133,11 @@ def methods() -> dict[str, Tree]:
         found[f"{name}, 29 held out"] = {"data": {"node_samples": 29}, "cloud": {"aggregation": rule}}
     for name, objective in (("SCAFFOLD", {"name": "scaffold"}), ("FedDyn 0.1", {"name": "feddyn", "alpha": 0.1})):
         found[name] = {"training": {"objective": objective}, "cloud": {"aggregation": {"name": objective["name"]}}}
+    for weight in (0.2, 1.0):
+        found[f"FedGen {weight:g}"] = {
+            "training": {"objective": {"name": "fedgen", "alpha": weight, "beta": weight}},
+            "cloud": {"aggregation": {"name": "fedgen", "weights": "uniform"}},
+        }
     found["power-of-choice 12"] = {"cloud": {"selection": {"name": "power_of_choice", "candidates": 12}}}
     return {name: merged({"cloud": {"aggregation": UNIFORM}}, tree) for name, tree in found.items()}
 

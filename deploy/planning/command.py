@@ -82,7 +82,7 @@ def predict(experiment: Experiment, *, one_host: bool, interface_mbit: float = I
         "seconds": seconds,
         "bytes": footprint.links_of(experiment, work.sizes) if work.listed else {},
         "tiers": footprint.tiers_of(lab),
-        "memory": footprint.memory_of(lab, data_bytes=work.data_bytes, devices=devices),
+        "memory": footprint.memory_of(lab, experiment, data_bytes=work.data_bytes, devices=devices),
         "epochs": dict(work.epochs),
         "assumed": [*work.assumed, *([] if one_host else [f"each host has a {interface_mbit:g} Mbit/s interface"])],
         "speeds": asdict(speeds),

@@ -14,6 +14,7 @@ from common.experiment.schema import Experiment, TransferSettings
 from common.experiment.topology import CLOUD
 from deploy.planning.packets import down_bytes, up_bytes
 from deploy.planning.prediction import Branch, PlannedDevice, PlannedLab, Sizes
+from device.training.objectives.table import objective_of
 
 AGENT_BYTES: Final = 60_000_000
 TORCH_BYTES: Final = 560_000_000
@@ -57,21 +58,34 @@ def links_of(experiment: Experiment, sizes: Sizes) -> dict[str, float]:
     return found
 
 
-def memory_of(lab: PlannedLab, *, data_bytes: int, devices: int) -> dict[str, int]:
+def memory_of(lab: PlannedLab, experiment: Experiment, *, data_bytes: int, devices: int) -> dict[str, int]:
     """Return the peak memory of each process by role, bytes.
 
-    `data_bytes`: size of the data set, which devices and the evaluator load. `devices`: devices in the largest process.
+    `data_bytes`: size of the data set, which devices, the evaluator and some refiners load. `devices`: devices in the
+    largest process.
     """
-    row, transfer = lab.sizes.row, lab.transfer
-    own = sum(kind.count for kind in lab.children)
+    row, transfer, tiers = lab.sizes.row, lab.transfer, experiment.every_tier
+    own, most = sum(kind.count for kind in lab.children), [max(sizes) for sizes in experiment.sizes()]
     found = {
-        "cloud": AGENT_BYTES + _parent(own, row, transfer),
+        "cloud": _parent(lab, experiment, 0, own, most[0]),
         "evaluator": TORCH_BYTES + data_bytes + 4 * row,  # in shared memory, initial, weights, one tensor's copy
     }
-    if widest := max(map(_widest, lab.children)):
-        found["institution"] = AGENT_BYTES + _parent(widest, row, transfer)
-    # A device has five models: received, result, weights, gradients, momentum.
-    found |= {"device": TORCH_BYTES + data_bytes + devices * 5 * row, "cloud_broker": _broker(own, row, transfer)}
+    widest = max(map(_widest, lab.children))
+    if widest:
+        found["institution"] = max(_parent(lab, experiment, i, widest, most[i]) for i in range(1, len(tiers)))
+    for place, tier in enumerate(tiers):
+        if tier.aggregation.refines:
+            data = data_bytes if tier.aggregation.reads_samples else 0
+            name = "institution_refiner" if place else "cloud_refiner"
+            found[name] = (
+                TORCH_BYTES + data + (2 + (widest if place else own)) * row + lab.sizes.tiers[place].extras_down
+            )
+    # A device has five models: received, result, weights, gradients, momentum. And its objective's vectors: in both
+    # rows, and as tensors.
+    objective, last = objective_of(experiment.training), lab.sizes.tiers[-1]
+    models = 5 + objective.uses_received + 3 * len(objective.keeps)
+    each = models * row + 2 * last.extras_down + last.extras_up
+    found |= {"device": TORCH_BYTES + data_bytes + devices * each, "cloud_broker": _broker(own, row, transfer)}
     if widest:
         found["device_broker"] = _broker(widest, row, transfer)
     return found
@@ -84,9 +98,16 @@ def _widest(kind: Branch | PlannedDevice) -> int:
     return max(sum(child.count for child in kind.children), *map(_widest, kind.children))
 
 
-def _parent(children: int, row: int, transfer: TransferSettings) -> int:
-    """Return the bytes of the resident uploads (the rest is in the spool), the model and the mixing buffer."""
-    return int(min(children * row, transfer.resident_mb * 1e6)) + 2 * row
+def _parent(lab: PlannedLab, experiment: Experiment, place: int, taking_part: int, children: int) -> int:
+    """Return the bytes of an agent with children.
+
+    They are the resident uploads (the rest is in the spool), the model, the mixing buffer, and what its rule holds.
+    """
+    row, sizes, resident = lab.sizes.row, lab.sizes.tiers[place], lab.transfer.resident_mb * 1e6
+    rule = experiment.every_tier[place].aggregation
+    held = rule.held_bytes(row, children=children, taking_part=taking_part, resident_bytes=resident)
+    uploads = min(taking_part * (row + sizes.extras_up), resident)
+    return AGENT_BYTES + int(uploads + held) + 2 * row + sizes.extras_down
 
 
 def _broker(children: int, row: int, transfer: TransferSettings) -> int:

@@ -48,11 +48,13 @@ class MachineSpeeds:
 
 @dataclass(frozen=True, slots=True)
 class TierSizes:
-    """Bytes of an encoded model in a tier, by direction."""
+    """Bytes of an encoded model in a tier, by direction, with those of vectors behind it."""
 
     tier: str
     up: int
     down: int
+    extras_up: int = 0
+    extras_down: int = 0
 
 
 @dataclass(frozen=True, slots=True)

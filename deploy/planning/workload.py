@@ -239,7 +239,8 @@ def _sizes(experiment: Experiment, layout: ModelLayout, row: Row) -> Sizes:
     tiers = []
     for tier in experiment.every_tier:
         links = link_layouts(tier.aggregation, layout)
-        tiers.append(TierSizes(tier.name, size(tier.transfer.up, links.up), size(tier.transfer.down, links.down)))
+        sizes = size(tier.transfer.up, links.up), size(tier.transfer.down, links.down)
+        tiers.append(TierSizes(tier.name, *sizes, 4 * links.up.extras, 4 * links.down.extras))
     return Sizes(layout.row_bytes, tuple(tiers))
 
 
