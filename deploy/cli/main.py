@@ -24,6 +24,7 @@ from common.protocol.topics import DEFAULT_LAB
 from deploy.cli import data, inspection, lab, links, roles
 from deploy.cli.check import check
 from deploy.cli.doctor import doctor
+from deploy.cli.export import export
 from deploy.cli.replay import replay
 from deploy.cli.roles import Resume, chosen_experiment
 from deploy.cli.serving import METRICS, Insecure, MetricsAddress
@@ -55,6 +56,7 @@ app.command()(roles.institution)
 app.command()(roles.device)
 app.command()(inspection.report)
 app.command()(inspection.compare)
+app.command()(export)
 app.command()(replay)
 app.command()(inspection.experiments)
 app.command()(lab.provision)

@@ -25,6 +25,9 @@ EXTRAS: Final[Mapping[str, str]] = {
     "matplotlib": "report",
     "cryptography": "provision",
     "scipy": "methods",
+    "tensorboardX": "tensorboard",
+    "mlflow": "mlflow",
+    "wandb": "wandb",
 }
 
 

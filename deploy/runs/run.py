@@ -76,6 +76,11 @@ class Run:
             return read
 
     @property
+    def text(self) -> str:
+        """The experiment, TOML."""
+        return self._text("experiment.toml")
+
+    @property
     def name(self) -> str:
         """The experiment's name."""
         return str(self.tree.get("name", ""))

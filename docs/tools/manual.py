@@ -45,6 +45,7 @@ EXAMPLES: Final[Mapping[str, str]] = {
     "plan": "fedstrata plan demo --one-host",
     "report": "fedstrata report runs/20261120T130301Z-demo-89f8b0",
     "experiments": "fedstrata experiments",
+    "export": "fedstrata export 89f8b0 --tensorboard boards --follow",
     "replay": "fedstrata replay 89f8b0",
     "compare": "fedstrata compare runs/*tempo* runs/*fixed* --target 0.9 --format latex",
     "runs list": "fedstrata runs list --runs runs",

@@ -1,0 +1,48 @@
+"""A run's global rounds as named series: what trackers draw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from cloud.records import GlobalRoundRecord
+from deploy.runs.run import Run, State
+
+
+def series(row: GlobalRoundRecord) -> dict[str, float]:
+    """Return the numbers of a global round by series, `group/name`: base units, bytes by tier and direction."""
+    found: dict[str, float | None] = {
+        "model/accuracy": row.accuracy,
+        "model/loss": row.loss,
+        "model/mixed_accuracy": row.mixed_accuracy,
+        "model/mixed_loss": row.mixed_loss,
+        "model/train_loss": row.train_loss,
+        "seconds/elapsed": row.elapsed_s,
+        "seconds/global_round": row.seconds,
+        **{f"seconds/{phase}": seconds for phase, seconds in row.phases.items()},
+        **{f"bytes/{name.removesuffix('_bytes')}": count for name, count in row.bytes_.items()},
+        "work/sgd_steps": row.sgd_steps,
+        "work/path_steps": row.path_steps,
+        "work/missing": len(row.missing),
+        "work/refused": len(row.refused),
+    }
+    for name, values in (("epochs", row.epochs), ("omega", row.omega), ("spread", row.spread)):
+        found |= {f"{name}/{node}": value for node, value in values.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def complete(run: Run) -> Sequence[GlobalRoundRecord]:
+    """Return the global rounds whose numbers are all there: models are evaluated beside the next global round."""
+    if run.state is not State.RUNNING:
+        return run.rounds
+    evaluated = [place for place, row in enumerate(run.rounds) if row.accuracy is not None]
+    return run.rounds[: evaluated[-1] + 1] if evaluated else []
+
+
+def flat(tree: Mapping[str, Any], key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield an experiment's keys, joined by dots, and their values as text."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{key}{name}.")
+        else:
+            yield f"{key}{name}", str(value)
