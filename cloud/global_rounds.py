@@ -236,7 +236,7 @@ class GlobalRounds:
             spread={name: spreads.get(name) for name in (CLOUD, *self._experiment.tree.aggregators)},
         )
         self._folder.add_round(record)
-        self._observe("global_round", dict(record.cells()))
+        self._observe("global_round", record.values())
         metrics = self._metrics
         metrics.closed(LABELS, rounds=self._state.global_round)
         metrics.train_loss.labels(*LABELS).set(outcome.loss)

@@ -34,6 +34,9 @@ class _Column:
     def write(self, field: str, value: Any) -> dict[str, Cell]:
         return {field.removesuffix("_"): self.cell(value)}
 
+    def values(self, field: str, value: Any) -> dict[str, Any]:
+        return {field.removesuffix("_"): _plain(value)}
+
     def read(self, field: str, cells: Mapping[str, str]) -> Any:
         return self.parse(cells[field.removesuffix("_")])
 
@@ -57,11 +60,21 @@ class _Columns(_Column):
     def write(self, field: str, value: Mapping[str, Any]) -> dict[str, Cell]:
         return {self.pattern.format(key): self.cell(value[key]) for key in self.keys or value}
 
+    def values(self, field: str, value: Mapping[str, Any]) -> dict[str, Any]:
+        return {self.pattern.format(key): _plain(value[key]) for key in self.keys or value}
+
     def read(self, field: str, cells: Mapping[str, str]) -> Any:
         prefix = self.pattern.removesuffix("{}")
         columns = (each for each in cells if each.startswith(prefix) and re.fullmatch(self.columns, each))
         keys = self.keys or [column.removeprefix(prefix) for column in columns]
         return {key: self.parse(cells[self.pattern.format(key)]) for key in keys}
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON can hold: None for a non-finite number, a list for a tuple."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return list(value) if isinstance(value, tuple) else value
 
 
 def finite(cell: Any) -> float:
@@ -108,6 +121,13 @@ class Record:
         found: dict[str, Cell] = {}
         for field, form in self._formats.items():
             found |= form.write(field, getattr(self, field))
+        return found
+
+    def values(self) -> dict[str, Any]:
+        """Return the numbers, texts and lists by column, in order; None where a cell is empty."""
+        found: dict[str, Any] = {}
+        for field, form in self._formats.items():
+            found |= form.values(field, getattr(self, field))
         return found
 
     @classmethod

@@ -28,6 +28,7 @@ EXTRAS: Final[Mapping[str, str]] = {
     "tensorboardX": "tensorboard",
     "mlflow": "mlflow",
     "wandb": "wandb",
+    "pandas": "notebook",
 }
 
 

@@ -16,7 +16,7 @@ from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from cloud.records import DeviceRecord, GlobalRoundRecord, LinkRecord, Record, finite, rows_of
 from cloud.results import DIRECT, held
@@ -26,6 +26,9 @@ from common.experiment.tiers import Tree
 from common.experiment.topology import CLOUD
 from common.host.files import writing
 from deploy.runs.records import EARLIER_TIERS, PREDICTION, RENAMED, Event, Prediction, present, renamed
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 STARTED: Final = "%Y%m%dT%H%M%SZ"
 STATE_EVENTS: Final = ("run", "finished", "failed")  # the events that change a run's state
@@ -167,6 +170,12 @@ class Run:
             return " + ".join(tier.aggregation.name for tier in parse(self.tree).every_tier)
         except InvalidExperiment:
             return ""
+
+    def frame(self, table: Literal["rounds", "links", "devices"]) -> DataFrame:
+        """Return a table as a pandas data frame; what is not known is missing. Raises InvalidExperiment."""
+        from pandas import DataFrame
+
+        return DataFrame([record.values() for record in getattr(self, table)])
 
     def age_s(self, now: float) -> float | None:
         """Return the seconds since the run was started, None if that is unknown."""
