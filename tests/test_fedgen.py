@@ -96,7 +96,7 @@ def random_row(seed: int) -> Row:
 
 
 @pytest.mark.parametrize("projection", [0, 16])
-@pytest.mark.parametrize(("name", "inputs"), {name: inputs for name, inputs, *_ in SIZES}.items())
+@pytest.mark.parametrize(("name", "inputs"), {name: inputs for name, inputs, *_ in SIZES if name != "vgg16"}.items())
 def test_the_head_is_found_in_the_layout_of_every_model(name: str, inputs: Inputs, projection: int) -> None:
     module = models.build(name, 1, inputs=inputs, projection=projection)
     layout = models.layout_of(module)

@@ -62,7 +62,9 @@ def outputs(name: str, layout: ModelLayout, row: Row) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("keys", [{"sweeps": 0}, {"sweeps": 5}, {"name": "gamf"}], ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "char_lstm" else []) for name in MODELS]
+)
 def test_permuted_copies_merge_back_to_the_same_function(name: str, keys: dict[str, Any]) -> None:
     layout, row = random_row(name, 1)
     draw = np.random.default_rng(3)

@@ -327,6 +327,7 @@ def test_calibration_measures_the_steps_of_the_objective(monkeypatch: pytest.Mon
 # Labs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", [{"name": "fedprox", "mu": 0.0}, {"name": "fedprox", "mu": 1.0}])
 def test_real_agents_train_with_the_announced_objective(objective: dict[str, Any], tmp_path: Path) -> None:
     pairs = (*SMALL, f'training.objective={{name="fedprox", mu={objective["mu"]}}}')

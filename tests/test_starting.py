@@ -68,6 +68,7 @@ def test_what_fails_and_what_is_refused_has_the_commands_line(tmp_path: Path) ->
         load("nothing", runs=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_is_interrupted(tmp_path: Path) -> None:
     begun = threading.Event()
     lab = start("demo", {"rounds": 10_000}, runs=tmp_path, direct=True, observe=lambda *_: begun.set())

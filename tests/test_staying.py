@@ -366,6 +366,7 @@ def resources(process: subprocess.Popen[str]) -> tuple[int, int]:
     return node.num_fds(), node.num_threads()
 
 
+@pytest.mark.slow
 def test_one_run_follows_the_other_over_the_same_processes(lab: Lab) -> None:
     assert lab.run(1) == alone(1)
     foreign = lab.cloud(FOREIGN, seed=2)
