@@ -36,9 +36,11 @@ from device.memory import DeviceMemory
 from device.training.objectives.objective import LocalUpdate
 from device.training.objectives.table import objective_of
 from device.training.sgd import run_sgd
+from device.training.trainer import Trainer
 from device.vmapped import calibration, objective_checks
 from tests.helpers.commands import DEMO, run_lab, table, tensors
 from tests.helpers.examples import examples
+from tests.helpers.rules import WITH_OBJECTIVE, least_lab
 from tests.test_aggregators import Report
 
 LAYOUT: Final = ModelLayout.build(
@@ -176,6 +178,19 @@ def test_steps_are_those_of_a_plain_loop(name: str, momentum: float) -> None:
         optimiser.step()
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", WITH_OBJECTIVE)
+def test_a_model_is_compiled_before_there_are_vectors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda module, **_: module)
+    training_ = {"compile": True, "batch_size": 100, "objective": {"name": WITH_OBJECTIVE[name]}}
+    trainer = Trainer(
+        parse(least_lab(name) | {"training": training_, "model": {"name": "mlp_digits"}}),
+        node="device-0",
+        accelerator="cpu",
+    )
+    trainer.prepare()
+    assert trainer.vectors.shapes
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])

@@ -21,6 +21,7 @@ from deploy.runs.run import STARTED, Run, State
 from deploy.runs.series import flat
 
 GROUP: Final = "fedstrata"  # MLflow's experiment and W&B's project
+LAST: Final = "seconds/elapsed"  # a series that each global round has
 PARAMS_AT_ONCE: Final = 100  # of MLflow
 VALUE_MOST: Final = 500  # characters of an MLflow parameter
 REASON_MOST: Final = 200  # characters of a library's error
@@ -172,7 +173,6 @@ class WandbTracker:
             self._made.finish(exit_code=int(state in (State.FAILED, State.INTERRUPTED)))
 
 
-LAST: Final = "seconds/elapsed"  # in each global round of each run
 TRACKERS: Final[Mapping[str, Callable[[Run, str], Tracker]]] = {
     "tensorboard": TensorBoardTracker,
     "mlflow": MLflowTracker,

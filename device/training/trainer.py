@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from common.aggregation.mixing import Floats
 from common.errors import InvalidExperiment, RunFailed
 from common.experiment import schema
+from common.experiment.objectives import CrossEntropy
 from common.learning import models
 from common.learning.head import head_places
 from common.learning.nets.layers import reseed
@@ -214,9 +215,11 @@ class Trainer:
     def _compile(self) -> None:
         """Take a step with a batch of each size, so that no round's seconds include the compiler's.
 
-        Each training begins with another model, so the steps have no effect.
+        Each training begins with another model, so the steps have no effect. Only the model is compiled, and any
+        objective calls it: cross-entropy needs no vectors.
         """
         made, size = self._prepared, self._experiment.training.batch_size
+        training = self._experiment.training.model_copy(update={"objective": CrossEntropy()})
         try:
             self._move_to(self._accelerator)
             reseed(made.module, 0, self._accelerator)
@@ -229,8 +232,8 @@ class Trainer:
                 made.forward,
                 list(made.module.parameters()),
                 sizes,
-                training=self._experiment.training,
-                learning_rate=self._experiment.training.learning_rate,
+                training=training,
+                learning_rate=training.learning_rate,
                 last_epoch=0,
                 watch=lambda _: None,
                 buffers=list(made.module.buffers()),
