@@ -39,6 +39,7 @@ from common.runtime.world import REAL, World, new_session
 from common.storage.spool import Spool
 
 FAREWELL_S = 10.0
+INTERRUPTED_S = 5.0
 PROGRESS_S = 0.5
 
 
@@ -144,6 +145,10 @@ class CloudAgent:
                 self._folder.finish(down.ledger)
             if isinstance(error, FedstrataError):
                 await self._end_scrapes("failed")
+            elif isinstance(error, asyncio.CancelledError):
+                with suppress(TimeoutError):  # whoever interrupts a run waits for its end
+                    async with asyncio.timeout(INTERRUPTED_S):
+                        await self._metrics.last_discovery()
             raise
         finally:
             evaluator.close()

@@ -8,34 +8,21 @@ the label `tier`, which distinguishes them, all other counts are their sum.
 
 from __future__ import annotations
 
-import asyncio
 import json
-import socket
-import ssl
-import time
-from base64 import b64encode
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from hmac import compare_digest
-from socketserver import ThreadingMixIn
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Info, disable_created_metrics, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from common.metrics_server import REFRESH, TIMEOUT, Heartbeat, MetricsGuard, Scrapes, serve
+
 STATES: Final = ("absent", "init", "ready", "finished", "failed", "disconnected", "lost")
 DISCOVERY: Final = "/sd"
 HEALTH: Final = "/healthz"
-BEAT_S: Final = 1.0
-REQUEST_S: Final = 30.0  # for a client to send its request, and to take each part of the reply
-CERTIFIED: Final = "fedstrata.certified"
-HANGS_S: Final = 30.0  # without a beat: a small board under load is late, too
-SCRAPE_MOST_S: Final = 60.0
-INTERVALS: Final = 3  # without a scrape: on a loaded host one comes late
 
 Reading: TypeAlias = Iterable[tuple[tuple[str, ...], float]]
 
@@ -99,8 +86,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
     ),
     "link_measured_bytes_per_second": Family(
         "gauge",
-        ("tier", "peer", "direction"),
-        "Measured rate of a link to a child: before the run, then of each model received from it in 8 chunks or more",
+        ("tier", "peer", "direction", "source"),
+        "Measured rate of a link to a child: by calibration before the run, or of its last model of 8 chunks or more",
     ),
     "ignored_messages": Family("counter", ("reason",), "Messages refused, by reason"),
     "reconnects": Family("counter", (), "Broken or failed connections to the broker"),
@@ -260,13 +247,11 @@ class Metrics:
             if environ["PATH_INFO"] == DISCOVERY:
                 start_response("200 OK", [("Content-Type", "application/json")])
                 asked = environ.get("HTTP_HOST", "")
-                return self._discoveries.serve(lambda: [json.dumps(self._targets(asked)).encode()])
-            return self._scrapes.serve(lambda: scrape(environ, start_response))
+                known = environ.get(REFRESH, "")
+                return self._discoveries.serve(lambda: [json.dumps(self._targets(asked)).encode()], interval=known)
+            return self._scrapes.serve(lambda: scrape(environ, start_response), interval=environ.get(TIMEOUT, ""))
 
-        server = make_server(host, port, answer, _Server6 if ":" in host else _Server, _Silent)
-        server.tls = guard.tls if guard else None
-        Thread(target=server.serve_forever, name="metrics", daemon=True).start()
-        return int(server.server_port)
+        return serve(answer, host, port, tls=guard.tls if guard else None)
 
     async def last_scrape(self) -> None:
         """Wait for one more scrape if Prometheus scrapes regularly, so that it gets the last values."""
@@ -291,106 +276,3 @@ class Metrics:
     def _counter(self, name: str) -> Counter:
         family = FAMILIES[name]
         return Counter(f"fedstrata_{name}", family.text, (*family.of, *family.labels), registry=self._registry)
-
-
-class Heartbeat:
-    """The time at which an event loop ran last, for the server's thread."""
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._last: float | None = None
-
-    def beat(self) -> None:
-        """Beat now, and then once a BEAT_S, as long as the running event loop runs."""
-        self._last = self._now()
-        asyncio.get_running_loop().call_later(BEAT_S, self.beat)
-
-    def failure(self) -> str:
-        """Return why the process is not healthy; empty if its loop has run in the last HANGS_S."""
-        if self._last is None:
-            return "the event loop has not begun"
-        age_s = self._now() - self._last
-        return f"the event loop last ran {age_s:.1f} s ago" if age_s > HANGS_S else ""
-
-
-class Scrapes:
-    """The times of the requests for /metrics, or for /sd."""
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._last: tuple[float, float] | None = None
-        self._interval_s = 0.0
-        self._awaited: set[tuple[asyncio.AbstractEventLoop, asyncio.Event, float]] = set()
-
-    def serve(self, answer: Callable[[], Iterable[bytes]]) -> Iterator[bytes]:
-        """Yield the body of a response, generated now; the scrape counts once the body has been sent."""
-        begun = self._now()
-        yield from answer()
-        if self._last is not None:
-            self._interval_s = begun - self._last[0]
-        self._last = begun, self._now()
-        for loop, seen, since in list(self._awaited):
-            if begun >= since:
-                loop.call_soon_threadsafe(seen.set)
-
-    def patience_s(self) -> float:
-        """Return how long to wait for the next scrape: INTERVALS, 0 if scrapes have stopped."""
-        if self._last is None or self._now() - self._last[0] > INTERVALS * self._interval_s:
-            return 0.0
-        return min(INTERVALS * self._interval_s, SCRAPE_MOST_S)
-
-    async def wait_for_next(self) -> None:
-        """Wait for a scrape that begins after this call, at most `patience_s`."""
-        wanted = asyncio.get_running_loop(), asyncio.Event(), self._now()
-        self._awaited.add(wanted)
-        try:
-            async with asyncio.timeout(self.patience_s()):
-                await wanted[1].wait()
-        except TimeoutError:
-            pass
-        finally:
-            self._awaited.discard(wanted)
-
-
-@dataclass(frozen=True, slots=True)
-class MetricsGuard:
-    """Who may read the metrics: clients with a certificate that `tls` accepts, or with `login`, name:password."""
-
-    tls: ssl.SSLContext | None
-    login: str = field(default="", repr=False)
-
-    def admits(self, environ: Mapping[str, Any]) -> bool:
-        """Return whether a request may be answered."""
-        if environ[CERTIFIED]:
-            return True
-        wanted = "Basic " + b64encode(self.login.encode()).decode()
-        return bool(self.login) and compare_digest(environ.get("HTTP_AUTHORIZATION", "").encode(), wanted.encode())
-
-
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-    tls: ssl.SSLContext | None = None
-
-    def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept; a client's handshake waits for its own thread."""
-        connection, client = super().get_request()
-        connection.settimeout(REQUEST_S)
-        if self.tls is not None:
-            connection = self.tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
-        return connection, client
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Log nothing: a client that speaks no HTTP or TLS, or goes away."""
-
-
-class _Server6(_Server):
-    address_family = socket.AF_INET6
-
-
-class _Silent(WSGIRequestHandler):
-    def get_environ(self) -> dict[str, Any]:
-        certified = isinstance(self.connection, ssl.SSLSocket) and bool(self.connection.getpeercert())
-        return {**super().get_environ(), CERTIFIED: certified}
-
-    def log_message(self, *_: object) -> None:
-        """Log nothing."""

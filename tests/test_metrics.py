@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import urllib.error
 import urllib.request
 import weakref
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from common.host import machine
 from common.host.nvidia import Gpu, Gpus
-from common.metrics import BEAT_S, FAMILIES, HANGS_S, Heartbeat, Metrics, Scrapes, node_labels
+from common.metrics import FAMILIES, Metrics, node_labels
+from common.metrics_server import BEAT_S, HANGS_S, INTERVALS, SCRAPE_MOST_S, Heartbeat, Scrapes
 from common.net.address import BrokerAddress
 from deploy.cli.serving import serve_metrics
 from deploy.simulation.loop import VirtualLoop
@@ -188,6 +192,41 @@ def test_patience_is_three_intervals_as_long_as_somebody_comes() -> None:
         clock.now += 3600
         list(looks.serve(list))
     assert looks.patience_s() == 60
+
+
+@pytest.mark.parametrize(
+    ("header", "patience_s"),
+    [("5", 15), ("0.5", 1.5), ("", 0), ("often", 0), ("-5", 0), ("nan", 0), ("inf", 0), ("1e9", SCRAPE_MOST_S)],
+)
+def test_one_request_is_enough_if_it_states_its_interval(header: str, patience_s: float) -> None:
+    looks = Scrapes(Hand())
+    list(looks.serve(list, interval=header))
+    assert looks.patience_s() == patience_s
+
+
+def test_the_end_waits_until_the_empty_list_was_fetched_once() -> None:
+    """One earlier request for the targets, by a Prometheus that asks every 20 s, is enough to be waited for."""
+    metrics = Metrics()
+    metrics.serve_targets(lambda asked: [{"targets": ["10.0.0.1:9464"], "labels": {}}])
+    port = metrics.serve("127.0.0.1", 0)
+
+    def ask() -> list[object]:
+        url, every = f"http://127.0.0.1:{port}/sd", {"X-Prometheus-Refresh-Interval-Seconds": "20"}
+        with urllib.request.urlopen(urllib.request.Request(url, headers=every), timeout=10) as answer:
+            found: list[object] = json.load(answer)
+            return found
+
+    async def end() -> list[object]:
+        assert await asyncio.to_thread(ask) != []
+        ending = asyncio.create_task(metrics.last_discovery())
+        await asyncio.sleep(0)
+        assert not ending.done()
+        found = await asyncio.to_thread(ask)
+        async with asyncio.timeout(INTERVALS):
+            await ending
+        return found
+
+    assert asyncio.run(end()) == []
 
 
 def test_a_look_that_began_before_the_end_is_not_the_last() -> None:

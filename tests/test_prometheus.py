@@ -6,17 +6,14 @@ import fcntl
 import json
 import os
 import re
-import shutil
 import subprocess
 import time
-import urllib.parse
-import urllib.request
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
 import yaml
@@ -26,21 +23,32 @@ from common.metrics import FAMILIES
 from deploy.brokers import broker
 from docs.tools.dashboards import DASHBOARDS, dashboard
 from tests.helpers.commands import DEMO, PATIENCE_S, command, sets, table
+from tests.helpers.monitoring import (
+    INTERVAL_S,
+    ROOT,
+    SHIPPED,
+    Prometheus,
+    Row,
+    needs_prometheus,
+    start,
+    start_prometheus,
+    until,
+)
 
-ROOT: Final = Path(__file__).parents[1]
-SHIPPED: Final = ROOT / "deploy" / "prometheus"
 GRAFANA: Final = ROOT / "deploy" / "grafana"
-INTERVAL_S: Final = 2
 GLOBAL_ROUNDS, HELD_ROUND = 8, 6  # the lab holds there until a device that came back was found again
 REGION: Final = "region-0"
 HOME: Final = "institution-0"
-# Slow links, not slow devices, leave the time to kill one: a global round takes a second on any machine.
+# Slow links, not slow devices, leave the time to kill one: a global round takes a second on any machine. Models have
+# more than eight chunks, so that they show the rate of their link.
+MODEL_BYTES: Final = 320_000
 LAB: Final = f"""
 rounds = {GLOBAL_ROUNDS}
+transfer = {{ chunk_bytes = 32768 }}
 links = {{ check = "warn" }}  # a loaded host does not carry what the fast tiers declare
 tiers = [
     {{ name = "core", children = "region", link = "wan-200mbit" }},
-    {{ name = "wan", children = "institution", link = {{ up_mbit = 0.64, down_mbit = 0.64 }} }},
+    {{ name = "wan", children = "institution", link = {{ up_mbit = 5.12, down_mbit = 5.12 }} }},
     {{ name = "lan", fan_out = 3, link = "lan-100mbit" }},
 ]
 """
@@ -48,54 +56,6 @@ PARENTS: Final = {("cloud", "", "cloud"), ("institution", "cloud", REGION), ("in
 ABSENT: Final = ("fedstrata_host_temperature", "fedstrata_gpu_")  # not on every machine
 
 pytestmark = pytest.mark.timeout(300)
-needs_prometheus = pytest.mark.skipif(
-    not (shutil.which("prometheus") and shutil.which("promtool")), reason="prometheus is not installed"
-)
-
-Labels = Mapping[str, str]
-Row = tuple[Labels, float]
-
-
-class Prometheus:
-    """A running one, asked by HTTP."""
-
-    def __init__(self, port: int) -> None:
-        self._url = f"http://127.0.0.1:{port}"
-
-    def get(self, path: str, **query: str) -> Any:
-        """Return the data of an answer; what is wrong with a query is in the error."""
-        with urllib.request.urlopen(f"{self._url}{path}?{urllib.parse.urlencode(query)}", timeout=10) as answer:
-            return json.load(answer)["data"]
-
-    def query(self, expr: str) -> list[Row]:
-        """Return the series of an expression now."""
-        found = self.get("/api/v1/query", query=expr)
-        if found["resultType"] == "scalar":
-            return [({}, float(found["result"][1]))]
-        return [(row["metric"], float(row["value"][1])) for row in found["result"]]
-
-    def healthy(self) -> set[tuple[str, str, str]]:
-        """Return role, parent and node of each target that answers."""
-        targets = self.get("/api/v1/targets", state="active")["activeTargets"]
-        labels = [target["labels"] for target in targets if target["health"] == "up"]
-        return {(each["role"], each.get("parent", ""), each.get("node", "")) for each in labels}
-
-    def firing(self) -> set[str]:
-        """Return the names of the alerts that fire."""
-        return {labels["alertname"] for labels, _ in self.query('ALERTS{alertstate="firing"}')}
-
-    def last(self) -> dict[str, list[Row]]:
-        """Return what was seen last, of roles that have ended too."""
-        names = {"round": "", "phase_seconds": "_total", "payload_bytes": "_total", "message_bytes": "_total"}
-        return {name: self.query(f"last_over_time(fedstrata_{name}{end}[10m])") for name, end in names.items()}
-
-    def answers(self) -> bool:
-        """Return whether it is ready."""
-        try:
-            with urllib.request.urlopen(f"{self._url}/-/ready", timeout=10):
-                return True
-        except OSError:
-            return False
 
 
 @dataclass
@@ -107,17 +67,6 @@ class Story:
     last: dict[str, list[Row]] = field(default_factory=dict)
     alerts: set[str] = field(default_factory=set)  # at the end
     folder: Path = Path()
-
-
-def until(what: Callable[[], Any], *others: subprocess.Popen[bytes]) -> Any:
-    """Return the first true value of what is asked again and again; the other processes go on meanwhile."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not (value := what()):
-        assert time.monotonic() < deadline, what
-        ended = [process for process in others if process.poll() is not None]
-        assert not ended, [process.communicate()[1].decode() for process in ended]
-        time.sleep(0.1)
-    return value
 
 
 def expressions() -> dict[str, str]:
@@ -156,31 +105,6 @@ def filled(where: str, expr: str, run: str) -> str:
     return re.sub(r"\$(\w+)", lambda match: values[match[1]], expr)
 
 
-def configure(folder: Path, *, cloud: int) -> Path:
-    """Write what is shipped, for a cloud at another port and with shorter intervals."""
-    for file in ("rules.yml", "alerts.yml"):
-        shutil.copy(SHIPPED / file, folder / file)
-    config = folder / "prometheus.yml"
-    text = (SHIPPED / "prometheus.yml").read_text()
-    config.write_text(text.replace("127.0.0.1:9464", f"127.0.0.1:{cloud}").replace(": 5s", f": {INTERVAL_S}s"))
-    return config
-
-
-def start(stack: ExitStack, *words: str | Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(list(map(str, words)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env)
-    stack.enter_context(process)
-    stack.callback(process.kill)
-    return process
-
-
-def start_prometheus(stack: ExitStack, folder: Path, *, port: int, cloud: int) -> int:
-    start(
-        stack, "prometheus", f"--config.file={configure(folder, cloud=cloud)}",
-        f"--storage.tsdb.path={folder / 'tsdb'}", f"--web.listen-address=127.0.0.1:{port}", "--log.level=error",
-    )  # fmt: skip
-    return port
-
-
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     """Play a lab of 1 + 1 + 1 + 3; one device comes late, is killed in the midst, and comes again."""
@@ -190,7 +114,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         port, cloud_port = free_port(), free_port()
         held = stack.enter_context((home / "held").open("w"))
         fcntl.flock(held, fcntl.LOCK_EX)
-        env = {**os.environ, "NULL_LAB_HOLD": f"{HELD_ROUND}:{held.name}"}
+        env = {**os.environ, "NULL_LAB_HOLD": f"{HELD_ROUND}:{held.name}", "NULL_LAB_BYTES": str(MODEL_BYTES)}
 
         def role(*words: str | Path) -> subprocess.Popen[bytes]:
             return start(stack, *command(*words, "--broker", f"{served.host}:{served.port}", null=True), env=env)

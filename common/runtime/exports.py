@@ -49,9 +49,13 @@ def export_parent(metrics: Metrics, parent: ParentEndpoint, node: NodeLabels, *,
     def measured() -> Reading:
         for name in parent.peers:
             before = ledger.measured.get(name, Measured())
-            for direction, rate in (("sent", before.down), ("received", session.rates.get(name, before.up))):
+            for direction, source, rate in (
+                ("sent", "calibration", before.down),
+                ("received", "calibration", before.up),
+                ("received", "models", session.rates.get(name)),
+            ):
                 if rate:
-                    yield (name, direction), rate
+                    yield (name, direction, source), rate
 
     def up() -> Reading:
         return [((name,), UP[state]) for name, state in coordinator.states().items() if state in UP]

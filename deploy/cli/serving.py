@@ -13,7 +13,8 @@ from common.errors import InvalidExperiment
 from deploy.console import logs
 
 if TYPE_CHECKING:
-    from common.metrics import Metrics, MetricsGuard
+    from common.metrics import Metrics
+    from common.metrics_server import MetricsGuard
     from common.net.address import BrokerAddress
 
 METRICS: Final = "127.0.0.1:0"
@@ -66,7 +67,7 @@ def serve_metrics(address: str, *, broker: BrokerAddress, insecure: bool) -> tup
 
 def _guard(address: str, broker: BrokerAddress, *, insecure: bool) -> MetricsGuard | None:
     """Return the guard of an address that others reach; None if everybody may read, as --insecure allows."""
-    from common.metrics import MetricsGuard
+    from common.metrics_server import MetricsGuard
     from common.net.tls import OPTIONAL
 
     own = broker.tls

@@ -6,7 +6,7 @@ bit for bit. No process imports torch, which takes seconds.
 
 With NULL_LAB_HOLD=ROUND:FILE devices train from this local round on only when nobody has locked FILE. With
 NULL_LAB_SPLIT=DEVICE:DIGEST a device has this split of the data. With NULL_LAB_EVALUATOR=real the cloud has its own
-evaluator, and so needs the data, and torch.
+evaluator, and so needs the data, and torch. NULL_LAB_BYTES is the size of a model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from common.host.memory import frozen_imports
 
 COMMAND = (sys.executable, str(Path(__file__).resolve()))
-MODEL_BYTES = 40_000
+MODEL_BYTES = int(os.environ.get("NULL_LAB_BYTES", "40000"))
 
 
 def simulate(command: str) -> None:
