@@ -111,7 +111,7 @@ class CloudAgent:
         )
         export_parent(self._metrics, down, LABELS, tier=tier.name)
         facts = {"run": self._folder.run, "experiment": experiment.name, "digest": experiment.digest}
-        facts["algorithm"] = tier.aggregation.name
+        facts |= {"algorithm": tier.aggregation.name, "folder": self._folder.path.name}
         self._metrics.introduce(LABELS, facts, phases=GLOBAL_PHASES)
         self._metrics.run_is(LABELS, "running")
 

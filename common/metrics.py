@@ -66,7 +66,7 @@ class Family(NamedTuple):
 RUN_STATES: Final = ("running", "finished", "failed")
 LINK: Final = ("tier", "peer", "direction", "kind")
 FAMILIES: Final[Mapping[str, Family]] = {
-    "run": Family("info", (), "Facts of the run, as labels"),
+    "run": Family("info", (), "Facts of the run, as labels: its experiment, algorithm, and at the cloud its folder"),
     "run_state": Family("gauge", ("state",), "Whether the run is in this state (1) or not (0), at the cloud"),
     "round": Family("gauge", (), "Rounds closed by this node; at the cloud the global rounds of the whole run"),
     "round_timestamp_seconds": Family("gauge", (), "When the last round closed, by this host's clock, for annotations"),
@@ -111,6 +111,16 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "host_memory_bytes": Family("gauge", ("host",), "Memory of the host", ()),
     "host_memory_available_bytes": Family("gauge", ("host",), "Available memory of the host", ()),
     "host_temperature_celsius": Family("gauge", ("host", "sensor"), "Temperature of a thermal zone", ()),
+    "energy_joules": Family(
+        "counter",
+        ("host", "source", "part"),
+        "Energy of the host's processors, GPUs or rails, by all processes",
+        (),
+    ),
+    "disk_used_bytes": Family(
+        "gauge", ("host", "folder"), "Disk that the files of a role's folder take: its spool, the cloud's runs", ()
+    ),
+    "disk_free_bytes": Family("gauge", ("host", "folder"), "Free bytes of that folder's file system", ()),
     "gpu_memory_bytes": Family("gauge", ("host", "gpu"), "Memory of a GPU", ()),
     "gpu_memory_used_bytes": Family("gauge", ("host", "gpu"), "Used memory of a GPU, by all processes", ()),
     "gpu_busy_ratio": Family(

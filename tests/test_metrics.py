@@ -308,6 +308,10 @@ class Driver:
     def nvmlDeviceGetTemperature(self, handle: object, sensor: int, celsius: object) -> int:
         return 3  # not supported
 
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: object, millijoules: object) -> int:
+        millijoules._obj.value = 1_234_500  # type: ignore[attr-defined]
+        return 0
+
 
 def test_gpus_tell_what_they_know() -> None:
-    assert Gpus(Driver()).states() == [Gpu(0, 80 << 30, 3 << 30, 0.25, None)]
+    assert Gpus(Driver()).states() == [Gpu(0, 80 << 30, 3 << 30, 0.25, None, 1234.5)]

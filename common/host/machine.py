@@ -1,4 +1,4 @@
-"""CPU, memory and temperature from Linux's /proc and /sys; no values where these are absent."""
+"""CPU, memory, temperature, energy and disk of the host, from Linux's /proc and /sys; absent where unknown."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Final
 
 from common.host import nvidia
+from common.host.energy import EnergyMeter, pmic
 from common.host.nvidia import Gpu, Gpus
+from common.host.usage import FolderUsage
 from common.metrics import Metrics, Reading
 
 MODES: Final = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")  # of /proc/stat, in its order
@@ -23,18 +25,32 @@ GPU: Final[Mapping[str, Callable[[Gpu], float | None]]] = {
 }
 
 
-def export_machine(metrics: Metrics, *, proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> None:
-    """Export the metrics of this process, its host and the host's GPUs, as far as this platform provides them."""
+def export_machine(
+    metrics: Metrics,
+    *,
+    folders: Mapping[str, Path] | None = None,
+    proc: Path = Path("/proc"),
+    sys: Path = Path("/sys"),
+) -> None:
+    """Export the metrics of this process, its host and the host's GPUs, as far as this platform provides them.
+
+    `folders`: those whose disk usage is exported, by what they hold.
+    """
+    host = platform.node()
+    usages = {name: FolderUsage(folder) for name, folder in (folders or {}).items()}
+    metrics.watch("disk_used_bytes", (host,), partial(_of_folders, usages, FolderUsage.used_bytes))
+    metrics.watch("disk_free_bytes", (host,), partial(_of_folders, usages, FolderUsage.free_bytes))
     if not (proc / "self" / "stat").exists():
         return
-    host = platform.node()
     metrics.watch("process_cpu_seconds", (), _CpuTime(proc).read)
     metrics.watch("process_resident_bytes", (), lambda: [((), _resident_bytes(proc))])
     metrics.watch("host_cpu_seconds", (host,), lambda: _host_cpu(proc))
     metrics.watch("host_memory_bytes", (host,), lambda: _memory(proc, "MemTotal"))
     metrics.watch("host_memory_available_bytes", (host,), lambda: _memory(proc, "MemAvailable"))
     metrics.watch("host_temperature_celsius", (host,), lambda: _temperatures(sys))
-    if (gpus := nvidia.find()) is not None:
+    gpus = nvidia.find()
+    metrics.watch("energy_joules", (host,), EnergyMeter(sys, gpus, power=pmic()).read)
+    if gpus is not None:
         for name, read in GPU.items():
             metrics.watch(name, (host,), partial(_of_gpus, gpus, read))
 
@@ -96,6 +112,10 @@ def _temperatures(sys: Path) -> Reading:
 
 def _of_gpus(gpus: Gpus, read: Callable[[Gpu], float | None]) -> Reading:
     return [((str(gpu.index),), value) for gpu in gpus.states() if (value := read(gpu)) is not None]
+
+
+def _of_folders(usages: Mapping[str, FolderUsage], read: Callable[[FolderUsage], int | None]) -> Reading:
+    return [((name,), value) for name, usage in usages.items() if (value := read(usage)) is not None]
 
 
 def _listed(folder: Path) -> list[Path]:

@@ -1,6 +1,6 @@
 """NVIDIA GPUs by NVML, the library of the driver: needs no GPU context and no Python package.
 
-Declarations follow nvml.h of CUDA 12. The functions and structures used here exist in every driver since 2013.
+Declarations follow nvml.h of CUDA 12. The functions and structures used here exist in every driver since 2017.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class Gpu:
     used_bytes: int | None
     busy: float | None
     celsius: int | None
+    joules: float | None  # since the driver was loaded
 
 
 class _Memory(ctypes.Structure):
@@ -52,17 +53,19 @@ class Gpus:
         return [self._state(index, handle) for index, handle in enumerate(self._handles)]
 
     def _state(self, index: int, handle: ctypes.c_void_p) -> Gpu:
-        memory, used, celsius = _Memory(), _Utilization(), ctypes.c_uint()
+        memory, used, celsius, millijoules = _Memory(), _Utilization(), ctypes.c_uint(), ctypes.c_ulonglong()
         library, by = self._library, ctypes.byref
         has_memory = library.nvmlDeviceGetMemoryInfo(handle, by(memory)) == _SUCCESS
         has_use = library.nvmlDeviceGetUtilizationRates(handle, by(used)) == _SUCCESS
         warm = library.nvmlDeviceGetTemperature(handle, _TEMPERATURE_OF_CHIP, by(celsius)) == _SUCCESS
+        counts = library.nvmlDeviceGetTotalEnergyConsumption(handle, by(millijoules)) == _SUCCESS
         return Gpu(
             index,
             memory.total if has_memory else None,
             memory.used if has_memory else None,
             used.gpu / 100 if has_use else None,
             celsius.value if warm else None,
+            millijoules.value / 1e3 if counts else None,
         )
 
 

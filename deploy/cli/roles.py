@@ -133,7 +133,8 @@ def cloud(
                 chosen = parse(tree)
             for node in (each for each in chosen.tree.nodes if each in old):
                 raise InvalidExperiment("node", node, old[node], "Or leave it out of the experiment.")
-        registry, address = serve_metrics(metrics, broker=where, insecure=insecure)
+        folders = {"runs": runs, "spool": spool_folder(spool)}
+        registry, address = serve_metrics(metrics, broker=where, insecure=insecure, folders=folders)
         folder = RunFolder.reopen(resume) if resume else RunFolder.create(runs, chosen)
         with show(json_lines=output == "json") as observe:
             agent = CloudAgent(
@@ -145,7 +146,7 @@ def cloud(
                 metrics=registry,
                 metrics_address=address,
                 observe=observe,
-                spool=spool_folder(spool),
+                spool=folders["spool"],
             )
             await run_agent("cloud", agent.run())
 
@@ -188,7 +189,8 @@ def institution(
     async def take_part() -> None:
         upward = login.address(broker, node=name)
         warn_of_end(upward)
-        registry, address = serve_metrics(metrics, broker=upward, insecure=insecure)
+        folders = {"spool": spool_folder(spool)}
+        registry, address = serve_metrics(metrics, broker=upward, insecure=insecure, folders=folders)
         agent = InstitutionAgent(
             name,
             parent=parent,
@@ -198,7 +200,7 @@ def institution(
             connect_timeout_s=connect_timeout,
             metrics=registry,
             metrics_address=address,
-            spool=spool_folder(spool),
+            spool=folders["spool"],
             allow=allow or (),
             data=data,
             data_root=data_root,
@@ -280,7 +282,8 @@ def device(
         places = {each: login.address(where, node=each) for each, where in zip(name, addresses, strict=True)}
         first = places[name[0]]
         warn_of_end(first)
-        registry, address = serve_metrics(metrics, broker=first, insecure=insecure)
+        folders = {"spool": spool_folder("auto" if spool == "none" else spool)}  # with what a method keeps
+        registry, address = serve_metrics(metrics, broker=first, insecure=insecure, folders=folders)
         count, stays = None if slots == "auto" else int(slots), _stays(once)
         async with Pool(accelerator=accelerator, slots=count, devices=len(name)) as pool:
             agents = {
@@ -294,7 +297,7 @@ def device(
                     metrics=registry,
                     metrics_address=address,
                     spool=spool_folder(spool),
-                    states=spool_folder("auto" if spool == "none" else spool),
+                    states=folders["spool"],
                     allow=allow or (),
                     data=data,
                     data_root=data_root,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
@@ -36,12 +37,15 @@ Insecure: TypeAlias = Annotated[
 ]
 
 
-def serve_metrics(address: str, *, broker: BrokerAddress, insecure: bool) -> tuple[Metrics, str]:
+def serve_metrics(
+    address: str, *, broker: BrokerAddress, insecure: bool, folders: Mapping[str, Path | None] | None = None
+) -> tuple[Metrics, str]:
     """Serve /metrics and /healthz at an address, host:port; return the registry, and the address to publish.
 
     Beyond this machine by TLS with the certificate for the broker, to clients with a certificate of its authority or
     the login in the file FEDSTRATA_METRICS_LOGIN_FILE. The health is that of the running event loop. For a wildcard
-    host the published address is the local one that reaches the broker. Raises InvalidExperiment.
+    host the published address is the local one that reaches the broker. `folders`: those whose disk usage is served, by
+    what they hold; None: there is none. Raises InvalidExperiment.
     """
     from common.host.machine import export_machine
     from common.metrics import Metrics
@@ -53,7 +57,7 @@ def serve_metrics(address: str, *, broker: BrokerAddress, insecure: bool) -> tup
         raise InvalidExperiment("--metrics", address, "not host:port", "Use a free host:port, or port 0.")
     registry, host = Metrics(), host.strip("[]")
     guard = None if is_loopback(host) else _guard(address, broker, insecure=insecure)
-    export_machine(registry)
+    export_machine(registry, folders={name: path for name, path in (folders or {}).items() if path is not None})
     try:
         found = registry.serve(host, int(port), guard)
     except OSError as error:

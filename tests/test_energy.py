@@ -1,0 +1,174 @@
+"""Energy and disk of a host, read from files and outputs as Linux, the Raspberry Pi and NVIDIA's driver have them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from common.host import energy
+from common.host.energy import GAP_MOST_S, EnergyMeter, PowerIntegral, pmic, rails_watts
+from common.host.nvidia import Gpus
+from common.host.usage import REST_S, FolderUsage
+from tests.test_metrics import Driver, Hand
+
+RANGE: int = 262_143_328_850  # microjoules, of many processors
+# `vcgencmd pmic_read_adc` of a Raspberry Pi 5, shortened: the last three have no current.
+RECORDED = """\
+     3V7_WL_SW_A current(0)=0.09174404A
+       3V3_SYS_A current(1)=0.07417228A
+      VDD_CORE_A current(7)=2.13120000A
+     3V7_WL_SW_V volt(8)=3.69432000V
+       3V3_SYS_V volt(9)=3.30934400V
+      VDD_CORE_V volt(15)=0.72155920V
+         EXT5V_V volt(24)=5.10464000V
+          BATT_V volt(25)=0.00488400V
+            HDMI_V volt(23)=5.08710000V
+"""
+
+
+def zone(root: Path, folder: str, name: str, microjoules: int | str) -> Path:
+    """Write a zone as /sys/class/powercap has it; return its counter."""
+    path = root / "class" / "powercap" / folder
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "name").write_text(f"{name}\n")
+    (path / "max_energy_range_uj").write_text(f"{RANGE}\n")
+    (path / "energy_uj").write_text(f"{microjoules}\n")
+    return path / "energy_uj"
+
+
+def test_packages_and_their_memory_are_counted_through_a_wrap(tmp_path: Path) -> None:
+    package = zone(tmp_path, "intel-rapl:0", "package-0", RANGE - 1_000_000)
+    memory = zone(tmp_path, "intel-rapl:0:1", "dram", 5_000_000)
+    zone(tmp_path, "intel-rapl:0:0", "core", 77)  # a part of the package
+    zone(tmp_path, "intel-rapl:1", "psys", 99)  # contains the package
+    zone(tmp_path, "intel-rapl-mmio:0", "package-0", 55)  # the same package by another way
+    meter = EnergyMeter(tmp_path, None)
+    assert dict(meter.read()) == {("rapl", "package-0"): 0.0, ("rapl", "dram-0"): 0.0}
+    memory.write_text("6500000\n")
+    package.write_text("2000000\n")
+    assert dict(meter.read()) == {("rapl", "package-0"): 3.0, ("rapl", "dram-0"): 1.5}
+    package.write_text("2250000\n")
+    assert dict(meter.read())["rapl", "package-0"] == 3.25
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root reads every file")
+def test_counters_of_root_alone_are_absent(tmp_path: Path) -> None:
+    zone(tmp_path, "intel-rapl:0", "package-0", 1).chmod(0)
+    assert dict(EnergyMeter(tmp_path, None).read()) == {}
+
+
+@pytest.mark.parametrize("content", ["", "n/a", "-5"])
+def test_counters_that_cannot_be_read_are_absent(content: str, tmp_path: Path) -> None:
+    counter = zone(tmp_path, "intel-rapl:0", "package-0", content)
+    meter = EnergyMeter(tmp_path, None)
+    assert dict(meter.read()) == {}
+    counter.unlink()
+    counter.mkdir()  # any OSError
+    assert dict(meter.read()) == {}
+
+
+def test_a_host_without_any_source_has_no_energy(tmp_path: Path) -> None:
+    assert dict(EnergyMeter(tmp_path, None).read()) == {}
+
+
+def test_gpus_have_the_counter_of_their_driver(tmp_path: Path) -> None:
+    assert dict(EnergyMeter(tmp_path, Gpus(Driver())).read()) == {("nvml", "gpu-0"): 1234.5}
+
+
+def test_the_rails_of_a_raspberry_pi_5_are_added() -> None:
+    watts = 0.09174404 * 3.69432 + 0.07417228 * 3.309344 + 2.1312 * 0.7215592
+    assert rails_watts(RECORDED) == pytest.approx(watts)
+    assert rails_watts('error=1 error_msg="Command not registered"\n') is None  # a Raspberry Pi 4
+    assert rails_watts("") is None
+
+
+def test_power_is_integrated_between_readings_but_not_over_long_gaps() -> None:
+    clock = Hand()
+    watts: list[float | None] = [4.0, 8.0, None, 8.0, 100.0, 2.0]
+    integral = PowerIntegral(lambda: watts.pop(0), clock)
+    found = []
+    for step_s in (0, 5, 5, 5, GAP_MOST_S + 1, 1):
+        clock.now += step_s
+        found.append(integral.joules())
+    assert found == [0.0, 30.0, None, 110.0, 110.0, 161.0]
+
+
+def script(folder: Path, text: str) -> Path:
+    """Write a `vcgencmd`."""
+    path = folder / "vcgencmd"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "known"),
+    [
+        (f"test $1 = pmic_read_adc || exit 1\ncat <<'END'\n{RECORDED}END", True),
+        ("echo 'error=1 error_msg=\"Command not registered\"'; exit 255", False),
+        ("exec sleep 60", False),
+    ],
+)
+def test_the_power_chip_is_asked_where_there_is_one(
+    text: str, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script(tmp_path, text)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(energy, "PATIENCE_S", 0.3 if "sleep" in text else 10.0)
+    power = pmic()
+    assert (power is not None) is known
+    if power is not None:
+        assert set(dict(EnergyMeter(tmp_path, None, power=power).read())) == {("pmic", "rails")}
+
+
+def test_a_machine_without_vcgencmd_has_no_power_chip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert pmic() is None
+
+
+def files(folder: Path, sizes: dict[str, int]) -> None:
+    for name, size in sizes.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        with (folder / name).open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+
+
+def test_the_disk_of_a_folder_is_counted_now_and_then(tmp_path: Path) -> None:
+    clock, folder = Hand(), tmp_path / "runs"
+    usage = FolderUsage(folder, clock)
+    assert usage.used_bytes() is None and usage.free_bytes() is None
+    files(folder, {"a": 8192, "run/deep/b": 16384})
+    (tmp_path / "elsewhere").write_bytes(bytes(1 << 20))
+    (folder / "link").symlink_to(tmp_path / "elsewhere")
+    (folder / "loop").symlink_to(folder)
+    free = usage.free_bytes()
+    assert free is not None and free > 0
+    assert usage.used_bytes() == 8192 + 16384
+    files(folder, {"c": 4096})
+    assert usage.used_bytes() == 8192 + 16384, "counted again too early"
+    clock.now += REST_S
+    assert usage.used_bytes() == 8192 + 16384 + 4096
+
+
+def test_a_folder_that_takes_long_to_count_is_counted_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, counts = Hand(), 0
+
+    def count(_: Path) -> int:
+        nonlocal counts
+        counts += 1
+        clock.now += 10
+        return counts
+
+    monkeypatch.setattr("common.host.usage._bytes_below", count)
+    usage = FolderUsage(tmp_path, clock)
+    reads: list[Callable[[], int | None]] = [usage.used_bytes] * 3
+    found = []
+    for read in reads:
+        found.append(read())
+        clock.now += 300
+    assert found == [1, 1, 2]
