@@ -17,11 +17,14 @@ from typing import Final
 
 import pytest
 import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import Dashboard as GrafanaDashboard
 
 from common.host.processes import free_port
 from common.metrics import FAMILIES
 from deploy.brokers import broker
-from docs.tools.dashboards import DASHBOARDS, dashboard
+from docs.tools.dashboards import DASHBOARDS, PrometheusAnnotation, dashboard
+from docs.tools.dashboards.panel import Panel
 from tests.helpers.commands import DEMO, PATIENCE_S, command, sets, table
 from tests.helpers.monitoring import (
     INTERVAL_S,
@@ -53,7 +56,7 @@ tiers = [
 ]
 """
 PARENTS: Final = {("cloud", "", "cloud"), ("institution", "cloud", REGION), ("institution", REGION, HOME)}
-ABSENT: Final = ("fedstrata_host_temperature", "fedstrata_gpu_")  # not on every machine
+ABSENT: Final = ("fedstrata_host_temperature", "fedstrata_gpu_", "fedstrata_energy_")  # not on every machine
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -88,7 +91,9 @@ def expressions() -> dict[str, str]:
         for mark in made["annotations"]["list"]:
             found[f"{name}: {mark['name']}"] = truth(mark["expr"])
         for variable in made["templating"]["list"]:
-            match = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["definition"])
+            if variable["type"] == "textbox":
+                continue
+            match = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]["query"])
             assert match is not None, variable
             found[f"{name}: ${variable['name']}"] = f"count by ({match[2]}) ({match[1]})"
     return found
@@ -268,6 +273,44 @@ def test_dashboards_are_what_the_code_makes(name: str) -> None:
     assert kept == dashboard(name), "write them anew: python -m docs.tools.dashboards deploy/grafana/dashboards"
 
 
+PANELS: Final = [
+    pytest.param(panel, id=f"{name}: {panel.title}") for name, (_, _, panels) in DASHBOARDS.items() for panel in panels
+]
+
+
+@pytest.mark.parametrize("panel", PANELS)
+def test_a_panel_explains_itself(panel: Panel) -> None:
+    """The description states what it shows, its unit, each metric that it comes from, and what to do."""
+    shows, origin, remedy = panel.description.split("\n\n")
+    assert all(text[0].isupper() or text[0] == "`" for text in (shows, remedy))
+    assert all(text.endswith(".") and len(text.split()) >= 5 for text in (shows, remedy)), "sentences"
+    assert shows != remedy and origin.startswith("Unit: ")
+    asked = {name for expr, _ in panel.queries for name in re.findall(r"fedstrata[_:]\w+", expr)}
+    assert all(name in origin for name in asked) and "`" in origin
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_dashboards_are_read_by_grafanas_types_and_lose_nothing(name: str) -> None:
+    """What is committed holds nothing that the types of Grafana's schema do not know, but two keys of Prometheus."""
+    kept = json.loads((GRAFANA / "dashboards" / f"{name}.json").read_text(encoding="utf-8"))
+    read = json.loads(json.dumps(GrafanaDashboard.from_json(kept), cls=JSONEncoder))
+    for mark in kept["annotations"]["list"]:
+        for key in PrometheusAnnotation.OWN:
+            mark.pop(key, None)
+    assert read == kept and kept["schemaVersion"] == GrafanaDashboard().schema_version
+
+
+def test_a_run_links_to_its_report_by_labels_that_exist() -> None:
+    (panel,) = (panel for panel in DASHBOARDS["lab"][2] if panel.link)
+    _, url = panel.link or ("", "")
+    (label,) = re.findall(r"\$\{__field\.labels\.(\w+)\}", url)
+    (variable,) = re.findall(r"\$\{(\w+)\}", url)
+    made = json.loads(dashboard("lab"))
+    assert variable in {each["name"] for each in made["templating"]["list"]}
+    assert url.endswith("/report.html")
+    assert all(re.search(rf"by \([^)]*\b{label}\b", expr) for expr, _ in panel.queries)
+
+
 def test_panels_stand_beside_each_other_and_have_names_of_their_own() -> None:
     assert {path.stem for path in (GRAFANA / "dashboards").glob("*.json")} == set(DASHBOARDS)
     (source,) = yaml.safe_load((GRAFANA / "provisioning" / "datasources" / "prometheus.yml").read_text())["datasources"]
@@ -278,7 +321,7 @@ def test_panels_stand_beside_each_other_and_have_names_of_their_own() -> None:
         for panel in made["panels"]:
             at = panel["gridPos"]
             cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
-            assert not cells & taken and at["x"] + at["w"] <= 24
+            assert not cells & taken and at["x"] + at["w"] <= 24 and panel["description"]
             taken |= cells
             assert all(each["datasource"]["uid"] == source["uid"] for each in (panel, *panel["targets"]))
         assert len({panel["id"] for panel in made["panels"]}) == len(made["panels"])
