@@ -78,7 +78,7 @@ class Site:
         )  # fmt: skip
         start_prometheus(stack, home, port=prometheus, cloud=self._cloud, alertmanager=self._manager)
         rules = home / "alerts.yml"
-        rules.write_text(re.sub(r"for: (15|30)s", "for: 3s", rules.read_text()))
+        rules.write_text(re.sub(r"for: [23]0s", "for: 3s", rules.read_text()))
         self.prometheus = Prometheus(prometheus)
         until(self.prometheus.answers)
 

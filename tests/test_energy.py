@@ -12,21 +12,10 @@ from common.host import energy
 from common.host.energy import GAP_MOST_S, EnergyMeter, PowerIntegral, pmic, rails_watts
 from common.host.nvidia import Gpus
 from common.host.usage import REST_S, FolderUsage
+from tests.helpers.energy import RECORDED, REPORTS, vcgencmd
 from tests.test_metrics import Driver, Hand
 
 RANGE: int = 262_143_328_850  # microjoules, of many processors
-# `vcgencmd pmic_read_adc` of a Raspberry Pi 5, shortened: the last three have no current.
-RECORDED = """\
-     3V7_WL_SW_A current(0)=0.09174404A
-       3V3_SYS_A current(1)=0.07417228A
-      VDD_CORE_A current(7)=2.13120000A
-     3V7_WL_SW_V volt(8)=3.69432000V
-       3V3_SYS_V volt(9)=3.30934400V
-      VDD_CORE_V volt(15)=0.72155920V
-         EXT5V_V volt(24)=5.10464000V
-          BATT_V volt(25)=0.00488400V
-            HDMI_V volt(23)=5.08710000V
-"""
 
 
 def zone(root: Path, folder: str, name: str, microjoules: int | str) -> Path:
@@ -96,18 +85,10 @@ def test_power_is_integrated_between_readings_but_not_over_long_gaps() -> None:
     assert found == [0.0, 30.0, None, 110.0, 110.0, 161.0]
 
 
-def script(folder: Path, text: str) -> Path:
-    """Write a `vcgencmd`."""
-    path = folder / "vcgencmd"
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return path
-
-
 @pytest.mark.parametrize(
     ("text", "known"),
     [
-        (f"test $1 = pmic_read_adc || exit 1\ncat <<'END'\n{RECORDED}END", True),
+        (REPORTS, True),
         ("echo 'error=1 error_msg=\"Command not registered\"'; exit 255", False),
         ("exec sleep 60", False),
     ],
@@ -115,7 +96,7 @@ def script(folder: Path, text: str) -> Path:
 def test_the_power_chip_is_asked_where_there_is_one(
     text: str, known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script(tmp_path, text)
+    vcgencmd(tmp_path, text)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(energy, "PATIENCE_S", 0.3 if "sleep" in text else 10.0)
     power = pmic()

@@ -26,6 +26,7 @@ from deploy.brokers import broker
 from docs.tools.dashboards import DASHBOARDS, PrometheusAnnotation, dashboard
 from docs.tools.dashboards.panel import Panel
 from tests.helpers.commands import DEMO, PATIENCE_S, command, sets, table
+from tests.helpers.energy import vcgencmd
 from tests.helpers.monitoring import (
     INTERVAL_S,
     ROOT,
@@ -56,7 +57,7 @@ tiers = [
 ]
 """
 PARENTS: Final = {("cloud", "", "cloud"), ("institution", "cloud", REGION), ("institution", REGION, HOME)}
-ABSENT: Final = ("fedstrata_host_temperature", "fedstrata_gpu_", "fedstrata_energy_")  # not on every machine
+ABSENT: Final = ("fedstrata_host_temperature", "fedstrata_gpu_")  # not on every machine
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -119,7 +120,13 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
         port, cloud_port = free_port(), free_port()
         held = stack.enter_context((home / "held").open("w"))
         fcntl.flock(held, fcntl.LOCK_EX)
-        env = {**os.environ, "NULL_LAB_HOLD": f"{HELD_ROUND}:{held.name}", "NULL_LAB_BYTES": str(MODEL_BYTES)}
+        path = f"{vcgencmd(home).parent}:{os.environ['PATH']}"  # a Raspberry Pi 5, so that there is an energy
+        env = {
+            **os.environ,
+            "PATH": path,
+            "NULL_LAB_HOLD": f"{HELD_ROUND}:{held.name}",
+            "NULL_LAB_BYTES": str(MODEL_BYTES),
+        }
 
         def role(*words: str | Path) -> subprocess.Popen[bytes]:
             return start(stack, *command(*words, "--broker", f"{served.host}:{served.port}", null=True), env=env)
