@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from cloud.energy import energy_noted
 from cloud.evaluator import Accuracy, Beginning, Evaluator
 from cloud.global_rounds import LABELS
 from cloud.links import tier_bytes
@@ -18,6 +19,7 @@ from common.aggregation.extras import link_layouts
 from common.errors import FedstrataError, StorageFailed
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
+from common.host.energy import EnergyMeter
 from common.host.offload import offload
 from common.metrics import Metrics
 from common.model.layout import Row
@@ -60,7 +62,7 @@ class CloudAgent:
     """One run's cloud, in a lab of its broker.
 
     `observe` is called with every event as it happens: a name and facts that JSON can hold. `evaluator` builds the
-    model evaluator from the experiment and the run's folder.
+    model evaluator from the experiment and the run's folder. `energy`: of this host, None: it is not recorded.
     """
 
     def __init__(
@@ -77,8 +79,10 @@ class CloudAgent:
         spool: Path | None = None,
         evaluator: Callable[[Experiment, Path], ModelEvaluator] = Evaluator,
         world: World = REAL,
+        energy: EnergyMeter | None = None,
     ) -> None:
         self._folder = folder
+        self._energy = energy
         self._broker = broker
         self._resume = resume
         self._connect_timeout_s = connect_timeout_s
@@ -212,7 +216,8 @@ class CloudAgent:
             await down.measure(experiment.links)
         showing = asyncio.create_task(self._show_progress(down), name="progress")
         try:
-            return await run.run()
+            async with energy_noted(self._folder, self._energy):
+                return await run.run()
         finally:
             showing.cancel()
 

@@ -115,6 +115,17 @@ class RunFolder:
         path = self.path / "manifest.json"
         _replace(path, json.dumps(json.loads(path.read_text(encoding="utf-8")) | facts, indent=2) + "\n")
 
+    def add_energy(self, joules: Mapping[str, float], *, seconds: float) -> None:
+        """Add this host's energy by source and part to that of earlier processes of the run. Raises StorageFailed."""
+        if not joules:
+            return
+        manifest = json.loads((self.path / "manifest.json").read_text(encoding="utf-8"))
+        hosts = manifest.get("energy", {})
+        earlier = hosts.get(platform.node(), {"seconds": 0.0, "joules": {}})
+        sums = {part: earlier["joules"].get(part, 0.0) + value for part, value in joules.items()}
+        hosts[platform.node()] = {"seconds": earlier["seconds"] + seconds, "joules": earlier["joules"] | sums}
+        self.note(energy=hosts)
+
     def event(self, name: str, facts: Mapping[str, object]) -> None:
         """Append an event with its time."""
         time = datetime.fromtimestamp(self._world.wall(), UTC).isoformat(timespec="milliseconds")

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cloud.energy import energy_noted
+from cloud.results import RunFolder
+from common.experiment.schema import Experiment
 from common.host import energy
 from common.host.energy import GAP_MOST_S, EnergyMeter, PowerIntegral, pmic, rails_watts
 from common.host.nvidia import Gpus
@@ -103,6 +109,28 @@ def test_the_power_chip_is_asked_where_there_is_one(
     assert (power is not None) is known
     if power is not None:
         assert set(dict(EnergyMeter(tmp_path, None, power=power).read())) == {("pmic", "rails")}
+
+
+def test_the_energy_of_a_run_is_added_over_restarts(tmp_path: Path) -> None:
+    counter = zone(tmp_path, "intel-rapl:0", "package-0", 5_000_000)
+    folder = RunFolder.create(tmp_path / "runs", Experiment())
+
+    async def take(microjoules: int, meter: EnergyMeter | None) -> None:
+        async with energy_noted(folder, meter):
+            counter.write_text(str(microjoules))
+
+    def noted() -> Any:
+        return json.loads((folder.path / "manifest.json").read_text()).get("energy")
+
+    asyncio.run(take(6_000_000, None))
+    asyncio.run(take(7_000_000, EnergyMeter(tmp_path / "elsewhere", None)))
+    assert noted() is None, "not known is not zero"
+    meter = EnergyMeter(tmp_path, None)
+    counter.write_text("8000000")
+    asyncio.run(take(9_000_000, meter))  # what was used before is not the run's
+    asyncio.run(take(11_500_000, EnergyMeter(tmp_path, None)))
+    (host,) = noted().values()
+    assert host["joules"] == {"rapl package-0": 3.5} and host["seconds"] > 0
 
 
 def test_a_machine_without_vcgencmd_has_no_power_chip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,13 +20,14 @@ import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard as GrafanaDashboard
 
+from common.host.energy import rails_watts
 from common.host.processes import free_port
 from common.metrics import FAMILIES
 from deploy.brokers import broker
 from docs.tools.dashboards import DASHBOARDS, PrometheusAnnotation, dashboard
 from docs.tools.dashboards.panel import Panel
 from tests.helpers.commands import DEMO, PATIENCE_S, command, sets, table
-from tests.helpers.energy import vcgencmd
+from tests.helpers.energy import RECORDED, vcgencmd
 from tests.helpers.monitoring import (
     INTERVAL_S,
     ROOT,
@@ -196,6 +197,13 @@ def test_what_is_shipped_has_data(story: Story) -> None:
 @needs_prometheus
 def test_a_run_that_ended_well_leaves_no_target_and_no_alert_but_its_end(story: Story) -> None:
     assert story.alerts & {"RunFinished", "RunFailed", "RoleDown", "NoProgress"} == {"RunFinished"}
+
+
+@needs_prometheus
+def test_the_energy_of_the_clouds_host_is_in_the_manifest(story: Story) -> None:
+    (host,) = json.loads((story.folder / "manifest.json").read_text())["energy"].values()
+    watts = rails_watts(RECORDED)
+    assert watts and host["joules"] == {"pmic rails": pytest.approx(watts * host["seconds"], rel=0.05)}
 
 
 def assert_same_seconds(folder: Path, seen: list[Row]) -> None:

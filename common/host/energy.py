@@ -19,6 +19,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Final
 
+from common.host import nvidia
 from common.host.nvidia import Gpus
 from common.metrics import Reading
 
@@ -30,6 +31,11 @@ RAIL: Final = re.compile(r"^\s*(\w+)_([AV])\s+(?:current|volt)\(\d+\)=([\d.]+)[A
 
 class EnergyMeter:
     """The energies of a host, each since the first time that it was read."""
+
+    @classmethod
+    def of_this_host(cls) -> EnergyMeter:
+        """Return the meter of this host."""
+        return cls(Path("/sys"), nvidia.find(), power=pmic())
 
     def __init__(self, sys: Path, gpus: Gpus | None, *, power: Callable[[], float | None] | None = None) -> None:
         self._zones = list(_zones(sys / "class" / "powercap"))

@@ -107,6 +107,7 @@ def cloud(
     from cloud.results import RunFolder
     from common.experiment.present import LAB
     from common.experiment.reading import parse
+    from common.host.energy import EnergyMeter
     from common.runtime.claim import claim
     from common.runtime.names import check_carried
     from deploy.console.progress import show
@@ -147,6 +148,7 @@ def cloud(
                 metrics_address=address,
                 observe=observe,
                 spool=folders["spool"],
+                energy=EnergyMeter.of_this_host(),
             )
             await run_agent("cloud", agent.run())
 
