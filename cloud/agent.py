@@ -150,9 +150,10 @@ class CloudAgent:
             if isinstance(error, FedstrataError):
                 await self._end_scrapes("failed")
             elif isinstance(error, asyncio.CancelledError):
+                self._metrics.run_is(LABELS, "interrupted")
                 with suppress(TimeoutError):  # whoever interrupts a run waits for its end
                     async with asyncio.timeout(INTERRUPTED_S):
-                        await self._metrics.last_discovery()
+                        await asyncio.gather(self._metrics.last_scrape(), self._metrics.last_discovery())
             raise
         finally:
             evaluator.close()

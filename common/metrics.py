@@ -63,7 +63,7 @@ class Family(NamedTuple):
         return f"fedstrata_{name}" + {"counter": "_total", "gauge": "", "info": "_info"}[self.kind]
 
 
-RUN_STATES: Final = ("running", "finished", "failed")
+RUN_STATES: Final = ("running", "finished", "failed", "interrupted")
 LINK: Final = ("tier", "peer", "direction", "kind")
 FAMILIES: Final[Mapping[str, Family]] = {
     "run": Family("info", (), "Facts of the run, as labels: its experiment, algorithm, and at the cloud its folder"),

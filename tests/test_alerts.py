@@ -31,7 +31,6 @@ LAB: Final = """
 rounds = 3
 topology = { institutions = 1, devices = 2 }
 links = { check = "off" }
-transfer = { idle_s = 25 }
 """
 
 pytestmark = [pytest.mark.timeout(300), needs_prometheus]
@@ -78,7 +77,7 @@ class Site:
         )  # fmt: skip
         start_prometheus(stack, home, port=prometheus, cloud=self._cloud, alertmanager=self._manager)
         rules = home / "alerts.yml"
-        rules.write_text(re.sub(r"for: [23]0s", "for: 3s", rules.read_text()))
+        rules.write_text(rules.read_text().replace("for: 30s", "for: 3s"))
         self.prometheus = Prometheus(prometheus)
         until(self.prometheus.answers)
 
@@ -93,11 +92,11 @@ class Site:
         path.write_text(yaml.safe_dump(routes))
         return path
 
-    def lab(self, name: str, held: IO[str]) -> tuple[list[subprocess.Popen[bytes]], Path]:
+    def lab(self, name: str, held: IO[str], *, idle_s: int = 120) -> tuple[list[subprocess.Popen[bytes]], Path]:
         """Start a lab whose devices train only once `held` is unlocked; return its processes, device-1's last."""
         env = {**os.environ, "NULL_LAB_HOLD": f"2:{held.name}"}
         where = f"{self._broker.host}:{self._broker.port}"
-        (experiment := self._home / f"{name}.toml").write_text(f'name = "{name}"\n{LAB}')
+        (experiment := self._home / f"{name}.toml").write_text(f'name = "{name}"\n{LAB}transfer.idle_s = {idle_s}\n')
         lab = [
             start(self._stack, *command(*words, "--broker", where, "--spool", "none", null=True), env=env)
             for words in (
@@ -163,7 +162,7 @@ def test_a_role_that_hangs_is_reported_and_a_good_end_is_a_note(site: Site, held
 @needs_alertmanager
 @pytest.mark.slow
 def test_a_run_that_fails_is_urgent_and_leaves_no_other_alert(site: Site, held: IO[str]) -> None:
-    lab, folder = site.lab("bad", held)
+    lab, folder = site.lab("bad", held, idle_s=25)
     lab.pop().kill()
     until(lambda: ("lab", "firing", "ChildLost") in site.mailbox.sent)
     held.close()
@@ -184,6 +183,8 @@ def test_an_interrupted_run_leaves_no_alert(site: Site, held: IO[str]) -> None:
     assert ends(lab[:1]) != [0]
     until(site.no_target)
     assert site.prometheus.firing() == site.active() == set()
+    seen = site.prometheus.query("last_over_time(fedstrata_run_state[5m]) == 1")
+    assert [labels["state"] for labels, _ in seen] == ["interrupted"]
 
 
 def test_the_routes_of_alertmanager_are_valid() -> None:

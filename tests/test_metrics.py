@@ -313,5 +313,15 @@ class Driver:
         return 0
 
 
+class EarlierDriver:
+    """A driver without the function of the energy."""
+
+    def __getattr__(self, name: str) -> object:
+        if name == "nvmlDeviceGetTotalEnergyConsumption":
+            raise AttributeError(name)
+        return getattr(Driver(), name)
+
+
 def test_gpus_tell_what_they_know() -> None:
+    assert Gpus(EarlierDriver()).states() == [Gpu(0, 80 << 30, 3 << 30, 0.25, None, None)]
     assert Gpus(Driver()).states() == [Gpu(0, 80 << 30, 3 << 30, 0.25, None, 1234.5)]

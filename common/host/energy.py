@@ -26,11 +26,11 @@ from common.metrics import Reading
 VCGENCMD: Final = "vcgencmd"
 PATIENCE_S: Final = 2.0
 GAP_MOST_S: Final = 120.0  # between two readings of the power; what happened in a longer gap is not counted
-RAIL: Final = re.compile(r"^\s*(\w+)_([AV])\s+(?:current|volt)\(\d+\)=([\d.]+)[AV]\s*$", re.MULTILINE)
+RAIL: Final = re.compile(r"^\s*(\w+)_([AV])\s+(?:current|volt)\(\d+\)=(\d+(?:\.\d+)?)[AV]\s*$", re.MULTILINE)
 
 
 class EnergyMeter:
-    """The energies of a host, each since the first time that it was read."""
+    """The energies of a host, each since an arbitrary time."""
 
     @classmethod
     def of_this_host(cls) -> EnergyMeter:

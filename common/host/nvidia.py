@@ -1,6 +1,7 @@
 """NVIDIA GPUs by NVML, the library of the driver: needs no GPU context and no Python package.
 
-Declarations follow nvml.h of CUDA 12. The functions and structures used here exist in every driver since 2017.
+Declarations follow nvml.h of CUDA 12. The functions and structures used here, but for the energy, exist in every driver
+since 2013.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class Gpus:
         has_memory = library.nvmlDeviceGetMemoryInfo(handle, by(memory)) == _SUCCESS
         has_use = library.nvmlDeviceGetUtilizationRates(handle, by(used)) == _SUCCESS
         warm = library.nvmlDeviceGetTemperature(handle, _TEMPERATURE_OF_CHIP, by(celsius)) == _SUCCESS
-        counts = library.nvmlDeviceGetTotalEnergyConsumption(handle, by(millijoules)) == _SUCCESS
+        energy = getattr(library, "nvmlDeviceGetTotalEnergyConsumption", None)  # not in every driver
+        counts = energy is not None and energy(handle, by(millijoules)) == _SUCCESS
         return Gpu(
             index,
             memory.total if has_memory else None,

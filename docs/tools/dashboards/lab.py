@@ -20,12 +20,12 @@ LAB: Final = [
         [(RUNS, "{{state}}: {{run}} {{experiment}}, {{algorithm}}")],
         "The runs whose cloud was scraped in this time range: state, id, experiment and the cloud's algorithm. "
         "Click one for its report, if `fedstrata report` made it and a web server at `reports` has the folder of runs.",
-        "A run that still shows `running` although its cloud is gone was killed: `fedstrata runs list` knows, and "
-        "`fedstrata cloud --resume FOLDER` continues it. A failed run has its reason there, too.",
+        "`running` although its cloud is gone: it was killed, and `fedstrata cloud --resume FOLDER` continues it, and "
+        "an `interrupted` one. `failed`: `fedstrata runs list` has the reason.",
         COUNT,
         "stat",
         width=24,
-        link=("Report", "${reports}/${__field.labels.folder}/report.html"),
+        link=("Report", "${reports:raw}/${__field.labels.folder}/report.html"),
     ),
     one(
         "Global round", f"fedstrata_round{{{CLOUD}}}",
