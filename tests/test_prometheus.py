@@ -243,7 +243,7 @@ def test_seconds_and_bytes_are_those_of_the_runs_files(story: Story) -> None:
 @pytest.mark.slow
 def test_the_demo_is_found_whole_and_agrees_with_its_files(tmp_path: Path) -> None:
     port, cloud = free_port(), free_port()
-    sizes = ("rounds=20", "links.wan.up_mbit=0.64", "links.wan.down_mbit=0.64")
+    sizes = ("rounds=10", "links.wan.up_mbit=0.64", "links.wan.down_mbit=0.64")
     with ExitStack() as stack:
         words = ["run", DEMO, "--runs", tmp_path / "runs", "--metrics", f"127.0.0.1:{cloud}", *sets(*sizes)]
         prometheus = Prometheus(start_prometheus(stack, tmp_path, port=port, cloud=cloud))
@@ -258,6 +258,12 @@ def test_the_demo_is_found_whole_and_agrees_with_its_files(tmp_path: Path) -> No
         last = prometheus.last()
         assert_same_seconds(folder, last["phase_seconds"])
         assert assert_same_bytes(folder, last) == 60
+        until(lambda: "RunFinished" in prometheus.firing())
+        until(lambda: not prometheus.get("/api/v1/targets", state="active")["activeTargets"])
+        fired = {
+            labels["alertname"] for labels, _ in prometheus.query('count_over_time(ALERTS{alertstate="firing"}[1h])')
+        }
+        assert not fired - {"RunFinished", "HostHot", "HostMemoryLow", "DiskLow"}, "a healthy run"
 
 
 @needs_prometheus
