@@ -58,6 +58,7 @@ tiers = [
 ]
 """
 PARENTS: Final = {("cloud", "", "cloud"), ("institution", "cloud", REGION), ("institution", REGION, HOME)}
+LATER_BYTES: Final = 1000
 ABSENT: Final = ("fedstrata_host_temperature", "fedstrata_gpu_")  # not on every machine
 
 pytestmark = pytest.mark.timeout(300)
@@ -219,7 +220,10 @@ def assert_same_seconds(folder: Path, seen: list[Row]) -> None:
 
 
 def assert_same_bytes(folder: Path, seen: Mapping[str, list[Row]], *, but: str = "") -> int:
-    """Compare both counts of bytes with links.csv, each where it arrived; return how many were compared."""
+    """Compare both counts of bytes with links.csv, each where it arrived; return how many were compared.
+
+    A child may receive a last control message, such as a repeated one on a busy host, after it has reported its bytes.
+    """
     rows = [row for row in table(folder / "links.csv") if row["kind"] in ("model", "control") and row["to"] != but]
     for count in ("payload_bytes", "message_bytes"):
         found = {
@@ -227,8 +231,11 @@ def assert_same_bytes(folder: Path, seen: Mapping[str, list[Row]], *, but: str =
             for labels, value in seen[count]
             if labels["direction"] == "received" and labels["node"] != but
         }
+        children = {labels["node"]: labels.get("parent") for labels, _ in seen[count]}
         for row in rows:
-            assert found[row["tier"], row["from"], row["to"], row["kind"]] == int(row[count]), row
+            later = found[row["tier"], row["from"], row["to"], row["kind"]] - int(row[count])
+            down = row["kind"] == "control" and children[row["to"]] == row["from"]
+            assert 0 <= later <= (LATER_BYTES if down else 0), row
     return len(rows)
 
 
