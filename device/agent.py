@@ -26,7 +26,7 @@ from common.protocol.messages import Announcement, NodeState, Phase, Task
 from common.protocol.topics import DEFAULT_LAB, check_lab
 from common.runtime.arriving import Arriving
 from common.runtime.child_endpoint import ChildEndpoint
-from common.runtime.discovery import Found, join
+from common.runtime.discovery import Found, activity, join
 from common.runtime.exports import export_child
 from common.runtime.lifecycle import live
 from common.runtime.patience import until_written
@@ -177,6 +177,8 @@ class DeviceAgent:
                 "Use one release of fedstrata, and of the model's package, everywhere.",
             )
         up.set_state(NodeState.READY, samples=prepared.samples)
+        run, model = up.identity.run, experiment.model.name
+        activity.info("%s: run %s: training %s with %d samples", self._name, run, model, prepared.samples)
         machine = experiment.machine(self._name)
         layouts = link_layouts(experiment.tier_above(self._name).aggregation, prepared.layout)
         keeps = prepared.kept_bytes > 0

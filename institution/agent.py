@@ -26,7 +26,7 @@ from common.protocol.round_state import LIVING
 from common.protocol.timeline import PHASES
 from common.protocol.topics import DEFAULT_LAB, check_lab
 from common.runtime.child_endpoint import ChildEndpoint
-from common.runtime.discovery import Found, join
+from common.runtime.discovery import Found, activity, join
 from common.runtime.exports import export_child, export_parent
 from common.runtime.lifecycle import live
 from common.runtime.parent_endpoint import ParentEndpoint
@@ -164,7 +164,10 @@ class InstitutionAgent:
             try:
                 permit(experiment.code_at(self._name), self._allow)
                 if await up.unless_over(self._prepare(up, down, experiment, refiner)):
-                    presence.publish(NodeState.READY, samples=sum(down.samples.values()))
+                    samples = sum(down.samples.values())
+                    presence.publish(NodeState.READY, samples=samples)
+                    found_children = f"{len(down.samples)} of {len(children)} {tier.children}s, {samples} samples"
+                    activity.info("%s: run %s: taking part with %s", self._name, run, found_children)
                     await up.serve(above, rounds.work)
             finally:
                 passing_on.cancel()

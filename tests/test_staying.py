@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import subprocess
 import threading
@@ -72,7 +73,9 @@ def announcing(site: SimulatedSite, run: str) -> ParentEndpoint:
 
 
 @pytest.mark.parametrize("how", [None, NoProgress("the cloud was not there"), InvalidExperiment("a", 1, "no", "Yes.")])
-def test_a_node_waits_for_the_next_run_however_the_last_one_ended(how: Exception | None) -> None:
+def test_a_node_waits_for_the_next_run_however_the_last_one_ended(
+    how: Exception | None, caplog: pytest.LogCaptureFixture
+) -> None:
     @virtual
     async def play(site: SimulatedSite) -> None:
         node = Staying(site)
@@ -88,7 +91,13 @@ def test_a_node_waits_for_the_next_run_however_the_last_one_ended(how: Exception
         await until(lambda: node.runs == ["run-1", "run-2"])
         await node.cancel()
 
-    play()
+    with caplog.at_level(logging.INFO, "fedstrata"):
+        play()
+    end = "device-0: run run-1 finished" if how is None else f"device-0 leaves run run-1: {how}"
+    again = f"device-0: waiting for the next run of {PARENT}"
+    lines = [line for line in caplog.messages if line.startswith("device-0")]
+    assert lines[0].startswith("device-0: connected to broker ")
+    assert lines[1:] == ["device-0: run run-1: preparing", end, again, "device-0: run run-2: preparing"]
 
 
 @virtual
@@ -380,7 +389,7 @@ def test_one_run_follows_the_other_over_the_same_processes(lab: Lab) -> None:
     assert {role: resources(process) for role, process in lab.nodes.items()} == before
     for role, nodes in (("institution", ("institution-0",)), ("device", ("device-0", "device-1"))):
         for node in nodes:
-            assert lab.said(role).count(f"{node} takes part in run") == 5
+            assert len(re.findall(rf"{node}: run \S+: preparing", lab.said(role))) == 5
     assert "device-0 leaves run" in lab.said("device") and "'mine:build'" in lab.said("device")
     assert "Traceback" not in lab.said("institution") + lab.said("device")
 

@@ -39,7 +39,7 @@ SETTLE_S: Final = 0.05  # a presence and the experiment arrive together
 OTHERS_KEPT: Final = 100
 
 log = logging.getLogger("fedstrata.discovery")
-activity = logging.getLogger("fedstrata.node")  # what a node does, a line for each change
+activity = logging.getLogger("fedstrata.node")  # what a node does, a line for each change, for people
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,7 @@ async def join(
     the names, DuplicateName, and what `take_part` raises if nothing follows.
     """
     await check_carried(address, name, lab=lab, connect_timeout_s=connect_timeout_s, world=world)
+    activity.info("%s: connected to broker %s, waiting for a run of %s in lab %s", name, address, parent, lab)
     seek = partial(discover, address, name, parent, lab=lab, connect_timeout_s=connect_timeout_s, world=world)
     if not stay:
         await _play(await seek(), name, take_part, None, usable)
@@ -110,7 +111,6 @@ async def join(
     left: Found | None = None
     async with entry.kept():
         while True:
-            activity.info("%s waits for a run of %s, lab %s, broker %s", name, parent, lab, address)
             try:
                 found = await seek(left=left)
             except ConnectionFailed as error:
@@ -120,6 +120,7 @@ async def join(
                 await asyncio.sleep(RETRY_S)
                 continue
             left = await _play(found, name, take_part, entry, usable)
+            activity.info("%s: waiting for the next run of %s", name, parent)
             gc.collect()  # a run's agents refer to each other, and hold its models and files
 
 
@@ -135,7 +136,7 @@ async def _play(
     Raises what `take_part` raises, unless a node with an entry, which stays, may wait for the next run.
     """
     while True:
-        activity.info("%s takes part in run %s", name, found.run)
+        activity.info("%s: run %s: preparing", name, found.run)
         if entry is not None:
             entry.run = found.run
         try:
@@ -150,7 +151,7 @@ async def _play(
                 raise
             log.error("%s leaves run %s: %s", name, found.run, known)
         else:
-            activity.info("%s: run %s is over", name, found.run)
+            activity.info("%s: run %s finished", name, found.run)
         if entry is not None:
             entry.run = ""
         return found

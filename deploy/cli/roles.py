@@ -364,11 +364,9 @@ def _topology(found: Sequence[Answer], old: Mapping[str, str]) -> dict[str, Any]
 
 
 def _stays(once: bool) -> bool:
-    """Return whether a node waits for the next run; one that does reports each on standard error and to systemd."""
+    """Return whether a node waits for the next run; one that does reports its activity to systemd, too."""
     if not once:
-        activity = logging.getLogger("fedstrata.node")
-        activity.setLevel(logging.INFO)
-        activity.addHandler(StatusHandler())
+        logging.getLogger(logs.ACTIVITY).addHandler(StatusHandler())
     return not once
 
 

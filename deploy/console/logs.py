@@ -15,6 +15,7 @@ from typing import Final, TypeAlias
 from common.text import escaped
 
 PLAIN: Final = "%(asctime)s %(name)s %(levelname)s %(message)s"
+ACTIVITY: Final = "fedstrata.node"  # the logger of what a node does: shown at the default level, without its name
 NODE: ContextVar[str] = ContextVar("node", default="")  # node of the current task, in a process of several nodes
 
 
@@ -26,6 +27,8 @@ class PlainLines(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Return the line."""
+        if record.name == ACTIVITY:
+            return escaped(f"{record.asctime.partition(',')[0]} {record.message}")
         return escaped(super().formatMessage(record))
 
     def formatException(self, ei: _Raised) -> str:
@@ -54,7 +57,9 @@ def begin(level: str, *, json_lines: bool) -> None:
         raise ValueError(f"{level!r}: use debug, info, warning or error")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if json_lines else PlainLines(PLAIN))
+    handler.addFilter(lambda record: record.name != ACTIVITY or record.levelno >= number or number <= logging.WARNING)
     logging.basicConfig(level=number, handlers=[handler])
+    logging.getLogger(ACTIVITY).setLevel(logging.INFO)  # systemd's status has its lines at any level
     sys.excepthook = _log_uncaught
     if json_lines:
         logging.captureWarnings(True)
@@ -85,6 +90,11 @@ def options() -> list[str]:
 def as_json() -> bool:
     """Return whether log lines are JSON."""
     return any(isinstance(handler.formatter, JsonLines) for handler in logging.getLogger().handlers)
+
+
+def shows_activity() -> bool:
+    """Return whether lines about what a node does are shown at the log level."""
+    return logging.getLogger().level <= logging.WARNING
 
 
 def write_line(text: str, *, level: int = logging.INFO) -> None:

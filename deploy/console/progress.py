@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from deploy.console.logs import as_json, write_line
+from deploy.console.logs import as_json, shows_activity, write_line
 from deploy.console.tabular import size
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def show(*, json_lines: bool) -> Iterator[Observe]:
 
         def log(event: str, facts: dict[str, object]) -> None:
             view.take(event, facts)
-            if (line := view.line(event, facts)) is not None:
+            if shows_activity() and (line := view.line(event, facts)) is not None:
                 write_line(line)
 
         yield log
