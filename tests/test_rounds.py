@@ -881,8 +881,15 @@ def test_a_person_can_read_how_it_goes() -> None:
     one = OneParent(2)
     one.receive("device-0", progress_of(one.key, Phase.TRAINING), 1.0)
     assert one.coordinator.progress() == {
-        "device-0": {"presence": "ready", "state": "working", "phase": "training", "epochs": 1},
-        "device-1": {"presence": "ready", "state": "assigned", "phase": "", "epochs": 1},
+        "device-0": {
+            "presence": "ready",
+            "state": "working",
+            "phase": "training",
+            "epochs": 1,
+            "done": 0,
+            "total": 100,
+        },
+        "device-1": {"presence": "ready", "state": "assigned", "phase": "", "epochs": 1, "done": 0, "total": 0},
     }
 
 

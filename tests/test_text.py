@@ -20,8 +20,8 @@ from common.protocol import serialization, topics
 from common.protocol.messages import Acknowledgement, Alive, Declined, Here, Key, NodeState, Preparing, Presence
 from common.text import escaped
 from deploy.console import logs, reporting, tabular
-from deploy.console.progress import RunView
 from deploy.watching import formatting
+from deploy.watching.cloud_feed import CloudFeed
 from deploy.watching.lab import WatchedLab
 from deploy.watching.screens import Lines
 from deploy.watching.view import View
@@ -103,7 +103,8 @@ def test_what_the_cloud_shows_has_no_control_characters() -> None:
     _, received = serialization.decode(serialization.encode(Presence(NodeState.FAILED, "device", reason=HOSTILE), "s"))
     assert isinstance(received, Presence)
     facts = {"node": "device-0", "state": received.state, "reason": received.reason}
-    assert RunView().line("child", facts) == f"device-0: failed ({SAFE})"
+    lab = WatchedLab(RUN, parse({}), brokers=[], now=0.0, deep=False)
+    assert CloudFeed(lab).line("child", facts) == f"device-0: failed ({SAFE})"
 
 
 # Text that does not come in a message: of documents within one, of exceptions, of other processes

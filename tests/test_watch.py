@@ -778,7 +778,8 @@ def drawn(watched: Watched, width: int, *, height: int = 40, plain: bool = False
 
 PICTURES = {
     60: """
-small  round 3/10  training loss 0.4321  about 80 s left
+small  global round 3/10  about 80 s left
+training loss 0.4321
 20260101T000000Z-abcdef
 WAN  up    1.5 MB    2.9 kB/s  down  930.0 kB    2.9 kB/s
 LAN  up    4.0 MB  385.7 kB/s  down    3.0 MB  289.3 kB/s
@@ -789,12 +790,13 @@ cloud              ready      3/10 ░░░░░░░░ 0/2 results
     device-0       ready       3.2 ██░░░░░░ training 25 %
     device-1       ready       3.2 ██░░░░░░ fetching 25 %
   institution-1    ready           assigned
-    device-2       lost
+    device-2       lost            connection lost
     device-3       ready
 device-2: lost
 """,
     100: """
-small  round 3/10  training loss 0.4321  about 80 s left
+small  global round 3/10  about 80 s left
+training loss 0.4321
 20260101T000000Z-abcdef
 WAN  up    1.5 MB    2.9 kB/s  down  930.0 kB    2.9 kB/s
 LAN  up    4.0 MB  385.7 kB/s  down    3.0 MB  289.3 kB/s
@@ -805,12 +807,13 @@ cloud                  ready            3/10                         ░░░�
     device-0           ready             3.2       0 B/s       0 B/s ██░░░░░░ training 25 %
     device-1           ready             3.2       0 B/s       0 B/s ██░░░░░░ fetching 25 %
   institution-1        ready                                         assigned
-    device-2           lost
+    device-2           lost                                          connection lost
     device-3           ready
 device-2: lost
 """,
     160: """
-small  round 3/10  training loss 0.4321  about 80 s left
+small  global round 3/10  about 80 s left
+training loss 0.4321
 20260101T000000Z-abcdef
 WAN  up    1.5 MB    2.9 kB/s  down  930.0 kB    2.9 kB/s
 LAN  up    4.0 MB  385.7 kB/s  down    3.0 MB  289.3 kB/s
@@ -818,10 +821,10 @@ LAN  up    4.0 MB  385.7 kB/s  down    3.0 MB  289.3 kB/s
 node                   state           round          up        down     loss epochs
 cloud                  ready            3/10                                         ░░░░░░░░░░░░░░░░░░░░ 0/2 results
   institution-0        ready             2/2    2.9 kB/s    2.9 kB/s   0.4321      3 ██████████░░░░░░░░░░ 0/2 devices
-    device-0           ready             3.2       0 B/s       0 B/s                 █████░░░░░░░░░░░░░░░ training 25 %
-    device-1           ready             3.2       0 B/s       0 B/s                 █████░░░░░░░░░░░░░░░ fetching 25 %  4.0 kB of 16.0 kB
-  institution-1        ready                                                         assigned
-    device-2           lost
+    device-0           ready             3.2       0 B/s       0 B/s               3 █████░░░░░░░░░░░░░░░ training 25 %
+    device-1           ready             3.2       0 B/s       0 B/s               3 █████░░░░░░░░░░░░░░░ fetching 25 %  4.0 kB of 16.0 kB
+  institution-1        ready                                                       3 assigned
+    device-2           lost                                                          connection lost
     device-3           ready
 device-2: lost
 """,  # noqa: E501
@@ -858,12 +861,11 @@ def test_a_picture_in_ascii() -> None:
     assert drawn(scene(), 100, plain=True).isascii()
 
 
-def test_a_large_lab_is_drawn_in_counts_unless_each_device_is_wanted() -> None:
+def test_a_large_lab_is_drawn_as_the_height_permits_lost_and_slow_devices_first() -> None:
     watched = Watched(experiment_of(5, 200))
     watched.all_ready()
-    text = drawn(watched, 80, height=30)
-    assert text.count("\n") < 20 and "40 ready" in text
-    assert drawn(watched, 80, height=30, devices=True).count("device-") >= 200
+    assert drawn(watched, 80, height=30, devices=False).count("40 devices: 40 ready") == 5
+    assert len(drawn(watched, 80, height=30).splitlines()) <= 30
     for device in range(40):
         watched.say("institution-0", f"device-{device}", task(Key(0, 0, 0)))
         watched.say(f"device-{device}", "institution-0", progress(Key(0, 0, 0), Phase.TRAINING, device, 40))
@@ -871,6 +873,11 @@ def test_a_large_lab_is_drawn_in_counts_unless_each_device_is_wanted() -> None:
     watched.state("device-0", NodeState.LOST)
     counts = formatting.counts(watched["institution-0"])
     assert counts == "1 lost, 38 training, 1 offering; slowest device-1, training 2 %"
+    lines = drawn(watched, 80, height=20).splitlines()
+    rows = [line.split()[0] for line in lines if line.startswith("    device-")]
+    assert rows == [f"device-{device}" for device in range(len(rows))] and len(rows) >= 2
+    assert any(line.split()[:3] == [str(40 - len(rows)), "more", "devices:"] for line in lines) and len(lines) <= 20
+    assert drawn(watched, 80, height=300).count("device-") >= 200
 
 
 # On a broker
@@ -1010,7 +1017,7 @@ def test_a_look_shows_the_present_state(
 
     scenario(run())
     *picture, tree = capsys.readouterr().out.splitlines()
-    assert picture[0].startswith("small  round 0/10")
+    assert picture[0] == "small  global round 0/10"
     assert any(line.split() == ["cloud", "ready?", "0/10", "0/2", "present"] for line in picture)
     cloud = json.loads(tree)["nodes"]["cloud"]
     assert (cloud["state"], cloud["proven"]) == ("ready", False)  # nobody has sent anything: it may be a dead run's

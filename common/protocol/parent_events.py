@@ -67,3 +67,8 @@ class Readiness:
     missing: Mapping[str, str]
     hanging: frozenset[str]
     failed: frozenset[str]
+
+    @property
+    def text(self) -> str:
+        """The missing ones with their reasons, empty if there are none."""
+        return "; ".join(f"{name} {reason}" for name, reason in sorted(self.missing.items()))

@@ -134,6 +134,7 @@ class ChildInRound:
     sent_at: float = -inf  # time of the last task
     absent: bool = False  # not ready since before the round opened
     mark: tuple[Phase, int] | None = None
+    total: int = 0  # at which its phase is done, 0 if unknown
     carried_from: int | None = None  # bytes carried when the present attempt at a transfer began; None = at its report
     carried_best: int = 0  # bytes of the longest attempt since the last progress
     prepared: int = -1
@@ -171,6 +172,7 @@ class ChildInRound:
         """
         mark = (message.phase, message.done) if isinstance(message, Progress) else (Phase.ANNOUNCING, 0)
         carried = message.traffic.carried_models
+        self.total = message.total if isinstance(message, Progress) else 0
         if self.mark != mark:
             self.mark, self.carried_from, self.carried_best = mark, carried, 0
             if self.state is not ChildState.ANNOUNCED:
@@ -189,6 +191,8 @@ class ChildInRound:
             "state": self.state.value,
             "phase": str(self.mark[0]) if self.mark else "",
             "epochs": self.assignment.epochs if self.assignment else 0,
+            "done": self.mark[1] if self.mark else 0,
+            "total": self.total if self.mark else 0,
         }
 
     def go(self, cause: ChildCause) -> bool:

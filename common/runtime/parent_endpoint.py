@@ -197,9 +197,10 @@ class ParentEndpoint(Endpoint):
         start. Raises NoProgress if a required child makes no progress in preparing.
         """
         need = len(self.peers) if closing.rule == "all" else closing.quorum or 1
-        begun = self.now()
+        begun = observe_at = self.now()
         remind_at = begun + REMIND_FIRST_S
         failed: frozenset[str] = frozenset()
+        observed: Mapping[str, str] = {}
         while True:
             now = self.now()
             found = self.session.readiness(now)
@@ -210,15 +211,17 @@ class ParentEndpoint(Endpoint):
             if len(self.peers) - len(found.hanging) < need:
                 hanging = "; ".join(f"{name}: {found.missing[name]}" for name in sorted(found.hanging))
                 raise NoProgress(f"the run cannot begin: {hanging}")
-            waiting(_text(found.missing))
+            waiting(found.text)
             if now >= remind_at or not found.failed <= failed:
                 remind_at, failed = max(remind_at, now + REMIND_S), found.failed
-                log.warning("%s waits for its children: %.2000s", self.identity.name, _text(found.missing))
-                self._observe("waiting", {"for": _text(found.missing)})
+                log.warning("%s waits for its children: %.2000s", self.identity.name, found.text)
+            if found.missing != observed and now >= observe_at:
+                observed, observe_at = found.missing, now + LOOK_S
+                self._observe("waiting", {"for": found.text, "nodes": dict(observed)})
             self.session.ask_quiet(now)
             self.wake()
             await self._changed_within(LOOK_S)
-        log.warning("%s begins without: %.2000s", self.identity.name, _text(found.missing))
+        log.warning("%s begins without: %.2000s", self.identity.name, found.text)
 
     async def measure(self, links: Links) -> None:
         """Calibrate the links to the ready children. Raises InvalidExperiment if one differs from its declaration."""
@@ -394,7 +397,3 @@ class ParentEndpoint(Endpoint):
 def _break_off(closing: asyncio.Future[Closed], error: BaseException) -> None:
     if not closing.done():
         closing.set_exception(error)
-
-
-def _text(missing: Mapping[str, str]) -> str:
-    return "; ".join(f"{name} {reason}" for name, reason in sorted(missing.items()))

@@ -28,13 +28,13 @@ from deploy.cli.export import export
 from deploy.cli.replay import replay
 from deploy.cli.roles import Resume, chosen_experiment
 from deploy.cli.serving import METRICS, Insecure, MetricsAddress
+from deploy.cli.watch import watch
 from deploy.console import logs
 from deploy.console.connecting import LabOption
 from deploy.console.options import Output, Overrides, Runs
 from deploy.console.reporting import reporting, require
 from deploy.console.shipped import OptionalExperimentFile
 from deploy.planning.command import plan, predict
-from deploy.watching.command import watch
 
 if TYPE_CHECKING:
     from common.experiment.schema import Experiment
@@ -218,8 +218,8 @@ def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lin
     from common.experiment.hardware import HardwareSettings
     from common.experiment.links import Links
     from common.host.memory import keep_large_buffers
-    from deploy.console.progress import show
     from deploy.local.direct import run_in_process
+    from deploy.watching.showing import show
 
     keep_large_buffers()
     if resume is None and chosen.links != Links():
@@ -228,7 +228,7 @@ def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lin
         logs.write_line("--direct: slower hardware is not emulated", level=logging.WARNING)
     folder = RunFolder.reopen(resume, direct=True) if resume else RunFolder.create(runs, chosen)
     try:
-        with show(json_lines=json_lines) as observe:
+        with show(chosen, json_lines=json_lines) as observe:
             run_in_process(folder, resume=resume is not None, accelerator=accelerator, observe=observe)
     except KeyboardInterrupt:
         logs.write_line(f"\nresume with: fedstrata run --direct --resume {folder.path}")

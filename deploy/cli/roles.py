@@ -110,8 +110,8 @@ def cloud(
     from common.host.energy import EnergyMeter
     from common.runtime.claim import claim
     from common.runtime.names import check_carried
-    from deploy.console.progress import show
     from deploy.kits.lab import reach
+    from deploy.watching.showing import show
 
     async def run_cloud() -> None:
         def waiting(by: str) -> None:
@@ -137,7 +137,7 @@ def cloud(
         folders = {"runs": runs, "spool": spool_folder(spool)}
         registry, address = serve_metrics(metrics, broker=where, insecure=insecure, folders=folders)
         folder = RunFolder.reopen(resume) if resume else RunFolder.create(runs, chosen)
-        with show(json_lines=output == "json") as observe:
+        with show(folder.experiment, json_lines=output == "json", broker=str(where)) as observe:
             agent = CloudAgent(
                 folder,
                 broker=where,

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Final, TypeAlias
+from typing import Final, TextIO, TypeAlias
 
 from common.text import escaped
 
@@ -50,12 +50,21 @@ class JsonLines(logging.Formatter):
         return json.dumps(facts)
 
 
+class StandardError(logging.StreamHandler[TextIO]):
+    """Handler that writes to standard error as it is at each record: a live view shows lines above itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        self.setStream(sys.stderr)
+        super().emit(record)
+
+
 def begin(level: str, *, json_lines: bool) -> None:
     """Log to standard error from a level on. Raises ValueError for an unknown level."""
     number = getattr(logging, level.upper(), None)
     if not isinstance(number, int):
         raise ValueError(f"{level!r}: use debug, info, warning or error")
-    handler = logging.StreamHandler(sys.stderr)
+    handler = StandardError()
     handler.setFormatter(JsonLines() if json_lines else PlainLines(PLAIN))
     handler.addFilter(lambda record: record.name != ACTIVITY or record.levelno >= number or number <= logging.WARNING)
     logging.basicConfig(level=number, handlers=[handler])

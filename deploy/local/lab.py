@@ -30,9 +30,9 @@ from common.runtime.children import Observe
 from common.runtime.unexpected import UNEXPECTED
 from common.text import escaped
 from deploy.console.logs import message_of, options, write_line
-from deploy.console.progress import show
 from deploy.local.network import LabNetwork, Open, one_host, shares
 from deploy.runs.records import PREDICTION
+from deploy.watching.showing import show
 from device.pool.pool import cores
 
 ROLE: Final = (sys.executable, "-m", "deploy.cli")  # the command of a role's process
@@ -95,7 +95,14 @@ class LocalLab:
     def _run_roles(self, home: Path, network: LabNetwork) -> int:
         try:
             self._start(home, network)
-            with show(json_lines=self._json_lines) as observe:
+            shown = show(
+                self._experiment,
+                json_lines=self._json_lines,
+                broker=network.upward[CLOUD],
+                lab=self._lab,
+                follow=network.watched,
+            )
+            with shown as observe:
                 role = self._follow(observe, home)
             self._show_unexpected(home)
             code = self._roles[role].wait()

@@ -11,6 +11,7 @@ from typing import Final, TypeAlias
 from common.errors import InvalidExperiment
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
+from common.net.address import BrokerAddress
 from deploy.brokers import broker
 from deploy.brokers.guard import Guard, one_login
 from deploy.console import local_login
@@ -30,6 +31,7 @@ class LabNetwork:
     upward: the broker (host:port) between each node and its parent; for the cloud, the one of its children
     downward: each institution's broker for its children    groups: the devices of each device process
     environment: of each role's process, with the login at the brokers
+    watched: the broker, with the login, if there is one that this process reaches
     inside(process): context in which that process is started    flags: options of `fedstrata run` for such a network
     """
 
@@ -39,6 +41,7 @@ class LabNetwork:
     inside: Callable[[str], AbstractContextManager[None]] = lambda process: nullcontext()
     flags: str = ""
     environment: Mapping[str, str] = field(default_factory=OWN_LOGIN.copy, repr=False)
+    watched: BrokerAddress | None = None
 
 
 DEVICES_MOST: Final = 64  # in one process, if there are cores for more processes: a 250 kB round takes 0.12 s of CPU
@@ -77,5 +80,6 @@ def one_host(experiment: Experiment, home: Path) -> Iterator[LabNetwork]:
             upward=dict.fromkeys((CLOUD, *tree.nodes), address),
             downward=dict.fromkeys(tree.aggregators, address),
             environment=environment_of(guard),
+            watched=BrokerAddress(served.host, served.port, *(guard.login or ())),
             groups={f"devices-{index}": devices[index::processes] for index in range(processes)},
         )

@@ -23,6 +23,12 @@ NOTHING_ANNOUNCED: Final = "no run is announced there, or this login may not rea
 KEEPALIVE_S: Final = 10  # short: a broker queues messages for a stopped client until the keep-alive expires
 
 
+def topics_of(lab: str, run: str, *, light: bool = False) -> list[str]:
+    """Return the topics of a run's presence and control messages; `light`: those of the cloud's links only."""
+    cloud = [topics.inbox(lab, run, CLOUD, "+"), topics.inbox(lab, run, "+", CLOUD)]
+    return [topics.state(lab, run, "+"), *(cloud if light else [topics.inbox(lab, run, "+", "+")])]
+
+
 class Screen(Protocol):
     """Output of a watch."""
 
@@ -120,7 +126,9 @@ class Follower:
                 screen.waiting(self._runs, self._all())
             await asyncio.sleep(DRAW_S / 2)
         run, experiment = chosen
-        self._lab = lab = WatchedLab(run, experiment, brokers=self._names, now=self._loop.time(), lab=self._lab_name)
+        self._lab = lab = WatchedLab(
+            run, experiment, brokers=self._names, now=self._loop.time(), lab=self._lab_name, deep=not self._light
+        )
         for place, connection in enumerate(self._connections):
             if connection.up:
                 connection.unsubscribe(list(filters(self._lab_name)))
@@ -151,11 +159,7 @@ class Follower:
     def _subscribe(self, place: int, connection: BrokerConnection, lab: WatchedLab) -> None:
         """Subscribe to a run."""
         refused = partial(self._refuse, connection)
-        name, run = self._lab_name, lab.run
-        all_inboxes = [topics.inbox(name, run, "+", "+")]
-        cloud = [topics.inbox(name, run, CLOUD, "+"), topics.inbox(name, run, "+", CLOUD)]
-        inboxes = cloud if self._light else all_inboxes
-        connection.subscribe([topics.state(name, run, "+"), *inboxes], qos=0, refused=refused)
+        connection.subscribe(topics_of(self._lab_name, lab.run, light=self._light), qos=0, refused=refused)
 
     def _received(self, place: int, topic: str, body: bytes, retained: bool) -> None:
         now = self._loop.time()

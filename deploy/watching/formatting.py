@@ -1,17 +1,20 @@
-"""Log lines and JSON of a watched lab."""
+"""Text and JSON of a watched lab: log lines, counts, missing nodes, sparklines."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from common.accounting.child_report import ChildReport
-from common.protocol.messages import NodeState
+from common.protocol.messages import Key, NodeState
 from deploy.console.tabular import size
 from deploy.watching.lab import WatchedLab
 from deploy.watching.node import Node, NodeStep
 
+BARS: Final = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+NOTED: Final = ("restarted", "refused", "declined", "warning")
 GONE: Final = (NodeState.LOST, NodeState.FAILED, NodeState.DISCONNECTED)
 
 
@@ -42,6 +45,12 @@ def line(lab: WatchedLab, event: str, facts: Mapping[str, Any], now: float) -> s
         case "end":
             text = f"the run has {facts['state']}{reason}"
     return text
+
+
+def note(lab: WatchedLab, event: str, facts: Mapping[str, Any], now: float) -> str | None:
+    """Return what a live view keeps of an event below the tree, failures and restarts, or None."""
+    gone = event == "state" and facts["state"] in GONE
+    return line(lab, event, facts, now) if gone or event in NOTED else None
 
 
 def facts_of(lab: WatchedLab, event: str, facts: Mapping[str, Any], now: float) -> dict[str, object]:
@@ -87,29 +96,36 @@ def branch(node: Node, now: float) -> dict[str, object]:
 
 def activity(node: Node) -> str:
     """Return a node's activity: its step in the current round, else its state."""
+    return _activity(node, node.parent.round_key if node.parent is not None else None)
+
+
+def _activity(node: Node, round_key: Key | None) -> str:
     if node.state in GONE or (node.key is None and not node.measuring):
         return "preparing" if node.preparing and node.state not in GONE else node.state
     if node.measuring:
         return "measuring"
-    parent = node.parent
-    working = parent is not None and node.key == parent.round_key
-    return node.step.name.lower() if working else node.state
+    return node.step.name.lower() if node.key == round_key else node.state
 
 
-def counts(node: Node) -> str:
-    """Return the number of children by activity, lost ones first, and the slowest of the working ones."""
-    children = list(node.children.values())
-    found = Counter(map(activity, children))
+def counts(node: Node, children: Sequence[Node] | None = None) -> str:
+    """Return the number of children by activity, lost ones first, and the slowest of the working ones.
+
+    `children`: some of the node's, by default all.
+    """
+    children = list(node.children.values()) if children is None else children
+    round_key = node.round_key
+    found = Counter(_activity(child, round_key) for child in children)
     order = [*GONE, "absent", *(step.name.lower() for step in NodeStep)]
     parts = sorted(found, key=lambda name: (order.index(name) if name in order else len(order), name))
     text = ", ".join(f"{found[name]} {name}" for name in parts)
-    working = [child for child in node.participants() if child.step < NodeStep.DONE and child.state not in GONE]
+    takes_part = [child for child in children if child.key is not None and child.key == round_key]
+    working = [child for child in takes_part if child.step < NodeStep.DONE and child.state not in GONE]
     if working:
         first, *others = sorted(working, key=_progress)
         alone = not others or _progress(others[0]) > _progress(first)
         return f"{text}; slowest {first.name}, {step(first)}" if alone else text
     reports = [child.report for child in children if child.report is not None]
-    if reports and not node.participants():
+    if reports and not takes_part:
         slow = max(reports, key=seconds)
         return f"{text}; slowest {slow.name}, {seconds(slow):.1f} s in its last global round"
     return text
@@ -125,8 +141,40 @@ def seconds(report: ChildReport) -> float:
 
 
 def step(node: Node) -> str:
-    """Return a node's activity with its progress in percent."""
-    measured = node.step in (NodeStep.FETCHING, NodeStep.TRAINING, NodeStep.OFFERING)
-    return activity(node) + (
-        f" {100 * node.done:.0f} %" if measured and activity(node) == node.step.name.lower() else ""
-    )
+    """Return a node's activity with its progress in percent, if that is known."""
+    return activity(node) + (f" {100 * node.done:.0f} %" if advances(node) else "")
+
+
+def advances(node: Node) -> bool:
+    """Return whether a node is in a step whose progress is known. An aggregator reports none of its training."""
+    unknown = not node.measured or (node.children and node.step is NodeStep.TRAINING)
+    measured = node.step in (NodeStep.FETCHING, NodeStep.TRAINING, NodeStep.OFFERING) and not unknown
+    return measured and activity(node) == node.step.name.lower()
+
+
+def missing(lab: WatchedLab) -> list[str]:
+    """Return the nodes that the lab waits for before its first round, such as `device-3 of institution-0`."""
+    return [] if lab.begun or not lab.cloud.alive else list(_missing(lab.cloud, lab))
+
+
+def _missing(node: Node, lab: WatchedLab) -> Iterator[str]:
+    """Yield the absent nodes below a node that waits for them; where the lab is not `deep`, those that it reports."""
+    for child in node.children.values():
+        if not child.alive:
+            yield child.name if node is lab.cloud else f"{child.name} of {node.name}"
+        elif lab.deep and child.state == NodeState.INIT:
+            yield from _missing(child, lab)
+        else:
+            below = lab.experiment.tree.children.get(child.name, ())
+            named = [reason.split(" ")[0] for reason in child.waits_for.split("; ")]
+            yield from (f"{name} of {child.name}" for name in named if name in below)
+
+
+def sparkline(values: Sequence[float], *, most: int) -> str:
+    """Return the last values, `most` at most, as bars from the least to the greatest."""
+    shown = [value for value in values if math.isfinite(value)][-most:]
+    if len(shown) < 2:
+        return ""
+    low, high = min(shown), max(shown)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((value - low) * scale)] for value in shown)

@@ -1,7 +1,8 @@
 """State of a run, built from the messages on its brokers: a tree of nodes, and events. Sans-IO.
 
 The messages show each node's presence and round, the progress of transfers and trainings, bytes and training losses.
-They do not show accuracies and aggregation decisions, which the cloud does not publish.
+They do not show accuracies and aggregation decisions, which the cloud does not publish: `deploy.watching.cloud_feed`
+adds them in the process that has the cloud's events.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from deploy.watching.node import Node, TierMeters
 
 GOODBYE_S: Final = 12.0  # a cloud that has finished leaves within this time
 GLOBAL_ROUNDS_KEPT: Final = 10
+SCORES_KEPT: Final = 40
 SILENT_S: Final = 15.0  # a working child sends a message every two seconds
 OVER: Final = ("left", NodeState.FINISHED, NodeState.FAILED)
 
@@ -67,13 +69,27 @@ class WatchedLab:
     Messages of other labs and runs are ignored.
 
     `brokers`: their addresses, the cloud's first. If a node is on several brokers, the first one's state counts.
+    `deep`: whether messages of the links below the cloud's are received; if not, little is known of the nodes there.
     """
 
     def __init__(
-        self, run: str, experiment: Experiment, *, brokers: Sequence[str], now: float, lab: str = topics.DEFAULT_LAB
+        self,
+        run: str,
+        experiment: Experiment,
+        *,
+        brokers: Sequence[str],
+        now: float,
+        lab: str = topics.DEFAULT_LAB,
+        deep: bool = True,
     ) -> None:
         self.run = run
-        self._lab = lab
+        self.name = lab
+        self.deep = deep
+        self.folder = ""
+        self.closed = 0  # global rounds, by the cloud's events
+        self.losses: deque[float] = deque(maxlen=SCORES_KEPT)  # of training, by global round
+        self.evaluations: deque[tuple[float, float]] = deque(maxlen=SCORES_KEPT)  # accuracy and loss
+        self.counted: dict[str, RateMeter] = {}  # the cloud's own counts by tier and direction, if they are known
         self.experiment = experiment
         self.brokers = [WatchedBroker(address, True, now) for address in brokers]
         self.cloud = Node(CLOUD, "cloud")
@@ -106,7 +122,7 @@ class WatchedLab:
         self.received.take(self._received_bytes, now)
         try:
             topic = topics.parse(topic_text)
-            if isinstance(topic, topics.OutsideRuns) or (topic.lab, topic.run) != (self._lab, self.run):
+            if isinstance(topic, topics.OutsideRuns) or (topic.lab, topic.run) != (self.name, self.run):
                 return
             if isinstance(topic, topics.StateTopic):
                 self._state(broker, topic.node, body, retained=retained)
@@ -160,7 +176,12 @@ class WatchedLab:
     def global_round(self) -> int:
         """The current global round, counted from 1; 0 before the first."""
         key = self.cloud.round_key
-        return key.global_round + 1 if key is not None else 0
+        return max(self.closed, key.global_round + 1 if key is not None else 0)
+
+    @property
+    def begun(self) -> bool:
+        """Whether a global round has begun, by what was received so far."""
+        return bool(self._starts)
 
     @property
     def loss(self) -> float | None:
@@ -173,8 +194,11 @@ class WatchedLab:
     def flows(self, now: float) -> dict[str, Flow]:
         """Return each tier's traffic, `wan_up`, `wan_down` and so on, in MQTT bytes counted by the nodes.
 
-        A parent reports the sums of the tiers below it. Without that report, its children's own counts are summed.
+        A parent reports the sums of the tiers below it. Without that report, its children's own counts are summed. The
+        cloud's own counts, where they are known, are those of links.csv.
         """
+        if self.counted:
+            return {name: _sum((meter,), now) for name, meter in self.counted.items()}
         flows = {}
         for depth, tier in enumerate(self.experiment.tier_names):
             meters = list(_meters(self.cloud, depth))
@@ -189,6 +213,18 @@ class WatchedLab:
             return None
         each = (self._starts[-1] - self._starts[0]) / seen
         return max(0.0, each * (self.experiment.rounds - self.global_round + 1) - (now - self._starts[-1]))
+
+    def follow_below(self) -> None:
+        """Begin to receive the messages of all links, in place of the cloud's events."""
+        self.deep = True
+        for node in self.cloud.children.values():
+            node.measured, node.waits_for = True, ""
+
+    def begin_round(self, now: float) -> None:
+        """Record that a global round begins, and the training loss of the last one."""
+        self._starts.append(now)
+        if self.loss is not None:
+            self.losses.append(self.loss)
 
     # Messages
 
@@ -262,7 +298,7 @@ class WatchedLab:
         if not begins or parent is None or key is None or key != parent.round_key or len(parent.participants()) > 1:
             return
         if parent is self.cloud:
-            self._starts.append(now)
+            self.begin_round(now)
             self._emit("global_round", {"global_round": key.global_round + 1})
         else:
             self._emit(

@@ -96,6 +96,7 @@ class Node:
     result: its last result, of any round    below: bytes of the tiers below it, as reported by it
     proven: its session has sent something since the watch began, so it is not only a retained presence
     preparing: it has reported that it prepares    waits_for: the absent nodes below it, with reasons
+    measured: its progress within its step is known
     """
 
     name: str
@@ -116,6 +117,7 @@ class Node:
     assigned_by: str = ""
     step: NodeStep = NodeStep.IDLE
     share: float = 0.0
+    measured: bool = True
     epochs: int = 0
     result: Result | None = None
     report: ChildReport | None = None
@@ -148,7 +150,7 @@ class Node:
 
     @property
     def done(self) -> float:
-        """Its progress within its step, 0 to 1."""
+        """Its progress within its step, 0 to 1; 0 if it is not `measured`."""
         if self.step is NodeStep.OFFERING:
             return self.upload.share
         return self.fetch.share if self.step is NodeStep.FETCHING else self.share

@@ -6,7 +6,7 @@ import json
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from dataclasses import replace
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -18,8 +18,6 @@ from deploy.watching.follower import NOTHING_ANNOUNCED, Screen
 from deploy.watching.lab import WatchedLab
 from deploy.watching.runs import Runs
 from deploy.watching.view import View
-
-NOTED: Final = ("restarted", "refused", "declined", "waiting", "warning")
 
 
 @contextmanager
@@ -39,8 +37,13 @@ def look(lab: WatchedLab, now: float, *, json_lines: bool, devices: bool | None)
         print(json.dumps(formatting.tree(lab, now)), flush=True)
         return
     console = Console()
-    shown = True if devices is None and not console.is_terminal else devices
-    console.print(*_view(console, shown).picture(lab, now, []), sep="\n")
+    view = view_of(console, devices)
+    if console.is_terminal:
+        lines = replace(view, height=None if devices else view.height).picture(lab, now, [])
+        console.print(*lines, sep="\n")
+    else:  # where a rich console would crop and wrap lines
+        lines = replace(view, width=None, height=None).picture(lab, now, [])
+        print("\n".join(line.plain.rstrip() for line in lines), flush=True)
 
 
 class Lines:
@@ -83,16 +86,16 @@ class Terminal:
 
     def event(self, lab: WatchedLab, event: str, facts: dict[str, object], now: float) -> None:
         """Add a note for failures and restarts."""
-        gone = event == "state" and facts["state"] in formatting.GONE
-        if (gone or event in NOTED) and (line := formatting.line(lab, event, facts, now)) is not None:
-            self._notes.append(line)
+        if (note := formatting.note(lab, event, facts, now)) is not None:
+            self._notes.append(note)
 
     def draw(self, lab: WatchedLab, now: float) -> None:
         """Draw the current state."""
-        lines = _view(self._live.console, self._devices).picture(lab, now, list(self._notes))
+        lines = view_of(self._live.console, self._devices).picture(lab, now, [*self._notes])
         self._live.update(Group(*lines), refresh=True)
 
 
-def _view(console: Console, devices: bool | None) -> View:
+def view_of(console: Console, devices: bool | None = None) -> View:
+    """Return the view for a terminal as it is now."""
     plain = not (console.encoding or "").lower().startswith("utf")
     return View(console.width, console.height, devices=devices, plain=plain)

@@ -1,19 +1,24 @@
-"""Terminal view of a watched lab. Lines are laid out by hand: a rich table of 200 rows takes too long."""
+"""View of a watched lab, for `watch`, `run` and `cloud`.
+
+Lines are laid out by hand: a rich table of 200 rows takes too long.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from textwrap import wrap
+from typing import Final, TypeAlias
 
-from rich.cells import set_cell_size
+from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 from common.protocol.messages import NodeState
-from deploy.console.tabular import size
-from deploy.watching.formatting import GONE, activity, counts, seconds, step
+from deploy.console.tabular import age, size
+from deploy.watching.formatting import GONE, activity, advances, counts, missing, seconds, sparkline, step
 from deploy.watching.lab import Flow, WatchedLab
 from deploy.watching.node import Node, NodeStep
+from deploy.watching.rows import HiddenNodes, below, rows_of
 
 # Okabe and Ito's colours, safe for colour-blind readers. All information is in the text, too.
 GREEN, ORANGE, SKY, RED = "#009e73", "#e69f00", "#56b4e9", "#d55e00"
@@ -23,117 +28,161 @@ STYLES: Final[Mapping[str, str]] = {
 }  # fmt: skip
 NOTES: Final = 3
 WIDE: Final = 90
+MISSING_MOST: Final = 8  # nodes that are named
+COARSE_S: Final = 300.0  # more time left is shown in minutes or hours
+SPARK_NARROW, SPARK_WIDE = 12, 30  # global rounds
 
 
 @dataclass(frozen=True, slots=True)
 class ViewColumn:
-    """A column: its width on narrow and on wide terminals, and the terminal width from which it is shown."""
+    """A column: its least width on narrow and on wide terminals, and the terminal width from which it is shown."""
 
     title: str
     narrow: int
     wide: int
     from_width: int = 0
+    text: bool = False
 
 
-NAME = ViewColumn("node", 18, 22)
-STATE = ViewColumn("state", 8, 12)
+NAME = ViewColumn("node", 18, 22, text=True)
+STATE = ViewColumn("state", 8, 12, text=True)
 ROUND = ViewColumn("round", 6, 8)
 UP = ViewColumn("up", 11, 11, WIDE)
 DOWN = ViewColumn("down", 11, 11, WIDE)
 LOSS = ViewColumn("loss", 8, 8, 110)
 EPOCHS = ViewColumn("epochs", 6, 6, 120)
 COLUMNS: Final = (NAME, STATE, ROUND, UP, DOWN, LOSS, EPOCHS)
+Cells: TypeAlias = Mapping[ViewColumn, str]
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """View settings. `devices`: true = one by one, false = counts, None = by the room there is; `plain`: ASCII only."""
+    """View settings. `width` and `height` of the terminal; None: not a terminal, and nothing is cropped or left out.
 
-    width: int
-    height: int
+    `devices`: false = only counts of devices, else one by one as the height permits; `plain`: ASCII only.
+    """
+
+    width: int | None
+    height: int | None
     devices: bool | None = None
     plain: bool = False
 
-    def picture(self, lab: WatchedLab, now: float, notes: list[str]) -> list[Text]:
+    def picture(self, lab: WatchedLab, now: float, notes: Sequence[str]) -> list[Text]:
         """Return the lines of the current state, with the last of the notes below."""
-        head = self._head(lab, now)
-        shown_notes = [Text(note, style=RED) for note in notes[-NOTES:]]
-        each = self.devices
-        if each is None:
-            each = len(head) + 2 + len(lab.nodes) + NOTES < self.height
-        rows = self._rows(lab, lab.cloud, now, 0, each=each)
-        titles = Text(style="dim")
-        self._cells(titles, {column: column.title for column in COLUMNS})
-        lines = [*head, Text(), titles, *rows, *shown_notes]
+        lines = self._head(lab, now)
+        if any(node.states for node in lab.nodes.values()):
+            rest = len(lines) + 3 + len(notes[-NOTES:])  # with the titles, the line above them, and the cursor's line
+            room = None if self.height is None else max(1, self.height - rest)
+            lines += [Text(), *self._tree(lab, now, room=room)]
+        lines += [Text(note, style=RED) for note in notes[-NOTES:]]
         for line in lines:
-            line.truncate(self.width, overflow="crop" if self.plain else "ellipsis")
             line.no_wrap = True
+            if self.width is not None:
+                line.truncate(self.width, overflow="crop" if self.plain else "ellipsis")
         return lines
 
     def _head(self, lab: WatchedLab, now: float) -> list[Text]:
-        title = Text.assemble((lab.experiment.name, "bold"), f"  round {lab.global_round}/{lab.experiment.rounds}")
-        if lab.loss is not None:
-            title.append(f"  training loss {lab.loss:.4f}")
+        title = Text.assemble((lab.experiment.name, "bold"))
+        known = bool(lab.run)
+        title.append(f"  global round {lab.global_round}/{lab.experiment.rounds}" if known else "  starting")
         if lab.cloud.alive and (left_s := lab.left_s(now)) is not None:
-            title.append(f"  about {left_s:.0f} s left")
-        lines = [title, Text(lab.run, style="dim")]
+            title.append(f"  about {age(left_s) if left_s >= COARSE_S else f'{left_s:.0f} s'} left")
+        lines = [title, *self._scores(lab)]
+        if lab.run:
+            lines.append(Text(lab.run, style="dim"))
+        if lab.folder:
+            lines.append(Text(f"{lab.folder}{''.join(f'  broker {each.address}' for each in lab.brokers)}", "dim"))
         for broker in lab.brokers:
             if not broker.up:
                 text = f"broker {broker.address} disconnected for {now - broker.since:.0f} s"
                 lines.append(Text(text, f"bold {RED}"))
+        if absent := missing(lab):
+            more = f"; {len(absent) - MISSING_MOST} more" if len(absent) > MISSING_MOST else ""
+            text = f"waiting for {'; '.join(absent[:MISSING_MOST])}{more}"
+            lines += [Text(line, ORANGE) for line in wrap(text, self.width or len(text))]
         flows = lab.flows(now)
-        tiers = lab.experiment.tier_names
-        for tier in tiers:
-            up, down = flows[f"{tier}_up"], flows[f"{tier}_down"]
-            lines.append(Text(f"{tier.upper():<{max(map(len, tiers))}}  up {_flow(up)}  down {_flow(down)}"))
+        if lab.begun and any(flow.total for flow in flows.values()):
+            tiers = lab.experiment.tier_names
+            for tier in tiers:
+                up, down = flows[f"{tier}_up"], flows[f"{tier}_down"]
+                lines.append(Text(f"{tier.upper():<{max(map(len, tiers))}}  up {_flow(up)}  down {_flow(down)}"))
         return lines
 
-    def _rows(self, lab: WatchedLab, node: Node, now: float, depth: int, *, each: bool) -> list[Text]:
-        """Return the rows of a node and of those below it; without `each`, one row for all devices of a parent."""
-        rows = [self._row(lab, node, now, depth)]
-        children = node.children.values()
-        if not each and any(child.role == "device" for child in children):
-            return [*rows, Text(f"{'  ' * (depth + 1)}{counts(node)}", style="dim")]
-        return rows + [row for child in children for row in self._rows(lab, child, now, depth + 1, each=each)]
+    def _scores(self, lab: WatchedLab) -> list[Text]:
+        """Return the line of accuracy and test loss, or where those are unknown of the training loss."""
+        scores = []
+        if lab.evaluations:
+            accuracies, losses = zip(*lab.evaluations, strict=True)
+            scores = [("accuracy", accuracies[-1], accuracies), ("loss", losses[-1], losses)]
+        elif (loss := lab.loss) is not None:
+            scores = [("training loss", loss, tuple(lab.losses))]
+        most = SPARK_WIDE if self._is_wide else SPARK_NARROW
+        bars = ["" if self.plain else sparkline(values, most=most) for _, _, values in scores]
+        parts = [f"{name} {value:.4f} {bar}".rstrip() for (name, value, _), bar in zip(scores, bars, strict=True)]
+        return [Text("   ".join(parts))] if parts else []
 
-    def _row(self, lab: WatchedLab, node: Node, now: float, depth: int) -> Text:
-        state = node.state if node.proven or not node.alive else f"{node.state}?"  # ?: only a retained presence
-        cells = {NAME: "  " * depth + node.name, STATE: state, ROUND: _round(lab, node)}
-        if node.up.known:
-            cells |= {UP: f"{size(node.up.rate(now))}/s", DOWN: f"{size(node.down.rate(now))}/s"}
-        last = node.result or node.report
-        if last is not None and last.epochs:
-            cells |= {LOSS: f"{last.loss:.4f}", EPOCHS: str(node.epochs or "")}
-        line = Text()
-        self._cells(line, cells)
-        self._part(line, lab, node)
-        return line
+    @property
+    def _is_wide(self) -> bool:
+        return self.width is None or self.width >= WIDE
 
-    def _cells(self, line: Text, cells: Mapping[ViewColumn, str]) -> None:
-        for column in COLUMNS:
-            if self.width < column.from_width:
-                continue
-            width, text = column.wide if self.width >= WIDE else column.narrow, cells.get(column, "")
-            if column in (NAME, STATE):
-                line.append(
-                    set_cell_size(text, width) + " ", style=STYLES.get(text.rstrip("?"), "") if column is STATE else ""
-                )
+    def _tree(self, lab: WatchedLab, now: float, *, room: int | None) -> list[Text]:
+        """Return the titles and the rows of the tree."""
+
+        def openable(node: Node) -> bool:
+            return (self.devices is not False or node.role != "device") and (lab.deep or node.parent is lab.cloud)
+
+        rows = rows_of(lab.cloud, room=room, openable=openable)
+        cells = [{} if isinstance(row, HiddenNodes) else _cells(lab, row, now, depth) for depth, row in rows]
+        widths = {column: self._width(column, cells) for column in COLUMNS if self._has(column, cells)}
+        lines = [self._line({column: column.title for column in COLUMNS}, widths, "dim")]
+        for (depth, row), content in zip(rows, cells, strict=True):
+            if isinstance(row, HiddenNodes):
+                lines.append(Text(f"{'  ' * depth}{_hidden(lab, row)}", style="dim"))
             else:
-                line.append(f"{text[:width]:>{width}} ")
+                line = self._line(content, widths, f"bold {RED}" if row.state in GONE else "")
+                self._part(line, lab, row)
+                lines.append(line)
+        return lines
+
+    def _has(self, column: ViewColumn, cells: Sequence[Cells]) -> bool:
+        """Return whether the terminal has room for a column, and the column has content."""
+        room = self.width is None or self.width >= column.from_width
+        return room and (not column.from_width or any(each.get(column) for each in cells))
+
+    def _width(self, column: ViewColumn, cells: Sequence[Cells]) -> int:
+        least = column.wide if self._is_wide else column.narrow
+        widest = max(least, *(cell_len(each.get(column, "")) for each in cells))
+        return min(widest, max(least, self.width // 3)) if column is NAME and self.width is not None else widest
+
+    def _line(self, cells: Cells, widths: Mapping[ViewColumn, int], style: str) -> Text:
+        line = Text()
+        for column, width in widths.items():
+            text = cells.get(column, "")
+            if column.text:
+                own = STYLES.get(text.rstrip("?"), "") if column is STATE else ""
+                cut = text if cell_len(text) <= width else set_cell_size(text, width - 1) + ("~" if self.plain else "…")
+                line.append(set_cell_size(cut, width) + " ", style=style or own)
+            else:
+                line.append(f"{text:>{width}} ", style=style if style == "dim" else "")
+        return line
 
     def _part(self, line: Text, lab: WatchedLab, node: Node) -> None:
         """Add the node's activity: a progress bar if there is a measure of it, and text."""
         children = list(node.children.values())
         working = [child for child in node.participants() if child.state not in GONE]
         done = sum(child.step >= NodeStep.DONE for child in working)
-        if node is lab.cloud and working:
+        if node.state in GONE:
+            line.append(node.reason, style=RED)
+        elif node is lab.cloud and working:
             self._bar(line, done / len(working), "done" if done == len(working) else "training")
             line.append(f"{done}/{len(working)} results")
-        elif children and node.key is None:
+        elif children and node.key is None and (lab.deep or node is lab.cloud):
             waits_for = f", waits for {node.waits_for}" if node.waits_for else ""
             line.append(f"{sum(child.alive for child in children)}/{len(children)} present{waits_for}")
+        elif node.waits_for:
+            line.append(f"waits for {node.waits_for}", style="dim")
         elif node.preparing:
-            line.append(f"waits for {node.waits_for}" if node.waits_for else "prepares", style="dim")
+            line.append("prepares", style="dim")
         elif node.step is NodeStep.TRAINING and working and activity(node) == "training":
             share = (_local_round(node) + done / len(working)) / _rounds(lab, node)
             self._bar(line, share, "training")
@@ -142,10 +191,7 @@ class View:
             line.append(f"{seconds(node.report):.1f} s in its last global round", style="dim")
         elif node.key is not None or node.measuring:
             name = activity(node)
-            if (
-                node.step in (NodeStep.FETCHING, NodeStep.TRAINING, NodeStep.OFFERING)
-                and name == node.step.name.lower()
-            ):
+            if advances(node):
                 self._bar(line, node.done, name)
             line.append(step(node), style=STYLES.get(name, ""))
             self._size(line, node)
@@ -156,11 +202,11 @@ class View:
         if transfer is None or not transfer.size or activity(node) != node.step.name.lower():
             return
         text = f"  {size(transfer.share * transfer.size)} of {size(transfer.size)}"
-        if line.cell_len + len(text) <= self.width:
+        if self.width is None or line.cell_len + len(text) <= self.width:
             line.append(text, style="dim")
 
     def _bar(self, line: Text, share: float, name: str) -> None:
-        width = 20 if self.width >= 140 else 8
+        width = 20 if self.width is None or self.width >= 140 else 8
         full, empty = ("#", ".") if self.plain else ("\u2588", "\u2591")
         filled = round(min(1.0, share) * width)
         line.append(full * filled, style=STYLES.get(name, "")).append(empty * (width - filled) + " ", style="dim")
@@ -185,6 +231,31 @@ def _local_round(node: Node) -> int:
     if key is None or (node.key is not None and key.global_round != node.key.global_round):
         return 0
     return key.local_round
+
+
+def _cells(lab: WatchedLab, node: Node, now: float, depth: int) -> Cells:
+    state = node.state if node.proven or not node.alive else f"{node.state}?"  # ?: only a retained presence
+    cells = {NAME: "  " * depth + node.name, STATE: state, ROUND: _round(lab, node)}
+    if node.up.known:
+        cells |= {UP: f"{size(node.up.rate(now))}/s", DOWN: f"{size(node.down.rate(now))}/s"}
+    last = node.result or node.report
+    if last is not None and last.epochs:
+        cells[LOSS] = f"{last.loss:.4f}"
+    return cells | {EPOCHS: str(node.epochs or "")}
+
+
+def _hidden(lab: WatchedLab, row: HiddenNodes) -> str:
+    """Return the text of nodes without a row of their own."""
+    parent, children = row.parent, row.children
+    kind = lab.experiment.tier_below(parent.name).children
+    more = "more " if len(children) < len(parent.children) else ""
+    text = f"{len(children)} {more}{kind}{'s' if len(children) > 1 else ''}"
+    deeper = [node for child in children for node in below(child)]
+    lost = sum(node.state in GONE for node in deeper)
+    text += f" with {len(deeper)} nodes below" if deeper else ""
+    text += f", {lost} of them lost" if lost else ""
+    known = lab.deep or parent is lab.cloud or any(child.report is not None for child in children)
+    return f"{text}: {counts(parent, children) if known else 'fedstrata watch shows them'}"
 
 
 def _flow(flow: Flow) -> str:

@@ -34,7 +34,10 @@ def watch(
     devices: Annotated[
         bool | None,
         typer.Option(
-            help="Show each device, or only counts.  [default: each device if the terminal has room]",
+            help=(
+                "Show devices one by one (with --once all of them), or only counts.  "
+                "[default: as many as the terminal has room for, lost and slow ones first]"
+            ),
             show_default=False,
         ),
     ] = None,

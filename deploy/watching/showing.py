@@ -1,0 +1,148 @@
+"""Progress of a run in the process that starts it: a live view on a terminal, else log lines; a table at the end."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from rich.console import Console, Group
+from rich.live import Live
+
+from common.experiment.schema import Experiment
+from common.net.address import BrokerAddress
+from common.protocol.topics import DEFAULT_LAB
+from deploy.console.logs import as_json, shows_activity, write_line
+from deploy.console.tabular import size
+from deploy.watching import formatting
+from deploy.watching.cloud_feed import CloudFeed, tiers_in
+from deploy.watching.lab import WatchedLab
+from deploy.watching.screens import view_of
+from deploy.watching.subscription import Subscription
+from deploy.watching.view import NOTES
+
+if TYPE_CHECKING:
+    from common.runtime.children import Observe
+
+DRAWS_PER_S: Final = 2
+FOLLOWED_MOST: Final = 64  # devices: the messages of more would take CPU from the lab on this machine
+
+
+@contextmanager
+def show(
+    experiment: Experiment,
+    *,
+    json_lines: bool,
+    broker: str = "",
+    lab: str = DEFAULT_LAB,
+    follow: BrokerAddress | None = None,
+) -> Iterator[Observe]:
+    """Yield a callback for the cloud's events. It shows them on standard error, or prints them as JSON lines.
+
+    `broker`: its address, to be shown. `follow`: the broker of a lab on this machine, whose messages the live view
+    receives too, and so shows each device.
+    """
+    if json_lines:
+        yield lambda event, facts: print(json.dumps({"event": event, **facts}), flush=True)
+        return
+    errors = Console(stderr=True)
+    watched = WatchedLab("", experiment, brokers=[broker] if broker else [], now=time.monotonic(), lab=lab, deep=False)
+    feed = CloudFeed(watched)
+    if not errors.is_terminal or errors.is_dumb_terminal or as_json():
+
+        def log(event: str, facts: dict[str, object]) -> None:
+            feed.take(event, facts, time.monotonic())
+            if shows_activity() and (line := feed.line(event, facts)) is not None:
+                write_line(line)
+
+        yield log
+    else:
+        few = sum(experiment.sizes()[-1]) <= FOLLOWED_MOST
+        with LiveView(errors, feed, watched, follow=follow if few else None).shown() as view:
+            yield view.observe
+    if feed.finished:
+        print(summary(feed.finished), flush=True)
+
+
+class LiveView:
+    """Live view of a run, from its cloud's events and the messages on a broker. Its calls come from several threads."""
+
+    def __init__(self, console: Console, feed: CloudFeed, lab: WatchedLab, *, follow: BrokerAddress | None) -> None:
+        self._console = console
+        self._feed = feed
+        self._lab = lab
+        self._follow = follow
+        self._subscription: Subscription | None = None
+        self._notes: deque[str] = deque(maxlen=NOTES)
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def shown(self) -> Iterator[LiveView]:
+        """Show the view; it stays on the screen unless the run finishes."""
+        live = Live(console=self._console, get_renderable=self.picture, refresh_per_second=DRAWS_PER_S, transient=True)
+        try:
+            with live:
+                try:
+                    yield self
+                finally:
+                    live.transient = bool(self._feed.finished)
+        finally:
+            if self._subscription is not None:
+                self._subscription.close()
+
+    def observe(self, event: str, facts: dict[str, object]) -> None:
+        """Take an event of the cloud."""
+        with self._lock:
+            self._feed.take(event, facts, time.monotonic())
+            if (note := self._feed.note(event, facts)) is not None:
+                self._notes.append(note)
+        if event == "run" and self._follow is not None and self._subscription is None:
+            run = str(facts["run"])
+            self._subscription = Subscription(
+                self._follow, lab=self._lab.name, run=run, received=self._received, connected=self._connected
+            )
+
+    def picture(self) -> Group:
+        """Return the lines of the current state."""
+        with self._lock:
+            return Group(*view_of(self._console).picture(self._lab, time.monotonic(), [*self._notes]))
+
+    def _received(self, topic: str, body: bytes, retained: bool) -> None:
+        now = time.monotonic()
+        with self._lock:
+            self._lab.receive(0, topic, body, now, retained=retained)
+            while (event := self._lab.next_event()) is not None:
+                if (note := formatting.note(self._lab, *event, now)) is not None:
+                    self._notes.append(note)
+
+    def _connected(self, up: bool) -> None:
+        with self._lock:
+            if up:
+                self._lab.follow_below()
+                self._lab.connected(0, time.monotonic())
+            else:
+                self._lab.disconnected(0, time.monotonic())
+
+
+def summary(facts: Mapping[str, Any]) -> str:
+    """Return the lines printed at the end of a run; `facts`: those of the event `finished`.
+
+    Paths are never wrapped or cropped, so that they can be copied.
+    """
+    accuracy = facts["accuracy"]
+    rows = (
+        ("test accuracy", "-" if accuracy is None else f"{accuracy:.4f}"),
+        ("global rounds", str(facts["global_round"])),
+        ("training time", f"{facts['elapsed_s']:.1f} s"),
+        *(
+            (f"{tier.upper()} up / down", f"{size(facts[f'{tier}_up_bytes'])} / {size(facts[f'{tier}_down_bytes'])}")
+            for tier in tiers_in(facts)
+        ),
+        ("model", str(facts["model"])),
+    )
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

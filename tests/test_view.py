@@ -1,0 +1,355 @@
+"""The live view of `run` and `cloud`: from the cloud's events, from messages, and the choice of rows."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import io
+import json
+import queue
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import aiomqtt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from rich.text import Text
+
+from common.experiment.reading import parse
+from common.host.processes import free_port
+from common.net.address import BrokerAddress
+from common.protocol import serialization, topics
+from common.protocol.messages import Key, NodeState, Presence
+from deploy.brokers import broker
+from deploy.console import logs
+from deploy.simulation.broker import Routed
+from deploy.simulation.lab import SimulatedLab
+from deploy.watching.cloud_feed import CloudFeed
+from deploy.watching.formatting import missing, sparkline
+from deploy.watching.lab import WatchedLab
+from deploy.watching.node import NodeStep
+from deploy.watching.rows import HiddenNodes, rows_of
+from deploy.watching.showing import LiveView, show
+from deploy.watching.view import View
+from tests.helpers.commands import PATIENCE_S
+
+RUN: Final = {
+    "run": "20260101T000000Z-abcdef", "folder": "runs/20260101T000000Z-small-abcdef", "experiment": "small",
+    "global_rounds": 400, "done": 109, "nodes": {"institutions": 2, "devices": 4}, "model": "cnn_digits",
+    "model_bytes": 39_700,
+}  # fmt: skip
+IDLE: Final = {"presence": "ready", "state": "idle", "phase": "", "epochs": 0, "done": 0, "total": 0}
+
+
+def lab_of(institutions: int = 2, devices: int = 4, *, deep: bool = False) -> WatchedLab:
+    topology = {"institutions": institutions, "devices": devices}
+    experiment = parse({"name": "small", "rounds": 400, "topology": topology})
+    return WatchedLab("", experiment, brokers=["b:1883"], now=0.0, deep=deep)
+
+
+class Fed:
+    """A lab that is known from its cloud's events alone."""
+
+    def __init__(self, lab: WatchedLab | None = None) -> None:
+        self.lab = lab or lab_of()
+        self.feed = CloudFeed(self.lab)
+        self.now = 0.0
+        self.notes: list[str] = []
+        self.take("run", RUN)
+
+    def take(self, event: str, facts: Mapping[str, Any]) -> None:
+        self.feed.take(event, facts, self.now)
+        if (note := self.feed.note(event, facts)) is not None:
+            self.notes.append(note)
+
+    def progress(self, states: Mapping[str, Mapping[str, Any]], **counts: int) -> None:
+        bytes_ = dict.fromkeys(("wan_up_bytes", "wan_down_bytes", "lan_up_bytes", "lan_down_bytes"), 0)
+        self.take("progress", {"states": {name: IDLE | facts for name, facts in states.items()}, **bytes_ | counts})
+
+    def lines(self, width: int | None = 80, height: int | None = 24) -> list[str]:
+        lines = View(width, height).picture(self.lab, self.now, self.notes)
+        return [line.plain.rstrip() for line in lines]
+
+
+# Before the rounds
+
+
+def test_a_waiting_cloud_shows_the_run_its_folder_its_broker_and_the_missing_nodes() -> None:
+    fed = Fed()
+    reasons = {"institution-0": "waits for device-1 never came; device-0 gave up: no data; no", "institution-1": "x"}
+    fed.take("child", {"node": "institution-0", "state": "init"})
+    fed.take("waiting", {"for": "...", "nodes": reasons})
+    lines = fed.lines()
+    assert lines[1] == RUN["run"] and lines[2] == f"{RUN['folder']}  broker b:1883"
+    assert lines[3] == "waiting for device-1 of institution-0; device-0 of institution-0; institution-1"
+    fed.take("waiting", {"for": "...", "nodes": {"institution-1": "never came"}})
+    fed.take("child", {"node": "institution-0", "state": "ready"})
+    assert missing(fed.lab) == ["institution-1"]
+    fed.take("child", {"node": "institution-1", "state": "ready"})
+    assert missing(fed.lab) == [] and not [line for line in fed.lines() if "waiting" in line]
+
+
+def test_the_missing_nodes_of_a_large_lab_are_counted() -> None:
+    fed = Fed(lab_of(40, 80))
+    fed.take("waiting", {"for": "...", "nodes": {}})
+    text = " ".join(line for line in fed.lines(60, 24))
+    assert text.count("institution-") >= 8 and "32 more" in text
+    assert len(fed.lines(60, 24)) < 24 and max(map(len, fed.lines(60, 24))) <= 60
+
+
+def test_in_a_watched_lab_the_missing_nodes_are_those_without_a_presence() -> None:
+    lab = lab_of(deep=True)
+    for name in ("cloud", "institution-0", "device-0", "device-1"):
+        presence = serialization.encode(Presence(NodeState.INIT, "x"), name)
+        lab.run = "run-1"
+        lab.receive(0, topics.state("lab", lab.run, name), presence, 0.0)
+    assert missing(lab) == ["institution-1"]
+    lab.receive(0, topics.state("lab", "run-1", "device-1"), b"", 0.0)
+    assert missing(lab) == ["device-1 of institution-0", "institution-1"]
+
+
+# From the cloud's events alone
+
+
+def test_the_clouds_events_move_its_children() -> None:
+    fed = Fed()
+    fed.progress({"institution-0": {"state": "working", "phase": "fetching", "done": 1, "total": 4, "epochs": 2},
+                  "institution-1": {"state": "assigned"}})  # fmt: skip
+    node = fed.lab.cloud.children["institution-0"]
+    assert (node.key, node.step, node.done, node.epochs) == (Key(0, 109, 0), NodeStep.FETCHING, 0.25, 2)
+    assert fed.lab.global_round == 110
+    lines = {line.split()[0]: line for line in fed.lines() if line}
+    assert "110/400" in lines["cloud"] and lines["cloud"].endswith("0/2 results")
+    assert lines["institution-0"].endswith("██░░░░░░ fetching 25 %")
+    assert lines["institution-1"].endswith("assigned") and lines["2"] == "    2 devices: fedstrata watch shows them"
+    fed.progress({"institution-0": {"state": "working", "phase": "training", "done": 9, "total": 0},
+                  "institution-1": {"state": "accepted", "phase": "announcing"}})  # fmt: skip
+    lines = {line.split()[0]: line for line in fed.lines() if line}
+    assert lines["institution-0"].endswith("training") and lines["institution-1"].endswith("done")
+    assert lines["cloud"].endswith("1/2 results")
+
+
+def test_accuracy_loss_time_left_and_notes() -> None:
+    fed = Fed()
+    fed.progress({})
+    for done in range(110, 114):
+        fed.now += 10.0
+        fed.take("global_round", {"global_round": done, "wan_up_bytes": 1, "wan_down_bytes": 2, "elapsed_s": 1.0})
+        fed.take("evaluated", {"global_round": done, "accuracy": (done - 100) / 100, "loss": 3 - done / 100})
+    fed.take("warning", {"reason": "models have collapsed"})
+    fed.take("child", {"node": "institution-1", "state": "lost"})
+    first, scores, *_ = lines = fed.lines()
+    assert first == "small  global round 113/400  about 48 min left"
+    assert scores == "accuracy 0.1300 ▁▃▆█   loss 1.8700 █▆▃▁"
+    assert lines[-2:] == ["warning: models have collapsed", "institution-1: lost"]
+    styles = {line.plain.split()[0]: line.spans for line in View(80, 24).picture(fed.lab, 0.0, []) if line.plain}
+    assert all("#d55e00" in str(span.style) for span in styles["institution-1"][:2])
+    assert not any("#d55e00" in str(span.style) for span in styles["institution-0"])
+
+
+@pytest.mark.parametrize("width", [80, 200, None])
+def test_nothing_is_cropped_that_has_room(width: int | None) -> None:
+    fed = Fed()
+    fed.progress({"institution-0": {"state": "assigned"}}, wan_up_bytes=123_456_789)
+    text = "\n".join(fed.lines(width, None))
+    assert "110/400" in text and str(RUN["folder"]) in text and "123.5 MB" in text
+    if width is not None:
+        assert max(len(line) for line in fed.lines(width, None)) <= width
+
+
+def test_off_a_terminal_long_names_and_reasons_are_whole() -> None:
+    experiment = parse({"name": "n", "tiers": [{"name": "wan", "children": "device", "fan_out": 2}]})
+    lab = WatchedLab("run-1", experiment, brokers=["b"], now=0.0)
+    name, reason = next(iter(lab.cloud.children)), "the disk is full " * 20
+    body = serialization.encode(Presence(NodeState.FAILED, "device", reason=reason), "s")
+    lab.receive(0, topics.state("lab", "run-1", name), body, 0.0)
+    assert reason.strip() in "\n".join(line.plain for line in View(None, None).picture(lab, 0.0, []))
+    assert max(len(line.plain) for line in View(80, 24).picture(lab, 0.0, [])) <= 80
+
+
+@given(values=st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=40), most=st.integers(2, 20))
+def test_a_sparkline_has_a_bar_for_each_of_the_last_values(values: list[float], most: int) -> None:
+    finite = [value for value in values if abs(value) < 1e300]
+    bars = sparkline(finite, most=most)
+    assert len(bars) == (min(most, len(finite)) if len(finite) > 1 else 0)
+    assert sparkline(values, most=most) is not None
+
+
+# The choice of rows
+
+
+@given(
+    institutions=st.integers(1, 8), each=st.integers(1, 12), room=st.integers(2, 120),
+    lost=st.sets(st.integers(0, 95), max_size=5), devices=st.booleans(),
+)  # fmt: skip
+def test_rows_fit_and_count_every_node(institutions: int, each: int, room: int, lost: set[int], devices: bool) -> None:
+    lab = lab_of(institutions, institutions * each, deep=True)
+    gone = [lab.nodes[f"device-{place}"] for place in lost if place < institutions * each]
+    for node in lab.nodes.values():
+        node.states[0] = "ready"
+    for node in gone:
+        node.states[0] = "lost"
+    rows = rows_of(lab.cloud, room=room, openable=lambda node: devices or node.role != "device")
+    assert len(rows) <= room
+    alone = [row for _, row in rows if not isinstance(row, HiddenNodes)]
+    hidden = [child for _, row in rows if isinstance(row, HiddenNodes) for child in row.children]
+    below = sum(len(node.children) for node in hidden)
+    assert len(alone) + len(hidden) + below == len(lab.nodes) and alone[0] is lab.cloud
+    assert all(node.parent in alone for node in alone[1:] + hidden)
+    if devices and room >= 2 + 3 * len(gone):
+        assert all(node in alone for node in gone)
+    if devices and room >= len(lab.nodes):
+        assert not hidden
+
+
+def test_where_all_devices_are_lost_each_institution_has_rows_first() -> None:
+    lab = lab_of(3, 36, deep=True)
+    lab.run = "run-1"
+    for node in lab.nodes.values():
+        node.states[0] = "lost" if node.role == "device" else "ready"
+    lines = [line.plain for line in View(80, 17).picture(lab, 0.0, [])]
+    names = [line.split()[0] for line in lines if line]
+    assert [names.count(f"institution-{place}") for place in range(3)] == [1, 1, 1] and len(lines) < 17
+    assert sum(name.startswith("device-") for name in names) >= 3
+    few = [line.plain for line in View(80, 8).picture(lab, 0.0, [])]
+    assert few[-1] == "  3 institutions with 36 nodes below, 36 of them lost: 3 ready"
+
+
+# Bytes, in both feeds
+
+
+def test_the_bytes_of_both_feeds_are_those_of_the_links_file(tmp_path: Path) -> None:
+    experiment = parse({"rounds": 3, "topology": {"institutions": 2, "devices": 4}, "links": {"check": "off"},
+                        "transfer": {"inline_bytes": 0}})  # fmt: skip
+    own = WatchedLab("", experiment, brokers=["b"], now=0.0, deep=False)
+    feed, found, watches = CloudFeed(own), Counter[str](), list[WatchedLab]()
+
+    def observe(event: str, facts: dict[str, object]) -> None:
+        feed.take(event, facts, lab.now())
+        if event == "run":
+            watches.append(WatchedLab(str(facts["run"]), experiment, brokers=["b"], now=lab.now()))
+
+    def hook(message: Routed) -> None:
+        for watched in watches:
+            watched.receive(0, message.topic, message.body, lab.now())
+
+    def read(sim: SimulatedLab) -> None:
+        (path,) = sim.agents.runs.glob("*/links.csv")
+        rows = csv.DictReader(path.read_text().splitlines())
+        for row in (row for row in rows if row["kind"] == "all"):
+            up = row["to"] == "cloud" or row["from"].startswith("device")
+            found[f"{row['tier']}_{'up' if up else 'down'}"] += int(row["message_bytes"])
+
+    lab = SimulatedLab(experiment, observe=observe, at_end=read, time_limit_s=900.0)
+    lab.network.hooks.append(hook)
+    assert lab.run().ok
+    counted = {name: flow.total for name, flow in own.flows(lab.now()).items()}
+    assert counted == {name: feed.finished[f"{name}_bytes"] for name in counted}
+    watched = {name: flow.total for name, flow in watches[0].flows(lab.now()).items()}
+    for name, total in found.items():  # after `finished` the nodes say goodbye
+        assert 0.98 * total <= counted[name] <= total, name
+        assert 0.98 * total <= watched[name] <= total, name
+    assert [watched[name] for name in ("lan_up", "lan_down")] == [found[name] for name in ("lan_up", "lan_down")]
+    assert watches[0].ignored == 0
+
+
+def test_a_cloud_that_forgot_bytes_is_counted_from_there() -> None:
+    fed = Fed()
+    for count in (1000, 5000, 4000, 4500):
+        fed.now += 1.0
+        fed.progress({}, wan_up_bytes=count)
+    assert fed.lab.flows(fed.now)["wan_up"].total == 4500
+
+
+# On standard error
+
+
+def observed(capsys: pytest.CaptureFixture[str], *, json_lines: bool = False) -> tuple[str, str]:
+    with show(lab_of().experiment, json_lines=json_lines, broker="b:1883") as observe:
+        observe("run", RUN | {"folder": "f" * 300})
+        observe("child", {"node": "institution-0", "state": "lost", "reason": "\x1b[2J"})
+        observe("evaluated", {"global_round": 110, "accuracy": 0.5, "loss": 1.0})
+    done = capsys.readouterr()
+    return done.out, done.err
+
+
+def test_off_a_terminal_it_writes_whole_plain_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, err = observed(capsys)
+    first, second, third = err.splitlines()
+    assert first.startswith(f"run {RUN['run']}: small, ") and first.endswith(f"in {'f' * 300}, broker b:1883")
+    assert second == r"institution-0: lost (\u001b[2J)" and third.startswith("global round 110/400  accuracy 0.5000")
+    assert not out
+    monkeypatch.setattr(logs, "shows_activity", lambda: False)
+    monkeypatch.setattr("deploy.watching.showing.shows_activity", lambda: False)
+    assert observed(capsys) == ("", "")
+
+
+def test_json_lines_are_the_events(capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = observed(capsys, json_lines=True)
+    assert [json.loads(line)["event"] for line in out.splitlines()] == ["run", "child", "evaluated"] and not err
+
+
+def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+    fed = Fed()
+    fed.progress({"institution-0": {"presence": "lost"}})
+    texts = {}
+    for wanted in ("", "1"):
+        monkeypatch.setenv("NO_COLOR", wanted)
+        console = Console(force_terminal=True, color_system="truecolor", file=io.StringIO(), width=80)
+        console.print(*View(80, 24).picture(fed.lab, 0.0, []), sep="\n")
+        assert isinstance(console.file, io.StringIO)
+        texts[wanted] = console.file.getvalue()
+    assert "38;2;" in texts[""] and "38;2;" not in texts["1"] and "institution-0" in texts["1"]
+
+
+class Followed(LiveView):
+    """A view that keeps what it was called for."""
+
+    def __init__(self, console: Console, lab: WatchedLab, *, follow: BrokerAddress) -> None:
+        super().__init__(console, CloudFeed(lab), lab, follow=follow)
+        self.calls: queue.Queue[str] = queue.Queue()
+
+    def _connected(self, up: bool) -> None:
+        super()._connected(up)
+        self.calls.put("connected" if up else "lost")
+
+    def _received(self, topic: str, body: bytes, retained: bool) -> None:
+        super()._received(topic, body, retained)
+        self.calls.put(topic)
+
+
+def test_the_view_of_a_lab_on_this_machine_follows_its_broker(tmp_path: Path) -> None:
+    async def publish(topic: str, body: bytes) -> None:
+        async with aiomqtt.Client(served.host, served.port) as client:
+            await client.publish(topic, body, qos=1, retain=True)
+
+    console = Console(force_terminal=True, file=io.StringIO(), width=80, height=24)
+    topic = topics.state("lab", str(RUN["run"]), "device-3")
+    with broker.start(directory=tmp_path) as served:
+        lab = lab_of()
+        view = Followed(console, lab, follow=BrokerAddress(served.host, served.port))
+        with view.shown():
+            view.observe("run", RUN)
+            assert view.calls.get(timeout=PATIENCE_S) == "connected" and lab.deep
+            presence = Presence(NodeState.LOST, "device", reason="gone")
+            asyncio.run(publish(topic, serialization.encode(presence, "s")))
+            assert view.calls.get(timeout=PATIENCE_S) == topic
+        lines = [line.plain for line in view.picture().renderables if isinstance(line, Text)]
+    assert lines[-1] == "device-3: lost (gone)" and ["device-3", "lost", "gone"] in map(str.split, lines)
+    assert isinstance(console.file, io.StringIO) and "device-3: lost (gone)" in console.file.getvalue()
+
+
+def test_a_view_whose_broker_is_not_there_has_the_clouds_events() -> None:
+    lab = lab_of()
+    console = Console(force_terminal=True, file=io.StringIO(), width=80, height=24)
+    view = Followed(console, lab, follow=BrokerAddress("127.0.0.1", free_port()))
+    with view.shown():
+        view.observe("run", RUN)
+        view.observe("progress", {"states": {"institution-0": IDLE}})
+    assert lab.cloud.children["institution-0"].state == "ready" and view.calls.empty()
