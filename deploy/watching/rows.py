@@ -29,7 +29,7 @@ def rows_of(root: Node, *, room: int | None, openable: Callable[[Node], bool]) -
 
     A node has a row of its own if `openable` and if there is room. The other children of a shown node share one row.
     """
-    nodes = [node for node in below(root) if openable(node)]
+    nodes = list(below(root, openable))
     if room is not None:
         nodes = _fitting(root, nodes, room)
     return list(_rows(root, 0, {id(node) for node in nodes}))
@@ -47,11 +47,11 @@ def _rows(node: Node, depth: int, shown: set[int]) -> Iterator[Row]:
         yield depth + 1, HiddenNodes(node, tuple(hidden))
 
 
-def below(node: Node) -> Iterator[Node]:
-    """Yield all nodes below a node, parents before their children."""
-    for child in node.children.values():
+def below(node: Node, openable: Callable[[Node], bool] = lambda node: True) -> Iterator[Node]:
+    """Yield the nodes below a node, parents before their children; nothing below one that is not `openable`."""
+    for child in filter(openable, node.children.values()):
         yield child
-        yield from below(child)
+        yield from below(child, openable)
 
 
 def _fitting(root: Node, nodes: list[Node], room: int) -> list[Node]:

@@ -28,7 +28,8 @@ from deploy.watching.view import NOTES
 if TYPE_CHECKING:
     from common.runtime.children import Observe
 
-DRAWS_PER_S: Final = 2
+DRAWS_PER_S: Final = 2.0
+NODES_PER_S: Final = 1000  # drawn, at most, so that a large lab's view takes some 1 % of a core
 FOLLOWED_MOST: Final = 64  # devices: the messages of more would take CPU from the lab on this machine
 
 
@@ -83,7 +84,8 @@ class LiveView:
     @contextmanager
     def shown(self) -> Iterator[LiveView]:
         """Show the view; it stays on the screen unless the run finishes."""
-        live = Live(console=self._console, get_renderable=self.picture, refresh_per_second=DRAWS_PER_S, transient=True)
+        rate = min(DRAWS_PER_S, NODES_PER_S / len(self._lab.nodes))
+        live = Live(console=self._console, get_renderable=self.picture, refresh_per_second=rate, transient=True)
         try:
             with live:
                 try:
