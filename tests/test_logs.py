@@ -121,3 +121,12 @@ def test_an_unforeseen_error_is_a_line_too() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     warning, error = map(json.loads, done.stderr.splitlines())
     assert warning["logger"] == "py.warnings" and "ZeroDivisionError" in error["exception"]
+
+
+def test_a_line_goes_to_standard_error_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A live view replaces standard error, and shows the lines above itself."""
+    handler = logs.StandardError()
+    for _ in range(2):
+        monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
+        handler.emit(record("the reason"))
+        assert stream.getvalue() == "the reason\n"
