@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from cloud.energy import energy_noted
-from cloud.evaluator import Accuracy, Beginning, Evaluator
+from cloud.evaluator import Beginning, EvaluationResult, Evaluator
 from cloud.global_rounds import LABELS
 from cloud.links import tier_bytes
 from cloud.results import RunFolder
@@ -51,7 +51,7 @@ class ModelEvaluator(Protocol):
     async def start(self) -> Beginning:
         """Return the initial model. Raises FedstrataError."""
 
-    async def evaluate(self, global_round: int, row: Row) -> Accuracy:
+    async def evaluate(self, global_round: int, row: Row) -> EvaluationResult:
         """Return the accuracy and loss of a model, uint8 [row_bytes]. Raises FedstrataError."""
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The cloud agent's interface to the evaluator process: the initial model, and the accuracy of later models."""
+"""The cloud agent's interface to the evaluator process: the initial model, and the scores of later models."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from common.model.layout import ModelLayout, Row
 
 
 @dataclass(frozen=True, slots=True)
-class Accuracy:
-    """Accuracy and loss of a model on the test set."""
+class EvaluationResult:
+    """Score and loss of a model on the test set; the experiment names the score, accuracy by default."""
 
     global_round: int
-    accuracy: float
+    score: float
     loss: float
 
 
@@ -48,14 +48,17 @@ class Evaluator:
         (shared,) = channel.memory.rows(1, layout.row_bytes)
         return Beginning(layout, await offload(shared.copy), reply["partition"])
 
-    async def evaluate(self, global_round: int, row: Row) -> Accuracy:
-        """Return a model's test accuracy and loss; `row` must not change meanwhile. Raises RunFailed."""
+    async def evaluate(self, global_round: int, row: Row) -> EvaluationResult:
+        """Return a model's test score and loss; `row` must not change meanwhile.
+
+        Raises RunFailed, and InvalidExperiment for own code that fails.
+        """
         if self._channel is None:
             raise RuntimeError("call Evaluator.start first")
         (shared,) = self._channel.memory.rows(1, row.nbytes)
         await offload(partial(np.copyto, shared, row))
         reply = await self._channel.request()
-        return Accuracy(global_round, reply["accuracy"], reply["loss"])
+        return EvaluationResult(global_round, reply["score"], reply["loss"])
 
     def close(self) -> None:
         """End the process."""

@@ -3,9 +3,9 @@
 The requests on the channel, and the row in shared memory that has the model:
 
     {"experiment": TEXT, "folder"}         -> {"layout", "partition"}, and the initial model
-    {}, and a model                        -> {"accuracy", "loss"}
+    {}, and a model                        -> {"score", "loss"}
 
-The data split is written into the folder. Instead of the first reply there may be an error, which ends the process.
+The data split is written into the folder. Instead of a reply there may be an error, which ends the process.
 """
 
 from __future__ import annotations
@@ -38,8 +38,12 @@ def main() -> None:
     channel.send(layout=tester.layout.to_json(), partition=partition)
     while True:
         channel.receive()
-        result = tester.evaluate(row)
-        channel.send(accuracy=result.accuracy, loss=result.loss)
+        try:
+            result = tester.evaluate(row)
+        except FedstrataError as error:  # of a score or a loss of the user's own
+            channel.send(**error_record(error))
+            return
+        channel.send(score=result.score, loss=result.loss)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from cloud import checkpoint, tempo
 from cloud.checkpoint import RunState
-from cloud.evaluator import Accuracy
+from cloud.evaluator import EvaluationResult
 from cloud.links import tier_bytes
 from cloud.records import GlobalRoundRecord
 from cloud.results import RunFolder
@@ -21,6 +21,7 @@ from common.aggregation.statistics import tensor_distances
 from common.aggregation.uploads import Aggregated
 from common.errors import RunFailed
 from common.experiment.schema import Experiment
+from common.experiment.score import ACCURACY
 from common.experiment.topology import CLOUD
 from common.host.offload import offload
 from common.metrics import Metrics, node_labels
@@ -37,7 +38,7 @@ LABELS: Final = node_labels("cloud", CLOUD)
 LINKS_S: Final = 5.0  # between two writes of links.csv without a checkpoint
 SPREAD_MOST: Final = 0.37  # measured on digits; up to 0.15 was healthy
 
-Evaluate = Callable[[int, Row], Awaitable[Accuracy]]
+Evaluate = Callable[[int, Row], Awaitable[EvaluationResult]]
 
 
 class GlobalRounds:
@@ -76,11 +77,11 @@ class GlobalRounds:
         self._observe = observe
         start_epochs = dict.fromkeys(down.peers, self._experiment.training.epochs)
         self._state = RunState(folder.run, self._experiment.digest, 0, 0.0, start_epochs)
-        self._evaluating: tuple[GlobalRoundRecord, asyncio.Task[list[Accuracy]]] | None = None
+        self._evaluating: tuple[GlobalRoundRecord, asyncio.Task[list[EvaluationResult]]] | None = None
         self._reached = False
         self._mark = self._links_written_at = 0.0
         self._bytes: Mapping[str, int] = self._tier_bytes()  # up to the last global round
-        self.last: Accuracy | None = None
+        self.last: EvaluationResult | None = None
 
     def resume(self, state: RunState) -> None:
         """Continue after a checkpoint, whose model is in the row and whose rule state is restored."""
@@ -90,9 +91,8 @@ class GlobalRounds:
         written = self._folder.forget_after(state.global_round)
         self._folder.restore(self._down.ledger)
         self._bytes = self._tier_bytes()
-        target = self._experiment.target_accuracy
-        self._reached = target is not None and any((row.accuracy or 0) >= target for row in written)
-        if written and written[-1].accuracy is None and self._evaluates(state.global_round):
+        self._reached = any(self._is_target(row.score) for row in written)
+        if written and written[-1].score is None and self._evaluates(state.global_round):
             self._evaluate(written[-1], self._rule.mixed)  # the run ended before this evaluation
 
     @property
@@ -111,7 +111,7 @@ class GlobalRounds:
         return self._state.global_round >= self._experiment.rounds or self._reached
 
     async def run(self) -> None:
-        """Run the remaining global rounds, until the last one or until the target accuracy is reached."""
+        """Run the remaining global rounds, until the last one or until the target of the score is reached."""
         self._mark = self._down.now()
         while not self.complete:
             await self._run_round()
@@ -234,6 +234,7 @@ class GlobalRounds:
             epochs={name: epochs[name] if name in results else None for name in names},
             omega={name: omegas.get(name) for name in names},
             spread={name: spreads.get(name) for name in (CLOUD, *self._experiment.tree.aggregators)},
+            other_scores={} if self._experiment.score.name == ACCURACY else {"score": None, "mixed_score": None},
         )
         self._folder.add_round(record)
         self._observe("global_round", record.values())
@@ -280,7 +281,7 @@ class GlobalRounds:
         """Start evaluating the model of a global round, and the mean after mixing if it differs."""
         rows = [self._row.copy()] if mixed is None else [self._row.copy(), mixed]
 
-        async def evaluate() -> list[Accuracy]:
+        async def evaluate() -> list[EvaluationResult]:
             return [await self._test(record.global_round, row) for row in rows]
 
         self._evaluating = record, asyncio.create_task(evaluate(), name="evaluate")
@@ -292,12 +293,26 @@ class GlobalRounds:
         record, evaluating = self._evaluating
         self.last, *mixed = await evaluating
         self._evaluating = None
-        target = self._experiment.target_accuracy
-        self._reached = target is not None and self.last.accuracy >= target
-        self._metrics.accuracy.labels(*LABELS).set(self.last.accuracy)
+        self._reached = self._is_target(self.last.score)
+        name = self._experiment.score.name
+        if name == ACCURACY:
+            self._metrics.accuracy.labels(*LABELS).set(self.last.score)
+        self._metrics.score.labels(*LABELS, name).set(self.last.score)
         self._metrics.test_loss.labels(*LABELS).set(self.last.loss)
-        facts: dict[str, Any] = {"accuracy": self.last.accuracy, "loss": self.last.loss}
+        facts: dict[str, Any] = {**evaluated(name, self.last)}
         for other in mixed:
-            facts |= {"mixed_accuracy": other.accuracy, "mixed_loss": other.loss}
-        self._folder.complete_round(replace(record, **facts))
+            facts |= {f"mixed_{key}": value for key, value in evaluated(name, other).items()}
+        scores = {key: facts.get(key) for key in record.other_scores}
+        found = {key: value for key, value in facts.items() if not key.endswith("score")}
+        self._folder.complete_round(replace(record, **found, other_scores=scores))
         self._observe("evaluated", {"global_round": record.global_round, **facts})
+
+    def _is_target(self, score: float | None) -> bool:
+        return self._experiment.score.reached(score, self._experiment.target)
+
+
+def evaluated(name: str, result: EvaluationResult | None) -> dict[str, float | None]:
+    """Return the facts about a model whose score has this name: `accuracy` is None unless that is the score."""
+    if result is None:
+        return {"accuracy": None, "score": None, "loss": None}
+    return {"accuracy": result.score if name == ACCURACY else None, "score": result.score, "loss": result.loss}

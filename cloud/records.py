@@ -7,6 +7,7 @@ cells; None is an empty cell.
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import math
 import re
@@ -138,7 +139,9 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalRoundRecord(Record):
-    """A row of rounds.csv: one global round. The accuracies and losses of a model are None until it is evaluated.
+    """A row of rounds.csv: one global round. The scores and losses of a model are None until it is evaluated.
+
+    `other_scores`: columns `score` and `mixed_score` of an experiment whose score is not accuracy, which then is None.
 
     `phases`: seconds by GLOBAL_PHASES; `bytes_`: MQTT bytes by `TIER_up_bytes`, `TIER_down_bytes`; `missing`,
     `refused`: children of the cloud without an upload. `epochs`, `omega`: by child, None without a result; `spread`: by
@@ -151,6 +154,9 @@ class GlobalRoundRecord(Record):
     loss: _Short = None
     mixed_accuracy: _Short = None
     mixed_loss: _Short = None
+    other_scores: Annotated[Mapping[str, float | None], _Columns(_maybe, "{:.6g}", columns=r"(mixed_)?score")] = (
+        dataclasses.field(default_factory=dict)
+    )
     train_loss: _Short
     phases: Annotated[Mapping[str, float], _Columns(finite, pattern="{}_s", keys=GLOBAL_PHASES)]
     sgd_steps: _Int
@@ -161,6 +167,11 @@ class GlobalRoundRecord(Record):
     epochs: Annotated[Mapping[str, int | None], _Columns(_count, pattern="epochs_{}")]
     omega: Annotated[Mapping[str, float | None], _Columns(_maybe, "{:.6g}", pattern="omega_{}")]
     spread: Annotated[Mapping[str, float | None], _Columns(_maybe, "{:.6g}", pattern="spread_{}")]
+
+    @property
+    def score(self) -> float | None:
+        """The score of the model, which the run's manifest names; accuracy by default."""
+        return self.other_scores["score"] if self.other_scores else self.accuracy
 
     @property
     def seconds(self) -> float:

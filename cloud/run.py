@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from cloud import checkpoint
-from cloud.global_rounds import Evaluate, GlobalRounds
+from cloud.global_rounds import Evaluate, GlobalRounds, evaluated
 from cloud.links import tier_bytes
 from cloud.results import RunFolder
 from common.aggregation import aggregator
@@ -97,7 +97,8 @@ class CloudRun:
         """Record the run's facts, and report them and the warnings about its experiment."""
         experiment = self._experiment
         # The size of a model as fp32; together with links.csv it shows the savings of the codecs.
-        self._folder.note(model_bytes=self._layout.row_bytes, partition=self._partition)
+        score = {"name": experiment.score.name, "better": "higher" if experiment.score.higher else "lower"}
+        self._folder.note(model_bytes=self._layout.row_bytes, partition=self._partition, score=score)
         self._observe(
             "run",
             {
@@ -109,6 +110,7 @@ class CloudRun:
                 "nodes": experiment.count_by_kind(),
                 "model": experiment.model.name,
                 "model_bytes": self._layout.row_bytes,
+                "score": experiment.score.label,
                 "metrics": metrics_address,
             },
         )
@@ -133,8 +135,7 @@ class CloudRun:
             {
                 "global_round": global_rounds.state.global_round,
                 "elapsed_s": global_rounds.state.elapsed_s,
-                "accuracy": global_rounds.last.accuracy if global_rounds.last else None,
-                "loss": global_rounds.last.loss if global_rounds.last else None,
+                **evaluated(experiment.score.name, global_rounds.last),
                 "model": str(path),
                 "model_bytes": self._layout.row_bytes,
                 **tier_bytes(self._down.ledger, experiment.tier_names),

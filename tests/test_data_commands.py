@@ -46,7 +46,8 @@ def test_a_root_is_described(tmp_path: Path) -> None:
     facts = json.loads(done.stdout)
     assert len(facts.pop("digest")) == 16
     assert facts == {
-        "dataset": "mnist", "train": 20, "test": 5, "shape": [1, 28, 28], "classes": 10, "tokens": 0, "users": 0,
+        "dataset": "mnist", "train": 20, "test": 5, "shape": [1, 28, 28], "classes": 10, "numbers": 0, "tokens": 0,
+        "users": 0,
     }  # fmt: skip
     table = invoke("data", "check", "mnist", "--root", tmp_path).stdout.splitlines()
     assert [line.split("\t")[:3] for line in table] == [["dataset", "train", "test"], ["mnist", "20", "5"]]

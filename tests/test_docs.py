@@ -122,10 +122,13 @@ def test_the_messages_of_the_protocol_are_the_codes() -> None:
 
 def test_each_column_of_a_runs_tables_is_described() -> None:
     page = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
-    kinds, groups = (GlobalRoundRecord, LinkRecord, DeviceRecord), ("phases", "bytes_", "epochs", "omega", "spread")
+    kinds, groups = (
+        (GlobalRoundRecord, LinkRecord, DeviceRecord),
+        ("phases", "bytes_", "epochs", "omega", "spread", "other_scores"),
+    )
     fields_ = {field.name for kind in kinds for field in dataclasses.fields(kind)} - set(groups)
     columns = {field.removesuffix("_") for field in fields_} | {f"{phase}_s" for phase in GLOBAL_PHASES}
-    columns |= {"TIER_up_bytes", "TIER_down_bytes"}
+    columns |= {"TIER_up_bytes", "TIER_down_bytes", "score", "mixed_score"}
     assert [column for column in columns if f"`{column}`" not in page] == []
 
 

@@ -59,7 +59,7 @@ def test_the_evaluator_leaves_the_split_evaluates_as_its_tester_does_and_reports
                 assert {path.name for path in folder.iterdir()} == {"partition.npz", "partition.json"}
                 for global_round, row in ((1, tester.first), (2, np.zeros_like(tester.first))):
                     found, wanted = await evaluator.evaluate(global_round, row), tester.evaluate(row)
-                    assert (found.global_round, found.accuracy) == (global_round, wanted.accuracy)
+                    assert (found.global_round, found.score) == (global_round, wanted.score)
                     assert found.loss == pytest.approx(wanted.loss, rel=1e-6)
                 assert np.array_equal(beginning.row, tester.first)
                 (tmp_path / "fail").touch()

@@ -295,7 +295,7 @@ def nothing(*, root): return None
 def other(*, folder): return parts()
 def failing(*, root): return open(root / "absent")
 def flat(*, root): return parts(train=np.zeros((4, 4), np.uint8))
-def double(*, root): return parts(train=np.zeros((4, 1, 2, 2)))
+def double(*, root): return parts(train=np.zeros((4, 1, 2, 2)), test=np.zeros((2, 1, 2, 2), np.float16))
 def mixed(*, root): return parts(train=np.zeros((4, 1, 2, 2), np.float32))
 def labelled(*, root): return parts(labels=np.arange(4, dtype=np.int32))
 def beyond(*, root): return parts(labels=np.arange(1, 5))
@@ -316,6 +316,8 @@ def test_own_data_are_images_or_texts_of_everybodys(read: Callable[..., datasets
     assert read("right").inputs == Inputs((1, 2, 2), 4)
     pixels = read("pixels")
     assert torch.equal(pixels.normaliser()(pixels.train_images), torch.ones(4, 1, 2, 2))
+    double = read("double")
+    assert double.train_images.dtype == torch.float32 and read("labelled").train_labels.dtype == torch.int64
     texts = read("tokens")
     assert texts.inputs == Inputs((3,), 4, 7) and texts.train_images.dtype == torch.int64
     users = read("users", partition="natural")
@@ -326,16 +328,14 @@ def test_own_data_are_images_or_texts_of_everybodys(read: Callable[..., datasets
     ("name", "problem"),
     [
         ("absent", "cannot be imported"),
-        ("nothing", "returns NoneType.*Return the Parts"),
+        ("nothing", "returns NoneType.*Return two pairs of samples and targets"),
         ("other", "does not accept the keywords root"),
         ("failing", "fails with FileNotFoundError"),
-        ("flat", r"not arrays of uint8 or float32 \[N, C, H, W\]"),
-        ("double", r"not arrays of uint8 or float32 \[N, C, H, W\]"),
-        ("mixed", "of different shapes or types"),
-        ("labelled", "labels that are not arrays of int64"),
+        ("flat", r"has samples of uint8 \[4, 4\]\. Convert them"),
+        ("mixed", r"training and test samples of float32 \[4, 1, 2, 2\] and uint8 \[2, 1, 2, 2\]"),
         ("beyond", "labels that should be 0 to 3"),
-        ("fewer", "4 samples, and 3 labels"),
-        ("strange", "tokens outside of 0 to 6"),
+        ("fewer", "4 samples with 3 targets"),
+        ("strange", "integers outside of 0 to 6"),
     ],
 )
 def test_own_data_that_are_wrong_are_refused(name: str, problem: str, read: Callable[..., datasets.Dataset]) -> None:

@@ -25,7 +25,7 @@ import pytest
 from paho.mqtt import client as mqtt
 
 from cloud.checkpoint import RunState
-from cloud.evaluator import Accuracy
+from cloud.evaluator import EvaluationResult
 from cloud.global_rounds import GlobalRounds
 from cloud.results import RunFolder
 from common.accounting.counters import Account
@@ -523,9 +523,9 @@ def resumed(root: Path, *accuracies: str) -> tuple[RunFolder, list[int]]:
     """Resume a run with a target of 0.8 after rows of these accuracies; return its folder and what was evaluated."""
     evaluated = []
 
-    async def evaluate(global_round: int, row: Row) -> Accuracy:
+    async def evaluate(global_round: int, row: Row) -> EvaluationResult:
         evaluated.append(global_round)
-        return Accuracy(global_round, 0.5, 1.5)
+        return EvaluationResult(global_round, 0.5, 1.5)
 
     async def run() -> None:
         alone = SimpleNamespace(peers=(), ledger=Ledger((), Account()), now=asyncio.get_running_loop().time)

@@ -126,7 +126,7 @@ def test_an_lstm_is_evaluated_as_on_the_cpu(tmp_path: Path) -> None:
         )
         for device in ("cpu", GPU)
     )
-    assert there.accuracy == here.accuracy and there.loss == pytest.approx(here.loss, rel=1e-3)
+    assert there.score == here.score and there.loss == pytest.approx(here.loss, rel=1e-3)
 
 
 class _Dropping(nn.Module):

@@ -15,6 +15,7 @@ from common.errors import InvalidExperiment
 from common.experiment.reading import parse
 from common.experiment.schema import Experiment
 from common.learning import datasets, partitions, splits
+from common.learning.inputs import Inputs
 from common.learning.node_samples import NodeSamples
 from tests.helpers.commands import invoke
 
@@ -76,7 +77,10 @@ def test_they_are_drawn_uniformly() -> None:
 
 def test_a_user_without_a_sample_left_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     found = SimpleNamespace(
-        train_labels=torch.zeros(40, dtype=torch.int64), classes=1, owners=np.repeat([0, 1], [1, 39])
+        train_labels=torch.zeros(40, dtype=torch.int64),
+        classes=1,
+        owners=np.repeat([0, 1], [1, 39]),
+        inputs=Inputs((1, 2, 2), 1),
     )
     monkeypatch.setattr(datasets, "load", lambda data, node: found)
     data = {"dataset": "femnist", "partition": "natural", "node_samples": 38}
@@ -110,7 +114,7 @@ def test_a_runs_folder_and_the_command_show_them(tmp_path: Path) -> None:
         ({"node_samples": 5, "dataset": "synthetic", "classes": 2, "samples": 5}, "synthetic has 5 training samples"),
         (
             {"node_samples": 5, "dataset": "folder", "classes": ["a"], "partition": "natural"},
-            "every device has its own images",
+            "every device has samples of its own",
         ),
         ({"node_samples": -1}, "data.node_samples = -1"),
     ],

@@ -19,7 +19,7 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from cloud.agent import CloudAgent
-from cloud.evaluator import Accuracy, Beginning
+from cloud.evaluator import Beginning, EvaluationResult
 from cloud.results import RunFolder
 from common.accounting.traffic import Traffic
 from common.errors import InvalidExperiment, NoProgress, WireError
@@ -64,9 +64,9 @@ class HereEvaluator:
         self._tester = ModelTester(self._experiment)
         return Beginning(self._tester.layout, self._tester.first, partition)
 
-    async def evaluate(self, global_round: int, row: Row) -> Accuracy:
+    async def evaluate(self, global_round: int, row: Row) -> EvaluationResult:
         found = self._tester.evaluate(row)
-        return Accuracy(global_round, found.accuracy, found.loss)
+        return EvaluationResult(global_round, found.score, found.loss)
 
     def close(self) -> None:
         pass

@@ -50,6 +50,7 @@ def global_rounds(draw: st.DrawFn) -> GlobalRoundRecord:
             path_steps=COUNT, bytes_=by_name(COUNT, list(BYTES)), missing=some, refused=some,
             epochs=by_name(st.none() | COUNT, names), omega=by_name(MAYBE, names),
             spread=by_name(MAYBE, ["cloud", *names]),
+            other_scores=st.just({}) | by_name(MAYBE, ["score", "mixed_score"]),
         )
     )  # fmt: skip
 

@@ -16,6 +16,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 from common.errors import InvalidExperiment
 from common.experiment import own
 from common.experiment.own import is_own
+from common.experiment.score import CLASSES, NUMBERS
 from common.experiment.tables import Count, Positive, SettingsTable, form, proposal
 from common.host.examination import Finding
 
@@ -48,7 +49,11 @@ SAMPLES: Final = MappingProxyType(  # for training in each set; of LEAF's in all
         "sent140": 1_600_498,
     }
 )
-OWN_MOST: Final = 1_000_000_000  # of `folder` and of own data, of which only a device knows the size
+OWN_MOST: Final = 1_000_000_000  # of `folder`, tables and own data, of which only a device knows the size
+TABLE: Final = r"^[^./\\][^/\\]*\.(csv|npz)$"
+TableName = Annotated[str, form(TABLE, "NAME.csv or NAME.npz, without slashes")]
+Column = Annotated[str, Field(min_length=1)]
+SKEWED: Final = ("dirichlet", "dirichlet_overlap", "shards", "institution_dirichlet", "institution_shards")
 FolderName = Annotated[str, form(r"^[^./\\][^/\\]*$", "the name of a folder, without a dot first and without slashes")]
 
 MODELS: Final = (
@@ -67,30 +72,48 @@ class Data(SettingsTable):
     A key that does nothing with the data set and the partition chosen is an error, which names what it belongs to.
     """
 
-    # One of fedstrata's, or a function of one's own, `package.module:function`.
+    # One of fedstrata's; a table, `NAME.csv` or `NAME.npz` below `root`; or a function of one's own,
+    # `package.module:function`.
     dataset: Annotated[str, Field(json_schema_extra={"enum": [*DATASETS]})] = "digits"
     # The folder of data sets, on a device relative to its host's `--data-root`, and never outside it; `{node}` in it is
     # the name of the node that reads, `cloud` for the test set.
     root: str = "data"
     labels: Literal["fine", "coarse"] = "fine"  # of `cifar100`: its 100 classes or their 20 groups
-    # Of `folder`: the classes' folders, in order; of `synthetic`: how many.
+    # What a model predicts of a sample, of tables and own data: its class, or numbers (regression; 0 and 1 for labels).
+    targets: Literal["classes", "numbers"] = CLASSES
+    # Of `folder`: the classes' folders, in order; of `synthetic`: how many. Of tables and own data: how many, or their
+    # names in a CSV file, in order; without it all that occur.
     classes: Count | list[FolderName] | None = None
-    # Of `folder` and `synthetic`: channels, height, width.
+    # Of `folder` and `synthetic`: channels, height, width; the images of `folder` are scaled to it.
     image_shape: Annotated[list[Count], Field(min_length=3, max_length=3)] = Field(default_factory=lambda: [3, 32, 32])
     samples: Count = 10_000  # of `synthetic`: training samples
     test_samples: Count = 1_000  # of `synthetic`: test samples
+    target_column: Column | list[Column] | None = None  # of a CSV file: the column to predict, or several of numbers
+    user_column: Column | None = None  # of a CSV file: whose sample it is, for `partition = "natural"`
+    ignored_columns: list[Column] = Field(default_factory=list)  # of a CSV file: those that are no feature
+    missing: Literal["error", "drop"] = "error"  # of a CSV file: what is done with a row that lacks a value
+    # Of a CSV file: shift and scale each feature to mean 0 and deviation 1 over the training rows.
+    standardise: bool = True
+    target_scale: Positive = 1.0  # of a CSV file's numbers: they are divided by it, and errors are in units of it
+    test_file: TableName | None = None  # of a table: the test samples, in a file beside it
+    # Of a table without a test file: this share of its rows, always the same ones.
+    test_share: Annotated[float, Field(gt=0, lt=1)] = 0.2
     # Standard deviation of Gaussian noise on images, pixels 0 to 1; not clipped.
     noise: Annotated[float, Field(ge=0)] = 0.0
     # How the training samples are split over the devices.
     partition: Literal[
-        "iid", "dirichlet", "dirichlet_overlap", "shards", "natural", "institution_dirichlet", "institution_shards"
-    ] = "iid"
-    concentration: Positive = 1.0  # of the Dirichlet partitions; smaller is more skewed
+        "iid", "dirichlet", "dirichlet_overlap", "shards", "quantity", "natural", "private",
+        "institution_dirichlet", "institution_shards",
+    ] = "iid"  # fmt: skip
+    # Of `targets = "numbers"`: the partitions by class take so many quantiles of the target for classes.
+    bins: Annotated[int, Field(ge=2)] | None = None
+    concentration: Positive = 1.0  # of the Dirichlet partitions and of `quantity`; smaller is more skewed
     shards: Count = 2  # of the shard partitions: pieces of the sorted labels for each device, or each institution
     # Of the `institution_` partitions: the split over its devices.
     within: Literal["iid", "dirichlet", "shards"] = "iid"
     within_concentration: Positive = 1.0  # of `within = "dirichlet"`
-    min_samples: Annotated[int, Field(ge=0)] = 10  # least samples of each device under a Dirichlet partition
+    # Least samples of each device under a Dirichlet partition, or `quantity`.
+    min_samples: Annotated[int, Field(ge=0)] = 10
     partition_size: Count = 600  # of `dirichlet_overlap`: samples of each device
     # Training samples held out before the partition, the same for all aggregating nodes: for rules that need data.
     node_samples: Annotated[int, Field(ge=0)] = 0
@@ -98,8 +121,14 @@ class Data(SettingsTable):
     @model_serializer(mode="wrap")
     def _in_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         unused = {key for key, use in _USES.items() if not use.counts(self)}
-        unused |= set() if self.node_samples else {"node_samples"}
+        unused |= {key for key in ("node_samples", "bins") if not getattr(self, key)}
+        unused |= {"targets"} if self.targets == CLASSES else set()
         return {key: value for key, value in dump(self).items() if key not in unused}
+
+    @property
+    def private(self) -> bool:
+        """Whether every node has samples of its own, and nothing is split."""
+        return self.partition == "private" or (self.dataset == "folder" and self.partition == "natural")
 
 
 class _Use(NamedTuple):
@@ -117,16 +146,49 @@ def _within(data: Data, kind: str) -> bool:
     return data.partition.startswith("institution_") and data.within == kind
 
 
-_SHAPED: Final = _Use("data.dataset folder and synthetic", lambda data: data.dataset in ("folder", "synthetic"))
+def _own(data: Data) -> bool:
+    return is_own(data.dataset) or is_table(data.dataset)
+
+
+def _csv(data: Data) -> bool:
+    return is_csv(data.dataset)
+
+
+_CSV: Final = _Use("a data.dataset of the form NAME.csv", _csv)
 _USES: Final = {
     "labels": _Use("data.dataset cifar100", lambda data: data.dataset == "cifar100"),
-    "classes": _SHAPED,
-    "image_shape": _SHAPED,
+    "classes": _Use(
+        "data.dataset folder and synthetic, and to tables and own data with data.targets classes",
+        lambda data: data.dataset in ("folder", "synthetic") or (_own(data) and data.targets == CLASSES),
+    ),
+    "image_shape": _Use("data.dataset folder and synthetic", lambda data: data.dataset in ("folder", "synthetic")),
+    "target_column": _CSV,
+    "user_column": _CSV,
+    "ignored_columns": _CSV,
+    "missing": _CSV,
+    "standardise": _Use(
+        "a data.dataset of the form NAME.csv that is split", lambda data: _csv(data) and not data.private
+    ),
+    "target_scale": _Use(
+        "a data.dataset of the form NAME.csv with data.targets numbers",
+        lambda data: _csv(data) and data.targets == NUMBERS,
+    ),
+    "test_file": _Use(
+        "a data.dataset of the form NAME.csv that is split", lambda data: _csv(data) and not data.private
+    ),
+    "test_share": _Use(
+        "a table that is split, without data.test_file",
+        lambda data: is_table(data.dataset) and not data.private and data.test_file is None,
+    ),
+    "bins": _Use(
+        "data.targets numbers and a partition by class",
+        lambda data: data.targets == NUMBERS and data.partition in SKEWED,
+    ),
     "samples": _Use("data.dataset synthetic", _made),
     "test_samples": _Use("data.dataset synthetic", _made),
     "concentration": _Use(
-        "data.partition dirichlet, dirichlet_overlap and institution_dirichlet",
-        lambda data: data.partition in ("dirichlet", "dirichlet_overlap", "institution_dirichlet"),
+        "data.partition dirichlet, dirichlet_overlap, institution_dirichlet and quantity",
+        lambda data: data.partition in ("dirichlet", "dirichlet_overlap", "institution_dirichlet", "quantity"),
     ),
     "shards": _Use(
         "data.partition shards and institution_shards and data.within shards",
@@ -138,8 +200,8 @@ _USES: Final = {
     ),
     "within_concentration": _Use("data.within dirichlet", lambda data: _within(data, "dirichlet")),
     "min_samples": _Use(
-        "data.partition dirichlet and institution_dirichlet and data.within dirichlet",
-        lambda data: data.partition in ("dirichlet", "institution_dirichlet") or _within(data, "dirichlet"),
+        "data.partition dirichlet, institution_dirichlet and quantity, and data.within dirichlet",
+        lambda data: data.partition in ("dirichlet", "institution_dirichlet", "quantity") or _within(data, "dirichlet"),
     ),
     "partition_size": _Use("data.partition dirichlet_overlap", lambda data: data.partition == "dirichlet_overlap"),
 }
@@ -169,6 +231,16 @@ def examine_data(root: Path, *, needed: bool) -> Finding:
     return Finding("data sets", needed, bool(found), ", ".join(found) if found else f"{root}: {problem}")
 
 
+def is_table(name: str) -> bool:
+    """Return whether a data set is a file of samples, CSV or npz."""
+    return re.match(TABLE, name) is not None
+
+
+def is_csv(name: str) -> bool:
+    """Return whether a data set is a CSV file."""
+    return is_table(name) and name.endswith(".csv")
+
+
 def samples_most(data: Data, *, devices: int) -> int:
     """Return the most training samples that one of so many devices can have."""
     total = _samples(data) - data.node_samples
@@ -187,21 +259,17 @@ def _samples(data: Data) -> int:
 def check(data: Data, model: Model) -> None:
     """Check the values that types alone cannot check. Raises InvalidExperiment."""
     _check_named("model.name", model.name, MODELS, what="model")
-    _check_named("data.dataset", data.dataset, DATASETS, what="data set")
+    if not is_table(data.dataset):
+        _check_named("data.dataset", data.dataset, (*DATASETS, "NAME.csv", "NAME.npz"), what="data set")
     if data.noise and data.dataset in TEXTS:
         raise InvalidExperiment("data.noise", data.noise, f"{data.dataset} is text", "Omit it.")
-    if data.noise and is_own(data.dataset):
-        raise InvalidExperiment("data.noise", data.noise, "own data has its own", "Add it in the function.")
-    if data.partition == "natural" and data.dataset not in (*WITH_USERS, "folder") and not is_own(data.dataset):
-        problem = f"the samples of {data.dataset} have no users"
-        raise InvalidExperiment("data.partition", "natural", problem, "Use iid, dirichlet or shards.")
-    if data.dataset == "folder" and data.partition != "natural":
-        problem = "every device has its own images in its folder, so there is nothing to split"
-        raise InvalidExperiment("data.partition", data.partition, problem, "Set data.partition = 'natural'.")
+    if data.noise and _own(data):
+        raise InvalidExperiment("data.noise", data.noise, "own data has its own", "Add it to the samples.")
+    _check_own(data)
     if data.dataset == "folder" and not (
         isinstance(data.classes, list) and len(set(data.classes)) == len(data.classes)
     ):
-        problem = "all devices must number the classes in the same way"
+        problem = "all nodes must number the classes in the same way"
         raise InvalidExperiment("data.classes", data.classes, problem, "List the folders of the classes, each once.")
     if data.dataset == "folder" and data.image_shape[0] not in (1, 3):
         raise InvalidExperiment(
@@ -212,8 +280,8 @@ def check(data: Data, model: Model) -> None:
         raise InvalidExperiment("model.projection", model.projection, problem, remedy)
     if data.dataset == "synthetic" and not isinstance(data.classes, int):
         raise InvalidExperiment("data.classes", data.classes, "synthetic needs a number", "Write for instance 10.")
-    if data.node_samples and data.dataset == "folder":
-        problem = "every device has its own images, so there are none to hold out"
+    if data.node_samples and data.private:
+        problem = "every device has samples of its own, so there are none to hold out"
         raise InvalidExperiment("data.node_samples", data.node_samples, problem, "Omit it, or use another data set.")
     if data.node_samples >= _samples(data):
         problem = f"{data.dataset} has {_samples(data)} training samples"
@@ -223,6 +291,35 @@ def check(data: Data, model: Model) -> None:
             problem = f"no effect with data.dataset {data.dataset} and data.partition {data.partition}"
             remedy = f"Omit it; it belongs to {_USES[key].belongs}."
             raise InvalidExperiment(f"data.{key}", getattr(data, key), problem, remedy)
+
+
+def _check_own(data: Data) -> None:
+    """Check the keys of folders, tables and own data. Raises InvalidExperiment."""
+    known = (*WITH_USERS, "folder") if data.user_column is None else (data.dataset,)
+    if data.partition == "natural" and data.dataset not in known and (not _own(data) or _csv(data)):
+        problem = f"the samples of {data.dataset} have no users"
+        remedy = "Set data.user_column, or use another partition." if _csv(data) else "Use iid, dirichlet or shards."
+        raise InvalidExperiment("data.partition", "natural", problem, remedy)
+    if data.partition == "private" and data.dataset != "folder" and not _own(data):
+        problem = f"{data.dataset} is the same on every node"
+        raise InvalidExperiment("data.partition", "private", problem, "Use iid, dirichlet or shards.")
+    if data.targets == NUMBERS and not _own(data):
+        problem = f"the samples of {data.dataset} have classes"
+        raise InvalidExperiment("data.targets", NUMBERS, problem, "Omit it, or use a table or own data.")
+    if data.targets == NUMBERS and data.partition in SKEWED and data.bins is None:
+        problem = "the targets are numbers, which have no classes"
+        remedy = "Set data.bins, for instance to 10 quantiles of the target, or use iid, quantity or natural."
+        raise InvalidExperiment("data.partition", data.partition, problem, remedy)
+    if _csv(data) and not data.target_column:
+        raise InvalidExperiment("data.target_column", None, "not set", "Name the column that the model predicts.")
+    if _csv(data) and data.targets == CLASSES and isinstance(data.target_column, list):
+        problem, remedy = "a class is one column", "Name one, or set data.targets = 'numbers'."
+        raise InvalidExperiment("data.target_column", data.target_column, problem, remedy)
+    if _own(data) and data.private and data.targets == CLASSES and data.classes is None and not is_own(data.dataset):
+        problem = "all nodes must number the classes in the same way"
+        raise InvalidExperiment("data.classes", None, problem, "Set their number, or list their names.")
+    if _own(data) and not _csv(data) and isinstance(data.classes, list):
+        raise InvalidExperiment("data.classes", data.classes, "not a number", "Set the number of classes.")
 
 
 def _check_named(key: str, name: str, known: Sequence[str], *, what: str) -> None:
@@ -238,7 +335,7 @@ def root_below(data: Data, node: str, *, allowed: Path) -> str:
 
     `allowed`: the folder of which it may read, to which `data.root` is relative. Raises InvalidExperiment.
     """
-    if data.dataset not in (*FOLDERS, "folder") and not is_own(data.dataset):
+    if data.dataset not in (*FOLDERS, "folder") and not _own(data):
         return data.root  # no file is read
     root = allowed / data.root
     try:

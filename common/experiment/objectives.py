@@ -33,27 +33,27 @@ class ObjectiveTable(SettingsTable):
 
 
 class CrossEntropy(ObjectiveTable):
-    """The mean cross-entropy of a batch, and nothing else."""
+    """The mean loss of a batch, and nothing else. The name is that of the default loss; omit it for another."""
 
     name: Literal["cross_entropy"] = "cross_entropy"  # the objective
 
 
 class FedProx(ObjectiveTable):
-    """Cross-entropy and a proximal term: mu / 2 times the squared distance to the parameters received."""
+    """The loss and a proximal term: mu / 2 times the squared distance to the parameters received."""
 
     name: Literal["fedprox"] = "fedprox"  # the objective
-    mu: Annotated[float, Field(ge=0)] = 0.01  # weight of the term; 0 is cross-entropy alone
+    mu: Annotated[float, Field(ge=0)] = 0.01  # weight of the term; 0 is the loss alone
 
 
 class FedSAM(ObjectiveTable):
-    """Cross-entropy with sharpness-aware minimisation: each gradient is taken at parameters moved up the slope."""
+    """The loss with sharpness-aware minimisation: each gradient is taken at parameters moved up the slope."""
 
     name: Literal["fedsam"] = "fedsam"  # the objective
-    rho: Annotated[float, Field(ge=0)] = 0.1  # L2 norm of that move, over all parameters; 0 is cross-entropy alone
+    rho: Annotated[float, Field(ge=0)] = 0.1  # L2 norm of that move, over all parameters; 0 is the loss alone
 
 
 class ScaffoldCorrection(ObjectiveTable):
-    """Cross-entropy, each gradient corrected by the difference of the devices' control variate and one's own."""
+    """The loss, each gradient corrected by the difference of the devices' control variate and one's own."""
 
     keeps = ("own_control",)
     rule = "scaffold"
@@ -62,27 +62,27 @@ class ScaffoldCorrection(ObjectiveTable):
 
 
 class DynamicRegulariser(ObjectiveTable):
-    """Cross-entropy with a dynamic regulariser, by which the devices' optima become those of the whole."""
+    """The loss with a dynamic regulariser, by which the devices' optima become those of the whole."""
 
     keeps = ("own_gradient",)
     rule = "feddyn"
 
     name: Literal["feddyn"] = "feddyn"  # the objective
-    alpha: Annotated[float, Field(ge=0)] = 0.01  # weight of the regulariser; 0 is cross-entropy alone
+    alpha: Annotated[float, Field(ge=0)] = 0.01  # weight of the regulariser; 0 is the loss alone
 
 
 class ModelContrast(ObjectiveTable):
-    """Cross-entropy and a contrast of features: near the received model's, far from the device's previous ones."""
+    """The loss and a contrast of features: near the received model's, far from the device's previous ones."""
 
     keeps = ("previous",)
 
     name: Literal["moon"] = "moon"  # the objective
-    mu: Annotated[float, Field(ge=0)] = 1.0  # weight of the term; 0 is cross-entropy alone
+    mu: Annotated[float, Field(ge=0)] = 1.0  # weight of the term; 0 is the loss alone
     temperature: Positive = 0.5  # by which the differences of cosines are divided
 
 
 class GeneratedFeatures(ObjectiveTable):
-    """Cross-entropy, and two terms for features that the parent's generator made of labels."""
+    """The loss of classes, and two terms for features that the parent's generator made of labels."""
 
     rule = "fedgen"
 

@@ -1,6 +1,7 @@
 """A user's own code, named in an experiment: `package.module:Name`.
 
-Models, data sets, objectives and rules may be so named. The module must be importable wherever the code runs. The cloud
+Models, data sets, losses, scores, objectives and rules may be so named. The module must be importable wherever the code
+runs: from the folder in which the command was started, or as any other module. The cloud
 gets its experiment from its user. The other nodes get it from a broker: they import only what their own user has
 allowed by `--allow PACKAGE`, and nothing of Python's standard library. `fedstrata run` allows its nodes what its user's
 experiment names.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
@@ -23,6 +25,7 @@ from common.experiment.tables import SettingsTable, form
 
 FORM: Final = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 Base = TypeVar("Base")
+LOOSE: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 OwnName = Annotated[str, form(FORM, "package.module:Name")]
 
 
@@ -72,16 +75,37 @@ def permit(names: Mapping[str, str], allowed: Collection[str]) -> None:
 
 
 def load(key: str, name: str) -> Any:
-    """Import what a key names. Raises InvalidExperiment."""
+    """Import what a key names, also from the current folder, after all others. Raises InvalidExperiment."""
     where, _, wanted = name.partition(":")
     if not re.fullmatch(FORM, name):
         refuse(key, name, "not of the form package.module:Name", "Write for instance mine:Rule.")
     if where.partition(".")[0] in sys.stdlib_module_names:  # some modules of Python have side effects when imported
         refuse(key, name, "is in Python's standard library", "Name one of your own modules.")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)
     try:
         return getattr(importlib.import_module(where), wanted)
     except Exception as error:  # noqa: BLE001 - a module may raise anything while it is imported
-        refuse(key, name, f"cannot be imported ({short(error)})", "Put its folder on PYTHONPATH wherever it runs.")
+        refuse(
+            key,
+            name,
+            f"cannot be imported ({short(error)})",
+            "Start each command in its folder, or put that on PYTHONPATH.",
+        )
+
+
+def accepted(found: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those keywords that a function or a class accepts; all if it needs others, which `call` refuses."""
+    try:
+        parameters = inspect.signature(found).parameters.values()
+    except (TypeError, ValueError):  # `call` refuses it
+        return dict(keywords)
+    kinds = {each.kind for each in parameters}
+    needed = {each.name for each in parameters if each.default is each.empty and each.kind not in LOOSE}
+    if inspect.Parameter.VAR_KEYWORD in kinds or needed - keywords.keys():
+        return dict(keywords)
+    names = {each.name for each in parameters if each.kind is not inspect.Parameter.POSITIONAL_ONLY}
+    return {name: value for name, value in keywords.items() if name in names}
 
 
 def call(key: str, name: str, found: Any, keywords: Mapping[str, Any]) -> Any:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final, Self
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from common.errors import InvalidExperiment
-from common.experiment import codecs, hardware, links
+from common.experiment import codecs, hardware, links, score
 from common.experiment.codecs import Codecs
 from common.experiment.data import Data, Model
 from common.experiment.data import check as check_data
@@ -25,6 +25,8 @@ from common.experiment.hardware import HardwareSettings, Machine
 from common.experiment.links import Links, LinkSettings, Profile
 from common.experiment.own import is_own
 from common.experiment.rounds import Cloud, Institution, check_closing, participants
+from common.experiment.rules import RuleSettings
+from common.experiment.score import ACCURACY, NUMBERS, Score
 from common.experiment.tables import Count, Fraction, Name, Positive, SettingsTable, proposal
 from common.experiment.tiers import DEVICE, NODES_MOST, Tier, Tree, check_alone, check_tiers, layers_of
 from common.experiment.topology import CLOUD, Topology, check_topology
@@ -65,6 +67,7 @@ class Experiment(SettingsTable):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 1  # of the split, the first model, client selection, batches, mixing
     rounds: Count = 10  # global rounds
     target_accuracy: Fraction | None = None  # the run ends once the test accuracy has reached it
+    score: Score = Score()
     topology: Topology = Topology()
     data: Data = Data()
     model: Model = Model()
@@ -79,8 +82,10 @@ class Experiment(SettingsTable):
 
     @model_serializer(mode="wrap")
     def _in_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what the other form of the tiers has."""
+        """Leave out what the other form of the tiers has, and accuracy, which is the score of classes."""
         tree: dict[str, Any] = dump(self)
+        if self.score.name == ACCURACY:
+            del tree["score"]
         for path in SHORT_FORM if self.tiers else ("tiers",):
             *parents, last = path.split(".")
             del reduce(dict.__getitem__, parents, tree)[last]
@@ -89,7 +94,7 @@ class Experiment(SettingsTable):
     @model_validator(mode="before")
     @classmethod
     def _with_profiles(cls, tree: Any) -> Any:
-        return hardware.resolve(links.resolve(tree)) if isinstance(tree, dict) else tree
+        return score.resolve(hardware.resolve(links.resolve(tree))) if isinstance(tree, dict) else tree
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
@@ -103,6 +108,7 @@ class Experiment(SettingsTable):
         self._check_form()
         check_data(self.data, self.model)
         check_training(self.training, self.data)
+        score.check(self.data.targets, self.training.loss, self.score, target_accuracy=self.target_accuracy)
         for (key, tier), sizes in zip(self.keyed_tiers(), self.sizes(), strict=True):
             if tier.participation <= 0:
                 remedy = "Give a fraction above 0 and at most 1."
@@ -116,10 +122,8 @@ class Experiment(SettingsTable):
             if tier.aggregation.permutes and is_own(self.model.name):
                 problem = f"it knows the layers of fedstrata's models, and {self.model.name} is one's own"
                 raise InvalidExperiment(f"{key}.aggregation.name", tier.aggregation.name, problem, "Use another rule.")
-            if tier.aggregation.refines and tier.aggregation.reads_samples and not self.data.node_samples:
-                problem = "needs samples at the node, and data.node_samples is 0"
-                remedy = "Set data.node_samples, for instance to 2 % of the training samples."
-                raise InvalidExperiment(f"{key}.aggregation.name", tier.aggregation.name, problem, remedy)
+            if tier.aggregation.refines:
+                self._check_refined(f"{key}.aggregation.name", tier.aggregation)
         self._check_objective()
         rule = self.every_tier[0].aggregation
         if rule.buffers and self.cloud.epoch_control.name != "fixed":
@@ -241,7 +245,13 @@ class Experiment(SettingsTable):
             names = {f"{key}.aggregation.name": tier.aggregation.name, f"{key}.selection.name": tier.selection.name}
             reads = tier.aggregation.refines and tier.aggregation.reads_samples
             return names | (self._learned if reads else {})
-        return self._learned | {"training.objective.name": self.training.objective.name}
+        training = self.training
+        return self._learned | {"training.loss": training.loss, "training.objective.name": training.objective.name}
+
+    @property
+    def target(self) -> float | None:
+        """The score that ends the run, or None."""
+        return self.target_accuracy if self.score.target is None else self.score.target
 
     @property
     def _learned(self) -> dict[str, str]:
@@ -270,6 +280,16 @@ class Experiment(SettingsTable):
             if found != default:
                 problem = "[[tiers]] has these settings" if self.tiers else "this lab has no institution"
                 raise InvalidExperiment(key, str(found), problem, f"Remove {key}.")
+
+    def _check_refined(self, key: str, rule: RuleSettings) -> None:
+        """Check that the data are those that a rule with a refiner's process needs."""
+        if self.data.targets == NUMBERS:
+            problem = "it needs classes, and data.targets are numbers"
+            raise InvalidExperiment(key, rule.name, problem, "Use another rule.")
+        if rule.reads_samples and not self.data.node_samples:
+            problem = "needs samples at the node, and data.node_samples is 0"
+            remedy = "Set data.node_samples, for instance to 2 % of the training samples."
+            raise InvalidExperiment(key, rule.name, problem, remedy)
 
     def _check_objective(self) -> None:
         """Check that the objective and the rule of the devices' tier belong together."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from math import cos, pi
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from common.errors import InvalidExperiment
-from common.experiment.data import TEXTS, Data
+from common.experiment.data import TEXTS, Data, is_csv
 from common.experiment.objectives import CrossEntropy, ObjectiveSettings
+from common.experiment.score import CROSS_ENTROPY, NUMBERS, LossName
 from common.experiment.tables import Count, Fraction, Positive, SettingsTable
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -46,7 +47,7 @@ class Augmentation(SettingsTable):
 
 
 class TrainingSettings(SettingsTable):
-    """One local round on a device: SGD with a fresh optimiser and shuffled batches, on the loss of the objective."""
+    """One local round on a device: SGD with a fresh optimiser and shuffled batches, on the loss and its objective."""
 
     epochs: Count = 1  # of each local round; with Tempo those of the first global round (c)
     batch_size: Count = 10  # samples; the last batch of an epoch may be smaller
@@ -55,6 +56,9 @@ class TrainingSettings(SettingsTable):
     nesterov: bool = False  # Nesterov momentum, as in torch.optim.SGD
     weight_decay: Annotated[float, Field(ge=0)] = 0.0  # L2 penalty, as in torch.optim.SGD
     clip_norm: Positive | None = None  # largest L2 norm of a step's gradients, all together
+    # The loss on which every objective builds; with `data.targets = "numbers"` the default is the mean squared error.
+    # Or a function of one's own, `package.module:function`, of outputs and targets, that returns each sample's loss.
+    loss: LossName = CROSS_ENTROPY
     objective: ObjectiveSettings = CrossEntropy()
     schedule: Schedule = Schedule()
     augmentation: Augmentation = Augmentation()
@@ -65,6 +69,16 @@ class TrainingSettings(SettingsTable):
     # On CUDA, use only operations that give the same bits again; a model with others is refused. A CPU always gives
     # the same bits.
     deterministic: bool = False
+
+    @model_serializer(mode="wrap")
+    def _in_effect(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        unnamed = {"loss"} if self.loss == CROSS_ENTROPY else {"objective"} if self.plain else set()
+        return {key: value for key, value in dump(self).items() if key not in unnamed}
+
+    @property
+    def plain(self) -> bool:
+        """Whether devices minimise the loss and nothing else."""
+        return isinstance(self.objective, CrossEntropy)
 
 
 def learning_rate(training: TrainingSettings, *, global_round: int, global_rounds: int) -> float:
@@ -96,6 +110,13 @@ def check(training: TrainingSettings, data: Data) -> None:
             problem = f"schedule {schedule.name!r} needs it"
             raise InvalidExperiment(f"training.schedule.{key}", None, problem, f"Set training.schedule.{key}.")
     augmentation = training.augmentation
-    if data.dataset in TEXTS and (augmentation.flip or augmentation.crop):
+    kind = "text" if data.dataset in TEXTS else "a table" if is_csv(data.dataset) else ""
+    if kind and (augmentation.flip or augmentation.crop):
         key, value = ("flip", True) if augmentation.flip else ("crop", augmentation.crop)
-        raise InvalidExperiment(f"training.augmentation.{key}", value, f"{data.dataset} is text", "Omit it.")
+        raise InvalidExperiment(f"training.augmentation.{key}", value, f"{data.dataset} is {kind}", "Omit it.")
+    if training.loss != CROSS_ENTROPY and training.plain and "objective" in training.model_fields_set:
+        problem = f"training.loss is {training.loss}"
+        raise InvalidExperiment("training.objective.name", "cross_entropy", problem, "Omit training.objective.")
+    if data.targets == NUMBERS and training.objective.name == "fedgen":
+        problem = "it needs labels, and data.targets are numbers"
+        raise InvalidExperiment("training.objective.name", "fedgen", problem, "Use another objective and rule.")

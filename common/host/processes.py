@@ -24,6 +24,15 @@ os.execv(sys.argv[2], sys.argv[3:])
 """
 
 
+def python(module: str) -> list[str]:
+    """Return the command that runs one of fedstrata's modules as the main one.
+
+    A file of the user's in the current folder never replaces a module, whatever its name.
+    """
+    home = Path(__file__).resolve().parents[2]
+    return [sys.executable, *([] if Path.cwd() == home else ["-P"]), "-m", module]
+
+
 def spawn(
     argv: Sequence[str],
     *,

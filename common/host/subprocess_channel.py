@@ -30,6 +30,7 @@ import numpy.typing as npt
 
 from common.errors import FedstrataError, InvalidExperiment, RunFailed, StorageFailed
 from common.host.offload import offload
+from common.host.processes import python
 
 RECORD_BYTES: Final = 1 << 24  # limit of a reply: the longest, a layout, has some 60 for each tensor
 LAST_BREATH_S: Final = 5.0  # between the end of the socket and the end of the process
@@ -168,7 +169,7 @@ def spawn(module: str, theirs: socket.socket) -> tuple[subprocess.Popen[bytes], 
     file = _open_memory()
     descriptors = theirs.fileno(), file.fileno()
     process = subprocess.Popen(
-        [sys.executable, "-m", module, *map(str, descriptors)],
+        [*python(module), *map(str, descriptors)],
         stdin=subprocess.DEVNULL,
         stdout=2,  # keeps the output of libraries out of this process's data
         pass_fds=descriptors,

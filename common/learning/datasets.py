@@ -20,14 +20,17 @@ import torch
 from torch import Tensor
 
 from common.errors import InvalidExperiment
-from common.experiment.data import FOLDERS, Data
+from common.experiment.data import FOLDERS, Data, is_csv, is_table
 from common.experiment.own import is_own
+from common.experiment.score import NUMBERS
 from common.experiment.topology import CLOUD
 from common.learning import readers, stored
 from common.learning.inputs import Inputs
 from common.learning.readers import cifar, folder, idx, leaf, made
+from common.learning.readers.npz import read_npz
 from common.learning.readers.own_data import read_own
-from common.learning.readers.parts import Labels, Parts, Samples
+from common.learning.readers.parts import Labels, Parts, Samples, Targets
+from common.learning.readers.table import read_csv
 from common.randomness import Purpose, generator
 
 Normalise = Callable[[Tensor], Tensor]
@@ -35,7 +38,7 @@ Normalise = Callable[[Tensor], Tensor]
 # Keys that determine the split, not the samples.
 _OF_THE_SPLIT: Final = {
     "root", "partition", "concentration", "shards", "within", "within_concentration", "min_samples", "partition_size",
-    "node_samples",
+    "node_samples", "bins",
 }  # fmt: skip
 
 
@@ -53,11 +56,12 @@ class Normaliser:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataset:
-    """Samples and labels int64 [N], all on the CPU and shared: never write into them.
+    """Samples and labels, int64 [N] or float32 [N, T], all on the CPU and shared: never write into them.
 
     Samples are images, uint8 or, with noise, float32 [N, C, H, W]; or texts, int64 [N, L], with values below `tokens`
-    (0 = images). `scale` maps a pixel into [0, 1]; `mean` and `std` are per channel, or one for all, after scaling. If
-    the samples have users, `owners` int64 [N] are the indices in `users` of the training samples' users.
+    (0 = images); or of tables and own data float32 [N, ...]. `scale` maps a pixel into [0, 1]; `mean` and `std` are per
+    channel, or one for all, after scaling. If the samples have users, `owners` int64 [N] are the indices in `users` of
+    the training samples' users.
     """
 
     train_images: Tensor
@@ -75,12 +79,15 @@ class Dataset:
     @property
     def inputs(self) -> Inputs:
         """The shape of a sample and the number of classes."""
-        return Inputs(tuple(self.train_images.shape[1:]), self.classes, self.tokens)
+        numbers = self.train_labels.is_floating_point()
+        return Inputs(tuple(self.train_images.shape[1:]), self.classes, self.tokens, numbers)
 
     def normaliser(self, device: torch.device | str = "cpu") -> Normalise:
         """Return (pixel * scale - mean) / std as a function for images on the device; text is unchanged."""
         if self.tokens:
             return _unchanged
+        if (self.scale, self.mean, self.std) == (_AS_IT_IS.scale, _AS_IT_IS.mean, _AS_IT_IS.std):
+            return torch.clone
         mean, std = torch.tensor(self.mean, dtype=torch.float64), torch.tensor(self.std, dtype=torch.float64)
         factor, offset = self.scale / std, -mean / std
         shape = (len(self.mean), 1, 1)
@@ -92,33 +99,37 @@ class Dataset:
 def load(data: Data, *, node: str = CLOUD) -> Dataset:
     """Return the node's data set; callers in this process with the same files share one object.
 
-    With `folder` a device has only training images, the cloud only test images. Raises InvalidExperiment naming the
+    Of private data a device has only training samples, the cloud only test samples. Raises InvalidExperiment naming the
     files that are missing or damaged, and the command that fetches them.
     """
     root = data.root.replace("{node}", node)
+    reader = CLOUD if not data.private or node == CLOUD else node if is_own(data.dataset) else ""
     with _LOADING:
-        return _load(data.model_dump_json(), root, cloud=node == CLOUD or data.dataset != "folder")
+        return _load(data.model_dump_json(), root, reader)
 
 
 _LOADING = threading.Lock()  # lru_cache alone would allow several devices to load the same files at once
 
 
 @lru_cache(maxsize=2)
-def _load(data_json: str, root: str, *, cloud: bool) -> Dataset:
+def _load(data_json: str, root: str, reader: str) -> Dataset:
+    """`reader`: the node that reads, "" for any device."""
     data, place = Data.model_validate_json(data_json), Path(root)
     files = list(_files(data, place))
-    make = partial(_make_stored, data, place, cloud=cloud)
+    make = partial(_make_stored, data, place, reader)
     if _size(data, files) < stored.SMALL_BYTES:
         return _dataset(data, make())
     what = data.model_dump(mode="json", exclude=_OF_THE_SPLIT)
     code = Path(readers.__file__).parent.rglob("*.py")  # another release may read the files differently
-    return _dataset(data, stored.shared(stored.digest_of([what, cloud, np.__version__], [*files, *code]), make))
+    return _dataset(data, stored.shared(stored.digest_of([what, reader, np.__version__], [*files, *code]), make))
 
 
 def _files(data: Data, root: Path) -> Iterator[Path]:
     """Yield the files of a data set."""
     if data.dataset == "folder":
         yield from (path for part in ("train", "test") for path in (root / part).rglob("*") if path.is_file())
+    elif is_table(data.dataset):
+        yield from (path for name in (data.dataset, data.test_file) if name and (path := root / name).is_file())
     elif data.dataset in FOLDERS:
         yield from (path for path in (root / FOLDERS[data.dataset]).rglob("*") if path.is_file())
     if data.dataset == "sent140":
@@ -132,13 +143,13 @@ def _size(data: Data, files: list[Path]) -> int:
     return sum(path.stat().st_size for path in files)
 
 
-def _make_stored(data: Data, root: Path, *, cloud: bool) -> stored.Stored:
+def _make_stored(data: Data, root: Path, reader: str) -> stored.Stored:
     """Read and check a data set."""
     source = _source(data)
-    parts = source.read(data, root, cloud)
-    alone = data.dataset == "folder"  # every node has only training or only test images
-    _check(data, parts.train, parts.train_labels, classes=parts.classes, needed=not (alone and cloud))
-    _check(data, parts.test, parts.test_labels, classes=parts.classes, needed=not alone or cloud)
+    parts = source.read(data, root, reader)
+    cloud = reader == CLOUD  # every node has only training or only test samples of private data
+    _check(data, parts.train, parts.train_labels, classes=parts.classes, needed=not (data.private and cloud))
+    _check(data, parts.test, parts.test_labels, classes=parts.classes, needed=not data.private or cloud)
     tensors = {
         "train": _noisy(parts.train, data.noise / source.scale, f"{data.dataset}/train"),
         "train_labels": torch.from_numpy(parts.train_labels),
@@ -152,7 +163,8 @@ def _make_stored(data: Data, root: Path, *, cloud: bool) -> stored.Stored:
 
 def _dataset(data: Data, made: stored.Stored) -> Dataset:
     tensors = made.tensors
-    source = _AS_IT_IS if is_own(data.dataset) and tensors["train"].is_floating_point() else _source(data)
+    as_it_is = (is_own(data.dataset) or is_table(data.dataset)) and tensors["train"].is_floating_point()
+    source = _AS_IT_IS if as_it_is else _source(data)
     owners = tensors.get("owners")
     return Dataset(
         tensors["train"],
@@ -170,6 +182,8 @@ def _dataset(data: Data, made: stored.Stored) -> Dataset:
 
 
 def _source(data: Data) -> _Source:
+    if is_table(data.dataset):
+        return _CSV if is_csv(data.dataset) else _NPZ
     return _SOURCES.get(data.dataset, _OWN)
 
 
@@ -186,14 +200,18 @@ def _noisy(samples: Samples, deviation: float, name: str) -> Tensor:
     return torch.from_numpy(noise)
 
 
-def _check(data: Data, samples: Samples, labels: Labels, *, classes: int, needed: bool) -> None:
+def _check(data: Data, samples: Samples, labels: Targets, *, classes: int, needed: bool) -> None:
     right = len(samples) == len(labels) and (len(labels) > 0 or not needed)
-    if not right or (len(labels) and (labels.min() < 0 or labels.max() >= classes)):
+    numbers = data.targets == NUMBERS
+    if not right or (len(labels) and not numbers and (labels.min() < 0 or labels.max() >= classes)):
+        if numbers:
+            problem = f"{data.dataset} has {len(samples)} samples, and {len(labels)} targets"
+            raise InvalidExperiment("data.root", data.root, problem, "Give this node some.")
         raise InvalidExperiment(
             "data.root",
             data.root,
             f"{data.dataset} has {len(samples)} samples, and {len(labels)} labels that should be 0 to {classes - 1}",
-            "Fetch the files again.",
+            "Correct the targets." if is_own(data.dataset) or is_table(data.dataset) else "Fetch the files again.",
         )
 
 
@@ -201,26 +219,29 @@ def _unchanged(rows: Tensor) -> Tensor:
     return rows
 
 
-def _make(data: Data, _: Path, __: bool) -> Parts:
+def _make(data: Data, _: Path, __: str) -> Parts:
     return made.make_synthetic(data, classes=data.classes if isinstance(data.classes, int) else 0)
 
 
-def _own_images(data: Data, root: Path, test: bool) -> Parts:
+def _own_images(data: Data, root: Path, reader: str) -> Parts:
     names = data.classes if isinstance(data.classes, list) else []
-    return folder.read_folder(root, classes=names, shape=tuple(data.image_shape), test=test)
+    parts = ("train", "test") if not data.private else ("test",) if reader == CLOUD else ("train",)
+    return folder.read_folder(root, classes=names, shape=tuple(data.image_shape), parts=parts)
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The reader of a data set (its last argument: whether the cloud reads), and the scaling of its pixels."""
+    """The reader of a data set (its last argument: the node that reads), and the scaling of its pixels."""
 
-    read: Callable[[Data, Path, bool], Parts]
+    read: Callable[[Data, Path, str], Parts]
     scale: float = 1 / 255
     mean: tuple[float, ...] = (0.5,)
     std: tuple[float, ...] = (0.5,)
 
 
-_OWN = _Source(lambda data, root, _: read_own(data.dataset, root))
+_OWN = _Source(read_own)
+_CSV = _Source(lambda data, root, reader: read_csv(data, root, test=reader == CLOUD))
+_NPZ = _Source(lambda data, root, reader: read_npz(data, root, test=reader == CLOUD))
 _AS_IT_IS = _Source(_OWN.read, 1.0, (0.0,), (1.0,))
 _SOURCES = MappingProxyType(
     {

@@ -40,6 +40,8 @@ class _Architecture:
         """Return whether the model accepts these inputs."""
         if self.text or inputs.tokens:
             return self.text and inputs.tokens > 0
+        if not inputs.are_images:
+            return False
         channels, *sides = inputs.shape
         return (self.channels is None or channels in self.channels) and all(side in self.sides for side in sides)
 
@@ -146,7 +148,7 @@ def _fitting(name: str, inputs: Inputs) -> _Architecture:
             "model.name",
             name,
             f"does not accept {inputs} of the data set",
-            f"Use {' or '.join(fitting) or 'a custom model'}, or another data.dataset.",
+            f"Use {' or '.join(fitting) or 'a model of your own, package.module:function'}, or another data.dataset.",
         )
     return kind
 

@@ -39,6 +39,10 @@ def split(labels: Indices, *, data: Data, tree: Tree, seed: int, owners: Indices
     elif data.partition == "dirichlet":
         least = np.full(devices, max(1, data.min_samples))
         parts = _dirichlet(labels, draw, data=data, concentration=data.concentration, least=least)
+    elif data.partition == "quantity":
+        least = np.full(devices, max(1, data.min_samples))
+        alike = np.zeros(len(labels), np.int64)
+        parts = _dirichlet(alike, draw, data=data, concentration=data.concentration, least=least)
     elif data.partition == "shards":
         parts = _shards(labels, draw, parts=devices, each=data.shards)
     elif data.partition == "iid":
@@ -46,6 +50,22 @@ def split(labels: Indices, *, data: Data, tree: Tree, seed: int, owners: Indices
     else:
         parts = _by_institution(labels, draw, data=data, tree=tree)
     return [np.sort(part) for part in parts]
+
+
+def quantiles(numbers: npt.NDArray[np.float32], *, bins: int) -> Indices:
+    """Return each number's bin, int64 [N] below `bins`, of as many numbers each, within 1; `numbers` [N, 1].
+
+    Equal numbers may be in different bins. Raises InvalidExperiment if there are several to predict.
+    """
+    if numbers.shape[1] != 1:
+        problem, remedy = (
+            f"each sample has {numbers.shape[1]} numbers to predict",
+            "Omit it, and use another partition.",
+        )
+        raise InvalidExperiment("data.bins", bins, problem, remedy)
+    found = np.empty(len(numbers), np.int64)
+    found[np.argsort(numbers[:, 0], kind="stable")] = np.arange(len(numbers)) * bins // max(1, len(numbers))
+    return found
 
 
 def hold_out(count: int, *, data: Data, seed: int) -> Indices:
@@ -60,7 +80,7 @@ def hold_out(count: int, *, data: Data, seed: int) -> Indices:
 
 
 def digest(parts: Sequence[Indices], *, labels: Indices) -> str:
-    """Return 16 hexadecimal digits over the labels, int64 [N], and the partitions, in order."""
+    """Return 16 hexadecimal digits over the labels, int64 [N], or numbers' bits, and the partitions, in order."""
     total = hashlib.blake2b(digest_size=8)
     for places in (labels, *parts):
         total.update(len(places).to_bytes(8, "little"))

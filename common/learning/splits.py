@@ -28,8 +28,9 @@ HELD_OUT: Final = "held out"  # no device can have a name with a space
 class Split:
     """The devices' `partitions` of the training samples, in order; `labels` int64 [N] are below `classes`.
 
-    `held_out`: the samples of the aggregating nodes, which no device has. `digest` identifies partitions, held-out
-    samples and labels: other files, or the random numbers of another release, change it.
+    Of numbers the labels are their bins, all 0 without `data.bins`. `held_out`: the samples of the aggregating nodes,
+    which no device has. `digest` identifies partitions, held-out samples and labels: other files, or the random numbers
+    of another release, change it.
     """
 
     labels: Indices
@@ -37,6 +38,7 @@ class Split:
     partitions: list[Indices]
     held_out: Indices
     digest: str
+    kind: str = "class"  # what a label is: a class, or a bin of numbers
 
 
 def split_of(experiment: schema.Experiment, *, node: str = CLOUD) -> Split:
@@ -44,21 +46,20 @@ def split_of(experiment: schema.Experiment, *, node: str = CLOUD) -> Split:
 
     Raises InvalidExperiment, also if every device has its own images and nothing is split.
     """
-    if experiment.data.dataset == "folder":
-        raise InvalidExperiment(
-            "data.dataset", "folder", "every device has its own images, nothing is split", "Use another data.dataset."
-        )
+    if experiment.data.private:
+        problem = "every device has samples of its own, nothing is split"
+        raise InvalidExperiment("data.partition", experiment.data.partition, problem, "Use another data.partition.")
     home = node if "{node}" in experiment.data.root else CLOUD  # the owner of the files
     with _SPLITTING:  # one device of a process computes the split, the others find it in the cache
         return _split(experiment.to_json(), home)
 
 
 def keep(experiment: schema.Experiment, folder: Path) -> str:
-    """Write the cloud's split into the run's folder and return its digest; write nothing and return "" for `folder`.
+    """Write the cloud's split into the run's folder and return its digest; for private data write nothing, return "".
 
     Raises InvalidExperiment, also if the run was started with another split.
     """
-    if experiment.data.dataset == "folder":
+    if experiment.data.private:
         return ""
     split = split_of(experiment)
     facts = folder / FACTS
@@ -107,11 +108,17 @@ _SPLITTING = threading.Lock()
 def _split(experiment_json: str, node: str) -> Split:
     experiment = reading.parse(experiment_json)
     dataset = datasets.load(experiment.data, node=node)
-    labels = dataset.train_labels.numpy()
     data, tree, seed = experiment.data, experiment.tree, experiment.seed
+    labels = dataset.train_labels.numpy()
+    classes, identity, kind = dataset.classes, labels, "class"
+    if dataset.inputs.numbers:
+        kind = "bin"
+        classes, identity = data.bins or 1, labels.view(np.int32).astype(np.int64).ravel()
+        labels = partitions.quantiles(labels, bins=classes) if data.bins else np.zeros(len(labels), np.int64)
     if not data.node_samples:
         parts = partitions.split(labels, data=data, tree=tree, seed=seed, owners=dataset.owners)
-        return Split(labels, dataset.classes, parts, np.empty(0, np.int64), partitions.digest(parts, labels=labels))
+        digest = partitions.digest(parts, labels=identity)
+        return Split(labels, classes, parts, np.empty(0, np.int64), digest, kind)
     held_out = partitions.hold_out(len(labels), data=data, seed=seed)
     rest = np.delete(np.arange(len(labels)), held_out)
     owners = None if dataset.owners is None else dataset.owners[rest]
@@ -119,10 +126,10 @@ def _split(experiment_json: str, node: str) -> Split:
     if not all(map(len, parts)):
         problem = f"no sample remains for {tree.devices[min(i for i, part in enumerate(parts) if not len(part))]}"
         raise InvalidExperiment("data.node_samples", data.node_samples, problem, "Hold out fewer samples.")
-    digest = partitions.digest([*parts, held_out], labels=labels)
-    return Split(labels, dataset.classes, parts, held_out, digest)
+    digest = partitions.digest([*parts, held_out], labels=identity)
+    return Split(labels, classes, parts, held_out, digest, kind)
 
 
 def _described(split: Split, part: Indices) -> dict[str, Any]:
-    by_class = np.bincount(split.labels[part], minlength=split.classes)
-    return {"samples": len(part), "by_class": by_class.tolist()}
+    counts = np.bincount(split.labels[part], minlength=split.classes)
+    return {"samples": len(part), f"by_{split.kind}": counts.tolist()}

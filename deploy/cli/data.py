@@ -12,6 +12,7 @@ import typer
 
 from common.errors import InvalidExperiment
 from common.experiment.data import FOLDERS, found_in
+from common.experiment.topology import CLOUD
 from deploy.console.logs import write_line
 from deploy.console.options import Output, Overrides
 from deploy.console.reporting import reporting
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from common.experiment.schema import Experiment
     from common.learning.datasets import Dataset
 
-COLUMNS = ("dataset", "train", "test", "shape", "classes", "tokens", "users", "digest")
+COLUMNS = ("dataset", "train", "test", "shape", "classes", "numbers", "tokens", "users", "digest")
 
 app = typer.Typer(help="Check data sets, and show how they are split.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -29,13 +30,18 @@ app = typer.Typer(help="Check data sets, and show how they are split.", no_args_
 @app.command()
 def check(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Names of data sets; without names, all that have a folder.")
+        list[str] | None,
+        typer.Argument(help="Names of data sets, or experiments (FILE.toml); without names, all that have a folder."),
     ] = None,
+    node: Annotated[str, typer.Option(help="Of an experiment with private data: the node whose data to read.")] = CLOUD,
     root: Annotated[Path, typer.Option(help="The folder of data sets, data.root.")] = Path("data"),
     output: Output = "table",
 ) -> None:
-    """Read whole data sets, as a run does, and describe them. Exit code 4 if one is missing or damaged."""
-    from common.experiment.reading import parse
+    """Read whole data sets, as a run does, and describe them. Exit code 4 if one is missing or damaged.
+
+    An experiment's file stands for its data set, which may also be a folder, a table or a function of your own.
+    """
+    from common.experiment.reading import load, parse
 
     wanted = names or found_in(root)
     with reporting():
@@ -49,15 +55,20 @@ def check(
         failed: InvalidExperiment | None = None
         for name in wanted:
             try:
-                if name not in FOLDERS:
-                    raise InvalidExperiment("data.dataset", name, "not read from a root", f"Use {', '.join(FOLDERS)}.")
-                found = datasets.load(parse({"data": {"dataset": name, "root": str(root)}}).data)
+                if name.endswith(".toml"):
+                    data = load(Path(name)).data
+                elif name in FOLDERS:
+                    data = parse({"data": {"dataset": name, "root": str(root)}}).data
+                else:
+                    remedy = f"Use {', '.join(FOLDERS)}, or an experiment's file, FILE.toml."
+                    raise InvalidExperiment("data.dataset", name, "not read from a root", remedy)
+                found = datasets.load(data, node=node)
             except InvalidExperiment as error:
                 if failed is not None:
                     write_line(f"fedstrata: {failed}", level=logging.ERROR)
                 failed = error
                 continue
-            facts = _describe(name, found)
+            facts = _describe(data.dataset, found)
             typer.echo(json.dumps(facts) if output == "json" else "\t".join(str(facts[key]) for key in COLUMNS))
         if failed is not None:
             raise failed
@@ -73,7 +84,7 @@ def partition(
     """Split the data as in a run, and write each device's samples.
 
     partition.npz contains each device's indices (int64), and those of held-out samples; partition.json their digest and
-    the samples by class, and partition.svg a picture of the latter.
+    the samples by class, or by bin of numbers, and partition.svg a picture of the latter.
     """
     from common.experiment.reading import load
 
@@ -82,9 +93,10 @@ def partition(
         if output == "json":
             typer.echo(json.dumps(facts))
             return
-        typer.echo("\t".join(("device", "parent", "samples", "classes")))
+        kind = "by_bin" if any("by_bin" in device for device in facts["devices"].values()) else "by_class"
+        typer.echo("\t".join(("device", "parent", "samples", "bins" if kind == "by_bin" else "classes")))
         for name, device in facts["devices"].items():
-            held = sum(count > 0 for count in device["by_class"])
+            held = sum(count > 0 for count in device[kind])
             typer.echo(f"{name}\t{device['parent']}\t{device['samples']}\t{held}")
         if held_out := facts.get("held_out"):
             write_line(f"{held_out['samples']} samples are held out for the aggregating nodes")
@@ -112,7 +124,8 @@ def _describe(name: str, dataset: Dataset) -> dict[str, Any]:
         "train": len(dataset.train_labels),
         "test": len(dataset.test_labels),
         "shape": list(dataset.inputs.shape),
-        "classes": dataset.classes,
+        "classes": 0 if dataset.inputs.numbers else dataset.classes,
+        "numbers": dataset.classes if dataset.inputs.numbers else 0,
         "tokens": dataset.tokens,
         "users": len(dataset.users),
         "digest": _digest(
@@ -128,5 +141,6 @@ def _digest(arrays: Iterable[Any]) -> str:
 
     total = xxh3_64()
     for array in arrays:
-        total.update(memoryview(array).cast("B"))
+        if array.size:  # of private data a node has only one part
+            total.update(memoryview(array).cast("B"))
     return total.hexdigest()

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from cloud.evaluator import Accuracy
+from cloud.evaluator import EvaluationResult
 from cloud.results import DIRECT, RunFolder
 from cloud.run import CloudRun
 from common.aggregation.extras import link_layouts
@@ -78,10 +78,10 @@ async def _run(
     partition = splits.keep(experiment, folder.path)
     tester = ModelTester(experiment)
 
-    async def evaluate(global_round: int, row: Row) -> Accuracy:
+    async def evaluate(global_round: int, row: Row) -> EvaluationResult:
         with clock.stopped():
             found = tester.evaluate(row)
-        return Accuracy(global_round, found.accuracy, found.loss)
+        return EvaluationResult(global_round, found.score, found.loss)
 
     layout = tester.layout
     calls = partial(Calls, resident_mb=experiment.transfer.resident_mb, clock=clock)

@@ -24,7 +24,7 @@ from common.experiment.reading import to_toml
 from common.experiment.schema import Experiment
 from common.experiment.topology import CLOUD
 from common.host.files import failure, writing
-from common.host.processes import interruptible, spawn, stop_all
+from common.host.processes import interruptible, python, spawn, stop_all
 from common.protocol.topics import DEFAULT_LAB
 from common.runtime.children import Observe
 from common.runtime.unexpected import UNEXPECTED
@@ -35,7 +35,7 @@ from deploy.runs.records import PREDICTION
 from deploy.watching.showing import show
 from device.pool.pool import cores
 
-ROLE: Final = (sys.executable, "-m", "deploy.cli")  # the command of a role's process
+ROLE: Final = tuple(python("deploy.cli"))  # the command of a role's process
 FAREWELL_S: Final = 20.0
 REASON_S: Final = 5.0  # time in which the cloud may end too; its error is reported first, as it names the cause
 POLL_S: Final = 0.2

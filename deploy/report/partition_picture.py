@@ -1,4 +1,4 @@
-"""A picture of a split: a row per device, a column per class, and squares whose areas show the samples."""
+"""A picture of a split: a row per device, a column per class or bin, and squares whose areas show the samples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def figure(facts: Mapping[str, Any], *, name: str = "partition") -> Figure:
     homes: dict[str, list[str]] = {}
     for device, held in devices.items():
         homes.setdefault(str(held["parent"]), []).append(device)
-    counts = {device: [int(count) for count in held["by_class"]] for device, held in devices.items()}
+    kind = "bin" if any("by_bin" in held for held in devices.values()) else "class"
+    counts = {device: [int(count) for count in held[f"by_{kind}"]] for device, held in devices.items()}
     classes = max(map(len, counts.values()), default=0)
     most = max((count for held in counts.values() for count in held), default=0) or 1
     rows = [(home, device) for home, members in homes.items() for device in members]
@@ -39,16 +40,16 @@ def figure(facts: Mapping[str, Any], *, name: str = "partition") -> Figure:
             if count:
                 side = max(1.0, (CELL - 2) * (count / most) ** 0.5)
                 corner = (left + CELL * label + (CELL - side) / 2, y + (CELL - side) / 2)
-                elements.append(rect(*corner, side, side, "weight", title=f"{named}, class {label}: {count}"))
+                elements.append(rect(*corner, side, side, "weight", title=f"{named}, {kind} {label}: {count}"))
         elements.append(text(left + CELL * classes + 8, y + 11, str(sum(counts[device]))))
         y += CELL
     elements.append(rect(left, TOP, CELL * classes, y - TOP, "grid"))
     columns = [Column("parent", text=True), Column("device", text=True), *(Column(str(c)) for c in range(classes))]
     table = Table(
-        name, "Samples by device and class", columns, [(*row, *_padded(counts[row[1]], classes)) for row in rows]
+        name, f"Samples by device and {kind}", columns, [(*row, *_padded(counts[row[1]], classes)) for row in rows]
     )
     size = (max(left + CELL * classes + 70, 470.0), y + 10)
-    return Figure(name, "Samples by device and class", split, size, elements, table)
+    return Figure(name, f"Samples by device and {kind}", split, size, elements, table)
 
 
 def _padded(counts: Sequence[int], classes: int) -> list[int]:

@@ -18,10 +18,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
+from pydantic import ValidationError
+
 from cloud.records import DeviceRecord, GlobalRoundRecord, LinkRecord, Record, finite, rows_of
 from cloud.results import DIRECT, held
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse, rename_keys
+from common.experiment.score import Score
 from common.experiment.tiers import Tree
 from common.experiment.topology import CLOUD
 from common.host.files import writing
@@ -115,14 +118,15 @@ class Run:
 
     @cached_property
     def partition(self) -> Mapping[str, Any] | None:
-        """The content of partition.json, or None: for each of `devices` its `institution` and `by_class`."""
+        """The content of partition.json, or None: for each of `devices` its `parent`, and `by_class` or `by_bin`."""
         if not (self.path / "partition.json").exists():
             return None
         content = self._json("partition.json")
         try:
             for device in content["devices"].values():
-                if not all(isinstance(count, int) and count >= 0 for count in device["by_class"]):
-                    raise ValueError(device["by_class"])
+                counts = device["by_bin"] if "by_bin" in device else device["by_class"]
+                if not all(isinstance(count, int) and count >= 0 for count in counts):
+                    raise ValueError(counts)
                 device.setdefault("parent", device.get("institution", ""))  # as earlier releases named it
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise self._damaged("partition.json", repr(error)) from None
@@ -222,6 +226,26 @@ class Run:
     def accuracy(self) -> float | None:
         """The last known accuracy, or None."""
         return next((row.accuracy for row in reversed(self.rounds) if row.accuracy is not None), None)
+
+    @property
+    def score(self) -> float | None:
+        """The last known score, or None."""
+        return next((row.score for row in reversed(self.rounds) if row.score is not None), None)
+
+    @property
+    def scored_by(self) -> Score:
+        """The name and the direction of the score."""
+        given = self.manifest.get("score")
+        try:
+            return Score.model_validate(given) if given is not None else Score()
+        except ValidationError as error:
+            raise self._damaged("manifest.json", f"score: {error.errors()[0]['msg']}") from None
+
+    @property
+    def target(self) -> float | None:
+        """The score at which the experiment ends, or None."""
+        target = self.tree.get("score", {}).get("target", self.tree.get("target_accuracy"))
+        return target if isinstance(target, (int, float)) else None
 
     @property
     def seconds(self) -> float:

@@ -16,6 +16,7 @@ def series(row: GlobalRoundRecord) -> dict[str, float]:
         "model/loss": row.loss,
         "model/mixed_accuracy": row.mixed_accuracy,
         "model/mixed_loss": row.mixed_loss,
+        **{f"model/{name}": score for name, score in row.other_scores.items()},
         "model/train_loss": row.train_loss,
         "seconds/elapsed": row.elapsed_s,
         "seconds/global_round": row.seconds,
@@ -35,7 +36,7 @@ def complete(run: Run) -> Sequence[GlobalRoundRecord]:
     """Return the global rounds whose numbers are all there: models are evaluated beside the next global round."""
     if run.state is not State.RUNNING:
         return run.rounds
-    evaluated = [place for place, row in enumerate(run.rounds) if row.accuracy is not None]
+    evaluated = [place for place, row in enumerate(run.rounds) if row.score is not None]
     return run.rounds[: evaluated[-1] + 1] if evaluated else []
 
 

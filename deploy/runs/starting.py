@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from collections import deque
@@ -17,6 +16,7 @@ from typing import Any, Final
 
 from common.errors import InvalidExperiment, RunFailed
 from common.experiment.reading import parse, to_toml
+from common.host.processes import python
 from deploy.runs.run import Run, find
 
 ERRORS: Final = 20  # lines of standard error that are kept
@@ -65,7 +65,7 @@ class RunningLab:
             words = [*words, "--", name]
         self._errors: deque[str] = deque(maxlen=ERRORS)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "deploy.cli", words[0], *(["--direct"] if direct else []), *words[1:]],
+            [*python("deploy.cli"), words[0], *(["--direct"] if direct else []), *words[1:]],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8",
             errors="replace",
         )  # fmt: skip

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
-from cloud.evaluator import Accuracy, Beginning
+from cloud.evaluator import Beginning, EvaluationResult
 from common.experiment.data import samples_most
 from common.experiment.schema import Experiment
 from common.model.layout import Row
@@ -115,10 +115,10 @@ class SimulatedEvaluator:
         await asyncio.sleep(3 * self._hardware.durations.boot_s)
         return Beginning(workload.layout, workload.first.copy(), workload.partition)
 
-    async def evaluate(self, global_round: int, row: Row) -> Accuracy:
+    async def evaluate(self, global_round: int, row: Row) -> EvaluationResult:
         """Return a model's accuracy and loss."""
         await asyncio.sleep(self._hardware.durations.evaluate_s)
-        return Accuracy(global_round, *self._hardware.workload.evaluate(row))
+        return EvaluationResult(global_round, *self._hardware.workload.evaluate(row))
 
     def close(self) -> None:
         """Do nothing: there are no resources to release."""

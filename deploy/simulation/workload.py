@@ -97,7 +97,7 @@ class RealWorkload:
     def evaluate(self, row: Row) -> tuple[float, float]:
         """Return accuracy and loss on the test set."""
         found = self._tester.evaluate(row)
-        return found.accuracy, found.loss
+        return found.score, found.loss
 
     def _trainer(self, node: str) -> Trainer:
         from device.training.trainer import Trainer

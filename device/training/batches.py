@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from common.aggregation.mixing import Floats
+from common.errors import InvalidExperiment
 from common.experiment import schema
 from common.learning import datasets, splits
 from common.learning.inputs import Inputs
@@ -35,7 +36,9 @@ class LocalDataset:
     partition: str
 
     def label_counts(self) -> Floats:
-        """Return how many of the device's samples each label has, float32 [classes]."""
+        """Return how many of the device's samples each label has, float32 [classes]; of numbers [0]."""
+        if self.inputs.numbers:
+            return np.zeros(0, np.float32)
         counts = torch.bincount(self.labels[self.samples], minlength=self.inputs.classes)
         return counts.float().cpu().numpy()
 
@@ -44,7 +47,12 @@ def load_local_dataset(experiment: schema.Experiment, node: str, *, accelerator:
     """Load the data and select the device's samples. Takes seconds. Raises InvalidExperiment."""
     dataset = datasets.load(experiment.data, node=node)
     samples, partition = torch.arange(len(dataset.train_labels)), ""
-    if experiment.data.dataset != "folder":  # there all images are the device's own
+    asked = experiment.training.augmentation
+    if (asked.flip or asked.crop) and not dataset.inputs.are_images:
+        key, value = ("flip", True) if asked.flip else ("crop", asked.crop)
+        problem = f"the data set has {dataset.inputs}"
+        raise InvalidExperiment(f"training.augmentation.{key}", value, problem, "Omit it.")
+    if not experiment.data.private:
         split = splits.split_of(experiment, node=node)
         place = experiment.tree.devices.index(node)
         samples, partition = torch.from_numpy(split.partitions[place]), split.digest
@@ -58,7 +66,10 @@ def load_local_dataset(experiment: schema.Experiment, node: str, *, accelerator:
 def batches(
     local: LocalDataset, experiment: schema.Experiment, *, node: str, epochs: int, local_round: int
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield each step's (epoch, inputs [b, ...], labels int64 [b]): a new order each epoch, the last batch kept."""
+    """Yield each step's (epoch, inputs [b, ...], labels int64 [b] or float32 [b, T]).
+
+    The order is new in each epoch, and the last batch is kept.
+    """
     training = experiment.training
     # Whole batches; the result for a sample depends on no other sample, so the block size does not affect it.
     batch_bytes = 4 * training.batch_size * local.images[0].numel()

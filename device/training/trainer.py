@@ -20,6 +20,7 @@ from common.experiment import schema
 from common.experiment.objectives import CrossEntropy
 from common.learning import models
 from common.learning.head import head_places
+from common.learning.losses import try_loss
 from common.learning.nets.layers import reseed
 from common.model.layout import ModelLayout, Row
 from common.randomness import Purpose, torch_seed
@@ -72,6 +73,7 @@ class Trainer:
         set_up(accelerator, experiment.training)
         objective = objective_of(experiment.training)  # one's own that cannot be built ends here
         local = load_local_dataset(experiment, self._node, accelerator=accelerator)
+        try_loss(experiment.training.loss, local.inputs)
         module = models.of(experiment, inputs=local.inputs)
         layout = models.layout_of(module)
         if accelerator.type == "cpu":

@@ -46,6 +46,7 @@ SEE: Final[Mapping[str, str]] = {  # pages that explain a table
     " each.\nRounds are the node's own count: the cloud's global rounds, an institution's local rounds.",
     "cloud.selection": "One of the selectors below, selected by `name`. [Client selection](algorithms/selection.md)"
     " has the formulas.",
+    "score": "[Your model, your data](own.md#the-score) has the functions of one's own.",
     "training.objective": "One of the objectives below, selected by `name`."
     " [Algorithms](algorithms/README.md#objectives) has their pages.",
     "cloud.closing": "The [protocol](protocol.md#closing-a-round) has the details.",
@@ -163,7 +164,7 @@ def _range(schema: Mapping[str, Any]) -> str:
     if low is not None and high is not None:
         return f"{_number(low)} to {_number(high)}"
     ends = (("above {}", above), ("{} or more", low), ("at most {}", high), ("below {}", below))
-    return ", ".join(words.format(_number(end)) for words, end in ends if end is not None)
+    return ", ".join(words.format(_number(end)) for words, end in ends if end is not None) or "a number"
 
 
 def _number(value: float) -> str:

@@ -36,7 +36,7 @@ EXAMPLES: Final[Mapping[str, str]] = {
     "links clear": "sudo fedstrata links clear",
     "links measure": "fedstrata links measure wan-50mbit --to 10.0.0.1",
     "lab status": "fedstrata lab status --broker 10.0.0.1",
-    "check": "PYTHONPATH=. fedstrata check mine:Rule --set beta=0.9",
+    "check": "fedstrata check mine:Rule --set beta=0.9",
     "doctor": "fedstrata doctor --lab rack.toml",
     "provision": "fedstrata provision rack.toml --out kits",
     "device": "fedstrata device --name device-0 --parent institution-0 --broker 10.0.0.1",

@@ -10,12 +10,11 @@ import numpy.typing as npt
 
 from common.errors import InvalidExperiment
 from common.experiment.data import Data
-from common.learning.readers.parts import Labels, Parts
+from common.learning.readers.parts import MOST_BYTES, Labels, Parts
 from common.randomness import Purpose, generator
 
 DIGITS = Path(__file__).with_name("digits.csv.gz")
 DIGITS_TEST = 359
-MAX_BYTES = 16 << 30
 
 
 def read_digits() -> Parts:
@@ -43,7 +42,7 @@ def make_synthetic(data: Data, *, classes: int) -> Parts:
     """
     shape = tuple(data.image_shape)
     images = data.samples + data.test_samples + classes
-    if (size := images * prod(shape)) > MAX_BYTES:
+    if (size := images * prod(shape)) > MOST_BYTES:
         problem = f"{images} images and patterns of {list(shape)} take {size / 1e9:.0f} GB"
         raise InvalidExperiment("data.samples", data.samples, problem, "Use fewer or smaller images.")
     patterns = generator(0, Purpose.PARTITION, "synthetic").integers(0, 128, (classes, *shape), np.uint8)

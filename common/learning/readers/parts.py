@@ -13,20 +13,24 @@ from common.errors import InvalidExperiment
 
 Samples = npt.NDArray[np.uint8] | npt.NDArray[np.int64] | npt.NDArray[np.float32]
 Labels = npt.NDArray[np.int64]
+Targets = Labels | npt.NDArray[np.float32]
+
+MOST_BYTES = 16 << 30  # of samples in memory
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
     """Images uint8 [N, C, H, W] or texts int64 [N, L]; labels int64 [N], below `classes`.
 
-    Own data may be float32 [N, C, H, W], which is taken as it is; its uint8 becomes -1 to 1. `tokens` is 0 for images.
+    Tables and own data may be float32 [N, ...], which is taken as it is; their uint8 becomes -1 to 1. Their labels may
+    be numbers, float32 [N, T], T being `classes`. `tokens` is 0 but for texts.
     If the files name the users of the training samples, `owners` int64 [N] are indices in `users`, which are sorted.
     """
 
     train: Samples
-    train_labels: Labels
+    train_labels: Targets
     test: Samples
-    test_labels: Labels
+    test_labels: Targets
     classes: int
     tokens: int = 0
     users: tuple[str, ...] = ()

@@ -59,6 +59,6 @@ class ContrastiveObjective(Objective):
 
 def _absent(batch: Minibatch, dimensions: int) -> Tensor:
     """Return whether there are no previous parameters, bool [1, ...] or [A, 1, ...] of so many dimensions."""
-    vector, vmapped = batch.vectors[PREVIOUS], batch.labels.dim() > 1
+    vector, vmapped = batch.vectors[PREVIOUS], dimensions > 2
     length = norms(vector if vmapped else [part[None] for part in vector])
     return (length == 0).view(-1, *[1] * (dimensions - 1))

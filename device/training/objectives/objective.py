@@ -1,7 +1,7 @@
-"""The interface of an objective, and plain cross-entropy, on which the others build.
+"""The interface of an objective, and the loss alone, on which the others build.
 
 Everything here is of one model, or of A models at once (vmapped): then the tensors of the weights are [A, ...], logits
-[A, W, classes], labels [A, W] and losses [A], and each model's loss and gradients are its own.
+[A, W, classes], labels [A, W] or [A, W, T], and losses [A], and each model's loss and gradients are its own.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from common.aggregation.mixing import Floats
+from common.learning.losses import Loss, cross_entropy
 
 Features = Callable[[Sequence[Tensor] | None], tuple[Tensor, Tensor]]
 
@@ -27,7 +28,8 @@ class Minibatch:
     """One step's batch and the parameters at which it is taken.
 
     `forward()` returns the logits, float32 [W, classes], at the present `weights`, which are leaves. It may be called
-    several times; only the first call updates batch statistics. `labels` are int64 [W]. `sample_weights` [A, W], each
+    several times; only the first call updates batch statistics. `labels` are int64 [W], or float32 [W, T] if the data's
+    targets are numbers. `sample_weights` [A, W], each
     row of sum 1, are the samples' weights in the loss of A models; None = equal. `received` are the parameters that
     training began with, in the order and with the shapes of `weights`; empty if the objective does not use them.
     `vectors`: those that the parent sent with the model, and those that the device keeps, by name. One of the length of
@@ -69,7 +71,7 @@ class LocalUpdate:
     """What one device's training has done: the model's trainable columns before and after it, float32 [D] each.
 
     `vectors`: as in Minibatch, but whole. `steps` of SGD were taken with this learning rate and momentum.
-    `label_counts`: how many of the device's samples each label has, float32 [classes].
+    `label_counts`: how many of the device's samples each label has, float32 [classes]; none if targets are numbers.
     """
 
     received_D: Floats
@@ -82,11 +84,12 @@ class LocalUpdate:
 
 
 class Objective:
-    """The mean cross-entropy of a batch. Another objective has other losses, or other gradients.
+    """The mean loss of a batch. Another objective has other losses, or other gradients.
 
     One's own inherits from it (docs/extend.md): its keywords are the experiment's keys of `training.objective`.
     """
 
+    sample_loss: Loss = staticmethod(cross_entropy)  # `training.loss`, of outputs [N, K] and targets: [N]
     uses_received = False  # whether a copy of the received parameters is kept during training
     uses_features = False  # whether it reads the features, which a compiled model does not give
     uses_head = False  # whether it calls `batch.classify`
@@ -100,10 +103,12 @@ class Objective:
 
     def losses(self, batch: Minibatch, logits: Tensor) -> Tensor:
         """Return the loss [] of one model, or the losses [A], differentiable."""
-        if batch.labels.dim() == 1:
+        if logits.dim() > 2:
+            each = self.sample_loss(logits.flatten(0, 1), batch.labels.flatten(0, 1))
+            return batch.mean(each.view(logits.shape[:2]))
+        if self.sample_loss is cross_entropy:
             return functional.cross_entropy(logits, batch.labels)
-        each = functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
-        return batch.mean(each.view_as(batch.labels))
+        return batch.mean(self.sample_loss(logits, batch.labels))
 
     def backward(self, batch: Minibatch) -> Tensor:
         """Write each weight's gradient to `.grad`, None before; return the loss [] or [A] that is reported, detached.

@@ -9,6 +9,7 @@ from typing import Any, Final
 from common.experiment.objectives import OwnObjective
 from common.experiment.own import build
 from common.experiment.training import TrainingSettings
+from common.learning.losses import loss_of
 from device.training.objectives.feddyn import DynamicObjective
 from device.training.objectives.fedgen import GeneratedObjective
 from device.training.objectives.fedprox import ProximalObjective
@@ -34,5 +35,8 @@ def objective_of(training: TrainingSettings) -> Objective:
     """Return the objective that an experiment selects. Raises InvalidExperiment."""
     settings = training.objective
     if isinstance(settings, OwnObjective):
-        return build("training.objective.name", settings, Objective)
-    return _BUILT[settings.name](settings)
+        made = build("training.objective.name", settings, Objective)
+    else:
+        made = _BUILT[settings.name](settings)
+    made.sample_loss = loss_of(training.loss)
+    return made

@@ -1,0 +1,152 @@
+"""Samples and targets of any array, tensor or PyTorch data set, converted to those that devices train on.
+
+Floats become float32; uint8 of three or more dimensions are images, [N, H, W] of one channel; other integers are
+tokens, int64. Classes are integers, int64 [N]; numbers become float32 [N, T].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from common.experiment.data import Data
+from common.experiment.own import short
+from common.experiment.score import NUMBERS
+from common.learning.readers.parts import MOST_BYTES, Labels, Parts, Samples, Targets
+
+Array = npt.NDArray[Any]
+IMAGES_DIM = 3  # with the samples' own dimension, the least
+
+
+class Refuse(Protocol):
+    """Raises InvalidExperiment for a problem and its remedy."""
+
+    def __call__(self, problem: str, remedy: str) -> NoReturn:
+        """Raise it."""
+
+
+def parts_of(
+    data: Data, train: tuple[Any, Any, Any], test: tuple[Any, Any], *, refuse: Refuse, classes: int = 0, tokens: int = 0
+) -> Parts:
+    """Return converted samples and targets. Raises InvalidExperiment through `refuse`.
+
+    `train` are samples, targets and users, None if they have none; `test` samples and targets. One of both may have no
+    samples: None. `classes`, `tokens`: their numbers if they are known, else those that occur.
+    """
+    found = [_samples(each, refuse) for each in (train[0], test[0])]
+    first = next((each for each in found if each is not None), None)
+    if first is None:
+        refuse("has no samples", "Return some.")
+    samples = [np.empty((0, *first.shape[1:]), first.dtype) if each is None else each for each in found]
+    if samples[0].dtype != samples[1].dtype or samples[0].shape[1:] != samples[1].shape[1:]:
+        shapes = " and ".join(f"{each.dtype} {list(each.shape)}" for each in samples)
+        refuse(f"has training and test samples of {shapes}", "Convert one of them.")
+    given = [_targets(data, each, refuse) for each in (train[1], test[1])]
+    width = next((each.shape[1:] for each in given if each is not None), ())
+    kind = np.float32 if data.targets == NUMBERS else np.int64
+    labels = [np.empty((0, *width), kind) if each is None else each for each in given]
+    if labels[0].shape[1:] != labels[1].shape[1:]:
+        refuse("has other numbers to predict in training than in test", "Give all samples the same.")
+    for each, of in zip(samples, labels, strict=True):
+        if len(each) != len(of):
+            refuse(f"has {len(each)} samples with {len(of)} targets", "Give each sample one.")
+    if data.targets == NUMBERS:
+        classes = width[0]
+    else:
+        named = len(data.classes) if isinstance(data.classes, list) else data.classes
+        classes = named or classes or 1 + max(int(each.max(initial=-1)) for each in labels)
+    users, owners = _users(train[2], len(samples[0]), refuse)
+    if first.dtype == np.int64:
+        tokens = tokens or 1 + max(int(each.max(initial=0)) for each in samples)
+        if any(len(each) and not 0 <= each.min() <= each.max() < tokens for each in samples):
+            refuse(f"has integers outside of 0 to {tokens - 1}", "Check `tokens`, or convert the samples to float32.")
+    return Parts(samples[0], labels[0], samples[1], labels[1], classes, tokens, users, owners)
+
+
+def _samples(found: Any, refuse: Refuse) -> Samples | None:
+    if found is None:
+        return None
+    array = array_of(found, "samples", refuse)
+    if array.ndim < 2:
+        refuse(f"has samples of shape {list(array.shape)}", "Give each sample a shape of its own: [N, ...].")
+    kind = array.dtype.kind
+    if kind in "fb":
+        with np.errstate(over="ignore"):
+            floats = np.ascontiguousarray(array, np.float32)
+        if not np.isfinite(floats).all():
+            refuse("has samples that are not finite in float32", "Replace them, or drop these samples.")
+        return floats
+    if array.dtype == np.uint8 and array.ndim >= IMAGES_DIM:
+        return np.ascontiguousarray(array[:, None] if array.ndim == IMAGES_DIM else array)
+    if kind not in "iu" or array.dtype == np.uint8:
+        remedy = "Convert them: floats, uint8 images [N, C, H, W], or integers that are tokens."
+        refuse(f"has samples of {array.dtype} {list(array.shape)}", remedy)
+    return np.ascontiguousarray(array, np.int64)
+
+
+def _targets(data: Data, found: Any, refuse: Refuse) -> Targets | None:
+    if found is None:
+        return None
+    array = array_of(found, "targets", refuse)
+    if data.targets == NUMBERS:
+        if array.dtype.kind not in "fbiu" or array.ndim not in (1, 2):
+            refuse(f"has targets of {array.dtype} {list(array.shape)}", "Convert them to floats, [N] or [N, T].")
+        with np.errstate(over="ignore"):
+            numbers = np.ascontiguousarray(array if array.ndim > 1 else array[:, None], np.float32)
+        if not np.isfinite(numbers).all():
+            refuse("has targets that are not finite in float32", "Replace them, or drop these samples.")
+        return numbers
+    if array.dtype.kind not in "biu" or array.ndim != 1:
+        remedy = "Convert them to integers from 0, [N], or set data.targets = 'numbers'."
+        refuse(f"has targets of {array.dtype} {list(array.shape)}, which are no classes", remedy)
+    return np.ascontiguousarray(array, np.int64)
+
+
+def _users(found: Any, count: int, refuse: Refuse) -> tuple[tuple[str, ...], Labels | None]:
+    """Return the users' names, sorted, and each sample's index in them."""
+    if found is None:
+        return (), None
+    array = array_of(found, "users", refuse)
+    if array.shape != (count,) or array.dtype.kind not in "iuUS":
+        refuse(f"has users of {array.dtype} {list(array.shape)}", f"Give each of {count} samples a name or a number.")
+    names, owners = np.unique(array, return_inverse=True)
+    return tuple(str(name) for name in names), owners.astype(np.int64)
+
+
+def array_of(found: Any, what: str, refuse: Refuse) -> Array:
+    """Return an array, a tensor or nested lists as an array."""
+    try:
+        array = found if isinstance(found, np.ndarray) else np.asarray(found)
+    except Exception as error:  # noqa: BLE001 - own objects may raise anything
+        refuse(f"has {what} that are no array ({short(error)})", "Return arrays or tensors of one shape.")
+    if array.nbytes > MOST_BYTES:
+        refuse(f"has {what} of {array.nbytes / 1e9:.0f} GB", f"Use at most {MOST_BYTES >> 30} GiB.")
+    return array
+
+
+def stacked(pairs: Any, refuse: Refuse) -> tuple[Array, Array]:
+    """Return the samples and targets of a PyTorch data set, read once: `pairs[i]` is a sample and its target."""
+    samples: list[Array] = []
+    targets: list[Array] = []
+    total = 0
+    for place in range(len(pairs)):
+        try:
+            pair = pairs[place]
+        except Exception as error:  # noqa: BLE001 - own code may raise anything
+            refuse(f"its sample {place} fails with {short(error)}", "Correct the data set.")
+        if not isinstance(pair, Sequence) or len(pair) != 2:
+            refuse(f"its sample {place} is no pair of a sample and its target", "Let the data set return pairs.")
+        samples.append(array_of(pair[0], "samples", refuse))
+        targets.append(array_of(pair[1], "targets", refuse))
+        total += samples[-1].nbytes
+        if samples[-1].shape != samples[0].shape or targets[-1].shape != targets[0].shape:
+            shapes = f"{list(samples[-1].shape)} instead of {list(samples[0].shape)}"
+            refuse(f"its sample {place} has another shape, {shapes}", "Bring all samples to one shape.")
+        if total > MOST_BYTES:
+            refuse(f"its samples take more than {MOST_BYTES >> 30} GiB", "Use fewer or smaller samples.")
+    if not samples:
+        refuse("has no samples", "Return some.")
+    return np.stack(samples), np.stack(targets)

@@ -1,0 +1,299 @@
+"""Losses and scores against plain Python, in what forms a step takes them, and the names an experiment may give."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import InvalidExperiment
+from common.experiment.reading import parse, to_toml
+from common.experiment.score import LOSSES, NUMBERS, Score
+from common.learning import models
+from common.learning.evaluation import evaluate
+from common.learning.inputs import Inputs
+from common.learning.losses import loss_of, try_loss
+from common.learning.scores import score_of
+from common.model.layout import LinkLayouts
+from device.training.batches import batches, load_local_dataset
+from device.training.objectives.objective import Minibatch
+from device.training.objectives.table import objective_of
+from device.training.trainer import Trainer
+from device.vectors import TaskVectors
+from device.vmapped.calibration import problem_of
+from device.vmapped.loop import Turn, Visits
+from device.vmapped.models import Recipe
+from device.vmapped.schedule import Load
+from tests.helpers.examples import examples
+
+OWN = """
+import torch
+
+def cubed(outputs, targets): return ((outputs - targets).abs() ** 3).mean(1)
+def averaged(outputs, targets): return ((outputs - targets) ** 2).mean()
+def constant(outputs, targets): return torch.zeros(len(outputs))
+def failing(outputs, targets): return outputs.nonsense()
+def worst(outputs, targets): return abs(outputs - targets).max()
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Own losses and scores, in the current folder."""
+    (tmp_path / "ownscores.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def plain(name: str, o: float, t: float) -> float:
+    """Return the loss of one number."""
+    e = abs(o - t)
+    match name:
+        case "mean_squared_error":
+            return e * e
+        case "mean_absolute_error":
+            return e
+        case "huber":
+            return e * e / 2 if e <= 1 else e - 0.5
+        case _:
+            s = 1 / (1 + math.exp(-o))
+            return -t * math.log(s) - (1 - t) * math.log(1 - s)
+
+
+NUMBER = st.floats(-8, 8, width=32)
+PAIRS = st.integers(1, 3).flatmap(
+    lambda width: st.lists(st.lists(st.tuples(NUMBER, NUMBER), min_size=width, max_size=width), min_size=1, max_size=6)
+)
+
+
+@pytest.mark.parametrize("name", LOSSES[NUMBERS])
+@examples(40)
+@given(rows=PAIRS)
+def test_a_loss_of_numbers_is_its_formula(name: str, rows: list[list[tuple[float, float]]]) -> None:
+    outputs = torch.tensor([[o for o, _ in row] for row in rows], dtype=torch.float64)
+    targets = torch.tensor([[t for _, t in row] for row in rows])
+    if name == "binary_cross_entropy":
+        targets = (targets > 0).float()
+    wanted = [
+        sum(plain(name, o, t) for o, t in zip(out, of, strict=True)) / len(out)
+        for out, of in zip(outputs.tolist(), targets.tolist(), strict=True)
+    ]
+    assert loss_of(name)(outputs, targets).tolist() == pytest.approx(wanted, rel=1e-6, abs=1e-9)
+
+
+@examples(40)
+@given(rows=PAIRS)
+def test_scores_of_numbers_are_their_formulas(rows: list[list[tuple[float, float]]]) -> None:
+    outputs, targets = (np.array([[pair[i] for pair in row] for row in rows], np.float64) for i in (0, 1))
+    count, width = targets.shape
+    flat = [pair for row in rows for pair in row]
+    assert score_of("mean_squared_error")(outputs, targets) == pytest.approx(
+        sum((o - t) ** 2 for o, t in flat) / len(flat)
+    )
+    assert score_of("mean_absolute_error")(outputs, targets) == pytest.approx(
+        sum(abs(o - t) for o, t in flat) / len(flat)
+    )
+    r2 = []
+    for k in range(width):
+        column = [row[k] for row in rows]
+        mean = sum(t for _, t in column) / count
+        rest, whole = sum((o - t) ** 2 for o, t in column), sum((t - mean) ** 2 for _, t in column)
+        r2.append(1 - rest / whole if whole > 0 else float(rest == 0))
+    assert score_of("r2")(outputs, targets) == pytest.approx(sum(r2) / width, rel=1e-6, abs=1e-6)
+    signs = [(o > 0) == (t > 0.5) for o, t in flat]
+    assert score_of("binary_accuracy")(outputs, targets) == pytest.approx(sum(signs) / len(signs))
+
+
+def test_accuracy_is_what_is_evaluated_batch_by_batch() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4))
+    samples, labels = torch.randn(17, 3), torch.randint(0, 4, (17,))
+    found = evaluate(module, samples, labels=labels, normalise=torch.clone, batch_size=5)
+    with torch.no_grad():
+        outputs = module(samples)
+    assert found.score == score_of("accuracy")(outputs.numpy(), labels.numpy())
+    assert found.loss == pytest.approx(float(torch.nn.functional.cross_entropy(outputs, labels)), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["mean_squared_error", "binary_cross_entropy", "ownscores:cubed"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_step_of_several_models_has_the_losses_of_each(name: str, weighted: bool, mine: None) -> None:
+    objective = objective_of(parse({"data": DATA, "training": {"loss": name}}).training)
+    outputs, targets = torch.randn(2, 5, 3), torch.rand(2, 5, 3)
+    weights = torch.rand(2, 5) if weighted else None
+    weights = None if weights is None else weights / weights.sum(1, keepdim=True)
+    together = objective.losses(Minibatch(lambda: outputs, targets, [], [], weights), outputs)
+    for a in range(2):
+        each = loss_of(name)(outputs[a], targets[a])
+        alone = objective.losses(Minibatch(lambda: outputs, targets[a], [], []), outputs[a])
+        assert float(alone) == pytest.approx(float(each.mean()), rel=1e-6)
+        wanted = each.mean() if weights is None else (each * weights[a]).sum()
+        assert float(together[a]) == pytest.approx(float(wanted), rel=1e-6)
+
+
+def test_a_score_of_ones_own_gets_all_outputs_and_targets(mine: None) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 1))
+    samples, targets = torch.randn(11, 3), torch.randn(11, 1)
+    found = evaluate(
+        module, samples, labels=targets, normalise=torch.clone, batch_size=4, loss="ownscores:cubed",
+        score="ownscores:worst",
+    )  # fmt: skip
+    with torch.no_grad():
+        errors = (module(samples) - targets).abs()
+    assert found.score == pytest.approx(float(errors.max()))
+    assert found.loss == pytest.approx(float((errors**3).mean()), rel=1e-6)
+    with pytest.raises(InvalidExperiment, match=r"score\.name = 'ownscores:failing': fails with AttributeError"):
+        evaluate(module, samples, labels=targets, normalise=torch.clone, loss="huber", score="ownscores:failing")
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("averaged", r"returns \[\] for 2 samples, not the loss of each, \[2\]. Return no mean"),
+        ("constant", "does not depend on the outputs"),
+        ("failing", "fails with AttributeError"),
+        ("absent", "cannot be imported"),
+    ],
+)
+def test_a_loss_of_ones_own_that_is_wrong_is_refused(name: str, problem: str, mine: None) -> None:
+    with pytest.raises(InvalidExperiment, match=rf"^training\.loss = 'ownscores:{name}': .*{problem}"):
+        try_loss(f"ownscores:{name}", Inputs((3,), 1, numbers=True))
+    try_loss("ownscores:cubed", Inputs((3,), 1, numbers=True))
+
+
+DATA: dict[str, Any] = {"dataset": "mine:load", "targets": "numbers"}
+
+
+@pytest.mark.parametrize(
+    ("tree", "loss", "score"),
+    [
+        ({}, "cross_entropy", "accuracy"),
+        ({"data": DATA}, "mean_squared_error", "r2"),
+        ({"data": DATA, "training": {"loss": "binary_cross_entropy"}}, "binary_cross_entropy", "binary_accuracy"),
+        ({"data": DATA, "score": {"name": "mean_absolute_error"}}, "mean_squared_error", "mean_absolute_error"),
+        ({"score": {"name": "a:b", "better": "lower"}}, "cross_entropy", "a:b"),
+    ],
+)
+def test_the_targets_decide_the_defaults(tree: dict[str, Any], loss: str, score: str) -> None:
+    experiment = parse(tree)
+    assert (experiment.training.loss, experiment.score.name) == (loss, score)
+    assert parse(experiment.to_json()).to_json() == experiment.to_json()
+    assert ("score" in to_toml(experiment)) is (score != "accuracy")
+
+
+@pytest.mark.parametrize(
+    ("tree", "problem"),
+    [
+        ({"training": {"loss": "huber"}}, r"training\.loss = 'huber': data\.targets are classes"),
+        ({"data": DATA, "training": {"loss": "cross_entropy"}}, r"training\.loss .*: data\.targets are numbers"),
+        ({"data": DATA, "training": {"loss": "hubr"}}, "Did you mean 'huber'"),
+        ({"score": {"name": "r2"}}, r"score\.name = 'r2': data\.targets are classes"),
+        ({"score": {"name": "a:b"}}, r"score\.better = None"),
+        ({"data": DATA, "score": {"better": "lower"}}, "r2 is better when higher"),
+        ({"score": {"target": 0.5}}, r"score\.target = 0\.5: .*Use target_accuracy"),
+        ({"data": DATA, "target_accuracy": 0.5}, r"target_accuracy = 0\.5: .*Use score\.target"),
+        ({"data": DATA, "training": {"objective": {"name": "cross_entropy"}}}, r"training\.objective\.name"),
+        ({"data": DATA, "training": {"objective": {"name": "fedgen"}}}, r"fedgen.* needs labels"),
+        (
+            {"data": DATA, "cloud": {"aggregation": {"name": "feddf"}}},
+            r"cloud\.aggregation\.name = 'feddf': it needs cl",
+        ),
+        ({"data": {**DATA, "partition": "dirichlet"}}, r"data\.partition = 'dirichlet': .*Set data\.bins"),
+        ({"data": {**DATA, "partition": "shards"}}, r"data\.partition = 'shards'"),
+        ({"data": {"targets": "numbers"}}, r"data\.targets = 'numbers': the samples of digits have classes"),
+        ({"data": {"partition": "private"}}, r"data\.partition = 'private': digits is the same on every node"),
+        ({"data": {**DATA, "bins": 5}}, r"data\.bins = 5: no effect"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tree: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidExperiment, match=problem):
+        parse(tree)
+
+
+def test_an_experiment_of_classes_is_what_it_was() -> None:
+    made = parse({}).model_dump(mode="json")
+    assert "score" not in made and "loss" not in made["training"] and "targets" not in made["data"]
+    assert made["training"]["objective"] == {"name": "cross_entropy"}
+
+
+def test_a_target_is_reached_in_the_scores_direction() -> None:
+    assert Score(name="r2").reached(0.5, 0.5) and not Score(name="r2").reached(0.4, 0.5)
+    lower = Score(name="mean_squared_error")
+    assert lower.reached(0.4, 0.5) and not lower.reached(0.6, 0.5) and not lower.reached(None, 0.5)
+    assert Score(name="m:f", better="lower").reached(-1.0, 0.0) and not lower.reached(0.1, None)
+    assert not Score(name="r2").reached(math.nan, 0.0) and Score(name="m:nice_one").label == "nice one"
+
+
+def numbers_recipe(training: dict[str, Any]) -> tuple[Recipe, list[Turn]]:
+    """Return what the vmapped training of two devices needs, with two numbers to predict of each sample."""
+    settings = parse({"data": DATA, "training": {"momentum": 0.9, **training}}).training
+    torch.manual_seed(1)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2))
+    samples, targets = torch.randn(40, 4), torch.rand(40, 2).round()
+    layout = models.layout_of(module)
+    vectors = TaskVectors(LinkLayouts(layout, layout, layout), tuple(objective_of(settings).keeps))
+    row = np.zeros(layout.row_bytes + 4 * layout.parameters * len(vectors.shapes), np.uint8)
+    models.write_row(module, layout, row)
+    recipe = Recipe(module, vectors, samples, targets, torch.clone, settings, 0.05)
+
+    def ignore(*_: object) -> None:
+        """Take a report."""
+
+    visits = [Visits(places, None) for places in torch.arange(40).view(2, -1)]
+    return recipe, [Turn(row, Load(20, 1), each, ignore, threading.Event(), ignore) for each in visits]
+
+
+@pytest.mark.parametrize("loss", [*LOSSES[NUMBERS], "ownscores:cubed"])
+@pytest.mark.parametrize("objective", ["", "fedprox", "fedsam", "moon"])
+def test_vmapped_steps_of_numbers_are_those_of_each_device(loss: str, objective: str, mine: None) -> None:
+    named = {"objective": {"name": objective}} if objective else {}
+    assert problem_of(*numbers_recipe({"loss": loss, **named})) == ""
+
+
+@pytest.mark.parametrize("objective", ["", "fedprox"])
+def test_training_of_numbers_is_a_plain_loop(objective: str, tmp_path: Path) -> None:
+    draw = np.random.default_rng(1)
+    x = draw.normal(size=(60, 3))
+    np.savez(tmp_path / "t.npz", x=x, y=x @ [1.0, -2.0, 0.5] + 0.1)
+    (tmp_path / "plainnet.py").write_text("from torch import nn\ndef build(): return nn.Linear(3, 1)\n")
+    sys.path.append(str(tmp_path))
+    tree: dict[str, Any] = {
+        "topology": {"institutions": 0, "devices": 2},
+        "data": {"dataset": "t.npz", "root": str(tmp_path), "targets": "numbers"},
+        "model": {"name": "plainnet:build"},
+        "training": {"batch_size": 10, "learning_rate": 0.05, "momentum": 0.9, "epochs": 2},
+    }
+    if objective:
+        tree["training"]["objective"] = {"name": objective, "mu": 0.3}
+    experiment = parse(tree)
+    try:
+        trainer = Trainer(experiment, node="device-1", accelerator="cpu")
+        trainer.prepare()
+    finally:
+        sys.path.remove(str(tmp_path))
+    row, out = (np.zeros(trainer.layout.row_bytes, np.uint8) for _ in range(2))
+    trainer.train(row, out, epochs=2, local_round=0, progress=lambda *_: None, cancelled=threading.Event())
+    module = torch.nn.Linear(3, 1)
+    local = load_local_dataset(experiment, "device-1", accelerator=torch.device("cpu"))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    momenta = [torch.zeros_like(parameter) for parameter in module.parameters()]
+    for _, inputs, targets in batches(local, experiment, node="device-1", epochs=2, local_round=0):
+        term = 0.15 * sum((parameter**2).sum() for parameter in module.parameters()) if objective else 0.0
+        loss = torch.nn.functional.mse_loss(module(inputs), targets) + term
+        gradients = torch.autograd.grad(loss, list(module.parameters()))
+        with torch.no_grad():
+            for parameter, momentum, gradient in zip(module.parameters(), momenta, gradients, strict=True):
+                momentum.mul_(0.9).add_(gradient)
+                parameter.sub_(0.05 * momentum)
+    found = trainer.layout.views(out)
+    assert np.allclose(found["weight"], module.weight.detach().numpy(), rtol=1e-4, atol=1e-6)
+    assert np.allclose(found["bias"], module.bias.detach().numpy(), rtol=1e-4, atol=1e-6)

@@ -1,0 +1,376 @@
+"""Tables: CSV files against what was written, npz files that mean harm, samples that are split or a device's own."""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import InvalidExperiment
+from common.experiment.data import Data, root_below
+from common.experiment.reading import parse
+from common.learning import datasets, splits
+from common.learning.datasets import Dataset
+from common.learning.inputs import Inputs
+from common.learning.readers.parts import Parts
+from common.learning.readers.table import read_csv
+from common.learning.readers.table_rows import rows_to_test
+from tests.helpers.commands import invoke
+from tests.helpers.examples import examples
+
+Files = Callable[..., Path]
+
+
+def table(**more: Any) -> Data:
+    tree = {"dataset": "t.csv", "target_column": "y", "standardise": False, **more}
+    if tree.get("partition") == "private":
+        del tree["standardise"]
+    return parse({"data": tree}).data
+
+
+def numbers(**more: Any) -> Data:
+    return table(**{"targets": "numbers", **more})
+
+
+def read(root: Path, text: str, data: Data, *, test: bool = False) -> Parts:
+    (root / "t.csv").write_text(text, encoding="utf-8")
+    return read_csv(data, root, test=test)
+
+
+CELL = st.floats(-1e6, 1e6, width=32)
+NAME = st.text("abc, ;\"'äß\n", min_size=1, max_size=6).map(str.strip).filter(bool)
+
+
+@examples(60)
+@given(
+    rows=st.lists(st.tuples(CELL, CELL, CELL, NAME), min_size=2, max_size=12),
+    separator=st.sampled_from([",", ";", "\t"]),
+    bom=st.booleans(),
+    quoting=st.sampled_from([csv.QUOTE_MINIMAL, csv.QUOTE_ALL]),
+)
+def test_what_is_written_is_read(
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: list[tuple[float, float, float, str]],
+    separator: str,
+    bom: bool,
+    quoting: Any,
+) -> None:
+    root = tmp_path_factory.mktemp("t")
+    text = io.StringIO()
+    writer = csv.writer(text, delimiter=separator, quoting=quoting)
+    writer.writerows([("a", "y", "b", "who"), *rows])
+    (root / "t.csv").write_text(text.getvalue(), encoding="utf-8-sig" if bom else "utf-8", newline="")
+    found = read_csv(numbers(user_column="who", partition="natural"), root, test=False)
+    names = {"", "na", "n/a", "nan", "null", "none"}
+    assert not names & {row[3].lower() for row in rows}
+    picked = rows_to_test(len(rows), 0.2, refuse=lambda problem, remedy: pytest.fail(problem))
+    for part, targets, kept in ((found.train, found.train_labels, ~picked), (found.test, found.test_labels, picked)):
+        mine = [row for row, keep in zip(rows, kept, strict=True) if keep]
+        assert np.array_equal(part, np.array([(row[0], row[2]) for row in mine], np.float32))
+        assert np.array_equal(targets[:, 0], np.array([row[1] for row in mine], np.float32))
+    users = sorted({row[3].strip() for row, test in zip(rows, picked, strict=True) if not test})
+    assert list(found.users) == users and found.owners is not None
+    kept_rows = [row for row, test in zip(rows, picked, strict=True) if not test]
+    assert [users[owner] for owner in found.owners] == [row[3].strip() for row in kept_rows]
+
+
+def test_classes_are_numbers_by_value_then_texts_or_as_listed(tmp_path: Path) -> None:
+    text = "a,y\n" + "".join(f"{i},{name}\n" for i, name in enumerate(["10", "b", "2", "2.0", "b", "1"]))
+    found = read(tmp_path, text, table())
+    places = dict(zip([*found.train[:, 0], *found.test[:, 0]], [*found.train_labels, *found.test_labels], strict=True))
+    assert found.classes == 4 and [places[float(i)] for i in range(6)] == [2, 3, 1, 1, 3, 0]
+    listed = read(tmp_path, text, table(classes=["b", "1", "2", "10", "c"]))
+    assert listed.classes == 5 and {0, 1, 2, 3} == {*listed.train_labels, *listed.test_labels}
+    with pytest.raises(InvalidExperiment, match=r"data\.classes = 3: .*t\.csv also has '10', 'b' in column 'y'"):
+        read(tmp_path, text, table(classes=3))
+
+
+def test_features_are_scaled_by_the_training_rows_and_targets_by_the_experiment(tmp_path: Path) -> None:
+    rows = np.random.default_rng(1).normal(5, 3, (50, 2))
+    text = "a,same,y\n" + "".join(f"{a},7,{y}\n" for a, y in rows)
+    found = read(tmp_path, text, numbers(standardise=True, target_scale=10.0))
+    assert found.train[:, 0].mean() == pytest.approx(0, abs=1e-6) and found.train[:, 0].std() == pytest.approx(1)
+    assert (found.train[:, 1] == 0).all() and (found.test[:, 1] == 0).all()
+    plain = read(tmp_path, text, numbers())
+    mean, deviation = plain.train[:, 0].mean(dtype=np.float64), plain.train[:, 0].std(dtype=np.float64)
+    assert np.allclose(found.test[:, 0], (plain.test[:, 0] - mean) / deviation, atol=1e-5)
+    assert np.allclose(found.test_labels * 10, plain.test_labels, rtol=1e-6)
+
+
+def test_a_file_of_test_samples_takes_the_place_of_drawn_ones(tmp_path: Path) -> None:
+    (tmp_path / "more.csv").write_text("a,y\n9,c\n8,a\n")
+    found = read(tmp_path, "a,y\n1,a\n2,b\n3,b\n", table(test_file="more.csv"))
+    assert found.train[:, 0].tolist() == [1, 2, 3] and found.test[:, 0].tolist() == [9, 8]
+    assert found.train_labels.tolist() == [0, 1, 1] and found.test_labels.tolist() == [2, 0] and found.classes == 3
+    (tmp_path / "more.csv").write_text("b,y\n9,c\n")
+    with pytest.raises(InvalidExperiment, match=r"more\.csv'?: has other features than t\.csv: a, b"):
+        read(tmp_path, "a,y\n1,a\n2,b\n", table(test_file="more.csv"))
+
+
+def test_missing_values_are_an_error_or_their_rows_are_left_out(tmp_path: Path) -> None:
+    text = "a,note,y\n1,,0\n2,x,1\nNA,x,1\n4,x,\n5,x,1\n6,x,0\n"
+    with pytest.raises(InvalidExperiment, match=r"no value in line 4, column 'a'\. Fill it in, or set data\.missing"):
+        read(tmp_path, text, table(ignored_columns=["note"]))
+    found = read(tmp_path, text, table(ignored_columns=["note"], missing="drop"))
+    assert sorted([*found.train[:, 0], *found.test[:, 0]]) == [1, 2, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "problem"),
+    [
+        ("1,2\n3,4\n", {}, "has no header"),
+        ("", {}, "has no header"),
+        ("a,a,y\n1,2,3\n", {}, "with the same"),
+        ("a,,y\n1,2,3\n", {}, "without a name"),
+        ("a,yy\n1,2\n", {}, r"data\.target_column = 'y': .*no such column\. Did you mean 'yy'"),
+        ("a,y\n1,2\n", {"user_column": "who"}, r"data\.user_column = 'who'"),
+        ("a,y\n1,2\n", {"ignored_columns": ["b"]}, r"data\.ignored_columns = 'b'"),
+        ("y\n1\n2\n", {}, "no column that is a feature"),
+        ("a,y\n1,0\nParis,1\n", {}, r"no number in line 3, column 'a': 'Paris'\. Encode it"),
+        ("a,y\n1,0\ninf,1\n", {}, r"no number in line 3, column 'a': 'inf'"),
+        ("a,y\n1,0\n1_0,1\n", {}, r"no number in line 3, column 'a': '1_0'"),
+        ("a,y\n1,0\n1e39,1\n2,1\n3,1\n", {}, "not finite in float32"),
+        ("a,y\n1,0\n1,2,3\n", {}, "has 3 cells in line 3, and 2 columns"),
+        ("a,y\n1,big\n2,small\n", {"targets": "numbers"}, r"no number in line 2, column 'y': 'big'\. Correct it"),
+        ("a,y\n1,0\n", {}, "has 1 rows"),
+        ('a,y\n"1,0\n', {}, "no CSV file"),
+    ],
+)
+def test_a_wrong_table_is_refused_by_line_and_column(
+    tmp_path: Path, text: str, more: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(InvalidExperiment, match=problem) as refused:
+        read(tmp_path, text, table(**more))
+    assert "\n" not in str(refused.value)
+
+
+@examples(60)
+@given(raw=st.binary(max_size=60))
+def test_any_bytes_are_a_table_or_an_error(tmp_path_factory: pytest.TempPathFactory, raw: bytes) -> None:
+    root = tmp_path_factory.mktemp("t")
+    (root / "t.csv").write_bytes(b"a,y\n1,2\n" + raw)
+    (root / "t.npz").write_bytes(raw)
+    try:
+        read_csv(numbers(), root, test=False)
+    except InvalidExperiment:
+        pass
+    with pytest.raises(InvalidExperiment):
+        datasets.load(parse({"data": {"dataset": "t.npz", "root": str(root)}}).data)
+
+
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        ({"target_column": None}, "target_column"),
+        ({"target_column": ["y", "z"]}, "target_column"),
+        ({"dataset": "../t.csv"}, "dataset"),
+        ({"dataset": "/etc/t.csv"}, "dataset"),
+        ({"dataset": "a\\t.csv"}, "dataset"),
+        ({"dataset": "t.xls"}, "dataset"),
+        ({"test_file": "../t.csv"}, "test_file"),
+        ({"partition": "natural"}, "partition"),
+        ({"partition": "private"}, "classes"),
+        ({"partition": "private", "classes": 2, "node_samples": 5}, "node_samples"),
+        ({"noise": 0.1}, "noise"),
+        ({"image_shape": [1, 2, 2]}, "image_shape"),
+        ({"test_file": "u.csv", "test_share": 0.5}, "test_share"),
+        ({"target_scale": 2.0}, "target_scale"),
+        ({"dataset": "t.npz", "target_column": "y"}, "target_column"),
+    ],
+)
+def test_keys_that_do_not_fit_a_table(more: dict[str, Any], key: str) -> None:
+    tree = {"dataset": "t.csv", "target_column": "y", **more}
+    with pytest.raises(InvalidExperiment, match=rf"^data\.{key}"):
+        parse({"data": {key: value for key, value in tree.items() if value is not None}})
+
+
+def test_a_table_of_a_device_stays_below_the_folder_of_its_host(tmp_path: Path) -> None:
+    data = table(root="../elsewhere")
+    with pytest.raises(InvalidExperiment, match="outside"):
+        root_below(data, "device-0", allowed=tmp_path)
+    assert root_below(table(root="{node}"), "device-0", allowed=tmp_path) == str(tmp_path / "{node}")
+
+
+def private(root: Path, **more: Any) -> Data:
+    tree = {"dataset": "t.csv", "root": str(root / "{node}"), "target_column": "y", "partition": "private"}
+    return parse({"data": {**tree, **more}}).data
+
+
+def test_each_device_has_its_own_table_and_the_cloud_one_to_test(tmp_path: Path) -> None:
+    for node, text in (("device-0", "1,no\n2,yes\n"), ("device-1", "3,yes\n"), ("cloud", "4,no\n")):
+        (tmp_path / node).mkdir()
+        (tmp_path / node / "t.csv").write_text(f"a,y\n{text}")
+    data = private(tmp_path, classes=["no", "yes"])
+    first, second, cloud = (datasets.load(data, node=node) for node in ("device-0", "device-1", "cloud"))
+    assert first.train_images[:, 0].tolist() == [1, 2] and first.train_labels.tolist() == [0, 1]
+    assert second.train_labels.tolist() == [1] and not len(second.test_labels)
+    assert cloud.test_images.tolist() == [[4]] and not len(cloud.train_labels)
+    assert first.inputs == second.inputs == cloud.inputs == Inputs((1,), 2)
+    numbers = private(tmp_path, targets="numbers")
+    (tmp_path / "device-0" / "t.csv").write_text("a,y\n1,0.5\n")
+    assert datasets.load(numbers, node="device-0").train_labels.tolist() == [[0.5]]
+    with pytest.raises(InvalidExperiment, match=r"data\.partition = 'private': .*nothing is split"):
+        splits.split_of(parse({"data": data.model_dump(mode="json")}))
+    with pytest.raises(InvalidExperiment, match=r"not found: .*device-9/t\.csv"):
+        datasets.load(data, node="device-9")
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Callable[..., Dataset]:
+    """A function that writes arrays and loads them as a data set."""
+
+    folders = (tmp_path / str(number) for number in itertools.count())  # a process reads a file only once
+
+    def load(more: dict[str, Any] | None = None, **arrays: Any) -> Dataset:
+        root = next(folders)
+        root.mkdir()
+        np.savez(root / "t.npz", **arrays)
+        return datasets.load(parse({"data": {"dataset": "t.npz", "root": str(root), **(more or {})}}).data)
+
+    return load
+
+
+X = np.arange(24, dtype=np.float64).reshape(12, 2)
+
+
+def test_arrays_are_split_unless_they_have_test_samples(archive: Callable[..., Dataset]) -> None:
+    found = archive(x=X, y=np.arange(12) % 3)
+    assert (len(found.train_labels), len(found.test_labels)) == (10, 2) and found.inputs == Inputs((2,), 3)
+    found = archive(x=X, y=np.arange(12) % 3, x_test=X[:3].astype(np.float32), y_test=np.array([2, 1, 0]))
+    assert found.test_labels.tolist() == [2, 1, 0] and np.array_equal(found.train_images.numpy(), X)
+    users = np.array(["b", "a"] * 6)
+    found = archive({"partition": "natural"}, x=X, y=np.arange(12), user=users, x_test=X[:1], y_test=[3])
+    assert found.users == ("a", "b") and found.owners is not None and found.owners.tolist() == [1, 0] * 6
+
+
+def test_images_tokens_and_labels_in_arrays(archive: Callable[..., Dataset]) -> None:
+    images = np.full((6, 4, 5), 255, np.uint8)
+    found = archive(x=images, y=np.arange(6))
+    assert found.inputs == Inputs((1, 4, 5), 6) and (found.normaliser()(found.train_images) == 1).all()
+    found = archive(x=np.arange(12, dtype=np.int16).reshape(4, 3), y=np.arange(4))
+    assert found.inputs == Inputs((3,), 4, 12)
+    found = archive({"targets": "numbers"}, x=X, y=np.ones((12, 3), np.int64))
+    assert found.inputs == Inputs((2,), 3, numbers=True)
+    samples = found.train_images[:2]
+    copy = found.normaliser()(samples)
+    assert (copy == samples).all() and copy.data_ptr() != samples.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("arrays", "problem"),
+    [
+        ({"x": X}, r"has no array 'y' but x"),
+        ({"x": X, "y": np.arange(11)}, r"x of \[12, 2\] and y of \[11\]"),
+        ({"x": X, "y": np.arange(12), "x_test": X}, "only one of x_test and y_test"),
+        ({"x": X[:, 0], "y": np.arange(12)}, "shape"),
+        ({"x": X.astype(complex), "y": np.arange(12)}, "x is an array of complex"),
+        ({"x": X.astype(object), "y": np.arange(12)}, "x is an array of object"),
+        ({"x": np.where(X > 3, np.nan, X), "y": np.arange(12)}, "not finite"),
+        ({"x": X, "y": X[:, 0]}, r"targets of float64 \[10\], which are no classes.*data\.targets = 'numbers'"),
+        ({"x": X, "y": -np.arange(12)}, "labels that should be 0 to"),
+        ({"x": X.astype(np.uint8), "y": np.arange(12)}, r"samples of uint8 \[10, 2\]"),
+    ],
+)
+def test_wrong_arrays_are_refused(archive: Callable[..., Dataset], arrays: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidExperiment, match=problem):
+        archive(**arrays)
+
+
+class Harm:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return pytest.fail, ("it was unpickled",)
+
+
+def member(header: str, body: bytes = b"") -> bytes:
+    text = header.encode() + b" " * (117 - len(header)) + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + body
+
+
+@pytest.mark.parametrize(
+    ("raw", "problem"),
+    [
+        (
+            member("{'descr': '<f8', 'fortran_order': False, 'shape': (1000000000, 1000), }"),
+            "does not fit into this file",
+        ),
+        (member("{'descr': '<f8', 'fortran_order': False, 'shape': (99999999999999999999, 2), }"), "npz file"),
+        (member("{'descr': '|O', 'fortran_order': False, 'shape': (1,), }", b"cos\nsystem\n."), "array of object"),
+        (member("{'descr': '<f8', 'fortran_order': False, 'shape': (-3, 2), }"), "npz file"),
+        (member("{'descr': 'x', 'shape': 3}"), "npz file"),
+        (b"\x93NUMPY\x09\x00", "npz file"),
+        (b"", "npz file"),
+    ],
+)
+def test_an_archive_that_lies_about_its_size_is_refused_before_memory_is_taken(
+    tmp_path: Path, raw: bytes, problem: str
+) -> None:
+    with zipfile.ZipFile(tmp_path / "t.npz", "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("x.npy", raw)
+        file.writestr("y.npy", raw)
+    with pytest.raises(InvalidExperiment, match=problem):
+        datasets.load(parse({"data": {"dataset": "t.npz", "root": str(tmp_path)}}).data)
+
+
+def test_nothing_is_unpickled(archive: Callable[..., Dataset]) -> None:
+    with pytest.raises(InvalidExperiment, match="array of object"):
+        archive(x=np.array([Harm()], dtype=object), y=np.arange(1))
+
+
+def test_numbers_are_split_evenly_by_size_by_user_and_by_quantiles(tmp_path: Path) -> None:
+    values = np.random.default_rng(1).normal(size=400)
+    rows = "".join(f"{i},{y},{'ab'[i % 2]}\n" for i, y in enumerate(values))
+    (tmp_path / "t.csv").write_text(f"a,y,who\n{rows}")
+    tree = {"dataset": "t.csv", "root": str(tmp_path), "target_column": "y", "targets": "numbers", "user_column": "who"}
+
+    def parts(**more: Any) -> splits.Split:
+        return splits.split_of(parse({"topology": {"institutions": 1, "devices": 2}, "data": {**tree, **more}}))
+
+    even, sizes, users = parts(), parts(partition="quantity", concentration=0.5), parts(partition="natural")
+    assert [len(part) for part in even.partitions] == [160, 160] and even.kind == "bin"
+    lengths = [len(part) for part in sizes.partitions]
+    assert sum(lengths) == 320 and lengths[0] != lengths[1] and min(lengths) >= 10
+    assert sorted(np.concatenate(sizes.partitions)) == list(range(320)) and len(users.partitions) == 2
+    skewed = parts(partition="shards", shards=1, bins=10)
+    targets = datasets.load(parse({"data": tree}).data).train_labels.numpy()[:, 0]
+    low, high = sorted((targets[part] for part in skewed.partitions), key=np.mean)
+    assert low.max() <= high.min() and np.bincount(skewed.labels).tolist() == [32] * 10
+    assert len({each.digest for each in (even, sizes, users, skewed)}) == 4
+
+
+def test_the_commands_describe_and_split_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t.csv").write_text("a,b,y\n" + "".join(f"{i},{i % 7},{i / 3}\n" for i in range(100)))
+    Path("lab.toml").write_text(
+        'topology = { institutions = 1, devices = 2 }\n[data]\ndataset = "t.csv"\nroot = "."\ntargets = "numbers"\n'
+        'target_column = "y"\npartition = "dirichlet"\nbins = 4\n'
+    )
+    done = invoke("data", "check", "lab.toml", "--format", "json")
+    assert done.exit_code == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert (facts["train"], facts["test"], facts["shape"]) == (80, 20, [2])
+    assert (facts["numbers"], facts["classes"]) == (1, 0)
+    done = invoke("data", "partition", "lab.toml")
+    assert done.exit_code == 0 and done.stdout.startswith("device\tparent\tsamples\tbins"), done.stderr
+    devices = json.loads(Path("partition/partition.json").read_text())["devices"]
+    assert sum(sum(device["by_bin"]) for device in devices.values()) == 80
+    assert "Samples by device and bin" in Path("partition/partition.svg").read_text()
+    Path("device-0").mkdir()
+    Path("device-0/t.csv").write_text("a,y\n1,2\n")
+    Path("own.toml").write_text(
+        '[data]\ndataset = "t.csv"\nroot = "{node}"\ntargets = "numbers"\ntarget_column = "y"\npartition = "private"\n'
+    )
+    done = invoke("data", "check", "own.toml", "--node", "device-0", "--format", "json")
+    assert done.exit_code == 0 and json.loads(done.stdout)["train"] == 1, done.stderr
+    assert invoke("data", "check", "own.toml").exit_code == 4
