@@ -139,7 +139,7 @@ def test_accuracy_loss_time_left_and_notes() -> None:
     for done in range(110, 114):
         fed.now += 10.0
         fed.take("global_round", {"global_round": done, "wan_up_bytes": 1, "wan_down_bytes": 2, "elapsed_s": 1.0})
-        fed.take("evaluated", {"global_round": done, "accuracy": (done - 100) / 100, "loss": 3 - done / 100})
+        fed.take("evaluated", {"global_round": done, "score": (done - 100) / 100, "loss": 3 - done / 100})
     fed.take("warning", {"reason": "models have collapsed"})
     fed.take("child", {"node": "institution-1", "state": "lost"})
     first, scores, *_ = lines = fed.lines()
@@ -272,7 +272,7 @@ def observed(capsys: pytest.CaptureFixture[str], *, json_lines: bool = False) ->
     with show(lab_of().experiment, json_lines=json_lines, broker="b:1883") as observe:
         observe("run", RUN | {"folder": "f" * 300})
         observe("child", {"node": "institution-0", "state": "lost", "reason": "\x1b[2J"})
-        observe("evaluated", {"global_round": 110, "accuracy": 0.5, "loss": 1.0})
+        observe("evaluated", {"global_round": 110, "score": 0.5, "loss": 1.0})
     done = capsys.readouterr()
     return done.out, done.err
 

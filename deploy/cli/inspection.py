@@ -73,7 +73,7 @@ def compare(
     target: Annotated[
         float | None,
         typer.Option(
-            min=0, max=1, help="Accuracy to reach, 0 to 1.  [default: the experiments' own]", show_default=False
+            help="Score to reach, an accuracy is 0 to 1.  [default: the experiments' own]", show_default=False
         ),
     ] = None,
     label: Annotated[
@@ -87,10 +87,10 @@ def compare(
         Literal["table", "json", "csv", "latex"], typer.Option("--format", help="Format of standard output.")
     ] = "table",
 ) -> None:
-    """Compare the costs of reaching an accuracy: global rounds, seconds, bytes and SGD steps, over seeds.
+    """Compare the costs of reaching a score, as accuracy: global rounds, seconds, bytes and SGD steps, over seeds.
 
     Runs that differ only in the seed form a group. Speed-ups are relative to the first group. Runs that did not reach
-    the accuracy are in no mean. Exit code 4 if links, hardware or data differ.
+    the score are in no mean. Exit code 4 if links, hardware or data differ.
     """
     from deploy.report import compare as comparing
 
@@ -144,11 +144,13 @@ def list_runs(runs: Runs = Path("runs"), output: Output = "table") -> None:
             done = f"{facts['global_rounds_done']}/{facts['global_rounds']}"
             carried = size(sum(facts["bytes"].values()))
             rows.append((facts["run"], facts["name"], facts["aggregation"], facts["model"], facts["dataset"],
-                         "-" if old is None else age(old), facts["state"], done, facts["accuracy"], facts["seconds"],
+                         "-" if old is None else age(old), facts["state"], done, facts["score"],
+                         facts["score_name"], facts["seconds"],
                          carried, shorten(facts["reason"], REASON_MOST)))  # fmt: skip
         texts = ("run", "name", "aggregation", "model", "data", "age", "state")
-        columns = [*(Column(name, text=True) for name in texts), Column("global rounds"), Column("accuracy", digits=4),
-                   Column("time", "s"), Column("bytes"), Column("reason", text=True)]  # fmt: skip
+        columns = [*(Column(name, text=True) for name in texts), Column("global rounds"), Column("score", digits=4),
+                   Column("what it is", text=True), Column("time", "s"), Column("bytes"),
+                   Column("reason", text=True)]  # fmt: skip
         if output == "table":
             typer.echo(Table("runs", "Runs", columns, rows).aligned(), nl=False)
 
@@ -261,6 +263,8 @@ def _summary(run: Run) -> dict[str, Any]:
         "global_rounds_done": len(run.rounds),
         "global_rounds": run.global_rounds,
         "accuracy": run.accuracy,
+        "score": run.score,
+        "score_name": run.scored_by.name,
         "seconds": run.seconds,
         "bytes": run.totals,
         "seed": run.seed,

@@ -1,4 +1,4 @@
-"""Comparison of the costs of reaching a target accuracy, over the seeds of each experiment.
+"""Comparison of the costs of reaching a target score, accuracy by default, over the seeds of each experiment.
 
 A group consists of runs whose experiments differ only in the seed. Means include only runs that reached the target;
 the table shows how many did. The speed-up is paired: the first group's seconds over this group's, seed by seed.
@@ -12,11 +12,13 @@ from statistics import mean
 from typing import Any, Final
 
 from common.errors import InvalidExperiment
+from common.experiment.score import ACCURACY
 from deploy.console.tabular import Column, Spread, Table
 from deploy.runs.run import Run, columns_of, tiers_of
 
 KINDS: Final = ("links", "hardware", "data")  # compared runs must agree in these
 _NAMING: Final = frozenset({"seed", "data.root"})  # these keys do not distinguish experiments
+VOWELS: Final = "aeiou"
 _HOST: Final = ("host", "cpus")
 
 
@@ -46,9 +48,9 @@ class Group:
 
 
 def to_target(run: Run, target: float) -> Reached:
-    """Return a run's costs until it first reached an accuracy."""
+    """Return a run's costs until it first reached a score."""
     for i, row in enumerate(run.rounds):
-        if row.accuracy is not None and row.accuracy >= target:
+        if run.scored_by.reached(row.score, target):
             done = run.rounds[: i + 1]
             costs: dict[str, float] = {"rounds": row.global_round, "seconds": row.elapsed_s}
             costs |= {name: sum(each.bytes_[name] for each in done) for name in columns_of(run.tiers)}
@@ -59,10 +61,17 @@ def to_target(run: Run, target: float) -> Reached:
 
 
 def target_of(runs: Sequence[Run], given: float | None) -> float:
-    """Return the target accuracy: `given`, else that of the experiments. Raises InvalidExperiment."""
+    """Return the target of the score: `given`, else that of the experiments. Raises InvalidExperiment."""
+    scores = {(run.scored_by.name, run.scored_by.higher) for run in runs}
+    if len(scores) > 1:
+        names = sorted(run.scored_by.name for run in runs)
+        raise InvalidExperiment("RUN", [run.id for run in runs], f"they have several scores: {', '.join(names)}",
+                                "Compare runs with the same score.")  # fmt: skip
     if given is not None:
+        if runs[0].scored_by.name == ACCURACY and not 0 <= given <= 1:
+            raise InvalidExperiment("--target", given, "an accuracy is a fraction of 1", "Give 0 to 1.")
         return given
-    own = {run.tree.get("target_accuracy") for run in runs}
+    own = {run.target for run in runs}
     if len(own) > 1:
         raise InvalidExperiment(
             "--target", sorted(map(str, own)), "the experiments have different ones", "Give --target."
@@ -152,7 +161,10 @@ def table(groups: Sequence[Group], target: float) -> Table:
         costs = [each.spread(figure) for figure in figures]
         costs = [_mega(cost) if name.endswith("_bytes") else cost for name, cost in zip(figures, costs, strict=True)]
         rows.append([each.label, f"{len(each.reached)}/{len(each.runs)}", *costs, ratio, f"{paired}/{common}"])
-    return Table("compare", f"Costs of reaching an accuracy of {target:g}", columns, rows)
+    label = groups[0].runs[0].run.scored_by.label
+    return Table(
+        "compare", f"Costs of reaching {'an' if label[0] in VOWELS else 'a'} {label} of {target:g}", columns, rows
+    )
 
 
 def to_json(groups: Sequence[Group], target: float) -> dict[str, Any]:
@@ -188,8 +200,10 @@ def notes(groups: Sequence[Group]) -> list[str]:
     found = []
     for each in groups:
         for left in (run for run in each.runs if run.costs is None):
-            best = max((row.accuracy for row in left.run.rounds if row.accuracy is not None), default=None)
-            seen = "no accuracy" if best is None else f"at best {best:.4f}"
+            score = left.run.scored_by
+            choose = max if score.higher else min
+            best = choose((row.score for row in left.run.rounds if row.score is not None), default=None)
+            seen = f"no {score.label}" if best is None else f"at best {best:.4f}"
             done = f"{len(left.run.rounds)} of {left.run.global_rounds} global rounds, {left.run.state}"
             name = f"{left.run.id} (seed {left.run.seed})"
             found.append(f"{each.label}: {name} did not reach the target: {seen} in {done}")

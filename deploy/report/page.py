@@ -95,9 +95,9 @@ def compose(runs: Sequence[Run]) -> tuple[Page, str]:
     else:
         page.add_table(sections.overview(runs, names))
     if any(run.rounds for run in runs):
-        page.add_heading(2, "Accuracy")
-        page.add_paragraph(sections.ACCURACY)
-        page.add_figures(sections.accuracy(runs, names), kind="curves")
+        page.add_heading(2, " and ".join(dict.fromkeys(run.scored_by.label.capitalize() for run in runs)))
+        page.add_paragraph(sections.SCORES)
+        page.add_figures(sections.scores(runs, names), kind="curves")
         page.add_heading(2, "Time by phase")
         page.add_paragraph(sections.SECONDS)
         page.add_figures([sections.budget(runs, names), *map(sections.budgets, runs)], kind="curves")
@@ -143,7 +143,7 @@ def _add_run(page: Page, run: Run, level: int) -> None:
 
 def _first_numbers(run: Run) -> Iterator[tuple[str, str]]:
     totals = run.totals
-    yield "test accuracy", "-" if run.accuracy is None else f"{run.accuracy:.4f}"
+    yield sections.score_column([run]), "-" if run.score is None else f"{run.score:.4f}"
     yield "global rounds", f"{len(run.rounds)} of {run.global_rounds}"
     yield "time", f"{show(run.seconds)} s"
     for tier in run.tiers:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from common.experiment.score import ACCURACY
 from common.experiment.topology import CLOUD
 from common.protocol.timeline import GLOBAL_PHASES
 from deploy.console.tabular import Column, Table
@@ -19,12 +20,12 @@ from deploy.runs.records import Event
 from deploy.runs.run import Run, columns_of, tiers_of
 
 EVENTS_MOST: Final = 200
-PERCENT: Final = Axis("test accuracy", "%", 100.0)
+SHARES: Final = (ACCURACY, "binary_accuracy")  # scores that are shown in percent
 GLOBAL_ROUND: Final = Axis("global round")
 SECONDS_AXIS: Final = Axis("time", "s")
 
-ACCURACY: Final = (
-    "Accuracy on the cloud's test set, of the model that the experiment evaluates (the mean of the uploads). Seconds "
+SCORES: Final = (
+    "Of the cloud's test set, and of the model that the experiment evaluates (the mean of the uploads). Seconds "
     "are the cloud's monotonic clock since the whole lab was ready; evaluation in parallel with the next global round "
     "is not counted. Bytes are MQTT packets, in both directions of all links of a tier."
 )
@@ -56,14 +57,14 @@ def overview(runs: Sequence[Run], names: Sequence[str]) -> Table:
     """Return a table with a row for each run."""
     tiers = tiers_of(runs)
     columns = [Column("run", text=True), Column("state", text=True), Column("seed"), Column("global rounds"),
-               Column("test accuracy", digits=4), Column("time", "s"), *_byte_columns(tiers)]  # fmt: skip
+               Column(score_column(runs), digits=4), Column("time", "s"), *_byte_columns(tiers)]  # fmt: skip
     rows = [
         (
             name,
             str(run.state),
             str(run.seed),
             len(run.rounds),
-            run.accuracy,
+            run.score,
             run.seconds,
             *(run.totals.get(column) for column in columns_of(tiers)),
         )
@@ -72,8 +73,22 @@ def overview(runs: Sequence[Run], names: Sequence[str]) -> Table:
     return Table("overview", "The runs, bytes as MQTT packets", columns, rows)
 
 
-def accuracy(runs: Sequence[Run], names: Sequence[str]) -> list[Figure]:
-    """Return curves of the accuracy over global rounds, seconds, and each tier's bytes."""
+def score_column(runs: Sequence[Run]) -> str:
+    """Return the title of a column of the runs' scores."""
+    labels = sorted({run.scored_by.label for run in runs})
+    return f"test {' or '.join(labels)}"
+
+
+def scores(runs: Sequence[Run], names: Sequence[str]) -> list[Figure]:
+    """Return curves of each score that runs have over global rounds, seconds, and each tier's bytes."""
+    found: list[Figure] = []
+    for label in dict.fromkeys(run.scored_by.label for run in runs):
+        same = [(run, name) for run, name in zip(runs, names, strict=True) if run.scored_by.label == label]
+        found += _scores([run for run, _ in same], [name for _, name in same], label)
+    return found
+
+
+def _scores(runs: Sequence[Run], names: Sequence[str], label: str) -> list[Figure]:
     tiers = tiers_of(runs)
     over: dict[str, dict[str, list[charts.Point]]] = {key: {} for key in ("rounds", "seconds", *tiers)}
     for run, name in zip(runs, names, strict=True):
@@ -82,20 +97,25 @@ def accuracy(runs: Sequence[Run], names: Sequence[str]) -> list[Figure]:
         for row in run.rounds:
             for tier in run.tiers:
                 spent[tier] += row.bytes_[f"{tier}_up_bytes"] + row.bytes_[f"{tier}_down_bytes"]
-            if row.accuracy is not None:
+            if row.score is not None:
                 at = {"rounds": float(row.global_round), "seconds": row.elapsed_s, **spent}
                 for key, line in lines.items():
-                    line.append((at[key], row.accuracy))
+                    line.append((at[key], row.score))
         for key, line in lines.items():
             over[key][name] = line
-    targets = {run.tree.get("target_accuracy") for run in runs}
+    targets = {run.target for run in runs}
     target = targets.pop() if len(targets) == 1 else None
     axes = {"rounds": GLOBAL_ROUND, "seconds": SECONDS_AXIS}
     axes |= {tier: bytes_axis(f"{tier.upper()} bytes", over[tier]) for tier in tiers}
-    titles = {"rounds": "Accuracy over global rounds", "seconds": "Accuracy over time"}
-    titles |= {tier: f"Accuracy over {tier.upper()} bytes" for tier in tiers}
+    shares = runs[0].scored_by.name in SHARES
+    y = Axis(f"test {label}", "%", 100.0) if shares else Axis(f"test {label}")
+    title, unit = label[:1].upper() + label[1:], ", %" if shares else ""
+    titles = {"rounds": f"{title} over global rounds", "seconds": f"{title} over time"}
+    titles |= {tier: f"{title} over {tier.upper()} bytes" for tier in tiers}
     return [
-        charts.curves(f"accuracy-{key}", f"{titles[key]}, %", lines, x=axes[key], y=PERCENT, target=target)
+        charts.curves(
+            f"{label.replace(' ', '-')}-{key}", f"{titles[key]}{unit}", lines, x=axes[key], y=y, target=target
+        )
         for key, lines in over.items()
     ]
 
@@ -198,12 +218,12 @@ def plans(run: Run) -> Table:
 
 def global_rounds(run: Run) -> Table:
     """Return a table of the rows of rounds.csv."""
-    columns = [Column("global round"), Column("time", "s", 3), Column("test accuracy", digits=4),
+    columns = [Column("global round"), Column("time", "s", 3), Column(score_column([run]), digits=4),
                Column("test loss", digits=4), Column("training loss", digits=4),
                *(Column(phase, "s", 4) for phase in GLOBAL_PHASES), Column("SGD steps"), Column("critical path"),
                *_byte_columns(run.tiers), Column("missing", text=True)]  # fmt: skip
     rows = [
-        (r.global_round, r.elapsed_s, r.accuracy, r.loss, r.train_loss, *r.phases.values(), r.sgd_steps, r.path_steps,
+        (r.global_round, r.elapsed_s, r.score, r.loss, r.train_loss, *r.phases.values(), r.sgd_steps, r.path_steps,
          *(r.bytes_.get(column) for column in columns_of(run.tiers)), " ".join((*r.missing, *r.refused)))
         for r in run.rounds
     ]  # fmt: skip
@@ -222,7 +242,10 @@ def facts(run: Run) -> list[tuple[str, str]]:
 
 
 # The facts of these events that the report shows nowhere else.
-_SHOWN_FACTS: Final = {"run": ("done", "global_rounds"), "finished": ("global_round", "elapsed_s", "accuracy", "loss")}
+_SHOWN_FACTS: Final = {
+    "run": ("done", "global_rounds"),
+    "finished": ("global_round", "elapsed_s", "accuracy", "score", "loss"),
+}
 _SUM, _ELAPSED = "sum of the phases", "elapsed"
 _PHASE_PARTS: Final = [(f"fill-{phase}", phase) for phase in GLOBAL_PHASES]
 

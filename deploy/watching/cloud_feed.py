@@ -44,7 +44,7 @@ class CloudFeed:
                 if not lab.deep:
                     lab.begin_round(now)
             case "evaluated":
-                lab.evaluations.append((facts["accuracy"], facts["loss"]))
+                lab.evaluations.append((facts["score"], facts["loss"]))
             case "waiting":
                 self._prepare(facts["nodes"])
             case "child" if not lab.deep:
@@ -75,7 +75,7 @@ class CloudFeed:
                 traffic = ", ".join(f"{tier} {size(_both(row, tier))}" for tier in tiers_in(row))
                 return (
                     f"global round {facts['global_round']}/{self.run.get('global_rounds', '?')}  "
-                    f"accuracy {facts['accuracy']:.4f}  loss {facts['loss']:.4f}  "
+                    f"{self._lab.experiment.score.label} {facts['score']:.4f}  loss {facts['loss']:.4f}  "
                     f"{row.get('elapsed_s', 0):.1f} s  {traffic}"
                 )
             case "refused":

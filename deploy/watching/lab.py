@@ -88,7 +88,7 @@ class WatchedLab:
         self.folder = ""
         self.closed = 0  # global rounds, by the cloud's events
         self.losses: deque[float] = deque(maxlen=SCORES_KEPT)  # of training, by global round
-        self.evaluations: deque[tuple[float, float]] = deque(maxlen=SCORES_KEPT)  # accuracy and loss
+        self.evaluations: deque[tuple[float, float]] = deque(maxlen=SCORES_KEPT)  # score and loss
         self.counted: dict[str, RateMeter] = {}  # the cloud's own counts by tier and direction, if they are known
         self.experiment = experiment
         self.brokers = [WatchedBroker(address, True, now) for address in brokers]

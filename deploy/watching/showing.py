@@ -66,7 +66,7 @@ def show(
         with LiveView(errors, feed, watched, follow=follow if few else None).shown() as view:
             yield view.observe
     if feed.finished:
-        print(summary(feed.finished), flush=True)
+        print(summary(feed.finished, label=experiment.score.label), flush=True)
 
 
 class LiveView:
@@ -130,14 +130,14 @@ class LiveView:
                 self._lab.disconnected(0, time.monotonic())
 
 
-def summary(facts: Mapping[str, Any]) -> str:
-    """Return the lines printed at the end of a run; `facts`: those of the event `finished`.
+def summary(facts: Mapping[str, Any], *, label: str) -> str:
+    """Return the lines printed at the end of a run; `facts`: those of the event `finished`, `label`: of its score.
 
     Paths are never wrapped or cropped, so that they can be copied.
     """
-    accuracy = facts["accuracy"]
+    score = facts["score"]
     rows = (
-        ("test accuracy", "-" if accuracy is None else f"{accuracy:.4f}"),
+        (f"test {label}", "-" if score is None else f"{score:.4f}"),
         ("global rounds", str(facts["global_round"])),
         ("training time", f"{facts['elapsed_s']:.1f} s"),
         *(

@@ -109,11 +109,11 @@ class View:
         return lines
 
     def _scores(self, lab: WatchedLab) -> list[Text]:
-        """Return the line of accuracy and test loss, or where those are unknown of the training loss."""
+        """Return the line of the score and the test loss, or where those are unknown of the training loss."""
         scores = []
         if lab.evaluations:
-            accuracies, losses = zip(*lab.evaluations, strict=True)
-            scores = [("accuracy", accuracies[-1], accuracies), ("loss", losses[-1], losses)]
+            found, losses = zip(*lab.evaluations, strict=True)
+            scores = [(lab.experiment.score.label, found[-1], found), ("loss", losses[-1], losses)]
         elif (loss := lab.loss) is not None:
             scores = [("training loss", loss, tuple(lab.losses))]
         most = SPARK_WIDE if self._is_wide else SPARK_NARROW

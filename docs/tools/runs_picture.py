@@ -16,7 +16,7 @@ from deploy.runs.run import Run
 
 def picture(runs: Sequence[Run], names: Sequence[str]) -> str:
     """Draw accuracy over time, and beside it the mean seconds of a global round, of runs laid over each other."""
-    curves = next(figure for figure in sections.accuracy(runs, names) if figure.name == "accuracy-seconds")
+    curves = next(figure for figure in sections.scores(runs, names) if figure.name == "accuracy-seconds")
     budget = sections.budget(runs, names)
     left, height = curves.size[0], max(curves.size[1], budget.size[1])
     elements = [*curves.elements, f'<g transform="translate({left:g} 0)">', *budget.elements, "</g>"]
