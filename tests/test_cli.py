@@ -92,7 +92,7 @@ def test_an_invalid_experiment_ends_with_4_and_one_line(pairs: list[str], words:
         ["device", "--name", "cloud"],
         ["institution", "--name", "a/b"],
         ["broker", "--port", "99999"],
-        ["compare", "x", "--target", "90"],
+        ["compare", "x", "--target", "high"],
     ],
 )
 def test_wrong_usage_ends_with_2(arguments: list[str | Path]) -> None:

@@ -95,7 +95,7 @@ class Data(SettingsTable):
     # Of a CSV file: shift and scale each feature to mean 0 and deviation 1 over the training rows.
     standardise: bool = True
     target_scale: Positive = 1.0  # of a CSV file's numbers: they are divided by it, and errors are in units of it
-    test_file: TableName | None = None  # of a table: the test samples, in a file beside it
+    test_file: TableName | None = None  # of a CSV file: the test samples, in a file beside it
     # Of a table without a test file: this share of its rows, always the same ones.
     test_share: Annotated[float, Field(gt=0, lt=1)] = 0.2
     # Standard deviation of Gaussian noise on images, pixels 0 to 1; not clipped.

@@ -250,7 +250,9 @@ def _rehearsed_epochs(experiment: Experiment) -> dict[str, int]:
     from deploy.local import direct
 
     with tempfile.TemporaryDirectory(prefix="fedstrata-") as home:
-        short = parse(experiment.model_dump(mode="json") | {"rounds": REHEARSED, "target_accuracy": None})
+        score = experiment.score.model_dump(mode="json") | {"target": None}
+        tree = experiment.model_dump(mode="json") | {"rounds": REHEARSED, "target_accuracy": None, "score": score}
+        short = parse(tree)
         folder = RunFolder.create(Path(home), short)
         direct.run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
         epochs = Run(folder.path).rounds[-1].epochs

@@ -25,7 +25,7 @@ GLOBAL_ROUND: Final = Axis("global round")
 SECONDS_AXIS: Final = Axis("time", "s")
 
 SCORES: Final = (
-    "Of the cloud's test set, and of the model that the experiment evaluates (the mean of the uploads). Seconds "
+    "Measured on the cloud's test set, with the model that the experiment evaluates (the mean of the uploads). Seconds "
     "are the cloud's monotonic clock since the whole lab was ready; evaluation in parallel with the next global round "
     "is not counted. Bytes are MQTT packets, in both directions of all links of a tier."
 )

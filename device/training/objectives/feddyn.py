@@ -1,9 +1,9 @@
-"""FedDyn at a device (Acar et al. 2021, Algorithm 1): a linear and a quadratic term beside the cross-entropy.
+"""FedDyn at a device (Acar et al. 2021, Algorithm 1): a linear and a quadratic term beside the loss.
 
-    loss = cross-entropy - <h_k, w> + (alpha / 2) ||w - z||^2           z: the received parameters
+    total = loss - <h_k, w> + (alpha / 2) ||w - z||^2           z: the received parameters
     h_k  = h_k - alpha (w_k - z)                                        after training
 
-h_k is kept. Both terms' gradients are added to that of the cross-entropy, as FedProx does it.
+h_k is kept. Both terms' gradients are added to that of the loss, as FedProx does it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from device.training.objectives.objective import LocalUpdate, Minibatch
 
 
 class DynamicObjective(ProximalObjective):
-    """The proximal objective and the linear term. The reported loss is the cross-entropy."""
+    """The proximal objective and the linear term. Reported is the loss alone."""
 
     keeps = DynamicRegulariser.keeps
 
@@ -32,7 +32,7 @@ class DynamicObjective(ProximalObjective):
         self._alpha = settings.alpha
 
     def backward(self, batch: Minibatch) -> Tensor:
-        """Write the gradients of the sum; return the cross-entropy."""
+        """Write the gradients of the sum; return the loss."""
         losses = super().backward(batch)
         used = [i for i, weight in enumerate(batch.weights) if weight.grad is not None]
         gradients = [grad for weight in batch.weights if (grad := weight.grad) is not None]

@@ -1,6 +1,6 @@
-"""FedProx: cross-entropy and (mu / 2) ||w - w_received||^2 over the parameters (Li et al. 2020, Algorithm 2).
+"""FedProx: the loss and (mu / 2) ||w - w_received||^2 over the parameters (Li et al. 2020, Algorithm 2).
 
-The term's gradient mu (w - w_received) is added to that of the cross-entropy, as in the authors' optimiser. It is the
+The term's gradient mu (w - w_received) is added to that of the loss, as in the authors' optimiser. It is the
 gradient that autograd gives for the term, without a graph over all parameters in each step.
 """
 
@@ -14,7 +14,7 @@ from device.training.objectives.objective import Minibatch, Objective
 
 
 class ProximalObjective(Objective):
-    """Cross-entropy and the proximal term. The reported loss is the cross-entropy, as for the other objectives."""
+    """The loss and the proximal term. Reported is the loss alone, as by the other objectives."""
 
     uses_received = True
 
@@ -22,7 +22,7 @@ class ProximalObjective(Objective):
         self._mu = settings.mu
 
     def backward(self, batch: Minibatch) -> Tensor:
-        """Write the gradients of the sum of both; return the cross-entropy."""
+        """Write the gradients of the sum of both; return the loss."""
         losses = super().backward(batch)
         # A weight without gradient has not moved, so its term is zero.
         used = [i for i, weight in enumerate(batch.weights) if weight.grad is not None]

@@ -15,13 +15,13 @@ SMALLEST_NORM = 1e-16  # added to a norm, as in the code of Caldarola et al. 202
 
 
 class SharpnessAwareObjective(Objective):
-    """Cross-entropy at parameters moved up its slope. The reported loss is that at the parameters themselves."""
+    """The loss at parameters moved up its slope. Reported is that at the parameters themselves."""
 
     def __init__(self, settings: FedSAM) -> None:
         self._rho = settings.rho
 
     def backward(self, batch: Minibatch) -> Tensor:
-        """Write the gradients at the moved parameters; return the cross-entropy at the present ones."""
+        """Write the gradients at the moved parameters; return the loss at the present ones."""
         losses = super().backward(batch)
         if not self._rho:
             return losses

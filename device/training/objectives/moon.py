@@ -1,4 +1,4 @@
-"""MOON (Li et al. 2021, Algorithm 1): cross-entropy, and a term that draws features to those of the received model.
+"""MOON (Li et al. 2021, Algorithm 1): the loss, and a term that draws features to those of the received model.
 
     term = -ln( e^(cos(z, z_g)/T) / (e^(cos(z, z_g)/T) + e^(cos(z, z_p)/T)) )
          = softplus((cos(z, z_p) - cos(z, z_g)) / T)
@@ -25,7 +25,7 @@ from device.training.objectives.objective import LocalUpdate, Minibatch, Objecti
 
 
 class ContrastiveObjective(Objective):
-    """Cross-entropy and mu times the contrastive term. The reported loss is the cross-entropy."""
+    """The loss and mu times the contrastive term. Reported is the loss alone."""
 
     uses_received = True
     uses_features = True
@@ -36,7 +36,7 @@ class ContrastiveObjective(Objective):
         self._temperature = settings.temperature
 
     def backward(self, batch: Minibatch) -> Tensor:
-        """Write the gradients of the sum; return the cross-entropy."""
+        """Write the gradients of the sum; return the loss."""
         if not self._mu:
             return super().backward(batch)
         logits, features = batch.features(None)

@@ -1,6 +1,6 @@
 """SCAFFOLD at a device (Karimireddy et al. 2020, Algorithm 1, option II).
 
-    g    = gradient of the cross-entropy - c_k + c                     in each of S steps with learning rate eta
+    g    = gradient of the loss - c_k + c                              in each of S steps with learning rate eta
     c_k+ = c_k - c + (x - y_k) / (a eta)                       x: received, y_k: trained parameters; a = S
 
 c comes with the model, c_k is kept, and c_k+ - c_k is returned. The correction is of the gradient, before momentum,
@@ -26,7 +26,7 @@ CONTROL, CHANGE, (OWN,) = "control", "control_change", ScaffoldCorrection.keeps
 
 
 class ControlledObjective(Objective):
-    """Cross-entropy whose gradients are corrected. The reported loss is the cross-entropy."""
+    """The loss, whose gradients are corrected. Reported is the loss."""
 
     keeps = ScaffoldCorrection.keeps
     receives = (CONTROL,)
@@ -36,7 +36,7 @@ class ControlledObjective(Objective):
         """Take the settings, which have no key."""
 
     def backward(self, batch: Minibatch) -> Tensor:
-        """Write the corrected gradients; return the cross-entropy."""
+        """Write the corrected gradients; return the loss."""
         losses = super().backward(batch)
         used = [i for i, weight in enumerate(batch.weights) if weight.grad is not None]
         gradients = [grad for weight in batch.weights if (grad := weight.grad) is not None]
