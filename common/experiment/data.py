@@ -123,6 +123,7 @@ class Data(SettingsTable):
         unused = {key for key, use in _USES.items() if not use.counts(self)}
         unused |= {key for key in ("node_samples", "bins") if not getattr(self, key)}
         unused |= {"targets"} if self.targets == CLASSES else set()
+        unused |= {"classes"} if self.classes is None and _own(self) else set()
         return {key: value for key, value in dump(self).items() if key not in unused}
 
     @property

@@ -81,9 +81,9 @@ def load(key: str, name: str) -> Any:
         refuse(key, name, "not of the form package.module:Name", "Write for instance mine:Rule.")
     if where.partition(".")[0] in sys.stdlib_module_names:  # some modules of Python have side effects when imported
         refuse(key, name, "is in Python's standard library", "Name one of your own modules.")
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.append(here)
     try:
+        if (here := os.getcwd()) not in sys.path:
+            sys.path.append(here)
         return getattr(importlib.import_module(where), wanted)
     except Exception as error:  # noqa: BLE001 - a module may raise anything while it is imported
         refuse(

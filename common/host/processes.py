@@ -30,7 +30,8 @@ def python(module: str) -> list[str]:
     A file of the user's in the current folder never replaces a module, whatever its name.
     """
     home = Path(__file__).resolve().parents[2]
-    return [sys.executable, *([] if Path.cwd() == home else ["-P"]), "-m", module]
+    inside = os.path.samefile(home, ".")
+    return [sys.executable, *([] if inside else ["-P"]), "-m", module]
 
 
 def spawn(
