@@ -110,7 +110,7 @@ class CloudRun:
                 "nodes": experiment.count_by_kind(),
                 "model": experiment.model.name,
                 "model_bytes": self._layout.row_bytes,
-                "score": experiment.score.label,
+                "score": experiment.score.name,
                 "metrics": metrics_address,
             },
         )
