@@ -65,7 +65,7 @@ def test_the_files_of_the_page_are_enough_for_a_run_in_one_process(flats: Path) 
     assert done.returncode == 0, done.stderr
     run = Run(folder_in(done.stdout))
     assert run.manifest["score"] == {"name": "r2", "better": "higher"}
-    assert run.score is not None and run.score > 0.9 and run.accuracy is None
+    assert run.score is not None and run.score > 0.8 and run.accuracy is None
     rows = table(run.path / "rounds.csv")
     assert not any(row["accuracy"] for row in rows) and float(rows[-1]["score"]) == pytest.approx(run.score, rel=1e-5)
     frame = [row.values() for row in run.rounds]
@@ -119,7 +119,7 @@ def test_the_lab_of_the_page_runs_in_terminals(flats: Path) -> None:
         assert processes[-1].wait(PATIENCE_S) == 0, (flats / "7.log").read_text()
     (path,) = folders(flats / "runs")
     run = Run(path)
-    assert run.score is not None and run.score > 0.9
+    assert run.score is not None and run.score > 0.8
     direct = fedstrata("run", "flats.toml", "--direct", "--format", "json")
     assert [row.score for row in Run(folder_in(direct.stdout)).rounds] == [row.score for row in run.rounds]
 
