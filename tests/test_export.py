@@ -19,7 +19,7 @@ from cloud.records import GlobalRoundRecord
 from common.errors import InvalidExperiment
 from deploy.console import reporting
 from deploy.runs.run import Run, State
-from deploy.runs.series import complete, flat, series
+from deploy.runs.series import complete, series
 from deploy.runs.trackers import TensorBoardTracker, began
 from tests.helpers.commands import DEMO, PATIENCE_S, command, invoke, run_lab, sets
 
@@ -64,7 +64,6 @@ def test_a_global_round_is_named_numbers_without_what_is_not_known() -> None:
         "seconds/train": 1.0, "seconds/wait": 0.5, "bytes/wan_up": 10, "bytes/lan_down": 20, "work/sgd_steps": 9,
         "work/path_steps": 3, "work/missing": 2, "work/refused": 0, "epochs/a": 2, "omega/a": 0.75,
     }  # fmt: skip
-    assert dict(flat({"a": {"b": 1, "c": {"d": [2]}}, "e": "f"})) == {"a.b": "1", "a.c.d": "[2]", "e": "f"}
 
 
 def test_a_running_run_gives_the_rounds_that_were_evaluated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

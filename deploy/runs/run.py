@@ -24,6 +24,7 @@ from cloud.records import DeviceRecord, GlobalRoundRecord, LinkRecord, Record, f
 from cloud.results import DIRECT, held
 from common.errors import InvalidExperiment
 from common.experiment.reading import parse, rename_keys
+from common.experiment.schema import Experiment
 from common.experiment.score import Score
 from common.experiment.tiers import Tree
 from common.experiment.topology import CLOUD
@@ -69,17 +70,28 @@ class Run:
         self.direct = DIRECT in self.manifest
 
     @cached_property
-    def tree(self) -> Mapping[str, Any]:
-        """The experiment's keys, completed by defaults if this release accepts them, else as in the file."""
+    def _parsed(self) -> tuple[dict[str, Any], Experiment | None]:
+        """The experiment as it is in the file, and as this release reads it, None if it does not accept it."""
         try:
-            read = tomllib.loads((self.path / "experiment.toml").read_text(encoding="utf-8"))
+            tree = tomllib.loads((self.path / "experiment.toml").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise self._damaged("experiment.toml", str(error)) from None
         try:
-            rename_keys(read)
-            return parse(read).model_dump(mode="json", exclude_none=True)
+            rename_keys(tree)
+            return tree, parse(tree)
         except InvalidExperiment:
-            return read
+            return tree, None
+
+    @property
+    def experiment(self) -> Experiment | None:
+        """The experiment, None if this release does not accept it."""
+        return self._parsed[1]
+
+    @cached_property
+    def tree(self) -> Mapping[str, Any]:
+        """The experiment's keys, completed by defaults if this release accepts them, else as in the file."""
+        read, experiment = self._parsed
+        return read if experiment is None else experiment.model_dump(mode="json", exclude_none=True)
 
     @property
     def text(self) -> str:
@@ -170,10 +182,7 @@ class Run:
     @property
     def aggregation(self) -> str:
         """The rules of the tiers from the cloud down, such as `fedcross + fedavg`; empty for an invalid experiment."""
-        try:
-            return " + ".join(tier.aggregation.name for tier in parse(self.tree).every_tier)
-        except InvalidExperiment:
-            return ""
+        return "" if self.experiment is None else " + ".join(t.aggregation.name for t in self.experiment.every_tier)
 
     def frame(self, table: Literal["rounds", "links", "devices"]) -> DataFrame:
         """Return a table as a pandas data frame; what is not known is missing. Raises InvalidExperiment."""
@@ -199,16 +208,14 @@ class Run:
     @cached_property
     def nodes(self) -> Tree:
         """The lab's nodes, by the experiment; if that is invalid, the devices in devices.csv and their parents."""
-        try:
-            return parse(self.tree).tree
-        except InvalidExperiment:
-            layers: dict[int, dict[str, list[str]]] = {}
-            for work in self.devices:
-                names = work.node.split("/")
-                for depth, (parent, child) in enumerate(pairwise(names)):
-                    children = layers.setdefault(depth, {}).setdefault(parent, [])
-                    children += [child] if child not in children else []
-            return Tree([layers[depth] for depth in sorted(layers)] or [{CLOUD: []}])
+        if self.experiment is not None:
+            return self.experiment.tree
+        layers: dict[int, dict[str, list[str]]] = {}
+        for work in self.devices:
+            for depth, (parent, child) in enumerate(pairwise(work.node.split("/"))):
+                children = layers.setdefault(depth, {}).setdefault(parent, [])
+                children += [child] if child not in children else []
+        return Tree([layers[depth] for depth in sorted(layers)] or [{CLOUD: []}])
 
     @cached_property
     def tiers(self) -> Sequence[str]:
@@ -246,6 +253,11 @@ class Run:
         """The score at which the experiment ends, or None."""
         target = self.tree.get("score", {}).get("target", self.tree.get("target_accuracy"))
         return target if isinstance(target, (int, float)) else None
+
+    @property
+    def loss(self) -> float | None:
+        """The test loss of the last known score, or None."""
+        return next((row.loss for row in reversed(self.rounds) if row.score is not None), None)
 
     @property
     def seconds(self) -> float:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from cloud.records import GlobalRoundRecord
 from deploy.runs.run import Run, State
@@ -38,12 +37,3 @@ def complete(run: Run) -> Sequence[GlobalRoundRecord]:
         return run.rounds
     evaluated = [place for place, row in enumerate(run.rounds) if row.score is not None]
     return run.rounds[: evaluated[-1] + 1] if evaluated else []
-
-
-def flat(tree: Mapping[str, Any], key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield an experiment's keys, joined by dots, and their values as text."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{key}{name}.")
-        else:
-            yield f"{key}{name}", str(value)

@@ -17,8 +17,8 @@ from typing import Any, Final, Protocol
 
 from common.errors import ConnectionFailed, InvalidExperiment
 from common.host.files import writing
+from deploy.runs.labels import flat
 from deploy.runs.run import STARTED, Run, State
-from deploy.runs.series import flat
 
 GROUP: Final = "fedstrata"  # MLflow's experiment and W&B's project
 LAST: Final = "seconds/elapsed"  # a series that each global round has
@@ -118,7 +118,7 @@ class MLflowTracker:
             name = self._run.path.resolve().name
             made = client.create_run(group, start_time=self._at_ms, run_name=name, tags=tags)
             self._id = made.info.run_id
-            params = [self._param(key, value[:VALUE_MOST]) for key, value in flat(self._run.tree)]
+            params = [self._param(key, str(value)[:VALUE_MOST]) for key, value in flat(self._run.tree).items()]
             for start in range(0, len(params), PARAMS_AT_ONCE):
                 client.log_batch(self._id, params=params[start : start + PARAMS_AT_ONCE])
         return 0

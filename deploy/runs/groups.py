@@ -1,0 +1,267 @@
+"""Runs as series, which differ in nothing but the seed, and the tasks that the series are of.
+
+A ratio or a difference of two series means something only within a task: the same data and partition, the same nodes,
+the same model. Other differences are what is compared (rules, training) or conditions (CONDITIONS), which are named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from common.errors import InvalidExperiment
+from common.experiment.schema import BELOW_INSTITUTIONS
+from common.experiment.tiers import DEVICE
+from common.experiment.topology import CLOUD
+from deploy.console.tabular import Spread
+from deploy.runs.labels import differing, flat, labels, shown
+from deploy.runs.run import Run, State
+
+TASK: Final = ("data", "model", "nodes")  # leaves, or tables of leaves, that make a task
+CONDITIONS: Final = ("links", "hardware", "versions")
+_IGNORED: Final = ("seed", "data.root", "links.check", "links.tolerance")  # they change no result
+_SHAPE: Final = ("topology", "tiers", "profiles")  # tables whose effect is in other leaves
+_BELOW: Final = tuple(f"{key}." for key in BELOW_INSTITUTIONS)
+_TIER: Final = ("rounds", "participation", "selection", "aggregation", "norm_bound", "closing")
+_FIRST: Final = ("cloud", "institution", "training", "nodes", "data", "model", "network")  # in labels; then the others
+_LAST: Final = ("links", "hardware", "transfer")
+_HOST: Final = ("host", "cpus")
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Runs that differ in nothing but the seed. `task`: what distinguishes its task, empty if there is one only.
+
+    `label`: what distinguishes it from the others of the task; `whole`: from all others.
+    """
+
+    label: str
+    whole: str
+    task: str
+    runs: tuple[Run, ...]
+
+    @property
+    def finished(self) -> list[Run]:
+        """The runs that finished."""
+        return [run for run in self.runs if run.state is State.FINISHED]
+
+    @property
+    def names(self) -> list[str]:
+        """A name of each run: the whole label, with the seed if there are several, and the id if two share it."""
+        seeds = [str(run.seed) for run in self.runs]
+        if len(self.runs) == 1:
+            return [self.whole]
+        ends = [f" ({run.id.rpartition('-')[2]})" if seeds.count(seed) > 1 else ""
+                for run, seed in zip(self.runs, seeds, strict=True)]  # fmt: skip
+        return [f"{self.whole}, seed {seed}{end}" for seed, end in zip(seeds, ends, strict=True)]
+
+
+def series_of(runs: Sequence[Run], names: Sequence[str] = ()) -> list[Series]:
+    """Return the series in the order of their first runs, named by `names` or by what distinguishes them.
+
+    Raises InvalidExperiment if the number of names differs from the number of series, and if two runs of one task and
+    seed have different splits.
+    """
+    found: list[tuple[dict[str, Any], list[Run]]] = []
+    for run in runs:
+        leaves = leaves_of(run)
+        for known, members in found:
+            if known == leaves:
+                members.append(run)
+                break
+        else:
+            found.append((leaves, [run]))
+    every = [leaves for leaves, _ in found]
+    chosen = [chosen_keys(members[0]) for _, members in found]
+    tasks = _tasks(every, chosen)
+    apart = list(names) or _labels_within(tasks, every, chosen)
+    if len(apart) != len(found):
+        remedy = f"Give one for each of: {'; '.join(_labels_within(tasks, every, chosen))}."
+        raise InvalidExperiment("--label", apart, f"{len(apart)} for {len(found)} series", remedy)
+    _check_splits([(task, run) for task, (_, members) in zip(tasks, found, strict=True) for run in members])
+    alone = [not names and tasks.count(task) == 1 for task in tasks]
+    whole = [
+        task if task and only else f"{label} ({task})" if task else label
+        for label, task, only in zip(apart, tasks, alone, strict=True)
+    ]
+    texts = zip(apart, whole, tasks, strict=True)
+    return [Series(*each, tuple(members)) for each, (_, members) in zip(texts, found, strict=True)]
+
+
+def _tasks(every: Sequence[Mapping[str, Any]], chosen: Sequence[frozenset[str]]) -> list[str]:
+    """Return what distinguishes the task of each experiment, "" if all have the same."""
+    tasks = [{key: value for key, value in leaves.items() if key.partition(".")[0] in TASK} for leaves in every]
+    return labels(tasks, chosen) if any(task != tasks[0] for task in tasks) else [""] * len(tasks)
+
+
+def _labels_within(
+    tasks: Sequence[str], every: Sequence[Mapping[str, Any]], chosen: Sequence[frozenset[str]]
+) -> list[str]:
+    """Return what distinguishes each experiment from the others of its task."""
+    found = [""] * len(every)
+    for task in tasks:
+        places = [place for place, other in enumerate(tasks) if other == task]
+        within = labels([every[place] for place in places], [chosen[place] for place in places])
+        for place, label in zip(places, within, strict=True):
+            found[place] = label
+    return found
+
+
+def leaves_of(run: Run) -> dict[str, Any]:
+    """Return what distinguishes a run's results: its experiment's leaves but the seed, its nodes, network and host.
+
+    Tables of `[[tiers]]` have the keys of the short form, so that labs of different layers can be compared.
+    """
+    every = flat(run.tree) if run.experiment is None else _uniform(run.tree)
+    leaves = {key: value for key, value in every.items() if key not in _IGNORED}
+    leaves |= {"nodes": nodes_of(run), "network": "no network" if run.direct else "network"}
+    leaves |= {key: run.manifest.get(key) for key in _HOST}
+    return dict(sorted(leaves.items(), key=lambda leaf: _rank(leaf[0])))
+
+
+def chosen_keys(run: Run) -> frozenset[str]:
+    """Return the keys that are not at their defaults, with the keys of `leaves_of`; none of an invalid experiment."""
+    experiment = run.experiment
+    if experiment is None:
+        return frozenset()
+    tables = {key: getattr(experiment, key) for key in ("cloud", "institution", "training", "data", "model", "links")}
+    tree = {key: table.model_dump(exclude_defaults=True) for key, table in tables.items()}
+    tree["tiers"] = [tier.model_dump(exclude_defaults=True) for tier in experiment.tiers]
+    return frozenset(_uniform(tree))
+
+
+def _rank(key: str) -> int:
+    """Return the place of a leaf's table in labels; the order within tables remains."""
+    table, dot, _ = key.partition(".")
+    if table in _FIRST:
+        return _FIRST.index(table)
+    return len(_FIRST) if not dot or table in _LAST else 1  # tables of tiers below the cloud: behind the cloud's
+
+
+def nodes_of(run: Run) -> str:
+    """Return the numbers of a run's nodes, such as `3 institutions, 12 devices`, and their shares where they differ."""
+    layers = run.nodes.layers[1:]
+    if run.experiment is not None:
+        kinds = list(run.experiment.count_by_kind())
+    else:
+        kinds = [*(["institutions"] * (len(layers) - 1)), "devices"]
+    texts, above = [], [CLOUD]
+    for kind, layer in zip(kinds, layers, strict=True):
+        sizes = [len(run.nodes.children.get(parent, ())) for parent in above]
+        shares = f" ({' + '.join(map(str, sizes))})" if max(sizes) - min(sizes) > 1 else ""
+        texts.append(f"{len(layer)} {kind if len(layer) != 1 else kind.removesuffix('s')}{shares}")
+        above = layer
+    return ", ".join(texts)
+
+
+def conditions(one: Run, other: Run) -> dict[str, str]:
+    """Return the CONDITIONS in which two runs differ, each with its first difference as a text."""
+    found: dict[str, str] = {}
+    for kind, read in _CONDITIONS.items():
+        mine, theirs = read(one), read(other)
+        if kind == "links":  # labs of different nodes are different tasks
+            mine, theirs = ({key: each[key] for key in mine if key in theirs} for each in (mine, theirs))
+        if apart := differing([mine, theirs]):
+            found[kind] = f"{apart[0]}: {shown(mine.get(apart[0]))} and {shown(theirs.get(apart[0]))}"
+    return found
+
+
+def firsts(series: Sequence[Series]) -> dict[str, Series]:
+    """Return the first series of each task: the others of it are compared with it."""
+    found: dict[str, Series] = {}
+    for each in series:
+        found.setdefault(each.task, each)
+    return found
+
+
+def unlike(series: Sequence[Series]) -> dict[str, Mapping[str, str]]:
+    """Return the conditions in which a series differs from the first of its task, by whole label and kind, as texts."""
+    found: dict[str, Mapping[str, str]] = {}
+    for each in series:
+        texts: dict[str, str] = {}
+        for run in each.runs:
+            texts = conditions(firsts(series)[each.task].runs[0], run) | texts
+        found[each.whole] = {kind: texts[kind] for kind in CONDITIONS if kind in texts}
+    return found
+
+
+def unlike_notes(series: Sequence[Series]) -> list[str]:
+    """Return a line for each condition in which a series differs from the first of its task."""
+    base, found = firsts(series), unlike(series)
+    return [
+        f"{each.whole}: other {kind} than {base[each.task].label}: {text}"
+        for each in series
+        for kind, text in found[each.whole].items()
+    ]
+
+
+def paired(
+    first: Mapping[str, float], other: Mapping[str, float], combine: Callable[[float, float], float]
+) -> Spread | None:
+    """Return mean and deviation of `combine(first, other)` over the common seeds, None without one.
+
+    Runs of one seed share split, selection and batches, so this is sharper than the difference of the means.
+    """
+    return Spread.of([combine(value, other[seed]) for seed, value in first.items() if seed in other])
+
+
+def by_seed(runs: Sequence[Run], value: Callable[[Run], float | None]) -> dict[str, float]:
+    """Return the mean value of the runs of each seed, of seeds all of whose runs have one."""
+    found: dict[str, list[float | None]] = {}
+    for run in runs:
+        found.setdefault(str(run.seed), []).append(value(run))
+    whole = {seed: [v for v in values if v is not None] for seed, values in found.items() if None not in values}
+    return {seed: sum(values) / len(values) for seed, values in whole.items()}
+
+
+def _links(run: Run) -> dict[str, Any]:
+    """Return what shapes the links, and the numbers of each, without profile names, which change no number."""
+    links = flat({"links": run.manifest.get("links", {})})
+    kept = {key: value for key, value in links.items() if not key.endswith(".profile")}
+    return {"network": "no network" if run.direct else "network", **kept}
+
+
+def _hardware(run: Run) -> dict[str, Any]:
+    """Return the cloud's host and the declared hardware that devices emulate; its random spread depends on the seed."""
+    emulated = flat({"hardware": run.tree.get("hardware", {})})
+    kept = {key: value for key, value in emulated.items() if "profile" not in key}
+    return {key: run.manifest.get(key) for key in _HOST} | kept
+
+
+def _versions(run: Run) -> dict[str, Any]:
+    packages = run.manifest.get("packages", {})
+    return {"python": run.manifest.get("python"), **(packages if isinstance(packages, Mapping) else {})}
+
+
+_CONDITIONS: Final[Mapping[str, Callable[[Run], dict[str, Any]]]] = dict(
+    zip(CONDITIONS, (_links, _hardware, _versions), strict=True)
+)
+
+
+def _uniform(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the leaves of a valid experiment without its shape, those of `[[tiers]]` under the keys of short forms."""
+    uniform = {key: value for key, value in tree.items() if key not in _SHAPE}
+    parent = "cloud"
+    for tier in tree.get("tiers", ()):
+        own = {key: tier[key] for key in _TIER if key in tier and (key, parent) != ("rounds", "cloud")}
+        uniform[parent] = {**uniform.get(parent, {}), **own}
+        for table, key in (("links", "link"), ("transfer", "transfer")):
+            uniform[table] = {**uniform.get(table, {}), tier["name"]: tier.get(key, {})}
+        parent = tier.get("children", DEVICE)
+    leaves = flat(uniform)
+    if tree.get("topology", {}).get("institutions") == 0:
+        leaves = {key: value for key, value in leaves.items() if not f"{key}.".startswith(_BELOW)}
+    return leaves
+
+
+def _check_splits(runs: Sequence[tuple[str, Run]]) -> None:
+    """Raise InvalidExperiment if two runs of a task and a seed have different splits."""
+    digests: dict[tuple[str, str], tuple[Run, object]] = {}
+    for task, run in runs:
+        if run.partition is not None:
+            other, digest = digests.setdefault((task, str(run.seed)), (run, run.partition.get("digest")))
+            if digest != run.partition.get("digest"):
+                problem = f"{other.id} and {run.id} have the same seed, but different splits"
+                remedy = "Compare runs of the same data and the same release."
+                raise InvalidExperiment("RUN", [other.id, run.id], problem, remedy)
