@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 
 REASON_MOST: Final = 60  # characters of a reason in the list
 Names = Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders of runs, or prefixes of their ids.")]
+Labels = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--label", help="A name for each series of runs, in order.  [default: the keys that differ]", show_default=False
+    ),
+]
 
 app = typer.Typer(help="List, show and delete runs.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -32,8 +38,12 @@ def report(
     runs: Runs = Path("runs"),
     out: Annotated[
         Path | None,
-        typer.Option(help="The HTML file.  [default: report.html in the first run's folder]", show_default=False),
+        typer.Option(
+            help="The HTML file.  [default: report.html in a run's folder; of several runs, beside their folders]",
+            show_default=False,
+        ),
     ] = None,
+    label: Labels = None,
     figures: Annotated[
         Path | None,
         typer.Option(help="Also write each figure and table into this folder, with CSV and LaTeX.", show_default=False),
@@ -43,14 +53,17 @@ def report(
     ] = "svg,png",
     output: Output = "table",
 ) -> None:
-    """Write a report of one or several runs as a self-contained HTML file."""
-    from deploy.report.page import compose
+    """Write a report of one or several runs as a self-contained HTML file.
+
+    Runs that differ only in the seed are one line with a band.
+    """
+    from deploy.report.page import compose, default_file
 
     with reporting():
         kinds = _listed(formats, ("pdf", "png", "svg"), "--figure-formats")
         found = list(_runs(names, runs))
-        page, title = compose(found)
-        file = out or found[0].path / "report.html"
+        page, title = compose(found, label or ())
+        file = out or default_file(found)
         key, place, written = "--out", file, [file]
         try:
             file.write_text(page.html(title), encoding="utf-8")
@@ -76,13 +89,10 @@ def compare(
             help="Score to reach, an accuracy is 0 to 1.  [default: the experiments' own]", show_default=False
         ),
     ] = None,
-    label: Annotated[
-        list[str] | None,
-        typer.Option(help="A name for each group of runs, in order.  [default: the keys that differ]"),
-    ] = None,
-    allow: Annotated[
-        str, typer.Option(help="Allow differences in these, of links,hardware,data.", show_default=False)
-    ] = "",
+    label: Labels = None,
+    by_task: Annotated[
+        bool, typer.Option("--by-task", help="Compare runs of several tasks too: speed-ups within each task.")
+    ] = False,
     output: Annotated[
         Literal["table", "json", "csv", "latex"], typer.Option("--format", help="Format of standard output.")
     ] = "table",
@@ -90,16 +100,19 @@ def compare(
     """Compare the costs of reaching a score, as accuracy: global rounds, seconds, bytes and SGD steps, over seeds.
 
     Runs that differ only in the seed form a group. Speed-ups are relative to the first group. Runs that did not reach
-    the score are in no mean. Exit code 4 if links, hardware or data differ.
+    the accuracy are in no mean. Exit code 4 if data, partition, nodes or model differ: these are other tasks. Other
+    links, hardware or versions are named.
     """
     from deploy.report import compare as comparing
+    from deploy.runs.groups import series_of
 
     with reporting():
         found = list(_runs(names, runs))
-        comparing.check(found, _listed(allow, comparing.KINDS, "--allow"))
         goal = comparing.target_of(found, target)
-        groups = comparing.group(found, goal, label or ())
-        for note in comparing.notes(groups):
+        series = series_of(found, label or ())
+        comparing.check(series, by_task=by_task)
+        groups = comparing.groups_of(series, goal)
+        for note in comparing.notes(groups, goal):
             write_line(note)
         if output == "json":
             typer.echo(json.dumps(comparing.to_json(groups, goal)))
@@ -232,7 +245,8 @@ def show_run(
 def _runs(names: list[str], root: Path) -> Iterator[Run]:
     from deploy.runs.run import Run, find
 
-    for name in names:
+    kept = [name for name in names if not (name.endswith(".html") and Path(name).is_file())]
+    for name in kept or names:  # a shell's `runs/*` includes the reports of several runs
         yield Run(find(name, root))
 
 

@@ -15,6 +15,8 @@ from typing import Final, TypeAlias
 
 from common.text import escaped
 
+DENSE, WIDE = 8, 13  # columns of a table beyond which it is printed in small letters, or across a page
+NAME_MOST: Final = 32  # letters of a text without blanks that is not broken into lines
 THIN: Final = "\u202f"  # narrow no-break space between thousands
 _BLANKS: Final = str.maketrans("\t\r\n", "   ")
 _LATEX: Final = {
@@ -110,11 +112,14 @@ class Table:
         lines = []
         for cells in self._shown(" ± ", "-"):
             first, *rest = zip(cells, self.columns, strict=True)
-            row = f'<th scope="row"{_side(first[1])}>{html(first[0])}</th>'
-            lines.append(f"<tr>{row}{''.join(f'<td{_side(column)}>{html(cell)}</td>' for cell, column in rest)}</tr>")
+            row = f'<th scope="row"{_side(first[1], first[0])}>{html(first[0])}</th>'
+            row += "".join(f"<td{_side(column, cell)}>{html(cell)}</td>" for cell, column in rest)
+            lines.append(f"<tr>{row}</tr>")
         body = "\n".join(lines)
+        count = len(self.columns)
+        kind = "scroll wide" if count > WIDE else "scroll dense" if count > DENSE else "scroll"
         return (
-            f'<div class="scroll" tabindex="0" role="region" aria-label="{html(self.title)}"><table>'
+            f'<div class="{kind}" tabindex="0" role="region" aria-label="{html(self.title)}"><table>'
             f"<caption>{html(self.title)}</caption>\n<thead><tr>{heads}</tr></thead>\n"
             f"<tbody>\n{body}\n</tbody></table></div>"
         )
@@ -184,5 +189,7 @@ def _plain(column: Column) -> str:
     return "_".join(f"{column.name} {unit}".lower().replace("/", " per ").split())
 
 
-def _side(column: Column) -> str:
-    return ' class="text"' if column.text else ""
+def _side(column: Column, cell: str = "") -> str:
+    if not column.text:
+        return ""
+    return ' class="text name"' if cell and " " not in cell and len(cell) <= NAME_MOST else ' class="text"'

@@ -6,11 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from deploy.console.tabular import Column, Table, show
-from deploy.report.figures import DASHES, SERIES, Figure, dot, legend, path, rect, text
+from deploy.console.tabular import Cell, Column, Spread, Table, show
+from deploy.report.figures import DASHES, SERIES, Figure, dot, legend, path, rect, text, wrapped
 
 Point = tuple[float, float]
 DOTS_MOST = 60  # points of a curve up to which each has a marker
+PLOT = 340.0  # pixels: width of a chart between its axes
 COLUMNS_MOST = 60  # bars up to which each is drawn; more are averaged
 
 
@@ -21,6 +22,7 @@ class Axis:
     name: str
     unit: str = ""
     factor: float = 1.0
+    bounds: Point = (-math.inf, math.inf)  # of the quantity, in the unit of the points: bands are drawn within
 
     @property
     def head(self) -> str:
@@ -28,11 +30,31 @@ class Axis:
         return f"{self.name}, {self.unit}" if self.unit else self.name
 
 
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A line; `deviations`: of each point, half the height of a band; `rest`: thin lines of the same colour."""
+
+    points: Sequence[Point]
+    deviations: Sequence[float] = ()
+    rest: Sequence[Sequence[Point]] = ()
+
+    def band(self, axis: Axis) -> list[tuple[float, float, float]]:
+        """Return x, lower and upper end of the band at each point, within the axis's bounds."""
+        low, high = axis.bounds
+        spans = zip(self.points, self.deviations, strict=False)
+        return [(x, max(y - deviation, low), min(y + deviation, high)) for (x, y), deviation in spans]
+
+    def every_point(self, axis: Axis) -> list[Point]:
+        """Return the points of all lines, and the corners of the band."""
+        corners = [(x, y) for x, *ends in self.band(axis) for y in ends]
+        return [*self.points, *corners, *(point for line in self.rest for point in line)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvesFigure(Figure):
-    """A chart of lines by label, and of a horizontal one at `target`; points are not yet in the axes' units."""
+    """A chart of curves by label, and of a horizontal line at `target`; points are not yet in the axes' units."""
 
-    lines: Mapping[str, Sequence[Point]]
+    lines: Mapping[str, Curve]
     x: Axis
     y: Axis
     target: float | None = None
@@ -60,15 +82,15 @@ class ColumnsFigure(Figure):
 def curves(
     name: str,
     title: str,
-    lines: Mapping[str, Sequence[Point]],
+    lines: Mapping[str, Curve],
     *,
     x: Axis,
     y: Axis,
     target: float | None = None,
 ) -> CurvesFigure:
-    """Draw a line for each name, and `target` as a horizontal line."""
-    (left, top), (width, height) = (46.0, 34.0), (372.0, 200.0)
-    points = [point for line in lines.values() for point in line]
+    """Draw each curve with its band, and `target` as a horizontal line."""
+    (left, top), (width, height) = (46.0, 34.0), (PLOT, 200.0)
+    points = [point for line in lines.values() for point in line.every_point(y)]
     x_ticks = ticks(0.0, x.factor * max((at for at, _ in points), default=1.0))
     levels = [y.factor * level for _, level in points] + ([] if target is None else [y.factor * target])
     y_ticks = ticks(min(levels, default=0.0), max(levels, default=1.0))
@@ -94,10 +116,16 @@ def curves(
         _, at = place((0.0, target))
         elements.append(path([(left, at), (left + width, at)], "target"))
         elements.append(text(left + 4, at - 4, "target", kind="soft"))
+    for i, line in enumerate(lines.values()):
+        band = line.band(y)
+        around = [(at, high) for at, _, high in band] + [(at, low) for at, low, _ in reversed(band)]
+        if len(band) > 1:
+            elements.append(path([place(point) for point in around], f"band fill-s{i % SERIES}"))
+        elements += [path([place(point) for point in rest], f"{stroke(i)} thin") for rest in line.rest]
     for i, (label, line) in enumerate(lines.items()):
-        if len(line) > 1:
-            elements.append(path([place(point) for point in line], stroke(i)))
-        for point in line if len(line) <= DOTS_MOST else line[:0]:
+        if len(line.points) > 1:
+            elements.append(path([place(point) for point in line.points], stroke(i)))
+        for point in line.points if len(line.points) <= DOTS_MOST else ():
             level = f"{y.factor * point[1]:.4g} {y.unit}"
             description = f"{label}: {_tick(x.factor * point[0])} {x.unit or x.name}, {level}"
             elements.append(dot(*place(point), f"fill-s{i % SERIES}", title=description))
@@ -105,10 +133,8 @@ def curves(
     names, tall = legend(left, bottom, [(stroke(i), label) for i, label in enumerate(lines)], width=width)
     if len(lines) > 1:
         elements, bottom = elements + names, bottom + tall
-    rows = [(label, x.factor * at, y.factor * level) for label, line in lines.items() for at, level in line]
-    columns = (Column("run", text=True), Column(x.name, x.unit, 4), Column(y.name, y.unit, 4))
-    table = Table(name, title, columns, rows)
-    size, description = (left + width + 12, bottom - 8), _last_points(lines, x, y)
+    size, description = (left + width + 18, bottom - 8), _last_points(lines, x, y)
+    table = _numbers(name, title, lines, x, y)
     return CurvesFigure(name, title, description, size, elements, table, lines=lines, x=x, y=y, target=target)
 
 
@@ -126,7 +152,10 @@ def bars(
     axis: Axis,
 ) -> BarsFigure:
     """Draw a horizontal stacked bar for each name, of parts (class, label); the sum is above it."""
-    (left, top), (width, step) = (8.0, 36.0), (370.0, 44.0)
+    (left, top), width = (8.0, 36.0), PLOT
+    sums = {label: f"{label}: {show(axis.factor * math.fsum(values), 2)} {axis.unit}" for label, values in rows.items()}
+    heads = {label: wrapped(whole, width) for label, whole in sums.items()}
+    height = sum(28 + 16 * len(lines) for lines in heads.values())
     most = axis.factor * max((math.fsum(values) for values in rows.values()), default=0.0)
     marks = ticks(0.0, most)
     elements, tall = legend(2, top + 4, parts, width=left + width)
@@ -134,27 +163,25 @@ def bars(
     top += tall
     for tick in marks:
         at = left + width * tick / marks[-1]
-        elements.append(path([(at, top), (at, top + step * len(rows))], "grid"))
-        elements.append(text(at, top + step * len(rows) + 16, _tick(tick), anchor="middle"))
-    for i, (label, values) in enumerate(rows.items()):
-        y, at = top + step * i + 20, left
-        whole = f"{label}: {show(axis.factor * math.fsum(values), 2)} {axis.unit}"
-        elements.append(text(left + 2, y - 5, whole))
+        elements.append(path([(at, top), (at, top + height)], "grid"))
+        elements.append(text(at, top + height + 16, _tick(tick), anchor="middle"))
+    y = top
+    for label, values in rows.items():
+        elements += [text(left + 2, y + 15 + 16 * i, line) for i, line in enumerate(heads[label])]
+        y, at = y + 4 + 16 * len(heads[label]), left
         for (kind, part), value in zip(parts, values, strict=True):
             wide = width * axis.factor * value / marks[-1]
             if wide > 0:
                 description = f"{label}, {part}: {show(axis.factor * value, 3)} {axis.unit}"
                 elements.append(rect(at, y, max(wide - 1, 0.4), 18, kind, title=description))
             at += wide
-    bottom = top + step * len(rows) + 34
+        y += 24
+    bottom = top + height + 34
     elements.append(text(left + width / 2, bottom, axis.head, anchor="middle", kind="soft"))
     columns = (Column("bar", text=True), *(Column(part, axis.unit, 3) for _, part in parts))
     table = Table(name, title, columns, [(label, *(axis.factor * v for v in values)) for label, values in rows.items()])
-    description = "; ".join(
-        f"{label}: {show(axis.factor * math.fsum(values), 2)} {axis.unit}" for label, values in rows.items()
-    )
-    size = (left + width + 52, bottom + 10)
-    return BarsFigure(name, title, description, size, elements, table, parts=parts, rows=rows, axis=axis)
+    size = (left + width + 56, bottom + 10)
+    return BarsFigure(name, title, "; ".join(sums.values()), size, elements, table, parts=parts, rows=rows, axis=axis)
 
 
 def columns(
@@ -170,7 +197,7 @@ def columns(
     joined = math.ceil(len(values) / COLUMNS_MOST)
     groups = [values[start : start + joined] for start in range(0, len(values), max(joined, 1))]
     means = [[math.fsum(part) / len(group) for part in zip(*group, strict=True)] for group in groups]
-    (left, top), (width, height) = (46.0, 36.0), (372.0, 150.0)
+    (left, top), (width, height) = (46.0, 36.0), (PLOT, 150.0)
     marks = ticks(0.0, axis.factor * max((math.fsum(bar) for bar in means), default=0.0))
     elements, tall = legend(2, top + 4, parts, width=left + width)
     elements.insert(0, text(2, 16, title))
@@ -197,7 +224,7 @@ def columns(
     rows = [(i + 1, *(axis.factor * value for value in bar)) for i, bar in enumerate(values)]
     description = f"{len(values)} bars" if joined <= 1 else f"Each bar is the mean of {joined} global rounds"
     table = Table(name, title, heads, rows)
-    size = (left + width + 12, top + height + 44)
+    size = (left + width + 18, top + height + 44)
     return ColumnsFigure(name, title, description, size, elements, table, parts=parts, values=values, x=x, axis=axis)
 
 
@@ -218,9 +245,22 @@ def _tick(value: float) -> str:
     return f"{value:.4g}" if abs(value) < 1e4 else show(round(value))
 
 
-def _last_points(lines: Mapping[str, Sequence[Point]], x: Axis, y: Axis) -> str:
+def _last_points(lines: Mapping[str, Curve], x: Axis, y: Axis) -> str:
+    ends = {label: line.points[-1] for label, line in lines.items() if line.points}
     return "; ".join(
-        f"{label}: {y.factor * line[-1][1]:.4g} {y.unit} at {_tick(x.factor * line[-1][0])} {x.unit or x.name}"
-        for label, line in lines.items()
-        if line
+        f"{label}: {y.factor * level:.4g} {y.unit} at {_tick(x.factor * at)} {x.unit or x.name}"
+        for label, (at, level) in ends.items()
     )
+
+
+def _numbers(name: str, title: str, lines: Mapping[str, Curve], x: Axis, y: Axis) -> Table:
+    """Return the points of curves, with their deviations if there are bands."""
+    banded = any(line.deviations for line in lines.values())
+    columns = [Column("series", text=True), Column(x.name, x.unit, 4), Column(y.name, y.unit, 4)]
+    rows: list[Sequence[Cell]] = []
+    for label, line in lines.items():
+        for i, (at, level) in enumerate(line.points):
+            deviation = y.factor * line.deviations[i] if line.deviations else None
+            cell = Spread(y.factor * level, deviation) if banded else y.factor * level
+            rows.append((label, x.factor * at, cell))
+    return Table(name, title, columns, rows)

@@ -1,63 +1,56 @@
 """Comparison of the costs of reaching a target score, accuracy by default, over the seeds of each experiment.
 
-A group consists of runs whose experiments differ only in the seed. Means include only runs that reached the target;
-the table shows how many did. The speed-up is paired: the first group's seconds over this group's, seed by seed.
+A group is a series of runs (`deploy.runs.groups`). Means include only runs that reached the target; the table shows how
+many did. The speed-up is paired: the seconds of the first group of the same task over this group's, seed by seed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean
 from typing import Any, Final
 
 from common.errors import InvalidExperiment
 from common.experiment.score import ACCURACY
 from deploy.console.tabular import Column, Spread, Table
-from deploy.runs.run import Run, columns_of, tiers_of
+from deploy.runs.groups import Series, by_seed, firsts, paired, unlike, unlike_notes
+from deploy.runs.run import Run, State, columns_of, tiers_of
 
-KINDS: Final = ("links", "hardware", "data")  # compared runs must agree in these
-_NAMING: Final = frozenset({"seed", "data.root"})  # these keys do not distinguish experiments
-VOWELS: Final = "aeiou"
-_HOST: Final = ("host", "cpus")
-
-
-@dataclass(frozen=True, slots=True)
-class Reached:
-    """A run, and its costs up to the first global round that reached the target; None if none did."""
-
-    run: Run
-    costs: Mapping[str, float] | None
+BY_TASK: Final = "--by-task"
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Runs of one experiment."""
+    """A series of runs, and of each the costs up to the first global round that reached the target, None if none did.
 
-    label: str
-    runs: Sequence[Reached]
+    `first`: the first series of the same task; `unlike`: the conditions in which it differs from that, as texts.
+    """
+
+    series: Series
+    first: Series
+    unlike: Mapping[str, str]
+    costs: Sequence[Mapping[str, float] | None]
 
     @property
-    def reached(self) -> list[Reached]:
-        """The runs that reached the target."""
-        return [run for run in self.runs if run.costs is not None]
+    def reached(self) -> int:
+        """The number of runs that reached the target."""
+        return sum(cost is not None for cost in self.costs)
 
     def spread(self, figure: str) -> Spread | None:
         """Return the mean and the standard deviation of a cost over the runs that reached the target."""
-        return Spread.of([run.costs[figure] for run in self.runs if run.costs is not None and figure in run.costs])
+        return Spread.of([cost[figure] for cost in self.costs if cost is not None and figure in cost])
 
 
-def to_target(run: Run, target: float) -> Reached:
-    """Return a run's costs until it first reached a score."""
+def costs_to(run: Run, target: float) -> Mapping[str, float] | None:
+    """Return a run's costs until it first reached an accuracy, None if it did not."""
     for i, row in enumerate(run.rounds):
         if run.scored_by.reached(row.score, target):
             done = run.rounds[: i + 1]
             costs: dict[str, float] = {"rounds": row.global_round, "seconds": row.elapsed_s}
             costs |= {name: sum(each.bytes_[name] for each in done) for name in columns_of(run.tiers)}
             costs |= {"sgd_steps": sum(each.sgd_steps for each in done)}
-            costs |= {"path_steps": sum(each.path_steps for each in done)}
-            return Reached(run, costs)
-    return Reached(run, None)
+            return costs | {"path_steps": sum(each.path_steps for each in done)}
+    return None
 
 
 def target_of(runs: Sequence[Run], given: float | None) -> float:
@@ -82,89 +75,52 @@ def target_of(runs: Sequence[Run], given: float | None) -> float:
     return target
 
 
-def group(runs: Sequence[Run], target: float, labels: Sequence[str] = ()) -> list[Group]:
-    """Return the groups in the order of their first runs, named by `labels` or by the keys that differ.
-
-    Raises InvalidExperiment if the number of labels differs from the number of groups.
-    """
-    trees = [{key: value for key, value in flat(run.tree).items() if key not in _NAMING} for run in runs]
-    for run, tree in zip(runs, trees, strict=True):  # runs that differ in these are not averaged
-        tree |= {"direct": run.direct, **{key: run.manifest.get(key) for key in _HOST}}
-    kinds: list[dict[str, Any]] = []
-    members: list[list[Reached]] = []
-    for run, tree in zip(runs, trees, strict=True):
-        if tree not in kinds:
-            kinds.append(tree)
-            members.append([])
-        members[kinds.index(tree)].append(to_target(run, target))
-    names = list(labels) or distinguishing_labels(kinds)
-    if len(names) != len(kinds):
-        remedy = f"Give one for each of: {', '.join(distinguishing_labels(kinds))}."
-        raise InvalidExperiment("--label", names, f"{len(names)} for {len(kinds)} groups", remedy)
-    return [Group(name, found) for name, found in zip(names, members, strict=True)]
+def check(series: Sequence[Series], *, by_task: bool) -> None:
+    """Raise InvalidExperiment if the series are of several tasks, unless they are compared task by task."""
+    tasks = {each.task: each.runs[0] for each in series}
+    if len(tasks) > 1 and not by_task:
+        problem = f"{len(tasks)} tasks, between which no cost is comparable: {'; '.join(tasks)}"
+        remedy = f"Compare runs of one task, or use {BY_TASK} for speed-ups within each."
+        raise InvalidExperiment("RUN", [run.id for run in tasks.values()], problem, remedy)
 
 
-def distinguishing_labels(trees: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a label for each tree: the keys in which the trees differ, with the tree's values."""
-    keys = sorted({key for tree in trees for key in tree})
-    apart = [key for key in keys if any(tree.get(key) != trees[0].get(key) for tree in trees)]
-    apart = [key for key in apart if key != "name"] or apart
-    if not apart:
-        return [str(tree.get("name", "")) for tree in trees]
-    return [" ".join(f"{key}={_shown(tree[key])}" for key in apart if key in tree) or "defaults" for tree in trees]
+def groups_of(series: Sequence[Series], target: float) -> list[Group]:
+    """Return the groups, those of a task together."""
+    base, other = firsts(series), unlike(series)
+    return [
+        Group(each, first, other[each.whole], [costs_to(run, target) for run in each.runs])
+        for task, first in base.items()
+        for each in series
+        if each.task == task
+    ]
 
 
-def differences(runs: Sequence[Run]) -> dict[str, str]:
-    """Return the differences that make runs incomparable, by kind (KINDS), each with the first two runs that differ."""
-    first, found = runs[0], dict[str, str]()
-    for run in runs[1:]:
-        for kind in KINDS:
-            if kind not in found and (difference := _difference(kind, first, run)):
-                found[kind] = f"{first.id} and {run.id} differ in {difference}"
-    digests: dict[object, tuple[Run, object]] = {}
-    for run in runs:
-        if run.partition is not None:
-            key = (run.seed, tuple(sorted(flat(run.tree.get("topology", {})).items())))
-            other, digest = digests.setdefault(str(key), (run, run.partition.get("digest")))
-            if digest != run.partition.get("digest"):
-                found.setdefault("data", f"{other.id} and {run.id} have the same seed, but different splits")
-    return found
-
-
-def check(runs: Sequence[Run], allowed: Sequence[str]) -> None:
-    """Raise InvalidExperiment if the runs differ in links, hardware or data, except for the `allowed` kinds."""
-    wrong = {kind: text for kind, text in differences(runs).items() if kind not in allowed}
-    if wrong:
-        remedy = f"Compare runs that agree in these, or use --allow {','.join(wrong)}."
-        raise InvalidExperiment("RUN", [run.id for run in runs], "; ".join(wrong.values()), remedy)
-
-
-def speed_up(first: Group, other: Group) -> tuple[Spread | None, int, int]:
-    """Return the first group's seconds over the other's, the number of paired seeds, and that of common seeds."""
-    seeds = [[str(each.run.seed) for each in each_group.runs] for each_group in (first, other)]
-    seconds, baseline = _seconds(other), _seconds(first)
-    ratios = [baseline[seed] / seconds[seed] for seed in baseline if seconds.get(seed)]
-    return Spread.of(ratios), len(ratios), len({*seeds[0]} & {*seeds[1]})
+def speed_up(group: Group, target: float) -> tuple[Spread | None, int, int]:
+    """Return the first group's seconds over the group's, the number of paired seeds, and that of common seeds."""
+    theirs, own = (_seconds(series, target) for series in (group.first, group.series))
+    seeds = [{str(run.seed) for run in series.runs} for series in (group.first, group.series)]
+    ratio = paired(theirs, {seed: s for seed, s in own.items() if s}, lambda first, other: first / other)
+    return ratio, len([seed for seed in theirs if own.get(seed)]), len(seeds[0] & seeds[1])
 
 
 def table(groups: Sequence[Group], target: float) -> Table:
     """Return a table of the groups: means and deviations over the runs that reached the target."""
+    tasks, unlike = any(each.series.task for each in groups), any(each.unlike for each in groups)
     byte_columns = (Column(f"{tier.upper()} {to}", "MB", 3) for tier in _tiers(groups) for to in ("up", "down"))
     figures = _figures(groups)
-    columns = [Column("experiment", text=True), Column("reached", text=True), Column("global rounds"),
-               Column("time", "s"), *byte_columns,
-               Column("SGD steps", digits=0), Column("critical path", digits=0), Column("speed-up", digits=2),
-               Column("seeds paired", text=True)]  # fmt: skip
+    columns = [*[Column("task", text=True)] * tasks, Column("experiment", text=True), Column("reached", text=True),
+               Column("global rounds"), Column("time", "s"), *byte_columns, Column("SGD steps", digits=0),
+               Column("critical path", digits=0), Column("speed-up", digits=2), Column("seeds paired", text=True),
+               *[Column("also differs in", text=True)] * unlike]  # fmt: skip
     rows = []
     for each in groups:
-        ratio, paired, common = speed_up(groups[0], each)
+        ratio, pairs, common = speed_up(each, target)
         costs = [each.spread(figure) for figure in figures]
         costs = [_mega(cost) if name.endswith("_bytes") else cost for name, cost in zip(figures, costs, strict=True)]
-        rows.append([each.label, f"{len(each.reached)}/{len(each.runs)}", *costs, ratio, f"{paired}/{common}"])
-    label = groups[0].runs[0].run.scored_by.label
-    return Table(
-        "compare", f"Costs of reaching {'an' if label[0] in VOWELS else 'a'} {label} of {target:g}", columns, rows
-    )
+        rows.append([*[each.series.task] * tasks, each.series.label, f"{each.reached}/{len(each.costs)}", *costs, ratio,
+                     f"{pairs}/{common}", *[", ".join(each.unlike)] * unlike])  # fmt: skip
+    within = ", speed-ups within each task" if tasks else ""
+    return Table("compare", f"Costs of reaching an accuracy of {target:g}{within}", columns, rows)
 
 
 def to_json(groups: Sequence[Group], target: float) -> dict[str, Any]:
@@ -173,92 +129,56 @@ def to_json(groups: Sequence[Group], target: float) -> dict[str, Any]:
         "target": target,
         "groups": [
             {
-                "label": each.label,
-                "reached": len(each.reached),
-                "of": len(each.runs),
+                "label": each.series.label,
+                "task": each.series.task,
+                "reached": each.reached,
+                "of": len(each.costs),
                 **{figure: _plain(each.spread(figure)) for figure in _figures(groups)},
-                "speed_up": _plain(ratio) if (ratio := speed_up(groups[0], each)[0]) else None,
+                "speed_up": _plain(ratio),
+                "relative_to": each.first.label,
+                "seeds_paired": pairs,
+                "common_seeds": common,
+                "also_differs_in": dict(each.unlike),
                 "runs": [
-                    {"run": r.run.id, "seed": r.run.seed, "state": r.run.state, "costs": r.costs} for r in each.runs
+                    {"run": run.id, "seed": run.seed, "state": run.state, "costs": cost}
+                    for run, cost in zip(each.series.runs, each.costs, strict=True)
                 ],
             }
             for each in groups
+            for ratio, pairs, common in [speed_up(each, target)]
         ],
     }
 
 
+def notes(groups: Sequence[Group], target: float) -> list[str]:
+    """Return notes on the table: other conditions, runs that did not reach the target, and repeated seeds."""
+    found = unlike_notes([each.series for each in groups])
+    for each in groups:
+        label, runs = each.series.whole, each.series.runs
+        for left in (run for run, cost in zip(runs, each.costs, strict=True) if cost is None):
+            best = max((row.accuracy for row in left.rounds if row.accuracy is not None), default=None)
+            seen = "no accuracy" if best is None else f"at best {best:.4f}"
+            done = f"{len(left.rounds)} of {left.global_rounds} global rounds, {left.state}"
+            own = left.tree.get("target_accuracy")
+            if left.state is State.FINISHED and isinstance(own, (int, float)) and own < target:
+                done += f" at its own target of {own:g}"
+            found.append(f"{label}: {left.id} (seed {left.seed}) did not reach the target: {seen} in {done}")
+        if len({str(run.seed) for run in runs}) < len(runs):
+            found.append(f"{label}: several runs have the same seed; the deviation is over runs")
+    return found
+
+
 def _tiers(groups: Sequence[Group]) -> list[str]:
-    return tiers_of([each.run for group in groups for each in group.runs])
+    return tiers_of([run for group in groups for run in group.series.runs])
 
 
 def _figures(groups: Sequence[Group]) -> list[str]:
     return ["rounds", "seconds", *columns_of(_tiers(groups)), "sgd_steps", "path_steps"]
 
 
-def notes(groups: Sequence[Group]) -> list[str]:
-    """Return notes on the table: runs that did not reach the target, and groups with a repeated seed."""
-    found = []
-    for each in groups:
-        for left in (run for run in each.runs if run.costs is None):
-            score = left.run.scored_by
-            choose = max if score.higher else min
-            best = choose((row.score for row in left.run.rounds if row.score is not None), default=None)
-            seen = f"no {score.label}" if best is None else f"at best {best:.4f}"
-            done = f"{len(left.run.rounds)} of {left.run.global_rounds} global rounds, {left.run.state}"
-            name = f"{left.run.id} (seed {left.run.seed})"
-            found.append(f"{each.label}: {name} did not reach the target: {seen} in {done}")
-        seeds = [run.run.seed for run in each.runs]
-        if len(set(map(str, seeds))) < len(seeds):
-            found.append(f"{each.label}: several runs have the same seed; the deviation is over runs")
-    return found
-
-
-def flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return the leaves of a tree by dotted keys."""
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        leaves |= flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
-    return leaves
-
-
-def _difference(kind: str, one: Run, other: Run) -> str:
-    """Return the first difference of two runs of this kind, or "" if there is none."""
-    if kind == "links":
-        if one.direct != other.direct:
-            return "links: one of them had no network"
-        mine, theirs = (_links(run) for run in (one, other))
-        shared = {key for key in mine if key in theirs}  # labs of different sizes are different groups anyway
-        return _first(kind, *({key: links[key] for key in shared} for links in (mine, theirs)))
-    if kind == "data":
-        mine, theirs = ({**run.tree.get("data", {}), "root": ""} for run in (one, other))
-        return _first(kind, mine, theirs)
-    return _first(kind, *(_hardware(run) for run in (one, other)))
-
-
-def _hardware(run: Run) -> dict[str, Any]:
-    """Return the cloud's host and the declared hardware that devices emulate; its random spread depends on the seed."""
-    emulated = {key: value for key, value in flat(run.tree.get("hardware", {})).items() if "profile" not in key}
-    return {key: run.manifest.get(key) for key in _HOST} | emulated
-
-
-def _links(run: Run) -> dict[str, Any]:
-    """Return how rates are enforced and each node's link, without profile names, which change no number."""
-    links = flat(run.manifest.get("links", {}))
-    return {key: value for key, value in links.items() if not key.endswith(".profile")}
-
-
-def _first(kind: str, one: Any, other: Any) -> str:
-    mine, theirs = flat({kind: one}), flat({kind: other})
-    apart = next((key for key in sorted({*mine, *theirs}) if mine.get(key) != theirs.get(key)), None)
-    return "" if apart is None else f"{apart}: {_shown(mine.get(apart))} and {_shown(theirs.get(apart))}"
-
-
-def _seconds(each: Group) -> dict[str, float]:
+def _seconds(series: Series, target: float) -> dict[str, float]:
     """Return the mean seconds by seed, for seeds of which all runs reached the target."""
-    by_seed: dict[str, list[float | None]] = {}
-    for run in each.runs:
-        by_seed.setdefault(str(run.run.seed), []).append(run.costs["seconds"] if run.costs else None)
-    return {seed: mean(s for s in found if s is not None) for seed, found in by_seed.items() if None not in found}
+    return by_seed(series.runs, lambda run: (costs_to(run, target) or {}).get("seconds"))
 
 
 def _mega(cost: Spread | None) -> Spread | None:
@@ -267,7 +187,3 @@ def _mega(cost: Spread | None) -> Spread | None:
 
 def _plain(cost: Spread | None) -> dict[str, float | None] | None:
     return None if cost is None else {"mean": cost.mean, "deviation": cost.deviation}
-
-
-def _shown(value: Any) -> str:
-    return "none" if value is None else str(value)

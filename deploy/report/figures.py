@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import wrap
 from typing import Final
 
-from deploy.console.tabular import Table, html
+from deploy.console.tabular import Table, clean, html
 
 FONT: Final = "ui-sans-serif, system-ui, sans-serif"
 LETTER: Final = 7.2  # pixels: width of a letter at font size 12, in a wide font
@@ -37,12 +38,14 @@ COLOURS: Final[Mapping[str, tuple[str, str]]] = {
 DASHES: Final = ("", "6 3", "2 3", "8 3 2 3")  # a series has the next colour and the next dash pattern
 _VARIABLES: Final = tuple("".join(f"--{name}: {pair[i]}; " for name, pair in COLOURS.items()) for i in (0, 1))
 STYLE: Final = f""":root {{ color-scheme: light dark; {_VARIABLES[0]}}}
-@media (prefers-color-scheme: dark) {{ :root {{ {_VARIABLES[1]}}} }}
+@media screen and (prefers-color-scheme: dark) {{ :root {{ {_VARIABLES[1]}}} }}
+@media print {{ :root {{ color-scheme: light }} }}
 svg text {{ font: 12px {FONT}; fill: var(--ink) }} svg text.soft {{ fill: var(--soft) }}
 .ground {{ fill: var(--ground) }}
 .grid {{ stroke: var(--grid); fill: none }} .line {{ stroke: var(--line); fill: none }}
 .weight {{ fill: var(--s0) }} .node {{ stroke: var(--line); fill: var(--ground) }}
 .target {{ stroke: var(--soft); fill: none; stroke-dasharray: 2 3 }}
+.band {{ fill-opacity: 0.16 }} .thin {{ stroke-width: 1; stroke-opacity: 0.7 }}
 {" ".join(f".fill-{name} {{ fill: var(--{name}) }}" for name in COLOURS)}
 {" ".join(f".stroke-s{i} {{ stroke: var(--s{i}); fill: none; stroke-width: 2 }}" for i in range(SERIES))}
 {" ".join(f".dash-{i} {{ stroke-dasharray: {dash} }}" for i, dash in enumerate(DASHES) if dash)}"""
@@ -105,18 +108,26 @@ def dot(x: float, y: float, kind: str, *, title: str, radius: float = 2.5) -> st
 
 
 def legend(x: float, y: float, entries: Sequence[tuple[str, str]], *, width: float) -> tuple[list[str], float]:
-    """Return a legend of (class, label) entries, wrapped at `width`, and its height."""
-    elements, at, line = [], x, 0
+    """Return a legend of (class, label) entries, wrapped at `width` as its labels are, and its height."""
+    elements, at, line = list[str](), x, 0
     for kind, label in entries:
         swatch = 24 if kind.startswith("stroke") else 11
-        needed = swatch + 7 + LETTER * len(label) + 14
-        if at > x and at + needed > x + width:
+        words = wrapped(label, width - swatch - 7)
+        needed = swatch + 7 + LETTER * max(map(len, words)) + 14
+        if at > x and at + needed > x + width + 14:
             at, line = x, line + 1
         top = y + 18 * line
         if kind.startswith("stroke"):
             elements.append(path([(at, top - 4), (at + swatch, top - 4)], kind))
         else:
             elements.append(rect(at, top - 10, swatch, 11, kind))
-        elements.append(text(at + swatch + 7, top, label))
+        elements += [text(at + swatch + 7, top + 16 * i, part) for i, part in enumerate(words)]
         at += needed
-    return elements, 18.0 * (line + 1) if entries else 0.0
+        if len(words) > 1:
+            at, line = x, line + len(words)
+    return elements, 18.0 * (line + (at > x)) if entries else 0.0
+
+
+def wrapped(label: str, width: float) -> list[str]:
+    """Return the lines of a text that fit into a width in pixels, at least one."""
+    return wrap(clean(label), max(8, int(width / LETTER))) or [""]

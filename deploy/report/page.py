@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 
 from deploy.console.tabular import Table, html, show, size
-from deploy.report import link_sections, sections
+from deploy.report import curves, link_sections, sections, summary
 from deploy.report.figures import STYLE, Figure
+from deploy.runs.groups import Series, firsts, series_of, unlike_notes
 from deploy.runs.run import Run, State
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+NAMED_MOST = 5  # runs whose ids are in the name of a report
 PAGE = Path(__file__).with_name("report.css")
 
 
@@ -53,12 +56,21 @@ class Page:
             body = f"<details><summary>{html(table.title)} ({len(table.rows)} rows)</summary>{body}</details>"
         self.parts.append(body)
 
-    def add_facts(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Add a table of names and values."""
+    def add_facts(self, rows: Sequence[summary.Fact]) -> None:
+        """Add a table of names and values, each of one or several lines, with what a line is of."""
         lines = "".join(
-            f'<tr><th scope="row" class="text">{html(name)}</th><td>{html(value)}</td></tr>' for name, value in rows
+            f'<tr><th scope="row" class="text">{html(name)}</th><td>{"".join(map(_line, values))}</td></tr>'
+            for name, values in rows
         )
-        self.parts.append(f'<div class="scroll"><table class="facts"><tbody>{lines}</tbody></table></div>')
+        self.parts.append(f'<table class="facts"><tbody>{lines}</tbody></table>')
+
+    def open_run(self, name: str) -> None:
+        """Begin the sections of one of several runs, collapsed at first."""
+        self.parts.append(f'<details class="run"><summary><h2>{html(name)}</h2></summary>')
+
+    def close_run(self) -> None:
+        """End the sections of one of several runs."""
+        self.parts.append("</details>")
 
     def add_numbers(self, pairs: Sequence[tuple[str, str]]) -> None:
         """Add the headline numbers."""
@@ -81,36 +93,76 @@ class Page:
         )
 
 
-def compose(runs: Sequence[Run]) -> tuple[Page, str]:
-    """Return the page of the runs, and its title. Raises InvalidExperiment if a run cannot be read."""
-    names = sections.labels(runs)
+def default_file(runs: Sequence[Run]) -> Path:
+    """Return where the report of these runs goes: into the run's folder, of several runs beside the first one's."""
+    if len(runs) == 1:
+        return runs[0].path / "report.html"
+    ends = [run.id.rpartition("-")[2] for run in runs]
+    if len(ends) > NAMED_MOST:
+        digest = blake2b(" ".join(ends).encode(), digest_size=4).hexdigest()
+        ends = [ends[0], "and", str(len(ends) - 1), "more", digest]
+    return runs[0].path.resolve().parent / f"report-{'-'.join(ends)}.html"
+
+
+def compose(runs: Sequence[Run], labels: Sequence[str] = ()) -> tuple[Page, str]:
+    """Return the page of the runs, and its title. `labels` name the series. Raises InvalidExperiment."""
+    series = series_of(runs, labels)
     page = Page()
-    title = f"{runs[0].name} {runs[0].id}" if len(runs) == 1 else f"{len(runs)} runs: {', '.join(names)}"
+    several, tasks = len(runs) > 1, list(firsts(series))
+    what = "; ".join(each.label for each in series) if len(tasks) == 1 else f"{len(tasks)} tasks"
+    title = f"{len(runs)} runs: {what}" if several else f"{runs[0].name} {runs[0].id}"
     page.parts.append(f"<header><h1>{html(title)}</h1></header>")
     for run in runs:
         if run.state is not State.FINISHED:
             page.add_paragraph(_unfinished(run), "state")
-    if len(runs) == 1:
+    if len(tasks) > 1:
+        page.add_paragraph(f"{len(tasks)} tasks, between which nothing is comparable: {'; '.join(tasks)}.", "state")
+    for note in unlike_notes(series):
+        page.add_paragraph(note, "state")
+    if not several:
         page.add_numbers(list(_first_numbers(runs[0])))
-    else:
-        page.add_table(sections.overview(runs, names))
-    if any(run.rounds for run in runs):
-        page.add_heading(2, " and ".join(dict.fromkeys(run.scored_by.label.capitalize() for run in runs)))
-        page.add_paragraph(sections.SCORES)
-        page.add_figures(sections.scores(runs, names), kind="curves")
-        page.add_heading(2, "Time by phase")
-        page.add_paragraph(sections.SECONDS)
-        page.add_figures([sections.budget(runs, names), *map(sections.budgets, runs)], kind="curves")
-        page.add_table(sections.phases(runs, names))
-    for run, name in zip(runs, names, strict=True):
-        if len(runs) > 1:
-            page.add_heading(2, name)
-        _add_run(page, run, 3 if len(runs) > 1 else 2)
+    page.add_facts(summary.facts(series))
+    if several:
+        page.add_table(sections.means(series))
+        page.add_table(sections.overview(series))
+    for number, task in enumerate(tasks):
+        _add_task(
+            page, [each for each in series if each.task == task], task, f"-task{number}" if len(tasks) > 1 else ""
+        )
+    for each in series:
+        for run, name in zip(each.runs, each.names, strict=True):
+            if several:
+                page.open_run(f"{name} ({run.id})")
+            _add_run(page, run, 3 if several else 2)
+            if several:
+                page.close_run()
     return page, title
 
 
+def _add_task(page: Page, series: Sequence[Series], task: str, key: str) -> None:
+    """Add what is laid over each other: the runs of one task."""
+    if not any(run.rounds for each in series for run in each.runs):
+        return
+    of = f": {task}" if task else ""
+    page.add_heading(2, f"Accuracy and loss{of}")
+    page.add_paragraph(sections.ACCURACY)
+    if any(len(each.runs) > 1 for each in series):
+        page.add_paragraph(sections.BANDS)
+    page.add_figures(curves.curves(series, key=key), kind="curves")
+    page.add_heading(2, f"Time by phase{of}")
+    page.add_paragraph(sections.SECONDS)
+    single = len(series) == 1 and len(series[0].runs) == 1
+    figures = [sections.budget(series, key)]
+    page.add_figures([*figures, sections.budgets(series[0].runs[0])] if single else figures, kind="curves")
+    page.add_table(sections.phases(series[0].runs[0]) if single else sections.mean_phases(series, key))
+
+
 def _add_run(page: Page, run: Run, level: int) -> None:
-    """Add the sections of a single run."""
+    """Add the sections of a single run; at level 3 it is one of several."""
+    if run.rounds and level > 2:
+        page.add_heading(level, "Time by phase")
+        page.add_figures([sections.budgets(run)], kind="curves")
+        page.add_table(sections.phases(run))
     if run.links:
         page.add_heading(level, "Bytes")
         page.add_paragraph(link_sections.DIRECT if run.direct else link_sections.BYTES)
@@ -120,6 +172,7 @@ def _add_run(page: Page, run: Run, level: int) -> None:
     page.add_heading(level, "Topology")
     page.add_paragraph(link_sections.TOPOLOGY)
     page.add_figures([link_sections.topology(run)])
+    page.add_table(summary.machines(run))
     if run.rounds:
         page.add_heading(level, "Epochs and work")
         page.add_paragraph(sections.EPOCHS)
@@ -137,8 +190,14 @@ def _add_run(page: Page, run: Run, level: int) -> None:
     page.add_table(sections.plans(run), folded=True)
     page.add_table(sections.global_rounds(run), folded=True)
     page.add_heading(level, "The run")
-    page.add_facts(sections.facts(run))
-    page.add_folded("experiment.toml", (run.path / "experiment.toml").read_text(encoding="utf-8", errors="replace"))
+    page.add_facts([(name, [("", value)]) for name, value in sections.facts(run)])
+    page.add_folded("experiment.toml", run.text)
+
+
+def _line(line: tuple[str, str]) -> str:
+    label, text = line
+    of = f'<span class="soft">{html(label)}:</span> ' if label else ""
+    return f"<div>{of}{html(text)}</div>"
 
 
 def _first_numbers(run: Run) -> Iterator[tuple[str, str]]:

@@ -95,10 +95,18 @@ def _curves(axes: Axes, figure: CurvesFigure) -> float:
     x, y = figure.x, figure.y
     for i, (label, line) in enumerate(figure.lines.items()):
         dashes = [float(length) / 2 for length in DASHES[i % len(DASHES)].split()]  # for a line of 2 pixels
+        colour, points = _colour(f"s{i % SERIES}"), line.points
+        if band := line.band(y):
+            at, low, high = (list(numbers) for numbers in zip(*band, strict=True))
+            lower, upper = ([y.factor * level for level in side] for side in (low, high))
+            axes.fill_between([x.factor * place for place in at], lower, upper, color=colour, alpha=0.16, linewidth=0)
+        for rest in line.rest:
+            places, levels = [x.factor * at for at, _ in rest], [y.factor * level for _, level in rest]
+            axes.plot(places, levels, color=colour, linewidth=0.6, alpha=0.7)
         axes.plot(
-            [x.factor * at for at, _ in line], [y.factor * level for _, level in line],
-            color=_colour(f"s{i % SERIES}"), linestyle=(0, dashes) if dashes else "-", label=_wrapped(label),
-            marker=MARKERS[i % len(MARKERS)], markevery=max(1, len(line) // 10),
+            [x.factor * at for at, _ in points], [y.factor * level for _, level in points],
+            color=colour, linestyle=(0, dashes) if dashes else "-", label=_wrapped(label),
+            marker=MARKERS[i % len(MARKERS)], markevery=max(1, len(points) // 10),
         )  # fmt: skip
     if figure.target is not None:
         axes.axhline(y.factor * figure.target, color=_colour("soft"), linestyle=":", label="target")

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Any, Final
 
 from common.experiment.score import ACCURACY
 from common.experiment.topology import CLOUD
 from common.protocol.timeline import GLOBAL_PHASES
-from deploy.console.tabular import Column, Table
+from deploy.console.tabular import Cell, Column, Spread, Table
 from deploy.report import charts, maps
 from deploy.report.charts import Axis
-from deploy.report.compare import distinguishing_labels, flat
+from deploy.report.curves import GLOBAL_ROUND, SECONDS_AXIS
 from deploy.report.figures import Figure
-from deploy.report.link_sections import bytes_axis, file_name
+from deploy.report.link_sections import file_name
 from deploy.report.partition_picture import figure as partition_figure
+from deploy.runs.groups import Series, by_seed, firsts, paired
 from deploy.runs.records import Event
 from deploy.runs.run import Run, columns_of, tiers_of
 
 EVENTS_MOST: Final = 200
-SHARES: Final = (ACCURACY, "binary_accuracy")  # scores that are shown in percent
-GLOBAL_ROUND: Final = Axis("global round")
-SECONDS_AXIS: Final = Axis("time", "s")
 
 SCORES: Final = (
     "Measured on the cloud's test set, with the model that the experiment evaluates (the mean of the uploads). Seconds "
     "are the cloud's monotonic clock since the whole lab was ready; evaluation in parallel with the next global round "
     "is not counted. Bytes are MQTT packets, in both directions of all links of a tier."
+)
+BANDS: Final = (
+    "Finished runs that differ only in the seed are one line: the mean, global round by global round. The band is one "
+    "standard deviation (n - 1) above and below it. Thin lines are single runs: those that did not finish, and what "
+    "others have beyond the shortest."
 )
 SECONDS: Final = (
     "The phases of a global round, as measured at the cloud. record: writing the results of the previous round. "
@@ -45,91 +49,62 @@ DATA: Final = (
 )
 
 
-def labels(runs: Sequence[Run]) -> list[str]:
-    """Return a short label for each run: the keys that differ if they are short, else the name and a part of the id."""
-    apart = distinguishing_labels([{k: v for k, v in flat(run.tree).items() if k != "data.root"} for run in runs])
-    if len(runs) > 1 and len(set(apart)) == len(runs) and max(map(len, apart)) <= 36:
-        return apart
-    return [f"{run.name} {run.id.rpartition('-')[2]}" for run in runs]
-
-
-def overview(runs: Sequence[Run], names: Sequence[str]) -> Table:
+def overview(series: Sequence[Series]) -> Table:
     """Return a table with a row for each run."""
-    tiers = tiers_of(runs)
-    columns = [Column("run", text=True), Column("state", text=True), Column("seed"), Column("global rounds"),
-               Column(score_column(runs), digits=4), Column("time", "s"), *_byte_columns(tiers)]  # fmt: skip
+    tiers = tiers_of([run for each in series for run in each.runs])
+    columns = [Column("run", text=True), Column("id", text=True), Column("state", text=True), Column("seed", text=True),
+               Column("global rounds"), Column("test accuracy", "%", 2), Column("test loss", digits=4),
+               Column("time", "s"), *_byte_columns(tiers, "MB")]  # fmt: skip
     rows = [
-        (
-            name,
-            str(run.state),
-            str(run.seed),
-            len(run.rounds),
-            run.score,
-            run.seconds,
-            *(run.totals.get(column) for column in columns_of(tiers)),
-        )
-        for run, name in zip(runs, names, strict=True)
-    ]
+        (name, run.id, str(run.state), str(run.seed), len(run.rounds), _percent(run.accuracy), run.loss, run.seconds,
+         *_megabytes(run, tiers))
+        for each in series
+        for run, name in zip(each.runs, each.names, strict=True)
+    ]  # fmt: skip
     return Table("overview", "The runs, bytes as MQTT packets", columns, rows)
 
 
-def score_column(runs: Sequence[Run]) -> str:
-    """Return the title of a column of the runs' scores."""
-    labels = sorted({run.scored_by.label for run in runs})
-    return f"test {' or '.join(labels)}"
+def means(series: Sequence[Series]) -> Table:
+    """Return a table with a row for each series: means and deviations over its finished runs.
+
+    The difference is that to the first series of the same task, paired by seeds.
+    """
+    tiers = tiers_of([run for each in series for run in each.runs])
+    tasks = any(each.task for each in series)
+    columns = [*[Column("task", text=True)] * tasks, Column("series", text=True), Column("finished", text=True),
+               Column("seeds", text=True), Column("global rounds"), Column("test accuracy", "%", 2),
+               Column("difference, paired", "points", 2), Column("test loss", digits=4), Column("time", "s"),
+               *_byte_columns(tiers, "MB")]  # fmt: skip
+    rows: list[Sequence[Cell]] = []
+    for each in series:
+        first = firsts(series)[each.task]
+        done = each.finished
+        theirs, own = (by_seed(one.finished, lambda run: _percent(run.accuracy)) for one in (first, each))
+        bytes_ = [[_megabytes(run, [tier]) for run in done] for tier in tiers]
+        rows.append((
+            *[each.task] * tasks, each.label, f"{len(done)}/{len(each.runs)}", ", ".join(seeds(each.runs)),
+            Spread.of([len(run.rounds) for run in done]), _spread(_percent(run.accuracy) for run in done),
+            None if each is first else paired(theirs, own, lambda before, after: after - before),
+            _spread(run.loss for run in done), Spread.of([run.seconds for run in done]),
+            *(_spread(cells[i] for cells in cells_of) for cells_of in bytes_ for i in (0, 1)),
+        ))  # fmt: skip
+    title = "The series: mean ± standard deviation (n - 1) over the finished runs"
+    return Table("series", title, columns, rows)
 
 
-def scores(runs: Sequence[Run], names: Sequence[str]) -> list[Figure]:
-    """Return curves of each score that runs have over global rounds, seconds, and each tier's bytes."""
-    found: list[Figure] = []
-    for label in dict.fromkeys(run.scored_by.label for run in runs):
-        same = [(run, name) for run, name in zip(runs, names, strict=True) if run.scored_by.label == label]
-        found += _scores([run for run, _ in same], [name for _, name in same], label)
-    return found
+def budget(series: Sequence[Series], key: str = "") -> Figure:
+    """Return a figure of the phases of each series' mean global round, and of its prediction if any.
 
-
-def _scores(runs: Sequence[Run], names: Sequence[str], label: str) -> list[Figure]:
-    tiers = tiers_of(runs)
-    over: dict[str, dict[str, list[charts.Point]]] = {key: {} for key in ("rounds", "seconds", *tiers)}
-    for run, name in zip(runs, names, strict=True):
-        spent = dict.fromkeys(run.tiers, 0)
-        lines: dict[str, list[charts.Point]] = {key: [] for key in ("rounds", "seconds", *run.tiers)}
-        for row in run.rounds:
-            for tier in run.tiers:
-                spent[tier] += row.bytes_[f"{tier}_up_bytes"] + row.bytes_[f"{tier}_down_bytes"]
-            if row.score is not None:
-                at = {"rounds": float(row.global_round), "seconds": row.elapsed_s, **spent}
-                for key, line in lines.items():
-                    line.append((at[key], row.score))
-        for key, line in lines.items():
-            over[key][name] = line
-    targets = {run.target for run in runs}
-    target = targets.pop() if len(targets) == 1 else None
-    axes = {"rounds": GLOBAL_ROUND, "seconds": SECONDS_AXIS}
-    axes |= {tier: bytes_axis(f"{tier.upper()} bytes", over[tier]) for tier in tiers}
-    shares = runs[0].scored_by.name in SHARES
-    y = Axis(f"test {label}", "%", 100.0) if shares else Axis(f"test {label}")
-    title, unit = label[:1].upper() + label[1:], ", %" if shares else ""
-    titles = {"rounds": f"{title} over global rounds", "seconds": f"{title} over time"}
-    titles |= {tier: f"{title} over {tier.upper()} bytes" for tier in tiers}
-    return [
-        charts.curves(
-            f"{label.replace(' ', '-')}-{key}", f"{titles[key]}{unit}", lines, x=axes[key], y=y, target=target
-        )
-        for key, lines in over.items()
-    ]
-
-
-def budget(runs: Sequence[Run], names: Sequence[str]) -> Figure:
-    """Return a figure of the phases of each run's mean global round, and of its prediction if any."""
+    `key` is appended to the figure's name.
+    """
     rows: dict[str, list[float]] = {}
-    for run, name in zip(runs, names, strict=True):
-        count = max(len(run.rounds), 1)
-        rows[name] = [sum(row.phases[phase] for row in run.rounds) / count for phase in GLOBAL_PHASES]
-        if run.prediction is not None:
-            rows[f"{name}, predicted"] = [run.prediction.seconds.get(phase, 0.0) for phase in GLOBAL_PHASES]
+    for each in series:
+        rows[each.label] = [fmean(_a_round(run)[phase] for run in each.runs) for phase in GLOBAL_PHASES]
+        prediction = next((run.prediction for run in each.runs if run.prediction is not None), None)
+        if prediction is not None:
+            rows[f"{each.label}, predicted"] = [prediction.seconds.get(phase, 0.0) for phase in GLOBAL_PHASES]
     title = "Seconds of a global round, mean"
-    return charts.bars("budget", title, _PHASE_PARTS, rows, axis=Axis("time of a global round", "s"))
+    return charts.bars(f"budget{key}", title, _PHASE_PARTS, rows, axis=Axis("time of a global round", "s"))
 
 
 def budgets(run: Run) -> Figure:
@@ -139,28 +114,38 @@ def budgets(run: Run) -> Figure:
     return charts.columns(name, title, _PHASE_PARTS, values, x=GLOBAL_ROUND, axis=SECONDS_AXIS)
 
 
-def phases(runs: Sequence[Run], names: Sequence[str]) -> Table:
-    """Return a table of each phase's seconds in the mean global round of each run, with their sum and the elapsed time.
+def phases(run: Run) -> Table:
+    """Return a table of a run's seconds by phase: total, share, and in a global round, with sum and elapsed time."""
+    totals: dict[str, float] = {phase: sum(row.phases[phase] for row in run.rounds) for phase in GLOBAL_PHASES}
+    totals |= {_SUM: sum(totals.values()), _ELAPSED: run.seconds}
+    columns = [Column("phase", text=True), Column("total", "s", 3), Column("share", "%"),
+               Column("a global round", "s", 4)]  # fmt: skip
+    predicted: dict[str, float] = {}
+    if run.prediction is not None:
+        columns.append(Column("predicted", "s", 4))
+        predicted = {phase: run.prediction.seconds[phase] for phase in GLOBAL_PHASES if phase in run.prediction.seconds}
+        predicted[_SUM] = sum(predicted.values())
+    count, whole = max(len(run.rounds), 1), run.seconds or 1
+    rows = [
+        [phase, total, 100 * total / whole, total / count, *[predicted.get(phase)] * (run.prediction is not None)]
+        for phase, total in totals.items()
+    ]
+    return Table(file_name("phases", run), "Seconds by phase", columns, rows)
 
-    For a single run it has totals and shares, too.
+
+def mean_phases(series: Sequence[Series], key: str = "") -> Table:
+    """Return a table of the seconds of a global round by phase and series: mean and deviation over the runs.
+
+    `key` is appended to the table's name.
     """
-    columns, cells = [Column("phase", text=True)], list[Mapping[str, float]]()
-    for run, name in zip(runs, names, strict=True):
-        totals: dict[str, float] = {phase: sum(row.phases[phase] for row in run.rounds) for phase in GLOBAL_PHASES}
-        totals |= {_SUM: sum(totals.values()), _ELAPSED: run.seconds}
-        if len(runs) == 1:
-            columns += [Column("total", "s", 3), Column("share", "%")]
-            cells += [totals, {phase: 100 * total / (run.seconds or 1) for phase, total in totals.items()}]
-        columns.append(Column(name if len(runs) > 1 else "a global round", "s", 4))
-        cells.append({phase: total / max(len(run.rounds), 1) for phase, total in totals.items()})
-        if run.prediction is not None:
-            predicted = {
-                phase: run.prediction.seconds[phase] for phase in GLOBAL_PHASES if phase in run.prediction.seconds
-            }
-            columns.append(Column(f"{name}, predicted" if len(runs) > 1 else "predicted", "s", 4))
-            cells.append(predicted | {_SUM: sum(predicted.values())})
-    rows = [[phase, *(found.get(phase) for found in cells)] for phase in (*GLOBAL_PHASES, _SUM, _ELAPSED)]
-    return Table("phases", "Seconds by phase" if len(runs) == 1 else "Seconds of a global round, mean", columns, rows)
+    rounds = [[_a_round(run) for run in each.runs] for each in series]
+    rows = [
+        [phase, *(Spread.of([one[phase] for one in every]) for every in rounds)] for phase in (*GLOBAL_PHASES, _SUM)
+    ]
+    columns = [Column("phase", text=True), *(Column(each.label, "s", 4) for each in series)]
+    return Table(
+        f"phases{key}", "Seconds of a global round, mean ± standard deviation (n - 1) over runs", columns, rows
+    )
 
 
 def epochs(run: Run) -> Figure:
@@ -221,7 +206,7 @@ def global_rounds(run: Run) -> Table:
     columns = [Column("global round"), Column("time", "s", 3), Column(score_column([run]), digits=4),
                Column("test loss", digits=4), Column("training loss", digits=4),
                *(Column(phase, "s", 4) for phase in GLOBAL_PHASES), Column("SGD steps"), Column("critical path"),
-               *_byte_columns(run.tiers), Column("missing", text=True)]  # fmt: skip
+               *_byte_columns(run.tiers, ""), Column("missing", text=True)]  # fmt: skip
     rows = [
         (r.global_round, r.elapsed_s, r.score, r.loss, r.train_loss, *r.phases.values(), r.sgd_steps, r.path_steps,
          *(r.bytes_.get(column) for column in columns_of(run.tiers)), " ".join((*r.missing, *r.refused)))
@@ -231,12 +216,12 @@ def global_rounds(run: Run) -> Table:
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
-    """Return the facts of a run, including those of manifest.json."""
+    """Return the facts of a run, including those of manifest.json but its tables by node."""
     found = {"folder": run.path.name, "state": str(run.state), "seed": str(run.seed)}
     if run.partition is not None:
         found["split's digest"] = str(run.partition.get("digest", ""))
     for key, value in run.manifest.items():
-        if key != "links":
+        if key not in ("links", "hardware"):
             found[key.replace("_", " ")] = _brief(value, most=2000)
     return list(found.items())
 
@@ -250,8 +235,33 @@ _SUM, _ELAPSED = "sum of the phases", "elapsed"
 _PHASE_PARTS: Final = [(f"fill-{phase}", phase) for phase in GLOBAL_PHASES]
 
 
-def _byte_columns(tiers: Sequence[str]) -> list[Column]:
-    return [Column(f"{tier.upper()} {way}") for tier in tiers for way in ("up", "down")]
+def seeds(runs: Sequence[Run]) -> list[str]:
+    """Return the seeds of runs, each once."""
+    return list(dict.fromkeys(str(run.seed) for run in runs))
+
+
+def _a_round(run: Run) -> dict[str, float]:
+    """Return the seconds of a run's mean global round by phase, and their sum."""
+    count = max(len(run.rounds), 1)
+    found = {phase: sum(row.phases[phase] for row in run.rounds) / count for phase in GLOBAL_PHASES}
+    return found | {_SUM: sum(found.values())}
+
+
+def _spread(values: Iterable[float | None]) -> Spread | None:
+    return Spread.of([value for value in values if value is not None])
+
+
+def _percent(value: float | None) -> float | None:
+    return None if value is None else 100 * value
+
+
+def _megabytes(run: Run, tiers: Sequence[str]) -> list[float | None]:
+    """Return a run's bytes up and down of each tier in MB, None for a tier that it has not."""
+    return [None if column not in run.totals else run.totals[column] / 1e6 for column in columns_of(tiers)]
+
+
+def _byte_columns(tiers: Sequence[str], unit: str) -> list[Column]:
+    return [Column(f"{tier.upper()} {way}", unit, 3) for tier in tiers for way in ("up", "down")]
 
 
 def _is_shown(event: Event) -> bool:

@@ -10,18 +10,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deploy.report import sections
+from deploy.report.curves import curves
 from deploy.report.figures import Figure
+from deploy.runs.groups import series_of
 from deploy.runs.run import Run
 
 
 def picture(runs: Sequence[Run], names: Sequence[str]) -> str:
     """Draw accuracy over time, and beside it the mean seconds of a global round, of runs laid over each other."""
-    curves = next(figure for figure in sections.scores(runs, names) if figure.name == "accuracy-seconds")
-    budget = sections.budget(runs, names)
-    left, height = curves.size[0], max(curves.size[1], budget.size[1])
-    elements = [*curves.elements, f'<g transform="translate({left:g} 0)">', *budget.elements, "</g>"]
+    series = series_of(runs, names)
+    accuracy = next(figure for figure in curves(series) if figure.name == "accuracy-seconds")
+    budget = sections.budget(series)
+    left, height = accuracy.size[0], max(accuracy.size[1], budget.size[1])
+    elements = [*accuracy.elements, f'<g transform="translate({left:g} 0)">', *budget.elements, "</g>"]
     size = (left + budget.size[0], height)
-    return Figure("runs", f"{curves.title}. {budget.title}", f"{curves.text} {budget.text}", size, elements).file()
+    return Figure("runs", f"{accuracy.title}. {budget.title}", f"{accuracy.text} {budget.text}", size, elements).file()
 
 
 if __name__ == "__main__":

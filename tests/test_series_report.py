@@ -1,0 +1,169 @@
+"""The report of several runs: means and bands over seeds, tasks, what was run, where it goes, and how it is printed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deploy.report import charts
+from deploy.report.curves import PERCENT, mean_curve
+from deploy.report.page import Page, compose
+from deploy.runs.run import Run
+from tests.helpers.commands import invoke
+from tests.test_report import CHROMIUM, LAB, read
+
+MakeRun = Callable[..., Path]
+POINTS = st.lists(
+    st.dictionaries(st.integers(1, 6), st.tuples(st.floats(0, 99), st.floats(0, 1)), max_size=6), max_size=4
+)
+
+
+@given(runs=POINTS)
+def test_means_and_bands_are_those_of_numpy(runs: list[dict[int, charts.Point]]) -> None:
+    curve = mean_curve(runs)
+    some = [run for run in runs if run]
+    common = sorted(set.intersection(*map(set, some))) if some else []
+    if len(some) < 2:
+        assert curve.points == [run[i] for run in some for i in sorted(run)] and not curve.deviations
+        return
+    values = np.array([[run[i] for i in common] for run in some]).reshape(len(some), -1, 2)
+    assert np.allclose(np.array(curve.points).reshape(-1, 2), values.mean(axis=0))
+    assert np.allclose(curve.deviations, values[:, :, 1].std(axis=0, ddof=1))
+    for (x, low, high), (mean_x, y), deviation in zip(curve.band(PERCENT), curve.points, curve.deviations, strict=True):
+        assert (x, low, high) == (mean_x, max(y - deviation, 0), min(y + deviation, 1))
+    last = max(common, default=0)
+    longer = [run for run in some if max(run) > last]
+    assert [line[-1] for line in curve.rest] == [run[max(run)] for run in longer]
+    assert all(len(line) == sum(i >= last for i in run) for line, run in zip(curve.rest, longer, strict=True))
+
+
+def test_seeds_are_one_line_with_a_band_and_one_row(tmp_path: Path, make_run: MakeRun) -> None:
+    accuracies = {1: (0.5, 0.75), 2: (0.25, 0.5), 3: (0.5,)}
+    tempo = {"cloud": {"epoch_control": {"name": "tempo"}}}
+    fixed = [make_run(tmp_path, {**LAB, "seed": seed}, accuracies=each) for seed, each in accuracies.items()]
+    other = [make_run(tmp_path, {**LAB, **tempo, "seed": seed}, accuracies=(0.75, 1.0)) for seed in (1, 2, 4)]
+    killed = make_run(tmp_path, {**LAB, "seed": 5}, accuracies=(0.125,), last="")
+    page, title = compose([Run(path) for path in (*fixed, *other, killed)])
+    assert title == "7 runs: fixed; tempo"
+    figure = next(figure for figure in page.figures if figure.name == "accuracy-rounds")
+    assert isinstance(figure, charts.CurvesFigure) and list(figure.lines) == ["fixed", "tempo"]
+    curve = figure.lines["fixed"]
+    assert curve.points == [(1.0, pytest.approx(1.25 / 3))] and curve.deviations == [pytest.approx(0.1443, abs=1e-4)]
+    assert curve.rest == [[(1.0, 0.5), (2.0, 0.75)], [(1.0, 0.25), (2.0, 0.5)], [(1.0, 0.125)]]
+    assert sum("band" in element for element in figure.elements) == 1  # a band of one point has no area
+    tree = read(page.html(title))
+    heads, first, second = tree.tables["The series: mean ± standard deviation (n - 1) over the finished runs"]
+    assert heads[:2] == ["series", "finished"] and first[:3] == ["fixed", "3/4", "1, 2, 3, 5"]
+    assert first[4:6] == ["58.33 ± 14.43", "-"]
+    assert second[4:6] == ["100.00 ± 0.00", "37.50 ± 17.68"]  # of the seeds 1 and 2
+    assert [row[0] for row in tree.tables["The runs, bytes as MQTT packets"][1:4]] == [
+        f"fixed, seed {seed}" for seed in (1, 2, 3)
+    ]
+
+
+def test_loss_is_beside_accuracy_where_it_is_recorded(tmp_path: Path, make_run: MakeRun) -> None:
+    names = [figure.name for figure in compose([Run(make_run(tmp_path, LAB))])[0].figures][:7]
+    assert names == ["accuracy-rounds", "loss-rounds", "accuracy-seconds", "loss-seconds", "accuracy-wan",
+                     "accuracy-lan", "train-loss-rounds"]  # fmt: skip
+    without = compose([Run(make_run(tmp_path, LAB, accuracies=(None, None)))])[0].figures
+    assert [figure.name for figure in without if "loss" in figure.name] == ["train-loss-rounds"]
+
+
+def test_tasks_are_not_laid_over_each_other(tmp_path: Path, make_run: MakeRun) -> None:
+    larger = {**LAB, "topology": {"institutions": 2, "devices": 8}}
+    page, title = compose([Run(make_run(tmp_path, tree)) for tree in (LAB, larger)])
+    assert title == "2 runs: 2 tasks"
+    lines = {f.name: list(f.lines) for f in page.figures if isinstance(f, charts.CurvesFigure) and "rounds" in f.name}
+    assert lines["accuracy-rounds-task0"] == lines["accuracy-rounds-task1"] == ["tiny"]
+    words = read(page.html(title)).words
+    assert (
+        "2 tasks, between which nothing is comparable: 2 institutions, 4 devices; 2 institutions, 8 devices." in words
+    )
+    assert "Accuracy and loss: 2 institutions, 8 devices" in words
+
+
+def facts_of(page: Page) -> dict[str, str]:
+    """Return the rows of the first table of facts."""
+    rows = re.findall(r"<tr><th[^>]*>(.*?)</th><td>(.*?)</td>", next(p for p in page.parts if "facts" in p))
+    return {name: re.sub("<[^>]+>", " ", text).strip() for name, text in rows}
+
+
+def test_the_top_has_what_was_run(tmp_path: Path, make_run: MakeRun) -> None:
+    cross = {"cloud": {"aggregation": {"name": "fedcross", "alpha": 0.9}}, "institution": {"rounds": 2}}
+    found = facts_of(compose([Run(make_run(tmp_path, LAB | cross))])[0])
+    assert list(found) == ["model", "data", "cloud", "institution", "devices", "topology", "links", "hardware",
+                           "versions", "seeds", "started"]  # fmt: skip
+    assert found["model"] == "mlp_digits" and found["data"].startswith("synthetic, iid")
+    assert (found["cloud"], found["institution"]) == ("fedcross, alpha 0.9", "fedavg, rounds 2")
+    assert found["devices"].startswith("cross_entropy, epochs 1, batch_size") and found["seeds"] == "1"
+    assert found["topology"] == "2 institutions, 4 devices"
+    assert found["links"].startswith(
+        "WAN 20 Mbit/s down, 10 Mbit/s up; LAN 100 Mbit/s, 0.25 ms (lan-100mbit); enforced"
+    )
+    assert found["hardware"].endswith("; no emulated hardware") and "torch" in found["versions"]
+    both = facts_of(compose([Run(make_run(tmp_path, tree)) for tree in (LAB, LAB | cross)])[0])
+    own = "fedavg, institution.rounds 1: fedavg fedcross, alpha 0.9, institution.rounds 2: fedcross, alpha 0.9"
+    assert " ".join(both["cloud"].split()) == own
+    assert both["topology"] == found["topology"]
+
+
+def test_hardware_is_a_table_only_where_it_differs(tmp_path: Path, make_run: MakeRun) -> None:
+    title = "Machines that devices emulate"
+    for hardware, words in (
+        ({"default": {"slowdown": 2.0, "overhead_s": 0.5}}, "devices emulate slowdown 2, 0.5 s overhead"),
+        ({"of": {"device-1": {"slowdown": 3.0}}}, "devices emulate several machines"),
+    ):
+        page, _ = compose([Run(make_run(tmp_path, {**LAB, "hardware": hardware}))])
+        assert facts_of(page)["hardware"].endswith(words)
+        rows = read(page.html("t")).tables.get(title)
+        assert (rows is None) == ("default" in hardware)
+    assert rows is not None and rows[2] == ["device-1", "3.000", "0.000", "-"]
+
+
+def test_a_report_of_several_runs_is_beside_them(tmp_path: Path, make_run: MakeRun) -> None:
+    paths = [make_run(tmp_path, {**LAB, "seed": seed}) for seed in range(6)]
+    ends = [path.name[-6:] for path in paths]
+    done = invoke("report", *paths[:2])
+    assert done.stdout.strip() == str(tmp_path / f"report-{ends[0]}-{ends[1]}.html")
+    many = Path(invoke("report", *paths).stdout.strip())
+    assert many.parent == tmp_path and re.fullmatch(rf"report-{ends[0]}-and-5-more-[0-9a-f]{{8}}\.html", many.name)
+    assert not list(tmp_path.glob("*/report.html"))
+    again = invoke("report", *sorted(tmp_path.iterdir()), "--out", tmp_path / "x.html")  # as a shell expands runs/*
+    assert again.exit_code == 0 and again.stdout.strip() == str(tmp_path / "x.html")
+    invoke("report", *paths[:2], "--label", "mine", "--out", tmp_path / "x.html")
+    assert "<h1>2 runs: mine</h1>" in (tmp_path / "x.html").read_text()
+
+
+@pytest.mark.skipif(CHROMIUM is None or shutil.which("pdftotext") is None, reason="no Chromium or pdftotext here")
+def test_a_printed_report_has_every_row(tmp_path: Path, make_run: MakeRun) -> None:
+    lab = {**LAB, "rounds": 90, "topology": {"institutions": 4, "devices": 60}}
+    path = make_run(tmp_path, lab, accuracies=[i / 1000 for i in range(1, 91)])
+    with (path / "events.jsonl").open("a") as file:
+        for i in range(150):
+            facts = {
+                "time": f"2026-01-01T00:00:00.{i:03}",
+                "event": "warning",
+                "text": f"mark-{i:03} {'words ' * 9}end-{i:03}",
+            }
+            file.write(json.dumps(facts) + "\n")
+    assert invoke("report", path).exit_code == 0
+    pdf = tmp_path / "page.pdf"
+    subprocess.run(
+        [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+         f"--user-data-dir={tmp_path / 'profile'}", "--blink-settings=preferredColorScheme=0",
+         "--no-pdf-header-footer", f"--print-to-pdf={pdf}", f"file://{path / 'report.html'}"],
+        capture_output=True, timeout=100, check=True,
+    )  # fmt: skip
+    text = subprocess.run(["pdftotext", "-layout", pdf, "-"], capture_output=True, text=True, check=True).stdout
+    assert [text.count(f"mark-{i:03}") for i in range(150)] == [1] * 150
+    assert [text.count(f"end-{i:03}") for i in range(150)] == [1] * 150
+    assert [i for i in range(1, 91) if not re.search(rf"^ *{i} .*0\.{i:03}0 .*1\.5000 ", text, re.MULTILINE)] == []
