@@ -41,7 +41,7 @@ def epochs(key: str, rows: Mapping[str, Sequence[int | None]]) -> Figure:
                 ]
     columns = (Column("global round"), *(Column(name) for name in rows))
     table = Table(key, title, columns, [(i + 1, *(cells[i] for cells in rows.values())) for i in range(count)])
-    size = (left + wide * count + 12, top + ROW * len(rows) + 8)
+    size = (max(left + wide * count + 12, LETTER * len(title)), top + ROW * len(rows) + 8)
     return Figure(key, title, "Rows are the children of the cloud, columns global rounds.", size, elements, table)
 
 
@@ -60,8 +60,9 @@ def topology(key: str, tree: Tree, rates: Mapping[str, Rates]) -> Figure:
     height, _ = drawing.draw(CLOUD, 40.0)
     sizes = [f"{len(names)} in layer {depth}" for depth, names in enumerate(tree.layers[1:], 1)]
     last = len(tree.layers) - 1
-    size = (drawing.x(last) + drawing.wide[last] + 4, height + 4)
-    elements = [text(2, 16, "Links: declared and measured, down / up"), *drawing.elements]
+    head = "Links: declared and measured, down / up"
+    size = (max(drawing.x(last) + drawing.wide[last] + 4, LETTER * len(head)), height + 4)
+    elements = [text(2, 16, head), *drawing.elements]
     return Figure(key, "Topology", f"A cloud and its nodes: {', '.join(sizes)}.", size, elements)
 
 
