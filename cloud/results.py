@@ -252,6 +252,7 @@ class RunFolder:
             "host": platform.node(),
             "platform": platform.platform(),
             "cpus": os.cpu_count(),
+            "load": _load(),
             "python": platform.python_version(),
             "packages": {name: _version(name) for name in PACKAGES},
         }
@@ -303,6 +304,14 @@ def _append(path: Path, data: bytes) -> None:
             with suppress(OSError):
                 file.truncate(size)
             raise
+
+
+def _load() -> float | None:
+    """Return how many processes used or awaited this host's cores in the last minute, on average; None if unknown."""
+    try:
+        return round(os.getloadavg()[0], 2)
+    except OSError:
+        return None
 
 
 def _version(package: str) -> str | None:

@@ -127,6 +127,7 @@ def _make_run(
 ) -> Path:
     """Leave the folder of a run that nobody played, a global round for each accuracy; `last` is its last event."""
     folder = RunFolder.create(root, parse(tree))
+    folder.note(load=None)  # it is the machine's, and notes of reports depend on it
     folder.event("run", {"global_rounds": folder.experiment.rounds, "done": 0})
     names = folder.experiment.tree.children[CLOUD]
     for number, accuracy in enumerate(accuracies, 1):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidExperiment
 from deploy.console.tabular import Spread
-from deploy.runs.groups import by_seed, conditions, nodes_of, paired, series_of
+from deploy.runs.groups import by_seed, condition_notes, conditions, nodes_of, paired, series_of
 from deploy.runs.labels import differing, flat, labels
 from deploy.runs.run import Run
 
@@ -167,6 +167,15 @@ def test_other_conditions_are_found_by_kind(tmp_path: Path, make_run: MakeRun) -
         assert conditions(one, Run(other)) == {kind: text}
     slower = Run(make_run(tmp_path, {"links": {"wan": {"up_mbit": 5.0}}}))
     assert conditions(one, slower) == {"links": "links.of.institution-0.up_mbit: none and 5"}
+
+
+def test_runs_that_began_on_a_busy_machine_are_named(tmp_path: Path, make_run: MakeRun) -> None:
+    paths = [make_run(tmp_path, {"seed": seed}) for seed in range(3)]
+    for path, load in zip(paths, (0.9, 1.2, 3.0), strict=True):
+        manifest = json.loads((path / "manifest.json").read_text())
+        (path / "manifest.json").write_text(json.dumps({**manifest, "cpus": 2, "load": load}))
+    note = "experiment: 2 of 3 runs began on a busy machine: load up to 1.5 a core"
+    assert condition_notes(series_of([Run(path) for path in paths])) == [note]
 
 
 VALUES = st.dictionaries(st.sampled_from("123456"), st.floats(1e-3, 1e3), max_size=6)

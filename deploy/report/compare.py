@@ -13,7 +13,7 @@ from typing import Any, Final
 from common.errors import InvalidExperiment
 from common.experiment.score import ACCURACY
 from deploy.console.tabular import Column, Spread, Table
-from deploy.runs.groups import Series, by_seed, firsts, paired, unlike, unlike_notes
+from deploy.runs.groups import Series, by_seed, condition_notes, firsts, paired, unlike
 from deploy.runs.run import Run, State, columns_of, tiers_of
 
 BY_TASK: Final = "--by-task"
@@ -152,7 +152,7 @@ def to_json(groups: Sequence[Group], target: float) -> dict[str, Any]:
 
 def notes(groups: Sequence[Group], target: float) -> list[str]:
     """Return notes on the table: other conditions, runs that did not reach the target, and repeated seeds."""
-    found = unlike_notes([each.series for each in groups])
+    found = condition_notes([each.series for each in groups])
     for each in groups:
         label, runs = each.series.whole, each.series.runs
         for left in (run for run, cost in zip(runs, each.costs, strict=True) if cost is None):

@@ -13,7 +13,7 @@ from pathlib import Path
 from deploy.console.tabular import Table, html, show, size
 from deploy.report import curves, link_sections, sections, summary
 from deploy.report.figures import STYLE, Figure
-from deploy.runs.groups import Series, firsts, series_of, unlike_notes
+from deploy.runs.groups import Series, condition_notes, firsts, series_of
 from deploy.runs.run import Run, State
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
@@ -117,7 +117,7 @@ def compose(runs: Sequence[Run], labels: Sequence[str] = ()) -> tuple[Page, str]
             page.add_paragraph(_unfinished(run), "state")
     if len(tasks) > 1:
         page.add_paragraph(f"{len(tasks)} tasks, between which nothing is comparable: {'; '.join(tasks)}.", "state")
-    for note in unlike_notes(series):
+    for note in condition_notes(series):
         page.add_paragraph(note, "state")
     if not several:
         page.add_numbers(list(_first_numbers(runs[0])))

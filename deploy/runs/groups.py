@@ -19,6 +19,7 @@ from deploy.runs.labels import differing, flat, labels, shown
 from deploy.runs.run import Run, State
 
 TASK: Final = ("data", "model", "nodes")  # leaves, or tables of leaves, that make a task
+BUSY: Final = 0.5  # load of a core before a run above which its seconds are in doubt
 CONDITIONS: Final = ("links", "hardware", "versions")
 _IGNORED: Final = ("seed", "data.root", "links.check", "links.tolerance")  # they change no result
 _SHAPE: Final = ("topology", "tiers", "profiles")  # tables whose effect is in other leaves
@@ -186,14 +187,17 @@ def unlike(series: Sequence[Series]) -> dict[str, Mapping[str, str]]:
     return found
 
 
-def unlike_notes(series: Sequence[Series]) -> list[str]:
-    """Return a line for each condition in which a series differs from the first of its task."""
-    base, found = firsts(series), unlike(series)
-    return [
-        f"{each.whole}: other {kind} than {base[each.task].label}: {text}"
-        for each in series
-        for kind, text in found[each.whole].items()
-    ]
+def condition_notes(series: Sequence[Series]) -> list[str]:
+    """Return a line for each condition in which a series differs from the first of its task, and on busy machines."""
+    base, found, notes = firsts(series), unlike(series), []
+    for each in series:
+        others = found[each.whole].items()
+        notes += [f"{each.whole}: other {kind} than {base[each.task].label}: {text}" for kind, text in others]
+        busy = [load for run in each.runs if (load := _load(run)) > BUSY]
+        if busy:
+            count = f"{len(busy)} of {len(each.runs)} runs" if len(each.runs) > 1 else "the run"
+            notes.append(f"{each.whole}: {count} began on a busy machine: load up to {max(busy):.1f} a core")
+    return notes
 
 
 def paired(
@@ -213,6 +217,12 @@ def by_seed(runs: Sequence[Run], value: Callable[[Run], float | None]) -> dict[s
         found.setdefault(str(run.seed), []).append(value(run))
     whole = {seed: [v for v in values if v is not None] for seed, values in found.items() if None not in values}
     return {seed: sum(values) / len(values) for seed, values in whole.items()}
+
+
+def _load(run: Run) -> float:
+    """Return the load of each of the host's cores before the run; 0 where it was not recorded."""
+    load, cores = run.manifest.get("load"), run.manifest.get("cpus")
+    return load / cores if isinstance(load, (int, float)) and isinstance(cores, int) and cores > 0 else 0.0
 
 
 def _links(run: Run) -> dict[str, Any]:
