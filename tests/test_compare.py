@@ -126,7 +126,11 @@ def test_another_task_has_no_ratio_to_the_first(tmp_path: Path, make_run: MakeRu
     one = make_run(tmp_path, {"topology": {"devices": 4}}, accuracies=(0.9,))
     other = make_run(tmp_path, {"topology": {"devices": 12}}, accuracies=(0.1, 0.1, 0.9))
     done = invoke("compare", one, other, "--target", "0.9", "--by-task", "--format", "latex")
-    assert done.stdout.count("$1.00$") == 2 and "task & experiment" in done.stdout
+    assert (
+        done.stdout.count("$1.00$") == 2
+        and "task & experiment" in done.stdout
+        and "speed-up within the task" in done.stdout
+    )
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,9 @@ def test_seeds_are_one_line_with_a_band_and_one_row(tmp_path: Path, make_run: Ma
     fixed = [make_run(tmp_path, {**LAB, "seed": seed}, accuracies=each) for seed, each in accuracies.items()]
     other = [make_run(tmp_path, {**LAB, **tempo, "seed": seed}, accuracies=(0.75, 1.0)) for seed in (1, 2, 4)]
     killed = make_run(tmp_path, {**LAB, "seed": 5}, accuracies=(0.125,), last="")
-    page, title = compose([Run(path) for path in (*fixed, *other, killed)])
-    assert title == "7 runs: fixed; tempo"
+    failed = make_run(tmp_path, {**LAB, "seed": 6}, accuracies=(), last="failed")
+    page, title = compose([Run(path) for path in (*fixed, *other, killed, failed)])
+    assert title == "8 runs: fixed; tempo"
     figure = next(figure for figure in page.figures if figure.name == "accuracy-rounds")
     assert isinstance(figure, charts.CurvesFigure) and list(figure.lines) == ["fixed", "tempo"]
     curve = figure.lines["fixed"]
@@ -62,9 +63,11 @@ def test_seeds_are_one_line_with_a_band_and_one_row(tmp_path: Path, make_run: Ma
     assert sum("band" in element for element in figure.elements) == 1  # a band of one point has no area
     tree = read(page.html(title))
     heads, first, second = tree.tables["The series: mean ± standard deviation (n - 1) over the finished runs"]
-    assert heads[:2] == ["series", "finished"] and first[:3] == ["fixed", "3/4", "1, 2, 3, 5"]
+    assert heads[:2] == ["series", "finished"] and first[:3] == ["fixed", "3/5", "1, 2, 3, 5, 6"]
     assert first[4:6] == ["58.33 ± 14.43", "-"]
     assert second[4:6] == ["100.00 ± 0.00", "37.50 ± 17.68"]  # of the seeds 1 and 2
+    phases = "Seconds of a global round, mean ± standard deviation (n - 1) over runs"
+    assert tree.tables[phases][3] == ["train", "1.0000 ± 0.0000", "1.0000 ± 0.0000"]  # without the failed one's zero
     assert [row[0] for row in tree.tables["The runs, bytes as MQTT packets"][1:4]] == [
         f"fixed, seed {seed}" for seed in (1, 2, 3)
     ]

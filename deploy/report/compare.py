@@ -108,10 +108,15 @@ def table(groups: Sequence[Group], target: float) -> Table:
     tasks, unlike = any(each.series.task for each in groups), any(each.unlike for each in groups)
     byte_columns = (Column(f"{tier.upper()} {to}", "MB", 3) for tier in _tiers(groups) for to in ("up", "down"))
     figures = _figures(groups)
-    columns = [*[Column("task", text=True)] * tasks, Column("experiment", text=True), Column("reached", text=True),
-               Column("global rounds"), Column("time", "s"), *byte_columns, Column("SGD steps", digits=0),
-               Column("critical path", digits=0), Column("speed-up", digits=2), Column("seeds paired", text=True),
-               *[Column("also differs in", text=True)] * unlike]  # fmt: skip
+    ratio_head = "speed-up within the task" if tasks else "speed-up"
+    columns = [
+        *[Column("task", text=True)] * tasks,
+        *(Column(name, text=True) for name in ("experiment", "reached")),
+        *(Column("global rounds"), Column("time", "s"), *byte_columns),
+        *(Column(name, digits=0) for name in ("SGD steps", "critical path")),
+        *(Column(ratio_head, digits=2), Column("seeds paired", text=True)),
+        *[Column("also differs in", text=True)] * unlike,
+    ]
     rows = []
     for each in groups:
         ratio, pairs, common = speed_up(each, target)

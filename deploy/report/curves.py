@@ -41,10 +41,10 @@ def mean_curve(runs: Sequence[Mapping[int, Point]]) -> Curve:
     return Curve(means, deviations, beyond)
 
 
-def curves(series: Sequence[Series], *, title: str = "", key: str = "") -> list[Figure]:
+def curves(series: Sequence[Series], key: str = "") -> list[Figure]:
     """Return figures of accuracy and, where it is recorded, of loss, side by side, then accuracy over bytes.
 
-    `title` is appended to the figures' titles, `key` to their names.
+    `key` is appended to their names.
     """
     runs = [run for each in series for run in each.runs]
     tiers = tiers_of(runs)
@@ -64,7 +64,7 @@ def curves(series: Sequence[Series], *, title: str = "", key: str = "") -> list[
         unit = f", {_FIELDS[field].unit}" if _FIELDS[field].unit else ""
         figures.append(
             charts.curves(
-                f"{field.replace('_', '-')}-{over}{key}", f"{_TITLES[field]} over {place}{unit}{title}", lines, x=x,
+                f"{field.replace('_', '-')}-{over}{key}", f"{_TITLES[field]} over {place}{unit}", lines, x=x,
                 y=_FIELDS[field], target=target if field == "accuracy" else None,
             )
         )  # fmt: skip
@@ -73,9 +73,8 @@ def curves(series: Sequence[Series], *, title: str = "", key: str = "") -> list[
 
 def _curve(series: Series, field: str, over: str) -> Curve:
     """Return the mean over a series' finished runs, the others as thin lines; over all of them if none has finished."""
-    counted = series.finished or series.runs
-    mean = mean_curve([_points(run, field, over) for run in counted])
-    others = [_points(run, field, over) for run in series.runs if run not in counted]
+    mean = mean_curve([_points(run, field, over) for run in series.counted])
+    others = [_points(run, field, over) for run in series.runs if run not in series.counted]
     return Curve(mean.points, mean.deviations, [*mean.rest, *([*run.values()] for run in others if run)])
 
 

@@ -148,7 +148,7 @@ def _add_task(page: Page, series: Sequence[Series], task: str, key: str) -> None
     page.add_paragraph(sections.ACCURACY)
     if any(len(each.runs) > 1 for each in series):
         page.add_paragraph(sections.BANDS)
-    page.add_figures(curves.curves(series, key=key), kind="curves")
+    page.add_figures(curves.curves(series, key), kind="curves")
     page.add_heading(2, f"Time by phase{of}")
     page.add_paragraph(sections.SECONDS)
     single = len(series) == 1 and len(series[0].runs) == 1

@@ -82,7 +82,7 @@ def means(series: Sequence[Series]) -> Table:
         theirs, own = (by_seed(one.finished, lambda run: _percent(run.accuracy)) for one in (first, each))
         bytes_ = [[_megabytes(run, [tier]) for run in done] for tier in tiers]
         rows.append((
-            *[each.task] * tasks, each.label, f"{len(done)}/{len(each.runs)}", ", ".join(seeds(each.runs)),
+            *[each.task] * tasks, each.label, f"{len(done)}/{len(each.runs)}", ", ".join(each.seeds),
             Spread.of([len(run.rounds) for run in done]), _spread(_percent(run.accuracy) for run in done),
             None if each is first else paired(theirs, own, lambda before, after: after - before),
             _spread(run.loss for run in done), Spread.of([run.seconds for run in done]),
@@ -99,7 +99,8 @@ def budget(series: Sequence[Series], key: str = "") -> Figure:
     """
     rows: dict[str, list[float]] = {}
     for each in series:
-        rows[each.label] = [fmean(_a_round(run)[phase] for run in each.runs) for phase in GLOBAL_PHASES]
+        seconds = [_a_round(run) for run in each.counted]
+        rows[each.label] = [fmean(one[phase] for one in seconds) if seconds else 0.0 for phase in GLOBAL_PHASES]
         prediction = next((run.prediction for run in each.runs if run.prediction is not None), None)
         if prediction is not None:
             rows[f"{each.label}, predicted"] = [prediction.seconds.get(phase, 0.0) for phase in GLOBAL_PHASES]
@@ -138,7 +139,7 @@ def mean_phases(series: Sequence[Series], key: str = "") -> Table:
 
     `key` is appended to the table's name.
     """
-    rounds = [[_a_round(run) for run in each.runs] for each in series]
+    rounds = [[_a_round(run) for run in each.counted] for each in series]
     rows = [
         [phase, *(Spread.of([one[phase] for one in every]) for every in rounds)] for phase in (*GLOBAL_PHASES, _SUM)
     ]
@@ -233,11 +234,6 @@ _SHOWN_FACTS: Final = {
 }
 _SUM, _ELAPSED = "sum of the phases", "elapsed"
 _PHASE_PARTS: Final = [(f"fill-{phase}", phase) for phase in GLOBAL_PHASES]
-
-
-def seeds(runs: Sequence[Run]) -> list[str]:
-    """Return the seeds of runs, each once."""
-    return list(dict.fromkeys(str(run.seed) for run in runs))
 
 
 def _a_round(run: Run) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -64,7 +64,7 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
     yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version)
 
 
-def _named(leaves: Mapping[str, Any], chosen: Sequence[str] | set[str] | frozenset[str], table: str) -> str:
+def _named(leaves: Mapping[str, Any], chosen: Collection[str], table: str) -> str:
     """Return a table's names, such as its rule's, and behind them its keys that are not at their defaults."""
     own = {key.removeprefix(f"{table}."): value for key, value in leaves.items() if key.startswith(f"{table}.")}
     defaults = ("selection.name", "epoch_control.name", "schedule.name")  # named only where they are not the defaults
@@ -99,14 +99,14 @@ def _links(run: Run, leaves: Mapping[str, Any]) -> str:
 def _hardware(run: Run) -> str:
     manifest = run.manifest
     known = [str(manifest[key]) for key in ("host", "platform") if manifest.get(key)]
-    cores = [f"{manifest['cpus']} cores"] if manifest.get("cpus") else []
+    known += [f"{manifest['cpus']} cores"] if manifest.get("cpus") else []
     every = {_machine(machine) for machine in _machines(run).values() if isinstance(machine, Mapping)}
-    if every == {_machine({"slowdown": 1.0, "overhead_s": 0.0})} or not every:
+    if every <= {_machine({"slowdown": 1.0})}:
         emulated = "no emulated hardware"
     else:
         emulated = f"devices emulate {every.pop()}" if len(every) == 1 else "devices emulate several machines"
         emulated += " (declared, not emulated)" if run.direct else ""
-    return ", ".join(["cloud on", *known, *cores]).replace("on, ", "on ", 1) + f"; {emulated}"
+    return f"cloud on {', '.join(known) or 'an unknown machine'}; {emulated}"
 
 
 def _machines(run: Run) -> Mapping[str, Any]:
@@ -121,7 +121,7 @@ def _machine(machine: Mapping[str, Any]) -> str:
 
 
 def _seeds(series: Sequence[Series]) -> list[tuple[str, str]]:
-    texts = {each.whole: ", ".join(dict.fromkeys(str(run.seed) for run in each.runs)) for each in series}
+    texts = {each.whole: ", ".join(each.seeds) for each in series}
     return _by_text(texts, len(series))
 
 

@@ -43,6 +43,16 @@ class Series:
     runs: tuple[Run, ...]
 
     @property
+    def seeds(self) -> list[str]:
+        """The seeds, each once."""
+        return list(dict.fromkeys(str(run.seed) for run in self.runs))
+
+    @property
+    def counted(self) -> list[Run]:
+        """The runs over which curves are averaged: the finished ones, all that have a global round if none has."""
+        return self.finished or [run for run in self.runs if run.rounds]
+
+    @property
     def finished(self) -> list[Run]:
         """The runs that finished."""
         return [run for run in self.runs if run.state is State.FINISHED]
