@@ -131,6 +131,13 @@ def test_other_data_nodes_or_models_are_another_task(
     assert [each.task for each in found] == [each.whole for each in found] == list(task)
 
 
+def test_a_run_without_a_network_is_another_task(tmp_path: Path, make_run: MakeRun) -> None:
+    paths = [make_run(tmp_path, {}) for _ in range(2)]
+    manifest = json.loads((paths[1] / "manifest.json").read_text())
+    (paths[1] / "manifest.json").write_text(json.dumps({**manifest, "direct": {}}))
+    assert [each.task for each in series_of([Run(path) for path in paths])] == ["network", "no network"]
+
+
 def test_tiers_have_the_keys_of_the_short_form(tmp_path: Path, make_run: MakeRun) -> None:
     one, other = {**TIERS, "rounds": 3}, json.loads(json.dumps({**TIERS, "rounds": 3}))
     other["tiers"][0]["aggregation"] = {"name": "fedavg"}
@@ -159,7 +166,6 @@ def test_other_conditions_are_found_by_kind(tmp_path: Path, make_run: MakeRun) -
     assert conditions(one, one) == {}
     for kind, change, text in (
         ("hardware", {"cpus": 999}, f"cpus: {one.manifest['cpus']} and 999"),
-        ("links", {"direct": {}}, "network: network and no network"),
         ("versions", {"python": "2.7"}, f"python: {one.manifest['python']} and 2.7"),
     ):
         other = make_run(tmp_path, {})

@@ -1,7 +1,8 @@
 """Runs as series, which differ in nothing but the seed, and the tasks that the series are of.
 
 A ratio or a difference of two series means something only within a task: the same data and partition, the same nodes,
-the same model. Other differences are what is compared (rules, training) or conditions (CONDITIONS), which are named.
+the same model, and with or without a network, where seconds and bytes are other quantities. Other differences are what
+is compared (rules, training) or conditions (CONDITIONS), which are named.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from deploy.console.tabular import Spread
 from deploy.runs.labels import differing, flat, labels, shown
 from deploy.runs.run import Run, State
 
-TASK: Final = ("data", "model", "nodes")  # leaves, or tables of leaves, that make a task
+TASK: Final = ("data", "model", "nodes", "network")  # leaves, or tables of leaves, that make a task
 BUSY: Final = 0.5  # load of a core before a run above which its seconds are in doubt
 CONDITIONS: Final = ("links", "hardware", "versions")
 _IGNORED: Final = ("seed", "data.root", "links.check", "links.tolerance")  # they change no result
@@ -238,8 +239,7 @@ def _load(run: Run) -> float:
 def _links(run: Run) -> dict[str, Any]:
     """Return what shapes the links, and the numbers of each, without profile names, which change no number."""
     links = flat({"links": run.manifest.get("links", {})})
-    kept = {key: value for key, value in links.items() if not key.endswith(".profile")}
-    return {"network": "no network" if run.direct else "network", **kept}
+    return {key: value for key, value in links.items() if not key.endswith(".profile")}
 
 
 def _hardware(run: Run) -> dict[str, Any]:
