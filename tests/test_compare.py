@@ -186,7 +186,7 @@ def test_latex_and_text_escape_what_names_may_hold() -> None:
     assert show(1234.567, 2) == "1\u202f234.57" and show(Spread(2, 1), 1) == "2.0 ± 1.0" and show(None) == "-"
 
 
-def test_wrong_usage_ends_with_2(tmp_path: Path, make_run: MakeRun) -> None:
+def test_wrong_usage_and_an_impossible_accuracy_are_refused(tmp_path: Path, make_run: MakeRun) -> None:
     path = make_run(tmp_path, {})
     assert invoke("compare").exit_code == 2
-    assert invoke("compare", path, "--target", "2").exit_code == 2
+    assert invoke("compare", path, "--target", "2").exit_code == 4

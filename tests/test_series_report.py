@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.experiment.score import Score
 from deploy.report import charts
-from deploy.report.curves import PERCENT, mean_curve
+from deploy.report.curves import mean_curve, score_axis
 from deploy.report.page import Page, compose
 from deploy.runs.run import Run
 from tests.helpers.commands import invoke
@@ -38,7 +39,9 @@ def test_means_and_bands_are_those_of_numpy(runs: list[dict[int, charts.Point]])
     values = np.array([[run[i] for i in common] for run in some]).reshape(len(some), -1, 2)
     assert np.allclose(np.array(curve.points).reshape(-1, 2), values.mean(axis=0))
     assert np.allclose(curve.deviations, values[:, :, 1].std(axis=0, ddof=1))
-    for (x, low, high), (mean_x, y), deviation in zip(curve.band(PERCENT), curve.points, curve.deviations, strict=True):
+    for (x, low, high), (mean_x, y), deviation in zip(
+        curve.band(score_axis(Score())), curve.points, curve.deviations, strict=True
+    ):
         assert (x, low, high) == (mean_x, max(y - deviation, 0), min(y + deviation, 1))
     last = max(common, default=0)
     longer = [run for run in some if max(run) > last]
@@ -92,6 +95,21 @@ def test_tasks_are_not_laid_over_each_other(tmp_path: Path, make_run: MakeRun) -
         "2 tasks, between which nothing is comparable: 2 institutions, 4 devices; 2 institutions, 8 devices." in words
     )
     assert "Accuracy and loss: 2 institutions, 8 devices" in words
+
+
+def test_another_score_is_another_task_and_has_its_own_unit(tmp_path: Path, make_run: MakeRun) -> None:
+    numbers = {"dataset": "flats.csv", "targets": "numbers", "target_column": "price"}
+    paths = [make_run(tmp_path, {}), make_run(tmp_path, {"data": numbers, "model": {"name": "mine:build"}})]
+    head, *rows = (paths[1] / "rounds.csv").read_text().splitlines()
+    (paths[1] / "rounds.csv").write_text("\n".join([f"{head},score", *(f"{row},-0.25" for row in rows)]) + "\n")
+    manifest = json.loads((paths[1] / "manifest.json").read_text())
+    (paths[1] / "manifest.json").write_text(json.dumps(manifest | {"score": {"name": "r2"}}))
+    page, _ = compose([Run(path) for path in paths])
+    titles = [figure.title for figure in page.figures]
+    assert "Accuracy over global rounds, %" in titles and "R2 over global rounds" in titles
+    overview = next(table for table in page.tables if table.name == "overview")
+    assert overview.columns[5].name == "test accuracy or r2" and not overview.columns[5].unit
+    assert [row[5] for row in overview.rows] == [0.9, -0.25]
 
 
 def facts_of(page: Page) -> dict[str, str]:

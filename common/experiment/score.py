@@ -29,6 +29,7 @@ SCORES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {CLASSES: (ACCURACY,), NUMBERS: ("r2", "mean_squared_error", "mean_absolute_error", "binary_accuracy")}
 )
 HIGHER: Final = (ACCURACY, "r2", "binary_accuracy")
+SHARES: Final = (ACCURACY, "binary_accuracy")  # 0 to 1, for people in percent
 OWN_FORM: Final = "package.module:function"
 LossName = Annotated[str, Field(json_schema_extra={"enum": [name for names in LOSSES.values() for name in names]})]
 ScoreName = Annotated[str, Field(json_schema_extra={"enum": [name for names in SCORES.values() for name in names]})]
@@ -52,6 +53,11 @@ class Score(SettingsTable):
     def higher(self) -> bool:
         """Whether the higher of two scores is the better one."""
         return self.name in HIGHER if self.better is None else self.better == "higher"
+
+    @property
+    def share(self) -> bool:
+        """Whether people read it in percent."""
+        return self.name in SHARES
 
     @property
     def label(self) -> str:

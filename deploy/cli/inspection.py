@@ -100,8 +100,8 @@ def compare(
     """Compare the costs of reaching a score, as accuracy: global rounds, seconds, bytes and SGD steps, over seeds.
 
     Runs that differ only in the seed form a group. Speed-ups are relative to the first group. Runs that did not reach
-    the accuracy are in no mean. Exit code 4 if data, partition, nodes or model differ, or one had no network: these
-    are other tasks. Other links, hardware or versions are named.
+    the score are in no mean. Exit code 4 if data, partition, nodes, model or score differ, or one had no network:
+    these are other tasks. Other links, hardware or versions are named.
     """
     from deploy.report import compare as comparing
     from deploy.runs.groups import series_of

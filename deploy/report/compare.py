@@ -17,6 +17,7 @@ from deploy.runs.groups import Series, by_seed, condition_notes, firsts, paired,
 from deploy.runs.run import Run, State, columns_of, tiers_of
 
 BY_TASK: Final = "--by-task"
+VOWELS: Final = "aeiou"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Group:
 
 
 def costs_to(run: Run, target: float) -> Mapping[str, float] | None:
-    """Return a run's costs until it first reached an accuracy, None if it did not."""
+    """Return a run's costs until it first reached a score, None if it did not."""
     for i, row in enumerate(run.rounds):
         if run.scored_by.reached(row.score, target):
             done = run.rounds[: i + 1]
@@ -57,7 +58,7 @@ def target_of(runs: Sequence[Run], given: float | None) -> float:
     """Return the target of the score: `given`, else that of the experiments. Raises InvalidExperiment."""
     scores = {(run.scored_by.name, run.scored_by.higher) for run in runs}
     if len(scores) > 1:
-        names = sorted(run.scored_by.name for run in runs)
+        names = sorted({run.scored_by.name for run in runs})
         raise InvalidExperiment("RUN", [run.id for run in runs], f"they have several scores: {', '.join(names)}",
                                 "Compare runs with the same score.")  # fmt: skip
     if given is not None:
@@ -125,7 +126,9 @@ def table(groups: Sequence[Group], target: float) -> Table:
         rows.append([*[each.series.task] * tasks, each.series.label, f"{each.reached}/{len(each.costs)}", *costs, ratio,
                      f"{pairs}/{common}", *[", ".join(each.unlike)] * unlike])  # fmt: skip
     within = ", speed-ups within each task" if tasks else ""
-    return Table("compare", f"Costs of reaching an accuracy of {target:g}{within}", columns, rows)
+    label = groups[0].first.runs[0].scored_by.label
+    article = "an" if label[0] in VOWELS else "a"
+    return Table("compare", f"Costs of reaching {article} {label} of {target:g}{within}", columns, rows)
 
 
 def to_json(groups: Sequence[Group], target: float) -> dict[str, Any]:
@@ -161,12 +164,13 @@ def notes(groups: Sequence[Group], target: float) -> list[str]:
     for each in groups:
         label, runs = each.series.whole, each.series.runs
         for left in (run for run, cost in zip(runs, each.costs, strict=True) if cost is None):
-            best = max((row.accuracy for row in left.rounds if row.accuracy is not None), default=None)
-            seen = "no accuracy" if best is None else f"at best {best:.4f}"
+            score = left.scored_by
+            choose = max if score.higher else min
+            best = choose((row.score for row in left.rounds if row.score is not None), default=None)
+            seen = f"no {score.label}" if best is None else f"at best {best:.4f}"
             done = f"{len(left.rounds)} of {left.global_rounds} global rounds, {left.state}"
-            own = left.tree.get("target_accuracy")
-            if left.state is State.FINISHED and isinstance(own, (int, float)) and own < target:
-                done += f" at its own target of {own:g}"
+            if left.state is State.FINISHED and left.target is not None and not score.reached(left.target, target):
+                done += f" at its own target of {left.target:g}"
             found.append(f"{label}: {left.id} (seed {left.seed}) did not reach the target: {seen} in {done}")
         if len({str(run.seed) for run in runs}) < len(runs):
             found.append(f"{label}: several runs have the same seed; the deviation is over runs")

@@ -1,12 +1,14 @@
-"""Curves of a report: accuracy and loss over global rounds, seconds and bytes, a line and a band for each series."""
+"""Curves of a report: score and loss over global rounds, seconds and bytes, a line and a band for each series."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Final
 
 from cloud.records import GlobalRoundRecord
+from common.experiment.score import Score
 from deploy.report import charts
 from deploy.report.charts import Axis, Curve, Point
 from deploy.report.figures import Figure
@@ -14,14 +16,10 @@ from deploy.report.link_sections import bytes_axis
 from deploy.runs.groups import Series
 from deploy.runs.run import Run, tiers_of
 
-PERCENT: Final = Axis("test accuracy", "%", 100.0, (0.0, 1.0))
 LOSS: Final = Axis("test loss", bounds=(0.0, float("inf")))
 TRAINING_LOSS: Final = Axis("training loss", bounds=(0.0, float("inf")))
 GLOBAL_ROUND: Final = Axis("global round")
 SECONDS_AXIS: Final = Axis("time", "s")
-
-_FIELDS: Final = {"accuracy": PERCENT, "loss": LOSS, "train_loss": TRAINING_LOSS}
-_TITLES: Final = {"accuracy": "Accuracy", "loss": "Test loss", "train_loss": "Training loss"}
 
 
 def mean_curve(runs: Sequence[Mapping[int, Point]]) -> Curve:
@@ -42,33 +40,44 @@ def mean_curve(runs: Sequence[Mapping[int, Point]]) -> Curve:
 
 
 def curves(series: Sequence[Series], key: str = "") -> list[Figure]:
-    """Return figures of accuracy and, where it is recorded, of loss, side by side, then accuracy over bytes.
+    """Return figures of the score and, where it is recorded, of loss, side by side, then the score over bytes.
 
     `key` is appended to their names.
     """
     runs = [run for each in series for run in each.runs]
     tiers = tiers_of(runs)
-    overs = [("accuracy", "rounds"), ("loss", "rounds"), ("accuracy", "seconds"), ("loss", "seconds"),
-             *(("accuracy", tier) for tier in tiers), ("train_loss", "rounds")]  # fmt: skip
-    targets = {run.tree.get("target_accuracy") for run in runs}
+    overs = [("score", "rounds"), ("loss", "rounds"), ("score", "seconds"), ("loss", "seconds"),
+             *(("score", tier) for tier in tiers), ("train_loss", "rounds")]  # fmt: skip
+    scored_by = runs[0].scored_by
+    shown = {"score": score_axis(scored_by), "loss": LOSS, "train_loss": TRAINING_LOSS}
+    names = {"score": scored_by.label, "loss": "test loss", "train_loss": "training loss"}
+    targets = {run.target for run in runs}
     target = targets.pop() if len(targets) == 1 else None
     figures: list[Figure] = []
     for field, over in overs:
         lines = {each.label: _curve(each, field, over) for each in series}
-        if field != "accuracy" and not any(line.points or line.rest for line in lines.values()):
+        y, name = shown[field], names[field]
+        if field != "score" and not any(line.points or line.rest for line in lines.values()):
             continue
         x = {"rounds": GLOBAL_ROUND, "seconds": SECONDS_AXIS}.get(over) or bytes_axis(
-            f"{over.upper()} bytes", {label: line.every_point(_FIELDS[field]) for label, line in lines.items()}
+            f"{over.upper()} bytes", {label: line.every_point(y) for label, line in lines.items()}
         )
         place = {"rounds": "global rounds", "seconds": "time"}.get(over, f"{over.upper()} bytes")
-        unit = f", {_FIELDS[field].unit}" if _FIELDS[field].unit else ""
+        unit = f", {y.unit}" if y.unit else ""
         figures.append(
             charts.curves(
-                f"{field.replace('_', '-')}-{over}{key}", f"{_TITLES[field]} over {place}{unit}", lines, x=x,
-                y=_FIELDS[field], target=target if field == "accuracy" else None,
+                f"{re.sub('[ _]', '-', scored_by.label if field == 'score' else field)}-{over}{key}",
+                f"{name[:1].upper()}{name[1:]} over {place}{unit}", lines, x=x, y=y,
+                target=target if field == "score" else None,
             )
         )  # fmt: skip
     return figures
+
+
+def score_axis(score: Score) -> Axis:
+    """Return the axis of a score."""
+    label = f"test {score.label}"
+    return Axis(label, "%", 100.0, (0.0, 1.0)) if score.share else Axis(label)
 
 
 def _curve(series: Series, field: str, over: str) -> Curve:

@@ -144,8 +144,9 @@ def _add_task(page: Page, series: Sequence[Series], task: str, key: str) -> None
     if not any(run.rounds for each in series for run in each.runs):
         return
     of = f": {task}" if task else ""
-    page.add_heading(2, f"Accuracy and loss{of}")
-    page.add_paragraph(sections.ACCURACY)
+    label = series[0].runs[0].scored_by.label
+    page.add_heading(2, f"{label[:1].upper()}{label[1:]} and loss{of}")
+    page.add_paragraph(sections.SCORES)
     if any(len(each.runs) > 1 for each in series):
         page.add_paragraph(sections.BANDS)
     page.add_figures(curves.curves(series, key), kind="curves")

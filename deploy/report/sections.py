@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any, Final
 
-from common.experiment.score import ACCURACY
 from common.experiment.topology import CLOUD
 from common.protocol.timeline import GLOBAL_PHASES
 from deploy.console.tabular import Cell, Column, Spread, Table
@@ -51,12 +50,14 @@ DATA: Final = (
 
 def overview(series: Sequence[Series]) -> Table:
     """Return a table with a row for each run."""
-    tiers = tiers_of([run for each in series for run in each.runs])
+    runs = [run for each in series for run in each.runs]
+    tiers = tiers_of(runs)
+    column, score = _scored(runs)
     columns = [Column("run", text=True), Column("id", text=True), Column("state", text=True), Column("seed", text=True),
-               Column("global rounds"), Column("test accuracy", "%", 2), Column("test loss", digits=4),
+               Column("global rounds"), column, Column("test loss", digits=4),
                Column("time", "s"), *_byte_columns(tiers, "MB")]  # fmt: skip
     rows = [
-        (name, run.id, str(run.state), str(run.seed), len(run.rounds), _percent(run.accuracy), run.loss, run.seconds,
+        (name, run.id, str(run.state), str(run.seed), len(run.rounds), score(run), run.loss, run.seconds,
          *_megabytes(run, tiers))
         for each in series
         for run, name in zip(each.runs, each.names, strict=True)
@@ -69,27 +70,45 @@ def means(series: Sequence[Series]) -> Table:
 
     The difference is that to the first series of the same task, paired by seeds.
     """
-    tiers = tiers_of([run for each in series for run in each.runs])
+    runs = [run for each in series for run in each.runs]
+    tiers = tiers_of(runs)
+    column, score = _scored(runs)
     tasks = any(each.task for each in series)
-    columns = [*[Column("task", text=True)] * tasks, Column("series", text=True), Column("finished", text=True),
-               Column("seeds", text=True), Column("global rounds"), Column("test accuracy", "%", 2),
-               Column("difference, paired", "points", 2), Column("test loss", digits=4), Column("time", "s"),
-               *_byte_columns(tiers, "MB")]  # fmt: skip
+    columns = [
+        *[Column("task", text=True)] * tasks,
+        *(Column(name, text=True) for name in ("series", "finished", "seeds")),
+        *(Column("global rounds"), column),
+        Column("difference, paired", "points" if column.unit else "", column.digits),
+        *(Column("test loss", digits=4), Column("time", "s"), *_byte_columns(tiers, "MB")),
+    ]
     rows: list[Sequence[Cell]] = []
     for each in series:
         first = firsts(series)[each.task]
         done = each.finished
-        theirs, own = (by_seed(one.finished, lambda run: _percent(run.accuracy)) for one in (first, each))
+        theirs, own = (by_seed(one.finished, score) for one in (first, each))
         bytes_ = [[_megabytes(run, [tier]) for run in done] for tier in tiers]
         rows.append((
             *[each.task] * tasks, each.label, f"{len(done)}/{len(each.runs)}", ", ".join(each.seeds),
-            Spread.of([len(run.rounds) for run in done]), _spread(_percent(run.accuracy) for run in done),
+            Spread.of([len(run.rounds) for run in done]), _spread(score(run) for run in done),
             None if each is first else paired(theirs, own, lambda before, after: after - before),
             _spread(run.loss for run in done), Spread.of([run.seconds for run in done]),
             *(_spread(cells[i] for cells in cells_of) for cells_of in bytes_ for i in (0, 1)),
         ))  # fmt: skip
     title = "The series: mean ± standard deviation (n - 1) over the finished runs"
     return Table("series", title, columns, rows)
+
+
+def score_column(runs: Sequence[Run]) -> str:
+    """Return the title of a column of the runs' scores."""
+    labels = sorted({run.scored_by.label for run in runs})
+    return f"test {' or '.join(labels)}"
+
+
+def _scored(runs: Sequence[Run]) -> tuple[Column, Callable[[Run], float | None]]:
+    """Return the column of the runs' scores, and the value of a run in it: in percent if all scores are shares."""
+    factor = 100.0 if all(run.scored_by.share for run in runs) else 1.0
+    column = Column(score_column(runs), *(("%", 2) if factor > 1 else ("", 4)))
+    return column, lambda run: None if run.score is None else factor * run.score
 
 
 def budget(series: Sequence[Series], key: str = "") -> Figure:
@@ -245,10 +264,6 @@ def _a_round(run: Run) -> dict[str, float]:
 
 def _spread(values: Iterable[float | None]) -> Spread | None:
     return Spread.of([value for value in values if value is not None])
-
-
-def _percent(value: float | None) -> float | None:
-    return None if value is None else 100 * value
 
 
 def _megabytes(run: Run, tiers: Sequence[str]) -> list[float | None]:

@@ -19,7 +19,7 @@ from deploy.console.tabular import Spread
 from deploy.runs.labels import differing, flat, labels, shown
 from deploy.runs.run import Run, State
 
-TASK: Final = ("data", "model", "nodes", "network")  # leaves, or tables of leaves, that make a task
+TASK: Final = ("data", "model", "nodes", "network", "score.name", "score.better")  # leaves, or their tables
 BUSY: Final = 0.5  # load of a core before a run above which its seconds are in doubt
 CONDITIONS: Final = ("links", "hardware", "versions")
 _IGNORED: Final = ("seed", "data.root", "links.check", "links.tolerance")  # they change no result
@@ -103,7 +103,10 @@ def series_of(runs: Sequence[Run], names: Sequence[str] = ()) -> list[Series]:
 
 def _tasks(every: Sequence[Mapping[str, Any]], chosen: Sequence[frozenset[str]]) -> list[str]:
     """Return what distinguishes the task of each experiment, "" if all have the same."""
-    tasks = [{key: value for key, value in leaves.items() if key.partition(".")[0] in TASK} for leaves in every]
+    tasks = [
+        {key: value for key, value in leaves.items() if key in TASK or key.partition(".")[0] in TASK}
+        for leaves in every
+    ]
     return labels(tasks, chosen) if any(task != tasks[0] for task in tasks) else [""] * len(tasks)
 
 
