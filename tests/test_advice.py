@@ -49,6 +49,11 @@ def test_the_experiments_that_ship_are_sound(path: Path) -> None:
     ("bad", "good", "start"),
     [
         (
+            {"cloud": {"closing": {"quorum": 2}}},
+            {"cloud": {"closing": {"rule": "quorum", "quorum": 2, "deadline_s": 9.0}}},
+            "cloud.closing.quorum = 2: no effect with closing.rule = 'all'.",
+        ),
+        (
             {"institution": {"rounds": 1, "aggregation": {"name": "fedcross"}}},
             {
                 "institution": {

@@ -101,13 +101,23 @@ def test_devices_keep_the_order_of_their_partitions() -> None:
 @pytest.mark.parametrize(
     ("tree", "words"),
     [
-        ({"topology": {"institutions": 0}, "institution": {"rounds": 2}}, ("institution", "no institution", "Remove")),
-        ({"topology": {"institutions": 0}, "links": {"lan": "lte"}}, ("links.lan", "no institution")),
-        ({"topology": {"institutions": 0}, "transfer": {"lan": {"up": "fp16"}}}, ("transfer.lan", "Remove")),
+        (
+            {"topology": {"institutions": 0}, "institution": {"rounds": 2}},
+            ("institution.rounds", "2: this"),
+        ),
+        (
+            {"topology": {"institutions": 0}, "institution": {"aggregation": {"name": "fedmr"}}},
+            ("institution.aggregation.name", "'fedmr'"),
+        ),
+        ({"topology": {"institutions": 0}, "links": {"lan": "lte"}}, ("links.lan.up_mbit", "no institution")),
+        (
+            {"topology": {"institutions": 0}, "transfer": {"lan": {"up": "fp16"}}},
+            ("transfer.lan.up", "Remove"),
+        ),
         ({"topology": {"institutions": 0}, "data": {"partition": "institution_shards"}}, ("data.partition",)),
         ({"topology": {"institutions": 0, "devices": ["d"], "members": {"a": ["d"]}}}, ("topology.members.a",)),
         ({"topology": {"institutions": 0, "devices": []}}, ("topology.devices", "cloud would have no device")),
-        ({"tiers": [{"name": "a"}], "topology": {"devices": 2}}, ("topology", "[[tiers]]", "Remove topology")),
+        ({"tiers": [{"name": "a"}], "topology": {"devices": 2}}, ("topology.devices", "[[tiers]]", "Remove topology")),
         ({"tiers": [{"name": "a"}], "cloud": {"participation": 0.5}}, ("cloud.participation", "[[tiers]]")),
         ({"tiers": [{"name": "a", "rounds": 2}]}, ("tiers.0.rounds", "global rounds", "Set rounds")),
         ({"tiers": [{"name": "a"}, {"name": "a", "children": "x"}]}, ("tiers.name", "two tiers")),

@@ -35,6 +35,8 @@ def warnings(experiment: Experiment) -> list[str]:
             found.append(
                 f"{key}.selection.name = {tier.selection.name!r}: with participation = 1 all children take part."
             )
+        if tier.closing.rule == "all" and tier.closing.quorum is not None:
+            found.append(f"{key}.closing.quorum = {tier.closing.quorum}: no effect with closing.rule = 'all'.")
         if depth == 0:
             found += _at_the_cloud(key, tier.aggregation)
         else:

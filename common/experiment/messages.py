@@ -48,8 +48,25 @@ def _unknown(key: str, loc: tuple[int | str, ...], value: object, root: type[Bas
     if owners:
         remedy = f"It belongs to {' and '.join(owners)}; this is {parents[-1]}."
     else:
-        remedy = proposal(last, _known_keys(parents, root), what="Known keys")
+        remedy = proposal(last, _known_keys(parents, root), what="Known keys", elsewhere=places(last, root))
     return InvalidExperiment(key, value, "unknown key", remedy)
+
+
+def places(key: str, root: type[BaseModel]) -> list[str]:
+    """Return where an experiment has a key of this name, the outermost places first, as `cloud.aggregation`."""
+    found: list[str] = []
+    level: list[tuple[str, type[BaseModel]]] = [("", root)]
+    while level:
+        below = []
+        for path, table in level:
+            for name, field in table.model_fields.items():
+                if name == key:
+                    found.append(path + name)
+                kind = field.annotation
+                if isinstance(kind, type) and issubclass(kind, BaseModel):
+                    below.append((f"{path}{name}.", kind))
+        level = below
+    return found
 
 
 def _path(loc: tuple[int | str, ...]) -> list[str]:

@@ -278,8 +278,9 @@ class Experiment(SettingsTable):
             for part in key.split("."):
                 found, default = getattr(found, part), getattr(default, part)
             if found != default:
+                at, value = _difference(key, found, default)
                 problem = "[[tiers]] has these settings" if self.tiers else "this lab has no institution"
-                raise InvalidExperiment(key, str(found), problem, f"Remove {key}.")
+                raise InvalidExperiment(at, value, problem, f"Remove {key}.")
 
     def _check_refined(self, key: str, rule: RuleSettings) -> None:
         """Check that the data are those that a rule with a refiner's process needs."""
@@ -316,6 +317,18 @@ class Experiment(SettingsTable):
         devices = self.tree.layers[-1]
         if name not in self.tree or self.tree.depth(name) != len(self.every_tier):
             raise InvalidExperiment(key, name, "no device has this name", proposal(name, devices, what="There are"))
+
+
+def _difference(key: str, found: object, default: object) -> tuple[str, object]:
+    """Return the first key below a table that is not its default, and the value there."""
+    if isinstance(found, SettingsTable) and type(found) is type(default):
+        for name in type(found).model_fields:
+            one, other = getattr(found, name), getattr(default, name)
+            if one != other:
+                return _difference(f"{key}.{name}", one, other)
+    if isinstance(found, SettingsTable):  # of another name, as rules and selectors have one
+        return f"{key}.name", getattr(found, "name", "")
+    return key, found
 
 
 DEFAULTS: Final = Experiment()

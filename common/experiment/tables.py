@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
@@ -14,6 +15,9 @@ from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 from common.errors import InvalidExperiment
 
 LISTED_MOST: Final = 20
+NAMED_MOST: Final = 3  # names elsewhere
+SIMILAR: Final = 0.6  # of difflib, from which a name may be a mistyped one
+ALIKE: Final = 0.8  # from which it surely is
 
 FORMS: Final[dict[str, str]] = {}  # of texts: by pattern, what to write
 
@@ -69,13 +73,31 @@ def _tag(table: Any) -> Any:
     return OWN if isinstance(name, str) and ":" in name else name
 
 
-def proposal(name: str, known: Iterable[str], *, what: str) -> str:
-    """Return the remedy for an unknown name: the most similar known name, else the known names."""
+def proposal(name: str, known: Iterable[str], *, what: str, elsewhere: Sequence[str] = ()) -> str:
+    """Return the remedy for an unknown name: the known name that was meant, else the known names.
+
+    `elsewhere`: names that count unless a known one is almost the same.
+    """
     names = list(known)
-    close = difflib.get_close_matches(name, names, 1) or difflib.get_close_matches(name, names, 1, 0.4)
-    if close:
-        return f"Did you mean {close[0]!r}?"
+    if meant := _meant(name, names, ALIKE):
+        return f"Did you mean {meant!r}?"
+    if elsewhere:
+        return f"Did you mean {' or '.join(elsewhere[:NAMED_MOST])}?"
+    if meant := _meant(name, names, SIMILAR):
+        return f"Did you mean {meant!r}?"
     return f"{what}: {', '.join(names[:LISTED_MOST])}{', ...' if len(names) > LISTED_MOST else ''}."
+
+
+def _meant(name: str, known: Sequence[str], similarity: float) -> str | None:
+    """Return the most similar name, else one that begins with this one or has its initials: `lr`, `learning_rate`."""
+    lower, word = {each.lower(): each for each in reversed(known)}, name.lower()
+    if close := difflib.get_close_matches(word, lower, 1, similarity):
+        return lower[close[0]]
+    return next((each for each in known if word and (each.lower().startswith(word) or word == _initials(each))), None)
+
+
+def _initials(name: str) -> str:
+    return "".join(part[:1] for part in re.split("[_-]", name)) if "_" in name or "-" in name else ""
 
 
 def named(key: str, given: Any, profiles: Mapping[str, Any]) -> Any:
